@@ -7,7 +7,7 @@ waits for the device, and a launch depends on the host's figures alone, so steps
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,29 @@ def split_tokens(max_model_len: int) -> int:
     It must not depend on the batch, and be the same on workers that hand KV to each other.
     """
     return max(_SMALLEST_SPLIT, _power_of_two(-(-max_model_len // _MOST_SPLITS)))
+
+
+class _Options(NamedTuple):
+    """What the kernels are compiled for, of one layer."""
+
+    rows: int  # of one program's tile
+    decoding: dict[str, Any]
+    chunks: dict[str, Any]
+    merge: dict[str, Any]
+
+
+class _Layer(NamedTuple):
+    """The attention of one layer in one step."""
+
+    out: Tensor
+    lse: Tensor | None
+    sinks: Tensor | None
+    context: StepContext
+    inputs: tuple[Any, ...]  # the kernels' arguments from the query to the strides of the pool
+    scale: float
+    num_heads: int
+    num_kv_heads: int
+    options: _Options
 
 
 class TritonAttention:
@@ -92,7 +115,13 @@ class TritonAttention:
         query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
         keys, values = context.pool[:, layer_idx, 0], context.pool[:, layer_idx, 1]
         self._write(keys, values, key, value, context.slot_mapping)
-        self._attend(query, keys, values, out, context, scale, window, softcap, sinks, lse)
+        num_heads, num_kv_heads = query.shape[1], keys.shape[2]
+        cast = self._is_interpreted and query.dtype is torch.bfloat16  # its products of bfloat16 are wrong
+        flags = (cast, sinks is not None, lse is not None)
+        group = num_heads // num_kv_heads
+        options = _options(head_dim, query.dtype, group, keys.shape[1], self._split, window, softcap, *flags)
+        inputs = (query, query.stride(0), query.stride(1), keys, values, *keys.stride()[:3])
+        self._attend(_Layer(out, lse, sinks, context, inputs, scale, num_heads, num_kv_heads, options), head_dim)
 
     def _write(self, keys: Tensor, values: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         num_tokens, num_kv_heads, head_dim = key.shape
@@ -116,99 +145,121 @@ class TritonAttention:
             DIM=dim,
         )
 
-    def _attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        out: Tensor,
-        context: StepContext,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None,
-        lse: Tensor | None,
-    ) -> None:
-        num_tokens, num_heads, head_dim = query.shape
-        num_kv_heads, num_seqs = keys.shape[2], context.kv_lens.shape[0]
-        tile, group = tile_of(head_dim, query.dtype), num_heads // num_kv_heads
+    def _attend(self, layer: _Layer, head_dim: int) -> None:
+        """Compute rows whole, or their splits apart and merge them."""
+        context, num_seqs = layer.context, layer.context.kv_lens.shape[0]
         num_splits = -(-context.max_kv_len // self._split)
-        is_decoding = context.max_query_len == 1 and num_splits > 1 and num_seqs <= _MAX_DECODING
         # With several splits, sequences of few tokens are computed by a program for each split, those of one token
         # beside longer chunks too. Steps that only decode have a kernel of their own.
         parallel_tokens = 0
         if num_splits > 1:
-            parallel_tokens = context.max_query_len if context.max_query_len * group <= tile.rows else 1
-        part_rows = (num_seqs * parallel_tokens, num_heads, num_splits)
-        part_acc = out.new_empty((*part_rows, head_dim), dtype=torch.float32)
-        part_stats = out.new_empty((*part_rows, 2), dtype=torch.float32)
-        tables = (context.block_tables, context.block_tables.stride(0))
-        inputs = (query, query.stride(0), query.stride(1), keys, values, *keys.stride()[:3])
-        shape = {"HEAD_DIM": head_dim, "WINDOW": window, "SPLIT": self._split}
-        flags = {"HAS_SINKS": sinks is not None, "HAS_LSE": lse is not None}
-        tiles = {
-            "GROUP": group,
-            "BLOCK_SIZE": keys.shape[1],
-            "SOFTCAP": softcap,
-            "ROWS": tile.rows,
-            "KEYS": tile.keys,
-            "DIM": max(16, _power_of_two(head_dim)),  # 16 is the least that tensor cores multiply
-            "CAST": self._is_interpreted and query.dtype is torch.bfloat16,  # its products of bfloat16 are wrong
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-        }
-        if is_decoding:
-            num_programs = min(-(-_num_programs(query.device) // num_kv_heads), num_seqs * num_splits)
-            self._kernels.attend_decoding[(num_programs, num_kv_heads, -(-group // tile.rows))](
-                part_acc,
-                part_stats,
-                *inputs,
-                *tables,
-                context.kv_lens,
-                num_seqs,
-                num_splits,
-                scale,
-                num_kv_heads,
-                SEQS=_MAX_DECODING,
-                **tiles,
-                **shape,
-            )
+            is_short = context.max_query_len * (layer.num_heads // layer.num_kv_heads) <= layer.options.rows
+            parallel_tokens = context.max_query_len if is_short else 1
+        rows = (num_seqs * parallel_tokens, layer.num_heads, num_splits)
+        part_acc = layer.out.new_empty((*rows, head_dim), dtype=torch.float32)
+        part_stats = layer.out.new_empty((*rows, 2), dtype=torch.float32)
+        if context.max_query_len == 1 and num_splits > 1 and num_seqs <= _MAX_DECODING:
+            self._launch_decoding(layer, part_acc, part_stats, num_splits)
         else:
-            num_tiles = num_tokens * group // tile.rows + num_seqs
-            self._kernels.attend[(num_tiles, num_kv_heads, max(num_splits if parallel_tokens else 1, 1))](
-                out,
-                lse,
-                part_acc,
-                part_stats,
-                *inputs,
-                sinks,
-                *tables,
-                context.query_starts,
-                context.kv_lens,
-                num_seqs,
-                parallel_tokens,
-                scale,
-                num_kv_heads,
-                **tiles,
-                **shape,
-                **flags,
-            )
+            self._launch_chunks(layer, part_acc, part_stats, num_splits, parallel_tokens)
         if parallel_tokens:
-            self._kernels.merge_splits[(num_seqs * parallel_tokens, num_heads)](
-                out,
-                lse,
-                part_acc,
-                part_stats,
-                sinks,
-                context.query_starts,
-                context.kv_lens,
-                parallel_tokens,
-                num_splits,
-                DIM=_power_of_two(head_dim),
-                num_warps=1,
-                **shape,
-                **flags,
-            )
+            self._launch_merge(layer, part_acc, part_stats, parallel_tokens)
+
+    def _launch_decoding(self, layer: _Layer, part_acc: Tensor, part_stats: Tensor, num_splits: int) -> None:
+        """Compute the splits of sequences of one token each."""
+        context, num_seqs = layer.context, layer.context.kv_lens.shape[0]
+        num_programs = min(-(-_num_programs(layer.out.device) // layer.num_kv_heads), num_seqs * num_splits)
+        num_tiles = -(-(layer.num_heads // layer.num_kv_heads) // layer.options.rows)
+        self._kernels.attend_decoding[(num_programs, layer.num_kv_heads, num_tiles)](
+            part_acc,
+            part_stats,
+            *layer.inputs,
+            context.block_tables,
+            context.block_tables.stride(0),
+            context.kv_lens,
+            num_seqs,
+            num_splits,
+            layer.scale,
+            layer.num_kv_heads,
+            **layer.options.decoding,
+        )
+
+    def _launch_chunks(
+        self, layer: _Layer, part_acc: Tensor, part_stats: Tensor, num_splits: int, parallel_tokens: int
+    ) -> None:
+        """Compute whole rows, but the splits of sequences with at most `parallel_tokens` tokens."""
+        context, num_seqs = layer.context, layer.context.kv_lens.shape[0]
+        group = layer.num_heads // layer.num_kv_heads
+        num_tiles = layer.out.shape[0] * group // layer.options.rows + num_seqs
+        self._kernels.attend[(num_tiles, layer.num_kv_heads, num_splits if parallel_tokens else 1)](
+            layer.out,
+            layer.lse,
+            part_acc,
+            part_stats,
+            *layer.inputs,
+            layer.sinks,
+            context.block_tables,
+            context.block_tables.stride(0),
+            context.query_starts,
+            context.kv_lens,
+            num_seqs,
+            parallel_tokens,
+            layer.scale,
+            layer.num_kv_heads,
+            **layer.options.chunks,
+        )
+
+    def _launch_merge(self, layer: _Layer, part_acc: Tensor, part_stats: Tensor, parallel_tokens: int) -> None:
+        """Merge the splits that were computed apart."""
+        num_rows, num_heads, num_splits, _ = part_acc.shape
+        self._kernels.merge_splits[(num_rows, num_heads)](
+            layer.out,
+            layer.lse,
+            part_acc,
+            part_stats,
+            layer.sinks,
+            layer.context.query_starts,
+            layer.context.kv_lens,
+            parallel_tokens,
+            num_splits,
+            **layer.options.merge,
+        )
+
+
+@lru_cache(maxsize=64)
+def _options(
+    head_dim: int,
+    dtype: torch.dtype,
+    group: int,
+    block_size: int,
+    split: int,
+    window: int,
+    softcap: float,
+    cast: bool,
+    has_sinks: bool,
+    has_lse: bool,
+) -> _Options:
+    """The kernels' options, made once for all layers of a kind: each layer of each step would take microseconds."""
+    tile = tile_of(head_dim, dtype)
+    shape = {"HEAD_DIM": head_dim, "WINDOW": window, "SPLIT": split}
+    flags = {"HAS_SINKS": has_sinks, "HAS_LSE": has_lse}
+    tiles = {
+        "GROUP": group,
+        "BLOCK_SIZE": block_size,
+        "SOFTCAP": softcap,
+        "ROWS": tile.rows,
+        "KEYS": tile.keys,
+        "DIM": max(16, _power_of_two(head_dim)),  # 16 is the least that tensor cores multiply
+        "CAST": cast,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+    return _Options(
+        rows=tile.rows,
+        decoding={"SEQS": _MAX_DECODING, **tiles, **shape},
+        chunks={**tiles, **shape, **flags},
+        merge={"DIM": _power_of_two(head_dim), "num_warps": 1, **shape, **flags},
+    )
 
 
 @lru_cache(maxsize=16)

@@ -65,6 +65,28 @@ def merge(acc, top, total, part_acc, part_top, part_total):
 
 
 @triton.jit
+def load_rows(starts, is_row, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Rows [R, DIM] of HEAD_DIM elements from these addresses [R], with zeros beyond and in the place of no row."""
+    dims = tl.arange(0, DIM)[None, :]
+    return tl.load(starts[:, None] + dims, mask=is_row[:, None] & (dims < HEAD_DIM), other=0.0)
+
+
+@triton.jit
+def store_rows(starts, rows, is_row, HEAD_DIM: tl.constexpr):
+    """Store the first HEAD_DIM elements of rows [R, DIM] at these addresses [R]."""
+    dims = tl.arange(0, rows.shape[1])[None, :]
+    tl.store(starts[:, None] + dims, rows, mask=is_row[:, None] & (dims < HEAD_DIM))
+
+
+@triton.jit
+def store_parts(part_acc, part_stats, parts, acc, top, total, is_row, HEAD_DIM: tl.constexpr):
+    """Store the result of a split for `merge_splits`; `parts` [R] are the places of its rows."""
+    store_rows(part_acc + parts * HEAD_DIM, acc, is_row, HEAD_DIM)
+    tl.store(part_stats + parts * 2, top, mask=is_row)
+    tl.store(part_stats + parts * 2 + 1, total, mask=is_row)
+
+
+@triton.jit
 def find_sequence(query_starts, num_seqs, tile, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """The sequence of a tile. Tiles from `query_starts[i] * GROUP // ROWS + i` on are those of sequence i."""
     low, high = tl.full((), 0, tl.int32), num_seqs
@@ -81,31 +103,29 @@ def find_sequence(query_starts, num_seqs, tile, GROUP: tl.constexpr, ROWS: tl.co
 def attend_split(
     query,  # [ROWS, DIM]
     positions,  # [ROWS]
-    layer_keys,
-    layer_values,
-    table,  # the sequence's row of the block tables
-    block_stride,
-    slot_stride,
-    kv_head_stride,
-    kv_head,
-    first_key,
-    end_key,
-    scale,  # in units of log2
+    kv,  # where the sequence's KV of one head is: (keys, values, table row, KV head, strides: block, slot, KV head)
+    split,
+    oldest_key,  # that any row sees
+    newest_key,
+    scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
     KEYS: tl.constexpr,
-    DIM: tl.constexpr,
     CAST: tl.constexpr,  # whether to multiply in float32
 ):
-    """Attention over keys [first_key, end_key): (sums of weighted values, largest scores in log2, sums of weights)."""
-    acc = tl.zeros([ROWS, DIM], tl.float32)
-    top = tl.full([ROWS], MINUS_INFINITY, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    dims = tl.arange(0, DIM)
+    """Attention over the keys of one split: (sums of weighted values, largest scores in log2, sums of weights)."""
+    layer_keys, layer_values, table, kv_head, block_stride, slot_stride, kv_head_stride = kv
+    acc = tl.zeros(query.shape, tl.float32)
+    top = tl.full([query.shape[0]], MINUS_INFINITY, tl.float32)
+    total = tl.zeros([query.shape[0]], tl.float32)
+    dims = tl.arange(0, query.shape[1])
     has_dim = dims < HEAD_DIM
+    scale = scale * LOG2_E
+    first_key = tl.maximum(split * SPLIT, oldest_key // KEYS * KEYS)
+    end_key = tl.minimum((split + 1) * SPLIT, newest_key + 1)
     for start in range(first_key, end_key, KEYS):
         keys = start + tl.arange(0, KEYS)
         is_key = keys < end_key  # slots beyond hold anything, even NaN, and 0 * NaN is not 0
@@ -214,53 +234,25 @@ def attend(
         top = tl.where(is_parallel, top, sink)  # `merge_splits` adds it
         total = tl.where(is_parallel, total, 1.0)
 
-    dims = tl.arange(0, DIM)
-    mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     at = (query_start + tokens).to(tl.int64)
-    q = tl.load(
-        query + at[:, None] * query_token_stride + heads[:, None] * query_head_stride + dims[None, :],
-        mask=mask,
-        other=0.0,
-    )
+    q = load_rows(query + at * query_token_stride + heads * query_head_stride, is_row, HEAD_DIM, DIM)
     table = block_tables + seq.to(tl.int64) * table_stride
+    kv = (layer_keys, layer_values, table, kv_head, block_stride, slot_stride, kv_head_stride)
     acc = tl.zeros([ROWS, DIM], tl.float32)
     for split in range(first_split, end_split):
-        first_key = tl.maximum(split * SPLIT, oldest_key // KEYS * KEYS)
-        end_key = tl.minimum((split + 1) * SPLIT, newest + 1)
         split_acc, split_top, split_total = attend_split(
-            q,
-            positions,
-            layer_keys,
-            layer_values,
-            table,
-            block_stride,
-            slot_stride,
-            kv_head_stride,
-            kv_head,
-            first_key,
-            end_key,
-            scale * LOG2_E,
-            HEAD_DIM,
-            BLOCK_SIZE,
-            WINDOW,
-            SOFTCAP,
-            ROWS,
-            KEYS,
-            DIM,
-            CAST,
+            q, positions, kv, split, oldest_key, newest, scale, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFTCAP, SPLIT, KEYS, CAST
         )
         acc, top, total = merge(acc, top, total, split_acc, split_top, split_total)
 
     num_heads = num_kv_heads * GROUP
     if is_parallel:
-        part = ((seq * parallel_tokens + tokens).to(tl.int64) * num_heads + heads) * tl.num_programs(2) + lane
-        tl.store(part_acc + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
-        tl.store(part_stats + part * 2, top, mask=is_row)
-        tl.store(part_stats + part * 2 + 1, total, mask=is_row)
+        parts = ((seq * parallel_tokens + tokens).to(tl.int64) * num_heads + heads) * tl.num_programs(2) + lane
+        store_parts(part_acc, part_stats, parts, acc, top, total, is_row, HEAD_DIM)
     else:
         result, row_lse = finish(acc, top, total)
         to = at * num_heads + heads
-        tl.store(out + to[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
+        store_rows(out + to * HEAD_DIM, result, is_row, HEAD_DIM)
         if HAS_LSE:
             tl.store(lse + to, row_lse, mask=is_row)
 
@@ -311,8 +303,6 @@ def attend_decoding(
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     is_row = rows < GROUP
     heads = kv_head * GROUP + rows
-    dims = tl.arange(0, DIM)
-    mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     for item in range(tl.program_id(0), tl.sum(counts, 0), tl.num_programs(0)):
         seq = tl.sum((ends <= item).to(tl.int32), 0)
         kv_len = tl.load(kv_lens + seq)
@@ -321,37 +311,17 @@ def attend_decoding(
             oldest_key = tl.maximum(kv_len - WINDOW, 0)
         first_item = tl.max(tl.where(ends <= item, ends, 0), 0)
         split = oldest_key // SPLIT + item - first_item
-        q = tl.load(
-            query + seq.to(tl.int64) * query_token_stride + heads[:, None] * query_head_stride + dims[None, :],
-            mask=mask,
-            other=0.0,
-        )
+        at = seq.to(tl.int64)
+        q = load_rows(query + at * query_token_stride + heads * query_head_stride, is_row, HEAD_DIM, DIM)
+        newest = kv_len - 1
+        positions = tl.zeros([ROWS], tl.int32) + newest
+        table = block_tables + at * table_stride
+        kv = (layer_keys, layer_values, table, kv_head, block_stride, slot_stride, kv_head_stride)
         acc, top, total = attend_split(
-            q,
-            tl.zeros([ROWS], tl.int32) + (kv_len - 1),
-            layer_keys,
-            layer_values,
-            block_tables + seq.to(tl.int64) * table_stride,
-            block_stride,
-            slot_stride,
-            kv_head_stride,
-            kv_head,
-            tl.maximum(split * SPLIT, oldest_key // KEYS * KEYS),
-            tl.minimum((split + 1) * SPLIT, kv_len),
-            scale * LOG2_E,
-            HEAD_DIM,
-            BLOCK_SIZE,
-            WINDOW,
-            SOFTCAP,
-            ROWS,
-            KEYS,
-            DIM,
-            CAST,
+            q, positions, kv, split, oldest_key, newest, scale, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFTCAP, SPLIT, KEYS, CAST
         )
-        part = (seq.to(tl.int64) * (num_kv_heads * GROUP) + heads) * num_splits + split
-        tl.store(part_acc + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
-        tl.store(part_stats + part * 2, top, mask=is_row)
-        tl.store(part_stats + part * 2 + 1, total, mask=is_row)
+        parts = (at * (num_kv_heads * GROUP) + heads) * num_splits + split
+        store_parts(part_acc, part_stats, parts, acc, top, total, is_row, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["parallel_tokens", "num_splits"])
