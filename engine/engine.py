@@ -12,21 +12,18 @@ import torch
 from torch import Tensor
 
 from tandem.engine import pool_memory
-from tandem.engine.attention.interface import AttentionBackend
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.device import Mark, make_stream
 from tandem.engine.graphs.capture import MakeRecorder, record_graphs, required_bytes
 from tandem.engine.graphs.recorder import make_recorder
-from tandem.engine.kv_pool import KvPool, paged_view
-from tandem.engine.loader import LoadedModel, load_model
-from tandem.engine.model_check import make_checked_backend
-from tandem.engine.model_runner import LateTokens, ModelRunner
+from tandem.engine.kv_pool import paged_view
+from tandem.engine.model_runner import LateTokens
 from tandem.engine.sampling.sampler import LaunchedSample, SampledToken, Sampler
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Phase, ScheduledChunk, Sequence
 from tandem.engine.sequence_blocks import ComputedBlocks
 from tandem.engine.tensor_parallel.group import RanksLost
-from tandem.engine.tensor_parallel.team import LeadingRunner, Team
+from tandem.engine.tensor_parallel.ranks import make_ranks
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.digest import namespace_digest, root_digest
 from tandem.protocol.errors import ContextLengthExceeded, RequestError
@@ -104,20 +101,17 @@ class Engine:
     ) -> None:
         """`kv_codec` becomes part of the digests, so that KV from a lossy codec never mixes with exact KV."""
         torch.set_num_threads(_threads_of_a_rank(config))
-        self._team = Team(config, torch.get_num_threads()) if config.tensor_parallel_size > 1 else None
+        self._team = make_ranks(config, torch.get_num_threads())
         with undone_on_error(self.close):
             self._load(config, kv_codec, clock, make_recorder)
 
     def _load(
         self, config: EngineConfig, kv_codec: str, clock: Callable[[], float], make_recorder: MakeRecorder
     ) -> None:
-        team = self._team
-        model = load_model(config) if team is None else load_model(config, team.group, team.connect)
-        backend = make_checked_backend(model, config)
-        if team is not None:
-            team.await_ready()
-        # Graphs of one rank would not hold what the others do meanwhile.
-        graph_bytes = required_bytes(config, model, backend, make_recorder) if team is None else 0
+        model, backend = self._team.load(config)
+        graph_bytes = 0
+        if self._team.can_record_graphs:
+            graph_bytes = required_bytes(config, model, backend, make_recorder)
         num_allocated = pool_memory.num_blocks(config, model, graph_bytes)
         num_blocks = num_allocated - (graph_bytes > 0)  # the last one is the scratch block of the graphs
         self.config = replace(
@@ -128,8 +122,8 @@ class Engine:
         self.model = model
         self.stream = make_stream(model.device, clock)
         self.pool = BlockPool(num_blocks)
-        self.kv = self._allocate_pool(config, model, num_allocated)
-        self.runner = self._make_runner(model, backend)
+        self.kv = self._team.allocate_pool(config, model, num_allocated)
+        self.runner = self._team.make_runner(model, backend, paged_view(self.kv.shards[0]))
         if graph_bytes and (recorder := make_recorder(model.device)) is not None:
             self.runner.graphs = record_graphs(self.runner, self.config, recorder)
         self.scheduler = Scheduler(
@@ -234,8 +228,7 @@ class Engine:
         An exception of one sequence ends that sequence and is listed in the failures. The step itself raises only
         errors of the device, and the error with which all sequences of several steps in a row failed.
         """
-        if self._team is not None:
-            self._team.check()
+        self._team.check()
         results = self._take_complete()
         if len(self._launched) < _MAX_LAUNCHED:
             self._launch(before_compute, between_layers)
@@ -258,8 +251,7 @@ class Engine:
 
     def close(self) -> None:
         """End the processes of the other ranks, if there are any. Closing twice is fine."""
-        if self._team is not None:
-            self._team.close()
+        self._team.close()
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raise AssertionError unless pool and sequences agree; with `idle`, also if any block or sequence is left."""
@@ -269,18 +261,6 @@ class Engine:
         if idle:
             assert not queued, f"{len(queued)} sequences are still queued"
             assert not self._launched, f"{len(self._launched)} steps are still computed"
-
-    def _allocate_pool(self, config: EngineConfig, model: LoadedModel, num_blocks: int) -> KvPool:
-        if self._team is None:
-            return pool_memory.allocate_pool(config, model, num_blocks)
-        shape = (num_blocks, *pool_memory.shard_block_shape(config, model))
-        return self._team.allocate_pool(shape, model, takes_memory=bool(config.pool_bytes))
-
-    def _make_runner(self, model: LoadedModel, backend: AttentionBackend) -> ModelRunner:
-        view = paged_view(self.kv.shards[0])
-        if self._team is None:
-            return ModelRunner(model, backend, view)
-        return LeadingRunner(model, backend, view, self._team)
 
     def _launch(self, before_compute: Callable[[], None], between_layers: Callable[[], None]) -> None:
         """Schedule a step, launch it, and count its tokens as computed: later work of the stream sees their KV."""

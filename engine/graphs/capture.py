@@ -33,6 +33,9 @@ def required_bytes(
 
     The KV pool gets the rest, and graphs need its address. So the largest graph is recorded once over a tiny pool, and
     dropped: the smaller ones take no memory beyond its own but for what CUDA keeps.
+
+    NOTE: `record_graphs` needs another recorder. Torch fails to capture into a memory pool whose graphs are all gone as
+    long as a tensor lives in it, and a new pool's handle is only a number.
     """
     recorder = make_recorder(model.device) if config.cuda_graphs == "auto" else None
     if recorder is None:

@@ -19,8 +19,10 @@ from typing_extensions import override
 
 from tandem.engine.attention.interface import AttentionBackend
 from tandem.engine.kv_pool import KvPool
-from tandem.engine.loader import LoadedModel
+from tandem.engine.loader import LoadedModel, load_model
+from tandem.engine.model_check import make_checked_backend
 from tandem.engine.model_runner import ModelRunner, PackedBatch
+from tandem.engine.pool_memory import shard_block_shape
 from tandem.engine.tensor_parallel.group import RankGroup, RanksLost
 from tandem.engine.tensor_parallel.messages import Connect, Failed, Load, Loaded, MapPool, Message, Ready, Resync, Step
 from tandem.engine.tensor_parallel.shared_pool import allocate_shared
@@ -97,6 +99,8 @@ class _Follower:
 class Team:
     """The followers of one engine. Its methods raise RanksLost once one of them is gone or hangs."""
 
+    can_record_graphs = False  # graphs of one rank would not hold what the others do meanwhile
+
     def __init__(self, config: EngineConfig, num_threads: int) -> None:
         self.group = RankGroup(0, config.tensor_parallel_size)
         self._store = os.memfd_create("tandem-ranks")  # by it the ranks find each other; it has no name to clean up
@@ -104,6 +108,13 @@ class Team:
         for rank in range(1, config.tensor_parallel_size):
             self._followers.append(_Follower(rank, self._store))
             self._followers[-1].send(Load(config, rank, num_threads))
+
+    def load(self, config: EngineConfig) -> tuple[LoadedModel, AttentionBackend]:
+        """Rank 0's shard of the model and its checked attention, once all have loaded and checked theirs."""
+        model = load_model(config, self.group, self.connect)
+        backend = make_checked_backend(model, config)
+        self._await_ready()
+        return model, backend
 
     def connect(self, device: torch.device) -> None:
         """Let the ranks meet once all have loaded their shard. Raises ConfigError if one could not."""
@@ -117,16 +128,12 @@ class Team:
         with self.naming():
             self.group.connect(f"/proc/self/fd/{self._store}", device)
 
-    def await_ready(self) -> None:
-        """Wait until all have checked the model, as this rank has."""
-        for follower in self._followers:
-            follower.receive(Ready, _CHECK_TIMEOUT_S)
-
-    def allocate_pool(self, shape: tuple[int, ...], model: LoadedModel, *, takes_memory: bool) -> KvPool:
-        """A pool with a shard of this shape for every rank. Raises ConfigError if there is too little memory."""
+    def allocate_pool(self, config: EngineConfig, model: LoadedModel, num_blocks: int) -> KvPool:
+        """A pool with a shard for every rank. Raises ConfigError if there is too little memory."""
+        shape = (num_blocks, *shard_block_shape(config, model))
         try:
             pool, handles, file = allocate_shared(
-                shape, model.dtype, model.device, self.group.size, takes_memory=takes_memory
+                shape, model.dtype, model.device, self.group.size, takes_memory=bool(config.pool_bytes)
             )
         except OSError as exc:
             raise ConfigError(f"the KV pool could not be allocated: {exc.strerror}; lower pool_bytes") from exc
@@ -136,8 +143,12 @@ class Team:
                 send_handle(follower.connection, file, follower.process.pid)
         if file is not None:
             os.close(file)
-        self.await_ready()
+        self._await_ready()
         return pool
+
+    def make_runner(self, model: LoadedModel, backend: AttentionBackend, pool: Tensor) -> LeadingRunner:
+        """Announces steps to the others and computes rank 0's part of them."""
+        return LeadingRunner(model, backend, pool, self)
 
     def check(self) -> None:
         """Raise RanksLost if a process has ended. It costs a microsecond each."""
@@ -174,6 +185,10 @@ class Team:
         if self._followers:
             os.close(self._store)
         self._followers = []
+
+    def _await_ready(self) -> None:
+        for follower in self._followers:
+            follower.receive(Ready, _CHECK_TIMEOUT_S)
 
     def _send_all(self, message: Message) -> None:
         for follower in self._followers:
