@@ -88,13 +88,8 @@ def _connect(config: WorkerConfig, engine: Engine, hub: InProcessHub | None) -> 
     replies = RouterReplies(address, sockets)
 
     compatibility = _compatibility(config, engine)
-    links = PeerLinks(
-        address,
-        compatibility,
-        transport,
-        sockets.send_peer,
-        timeout_s=config.transfer.handoff_timeout_s,
-    )
+    timeout_s = config.transfer.handoff_timeout_s
+    links = PeerLinks(address, compatibility, transport, sockets.send_peer, timeout_s=timeout_s)
     prefill = PrefillRole(engine, transport, links, config.transfer, replies.fail, replies.forget)
     decode = DecodeRole(engine, links, config.transfer, replies.fail, first_generation=epoch & 0x7FFFFFFFFFFFFFFF)
 

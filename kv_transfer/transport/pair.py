@@ -2,7 +2,7 @@
 
 The group has two ranks: NCCL for a pool on a GPU, gloo for one in host memory. It is made without
 `init_process_group`, so any number of links can come and go. Both sides carry out the same copies in the same order,
-one direction at a time: therefore one group serves writes and reads, and no two sends can block each other.
+one direction at a time. So one group serves writes and reads, and two sends never block each other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["SHARD_GAP", "LocalRun", "PairChannel", "PairCopy"]
 
 _DATA_TAG, _UNUSED_TAG = 0, 1
 _COMPLETION_POLL_S = 0.0002
-SHARD_GAP = 1  # numbers between the pieces of two shards, so that no run of neighbours goes from one to the next
+SHARD_GAP = 1  # unused piece numbers between two shards, so that no run of neighbouring pieces spans both
 
 
 class LocalRun(NamedTuple):
@@ -55,69 +55,71 @@ class PairCopy:
 class PairChannel:
     """One side of a link's process group. `rank` is 0 for the side that opened the link and 1 for the other.
 
-    The ranks find each other through `store`: what either side sets there must reach the store of the other.
+    The ranks find each other through `store`; the owner copies its entries to the store of the other side.
     """
 
     def __init__(self, rank: int, shards: Sequence[Tensor], host: str, timeout_s: float) -> None:
-        """`timeout_s` is for a peer that lives but does not take part; one that dies is noticed by its connection."""
+        """`timeout_s` bounds the wait for a live peer that does not take part. The connection reveals a dead peer."""
         self._shards = shards
-        self._rows: list[Tensor] = []  # of each shard, its pieces
+        self._rows: list[Tensor] = []  # the pieces of each shard
         self._rank = rank
         self._host = host
         self.store: Store = dist.HashStore()  # type: ignore[attr-defined]
         self.store.set_timeout(timedelta(seconds=timeout_s))
         self._timeout_s = timeout_s
         self.is_ready = False
-        self.error = ""  # why it ended, if not by `close`
+        self.error = ""  # why the group ended; it means nothing after `close`
         self._group: _Group | None = None
         self._is_closed = False
         self._copies: queue.SimpleQueue[PairCopy | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-pair", daemon=True)
 
     def cut(self, pieces: int) -> None:
-        """Cut each block into so many pieces. Raises TransferError if the pool cannot be cut so. Call it first."""
+        """Cut each block into `pieces` pieces; call this first. Raises TransferError if they would not be equal."""
         shape = pool_shape(self._shards)
         if pieces % shape.num_shards or shape.block_bytes % pieces:
             raise TransferError(f"blocks of {shape.block_bytes} bytes cannot be cut into {pieces} pieces")
         self._rows = byte_pieces(self._shards, pieces)
 
     def holds(self, run: LocalRun) -> bool:
-        """Whether the pool has these pieces, in one shard."""
+        """Whether one shard of the pool has these pieces."""
         shard, row = divmod(run.start, len(self._rows[0]) + SHARD_GAP)
         in_shard = row + run.num_pieces <= len(self._rows[0])
         return run.start >= 0 and run.num_pieces >= 1 and shard < len(self._rows) and in_shard
 
     def start(self) -> None:
-        """Make the group, now that the peer does so too, and carry out what was submitted."""
+        """Make the group, as the peer does now, and carry out the submitted copies."""
         self._thread.start()
 
     def submit(self, runs: Sequence[LocalRun], *, is_send: bool) -> PairCopy:
-        """Copy these blocks after all earlier ones; the result tells when it is done."""
+        """Queue a copy of these runs behind all earlier copies; `is_done` of the result tells when it has ended."""
         copy = PairCopy(runs, is_send=is_send)
         self._copies.put(copy)
         return copy
 
     def close(self) -> None:
-        """Break the group; once this returns nothing lands in our pool any more. Takes about a millisecond."""
+        """Abort the group: nothing is written to our pool after this returns. It takes about a millisecond."""
         self._is_closed = True
         self._copies.put(None)
         if self._group is not None:
             self._group.abort()
 
     def join(self, timeout_s: float) -> None:
-        """Wait, after `close`, for the thread to end. One that still waits for its group is left to time out."""
+        """Wait for the thread to end; call this after `close`. A thread that makes its group is left to time out."""
         if self.is_ready:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
         try:
             group = _make_group(self.store, self._rank, self._host, self._shards[0].device, self._timeout_s)
-            self._group = group  # NOTE: set before `_is_closed` is read, and `close` does both the other way round
+            # NOTE: this thread sets the group and then reads `_is_closed`. `close` sets `_is_closed` and then reads the
+            # group. So one of them sees what the other has set.
+            self._group = group
             self.is_ready = True
             while not self._is_closed and (copy := self._copies.get()) is not None:
                 group.copy(copy, [self._pieces(run) for run in copy.runs])
-                copy.is_done = not self._is_closed  # an aborted group may leave without an error
-        except Exception as exc:  # the thread's outermost frame: the link is lost, its owner logs why
+                copy.is_done = not self._is_closed  # an aborted group may return without an error
+        except Exception as exc:  # the thread's outermost frame: the link is lost, and its owner logs why
             self.error = str(exc).partition("\n")[0] or type(exc).__name__
 
     def _pieces(self, run: LocalRun) -> Tensor:
@@ -126,25 +128,25 @@ class PairChannel:
 
 
 class _Group(Protocol):
-    """What a link needs of a process group."""
+    """The operations of a process group that a link uses."""
 
     def copy(self, copy: PairCopy, tensors: list[Tensor]) -> None:
-        """Send these tensors or receive into them, and wait for it. Raises what torch raises."""
+        """Send these tensors, or receive into them, and wait for the end. Raises what torch raises."""
 
     def abort(self) -> None:
-        """Called from another thread: make `copy` end now, and let no more bytes in."""
+        """End `copy` now and receive no more bytes. Another thread calls this."""
 
 
 def _make_group(store: Store, rank: int, host: str, device: torch.device, timeout_s: float) -> _Group:
     if device.type != "cuda":
         return _GlooGroup(store, rank, host, timeout_s)
     if is_loopback(host):
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # NCCL would listen at the first network interface
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # otherwise NCCL listens on the first network interface
     return _NcclGroup(store, rank, device, timeout_s)
 
 
 class _GlooGroup:
-    """Gloo over TCP. A receive is matched before its bytes are sent, so they go straight into the pool."""
+    """Gloo over TCP. A send waits for its receive, so the bytes go straight into the pool."""
 
     def __init__(self, store: Store, rank: int, host: str, timeout_s: float) -> None:
         from torch.distributed import ProcessGroupGloo
@@ -170,7 +172,7 @@ class _GlooGroup:
 
 
 class _NcclGroup:
-    """NCCL: all runs of a copy are one group of sends or receives, so one kernel moves them."""
+    """NCCL. All runs of a copy are one group of sends or receives, so one kernel moves them."""
 
     def __init__(self, store: Store, rank: int, device: torch.device, timeout_s: float) -> None:
         try:

@@ -1,4 +1,4 @@
-"""A group of small real processes: nothing that goes wrong with one of them may end or outlive the group."""
+"""A group of small real processes: a failing process does not end the group, and no process outlives it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tandem.protocol.errors import ConfigError
 from tests.support.fake_backend import until
 
 WAIT_S = 30.0
-SetupOf = Callable[[int, int], str]  # by the child's number, and how many were started before it
+SetupOf = Callable[[int, int], str]  # from the child's number and the number of children started before it
 
 
 class Group:
-    """A group that runs, and what it did."""
+    """A running group and a record of what it did."""
 
     def __init__(self, setup_of: SetupOf, count: int) -> None:
         self.num_started = 0
@@ -36,7 +36,7 @@ class Group:
             self._setup,
             count,
             stop_timeout_s=WAIT_S,
-            silence_timeout_s=0.0,  # so it is some beats
+            silence_timeout_s=0.0,  # the group then waits for its minimum, a few beats
             on_ended=self.ended.append,
         )
         self.running = asyncio.create_task(self.group.run(self.stop, self.stop_now, self.ready.set))
@@ -46,7 +46,7 @@ class Group:
         return self._setup_of(number, self.num_started - 1).encode()
 
     async def serves(self) -> list[int]:
-        """The pids, once all of them serve."""
+        """Wait until all children serve, and return their pids."""
         await until(lambda: self.ready.is_set() or self.running.done(), WAIT_S)
         return self.group.pids
 
@@ -56,14 +56,14 @@ class Group:
 
 
 def run(scenario: Any) -> None:
-    """Nothing may be under way at its end."""
+    """Run a scenario. It must leave no task behind."""
 
     async def checked() -> None:
         async with asyncio.timeout(2 * WAIT_S):
             await scenario
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as the router does
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the router uses this loop too
         runner.run(checked())
 
 
@@ -181,7 +181,7 @@ def test_a_parent_that_hung_itself_kills_nobody(monkeypatch: pytest.MonkeyPatch)
     async def scenario() -> None:
         here = Group(lambda *_: "serve", 2)
         pids = await here.serves()
-        time.sleep(5 * processes.BEAT_INTERVAL_S)  # noqa: ASYNC251 - it is this event loop that hangs
+        time.sleep(5 * processes.BEAT_INTERVAL_S)  # noqa: ASYNC251 - this event loop must hang
         await asyncio.sleep(processes.BEAT_INTERVAL_S)
         assert (here.group.pids, here.ended) == (pids, [])
         await here.end()
@@ -216,7 +216,7 @@ def test_a_fault_of_ours_leaves_no_child_and_nobody_who_would_start_one(monkeypa
             await here.running
         assert here.group.pids == []
         assert sorted(here.ended) == [0, 1]
-        await asyncio.sleep(0)  # whoever saw the other child end would replace it now
+        await asyncio.sleep(0)  # a task that noticed the end of the other child would replace it in this turn
         assert len(attempts) == 1
 
     monkeypatch.setattr(processes, "_SHORT_LIFE_S", 0.0)

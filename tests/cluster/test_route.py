@@ -72,7 +72,7 @@ class Running:
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     def are_there(self, count: int) -> bool:
-        """Whether any process asked sees all processes and all of its engines ready."""
+        """Whether the processes that answer know of `count` processes and see all engines ready."""
         pools = [self.pools() for _ in range(2 * count)]
         return all(
             len(one.get("processes", ["alone"])) == count
@@ -88,7 +88,7 @@ class Running:
         until(is_idle, "something is left")
 
     def assert_gone(self) -> None:
-        until(lambda: not any(map(psutil.pid_exists, self.ever)), f"of {self.ever} some are left")
+        until(lambda: not any(map(psutil.pid_exists, self.ever)), f"some of {self.ever} are left")
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def routing(tmp_path: Path, engines: list[FakeServer], count: int, *flags: str) 
 
 
 def burst(running: Running, num_requests: int, **fields: Any) -> Counter[str]:
-    """Engines that answered simultaneous requests, each on a connection of its own."""
+    """Send requests at once, each on its own connection, and count the answers of each engine."""
     with ThreadPoolExecutor(num_requests) as pool:
         answers = list(pool.map(lambda _: running.complete(**fields), range(num_requests)))
     assert {answer.status_code for answer in answers} == {200}
@@ -144,7 +144,7 @@ def test_one_port_one_total_and_a_clean_end(tmp_path: Path) -> None:
         placed = burst(running, 24)
         running.assert_idle()
         assert placed.total() == 24
-        for _ in range(6):  # whoever is asked
+        for _ in range(6):  # whichever process answers
             assert running.totals('tandem_router_requests_total{endpoint="/v1/completions",status="200"}') == 24
             assert running.totals("tandem_engine_requests_total") == 24
             assert running.totals("tandem_router_processes") == 3
@@ -159,7 +159,7 @@ def test_requests_of_all_processes_at_once_go_evenly_over_equal_engines(tmp_path
     num_requests = 48
     with fakes(4) as engines, routing(tmp_path, engines, 3) as running:
         for fake in engines:
-            fake.headers_pause.clear()  # nothing is answered before all are placed
+            fake.headers_pause.clear()  # no engine answers before all requests are placed
         with ThreadPoolExecutor(num_requests) as pool:
             answers = [pool.submit(running.complete, prompt=f"{i} {'x' * 400}") for i in range(num_requests)]
             until(lambda: sum(len(fake.requests) for fake in engines) == num_requests, "not all are placed")
@@ -245,7 +245,7 @@ def test_a_hub_that_hangs_ends_no_answer_that_has_begun_and_goes_on_where_it_was
 
 
 def _is_broken(answer: Any) -> bool:
-    """Whether the connection of a request broke within a second; those at the other process still wait."""
+    """Whether the request's connection breaks within a second. Requests at the other process still wait then."""
     try:
         answer.result(1.0)
     except httpx.TransportError:
@@ -274,8 +274,8 @@ def test_engines_added_and_removed_through_one_process_are_so_for_all(tmp_path: 
             assert httpx.delete(url, headers=ADMIN, trust_env=False).status_code == 202
         until(lambda: all(_names(running) == set() for _ in range(6)), "it was not removed everywhere")
         killed = running.children()[0]
-        os.kill(killed, signal.SIGKILL)  # its successor begins with the file, in which e0 still is
-        until(lambda: killed not in running.children(), "it lives")  # connections it has not taken are lost with it
+        os.kill(killed, signal.SIGKILL)  # its successor reads the file, which still lists e0
+        until(lambda: killed not in running.children(), "it lives")  # connections in its queue are lost
         until(lambda: running.are_there(3), "the new one did not join")
         running.ever |= set(running.children())
         assert all(_names(running) == set() for _ in range(12))
@@ -321,7 +321,7 @@ def test_answers_that_do_not_end_in_time_do_not_hold_up_the_end(tmp_path: Path, 
 
 
 def _is_whole(answer: Any) -> bool:
-    """Whether a request was answered; else its connection broke, or it was told that the router ends."""
+    """Whether a request was answered. Otherwise its connection broke, or the router answered that it ends."""
     return answer.exception() is None and answer.result().status_code == 200
 
 

@@ -1,4 +1,4 @@
-"""What is left, and what is said, when the server itself or Ray below it is killed."""
+"""Kills the server, or a daemon of Ray: nothing is left behind, and the last message names the cause."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.server import Server, started, until
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
 POOL = ("--pool-bytes", "20000000")
-GONE_S = 10.0  # a quiet machine needs one
+GONE_S = 10.0  # a quiet machine needs one second
 
 
 def stream_of(server: Server) -> httpx.Response:
-    """An answer under way; it takes longer than the test does."""
+    """A streamed answer that has begun and takes longer than the test."""
     client = httpx.Client(timeout=60)
     body = {"model": "tiny", "prompt": "x" * 100, "max_tokens": 1900, "stream": True, "ignore_eos": True}
     response = client.send(client.build_request("POST", f"{server.url}/v1/completions", json=body), stream=True)
@@ -28,7 +28,7 @@ def stream_of(server: Server) -> httpx.Response:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Zombies are not: whoever adopted them has not looked yet."""
+    """Whether a process runs. A zombie does not: only its new parent has not reaped it yet."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""The wheel holds all that runs, under one name, and serves from a folder that has modules named like ours."""
+"""The wheel holds every file that runs, under one name. It serves from a folder whose modules have our names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOT_COPIED = (".*", "build", "dist", "*.egg-info", "*.so", "__pycache__", "bench
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: a build leaves folders behind, which the next one would take for sources."""
+    """The wheel, built from a copy: a build leaves folders behind, which the next build would take for sources."""
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(REPOSITORY, folder / "source", symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(folder / "source"))
@@ -33,21 +33,21 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tandem(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The command of a new environment which has the wheel and, from this environment, what the wheel depends on."""
+    """The command of a new environment that has the wheel. The wheel's dependencies are those of this environment."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)
     python = str(folder / "bin" / "python")
     paths = {"base": str(folder), "platbase": str(folder)}
     (packages,) = {Path(sysconfig.get_path(name, vars=paths)) for name in ("purelib", "platlib")}
     pip("--python", python, "install", "--no-deps", "--no-index", str(wheel))
-    # A path file in the middle of a search path is not read: an editable Tandem there stays out of sight.
+    # Python does not read the path files of a folder that a path file adds. So it finds no editable Tandem there.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return str(folder / "bin" / "tandem")
 
 
 @pytest.fixture
 def folder_of_the_user(tmp_path: Path) -> Path:
-    """A project with names like ours, each of which ends whoever imports it."""
+    """A project whose modules have the names of our packages. Importing one of them ends the process."""
     folder = tmp_path / "project"
     names = [path.parent.name for path in (REPOSITORY / "tandem").glob("*/__init__.py")]
     for name in names:
@@ -59,7 +59,7 @@ def folder_of_the_user(tmp_path: Path) -> Path:
 
 
 def pip(*arguments: str) -> None:
-    """Not told of the source tree: pip would take its metadata for an installed Tandem."""
+    """Run pip without PYTHONPATH: it would take the metadata of the source tree for an installed Tandem."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-m", "pip", *arguments]
     finished = subprocess.run(
