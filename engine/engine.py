@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from tandem.engine.sampling.sampler import LaunchedSample, SampledToken, Sampler
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Phase, ScheduledChunk, Sequence
 from tandem.engine.sequence_blocks import ComputedBlocks
+from tandem.engine.structured_output import StructuredOutput, TokenMask
 from tandem.engine.tensor_parallel.group import RanksLost
 from tandem.engine.tensor_parallel.ranks import make_ranks
 from tandem.protocol.config import EngineConfig
@@ -101,7 +104,9 @@ class Engine:
     ) -> None:
         """`kv_codec` becomes part of the digests, so that KV from a lossy codec never mixes with exact KV."""
         torch.set_num_threads(_threads_of_a_rank(config))
+        self._resources = contextlib.ExitStack()
         self._team = make_ranks(config, torch.get_num_threads())
+        self._resources.callback(self._team.close)
         with undone_on_error(self.close):
             self._load(config, kv_codec, clock, make_recorder)
 
@@ -133,6 +138,8 @@ class Engine:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
         )
         self.sampler = Sampler(model.eos_token_ids)
+        self._structured_output = StructuredOutput(Path(config.model), model.vocab_size, model.eos_token_ids)
+        self._resources.callback(self._structured_output.close)
         self.sequences: dict[str, Sequence] = {}
         self.namespace = namespace_digest(
             model_revision=model.revision,
@@ -192,6 +199,7 @@ class Engine:
             root=root_digest(self.namespace, cache_salt=cache_salt),
             phase=phase,
             priority=priority,
+            matcher=self._structured_output.matcher(sampling.grammar) if sampling.grammar else None,
         )
 
     def add(self, sequence: Sequence) -> None:
@@ -250,8 +258,8 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End the processes of the other ranks, if there are any. Closing twice is fine."""
-        self._team.close()
+        """End the engine's threads, and the processes of other ranks, if there are any. Closing twice is fine."""
+        self._resources.close()
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raise AssertionError unless pool and sequences agree; with `idle`, also if any block or sequence is left."""
@@ -269,11 +277,12 @@ class Engine:
         if not scheduled:
             return
         before_compute()
+        masks = self._begin_masks(scheduled)
         chunks, logits, failures = self._compute(scheduled, between_layers)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         sample = None
         if logits is not None:
-            sample = self.sampler.launch(logits, self.sampler.plan(sampling, logits.shape[1]))
+            sample = self.sampler.launch(logits, self.sampler.plan(sampling, logits.shape[1], masks()))
         end = self.stream.record()
         if any(sequence.sampling.depends_on_output for sequence in sampling):
             self.stream.wait(end)
@@ -287,6 +296,14 @@ class Engine:
                 if chunk.samples:
                     self._add_pending_token(chunk.sequence)
         self._launched.append(_LaunchedStep(scheduled, chunks, computed, sampling, sample, failures, begin, end))
+
+    def _begin_masks(self, chunks: list[ScheduledChunk]) -> Callable[[], dict[Sequence, TokenMask | Exception]]:
+        """Begin to compute what the grammars of a step's sequences allow; the result waits for it."""
+        sampling = [chunk.sequence for chunk in chunks if chunk.samples and chunk.sequence.matcher is not None]
+        if not sampling:
+            return dict
+        masks = self._structured_output.masks([(s.matcher, s.unmatched_ids) for s in sampling if s.matcher is not None])
+        return lambda: dict(zip(sampling, masks.result(), strict=True))
 
     def _take_complete(self) -> list[StepResult]:
         """The results of the launched steps that are complete."""
@@ -392,6 +409,8 @@ class Engine:
             token_id in self.model.eos_token_ids and not sampling.ignore_eos
         )
         if stops:
+            return FinishReason.STOP
+        if sequence.matcher is not None and sequence.matcher.is_complete(sequence.unmatched_ids):
             return FinishReason.STOP
         return FinishReason.LENGTH if self._is_full(sequence, position) else None
 

@@ -123,7 +123,7 @@ class Scheduler:
         """The next step's chunks, decoding sequences first; empty when there is nothing to do."""
         chunks: list[ScheduledChunk] = []
         num_preemptions = self.num_preemptions
-        for sequence in [s for s in self.running if s.is_decoding and not s.has_last_token]:
+        for sequence in [s for s in self.running if s.is_decoding and not s.has_last_token and s.can_sample]:
             # A sequence before it may have preempted it.
             if sequence.status is SequenceStatus.RUNNING and self._grow(sequence, len(sequence.token_ids)):
                 chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1, samples=True))
@@ -235,7 +235,7 @@ class Scheduler:
         self._add_prefill(step, sequence, sequence.current_priority)
 
     def _add_prefill(self, step: _Step, sequence: Sequence, priority: PrefillPriority) -> None:
-        num_tokens = min(step.budget, sequence.num_uncomputed_tokens)
+        num_tokens = min(step.budget, sequence.num_uncomputed_tokens - (not sequence.can_sample))
         if priority.max_step_tokens:
             num_tokens = min(num_tokens, priority.max_step_tokens - step.num_prompt_tokens)
         onboarding = sequence.onboarding

@@ -13,6 +13,8 @@ from tandem.protocol.sampling import SamplingParams
 if TYPE_CHECKING:
     import numpy as np
 
+    from tandem.engine.structured_output import GrammarMatcher
+
     Array = np.ndarray[Any, Any]
 
 __all__ = ["PENDING_TOKEN", "Onboarding", "Phase", "ScheduledChunk", "Sequence", "SequenceStatus"]
@@ -81,6 +83,7 @@ class Sequence:
     is_admitted_before: bool = False  # preempted sequences keep their first hit count
     onboarding: Onboarding | None = None
     logit_bias: tuple[Array, Array] | None = None  # ids and values; the sampler makes them once
+    matcher: GrammarMatcher | None = None  # of a grammar that its output must match
     kv_holder: KvHolder | None = None  # a peer that has some of the prompt's KV
     kv_receiver: PeerAddress | None = None  # the worker to which the prompt's KV is handed
     finish_reason: FinishReason | None = None
@@ -89,6 +92,17 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Tokens generated so far, wherever they were generated."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def unmatched_ids(self) -> list[int]:
+        """Tokens of the output that the matcher has not seen."""
+        seen = 0 if self.matcher is None else self.matcher.num_consumed
+        return self.token_ids[self.num_prompt_tokens + seen : len(self.token_ids) - self.num_pending_tokens]
+
+    @property
+    def can_sample(self) -> bool:
+        """Whether its next token may be sampled, once all before it are computed: its grammar is compiled."""
+        return self.matcher is None or self.matcher.is_ready
 
     @property
     def num_uncomputed_tokens(self) -> int:

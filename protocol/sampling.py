@@ -8,6 +8,7 @@ import msgspec
 
 __all__ = [
     "MAX_COUNT",
+    "MAX_GRAMMAR_CHARS",
     "MAX_LOGIT_BIASES",
     "MAX_LOGPROBS",
     "MAX_REPETITION_PENALTY",
@@ -20,6 +21,7 @@ MAX_COUNT = 2**31 - 1  # the largest number of tokens, and the largest token id
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_GRAMMAR_CHARS = 1 << 17
 # Logits are divided by it: a value near 0 would make them infinite.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
@@ -59,17 +61,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     num_logprobs: int | None = None  # None = off; 0 = only the chosen token's
+    grammar: str = ""  # that the output must match, in llguidance's form; empty = any output
 
     @property
     def depends_on_output(self) -> bool:
         """Whether the next token depends on which ones were sampled before it in other ways than through the model."""
-        return bool(self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty)
+        has_penalty = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
+        return bool(has_penalty or self.grammar)
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
             _check_within(name, getattr(self, name), low, high)
         if self.num_logprobs is not None:
             _check_within("num_logprobs", self.num_logprobs, 0, MAX_LOGPROBS)
+        if self.grammar:
+            _check_within("characters of grammar", len(self.grammar), 0, MAX_GRAMMAR_CHARS)
         if self.stop_token_ids:
             _check_within("number of stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_TOKEN_IDS)
         if self.logit_bias:

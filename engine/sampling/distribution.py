@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tandem.engine.device import to_device
 from tandem.engine.sampling.row_plan import Edit, RowPlan
+from tandem.engine.structured_output import TokenMask
 
 __all__ = ["Choice", "adjust", "choose", "top_values"]
 
@@ -43,8 +44,9 @@ class _Parameters(NamedTuple):
 
 
 def adjust(logits: Tensor, plans: Sequence[RowPlan]) -> Tensor:
-    """Logits after penalties, bias and bans, in this order. logits: [m, vocab], float32, not changed."""
-    if not any(any(plan.edits) for plan in plans):
+    """Logits after penalties, bias, bans and grammars, in this order. logits: [m, vocab], float32, not changed."""
+    masked = [row for row, plan in enumerate(plans) if plan.mask is not None]
+    if not masked and not any(any(plan.edits) for plan in plans):
         return logits
     adjusted = logits.clone()
     flat = adjusted.view(-1)
@@ -58,6 +60,10 @@ def adjust(logits: Tensor, plans: Sequence[RowPlan]) -> Tensor:
         flat[added[0]] += added[1]
     if banned is not None:
         flat[banned[0]] = banned[1]
+    if masked:
+        masks = np.stack([plan.mask for plan in plans if plan.mask is not None])
+        rows = to_device(np.array(masked), logits.device)
+        adjusted[rows] = adjusted[rows].masked_fill_(_is_masked(masks, logits), -torch.inf)
     return adjusted
 
 
@@ -91,6 +97,13 @@ def top_values(values: Tensor, num: int) -> tuple[Tensor, Tensor]:
     if num == values.shape[1]:
         return _in_order(values, torch.arange(num, device=values.device))
     return _in_order(*values.topk(num))
+
+
+def _is_masked(masks: TokenMask, logits: Tensor) -> Tensor:
+    """[k, vocab], bool: the tokens that the masks [k, words] do not allow."""
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (to_device(masks, logits.device)[:, :, None] >> bits) & 1
+    return allowed.flatten(1)[:, : logits.shape[1]] == 0
 
 
 def _num_candidates(plan: RowPlan, vocab_size: int, is_exhaustive: bool) -> int:

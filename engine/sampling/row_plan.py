@@ -10,8 +10,9 @@ import numpy as np
 
 from tandem.engine.sampling.draw import uniform_draw
 from tandem.engine.sequence import Sequence
+from tandem.engine.structured_output import TokenMask
 
-__all__ = ["Edit", "RowPlan", "plan_row"]
+__all__ = ["NO_EDITS", "Edit", "RowPlan", "plan_row"]
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
 
@@ -25,6 +26,10 @@ class Edit(NamedTuple):
     values: Array  # [n], float32
 
 
+Edits = tuple[Edit | None, Edit | None, Edit | None, Edit | None]  # scale, subtract, add, ban
+NO_EDITS: Edits = (None, None, None, None)
+
+
 @dataclass(frozen=True, slots=True)
 class RowPlan:
     """One row's parameters, made safe to compute with: the tensors' part of sampling raises for no value here."""
@@ -35,10 +40,13 @@ class RowPlan:
     min_p: float
     draw: float  # in [0, 1)
     num_logprobs: int | None
-    edits: tuple[Edit | None, Edit | None, Edit | None, Edit | None]  # scale, subtract, add, ban
+    edits: Edits
+    mask: TokenMask | None = None  # the tokens that a grammar allows
 
 
-def plan_row(sequence: Sequence, vocab_size: int, eos_token_ids: frozenset[int]) -> RowPlan:
+def plan_row(
+    sequence: Sequence, vocab_size: int, eos_token_ids: frozenset[int], mask: TokenMask | None = None
+) -> RowPlan:
     """The plan of a sequence's next token. Raises IndexError for token ids outside the vocabulary."""
     sampling = sequence.sampling
     temperature = sampling.temperature
@@ -57,6 +65,7 @@ def plan_row(sequence: Sequence, vocab_size: int, eos_token_ids: frozenset[int])
         draw=uniform_draw(sampling.seed, sequence.num_output_tokens) if temperature > 0 else 0.0,
         num_logprobs=None if sampling.num_logprobs is None else min(max(sampling.num_logprobs, 0), vocab_size),
         edits=edits,
+        mask=mask,
     )
 
 

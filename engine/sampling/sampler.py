@@ -9,9 +9,9 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -20,8 +20,9 @@ from torch import Tensor
 
 from tandem.engine.device import to_device, to_host
 from tandem.engine.sampling.distribution import adjust, choose, top_values
-from tandem.engine.sampling.row_plan import RowPlan, plan_row
+from tandem.engine.sampling.row_plan import NO_EDITS, RowPlan, plan_row
 from tandem.engine.sequence import Sequence
+from tandem.engine.structured_output import TokenMask
 from tandem.protocol.fault_boundary import outcome_of
 from tandem.protocol.messages import TokenLogprobs
 
@@ -33,6 +34,7 @@ _MIN_LOGPROB = -9999.0  # stands for log(0), which JSON cannot express
 # glibc has: with twice as many, fresh pages cost a fifth of the time. On a GPU they take ten times as much memory.
 _SLAB_BYTES = {"cpu": 1 << 19, "cuda": 32 << 20}
 
+_NO_MASKS: Mapping[Sequence, TokenMask | Exception] = {}
 
 T = TypeVar("T")
 SamplePlan = RowPlan | Exception | None  # of a row; None = the most likely token and no more
@@ -56,10 +58,12 @@ class Sampler:
         """logits: [n, vocab], row i for sequence i. Returns n tokens in order; an exception for a row that raised."""
         return self.launch(logits, self.plan(sequences, logits.shape[1])).read()
 
-    def plan(self, sequences: Seq[Sequence], vocab_size: int) -> list[SamplePlan]:
-        """The host's part, for the next token of each sequence as it is now."""
+    def plan(
+        self, sequences: Seq[Sequence], vocab_size: int, masks: Mapping[Sequence, TokenMask | Exception] = _NO_MASKS
+    ) -> list[SamplePlan]:
+        """The host's part, for the next token of each sequence as it is now. `masks` of those that have a grammar."""
         return [
-            None if _is_plain_greedy(sequence) else _outcome_of(self._plan, sequence, vocab_size)
+            None if _is_plain_greedy(sequence) else _outcome_of(self._plan, sequence, vocab_size, masks.get(sequence))
             for sequence in sequences
         ]
 
@@ -72,8 +76,10 @@ class Sampler:
             launched.add(logits, rows, plans)
         return launched
 
-    def _plan(self, sequence: Sequence, vocab_size: int) -> RowPlan:
-        return plan_row(sequence, vocab_size, self.eos_token_ids)
+    def _plan(self, sequence: Sequence, vocab_size: int, mask: TokenMask | Exception | None) -> RowPlan:
+        if isinstance(mask, Exception):
+            raise mask
+        return plan_row(sequence, vocab_size, self.eos_token_ids, mask)
 
 
 class LaunchedSample:
@@ -178,7 +184,7 @@ class _Slab:
         """The token of a row with a flat distribution, or with none."""
         choice = choose(self._adjusted[i : i + 1], self._plans[i : i + 1], is_exhaustive=True)
         is_final = bool(choice.is_final)  # sync: a rare row
-        return int(choice.token_ids) if is_final else _last_resort(self._adjusted[i], self._raw[i])
+        return int(choice.token_ids) if is_final else _last_resort(self._adjusted[i], self._raw[i], self._plans[i])
 
 
 def _outcome_of(function: Callable[..., T], *arguments: object) -> T | Exception:
@@ -213,11 +219,16 @@ def _is_plain_greedy(sequence: Sequence) -> bool:
     )
 
 
-def _last_resort(logits: Tensor, raw: Tensor) -> int:
-    """The most likely token that is finite and not banned, else the most likely one of the model's own logits."""
+def _last_resort(logits: Tensor, raw: Tensor, plan: RowPlan) -> int:
+    """The most likely token that is finite and not banned, else the most likely one of the model's own logits.
+
+    A grammar holds in either case: at its end it may allow only tokens that `min_tokens` bans.
+    """
     numbers = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     token_id = int(numbers.argmax())
-    return token_id if float(numbers[token_id]) > -torch.inf else int(raw.argmax())
+    if float(numbers[token_id]) > -torch.inf:
+        return token_id
+    return int(adjust(raw[None], [replace(plan, edits=NO_EDITS)])[0].argmax())
 
 
 def _finite(logprob: float) -> float:

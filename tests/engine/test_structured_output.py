@@ -1,0 +1,300 @@
+"""Grammars that outputs must match. The model is random: without its grammar it writes nothing that would match."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import pytest
+
+from tandem.engine import structured_output
+from tandem.engine.engine import Engine, SequenceFailure
+from tandem.engine.sequence import Phase, Sequence
+from tandem.protocol.config import EngineConfig
+from tandem.protocol.grammar import GrammarError
+from tandem.protocol.messages import FinishReason
+from tests.engine.test_engine import add, make_prompt, make_sampling, output
+from tests.support.late_device import LateDevice
+from tests.support.tiny_llama import EOS_TOKEN_ID, save_tiny_model, save_tiny_text_model
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+COMPACT: dict[str, Any] = {"overrides": {"whitespace_flexible": False}}
+BLOCK_SIZE = 16
+
+
+def json_grammar(schema: dict[str, Any]) -> str:
+    return llguidance.LLMatcher.grammar_from_json_schema(schema, **COMPACT)
+
+
+def regex_grammar(regex: str) -> str:
+    return llguidance.LLMatcher.grammar_from_regex(regex)
+
+
+COSTLY = llguidance.LLMatcher.grammar_from_lark('start: (x{1,1000}){1,1000}\nx: "a"')
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_text_model(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[Engine]:
+    made = make_engine(folder)
+    yield made
+    made.close()
+
+
+def make_engine(folder: Path, *, num_blocks: int = 200, **settings: Any) -> Engine:
+    block_bytes = 2 * 2 * BLOCK_SIZE * 2 * 16 * 4  # layers, K and V, tokens, heads, head_dim, float32
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": BLOCK_SIZE, **settings}
+    return Engine(
+        EngineConfig(model=str(folder), dtype="float32", device="cpu", pool_bytes=num_blocks * block_bytes, **options)
+    )
+
+
+def run(engine: Engine) -> list[SequenceFailure]:
+    """Step until nothing is left, and return the failures."""
+    failures = []
+    while engine.has_work:
+        for result in engine.step():
+            failures += result.failures
+        engine.check_integrity()
+    engine.check_integrity(idle=True)
+    return failures
+
+
+def text_of(engine: Engine, sequence: Sequence) -> str:
+    """The output without the end token, which may come at the end only."""
+    token_ids = output(sequence)
+    assert EOS_TOKEN_ID not in token_ids[:-1]
+    tokenizer = engine._structured_output._load_tokenizer()
+    return tokenizer.decode_str(token_ids[:-1] if token_ids[-1:] == [EOS_TOKEN_ID] else token_ids)
+
+
+def ask(engine: Engine, name: str, grammar: str, **changes: Any) -> Sequence:
+    return add(engine, name, make_prompt(20), grammar=grammar, **{"max_tokens": 200, "ignore_eos": False, **changes})
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
+def test_output_matches_its_schema(engine: Engine, temperature: float) -> None:
+    asked = [ask(engine, str(i), json_grammar(PERSON), temperature=temperature, seed=i) for i in range(8)]
+    assert run(engine) == []
+    for sequence in asked:
+        person = json.loads(text_of(engine, sequence))
+        assert person.keys() == {"name", "age"}
+        assert person["age"] in range(10)
+        assert sequence.finish_reason is FinishReason.STOP
+
+
+def test_the_output_ends_with_the_grammar_and_not_a_token_later(engine: Engine) -> None:
+    sequence = ask(engine, "a", regex_grammar("ab{3}"))
+    assert run(engine) == []
+    assert text_of(engine, sequence) == "abbb"
+    assert EOS_TOKEN_ID not in output(sequence)
+
+
+def test_the_model_may_end_where_the_grammar_may(engine: Engine) -> None:
+    asked = [ask(engine, str(i), regex_grammar("[xyz]{2,300}"), temperature=2.0, seed=i) for i in range(8)]
+    assert run(engine) == []
+    assert {sequence.finish_reason for sequence in asked} <= {FinishReason.STOP, FinishReason.LENGTH}
+    assert all(re.fullmatch("[xyz]{2,300}", text_of(engine, sequence)) for sequence in asked)
+
+
+def test_a_limit_cuts_the_output(engine: Engine) -> None:
+    sequence = ask(engine, "a", regex_grammar("[ab]{50}"), max_tokens=3)
+    assert run(engine) == []
+    assert sequence.finish_reason is FinishReason.LENGTH
+    assert len(output(sequence)) == 3
+
+
+# The same tokens everywhere.
+
+
+REQUESTS: list[dict[str, Any]] = [
+    {"grammar": json_grammar(PERSON)},
+    {"grammar": json_grammar(PERSON), "temperature": 1.0, "seed": 5},
+    {"grammar": regex_grammar("[a-z ]{30,60}"), "temperature": 1.0, "seed": 6, "num_logprobs": 3},
+    {"grammar": regex_grammar("[0-9]{40}"), "repetition_penalty": 1.4},
+    {"grammar": regex_grammar("(yes|no)(, (yes|no)){0,9}"), "temperature": 1.0, "seed": 7, "top_k": 3, "min_tokens": 4},
+    {},
+    {"temperature": 1.0, "seed": 8},
+]
+
+
+def tokens_alone(folder: Path) -> list[list[int]]:
+    engine = make_engine(folder)
+    outputs = []
+    for i, changes in enumerate(REQUESTS):
+        sequence = ask(engine, str(i), **{"grammar": "", "max_tokens": 60, **changes})
+        assert run(engine) == []
+        outputs.append(output(sequence))
+    engine.close()
+    return outputs
+
+
+@pytest.mark.parametrize("share_preempted", [0.0, 0.2])
+def test_tokens_in_a_batch_and_preempted_are_those_alone(folder: Path, share_preempted: float) -> None:
+    engine, source = make_engine(folder), random.Random(0)
+    asked = [ask(engine, str(i), **{"grammar": "", "max_tokens": 60, **one}) for i, one in enumerate(REQUESTS)]
+    while engine.has_work:
+        for result in engine.step():
+            assert result.failures == []
+        if engine.scheduler.running and source.random() < share_preempted:
+            engine.scheduler.preempt(source.choice(engine.scheduler.running))
+    assert (engine.scheduler.num_preemptions > 0) == (share_preempted > 0)
+    assert [output(sequence) for sequence in asked] == tokens_alone(folder)
+    engine.close()
+
+
+def test_a_worker_that_takes_over_goes_on_with_the_same_tokens(folder: Path) -> None:
+    first, second = make_engine(folder), make_engine(folder)
+    for i, (changes, expected) in enumerate(zip(REQUESTS, tokens_alone(folder), strict=True)):
+        sampling = {"grammar": "", "max_tokens": 60, "ignore_eos": False, **changes}
+        here = add(first, str(i), make_prompt(20), phase=Phase.PREFILL_ONLY, **sampling)
+        run_handoff(first, here)
+        there = second.make_sequence(str(i), make_prompt(20), make_sampling(**sampling))
+        there.token_ids += output(here)
+        second.add(there)
+        assert run(second) == []
+        assert output(there) == expected
+    first.close()
+    second.close()
+
+
+def run_handoff(engine: Engine, sequence: Sequence) -> None:
+    while engine.has_work:
+        engine.step()
+    engine.scheduler.blocks.release(sequence)
+    engine.check_integrity(idle=True)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_on_a_late_device_are_those_alone(folder: Path, seed: int) -> None:
+    engine = make_engine(folder)
+    LateDevice(engine, seed)
+    source = random.Random(seed)
+    asked = []
+    for i, changes in enumerate(REQUESTS):
+        asked.append(ask(engine, str(i), **{"grammar": "", "max_tokens": 60, **changes}))
+        for _ in range(source.randrange(5)):
+            engine.step()
+    assert run(engine) == []
+    assert [output(sequence) for sequence in asked] == tokens_alone(folder)
+    engine.close()
+
+
+# What goes wrong concerns one request.
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        ("start: (((", "Expected token"),
+        ('{"grammars": [{"json_schema": {"type": 7}}]}', "cannot be used"),
+        ("", None),
+        (COSTLY, "items"),
+    ],
+)
+def test_a_grammar_that_cannot_be_used_fails_its_own_request(engine: Engine, grammar: str, message: str | None) -> None:
+    bad = ask(engine, "bad", grammar, temperature=1.0, logit_bias={EOS_TOKEN_ID: -100})
+    good = [ask(engine, str(i), regex_grammar("[ab]{9}")) for i in range(3)]
+    failures = run(engine)
+    assert [len(output(sequence)) for sequence in good] == [9, 9, 9]
+    if message is None:
+        assert failures == []
+        return
+    assert [failure.sequence for failure in failures] == [bad]
+    assert isinstance(failures[0].error, GrammarError)
+    assert message in str(failures[0].error)
+
+
+def test_a_model_without_a_tokenizer_refuses_grammars(tmp_path: Path) -> None:
+    engine = make_engine(save_tiny_model(tmp_path))
+    ask(engine, "a", regex_grammar("a"))
+    plain = ask(engine, "b", "", max_tokens=4)
+    [failure] = run(engine)
+    assert "no tokenizer" in str(failure.error)
+    assert len(output(plain)) == 4
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"min_tokens": 50},
+        {"ignore_eos": True},
+        {"logit_bias": dict.fromkeys(range(200), -100.0), "temperature": 1.0},
+        {"temperature": 1.0, "top_k": 1, "min_p": 1.0},
+    ],
+)
+def test_a_grammar_holds_against_other_parameters(engine: Engine, changes: dict[str, Any]) -> None:
+    sequence = ask(engine, "a", regex_grammar("(no|yes)?"), **changes)
+    assert run(engine) == []
+    assert text_of(engine, sequence) in ("", "no", "yes")
+
+
+def test_an_aborted_sequence_leaves_nothing(engine: Engine) -> None:
+    asked = [ask(engine, str(i), json_grammar(PERSON), temperature=1.0, seed=i) for i in range(6)]
+    for _ in range(3):
+        engine.step()
+    assert all(engine.abort(sequence.request_id) for sequence in asked)
+    assert run(engine) == []
+
+
+# Compiling.
+
+
+def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on = threading.Event()
+    compile_grammar = structured_output.compile_grammar
+
+    def slow(*arguments: Any) -> Any:
+        assert may_go_on.wait(60)
+        return compile_grammar(*arguments)
+
+    monkeypatch.setattr(structured_output, "compile_grammar", slow)
+    slow_one = ask(engine, "slow", regex_grammar("[ab]{5}"))
+    other = ask(engine, "other", "", max_tokens=30, ignore_eos=True)
+    while other.finish_reason is None:
+        engine.step()
+        engine.check_integrity()
+    assert slow_one.num_computed_tokens == slow_one.num_prompt_tokens - 1
+    assert output(slow_one) == []
+    may_go_on.set()
+    assert run(engine) == []
+    assert re.fullmatch("[ab]{5}", text_of(engine, slow_one))
+
+
+def test_equal_grammars_are_compiled_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    compile_grammar = structured_output.compile_grammar
+
+    def counted(tokenizer: Any, grammar: str) -> Any:
+        compiled.append(grammar)
+        return compile_grammar(tokenizer, grammar)
+
+    monkeypatch.setattr(structured_output, "compile_grammar", counted)
+    for i in range(4):
+        ask(engine, str(i), regex_grammar("[ab]{5}"))
+    ask(engine, "last", regex_grammar("[ab]{6}"))
+    assert run(engine) == []
+    assert compiled == [regex_grammar("[ab]{5}"), regex_grammar("[ab]{6}")]
+
+
+def test_old_grammars_are_forgotten(engine: Engine) -> None:
+    for i in range(structured_output._MAX_COMPILED + 20):
+        ask(engine, str(i), regex_grammar(f"a{{{i + 1}}}"), max_tokens=1)
+    assert run(engine) == []
+    assert len(engine._structured_output._compiled) == structured_output._MAX_COMPILED
