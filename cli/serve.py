@@ -53,8 +53,9 @@ _OWN_ENGINE_ONLY = {
     for field in settings_of(config)
     if config is not RouterConfig or field.setting.own_workers_only
 } - {"model", "served_model_name"}
+_OF_TWO_ROLES = ("num_prefill", "num_decode", "decode_parallel_size")
 _OVERRIDES = {
-    "colocated": ("num_prefill", "num_decode"),
+    "colocated": _OF_TWO_ROLES,
     "pool_bytes": ("pool_gb",),
     "pool_gb": ("pool_bytes",),
 }
@@ -107,7 +108,7 @@ def serve(values: Values) -> int:
 def build_config(values: Values) -> ClusterConfig:
     """The whole configuration; a setting that is not given keeps its default. Raises `ConfigError`."""
     if values.get("colocated"):
-        for name in ("num_prefill", "num_decode"):
+        for name in _OF_TWO_ROLES:
             if name in values:
                 raise ConfigError(f"colocated is one worker for both roles; {name}={values[name]} has no use with it")
     managed = from_values(ManagedEngineConfig, values)

@@ -6,11 +6,12 @@ is doing then.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import select
+import signal
 import sys
-import threading
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import TypeVar
@@ -24,6 +25,7 @@ from tandem.engine.model_runner import ModelRunner
 from tandem.engine.tensor_parallel.group import RankGroup, RanksLost
 from tandem.engine.tensor_parallel.messages import Connect, Failed, Load, Loaded, MapPool, Message, Ready, Resync, Step
 from tandem.engine.tensor_parallel.shared_pool import map_shard
+from tandem.protocol.errors import ConfigError
 from tandem.protocol.fault_boundary import error_of
 
 __all__ = ["RESYNC_TIMEOUT_S", "main"]
@@ -35,12 +37,16 @@ RESYNC_TIMEOUT_S = 10.0  # for all ranks to notice that a step failed, if it fai
 M = TypeVar("M")
 
 
-def main(connection: Connection, store: str) -> None:
-    """Obey rank 0 until it closes the connection. `store` is the file by which the ranks find each other."""
-    threading.Thread(target=_end_with_rank_0, args=(connection.fileno(),), name="rank-0", daemon=True).start()
+def main(connection: Connection, store: str, lifeline: int) -> None:
+    """Obey rank 0 until it closes the connection. `store` is the file by which the ranks find each other.
+
+    `lifeline` is a pipe into which only rank 0 could write: it breaks when that process is gone.
+    """
+    _end_with_rank_0(lifeline)
     error = error_of(_follow, connection, store)
     if error is not None and not isinstance(error, EOFError | ConnectionError):
-        if not isinstance(error, RanksLost):  # rank 0 knows more about who was lost
+        # Rank 0 knows more about who was lost, and tells the user what to mend.
+        if not isinstance(error, RanksLost | ConfigError):
             logger.error("this rank failed", exc_info=error)
         error_of(connection.send, Failed(f"{type(error).__name__}: {error}"))
     os._exit(0 if error is None else 1)  # at once: other ranks may wait for this one, and there is nothing to clean up
@@ -103,14 +109,15 @@ def _expect(connection: Connection, kind: type[M]) -> M:
     return message
 
 
-def _end_with_rank_0(descriptor: int) -> None:
-    """End this process once rank 0's is gone, even while it waits in a collective."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLRDHUP)
-    poll.poll()
-    os._exit(0)
+def _end_with_rank_0(lifeline: int) -> None:
+    """Let the kernel kill this process once rank 0's is gone, also if it is stopped or hangs and runs no Python."""
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
+    if select.select([lifeline], [], [], 0)[0]:  # it was gone before
+        os._exit(0)
 
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    main(Connection(int(sys.argv[1])), f"/proc/self/fd/{sys.argv[2]}")
+    main(Connection(int(sys.argv[1])), f"/proc/self/fd/{sys.argv[2]}", int(sys.argv[3]))

@@ -48,11 +48,13 @@ class _Follower:
     def __init__(self, rank: int, store: int) -> None:
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT_S.to_bytes(8, "little") + bytes(8))
+        lifeline, self._lifeline = os.pipe()  # the kernel ends the process when nobody holds our end any more
         self.rank = rank
-        with theirs:
+        with theirs, open(lifeline, "rb"):
+            passed = (theirs.fileno(), store, lifeline)
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tandem.engine.tensor_parallel.follower", str(theirs.fileno()), str(store)],
-                pass_fds=(theirs.fileno(), store),
+                [sys.executable, "-P", "-m", "tandem.engine.tensor_parallel.follower", *map(str, passed)],
+                pass_fds=passed,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,  # Ctrl-C in a terminal is for rank 0
             )
@@ -94,6 +96,7 @@ class _Follower:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        os.close(self._lifeline)
 
 
 class Team:

@@ -109,6 +109,7 @@ def test_no_flag_means_the_defaults_of_the_config() -> None:
         ("serve --prefill 0", "num_prefill=0 must be at least 1"),
         ("serve --colocated --prefill 2", "num_prefill=2 has no use with it"),
         ("serve --num-decode 1 --colocated", "num_decode=1 has no use with it"),
+        ("serve --decode-parallel-size 2 --colocated", "decode_parallel_size=2 has no use with it"),
         ("serve --kv-key-file /no/such/key", "kv_key_file=/no/such/key is not there; make it with: "),
         (
             "serve --disk-cache-path /dev/null/a",

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -248,7 +248,8 @@ def test_a_killed_rank_ends_the_engine_at_once(build_engine: BuildEngine, model_
         os.kill(pid, 0)
 
 
-def test_the_ranks_end_with_rank_0(model_folder: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
+def test_the_ranks_end_with_rank_0(model_folder: Callable[[str], Path], is_stopped: bool) -> None:
     code = (
         "import sys; from pathlib import Path\n"
         "from tandem.engine.engine import Engine\n"
@@ -269,10 +270,14 @@ def test_the_ranks_end_with_rank_0(model_folder: Callable[[str], Path]) -> None:
         assert rank_0.stdout is not None
         pid = int(rank_0.stdout.readline())
         follower = os.pidfd_open(pid)
+        if is_stopped:
+            os.kill(pid, signal.SIGSTOP)
         rank_0.kill()
     try:
         deadline = time.monotonic() + DEADLINE_S
         while not has_ended(follower, 0.1):
             assert time.monotonic() < deadline, "a rank outlives rank 0"
     finally:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(follower, signal.SIGKILL)
         os.close(follower)
