@@ -7,6 +7,8 @@ import errno
 import os
 import signal
 import time
+from asyncio.subprocess import Process
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -178,15 +180,25 @@ def test_a_child_that_hangs_is_killed_and_one_that_lives_is_not(
 
 
 def test_a_parent_that_hung_itself_kills_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    next_line, num_lines = processes._next_line, Counter[int]()
+
+    async def count_lines(child: Process) -> str:
+        line = await next_line(child)
+        num_lines[child.pid] += 1
+        return line
+
     async def scenario() -> None:
         here = Group(lambda *_: "serve", 2)
         pids = await here.serves()
         time.sleep(5 * processes.BEAT_INTERVAL_S)  # noqa: ASYNC251 - this event loop must hang
-        await asyncio.sleep(processes.BEAT_INTERVAL_S)
+        num_lines.clear()
+        # While this loop hung, each child wrote three lines at most. It wrote the fifth one later.
+        await until(lambda: all(num_lines[pid] >= 5 for pid in pids) or bool(here.ended), WAIT_S)
         assert (here.group.pids, here.ended) == (pids, [])
         await here.end()
 
     monkeypatch.setattr(processes, "BEAT_INTERVAL_S", 0.25)
+    monkeypatch.setattr(processes, "_next_line", count_lines)
     run(scenario())
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -30,10 +31,16 @@ def test_a_ray_address_where_nothing_listens_is_told_at_once() -> None:
                 probe_address(text)
 
 
-def test_a_ray_address_that_answers_or_has_no_port_passes() -> None:
+def test_a_ray_address_that_answers_or_has_no_port_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(5.0)
         probe_address(f"127.0.0.1:{listener.getsockname()[1]}")
+        with listener.accept()[0] as connection:
+            assert connection.recv(1) == b""  # it has hung up again
+    addresses: list[Any] = []
+    monkeypatch.setattr(socket, "create_connection", addresses.append)
     probe_address("auto")
+    assert addresses == []
 
 
 @pytest.mark.parametrize(

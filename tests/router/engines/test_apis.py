@@ -60,7 +60,8 @@ def test_no_body_breaks_what_is_read_of_it(body: dict[str, Any]) -> None:
 @given(BODIES)
 def test_no_body_breaks_its_tokenization(tokenizer: Tokenizer, body: dict[str, Any]) -> None:
     for api in APIS:
-        TokenReader(tokenizer).read(api.form(body), EVERYONE, 1000)
+        prompt = TokenReader(tokenizer).read(api.form(body), EVERYONE, 1000)
+        assert all(0 <= token < 2**32 for token in prompt.token_ids)
 
 
 @settings(max_examples=300, deadline=None)

@@ -263,9 +263,11 @@ async def test_a_failure_from_outside_reaches_the_waiting_reader() -> None:
 async def test_an_unread_answer_stops_the_reading_from_the_network() -> None:
     async with connected() as (upstream, peer):
         size, num_written = 64 * 1024, 0
+        writers: list[asyncio.StreamWriter] = []
 
         async def flood(writer: asyncio.StreamWriter) -> None:
             nonlocal num_written
+            writers.append(writer)
             writer.write(CHUNKED)
             for _ in range(400):
                 writer.write(b"%x\r\n%s\r\n" % (size, b"x" * size))
@@ -275,10 +277,9 @@ async def test_an_unread_answer_stops_the_reading_from_the_network() -> None:
 
         peer.handle = flood
         reply = await upstream.post("/", b"", "r")
-        last = -1
-        while last != num_written:
-            last = num_written
-            await asyncio.sleep(0.05)  # as long as it goes on
+        # The engine cannot write because we do not read.
+        await until(lambda: not reply._connection._transport.is_reading())
+        await until(lambda: writers[0].transport.get_write_buffer_size() > 0)
         assert num_written < 300  # the rest of 25 MB waits at the engine
         assert len(await reply.read_all()) == 400 * size
         reply.close()

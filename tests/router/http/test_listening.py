@@ -15,8 +15,9 @@ def test_a_shared_port_is_bound_by_several_and_connections_go_to_those_that_list
         port = held.getsockname()[1]
         with listening("127.0.0.1", port, is_shared=True) as served:
             served.listen()
-            with socket.create_connection(("127.0.0.1", port), timeout=5), served.accept()[0]:
-                pass
+            served.settimeout(5)
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as client, served.accept()[0] as connection:
+                assert connection.getpeername() == client.getsockname()
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

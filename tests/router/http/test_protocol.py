@@ -25,6 +25,7 @@ from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.http.server import http_server
 from tandem.runtime.signals import wait_for_any
+from tests.support.fake_backend import until
 
 PART = b"data: %d\n\n"
 
@@ -206,9 +207,14 @@ async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.M
             ended.set()
 
     async with serving(answer) as port, asyncio.timeout(30):
-        _, writer = await ask(port)
+        reader, writer = await ask(port)
         writer.transport.pause_reading()
         await ended.wait()
+        writer.transport.resume_reading()
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            received = await reader.read()
+        assert b"last" not in received
         writer.close()
 
 
@@ -216,18 +222,21 @@ async def test_an_app_that_ignores_a_disconnect_delays_shutdown_for_a_bounded_ti
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_server_module, "_CLOSE_TIMEOUT_S", 0.2)
-    asked, never = asyncio.Event(), asyncio.Event()
+    asked, never, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def answer(_: ResponseWriter) -> None:
         asked.set()
         await never.wait()
+        ended.set()
 
     async with asyncio.timeout(30):
         async with serving(answer) as port:
             _, writer = await ask(port)
             await asked.wait()
+        assert not ended.is_set()
         writer.close()
-    never.set()
+        never.set()
+        await ended.wait()
 
 
 HEAD = b"POST /x HTTP/1.1\r\nhost: h\r\n"
@@ -354,7 +363,9 @@ async def test_any_number_of_pipelined_requests_is_answered_in_order() -> None:
         writer.close()
 
 
-async def test_pipelined_requests_that_wait_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[http_protocol_module.HttpProtocol]:
+    """The server's connections, which the test's clients open."""
     connections: list[http_protocol_module.HttpProtocol] = []
     made = http_protocol_module.HttpProtocol.connection_made
     monkeypatch.setattr(
@@ -362,14 +373,19 @@ async def test_pipelined_requests_that_wait_take_bounded_memory(monkeypatch: pyt
         "connection_made",
         lambda self, transport: (connections.append(self), made(self, transport))[1],
     )
+    return connections
+
+
+async def test_pipelined_requests_that_wait_take_bounded_memory(
+    connections: list[http_protocol_module.HttpProtocol],
+) -> None:
     app = Echo()
     app.may_answer.clear()
     num_requests = 200_000  # 11 MB, more than the sockets of both sides take
     async with serving_app(app) as port, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"".join(PIPELINED % (number % 100_000) for number in range(num_requests)))
-        while not connections or not connections[0].flow.read_paused:  # noqa: ASYNC110 - it notifies nobody
-            await asyncio.sleep(0.001)
+        await until(lambda: bool(connections) and connections[0].flow.read_paused, 60.0)
         (connection,) = connections
         assert len(connection.pipeline) < http_protocol_module.PIECE_BYTES / len(GET)
         assert len(connection._unparsed) < 6 * http_protocol_module.MAX_UNPARSED_BYTES  # one read is 256 KB
@@ -378,11 +394,15 @@ async def test_pipelined_requests_that_wait_take_bounded_memory(monkeypatch: pyt
         writer.close()
 
 
-async def test_a_client_that_leaves_is_noticed_while_its_pipelined_requests_wait() -> None:
-    left = asyncio.Event()
+async def test_a_client_that_leaves_is_noticed_while_its_pipelined_requests_wait(
+    connections: list[http_protocol_module.HttpProtocol],
+) -> None:
+    left, num_asked = asyncio.Event(), 0
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_asked
         if scope["type"] == "http":
+            num_asked += 1
             while (await receive())["type"] != "http.disconnect":
                 pass
             left.set()
@@ -390,9 +410,10 @@ async def test_a_client_that_leaves_is_noticed_while_its_pipelined_requests_wait
     async with serving_app(app) as port, asyncio.timeout(30):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write((GET + b"\r\n") * 3)
-        await asyncio.sleep(0.1)  # so that all requests arrive first
+        await until(lambda: bool(connections) and len(connections[0].pipeline) == 2)
         writer.close()
         await left.wait()
+        assert num_asked == 1
 
 
 @pytest.mark.parametrize(
@@ -412,9 +433,10 @@ async def test_a_refusal_follows_the_responses_to_earlier_requests(last: bytes, 
     for num_before in (1, 200):
         async with serving_app(app, header_timeout_s=0.3, body_timeout_s=0.3) as port, asyncio.timeout(30):
             app.may_answer.clear()
+            app.num_asked = 0
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"".join(PIPELINED % number for number in range(num_before)) + last)
-            await asyncio.sleep(0.05)
+            await until(lambda: app.num_asked == 1)
             app.may_answer.set()
             await expect_answers(reader, range(num_before))
             assert error_of(await reader.read())[0] == status
@@ -541,8 +563,7 @@ async def test_above_max_connections_the_longest_waiting_are_closed_and_operator
         for number in range(8):
             served.append(await asyncio.open_connection("127.0.0.1", port))
             served[-1][1].write(GET + b"\r\n")
-            while app.num_asked <= number:  # noqa: ASYNC110 - the app notifies nobody
-                await asyncio.sleep(0.001)
+            await until(lambda number=number: app.num_asked > number)
         for reader, _ in slow:
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
@@ -568,8 +589,7 @@ async def test_unfinished_bodies_take_bounded_memory_and_the_oldest_are_refused_
         for number in range(100):  # 69 of them fit into 64 times 64 KB
             slow.append(await asyncio.open_connection("127.0.0.1", port))
             slow[-1][1].write(head + part)
-            while app.num_asked <= number:  # noqa: ASYNC110 - the app notifies nobody
-                await asyncio.sleep(0.001)
+            await until(lambda number=number: app.num_asked > number)
             if number % 10 == 9:  # meanwhile others are served
                 assert b" 200 " in await exchange(
                     port, head.replace(b"/x HTTP/1.1", b"/x HTTP/1.1\r\nconnection: close") + b"c" * 65_536

@@ -229,12 +229,28 @@ async def test_each_token_is_written_at_once(tokenizer: Tokenizer) -> None:
     assert json.loads(bodies[0].split(b"\n\n")[1][6:])["choices"][0]["delta"] == {"content": "ab"}
 
 
+class WatchedBackend(FakeBackend):
+    """Counts how often it was asked whether it is ready."""
+
+    num_looks = 0
+    _ready = False
+
+    @property
+    def ready(self) -> bool:
+        self.num_looks += 1
+        return self._ready
+
+    @ready.setter
+    def ready(self, value: bool) -> None:
+        self._ready = value
+
+
 async def test_ready_needs_a_generation_that_succeeded(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("tandem.router.openai.readiness.POLL_INTERVAL_S", 0.01)
     caplog.set_level(logging.INFO)
-    backend = FakeBackend(tokenizer)
+    backend = WatchedBackend(tokenizer)
     backend.ready = False
     backend.script = lambda _: [NoWorker("Nobody home.")]
     app = make_app(backend)
@@ -259,7 +275,8 @@ async def test_ready_needs_a_generation_that_succeeded(
         num_probes = len(backend.requests)
         backend.ready = False
         await ready_becomes(503, "No workers")
-        await asyncio.sleep(0.05)
+        num_looks = backend.num_looks
+        await until(lambda: backend.num_looks > num_looks)  # only the probe looks meanwhile
         backend.ready = True
         await ready_becomes(200, "ready")
         assert len(backend.requests) > num_probes
