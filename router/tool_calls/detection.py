@@ -1,0 +1,27 @@
+"""Which formats a model writes, by its chat template."""
+
+from __future__ import annotations
+
+from tandem.router.tool_calls.formats import TOOL_FORMATS, ToolFormat
+from tandem.router.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat
+
+__all__ = ["detect_reasoning_format", "detect_tool_format", "renders_tools"]
+
+OTHER_MARKS = ("<arg_key>",)  # of formats that are not known here, whose templates have known marks too
+
+
+def renders_tools(chat_template: str) -> bool:
+    """Whether a chat template shows the model the tools of a request."""
+    return "tools" in chat_template
+
+
+def detect_tool_format(chat_template: str) -> ToolFormat | None:
+    """The format in which a model with this template writes tool calls; None if it is not known."""
+    if any(mark in chat_template for mark in OTHER_MARKS):
+        return None
+    return next((one for one in TOOL_FORMATS.values() if any(m in chat_template for m in one.template_marks)), None)
+
+
+def detect_reasoning_format(chat_template: str) -> ReasoningFormat | None:
+    """The format in which a model with this template writes its reasoning; None if it has none that is known."""
+    return next((one for one in REASONING_FORMATS.values() if one.opening in chat_template), None)

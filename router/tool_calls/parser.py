@@ -1,0 +1,86 @@
+"""Splits the text of an answer, as it arrives, into content, reasoning and tool calls.
+
+However the text is cut into pieces, the events join to the same. What is no well-formed call is content, and nothing of
+the text is lost but markers and the white space beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+
+from tandem.router.tool_calls.events import Event, EventWriter, new_call_id
+from tandem.router.tool_calls.formats import TOOL_FORMATS, ToolFormat, Tools
+from tandem.router.tool_calls.reader import Markers, Reading, TextReader
+from tandem.router.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat, read_reasoning
+
+__all__ = ["AnswerParser"]
+
+_NOTHING = Markers()
+_HARMONY = TOOL_FORMATS["harmony"]
+
+
+class AnswerParser:
+    """The parser of one answer.
+
+    `tools` are the parameters' schemas of the tools that may be called. Without `tool_format` there are no calls, and
+    without `reasoning_format` no reasoning. `prompt_end` is the end of the prompt, which may open the reasoning.
+    `hidden` are the markers that are special tokens, which never become content.
+    """
+
+    def __init__(
+        self,
+        tool_format: ToolFormat | None,
+        reasoning_format: ReasoningFormat | None,
+        *,
+        tools: Tools,
+        prompt_end: str = "",
+        hidden: Collection[str] = (),
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        num_id_chars = 0 if tool_format is None else tool_format.num_id_chars
+        self._writer = EventWriter(
+            tools,
+            new_id or partial(new_call_id, num_id_chars),
+            has_calls=tool_format is not None,
+            has_reasoning=reasoning_format is not None,
+        )
+        self._reader = TextReader(self._writer, hidden)
+        self._reading = self._read(tool_format, reasoning_format, tools, prompt_end)
+        next(self._reading)
+
+    @property
+    def num_calls(self) -> int:
+        """Tool calls that have begun."""
+        return self._writer.num_calls
+
+    @property
+    def num_unread_chars(self) -> int:
+        """Characters at the end of the text that may be the beginning of a marker."""
+        return self._reader.num_unread_chars
+
+    def feed(self, text: str) -> list[Event]:
+        """What more text adds."""
+        if text:
+            self._reader.add(text)
+            next(self._reading)
+        return self._writer.take()
+
+    def finish(self) -> list[Event]:
+        """What is left at the end of the answer. Call it once, after the last `feed`."""
+        self._reader.end()
+        next(self._reading, None)
+        return self._writer.take()
+
+    def _read(
+        self, tool_format: ToolFormat | None, reasoning: ReasoningFormat | None, tools: Tools, prompt_end: str
+    ) -> Reading[None]:
+        reader, writer = self._reader, self._writer
+        if _HARMONY is tool_format or reasoning is REASONING_FORMATS["harmony"]:
+            yield from _HARMONY.read(reader, writer, tools)
+            return
+        if reasoning is not None:
+            yield from read_reasoning(reader, writer, reasoning, is_open=reasoning.is_open(prompt_end))
+        if tool_format is not None:
+            yield from tool_format.read(reader, writer, tools)
+        yield from reader.content_until(_NOTHING)

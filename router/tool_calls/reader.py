@@ -1,0 +1,198 @@
+"""Reads a text that arrives in pieces, for parsers written as if all of it were there.
+
+A parser is a generator. It waits for more text at a `yield`, which only the methods here do: it calls them with
+`yield from`. What it finds depends on the text alone, not on how the text was cut into pieces.
+
+NOTE: at most one marker of text is ever looked at again when more arrives. So the time is linear in the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Generator
+from typing import TypeVar
+
+from tandem.router.tool_calls.events import EventWriter
+
+__all__ = ["Markers", "Reading", "TextReader", "ignore"]
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]  # of a result, which may have to wait for text
+
+SPACE = re.compile(r"\s+")
+
+
+class Markers:
+    """Strings to look for; without any, nothing is found."""
+
+    def __init__(self, *markers: str) -> None:
+        self.pattern = re.compile(
+            "|".join(re.escape(marker) for marker in sorted(markers, key=len, reverse=True)) or "(?!)"
+        )
+        self._beginnings = {marker[:length] for marker in markers for length in range(1, len(marker))}
+        self._longest = max(map(len, self._beginnings), default=0)
+
+    def num_held(self, text: str) -> int:
+        """Length of the text's end that may be the beginning of a marker."""
+        for length in range(min(self._longest, len(text)), 0, -1):
+            if text[-length:] in self._beginnings:
+                return length
+        return 0
+
+
+class TextReader:
+    """The text of one answer.
+
+    What is read while it is held (`hold`) can still become content (`reject`), if it turns out to be no tool call.
+    White space beside a marker separates parts of an answer and belongs to none, so it waits until it is clear what
+    follows.
+    """
+
+    def __init__(self, writer: EventWriter, hidden: Collection[str]) -> None:
+        """`hidden` markers are special tokens: they never become content."""
+        self._writer = writer
+        self._hidden = hidden
+        self._text = ""  # not read yet from `_pos` on
+        self._pos = 0
+        self._has_ended = False
+        self._space: list[str] = []  # white space that was read, and is content if no marker follows
+        self._held: list[str] | None = None
+
+    # -- by the owner of the text
+
+    @property
+    def num_unread_chars(self) -> int:
+        """Characters that wait for what follows them."""
+        return len(self._text) - self._pos
+
+    def add(self, text: str) -> None:
+        """More text has arrived."""
+        self._text = self._text[self._pos :] + text
+        self._pos = 0
+
+    def end(self) -> None:
+        """No more text will arrive."""
+        self._has_ended = True
+
+    # -- holding
+
+    def hold(self) -> None:
+        """Keep what is read from here on, and the white space before it."""
+        if self._held is None:
+            self._held, self._space = self._space, []
+
+    def release(self) -> None:
+        """Forget what is held: it is part of a call."""
+        self._held, self._space = None, []
+
+    def reject(self) -> None:
+        """Let what is held be content: it is no call after all."""
+        held, self._held = self._held, None
+        for text in held or ():
+            self._writer.content(text)
+
+    # -- reading
+
+    def next_char(self) -> Reading[str]:
+        """The next character, without reading it; empty at the end."""
+        while self._pos >= len(self._text):
+            if self._has_ended:
+                return ""
+            yield
+        return self._text[self._pos]
+
+    def literal(self, literal: str) -> Reading[bool]:
+        """Read this string if it comes next; whether it does."""
+        while not self._text.startswith(literal, self._pos):
+            rest = self._text[self._pos : self._pos + len(literal)]
+            if self._has_ended or not literal.startswith(rest):
+                return False
+            yield
+        self._read(self._pos + len(literal), literal in self._hidden)
+        return True
+
+    def each_of(self, pattern: re.Pattern[str], sink: Callable[[str], None]) -> Reading[None]:
+        """Read as long as the pattern, which is of the form `[...]+`, matches; pass on each piece."""
+        while (yield from self.next_char()):
+            match = pattern.match(self._text, self._pos)
+            if match is None:
+                return
+            sink(match.group())
+            self._read(match.end())
+
+    def run(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """Read as long as the pattern, which is of the form `[...]+`, matches; the text."""
+        pieces: list[str] = []
+        yield from self.each_of(pattern, pieces.append)
+        return "".join(pieces)
+
+    def skip_space(self) -> Reading[None]:
+        """Read white space. It becomes content if content follows, and is dropped before a marker."""
+        yield from self.each_of(SPACE, self._space.append if self._held is None else ignore)
+
+    def drop_space(self) -> Reading[None]:
+        """Read white space behind a marker, and drop it."""
+        yield from self.skip_space()
+        self._space = []
+
+    def until(self, markers: Markers, sink: Callable[[str], None]) -> Reading[str]:
+        """Read up to and with a marker, and pass on the text before it; the marker, or "" at the end."""
+        while True:
+            match = markers.pattern.search(self._text, self._pos)
+            end = match.start() if match else len(self._text)
+            if match is None and not self._has_ended:
+                end -= markers.num_held(self._text[self._pos :])
+            sink(self._read(end))
+            if match is not None:
+                self._read(match.end(), match.group() in self._hidden)
+                return match.group()
+            if self._has_ended:
+                return ""
+            yield
+
+    def text_until(self, markers: Markers, sink: Callable[[str], None]) -> Reading[str]:
+        """As `until`, without the white space before the marker."""
+        marker = yield from self._trimmed_until(markers, sink)
+        self._space = []
+        return marker
+
+    def content_until(self, markers: Markers) -> Reading[str]:
+        """Read content up to and with a marker, and hold that marker; "" at the end."""
+        marker = yield from self._trimmed_until(markers, self._writer.content)
+        if marker:
+            self.hold()
+            assert self._held is not None
+            self._held += [] if marker in self._hidden else [marker]
+        return marker
+
+    def _trimmed_until(self, markers: Markers, sink: Callable[[str], None]) -> Reading[str]:
+        """As `until`, but the white space before the marker stays in `_space`."""
+
+        def trimmed(piece: str) -> None:
+            text = piece.rstrip()
+            if text:
+                self._pass_space(sink)
+                sink(text)
+            if len(text) < len(piece):
+                self._space.append(piece[len(text) :])
+
+        marker = yield from self.until(markers, trimmed)
+        if not marker:
+            self._pass_space(sink)
+        return marker
+
+    def _pass_space(self, sink: Callable[[str], None]) -> None:
+        for space in self._space:
+            sink(space)
+        self._space = []
+
+    def _read(self, end: int, is_hidden: bool = False) -> str:
+        text = self._text[self._pos : end]
+        self._pos = end
+        if self._held is not None and text and not is_hidden:
+            self._held.append(text)
+        return text
+
+
+def ignore(_: str) -> None:
+    """A sink for text that nobody needs."""

@@ -1,0 +1,51 @@
+"""The formats in which models write their reasoning before an answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.router.tool_calls.events import EventWriter
+from tandem.router.tool_calls.harmony import HARMONY_MARKERS
+from tandem.router.tool_calls.reader import Markers, Reading, TextReader
+
+__all__ = ["REASONING_FORMATS", "ReasoningFormat", "read_reasoning"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The two strings around reasoning. Chat templates may write the first one at the end of the prompt."""
+
+    name: str
+    opening: str
+    closing: str
+    markers: tuple[str, ...]  # strings that the reader must see, also where they are special tokens
+
+    def is_open(self, prompt_end: str) -> bool:
+        """Whether a prompt with this end leaves the model within its reasoning."""
+        return prompt_end.rstrip().endswith(self.opening)
+
+
+def read_reasoning(reader: TextReader, writer: EventWriter, format: ReasoningFormat, *, is_open: bool) -> Reading[None]:
+    """Read the reasoning at the beginning of an answer, and the white space behind it."""
+    while True:
+        yield from reader.skip_space()
+        if not is_open and not (yield from reader.literal(format.opening)):
+            return
+        is_open = False
+        yield from reader.drop_space()
+        yield from reader.text_until(Markers(format.closing), writer.reasoning)
+        yield from reader.drop_space()
+
+
+def _between(name: str, opening: str, closing: str) -> ReasoningFormat:
+    return ReasoningFormat(name, opening, closing, (opening, closing))
+
+
+_ALL = (
+    ReasoningFormat("harmony", "<|channel|>", "<|message|>", HARMONY_MARKERS),  # read by `read_harmony`
+    _between("think", "<think>", "</think>"),  # DeepSeek R1, Qwen3, GLM, SmolLM3 and others
+    _between("mistral", "[THINK]", "[/THINK]"),
+    _between("seed_oss", "<seed:think>", "</seed:think>"),
+    _between("kimi", "◁think▷", "◁/think▷"),
+)
+REASONING_FORMATS = {format.name: format for format in _ALL}  # in the order in which templates are looked through

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from tandem.router.tool_calls.events import Content, ToolCallArguments, ToolCallBegin, new_call_id
+from tandem.router.tool_calls.formats import TOOL_FORMATS
+from tests.router.tool_calls.answers import ANSWERS, Answer, joined, parsed, parser
+from tests.support.work_count import num_lines_run
+
+NAMES = [pytest.param(answer, id=f"{answer.format}-{i}") for i, answer in enumerate(ANSWERS)]
+
+
+def cut(text: str, rng: random.Random) -> Iterator[str]:
+    """The text in random pieces, some of them empty."""
+    longest = rng.choice([1, 3, 10, 60])
+    while text:
+        length = rng.randint(0, longest)
+        yield text[:length]
+        text = text[length:]
+
+
+@pytest.mark.parametrize("answer", NAMES)
+def test_an_answer_is_split_as_its_format_says(answer: Answer) -> None:
+    result = parsed([answer.text], answer.format, answer.reasoning_format, prompt_end=answer.prompt_end)
+    assert [(name, json.loads(arguments)) for name, arguments in result.calls] == answer.calls
+    assert (result.content, result.reasoning) == (answer.content, answer.reasoning)
+
+
+@pytest.mark.parametrize("answer", NAMES)
+def test_pieces_of_any_size_give_the_same_result(answer: Answer) -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(30):
+        text = answer.text[: rng.randint(0, len(answer.text))] if rng.random() < 0.5 else answer.text
+        options = {"prompt_end": answer.prompt_end}
+        whole = parsed([text], answer.format, answer.reasoning_format, **options)
+        assert parsed(cut(text, rng), answer.format, answer.reasoning_format, **options) == whole
+
+
+FRAGMENTS = [
+    "<tool_call>", "</tool_call>", "<tool", "<function=add>", "<parameter=a>", "</parameter>", "</function>",
+    "<|python_tag|>", "<|python_start|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|channel|>", "<|message|>",
+    "<|start|>assistant", "<|end|>", "<|call|>", "analysis", "commentary to=functions.add ", "final", "to=", "<think>",
+    "</think>", "[THINK]", "[/THINK]", '{"name": "add"', '"name": "add"', ', "arguments": {"a": ', '"parameters"', ":",
+    "null", "1.5", "}", "}}", "]", "[", "{", "(", ")", "add(", "a=1", "now()", ";", ",", '"', "'", "\\", "\n", "  ",
+    "hello", "é", "\\ud800", '{"name": "\\ud800", "arguments": {}}', "=", "<", "|", ">",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("format", TOOL_FORMATS)
+@pytest.mark.parametrize("reasoning", [None, "think", "mistral"])
+def test_hostile_texts_are_split_alike_and_lose_nothing(format: str, reasoning: str | None) -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(300):
+        text = "".join(rng.choices(FRAGMENTS, k=rng.randint(0, 25)))
+        whole = parsed([text], format, reasoning)
+        assert parsed(cut(text, rng), format, reasoning) == whole, text
+        assert parsed(text, format, reasoning) == whole, text
+        if not whole.calls and reasoning is None and format != "harmony":
+            assert whole.content == text
+        for part in [whole.content, whole.reasoning, *(name + arguments for name, arguments in whole.calls)]:
+            part.encode()  # can be sent
+
+
+@pytest.mark.parametrize("format", TOOL_FORMATS)
+def test_text_without_calls_is_content_as_it_is_and_at_once(format: str) -> None:
+    one = parser(format)
+    text = "A <b>list</b> [1, 2] {of} things;\n\n f(x) = 'y'"
+    shown = [joined(one.feed(char)).content for char in text]
+    assert "".join(shown[:20]) == text[:20]
+    assert "".join(shown) + joined(one.finish()).content == text
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("hermes", "<tool_call>hello</tool_call>"),
+        ("hermes", "<tool_call>"),
+        ("hermes", 'x\n<tool_call>\n{"name": "add", "argume'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": 5}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "a b", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": {"x": 1}, "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "\\ud800"}</tool_call>'),
+        ("hermes", "a <tool_cal"),
+        ("llama3_json", '{"name": "unknown", "parameters": {}}'),
+        ("llama3_json", '{"answer": 42}'),
+        ("llama3_json", '{"name": "add", "age": 42}'),
+        ("llama3_json", 'Use {"name": "add", "parameters": {}}'),
+        ("llama3_json", "[1, 2, 3]"),
+        ("mistral", "[TOOL_CALLS]hello"),
+        ("mistral", "[TOOL_CALLS]"),
+        ("mistral", "[TOOL_CALLS][1]"),
+        ("pythonic", "[link](https://example.com)"),
+        ("pythonic", "[add(1, 2)]"),
+        ("pythonic", "[add(a=b)]"),
+        ("pythonic", "[add(a=__import__('os').getcwd())]"),
+        ("pythonic", "[add(**{'a': 1})]"),
+        ("pythonic", "[add(a=1e999)]"),
+        ("pythonic", "[add(a={1: 2})]"),
+        ("pythonic", "[add(a=(" + "(" * 1000 + ")" * 1000 + "))]"),
+        ("pythonic", "[add(a=" + "-" * 50_000 + "1)]"),
+        ("pythonic", "[add(a=" + "1+" * 50_000 + "1)]"),
+        ("pythonic", "[add(a=" + "9" * 5000 + ")]"),
+        ("pythonic", "[unknown(a=1)]"),
+        ("qwen3_coder", "<tool_call>{}</tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=add>\nhello"),
+        ("qwen3_coder", "Write <function=add> here"),
+        ("harmony", "<|channel|>analysis"),
+        ("harmony", "tomorrow"),
+    ],
+)
+def test_what_is_no_call_is_content(format: str, text: str) -> None:
+    assert parsed([text], format) == joined([Content(text)])
+
+
+def test_special_tokens_never_become_content() -> None:
+    hidden = {"[TOOL_CALLS]", "[ARGS]"}
+    assert parsed(["x [TOOL_CALLS]hello[ARGS] there"], "mistral", hidden=hidden).content == "x hello there"
+
+
+def test_a_call_cut_short_keeps_what_came_of_it() -> None:
+    text = '<tool_call>{"name": "get_weather", "arguments": {"city": "Par'
+    assert parsed([text], "hermes").calls == [("get_weather", '{"city": "Par')]
+
+
+def test_what_follows_broken_arguments_is_content() -> None:
+    result = parsed(['<tool_call>{"name": "add", "arguments": {"a": 1</tool_call> sorry'], "hermes")
+    assert (result.calls, result.content) == ([("add", '{"a": 1')], "</tool_call> sorry")
+
+
+def test_arguments_are_streamed_as_they_come() -> None:
+    one = parser("hermes")
+    assert one.feed('<tool_call>{"name": "get_weather", "arg') == []
+    begin, first = one.feed('uments": {"ci')
+    assert (begin, first) == (ToolCallBegin(0, "0", "get_weather"), ToolCallArguments(0, '{"ci'))
+    assert one.feed('ty": "Par') == [ToolCallArguments(0, 'ty": "Par')]
+    assert one.feed('is"') == [ToolCallArguments(0, 'is"')]
+    assert one.feed("}}</tool_call>") == [ToolCallArguments(0, "}")]
+    assert one.finish() == []
+
+
+def test_reasoning_that_never_ends_is_reasoning() -> None:
+    assert parsed(["<think>and so on"], "hermes", "think").reasoning == "and so on"
+
+
+def test_without_formats_all_is_content() -> None:
+    text = "<think>a</think> <tool_call>{}</tool_call>"
+    assert parsed([text], None) == joined([Content(text)])
+
+
+def test_harmony_without_tools_or_reasoning_shows_all_texts() -> None:
+    text = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b"
+    assert parsed([text], "harmony", None).content == "a\nb"
+    call = '<|channel|>commentary to=functions.add<|message|>{"a": 1}'
+    assert parsed([call], None, "harmony") == joined([Content('{"a": 1}')])
+
+
+def test_ids() -> None:
+    assert len(new_call_id(9)) == 9
+    assert new_call_id(9).isalnum()
+    assert new_call_id(24).startswith("call_")
+    assert TOOL_FORMATS["mistral"].num_id_chars == 9
+
+
+HOSTILE = ["{", "<", "[", "(", " ", '"', "\\", "}", "<tool_call>", '{"name": "add", "arguments": {', "<|channel|>",
+           "[TOOL_CALLS]", "<function=add><parameter=a>", "[add(a=[", '<tool_call>{"a":', "<think>", "\n<"]  # fmt: skip
+
+OPENINGS = {
+    "hermes": '<tool_call>{"name": "add", "arguments": {"a":',
+    "llama3_json": '{"name": ',
+    "pythonic": "[add(a=",
+    "mistral": "[TOOL_CALLS][",
+    "qwen3_coder": "<function=add><parameter=a>",
+    "harmony": "<|channel|>",
+}
+
+
+@pytest.mark.parametrize("format", TOOL_FORMATS)
+def test_the_work_is_linear_in_the_text(format: str) -> None:
+    """A text eight times as long costs eight times as much, and little of it is ever looked at again."""
+
+    def feed(text: str) -> None:
+        one = parser(format, "think")
+        for i in range(0, len(text), 4):
+            one.feed(text[i : i + 4])
+            assert one.num_unread_chars < 32
+        one.finish()
+
+    for opening in ("", OPENINGS[format]):
+        for fragment in HOSTILE:
+            short, long = (opening + fragment * (size // len(fragment)) for size in (500, 4_000))
+            base = num_lines_run(partial(feed, short))
+            assert num_lines_run(partial(feed, long)) < 10 * base, (opening, fragment)
