@@ -31,6 +31,7 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import EVERYONE
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import Backend, GenerateRequest
+from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.processes.backend_service import BackendService
 from tandem.router.processes.hub import EdgeHub
 from tandem.router.processes.remote_backend import RemoteBackend
@@ -118,7 +119,7 @@ async def _hub(num_tokens: int, step_ms: int, seconds: float, seed: int) -> tupl
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
         endpoint = f"{folder}/hub"
         async with _served() as flow:
-            hub = EdgeHub(BackendService(flow, _Ready(), lambda: b""), endpoint)
+            hub = EdgeHub(BackendService(flow, _Ready(), lambda: b""), endpoint, ApiKeys())
             hub.expect(_EDGE_ID)
             await hub.start()
             try:

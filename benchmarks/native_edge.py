@@ -51,6 +51,7 @@ from tandem.protocol.messages import (
 )
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.http.listening import listening
+from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
@@ -298,7 +299,10 @@ async def _run_edge(port: int, model: str, num_processes: int, endpoints: list[s
         for endpoint in endpoints:
             await client.add_worker(address_of(endpoint))
         with listening(router.host, port) as listener:
-            async with serve_http(flow, Tokenizer(folder), metrics, config, listener, {}, Tenants()) as (front, _):
+            async with serve_http(flow, Tokenizer(folder), metrics, config, listener, ApiKeys(), Tenants()) as (
+                front,
+                _,
+            ):
                 freeze_startup_heap()
                 await wait_for_any(front.serving, stop)
     finally:

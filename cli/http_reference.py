@@ -20,6 +20,7 @@ from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.http.app import RouterApp
 from tandem.router.http.refusals import Refusal
 from tandem.router.http.request_options import EXPLAIN_HEADER, SLO_HEADER, TENANT_HEADER
+from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.openai.app import create_app
 from tandem.router.openai.planning import CONVERSATION_HEADER
 from tandem.router.openai.schema import (
@@ -167,7 +168,7 @@ def _routes_of(app: RouterApp) -> Iterator[_Route]:
 def _serve_app() -> RouterApp:
     """The app of `tandem serve`, without backend and tokenizer: only its routes are read."""
     backend, tokenizer = SimpleNamespace(decisions=None, pools=None, set_role=None), SimpleNamespace(start_id=0)
-    return create_app(cast(Any, backend), cast(Any, tokenizer), RouterConfig(), CollectorRegistry(), api_keys={})
+    return create_app(cast(Any, backend), cast(Any, tokenizer), RouterConfig(), CollectorRegistry(), api_keys=ApiKeys())
 
 
 def _route_app() -> RouterApp:
@@ -181,7 +182,7 @@ def _route_app() -> RouterApp:
         config=RouterConfig(),
         engines_config=ExternalEnginesConfig(),
         scrape=cast(Any, None),
-        api_keys={},
+        api_keys=ApiKeys(),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from typer import rich_utils
 
-from tandem.cli import bench, chat, model, replay, route, serve, version
+from tandem.cli import bench, chat, keys, model, replay, route, serve, version
 from tandem.protocol.errors import ServingError
 from tandem.protocol.settings import rule_of
 from tandem.runtime.no_torch import keep_torch_out
@@ -63,6 +63,7 @@ def _paragraphs(command: Callable[..., int]) -> str:
 
 for command in (serve.serve, route.route, chat.chat, bench.bench, replay.replay):
     app.command(help=_paragraphs(command))(command)
+app.add_typer(keys.app, name="keys")
 app.add_typer(model.app, name="model")
 app.command()(version.version)
 
@@ -116,5 +117,18 @@ def _wrong_value(error: typer.BadParameter) -> str:
 def _words(args: Sequence[str]) -> list[str]:
     """The leading command words, for the hint; an empty word at the end makes the space before --help."""
     words = itertools.takewhile(lambda arg: not arg.startswith("-"), args)
-    commands = {"serve", "route", "chat", "bench", "replay", "model", "pull", "version"}
+    commands = {
+        "serve",
+        "route",
+        "chat",
+        "bench",
+        "replay",
+        "keys",
+        "create",
+        "list",
+        "revoke",
+        "model",
+        "pull",
+        "version",
+    }
     return [*(word for word in itertools.islice(words, 2) if word in commands), ""]

@@ -14,8 +14,8 @@ from tandem.protocol.errors import ConfigError
 from tandem.protocol.settings import Setting, check_settings, from_values
 from tandem.protocol.user_file import read_text
 from tandem.router.engines.config import FleetFile, load_fleet
-from tandem.router.http.api_keys import load_api_keys
 from tandem.router.http.listening import listening
+from tandem.router.keys.key_file import KeyFile
 from tandem.scheduling.admission.tenants import load_tenants
 
 __all__ = ["ADMIN_TOKEN_ENV", "ROUTE_FIELDS", "route"]
@@ -63,7 +63,7 @@ def route(values: Values) -> int:
     """
     router, engines = from_values(RouterConfig, values), from_values(ExternalEnginesConfig, values)
     files, engine_files = from_values(RouterFiles, values), from_values(EngineFiles, values)
-    policies, api_keys = load_tenants(files.tenants), load_api_keys(files.api_key_file)
+    policies, key_file = load_tenants(files.tenants), KeyFile(files.api_key_file)
     token = admin_token(engine_files.admin_token_file)
     fleet = load_fleet(Path(engine_files.engines)) if engine_files.engines else FleetFile([], {})
     if not fleet.engines and not token:
@@ -80,9 +80,7 @@ def route(values: Values) -> int:
     from tandem.cluster.route import serve_engines
 
     return serve_engines(
-        RouterSetup(
-            fleet_file=fleet, router=router, engines=engines, admin_token=token, api_keys=api_keys, tenants=policies
-        )
+        RouterSetup(fleet_file=fleet, router=router, engines=engines, admin_token=token, tenants=policies), key_file
     )
 
 

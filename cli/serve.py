@@ -23,8 +23,8 @@ from tandem.protocol.config import (
 from tandem.protocol.config.panels import ENGINE, Gigabytes
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.settings import Setting, check_settings, from_values, settings_of
-from tandem.router.http.api_keys import load_api_keys
 from tandem.router.http.listening import listening
+from tandem.router.keys.key_file import KeyFile
 from tandem.scheduling.admission.tenants import load_tenants
 from tandem.worker.kv.tier_check import check_tiers
 
@@ -86,7 +86,7 @@ def serve(values: Values) -> int:
         from tandem.cluster.engines.layout import check_engine  # here: --help need not wait for it
 
         check_engine(config)
-    policies, api_keys = load_tenants(files.tenants), load_api_keys(files.api_key_file)
+    policies, key_file = load_tenants(files.tenants), KeyFile(files.api_key_file)
     with listening(config.router.host, config.router.port):
         pass  # a port in use is reported before anything is fetched or started
     model = config.engine.model
@@ -102,7 +102,7 @@ def serve(values: Values) -> int:
 
     from tandem.cluster.serve import serve as launch  # late: it imports Ray, and --help need not wait
 
-    return launch(config, policies, api_keys, name_for_nodes(model))
+    return launch(config, policies, key_file, name_for_nodes(model))
 
 
 def build_config(values: Values) -> ClusterConfig:

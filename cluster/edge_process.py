@@ -50,7 +50,8 @@ class EngineEdge(msgspec.Struct, frozen=True, tag=True):
 class EdgeSettings:
     """What one edge process needs to know.
 
-    Keys and tenants are read once, so that a process which replaces another has the same when the files have changed.
+    Tenants are read once, so that a process which replaces another has the same when the file has changed. API keys
+    come from the hub, which follows their file.
     """
 
     edge_id: str
@@ -61,7 +62,7 @@ class EdgeSettings:
     router: RouterConfig
     metrics_folder: str  # where the counters of all processes are
     started_at_s: int  # Unix time
-    api_keys: dict[bytes, str] = field(default_factory=dict, repr=False)  # tenants by digest
+    needs_key: bool = False  # whether clients need an API key
     tenants: Tenants = field(default_factory=Tenants)
     admin_token: str = field(default="", repr=False)
 
@@ -132,7 +133,11 @@ async def _text_app(settings: EdgeSettings, model: str, on_lost: Callable[[], ob
 
     tokenizer = Tokenizer(model)
     backend = RemoteBackend(
-        settings.hub_endpoint, settings.edge_id, on_lost=on_lost, timeout_s=settings.router.worker_timeout_s
+        settings.hub_endpoint,
+        settings.edge_id,
+        on_lost=on_lost,
+        timeout_s=settings.router.worker_timeout_s,
+        needs_key=settings.needs_key,
     )
     await backend.start()
 
@@ -147,7 +152,7 @@ async def _text_app(settings: EdgeSettings, model: str, on_lost: Callable[[], ob
         readiness=backend,
         scrape=scrape,
         started_at_s=settings.started_at_s,
-        api_keys=settings.api_keys,
+        api_keys=backend.api_keys,
         tenants=settings.tenants,
     )
     await backend.close()
@@ -171,6 +176,7 @@ async def _engines_app(
         connections,
         on_lost=on_lost,
         timeout_s=settings.router.worker_timeout_s,
+        needs_key=settings.needs_key,
     )
 
     async def scrape() -> bytes:
@@ -185,7 +191,7 @@ async def _engines_app(
         engines_config=edge.engines,
         scrape=scrape,
         started_at_s=settings.started_at_s,
-        api_keys=settings.api_keys,
+        api_keys=dispatcher.api_keys,
         tenants=settings.tenants,
         admin_token=settings.admin_token,
     )

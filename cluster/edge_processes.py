@@ -21,6 +21,7 @@ from tandem.cluster.edge_process import EdgeSettings, EngineEdge, TextEdge
 from tandem.cluster.processes import ProcessGroup
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import ConfigError
+from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.processes.hub import EdgeHub, HubService
 from tandem.scheduling.admission.tenants import Tenants
 
@@ -36,7 +37,7 @@ async def edge_processes(
     *,
     config: RouterConfig,
     listener: socket.socket,
-    api_keys: dict[bytes, str],
+    api_keys: ApiKeys,
     tenants: Tenants = Tenants(),
     admin_token: str = "",
 ) -> AsyncIterator[EdgeProcesses]:
@@ -48,7 +49,7 @@ async def edge_processes(
     # enter it: a process that can write to the socket can generate, and add engines.
     with tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as folder:
         endpoint = f"{folder}/hub"
-        hub = EdgeHub(service, endpoint)
+        hub = EdgeHub(service, endpoint, api_keys)
         # Only now, so that the bind failed if another program had the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         settings = EdgeSettings(
@@ -60,7 +61,7 @@ async def edge_processes(
             router=config,
             metrics_folder=folder,
             started_at_s=int(time.time()),
-            api_keys=api_keys,
+            needs_key=api_keys.is_required,
             tenants=tenants,
             admin_token=admin_token,
         )

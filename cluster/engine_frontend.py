@@ -20,6 +20,8 @@ from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
 from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.engines.relay.prompts import load_readers
 from tandem.router.http.server import http_server
+from tandem.router.keys.api_keys import ApiKeys
+from tandem.router.keys.metrics import KeyCollector
 from tandem.router.processes.dispatch_service import DispatchService, EngineNews
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cost_model import CostModel
@@ -37,7 +39,7 @@ class RouterSetup:
     router: RouterConfig
     engines: ExternalEnginesConfig
     admin_token: str = field(default="", repr=False)
-    api_keys: dict[bytes, str] = field(default_factory=dict, repr=False)  # tenants by digest
+    api_keys: ApiKeys = field(default_factory=ApiKeys, repr=False)
     tenants: Tenants = field(default_factory=Tenants)
 
 
@@ -74,6 +76,7 @@ async def _one_process(
     connections = EngineConnections(setup.engines.connect_timeout_s)
     dispatcher.fleet.listen(connections)
     dispatcher.register_metrics(metrics)
+    metrics.register(KeyCollector(setup.api_keys))
     _show_num_processes(metrics, lambda: 1)
 
     async def scrape() -> bytes:
@@ -102,6 +105,7 @@ async def _edge_processes(
     """Decide in this process, for edge processes that relay. Listens to nothing itself, but keeps the port."""
     metrics = CollectorRegistry()
     dispatcher.register_metrics(metrics)
+    metrics.register(KeyCollector(setup.api_keys))
     service = DispatchService(dispatcher, lambda: generate_latest(metrics))
     _show_num_processes(metrics, lambda: service.num_edges)
     async with (

@@ -14,6 +14,8 @@ from tandem.cluster.frontend import HttpFrontend
 from tandem.protocol.config import ClusterConfig
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.http.server import http_server
+from tandem.router.keys.api_keys import ApiKeys
+from tandem.router.keys.metrics import KeyCollector
 from tandem.router.openai.app import create_app
 from tandem.router.openai.readiness import Readiness, Ready
 from tandem.router.processes.backend_service import BackendService
@@ -35,10 +37,11 @@ async def serve_http(
     metrics: CollectorRegistry,
     config: ClusterConfig,
     listener: socket.socket,
-    api_keys: dict[bytes, str],
+    api_keys: ApiKeys,
     tenants: Tenants,
 ) -> AsyncIterator[tuple[HttpFrontend, Ready]]:
     """Serve HTTP while the block runs: here, or in edge processes if `router_processes` is more than 1."""
+    metrics.register(KeyCollector(api_keys))
     if config.router.router_processes == 1:
         app = create_app(flow, tokenizer, config.router, metrics, api_keys=api_keys, tenants=tenants)
         async with app.router.lifespan_context(app), http_server(app, config.router, listener) as server:

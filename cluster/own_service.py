@@ -14,6 +14,7 @@ from tandem.cluster.restarts import RestartBudget
 from tandem.cluster.supervisor import Supervisor
 from tandem.cluster.worker_layout import worker_configs
 from tandem.protocol.config import ClusterConfig
+from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
 from tandem.scheduling.admission.tenants import Tenants
@@ -81,9 +82,7 @@ class OwnService:
         return self._flow.mean_output_tokens
 
     @contextlib.asynccontextmanager
-    async def serve_http(
-        self, listener: socket.socket, api_keys: dict[bytes, str]
-    ) -> AsyncIterator[tuple[HttpFrontend, Ready]]:
+    async def serve_http(self, listener: socket.socket, api_keys: ApiKeys) -> AsyncIterator[tuple[HttpFrontend, Ready]]:
         """As `Service.serve_http`. A token has been generated once it is ready."""
         assert self._http is not None, "it has been loaded"
         http, tokenizer = self._http

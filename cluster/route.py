@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+from dataclasses import replace
 
 import uvloop
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.console import Console
 from tandem.cluster.engine_frontend import RouterSetup, make_fleet, serve_engines_http
 from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
 from tandem.router.http.listening import listening
+from tandem.router.keys.key_file import KeyFile
 from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.ports import bracketed
 from tandem.runtime.signals import stop_events, wait_for_any
@@ -20,21 +22,25 @@ from tandem.runtime.signals import stop_events, wait_for_any
 __all__ = ["serve_engines"]
 
 
-def serve_engines(setup: RouterSetup) -> int:
+def serve_engines(setup: RouterSetup, key_file: KeyFile) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code. Raises `ConfigError` for what the user can correct."""
     with (
         listening(setup.router.host, setup.router.port) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        runner.run(_serve(setup, listener))
+        runner.run(_serve(setup, key_file, listener))
     return 0
 
 
-async def _serve(setup: RouterSetup, listener: socket.socket) -> None:
+async def _serve(setup: RouterSetup, key_file: KeyFile, listener: socket.socket) -> None:
     stop, stop_now = stop_events(signal.SIGINT, signal.SIGTERM)
     fleet, file = make_fleet(setup), setup.fleet_file
     dispatcher = LocalDispatcher(fleet, file.engines, file.tokenizers)
-    async with contextlib.aclosing(fleet), serve_engines_http(dispatcher, setup, listener) as frontend:
+    async with (
+        contextlib.aclosing(fleet),
+        key_file.followed() as api_keys,
+        serve_engines_http(dispatcher, replace(setup, api_keys=api_keys), listener) as frontend,
+    ):
         await wait_for_any(frontend.serving, frontend.has_started, stop)
         if frontend.is_serving:
             freeze_startup_heap()

@@ -30,6 +30,8 @@ from tandem.cluster.worker_layout import resolve
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import WorkerError
 from tandem.router.http.listening import listening
+from tandem.router.keys.api_keys import ApiKeys
+from tandem.router.keys.key_file import KeyFile
 from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.ports import bracketed
 from tandem.runtime.signals import stop_events, wait_for_any
@@ -58,7 +60,7 @@ class Service(Protocol):
         """Mean length of an answer, which the autoscaler expects of the next ones."""
 
     def serve_http(
-        self, listener: socket.socket, api_keys: dict[bytes, str]
+        self, listener: socket.socket, api_keys: ApiKeys
     ) -> contextlib.AbstractAsyncContextManager[tuple[HttpFrontend, Ready]]:
         """Serve HTTP while the block runs."""
 
@@ -69,11 +71,10 @@ class Service(Protocol):
         """Close all connections to the workers."""
 
 
-def serve(config: ClusterConfig, tenants: Tenants, api_keys: dict[bytes, str], model: str) -> int:
+def serve(config: ClusterConfig, tenants: Tenants, key_file: KeyFile, model: str) -> int:
     """Start everything, serve until SIGINT or SIGTERM, stop everything; the exit code.
 
-    `api_keys` are as `load_api_keys` gives them. `config` has the model's folder on this machine; `model` is the name
-    under which the nodes of a cluster look for it.
+    `config` has the model's folder on this machine; `model` is the name under which the nodes of a cluster look for it.
     Raises ConfigError for what the user can mend.
     """
     console = Console(stderr=True, highlight=False)
@@ -94,7 +95,7 @@ def serve(config: ClusterConfig, tenants: Tenants, api_keys: dict[bytes, str], m
             if 0 < config.num_gpus_per_worker < 1:
                 progress(f"each worker gets {config.num_gpus_per_worker:g} of a GPU and of its memory")
             return runner.run(
-                _serve(config, tenants, api_keys, model, listener, str(folder), daemons, progress, console)
+                _serve(config, tenants, key_file, model, listener, str(folder), daemons, progress, console)
             )
     except (KeyboardInterrupt, SystemExit):  # before our handlers were in place; Ray turns SIGTERM into SystemExit
         progress("stopped")
@@ -104,7 +105,7 @@ def serve(config: ClusterConfig, tenants: Tenants, api_keys: dict[bytes, str], m
 async def _serve(
     config: ClusterConfig,
     tenants: Tenants,
-    api_keys: dict[bytes, str],
+    key_file: KeyFile,
     model: str,
     listener: socket.socket,
     socket_folder: str,
@@ -123,13 +124,16 @@ async def _serve(
         starting = asyncio.gather(supervisor.start(service.mean_output_tokens), asyncio.to_thread(service.load))
         if not await _unless(stop, starting, progress):
             return 0
-        async with service.serve_http(listener, api_keys) as (frontend, readiness):
+        async with (
+            key_file.followed() as api_keys,
+            service.serve_http(listener, api_keys) as (frontend, readiness),
+        ):
             ends = (frontend.serving, supervisor.failure)
             is_ready = await _unless(stop, _first_generation(frontend, readiness, ends), progress)
             if is_ready:
                 freeze_startup_heap()
                 progress("the first generation succeeded")
-                print_welcome(config, listener.getsockname()[1], console, needs_key=bool(api_keys))
+                print_welcome(config, listener.getsockname()[1], console, needs_key=api_keys.is_required)
             await wait_for_any(*ends, stop)
             _raise_failures(ends)
             await drain(frontend, stop_now, service.shut_down, config.router.drain_timeout_s, progress)

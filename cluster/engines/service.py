@@ -16,6 +16,7 @@ from tandem.cluster.supervisor import Supervisor
 from tandem.protocol.config import ClusterConfig, ExternalEnginesConfig
 from tandem.router.engines.config import FleetFile
 from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
+from tandem.router.keys.api_keys import ApiKeys
 from tandem.scheduling.admission.tenants import Tenants
 
 __all__ = ["EngineService"]
@@ -54,7 +55,7 @@ class EngineService:
 
     @contextlib.asynccontextmanager
     async def serve_http(
-        self, listener: socket.socket, api_keys: dict[bytes, str]
+        self, listener: socket.socket, api_keys: ApiKeys
     ) -> AsyncIterator[tuple[HttpFrontend, _FleetReadiness]]:
         """As `Service.serve_http`. Each server has generated a token before it joins the fleet."""
         setup = replace(self._setup, api_keys=api_keys)

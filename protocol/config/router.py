@@ -131,13 +131,13 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterFiles:
-    """Files that the command reads once, before anything starts. The router gets their content."""
+    """Files that the command reads before anything starts. The router gets their content."""
 
     api_key_file: Annotated[
         str,
         Setting(
-            "File of API keys: one key per line, optionally followed by its tenant, or by * for an operator; "
-            "empty = no authentication.",
+            "File of API keys, which `tandem keys` makes; changes take effect while the server runs "
+            "(docs/api_keys.md). Empty = no authentication.",
             HTTP,
             metavar="FILE",
         ),

@@ -31,6 +31,7 @@ from tandem.router.http.shared_routes import (
     add_role_route,
     product_version,
 )
+from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.text.tokenizer import TokenizerPool
 from tandem.scheduling.admission.tenants import CacheScopes, Tenants
 
@@ -61,18 +62,15 @@ def create_engines_app(
     config: RouterConfig,
     engines_config: ExternalEnginesConfig,
     scrape: Callable[[], Awaitable[bytes]],
-    api_keys: Mapping[bytes, str],
+    api_keys: ApiKeys,
     tenants: Tenants = Tenants(),
     admin_token: str = "",
     started_at_s: int | None = None,
 ) -> RouterApp:
-    """The app. Its counters go to `metrics_registry`; `scrape` gives the text of `/metrics`.
-
-    `api_keys` are as `load_api_keys` gives them.
-    """
+    """The app. Its counters go to `metrics_registry`; `scrape` gives the text of `/metrics`."""
     metrics = EdgeMetrics(metrics_registry)
     pool = TokenizerPool(config.tokenizer_threads)
-    scopes = CacheScopes(tenants, has_keys=bool(api_keys))
+    scopes = CacheScopes(tenants, has_keys=api_keys.is_required)
     limits = AttemptLimits(engines_config.max_attempts, config.request_timeout_s)
     forwarder = Forwarder(dispatcher, connections, scopes, readers, pool, metrics, limits)
 

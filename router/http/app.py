@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +13,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.protocol.config import RouterConfig
+from tandem.router.http.authentication import Authenticator
 from tandem.router.http.errors import http_exception_response
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.middleware import EdgeMiddleware, MiddlewareSettings
 from tandem.router.http.origin_checks import hosts_allowed
+from tandem.router.keys.api_keys import ApiKeys
 
 __all__ = ["RouterApp", "json_response"]
 
@@ -29,13 +30,17 @@ class RouterApp(FastAPI):
         self,
         config: RouterConfig,
         metrics: EdgeMetrics,
-        api_keys: Mapping[bytes, str],
+        api_keys: ApiKeys,
         **options: Any,
     ) -> None:
-        """`api_keys` are tenants by key digest; `options` are passed to FastAPI."""
+        """`options` are passed to FastAPI."""
         super().__init__(title="Tandem", **options)
         self._settings = MiddlewareSettings(
-            metrics, api_keys, config.max_body_bytes, config.cors_allow_origins, hosts_allowed(config)
+            metrics,
+            Authenticator(api_keys, metrics),
+            config.max_body_bytes,
+            config.cors_allow_origins,
+            hosts_allowed(config),
         )
         self._raw: dict[str, EdgeMiddleware] = {}
         self.add_middleware(EdgeMiddleware, settings=self._settings)

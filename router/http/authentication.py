@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import math
+import time
+from typing import Literal
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Scope
 
 from tandem.protocol.errors import RequestError
-from tandem.router.http.api_keys import ANY_TENANT, key_digest
-from tandem.router.http.request_options import TENANT_HEADER
+from tandem.router.http.metrics import EdgeMetrics
+from tandem.router.http.request_options import TENANT_HEADER, note_key
+from tandem.router.keys.api_key import OPERATOR, ApiKey
+from tandem.router.keys.api_keys import ApiKeys
 
-__all__ = ["InvalidApiKey", "OperatorKeyRequired", "authenticate", "check_operator", "visible_tenant"]
+__all__ = ["Authenticator", "InvalidApiKey", "OperatorKeyRequired", "check_operator", "visible_tenant"]
+
+logger = logging.getLogger(__name__)
 
 # For load balancers and Prometheus. The admin routes check a token of their own, in the same header.
 _OPEN_PATHS = {"/health", "/ready", "/metrics"}
 _ADMIN_PATH = "/v1/engines"
 _VISIBLE_TENANT = "tandem.visible_tenant"  # key in the ASGI scope: a tenant; "" = no tenant; None = all tenants
 _TENANT_HEADER = TENANT_HEADER.encode()
+_LOG_INTERVAL_S = 60.0  # between two lines about the same key and reason
 
 
 class InvalidApiKey(RequestError):
-    """The request has no API key, or an unknown one."""
+    """The request has no API key, or one that is unknown, expired or revoked."""
 
     status = 401
     code = "invalid_api_key"
@@ -35,33 +43,61 @@ class OperatorKeyRequired(RequestError):
     code = "operator_key_required"
 
 
-def authenticate(scope: Scope, tenants: Mapping[bytes, str]) -> None:
-    """Set the request's tenant from its key, and note what it may see. Raises `InvalidApiKey`, `RequestError`.
+class Authenticator:
+    """Finds out whose request it is. Refused requests are counted, and logged by the id of their key."""
 
-    `tenants` are by key digest. If there are none, no key is needed and everyone sees everything.
-    """
-    scope[_VISIBLE_TENANT] = None
-    if not tenants:
-        return
-    headers = Headers(scope=scope)
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    if not scheme:  # clients of `/v1/messages` send their key so
-        scheme, key = "bearer", headers.get("x-api-key", "")
-    tenant = tenants.get(key_digest(key.strip())) if scheme.lower() == "bearer" else None
-    if tenant is None:
-        if not _is_open(scope["path"]):
-            raise InvalidApiKey("The API key is missing or wrong: send Authorization: Bearer KEY.")
-        scope[_VISIBLE_TENANT] = ""
-    elif tenant == ANY_TENANT:
-        # An operator that names a tenant, as a gateway does, sees what that tenant would.
-        named = headers.getlist(TENANT_HEADER)
-        if len(named) > 1:  # a gateway may have added its header to a client's, and the client would choose the tenant
-            raise RequestError(f"The header {TENANT_HEADER} was sent {len(named)} times; send it once.")
-        scope[_VISIBLE_TENANT] = named[0] if named else None
-    else:
-        scope[_VISIBLE_TENANT] = tenant
-        others = [header for header in scope["headers"] if header[0] != _TENANT_HEADER]
-        scope["headers"] = [*others, (_TENANT_HEADER, tenant.encode())]
+    def __init__(self, api_keys: ApiKeys, metrics: EdgeMetrics) -> None:
+        self._api_keys = api_keys
+        self._metrics = metrics
+        self._logged_s: dict[tuple[str, str], float] = {}  # when a refusal was logged, by the key's id and the reason
+
+    def authenticate(self, scope: Scope) -> None:
+        """Set the request's tenant from its key, and note what it may see. Raises `InvalidApiKey`, `RequestError`.
+
+        Without keys in the server everyone sees everything.
+        """
+        scope[_VISIBLE_TENANT] = None
+        if not self._api_keys.is_required:
+            return
+        headers = Headers(scope=scope)
+        key = self._key_of(headers, is_open=_is_open(scope["path"]))
+        if key is None:
+            scope[_VISIBLE_TENANT] = ""
+            return
+        note_key(scope, key)
+        if key.tenant == OPERATOR:
+            # An operator that names a tenant, as a gateway does, sees what that tenant would.
+            named = headers.getlist(TENANT_HEADER)
+            if len(named) > 1:  # a gateway may have added its header to a client's, who would choose the tenant
+                raise RequestError(f"The header {TENANT_HEADER} was sent {len(named)} times; send it once.")
+            scope[_VISIBLE_TENANT] = named[0] if named else None
+        else:
+            scope[_VISIBLE_TENANT] = key.tenant
+            others = [header for header in scope["headers"] if header[0] != _TENANT_HEADER]
+            scope["headers"] = [*others, (_TENANT_HEADER, key.tenant.encode())]
+
+    def _key_of(self, headers: Headers, *, is_open: bool) -> ApiKey | None:
+        """The valid key of a request; None if it has none and the path is open. Raises `InvalidApiKey`."""
+        scheme, _, secret = headers.get("authorization", "").partition(" ")
+        if not scheme:  # clients of `/v1/messages` send their key so
+            scheme, secret = "bearer", headers.get("x-api-key", "")
+        key = self._api_keys.find(secret.strip()) if scheme.lower() == "bearer" else None
+        if key is not None and (state := key.state(time.time())) != "active":
+            if not is_open:
+                raise self._refused(key.id, state, f"The API key {key.id} is {state}.")
+            return None
+        if key is None and not is_open:
+            raise self._refused("", "unknown", "The API key is missing or wrong: send Authorization: Bearer KEY.")
+        return key
+
+    def _refused(self, key_id: str, reason: Literal["expired", "revoked", "unknown"], message: str) -> InvalidApiKey:
+        self._metrics.refused_keys.labels(key_id, reason).inc()
+        now = time.monotonic()
+        # Unknown keys are counted only: anybody can send any number of them.
+        if key_id and now >= self._logged_s.get((key_id, reason), -math.inf) + _LOG_INTERVAL_S:
+            self._logged_s[key_id, reason] = now
+            logger.warning("requests with the API key %s are refused: it is %s", key_id, reason)
+        return InvalidApiKey(message)
 
 
 def visible_tenant(request: Request) -> str | None:
@@ -74,8 +110,8 @@ def check_operator(request: Request) -> None:
     """Raise `OperatorKeyRequired` if the request may see only one tenant."""
     if visible_tenant(request) is not None:
         raise OperatorKeyRequired(
-            f"{request.url.path} concerns all tenants: send an operator's key (one with {ANY_TENANT} in the file of "
-            f"keys), without the header {TENANT_HEADER}."
+            f"{request.url.path} concerns all tenants: send an operator's key (tandem keys create --operator), without "
+            f"the header {TENANT_HEADER}."
         )
 
 

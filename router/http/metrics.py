@@ -59,6 +59,12 @@ class EdgeMetrics:
         self.client_disconnects = Counter(
             "tandem_router_client_disconnects", "Clients that left before their answer was complete", registry=registry
         )
+        self.refused_keys = Counter(
+            "tandem_router_refused_keys",
+            "Requests refused because of their API key",
+            ["key_id", "reason"],
+            registry=registry,
+        )
         self.stream_errors = Counter(
             "tandem_router_stream_errors", "Streams that ended in an error event", registry=registry
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Collection, Mapping
+from collections.abc import Awaitable, Collection
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.protocol.errors import ServingError
-from tandem.router.http.authentication import authenticate
+from tandem.router.http.authentication import Authenticator
 from tandem.router.http.errors import BodyTooLarge, ClientDisconnected, internal_error_response, serving_error_response
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.origin_checks import check_host_and_origin
@@ -31,7 +31,7 @@ class MiddlewareSettings:
     """The rules for every request of an app."""
 
     metrics: EdgeMetrics
-    tenants: Mapping[bytes, str]  # by digest of their API keys; empty = no key is needed
+    authenticator: Authenticator
     max_body_bytes: int
     allow_origins: Collection[str]
     allow_hosts: Collection[str] | None = None  # None = any
@@ -92,7 +92,7 @@ class EdgeMiddleware:
         check_host_and_origin(
             headers, scope["method"], scope["path"], self._settings.allow_hosts, self._settings.allow_origins
         )
-        authenticate(scope, self._settings.tenants)
+        self._settings.authenticator.authenticate(scope)
         declared = headers.get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > self._settings.max_body_bytes:
             raise self._too_large()

@@ -6,16 +6,29 @@ import math
 from typing import NamedTuple
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 from tandem.protocol.errors import RequestError
+from tandem.router.keys.api_key import ApiKey
 from tandem.scheduling.admission.tenants import DEFAULT_TENANT, TENANT_NAME
 from tandem.scheduling.request import DEFAULT_CLASS, ServiceClass
 
-__all__ = ["EXPLAIN_HEADER", "TENANT_HEADER", "RequestOptions", "request_options", "tenant_of"]
+__all__ = [
+    "EXPLAIN_HEADER",
+    "TENANT_HEADER",
+    "RequestOptions",
+    "key_of",
+    "note_key",
+    "request_options",
+    "tenant_of",
+]
 
 TENANT_HEADER = "x-tandem-tenant"
 SLO_HEADER = "x-tandem-ttft-slo-ms"
 EXPLAIN_HEADER = "x-tandem-explain"  # in a request: 1; in a response: the decision as JSON
+
+
+_KEY = "tandem.api_key"  # key in the ASGI scope
 
 
 class RequestOptions(NamedTuple):
@@ -26,9 +39,23 @@ class RequestOptions(NamedTuple):
 
 
 def request_options(request: Request, priority: int | None) -> RequestOptions:
-    """The options in a request's headers, with the priority of its body. Raises `RequestError`."""
-    service_class = ServiceClass(tenant_of(request), priority or 0, _slo_s(request))
+    """The options in a request's headers, with the priority of its body or its API key. Raises `RequestError`."""
+    if priority is None:
+        key = key_of(request)
+        priority = 0 if key is None else key.priority
+    service_class = ServiceClass(tenant_of(request), priority, _slo_s(request))
     return RequestOptions(service_class, _explains(request))
+
+
+def note_key(scope: Scope, key: ApiKey) -> None:
+    """Note the API key that a request was accepted with."""
+    scope[_KEY] = key
+
+
+def key_of(request: Request) -> ApiKey | None:
+    """The API key that a request was accepted with; None if the server needs none."""
+    key: ApiKey | None = request.scope.get(_KEY)
+    return key
 
 
 def tenant_of(request: Request) -> str:

@@ -17,7 +17,7 @@ from tandem.router.http.authentication import visible_tenant
 __all__ = ["metrics_response", "visible_decisions", "visible_pools"]
 
 _MEMBER_FIELDS = ("worker_id", "name", "model", "state")  # the fields of a worker or an engine that do not show load
-_TENANT_SAMPLE = re.compile(rb'^.*\btenant=".*\n', re.MULTILINE)
+_TENANT_SAMPLE = re.compile(rb'^.*\b(?:tenant|key_id)=".*\n', re.MULTILINE)
 
 
 def visible_decisions(decisions: list[dict[str, Any]], request: Request) -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def visible_pools(pools: dict[str, Any], request: Request) -> dict[str, Any]:
 
 
 def metrics_response(exposition: bytes, request: Request) -> Response:
-    """Metrics in Prometheus' text format. Samples with a tenant's name are left out unless an operator asks."""
+    """Metrics in Prometheus' text format. Samples of one tenant or one key are for operators."""
     if visible_tenant(request) is not None:
         exposition = _TENANT_SAMPLE.sub(b"", exposition)
     return Response(exposition, headers={"content-type": CONTENT_TYPE_LATEST})

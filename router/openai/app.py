@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 
@@ -25,6 +25,7 @@ from tandem.router.http.shared_routes import (
     add_role_route,
     product_version,
 )
+from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.openai.cache import list_pins, pin_prefix, prefetch_pin, unpin_prefix
 from tandem.router.openai.chat import create_chat_completion
 from tandem.router.openai.completions import create_completion
@@ -47,21 +48,21 @@ def create_app(
     readiness: Ready | None = None,
     scrape: Callable[[], Awaitable[bytes]] | None = None,
     started_at_s: int | None = None,
-    api_keys: Mapping[bytes, str],
+    api_keys: ApiKeys,
     tenants: Tenants = Tenants(),
 ) -> RouterApp:
     """The app. At its end it stops its own threads; the caller closes the backend.
 
     Without `readiness` it probes the backend itself, and without `scrape` it exposes the metrics of `registry`.
-    `started_at_s` (Unix time) is shown as the models' creation time. `api_keys` come from `load_api_keys`; `tenants`
-    say who shares cached prefixes.
+    `started_at_s` (Unix time) is shown as the models' creation time. `tenants` say who shares
+    cached prefixes.
     """
     context = ServingContext(
         backend,
         tokenizer,
         TokenizerPool(config.tokenizer_threads),
         EdgeMetrics(registry),
-        CacheScopes(tenants, has_keys=bool(api_keys)),
+        CacheScopes(tenants, has_keys=api_keys.is_required),
     )
     prober = Readiness(backend, tokenizer.start_id or 0) if readiness is None else None
     ready = readiness or prober

@@ -16,6 +16,7 @@ import msgspec
 
 from tandem.protocol.errors import ServingError
 from tandem.protocol.fault_boundary import async_error_of, error_of
+from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.processes import wire
 from tandem.router.processes.message_link import MessageLink
 from tandem.runtime.background import BackgroundTasks
@@ -64,9 +65,11 @@ class HubService(Protocol):
 class EdgeHub:
     """Its owner calls `start`, and `close` at the end. Used from one event loop only."""
 
-    def __init__(self, service: HubService, path: str) -> None:
-        """`path` of a socket in a folder that only this user may enter."""
+    def __init__(self, service: HubService, path: str, api_keys: ApiKeys) -> None:
+        """`path` of a socket in a folder that only this user may enter. Edge processes get the keys, and changes."""
         self._path = path
+        self._api_keys = api_keys
+        api_keys.listen(lambda: self._send_to_all(self._keys()))
         self._service = service
         self._decode = service.wire_format.decode_for_hub
         self._expected: set[str] = set()
@@ -116,8 +119,14 @@ class EdgeHub:
 
     def publish(self, news: Any) -> None:
         """Send news to all edge processes, ahead of whatever is sent to them later."""
+        self._send_to_all(wire.News(news))
+
+    def _send_to_all(self, message: wire.Keys | wire.News[Any]) -> None:
         for edge in self._edges.values():
-            edge.out.send(wire.News(news))
+            edge.out.send(message)
+
+    def _keys(self) -> wire.Keys:
+        return wire.Keys(self._api_keys.all)
 
     def _connection(self) -> MessageLink:
         """A connection of an edge process that has not said yet which one it is."""
@@ -164,6 +173,7 @@ class EdgeHub:
 
     def _join(self, edge_id: str, link: MessageLink) -> _Edge:
         edge = self._edges[edge_id] = _Edge(edge_id, link)
+        edge.out.send(self._keys())
         for news in self._service.joined(edge_id):
             edge.out.send(wire.News(news))
         return edge

@@ -13,6 +13,7 @@ import msgspec
 
 from tandem.protocol.errors import NoWorker, WorkerError
 from tandem.protocol.fault_boundary import error_of
+from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.processes import wire
 from tandem.router.processes.message_link import MessageLink
 from tandem.runtime.background import BackgroundTasks
@@ -40,9 +41,14 @@ class HubClient:
         *,
         on_lost: Callable[[], object],
         timeout_s: float,
+        needs_key: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_lost` is called when the connection has ended; there will be no other. `path` is the hub's socket."""
+        """`on_lost` is called when the connection has ended; there will be no other. `path` is the hub's socket.
+
+        `needs_key`: clients need an API key. The hub says which ones there are.
+        """
+        self.api_keys = ApiKeys(is_required=needs_key)
         self.is_silent = False
         self._path = path
         self._edge_id = edge_id
@@ -151,6 +157,8 @@ class HubClient:
             case wire.Answered(number, answer):
                 if (asked := self._questions.get(number)) is not None and not asked.done():
                     asked.set_result(answer)
+            case wire.Keys(keys):
+                self.api_keys.replace(keys)
             case wire.News(news):
                 self._on_news(news)
                 if not self._joined.done():

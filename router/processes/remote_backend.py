@@ -11,6 +11,7 @@ from tandem.protocol.errors import ServingError
 from tandem.protocol.messages import Prefetch, Role
 from tandem.router.backend import GenerateRequest, PinRequest, PinState, TokenDelta
 from tandem.router.callback_scheduler import CallbackScheduler
+from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.processes import backend_service as service
 from tandem.router.processes.hub_client import HubClient
 from tandem.router.streams import DeltaQueue, QueueStream, Stream
@@ -31,9 +32,13 @@ class RemoteBackend:
         *,
         on_lost: Callable[[], object],
         timeout_s: float,
+        needs_key: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_lost` is called when the connection to the hub has ended: nothing is served from then on."""
+        """`on_lost` is called when the connection to the hub has ended: nothing is served from then on.
+
+        `needs_key`: clients need an API key.
+        """
         self._status: service.Status | None = None
         self._scheduler = CallbackScheduler()
         self._hub = HubClient(
@@ -43,6 +48,7 @@ class RemoteBackend:
             self._on_news,
             on_lost=on_lost,
             timeout_s=timeout_s,
+            needs_key=needs_key,
             clock=clock,
         )
 
@@ -53,6 +59,11 @@ class RemoteBackend:
     async def close(self) -> None:
         """Fail what still runs and leave."""
         await self._hub.close()
+
+    @property
+    def api_keys(self) -> ApiKeys:
+        """The hub's API keys."""
+        return self._hub.api_keys
 
     @property
     def num_open(self) -> int:

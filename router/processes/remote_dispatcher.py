@@ -11,6 +11,7 @@ from typing import Any
 from tandem.protocol.errors import NoWorker, ServingError
 from tandem.protocol.messages import Role
 from tandem.router.engines.dispatcher import GAP_INTERVAL_S, Abort, DispatchRequest, EngineListener, EngineTarget
+from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.processes import dispatch_messages as messages
 from tandem.router.processes.hub_client import HubClient
 
@@ -38,13 +39,23 @@ class RemoteDispatcher:
         *,
         on_lost: Callable[[], object],
         timeout_s: float,
+        needs_key: bool = False,
     ) -> None:
-        """`listener` is told of each engine; `on_lost` is called when the connection to the hub has ended."""
+        """`listener` is told of each engine; `on_lost` is called when the connection to the hub has ended.
+
+        `needs_key`: clients need an API key.
+        """
         self._listener = listener
         self._status = messages.FleetStatus({}, {}, [], None)
         self._gaps: dict[str, _GapOffers] = {}  # by engine
         self._hub = HubClient(
-            endpoint, edge_id, messages.WIRE_FORMAT, self._on_news, on_lost=on_lost, timeout_s=timeout_s
+            endpoint,
+            edge_id,
+            messages.WIRE_FORMAT,
+            self._on_news,
+            on_lost=on_lost,
+            timeout_s=timeout_s,
+            needs_key=needs_key,
         )
 
     @asynccontextmanager
@@ -55,6 +66,11 @@ class RemoteDispatcher:
             yield
         finally:
             await self._hub.close()
+
+    @property
+    def api_keys(self) -> ApiKeys:
+        """The hub's API keys."""
+        return self._hub.api_keys
 
     @property
     def num_open(self) -> int:

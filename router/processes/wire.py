@@ -1,7 +1,7 @@
 """What edge processes and the hub send each other. Both run the same version: the hub's process starts the others.
 
     edge -> hub    Join; Open, Notes, Close of a call; Ask
-    hub -> edge    News; Items, Failed of a call; Answered
+    hub -> edge    Keys, News; Items, Failed of a call; Answered
 
 A call is a request that lasts: the hub sends items of it, and may be sent notes about it. What requests, notes, items,
 questions and news are depends on the service (`WireFormat`).
@@ -19,6 +19,7 @@ from typing_extensions import Buffer
 from tandem.protocol.decoding import safe_decoder
 from tandem.protocol.errors import Overloaded, ServingError
 from tandem.protocol.fault_boundary import outcome_of
+from tandem.router.keys.api_key import ApiKey
 
 __all__ = [
     "Answered",
@@ -28,6 +29,7 @@ __all__ = [
     "Failed",
     "Items",
     "Join",
+    "Keys",
     "News",
     "Notes",
     "Open",
@@ -84,6 +86,12 @@ class Ask(_Message, Generic[T], frozen=True):
 # -- to an edge process --------------------------------------------------------------------------------------------
 
 
+class Keys(_Message, frozen=True):
+    """All API keys. Sent before the first news, and when they change."""
+
+    keys: list[ApiKey]
+
+
 class News(_Message, Generic[T], frozen=True):
     """What every request needs to know. Sent when an edge process joins, when it changes, and at an interval.
 
@@ -128,7 +136,7 @@ class WireFormat:
 
     def __init__(self, *, request: Any, question: Any, item: Any, news: Any, note: Any = None) -> None:
         to_hub = Join | Open[request] | Notes[note] | Close | Ask[question]
-        to_edge = News[news] | Items[item] | Failed | Answered
+        to_edge = Keys | News[news] | Items[item] | Failed | Answered
         self.decode_for_hub: Callable[[Buffer], Any] = safe_decoder(to_hub)
         self.decode_for_edge: Callable[[Buffer], Any] = safe_decoder(to_edge)
 

@@ -8,6 +8,7 @@ import pytest
 
 from tandem.cli.main import run
 from tandem.protocol.config import ClusterConfig, EngineConfig, RouterConfig, TransferConfig
+from tests.support.keys import make_key_file
 
 
 def write(folder: Path, text: str) -> str:
@@ -83,7 +84,7 @@ def test_a_path_on_the_command_line_may_begin_with_the_home_folder_too(
     tmp_path: Path, model: Path, launched: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "keys").write_text("sk-1\n")
+    make_key_file(tmp_path / "keys", {"sk-1": "default"})
     write(tmp_path, f'model = "{model}"\nport = 0\n')
     assert run(["serve", "--config=~/tandem.toml", "--api-key-file=~/keys", "--disk-cache-path=~/kv"]) == 7
     assert launched[0].tiers.disk_cache_path == str(tmp_path / "kv")
@@ -93,7 +94,7 @@ def test_paths_in_the_file_may_begin_with_the_home_folder(
     tmp_path: Path, model: Path, launched: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "keys").write_text("sk-1\n")
+    make_key_file(tmp_path / "keys", {"sk-1": "default"})
     path = write(tmp_path, 'model = "~/toy"\nport = 0\napi_key_file = "~/keys"\ndisk_cache_path = "~/kv"\n')
     assert run(["serve", "--config", path]) == 7
     assert launched[0].tiers.disk_cache_path == str(tmp_path / "kv")

@@ -21,8 +21,9 @@ from tandem.protocol.config import (
     TransferConfig,
 )
 from tandem.protocol.errors import ConfigError
-from tandem.router.http.api_keys import key_digest
+from tandem.router.keys.key_file import KeyFile
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
+from tests.support.keys import make_key_file
 
 CONFIGS = [EngineConfig, ManagedEngineConfig, TransferConfig, TierConfig, RouterConfig, ClusterConfig]
 COMPONENTS = {"engine", "managed", "tiers", "transfer", "router"}
@@ -65,22 +66,24 @@ def test_serve_hands_every_flag_to_the_launcher(model: Path, launched: list[Clus
     ]
 
 
-def test_tenants_and_keys_are_read_once_before_anything_starts(
+def test_tenants_and_keys_are_read_before_anything_starts(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[object] = []
+    given: list[Any] = []
 
     def launch(_: ClusterConfig, *others: object) -> int:
         given.extend(others)
         return 0
 
     monkeypatch.setitem(sys.modules, "tandem.cluster.serve", types.SimpleNamespace(serve=launch))
-    tenants, keys = tmp_path / "tenants.toml", tmp_path / "keys"
+    tenants, keys = tmp_path / "tenants.toml", make_key_file(tmp_path / "keys", {"sk-1": "search"})
     tenants.write_text("[tenants.search]\nweight = 4.0\n")
-    keys.write_text("sk-1 search\n")
     flags = ("--tenants", str(tenants), "--api-key-file", str(keys), "--model", str(model))
     assert run(["serve", "--port", "0", *flags]) == 0
-    assert given == [Tenants(named={"search": TenantPolicy(weight=4.0)}), {key_digest("sk-1"): "search"}, str(model)]
+    policies, key_file, name = given
+    assert (policies, name) == (Tenants(named={"search": TenantPolicy(weight=4.0)}), str(model))
+    assert isinstance(key_file, KeyFile)
+    assert [key.tenant for key in key_file.api_keys.all] == ["search"]
 
 
 def test_no_flag_means_the_defaults_of_the_config() -> None:

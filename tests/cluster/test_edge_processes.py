@@ -24,14 +24,17 @@ from tandem.cluster.edge_processes import EdgeProcesses, edge_processes
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.digest import cache_scope
 from tandem.protocol.errors import ConfigError
-from tandem.router.http.api_keys import key_digest
 from tandem.router.http.listening import listening
+from tandem.router.keys.api_keys import ApiKeys
+from tandem.router.keys.key_file import KeyFile
+from tandem.router.keys.store import create_key, revoke_key
 from tandem.router.processes.backend_service import BackendService
 from tandem.router.processes.hub import EdgeHub
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tests.router.conftest import build_tokenizer
 from tests.support.fake_backend import FakeBackend, until
+from tests.support.keys import api_keys_of, make_key_file
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 START_S = 60.0
@@ -80,7 +83,7 @@ async def edges(
     folder: Path,
     *,
     num_processes: int,
-    api_keys: dict[bytes, str] | None = None,
+    api_keys: ApiKeys | None = None,
     tenants: Tenants = Tenants(),
     **config: Any,
 ) -> AsyncIterator[Edges]:
@@ -94,7 +97,7 @@ async def edges(
             TextEdge(str(model)),
             config=router,
             listener=listener,
-            api_keys=api_keys or {},
+            api_keys=api_keys or ApiKeys(),
             tenants=tenants,
         )
         base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -170,7 +173,7 @@ async def test_a_process_that_hangs_is_killed_and_replaced(tmp_path: Path) -> No
 
 
 async def test_a_replaced_process_has_the_keys_and_the_tenants_of_the_others(tmp_path: Path) -> None:
-    keys = {key_digest("first"): "search", key_digest("second"): "batch"}
+    keys = api_keys_of({"first": "search", "second": "batch"})
     tenants = Tenants(named={"batch": TenantPolicy(shared_cache=True)})
     async with edges(tmp_path, num_processes=1, api_keys=keys, tenants=tenants) as here:
         assert (await here.chat()).status_code == 401
@@ -184,6 +187,45 @@ async def test_a_replaced_process_has_the_keys_and_the_tenants_of_the_others(tmp
         assert (await here.chat()).status_code == 200
         told = [(request.service_class.tenant, request.cache_scope) for request in here.backend.requests]
         assert told == [("search", cache_scope("", "search")), ("batch", cache_scope("", ""))]
+
+
+async def test_a_revoked_key_is_refused_by_all_processes_under_load(tmp_path: Path) -> None:
+    """A key is revoked in the file while eight clients ask: both processes refuse it then, and no other key."""
+    path = make_key_file(tmp_path / "keys", {"sk-ours": "a", "sk-theirs": "b"})
+    key_file = KeyFile(str(path))
+    is_revoked = asyncio.Event()
+    async with key_file.followed() as keys, edges(tmp_path, num_processes=2, api_keys=keys) as here:
+
+        async def ask(secret: str) -> tuple[list[int], list[int]]:
+            """The statuses of requests that were sent before all processes knew, and after that."""
+            before: list[int] = []
+            after: list[int] = []
+            headers = {"authorization": f"Bearer {secret}"}
+            while len(after) < 20:
+                statuses = after if is_revoked.is_set() else before
+                answer = await here.client.post("/v1/chat/completions", json=BODY, headers=headers)
+                statuses.append(answer.status_code)
+            return before, after
+
+        async def refused_by(secret: str) -> set[int]:
+            """Ports of processes cannot be told apart, but 30 connections reach both of two processes."""
+            headers = {"authorization": f"Bearer {secret}"}
+            return {(await here.client.get("/v1/models", headers=headers)).status_code for _ in range(30)}
+
+        asking = [asyncio.create_task(ask(secret)) for secret in ["sk-ours", "sk-theirs"] * 4]
+        await until(lambda: len(here.backend.requests) > 40, START_S)
+        await asyncio.to_thread(revoke_key, str(path), "sk-ours")
+        async with asyncio.timeout(START_S):
+            while await refused_by("sk-ours") != {401}:
+                pass
+        is_revoked.set()
+        for secret, (before, after) in zip(["sk-ours", "sk-theirs"] * 4, await asyncio.gather(*asking), strict=True):
+            assert (before[0], set(after)) == (200, {401} if secret == "sk-ours" else {200})
+            assert secret == "sk-ours" or set(before) == {200}
+        secret = (await asyncio.to_thread(create_key, str(path), tenant="c"))[1]
+        async with asyncio.timeout(START_S):
+            while await refused_by(secret) != {200}:
+                pass
 
 
 async def test_draining_lets_answers_end_and_ends_the_processes(tmp_path: Path) -> None:
@@ -211,7 +253,7 @@ async def test_a_process_that_cannot_start_is_told(tmp_path: Path) -> None:
             TextEdge(model),
             config=config,
             listener=listener,
-            api_keys={},
+            api_keys=ApiKeys(),
         )
         async with asyncio.timeout(START_S), serving as processes:
             with pytest.raises(ConfigError, match="nothing"):
@@ -231,7 +273,7 @@ async def test_a_folder_for_temporary_files_whose_name_is_too_long_is_told(
             TextEdge(str(tmp_path)),
             config=RouterConfig(port=0, router_processes=2),
             listener=listener,
-            api_keys={},
+            api_keys=ApiKeys(),
         )
         with pytest.raises(ConfigError, match=r"longlong.*set TMPDIR to a local folder"):
             await serving.__aenter__()
@@ -271,7 +313,7 @@ async def test_a_process_whose_parent_is_gone_ends(tmp_path: Path) -> None:
     with listening("127.0.0.1", 0) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         backend = FakeBackend(Tokenizer(build_tokenizer(tmp_path)))
-        hub = EdgeHub(BackendService(backend, Always(), bytes), f"{tmp_path}/hub")
+        hub = EdgeHub(BackendService(backend, Always(), bytes), f"{tmp_path}/hub", ApiKeys())
         await hub.start()
         hub.expect("edge")
         settings = edge_settings(tmp_path, TextEdge(str(tmp_path)), listener)

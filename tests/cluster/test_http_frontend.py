@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from tandem.cluster.frontend import drain
 from tandem.protocol.config import RouterConfig
 from tandem.router.http.server import http_server
+from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.openai.app import create_app
 from tandem.router.text.tokenizer import Tokenizer
 from tests.router.conftest import build_tokenizer
@@ -35,7 +36,7 @@ def test_answers_that_do_not_end_in_time_end_with_an_error(
         listener = socket.create_server(("127.0.0.1", 0))
         base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with fake_cluster(prefill=first_token, decode=one_token) as cluster, asyncio.timeout(20):
-            app = create_app(cluster.flow, tokenizer, RouterConfig(), CollectorRegistry(), api_keys={})
+            app = create_app(cluster.flow, tokenizer, RouterConfig(), CollectorRegistry(), api_keys=ApiKeys())
             async with (
                 app.router.lifespan_context(app),
                 http_server(app, RouterConfig(), listener) as server,

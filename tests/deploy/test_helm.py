@@ -225,6 +225,7 @@ def test_api_keys_come_from_a_secret_to_the_head_only() -> None:
     both = pods(manifests)
     secret = mounted(both["head"])[folder]["secret"]
     assert (secret["secretName"], secret["items"]) == ("our-keys", [{"key": "keys", "path": file}])
+    assert secret["defaultMode"] & 0o027 == 0, "the server would refuse the file"
     assert folder not in mounted(both["worker"])
     assert accept(tandem_commands(find(render(), "ConfigMap", "release")["data"]["head.sh"])[0])["api_key_file"] == ""
 

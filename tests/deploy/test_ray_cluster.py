@@ -9,7 +9,8 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from tandem.cluster.model_store import DEFAULT_MODEL
-from tandem.router.http.api_keys import ANY_TENANT, load_api_keys
+from tandem.router.keys.api_key import OPERATOR
+from tandem.router.keys.key_file import KeyFile
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants, load_tenants
 from tests.support.commands import accept, tandem_commands
 
@@ -83,17 +84,21 @@ def test_secrets_are_made_once_only_their_owner_reads_them_and_the_server_takes_
     token, folder = tmp_path / ".ray" / "auth_token", tmp_path / ".config" / "tandem"
     paths = [token, folder / "api-keys", folder / "tenants.toml"]
 
-    def make() -> list[str]:
+    def make() -> tuple[str, list[str]]:
         environment = os.environ | {"HOME": str(tmp_path)}
-        subprocess.run(["bash", str(ROOT / "scripts/cluster-secrets.sh")], env=environment, check=True, timeout=30)
-        return [path.read_text() for path in paths]
+        command = ["bash", str(ROOT / "scripts/cluster-secrets.sh")]
+        ran = subprocess.run(command, env=environment, check=True, timeout=30, stdout=subprocess.PIPE, text=True)
+        return ran.stdout, [path.read_text() for path in paths]
 
-    made = make()
+    printed, made = make()
     assert len(made[0]) == 64
-    assert list(load_api_keys(str(paths[1])).values()) == [ANY_TENANT]
+    keys = KeyFile(str(paths[1])).api_keys
+    (key,) = keys.all
+    assert (key.tenant, keys.find(printed.strip())) == (OPERATOR, key)
+    assert printed.strip() not in made[1]
     assert load_tenants(str(paths[2])) == Tenants(default=TenantPolicy())
     for path in paths:
         assert (stat.S_IMODE(path.parent.stat().st_mode), stat.S_IMODE(path.stat().st_mode)) == (0o700, 0o600)
         path.chmod(0o644)
-    assert make() == made
+    assert make() == ("", made)
     assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o600}

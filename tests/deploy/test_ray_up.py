@@ -102,13 +102,12 @@ def type_in(laptop: Host, *words: str, timeout_s: float = 60) -> str:
 
 def test_a_cluster_serves_from_ray_up_to_ray_down(lab: list[Host]) -> None:
     laptop, head, *workers = lab
-    type_in(laptop, "bash", "scripts/cluster-secrets.sh")
+    key = type_in(laptop, "bash", "scripts/cluster-secrets.sh").strip().splitlines()[-1]
     type_in(laptop, *RAY, "up", "--yes", FILE, timeout_s=UP_S)
     log = head.home / "tandem-serve.log"
     until(lambda: re.search("^Serving|^tandem: ", log.read_text(), re.MULTILINE), SERVED_S, lambda: explain(head))
     type_in(laptop, *RAY, "exec", FILE, "cat ~/tandem-serve.log")
 
-    key = (laptop.home / ".config" / "tandem" / "api-keys").read_text().split()[0]
     question = {"temperature": 0, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
     curl = ("curl", "-s", "http://127.0.0.1:8000/v1/chat/completions", "-H", "Content-Type: application/json")
     ssh = ("ssh", "-o", "StrictHostKeyChecking=no", "-o", "LogLevel=ERROR", f"tandem@{head.ip}")

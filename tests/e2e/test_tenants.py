@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.keys import make_key_file
 from tests.support.server import started
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -17,8 +18,8 @@ TENANTS = "[tenants.c]\nshared_cache = true\n[tenants.d]\nshared_cache = true\n"
 
 
 def test_tenants_find_nothing_of_each_other(text_model: Path, tmp_path: Path) -> None:
-    keys, tenants = tmp_path / "keys", tmp_path / "tenants.toml"
-    keys.write_text("sk-a a\nsk-b b\nsk-c c\nsk-d d\nsk-ops *\n")
+    tenants = tmp_path / "tenants.toml"
+    keys = make_key_file(tmp_path / "keys", {"sk-a": "a", "sk-b": "b", "sk-c": "c", "sk-d": "d", "sk-ops": "*"})
     tenants.write_text(TENANTS)
     flags = ("--api-key-file", str(keys), "--tenants", str(tenants), "--pool-bytes", "20000000")
     with started(text_model, tmp_path, "--router-processes", "2", *flags) as server:

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import Decode, FinishReason, Generate, Message, SequenceDelta
+from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.openai.app import create_app
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import RawClient
@@ -72,7 +73,7 @@ async def test_nothing_is_left(end: str, seed: int, tokenizer: Tokenizer) -> Non
     tasks: list[asyncio.Task[None]] = []
     token_ids = tokenizer.encode("hello world", add_special_tokens=False)
     async with fake_cluster(prefill=first_token, decode=dripping(rng, token_ids, tasks), config=config) as cluster:
-        app = create_app(cluster.flow, tokenizer, RouterConfig(), metrics, api_keys={})
+        app = create_app(cluster.flow, tokenizer, RouterConfig(), metrics, api_keys=ApiKeys())
         clients = []
         for _ in range(4):
             body = {"model": cluster.flow.model, "prompt": "hello world " * 9, "max_tokens": NUM_TOKENS}

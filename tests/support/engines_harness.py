@@ -24,8 +24,8 @@ from tandem.router.engines.fleet.fleet import EngineFleet
 from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
 from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.engines.relay.prompts import PromptReader
-from tandem.router.http.api_keys import key_digest
 from tandem.router.http.app import RouterApp
+from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.processes.dispatch_service import DispatchService, EngineNews
 from tandem.router.processes.hub import EdgeHub
 from tandem.router.processes.remote_dispatcher import RemoteDispatcher
@@ -34,6 +34,7 @@ from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 from tests.support.fake_openai import FakeServer
+from tests.support.keys import api_keys_of
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -95,7 +96,7 @@ class Hub(Deciding):
         self.dispatcher.register_metrics(self.metrics)
         self.service = DispatchService(self.dispatcher, lambda: generate_latest(self.metrics))
         self.endpoint = f"{folder}/hub"
-        self.hub = EdgeHub(self.service, self.endpoint)
+        self.hub = EdgeHub(self.service, self.endpoint, settings.api_keys)
         news = EngineNews(self.hub, self.service)
         self.fleet.listen(news)
         self.fleet.registry.listen(news.worker_changed)
@@ -106,13 +107,20 @@ class Hub(Deciding):
         """Add an edge and wait until it has joined."""
         self.hub.expect(edge_id)
         connections = EngineConnections(self._settings.external.connect_timeout_s)
-        remote = RemoteDispatcher(self.endpoint, edge_id, connections, on_lost=lambda: None, timeout_s=timeout_s)
+        remote = RemoteDispatcher(
+            self.endpoint,
+            edge_id,
+            connections,
+            on_lost=lambda: None,
+            timeout_s=timeout_s,
+            needs_key=self._settings.api_keys.is_required,
+        )
         counters = CollectorRegistry()
 
         async def scrape() -> bytes:
             return bytes(generate_latest(counters)) + await remote.scrape()
 
-        app = self._settings.app(remote, connections, counters, scrape)
+        app = self._settings.app(remote, connections, counters, scrape, remote.api_keys)
         await self._stack.enter_async_context(app.router.lifespan_context(app))
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
         await self._stack.enter_async_context(client)
@@ -128,7 +136,7 @@ class RouterSettings:
     tenants: Tenants
     readers: dict[str, PromptReader]
     admin_token: str
-    api_keys: Mapping[str, str]
+    api_keys: ApiKeys
     clock: Callable[[], float]
 
     def dispatcher(self, specs: Sequence[EngineSpec]) -> LocalDispatcher:
@@ -150,6 +158,7 @@ class RouterSettings:
         connections: EngineConnections,
         metrics: CollectorRegistry,
         scrape: Callable[[], Awaitable[bytes]],
+        api_keys: ApiKeys,
     ) -> RouterApp:
         return create_engines_app(
             dispatcher,
@@ -159,7 +168,7 @@ class RouterSettings:
             config=self.config,
             engines_config=self.external,
             scrape=scrape,
-            api_keys={key_digest(key): tenant for key, tenant in self.api_keys.items()},
+            api_keys=api_keys,
             tenants=self.tenants,
             admin_token=self.admin_token,
         )
@@ -186,7 +195,7 @@ def settings_of(
     }
     external = ExternalEnginesConfig(**(defaults | engines))
     config = config or RouterConfig(request_timeout_s=20.0, drain_timeout_s=5.0)
-    return RouterSettings(config, external, tenants, readers or {}, admin_token, api_keys or {}, clock)
+    return RouterSettings(config, external, tenants, readers or {}, admin_token, api_keys_of(api_keys or {}), clock)
 
 
 def spec_of(fake: FakeServer, name: str, **values: Any) -> EngineSpec:
@@ -226,7 +235,7 @@ async def routing(*specs: EngineSpec, wait: bool = True, **options: Any) -> Asyn
     async def scrape() -> bytes:
         return bytes(generate_latest(metrics))
 
-    app = settings.app(dispatcher, connections, metrics, scrape)
+    app = settings.app(dispatcher, connections, metrics, scrape, settings.api_keys)
     async with (
         aclosing(dispatcher.fleet),
         app.router.lifespan_context(app),

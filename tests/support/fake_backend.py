@@ -17,6 +17,7 @@ from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import PinNotFound, WorkerNotFound
 from tandem.protocol.messages import FinishReason, Prefetch, Role, TokenLogprobs
 from tandem.router.backend import GenerateRequest, PinRequest, PinState, TokenDelta
+from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.openai.app import create_app
 from tandem.router.streams import Stream
 from tandem.router.text.tokenizer import Tokenizer
@@ -153,7 +154,9 @@ class FakeBackend:
 
 
 def make_app(backend: FakeBackend, registry: CollectorRegistry | None = None, **config: Any) -> FastAPI:
-    return create_app(backend, backend.tokenizer, RouterConfig(**config), registry or CollectorRegistry(), api_keys={})
+    return create_app(
+        backend, backend.tokenizer, RouterConfig(**config), registry or CollectorRegistry(), api_keys=ApiKeys()
+    )
 
 
 def make_client(backend: FakeBackend, **config: Any) -> httpx.AsyncClient:

@@ -16,7 +16,6 @@ from tandem.cluster.http_frontend import metrics_of
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import cache_scope
 from tandem.protocol.messages import Role
-from tandem.router.http.api_keys import key_digest
 from tandem.router.openai.app import create_app
 from tandem.router.processes.backend_service import BackendService
 from tandem.router.processes.hub import EdgeHub
@@ -24,6 +23,7 @@ from tandem.router.processes.remote_backend import RemoteBackend
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tests.support.cluster_harness import running_cluster
+from tests.support.keys import api_keys_of
 from tests.support.tiny_llama import save_tiny_text_model
 
 KEYS = {"sk-a": "a", "sk-a2": "a", "sk-b": "b", "sk-c": "c", "sk-d": "d", "sk-ops": "*"}
@@ -84,24 +84,34 @@ class Server:
 async def serving(model: Path, folder: Path | None = None, *, keys: dict[str, str] = KEYS) -> AsyncIterator[Server]:
     """A server of one worker; with a `folder`, HTTP is answered through a hub, as an edge process does."""
     config, metrics = RouterConfig(), CollectorRegistry()
-    digests = {key_digest(key): tenant for key, tenant in keys.items()}
-    parts: dict[str, Any] = {"api_keys": digests, "tenants": TENANTS}
+    api_keys = api_keys_of(keys)
     workers, router = {"c": Role.COLOCATED}, {"local_prefill": True}
     async with running_cluster(model, workers, engine={"num_blocks": 2048}, router=router, tenants=TENANTS) as cluster:
         shown = metrics_of(cluster.flow, cluster.registry, cluster.sizing)
         tokenizer = Tokenizer(model)
         if folder is None:
-            app = create_app(cluster.flow, tokenizer, config, shown, **parts)
+            app = create_app(cluster.flow, tokenizer, config, shown, api_keys=api_keys, tenants=TENANTS)
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
                 yield Server(client, tokenizer)
             return
-        hub = EdgeHub(BackendService(cluster.flow, Always(), lambda: generate_latest(shown)), f"{folder}/hub")
+        hub = EdgeHub(BackendService(cluster.flow, Always(), lambda: generate_latest(shown)), f"{folder}/hub", api_keys)
         await hub.start()
         hub.expect("edge")
-        edge = RemoteBackend(f"{folder}/hub", "edge", on_lost=lambda: None, timeout_s=20.0)
+        edge = RemoteBackend(
+            f"{folder}/hub", "edge", on_lost=lambda: None, timeout_s=20.0, needs_key=api_keys.is_required
+        )
         try:
             await edge.start()
-            app = create_app(edge, tokenizer, config, metrics, readiness=edge, scrape=edge.scrape, **parts)
+            app = create_app(
+                edge,
+                tokenizer,
+                config,
+                metrics,
+                readiness=edge,
+                scrape=edge.scrape,
+                api_keys=edge.api_keys,
+                tenants=TENANTS,
+            )
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
                 yield Server(client, tokenizer)
         finally:

@@ -147,9 +147,11 @@ def cache_salt_of(body: dict[str, Any]) -> str:
     return salt or ""
 
 
-def priority_of(body: dict[str, Any]) -> int:
-    """The priority in the request. The engine refuses an invalid one, which counts as 0 here."""
+def priority_of(body: dict[str, Any]) -> int | None:
+    """The priority in the request, if it names one. The engine refuses an invalid one, which counts as 0 here."""
     value = body.get("priority")
+    if value is None:
+        return None
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**31 else 0
 
 

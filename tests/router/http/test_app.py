@@ -13,12 +13,12 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import NoWorker
-from tandem.router.http.api_keys import key_digest
 from tandem.router.http.app import RouterApp
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.request_options import tenant_of
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing
+from tests.support.keys import api_keys_of
 
 PATHS = ["/raw", "/fast"]
 KEY = {"authorization": "Bearer ours"}
@@ -28,7 +28,7 @@ PAGE = {"origin": "http://page.example"}
 def app_of(answer: Any, registry: CollectorRegistry | None = None) -> RouterApp:
     """An app that answers POSTs to both paths with `answer`, and accepts one key."""
     config = RouterConfig(max_body_bytes=100, cors_allow_origins=("http://page.example",))
-    app = RouterApp(config, EdgeMetrics(registry or CollectorRegistry()), {key_digest("ours"): "search"})
+    app = RouterApp(config, EdgeMetrics(registry or CollectorRegistry()), api_keys_of({"ours": "search"}))
 
     async def raw(scope: Scope, receive: Receive, send: Send) -> None:
         await (await answer(Request(scope, receive)))(scope, receive, send)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,27 +13,26 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
 from tandem.protocol.config import RouterConfig
-from tandem.protocol.errors import ConfigError
-from tandem.router.http.api_keys import key_digest, load_api_keys
+from tandem.router.http import authentication
 from tandem.router.http.app import RouterApp
 from tandem.router.http.authentication import check_operator, visible_tenant
 from tandem.router.http.metrics import EdgeMetrics
-from tandem.router.http.request_options import tenant_of
+from tandem.router.http.request_options import request_options, tenant_of
+from tandem.router.keys.api_keys import ApiKeys
+from tests.support.keys import api_keys_of, stored_key
 
 ORIGIN = {"origin": "http://page"}
 
 
 def app_with(
-    tmp_path: Path, keys: str, registry: CollectorRegistry | None = None, tells: Callable[[Request], Any] = tenant_of
+    keys: dict[str, str], registry: CollectorRegistry | None = None, tells: Callable[[Request], Any] = tenant_of
 ) -> httpx.AsyncClient:
-    """An app with these keys, whose route reports what it sees of a request."""
-    path = tmp_path / "keys"
-    path.write_text(keys)
-    return client_of(load_api_keys(str(path)), tells, registry)
+    """An app with these keys, given as their tenants, whose route reports what it sees of a request."""
+    return client_of(api_keys_of(keys), tells, registry)
 
 
 def client_of(
-    keys: dict[bytes, str], tells: Callable[[Request], Any], registry: CollectorRegistry | None = None
+    keys: ApiKeys, tells: Callable[[Request], Any], registry: CollectorRegistry | None = None
 ) -> httpx.AsyncClient:
     config = RouterConfig(cors_allow_origins=("*",))
     app = RouterApp(config, EdgeMetrics(registry or CollectorRegistry()), keys)
@@ -49,9 +49,9 @@ def bearer(key: str, **headers: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} | {name.replace("_", "-"): value for name, value in headers.items()}
 
 
-async def test_a_known_key_is_accepted_and_may_belong_to_a_tenant(tmp_path: Path) -> None:
+async def test_a_known_key_is_accepted_and_may_belong_to_a_tenant() -> None:
     registry = CollectorRegistry()
-    async with app_with(tmp_path, "# clients\n\nany *  # an operator\nours search\nplain\n", registry) as client:
+    async with app_with({"any": "*", "ours": "search", "plain": "default"}, registry) as client:
         headers: dict[str, str]
         for headers, tenant in [
             (bearer("any"), "default"),
@@ -72,8 +72,8 @@ async def test_a_known_key_is_accepted_and_may_belong_to_a_tenant(tmp_path: Path
 
 @pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer", "Bearer ", "Basic any", "any", "Bearer search"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/pools", "/v1/models", "/health/", "/v1/enginesx", "/"])
-async def test_unknown_keys_get_an_openai_shaped_401(tmp_path: Path, given: str | None, path: str) -> None:
-    async with app_with(tmp_path, "any\nours search\n") as client:
+async def test_unknown_keys_get_an_openai_shaped_401(given: str | None, path: str) -> None:
+    async with app_with({"any": "default", "ours": "search"}) as client:
         headers = ORIGIN | ({"authorization": given} if given is not None else {})
         response = await client.post(path, headers=headers, content=b"x" * 100)
         error = response.json()["error"]
@@ -82,13 +82,13 @@ async def test_unknown_keys_get_an_openai_shaped_401(tmp_path: Path, given: str 
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/v1/engines", "/v1/engines/a"])
-async def test_probes_are_open_and_the_admin_routes_have_their_own_token(tmp_path: Path, path: str) -> None:
-    async with app_with(tmp_path, "any\n") as client:
+async def test_probes_are_open_and_the_admin_routes_have_their_own_token(path: str) -> None:
+    async with app_with({"any": "default"}) as client:
         assert (await client.get(path)).status_code == 200
 
 
-async def test_what_a_request_may_see_is_its_keys_tenant(tmp_path: Path) -> None:
-    async with app_with(tmp_path, "ops *\nours search\nplain\n", tells=visible_tenant) as client:
+async def test_what_a_request_may_see_is_its_keys_tenant() -> None:
+    async with app_with({"ops": "*", "ours": "search", "plain": "default"}, tells=visible_tenant) as client:
         for path in ("/v1/pools", "/metrics"):
             for headers, seen in [
                 (bearer("ops"), None),
@@ -103,66 +103,86 @@ async def test_what_a_request_may_see_is_its_keys_tenant(tmp_path: Path) -> None
 
 
 async def test_without_keys_everything_is_visible() -> None:
-    async with client_of({}, visible_tenant) as client:
+    async with client_of(ApiKeys(), visible_tenant) as client:
         assert (await client.get("/v1/pools", headers={"x-tandem-tenant": "batch"})).json() is None
 
 
-async def test_routes_about_all_tenants_are_for_operators(tmp_path: Path) -> None:
-    async with app_with(tmp_path, "ops *\nours search\n", tells=check_operator) as client:
+async def test_routes_about_all_tenants_are_for_operators() -> None:
+    async with app_with({"ops": "*", "ours": "search"}, tells=check_operator) as client:
         for headers in (bearer("ours"), bearer("ops", x_tandem_tenant="search")):
             refused = await client.post("/v1/pools/check", headers=headers)
             assert (refused.status_code, refused.json()["error"]["code"]) == (403, "operator_key_required")
         assert (await client.post("/v1/pools/check", headers=bearer("ops"))).status_code == 200
 
 
-def test_without_a_file_no_key_is_needed() -> None:
-    assert load_api_keys("") == {}
-
-
-def test_a_byte_order_mark_is_not_part_of_the_first_key(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("any\n", encoding="utf-8-sig")
-    assert load_api_keys(str(path)) == {key_digest("any"): "default"}
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ("", "has no keys"),
-        ("# nothing\n", "has no keys"),
-        ("secret a b\n", "line 1 must be a key and at most a tenant"),
-        ("good\nsecret no/name\n", "line 2 must be"),
-        ("secret **\n", "line 1 must be"),
-        ("good\nsecreté\n", "the key in line 2 has characters that are not visible ASCII"),
-        ("sec\0ret\n", "the key in line 1 has characters that are not visible ASCII"),
-        ("se\x7fcret\n", "the key in line 1 has characters that are not visible ASCII"),
-        ("Bearer secret\n", "line 1 begins with 'Bearer', which is no key; write the key alone"),
-        ("secret\nother\nsecret t\n", "the key in line 3 is listed twice"),
-    ],
-)
-def test_an_error_about_the_file_does_not_show_the_key(tmp_path: Path, content: str, expected: str) -> None:
-    path = tmp_path / "keys"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(ConfigError, match=expected) as raised:
-        load_api_keys(str(path))
-    assert "secret" not in str(raised.value)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_api_keys(str(tmp_path / "none"))
-
-
-async def test_an_operators_request_names_one_tenant_at_most(tmp_path: Path) -> None:
+async def test_an_operators_request_names_one_tenant_at_most() -> None:
     """Otherwise a gateway that adds the header without removing a client's own would let the client choose."""
     named = [("authorization", "Bearer any"), ("x-tandem-tenant", "victim"), ("x-tandem-tenant", "ours")]
-    async with app_with(tmp_path, "any *") as client:
+    async with app_with({"any": "*"}) as client:
         refused = await client.get("/", headers=named)
         served = await client.get("/", headers=named[:2])
     assert (refused.status_code, served.status_code) == (400, 200)
     assert "x-tandem-tenant was sent 2 times" in refused.text
 
 
-async def test_a_key_may_come_as_clients_of_the_messages_api_send_it(tmp_path: Path) -> None:
-    async with app_with(tmp_path, "sk-one a\n") as client:
+async def test_a_key_may_come_as_clients_of_the_messages_api_send_it() -> None:
+    async with app_with({"sk-one": "a"}) as client:
         assert (await client.get("/v1/x", headers={"x-api-key": "sk-one"})).json() == "a"
         assert (await client.get("/v1/x", headers={"x-api-key": "sk-two"})).status_code == 401
         both = {"x-api-key": "sk-one", "authorization": "Bearer sk-two"}
         assert (await client.get("/v1/x", headers=both)).status_code == 401
+
+
+async def test_a_server_that_needs_keys_and_knows_none_refuses_everybody() -> None:
+    async with client_of(ApiKeys(is_required=True), tenant_of) as client:
+        for headers in ({}, bearer(""), bearer("any"), bearer("*")):
+            assert (await client.get("/v1/models", headers=headers)).status_code == 401
+
+
+async def test_expired_and_revoked_keys_are_refused_counted_and_logged_once_by_id(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    at, registry = datetime(2026, 5, 1, tzinfo=UTC), CollectorRegistry()
+    keys = [stored_key("sk-a", "a", id="k-a", expires=at), stored_key("sk-b", "b", id="k-b", revoked=at)]
+    now_s = at.timestamp() - 0.001
+    monkeypatch.setattr(authentication, "time", SimpleNamespace(time=lambda: now_s, monotonic=lambda: 5.0))
+    async with client_of(ApiKeys(keys, is_required=True), visible_tenant, registry) as client:
+        assert (await client.get("/v1/models", headers=bearer("sk-a"))).status_code == 200
+        now_s += 0.001  # the clock is looked at for each request
+        for secret, key_id, state in [("sk-a", "k-a", "expired"), ("sk-b", "k-b", "revoked")] * 2:
+            refused = await client.get("/v1/models", headers=bearer(secret))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert refused.json()["error"]["message"] == f"The API key {key_id} is {state}."
+        assert (await client.get("/metrics", headers=bearer("sk-b"))).json() == ""  # open, and it shows nothing more
+        now_s -= 0.001  # a clock that was wrong and is set right
+        assert (await client.get("/v1/models", headers=bearer("sk-a"))).status_code == 200
+    for key_id, reason in [("k-a", "expired"), ("k-b", "revoked")]:
+        labels = {"key_id": key_id, "reason": reason}
+        assert registry.get_sample_value("tandem_router_refused_keys_total", labels) == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "requests with the API key k-a are refused: it is expired",
+        "requests with the API key k-b are refused: it is revoked",
+    ]
+
+
+async def test_a_change_of_the_keys_counts_from_the_next_request_on() -> None:
+    keys = api_keys_of({"sk-a": "a"})
+    async with client_of(keys, tenant_of) as client:
+        assert (await client.get("/", headers=bearer("sk-a"))).json() == "a"
+        keys.replace([stored_key("sk-b", "b")])
+        assert (await client.get("/", headers=bearer("sk-a"))).status_code == 401
+        assert (await client.get("/", headers=bearer("sk-b"))).json() == "b"
+        keys.replace([])
+        assert (await client.get("/", headers=bearer("sk-b"))).status_code == 401
+
+
+async def test_a_keys_priority_counts_where_the_request_names_none() -> None:
+    def priorities(request: Request) -> list[int]:
+        return [request_options(request, named).service_class.priority for named in (None, 0, -3)]
+
+    keys = ApiKeys([stored_key("sk-a", "a", priority=7), stored_key("sk-b", "b")], is_required=True)
+    async with client_of(keys, priorities) as client:
+        assert (await client.get("/", headers=bearer("sk-a"))).json() == [7, 0, -3]
+        assert (await client.get("/", headers=bearer("sk-b"))).json() == [0, 0, -3]
+    async with client_of(ApiKeys(), priorities) as client:
+        assert (await client.get("/")).json() == [0, 0, -3]

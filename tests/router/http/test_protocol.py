@@ -24,6 +24,7 @@ from tandem.router.http.listening import listening
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.http.server import http_server
+from tandem.router.keys.api_keys import ApiKeys
 from tandem.runtime.signals import wait_for_any
 from tests.support.fake_backend import until
 
@@ -476,7 +477,7 @@ async def test_an_http_1_0_client_gets_a_stream_without_chunks_that_ends_with_th
 async def test_head_gets_the_headers_of_get_and_no_body() -> None:
     with listening("127.0.0.1", 0) as listener:
         config, metrics = RouterConfig(), EdgeMetrics(CollectorRegistry())
-        app = RouterApp(config, metrics, {})
+        app = RouterApp(config, metrics, ApiKeys())
 
         @app.get("/page")
         async def page() -> Response:

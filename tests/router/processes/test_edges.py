@@ -28,6 +28,7 @@ from tandem.protocol.messages import Prefetch, Role
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest, PinRequest, TokenDelta
 from tandem.router.engines.errors import EngineFailed
+from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.openai.app import create_app
 from tandem.router.processes import hub as hub_module
 from tandem.router.processes import hub_client, wire
@@ -57,7 +58,7 @@ class Line:
         self.backend = backend
         self.readiness = Always()
         self.service = BackendService(backend, self.readiness, lambda: b"tandem_worker_running 1.0\n")
-        self.hub = EdgeHub(self.service, endpoint)
+        self.hub = EdgeHub(self.service, endpoint, ApiKeys())
         self.endpoint = endpoint
         self.lost: list[str] = []  # edges whose connection ended
         self._stack = stack
@@ -70,7 +71,14 @@ class Line:
         return edge
 
     async def client(self, edge: RemoteBackend) -> httpx.AsyncClient:
-        app = create_app(edge, self.backend.tokenizer, RouterConfig(), CollectorRegistry(), readiness=edge, api_keys={})
+        app = create_app(
+            edge,
+            self.backend.tokenizer,
+            RouterConfig(),
+            CollectorRegistry(),
+            readiness=edge,
+            api_keys=edge.api_keys,
+        )
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
         return await self._stack.enter_async_context(client)
 
@@ -107,7 +115,7 @@ async def test_an_edge_answers_as_the_process_itself_would(
     body = BODY | {"stream": is_stream, "logprobs": True, "top_logprobs": 2, "n": 2, "seed": 3}
     async with line(tokenizer, tmp_path) as here:
         through = await here.client(await here.edge())
-        app = create_app(here.backend, tokenizer, RouterConfig(), CollectorRegistry(), api_keys={})
+        app = create_app(here.backend, tokenizer, RouterConfig(), CollectorRegistry(), api_keys=ApiKeys())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as direct:
             answers = [await client.post(CHAT, json=body) for client in (direct, through)]
         assert [answer.status_code for answer in answers] == [200, 200], answers[1].text

@@ -1,0 +1,169 @@
+"""`tandem keys`: make, list and revoke the API keys of a server, which follows their file while it runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tandem.cli.options import print_whole
+from tandem.protocol.errors import ConfigError
+from tandem.protocol.user_file import expanded
+from tandem.router.keys.api_key import MAX_NAME_CHARS, OPERATOR, ApiKey
+from tandem.router.keys.store import create_key, read_keys, revoke_key
+from tandem.scheduling.admission.key_limits import MAX_LIMIT, KeyLimits
+from tandem.scheduling.admission.tenants import DEFAULT_TENANT, TENANT_NAME
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True, rich_markup_mode="rich")
+
+KeyFileOption = Annotated[str, typer.Option("--file", help="File of the keys, as in --api-key-file.", metavar="FILE")]
+_DURATION = re.compile(r"(\d{1,9})([smhd])")
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+
+
+@app.callback()
+def _keys() -> None:
+    """Make, list and revoke the API keys of a server."""
+
+
+@app.command()
+def create(
+    file: KeyFileOption,
+    name: Annotated[str, typer.Option(help="What the key is for; shown in the list.")] = "",
+    tenant: Annotated[str, typer.Option(help=f"Tenant of its requests; {DEFAULT_TENANT} if not given.")] = "",
+    operator: Annotated[
+        bool, typer.Option("--operator", help="A key that may name any tenant and sees what all tenants do.")
+    ] = False,
+    priority: Annotated[
+        int, typer.Option(min=-(2**31), max=2**31 - 1, help="Of requests that name none; lower is more urgent.")
+    ] = 0,
+    requests_per_minute: Annotated[int | None, typer.Option(min=1, max=MAX_LIMIT, show_default=False)] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(min=1, max=MAX_LIMIT, help="Of prompts and answers together.", show_default=False)
+    ] = None,
+    concurrent_requests: Annotated[int | None, typer.Option(min=1, max=MAX_LIMIT, show_default=False)] = None,
+    pins: Annotated[
+        int | None,
+        typer.Option(min=0, max=MAX_LIMIT, help="Live at one time; 0 = it may pin nothing.", show_default=False),
+    ] = None,
+    expires: Annotated[
+        str, typer.Option(help="When it ends: after a time such as 90d, 12h or 30m, or at a date such as 2030-01-31.")
+    ] = "",
+) -> int:
+    """Make a key, and the file if there is none. The key is printed once and stored nowhere.
+
+    Requests that are not limited by the key are limited as all requests are: docs/admission.md.
+
+    [bold]Examples[/bold]
+
+    [cyan]tandem keys create --file keys.json --name laptop --tenant search --requests-per-minute 600[/cyan]
+
+    [cyan]tandem keys create --file keys.json --name prometheus --operator --expires 365d[/cyan]
+    """
+    limits = KeyLimits(
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        concurrent_requests=concurrent_requests,
+        pins=pins,
+    )
+    key, secret = create_key(
+        expanded("file", file),
+        tenant=_tenant(tenant, is_operator=operator),
+        name=_name(name),
+        priority=priority,
+        limits=limits,
+        expires=_expiry(expires, datetime.now(UTC)),
+    )
+    typer.echo(secret)
+    Console(stderr=True, highlight=False).print(
+        f"This is the key {escape(_title(key))}. It is shown this once: only its hash is in {escape(file)}.",
+        soft_wrap=True,
+    )
+    return 0
+
+
+@app.command("list")
+def list_keys(
+    file: KeyFileOption,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, without hashes.")] = False,
+) -> int:
+    """Show all keys: ids, names, tenants, limits and states, but nothing that could be used as a key."""
+    keys, now_s = read_keys(expanded("file", file)).keys, time.time()
+    shown = [_shown(key, now_s) for key in keys]
+    if as_json:
+        typer.echo(json.dumps(shown, indent=2))
+        return 0
+    table = Table("id", "name", "tenant", "state", "priority", "limits", "created", "expires", "revoked")
+    for one in shown:
+        limits = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in one["limits"].items())
+        columns = (one["id"], one["name"], one["tenant"], one["state"], str(one["priority"]), limits)
+        table.add_row(*map(escape, columns), *(one[time] or "" for time in ("created", "expires", "revoked")))
+    print_whole(table, Console(highlight=False))
+    return 0
+
+
+@app.command()
+def revoke(
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the key, as in the list.")], file: KeyFileOption
+) -> int:
+    """Revoke a key for ever. A running server refuses it within about a second; answers that have begun go on."""
+    key = revoke_key(expanded("file", file), key_id)
+    Console(stderr=True, highlight=False).print(f"The key {escape(_title(key))} is revoked.", soft_wrap=True)
+    return 0
+
+
+def _shown(key: ApiKey, now_s: float) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(key)
+    del fields["sha256"]
+    optional = {"name": "", "priority": 0, "limits": {}, "expires": None, "revoked": None}
+    return {"id": key.id, "state": key.state(now_s)} | optional | fields
+
+
+def _title(key: ApiKey) -> str:
+    whose = "an operator" if key.tenant == OPERATOR else f"the tenant {key.tenant}"
+    return f"{key.id}{f' ({key.name})' if key.name else ''} of {whose}"
+
+
+def _tenant(tenant: str, *, is_operator: bool) -> str:
+    if is_operator:
+        if tenant:
+            raise ConfigError(f"tenant={tenant!r} has no use with --operator, whose key may name any tenant")
+        return OPERATOR
+    if tenant and not TENANT_NAME.fullmatch(tenant):
+        raise ConfigError(f"tenant={tenant!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
+    return tenant or DEFAULT_TENANT
+
+
+def _name(name: str) -> str:
+    if len(name) > MAX_NAME_CHARS or not name.isprintable():
+        raise ConfigError(f"name={name!r} must be at most {MAX_NAME_CHARS} printable characters")
+    return name
+
+
+def _expiry(text: str, now: datetime) -> datetime | None:
+    """The time at which a key ends; None = never."""
+    if not text:
+        return None
+    try:
+        if match := _DURATION.fullmatch(text):
+            expires = now.replace(microsecond=0) + timedelta(**{_UNITS[match[2]]: int(match[1])})
+        else:
+            expires = datetime.fromisoformat(text)
+            expires = expires.astimezone(UTC) if expires.tzinfo else expires.replace(tzinfo=UTC)
+    except (ValueError, OverflowError) as exc:
+        raise ConfigError(
+            f"expires={text!r} must be a time such as 90d, 12h or 30m, or a date such as 2030-01-31 (UTC)"
+        ) from exc
+    if expires <= now:
+        raise ConfigError(f"expires={text!r} is in the past; give a later time, or leave it out for a key without end")
+    return expires

@@ -1,0 +1,73 @@
+"""Follows the file of API keys while a server runs. Only one process of a server does; the hub tells the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+from tandem.protocol.errors import ConfigError
+from tandem.router.keys.api_keys import ApiKeys
+from tandem.router.keys.store import Signature, StoredKeys, read_keys, signature_of
+from tandem.runtime.background import BackgroundTasks
+
+__all__ = ["KeyFile"]
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 0.5
+
+
+class KeyFile:
+    """The keys of a file, kept as the file is. A file that cannot be used changes nothing: the keys of before count."""
+
+    def __init__(self, path: str) -> None:
+        """Read the file; without a path the server requires no keys. Raises `ConfigError`."""
+        self._path = path
+        stored = read_keys(path) if path else StoredKeys([], ())
+        self.api_keys = ApiKeys(stored.keys, is_required=bool(path))
+        self._signature: Signature | None = stored.signature
+        self._is_settled = False
+
+    @contextlib.asynccontextmanager
+    async def followed(self) -> AsyncIterator[ApiKeys]:
+        """The keys, which follow the file while the block runs."""
+        background = BackgroundTasks()
+        if self._path:
+            background.keep("watch of the API keys", self._follow)
+        try:
+            yield self.api_keys
+        finally:
+            await background.close()
+
+    async def look(self) -> None:
+        """Read the file again if it has changed."""
+        signature = await asyncio.to_thread(signature_of, self._path)
+        if signature == self._signature and self._is_settled and not self.api_keys.damage:
+            return
+        # Once more after each change: a second one may have come too soon after it for its time to differ.
+        self._is_settled = signature == self._signature
+        try:
+            stored = await asyncio.to_thread(read_keys, self._path)
+        except ConfigError as exc:
+            self._signature = signature
+            self._note_damage(exc.message)
+            return
+        self._signature = stored.signature
+        self._note_damage("")
+        if stored.keys != self.api_keys.all:
+            logger.warning("%s has changed: %d keys", self._path, len(stored.keys))
+            self.api_keys.replace(stored.keys)
+
+    async def _follow(self) -> None:
+        while True:
+            await self.look()
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    def _note_damage(self, damage: str) -> None:
+        if damage and damage != self.api_keys.damage:
+            logger.error("%s. The keys read before stay valid; CHANGES, REVOCATIONS TOO, HAVE NO EFFECT", damage)
+        elif self.api_keys.damage and not damage:
+            logger.warning("%s can be used again", self._path)
+        self.api_keys.damage = damage
