@@ -101,9 +101,10 @@ def _probe(runner: ModelRunner, size: int, max_model_len: int, generator: np.ran
     """Random tokens at random positions of sequences that share the pool's blocks among them."""
     num_blocks, block_size = runner.pool.shape[0] - 1, runner.pool.shape[3]
     num_rows = min(size, num_blocks)
-    num_own = min(num_blocks // num_rows, max_model_len // block_size)
+    num_tokens = min(num_blocks // num_rows * block_size, max_model_len)
+    num_own = -(-num_tokens // block_size)
     tables = generator.permutation(num_blocks)[: num_rows * num_own].reshape(num_rows, num_own).astype(np.int32)
-    positions = generator.integers(num_own * block_size, size=num_rows)
+    positions = generator.integers(num_tokens, size=num_rows)
     blocks = tables[np.arange(num_rows), positions // block_size].astype(np.int64)
     return PackedBatch(
         input_ids=generator.integers(runner.model.vocab_size, size=num_rows),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,12 +40,13 @@ def sharded(group: RankGroup, device: torch.device) -> Iterator[dict[str, Any]]:
     with _lock:
         before = {name: os.environ.get(name) for name in _VARIABLES}
         os.environ.update(zip(_VARIABLES, map(str, (group.rank, group.rank, group.size)), strict=True))
-        store = dist.HashStore()  # type: ignore[attr-defined]
+        hook, store = sys.excepthook, dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("fake", rank=group.rank, world_size=group.size, store=store)
         try:
             yield {"distributed_config": DistributedConfig(tp_size=group.size)}
         finally:
             dist.destroy_process_group()
+            sys.excepthook = hook  # torch has put one in front that writes a rank before each line
             for name, value in before.items():
                 if value is None:
                     del os.environ[name]

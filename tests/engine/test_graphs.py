@@ -72,6 +72,16 @@ def test_graphs_give_the_tokens_of_plain_steps(
     assert generate(engine, prompts, max_tokens=20) == expected
 
 
+@pytest.mark.parametrize(("block_size", "max_model_len"), [(16, 10), (64, 40)])
+def test_contexts_may_be_shorter_than_a_block(build_graphed: BuildEngine, block_size: int, max_model_len: int) -> None:
+    engine = build_graphed(block_size=block_size, max_model_len=max_model_len)
+    sequence = add(engine, "a", make_prompt(6), max_tokens=50)
+    while engine.has_work:
+        engine.step()
+    assert len(sequence.token_ids) == max_model_len
+    engine.check_integrity(idle=True)
+
+
 def not_for_decoding(engine: Engine) -> Any:
     compute = engine.runner.compute
 

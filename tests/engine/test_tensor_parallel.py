@@ -96,6 +96,12 @@ def test_every_family_is_answered_as_by_one_rank_or_refused(build_engine: BuildE
         print(f"verdict: {name}: as one rank")
 
 
+def test_loading_ranks_leaves_the_process_as_it_was(build_engine: BuildEngine) -> None:
+    before = dict(os.environ), sys.excepthook
+    with two_ranks(build_engine):
+        assert (dict(os.environ), sys.excepthook) == before
+
+
 def test_both_ranks_hold_the_kv_of_one(build_engine: BuildEngine) -> None:
     [prompt] = make_prompts(3, (70,))
 
