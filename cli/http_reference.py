@@ -37,16 +37,29 @@ from tandem.router.openai.schema import (
     TokenizeRequest,
     UnpinFields,
 )
+from tandem.router.openai.tool_fields import FunctionName, NamedToolChoice, Tool, ToolFunction
 
 __all__ = ["http_api_page"]
 
 _FRAMEWORK_PATHS = {"/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}  # FastAPI adds these
 
-_PARTS: dict[Any, str] = {StreamOptions: "`stream_options`", ChatMessage: "message", ContentPart: "content part"}
+_PARTS: dict[Any, str] = {
+    StreamOptions: "`stream_options`",
+    ChatMessage: "message",
+    ContentPart: "content part",
+    Tool: "tool",
+    ToolFunction: "function of a tool",
+    NamedToolChoice: "named tool choice",
+    FunctionName: "function's name",
+}
 _TITLES: dict[type[msgspec.Struct], str] = {
     GenerationFields: "Chat and completions",
     ChatRequest: "`/v1/chat/completions`",
     CompletionRequest: "`/v1/completions`",
+    Tool: "A tool",
+    ToolFunction: "A function of a tool",
+    NamedToolChoice: "A tool choice that names a function",
+    FunctionName: "A function's name",
     StreamOptions: "`stream_options`",
     ChatMessage: "A message",
     ContentPart: "A content part of a message",
@@ -113,7 +126,8 @@ _UNSERVED = """\
 ### Fields that are not served
 
 `tandem serve` refuses these with 400 `unsupported_parameter`, because to ignore them would change the answer. Null and
-the values of the second column ask for nothing and are accepted; so are `tools` if `tool_choice` is `none`.
+the values of the second column ask for nothing and are accepted. A field that is listed above for a route is served
+there.
 
 | Field | Accepted |
 |---|---|"""
@@ -167,7 +181,10 @@ def _routes_of(app: RouterApp) -> Iterator[_Route]:
 
 def _serve_app() -> RouterApp:
     """The app of `tandem serve`, without backend and tokenizer: only its routes are read."""
-    backend, tokenizer = SimpleNamespace(decisions=None, pools=None, set_role=None), SimpleNamespace(start_id=0)
+    backend, tokenizer = (
+        SimpleNamespace(decisions=None, pools=None, set_role=None),
+        SimpleNamespace(start_id=0, chat_template=""),
+    )
     return create_app(cast(Any, backend), cast(Any, tokenizer), RouterConfig(), CollectorRegistry(), api_keys=ApiKeys())
 
 

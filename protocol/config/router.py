@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -14,6 +14,7 @@ from tandem.protocol.config.panels import (
     HTTP,
     LIMITS,
     MAX_COUNT,
+    MODEL,
     PINS,
     QUEUES,
     WORKERS,
@@ -101,6 +102,23 @@ class RouterConfig:
         Meta(gt=0, le=366 * DAY_S),
         Setting("Longest time that a pin may last, in seconds.", PINS, own_workers_only=True),
     ] = 3600.0
+    tool_parser: Annotated[
+        Literal["auto", "none", "harmony", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"],
+        Setting(
+            "Format in which the model writes tool calls; auto = as its chat template shows, none = refuse tools.",
+            MODEL,
+            own_workers_only=True,
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "harmony", "kimi", "mistral", "seed_oss", "think"],
+        Setting(
+            "Format in which the model writes its reasoning; auto = as its chat template shows, none = reasoning "
+            "stays in the content.",
+            MODEL,
+            own_workers_only=True,
+        ),
+    ] = "auto"
     max_body_bytes: Annotated[int, Meta(ge=1, le=2**40), Setting("Largest request body, in bytes.", LIMITS)] = 8 << 20
     max_header_bytes: Annotated[
         int,

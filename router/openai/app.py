@@ -26,6 +26,7 @@ from tandem.router.http.shared_routes import (
     product_version,
 )
 from tandem.router.keys.api_keys import ApiKeys
+from tandem.router.openai.answer_formats import choose_formats
 from tandem.router.openai.cache import list_pins, pin_prefix, prefetch_pin, unpin_prefix
 from tandem.router.openai.chat import create_chat_completion
 from tandem.router.openai.completions import create_completion
@@ -63,6 +64,7 @@ def create_app(
         TokenizerPool(config.tokenizer_threads),
         EdgeMetrics(registry),
         CacheScopes(tenants, has_keys=api_keys.is_required),
+        choose_formats(config, tokenizer),
     )
     prober = Readiness(backend, tokenizer.start_id or 0) if readiness is None else None
     ready = readiness or prober

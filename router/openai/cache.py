@@ -17,6 +17,7 @@ from tandem.router.openai.chat import tokenize_chat
 from tandem.router.openai.completions import check_prompt, tokenize_prompt
 from tandem.router.openai.schema import PinFields, PrefetchFields, UnpinFields, refuse_unserved
 from tandem.router.openai.serving_context import ServingContext, read_body
+from tandem.router.openai.tool_fields import requested_tools
 
 __all__ = ["list_pins", "pin_prefix", "prefetch_pin", "unpin_prefix"]
 
@@ -84,9 +85,14 @@ async def _token_ids(context: ServingContext, fields: PinFields, scope: CacheSco
     opens_answer = fields.add_generation_prompt
     if opens_answer is None:
         opens_answer = given[-1].role in ("user", "tool")
-    with_special = bool(fields.add_special_tokens)
     return await tokenize_chat(
-        context, given, fields.chat_template_kwargs, opens_answer, scope, add_special_tokens=with_special
+        context,
+        given,
+        fields.chat_template_kwargs,
+        opens_answer,
+        scope,
+        tools=requested_tools(fields),
+        add_special_tokens=bool(fields.add_special_tokens),
     )
 
 

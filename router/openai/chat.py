@@ -21,6 +21,7 @@ from tandem.router.openai.planning import PreparedRequest, Prompt, conversation_
 from tandem.router.openai.request_limits import check_fields, check_messages
 from tandem.router.openai.schema import ChatMessage, ChatRequest, refuse_unserved
 from tandem.router.openai.serving_context import ServingContext, read_body
+from tandem.router.openai.tool_fields import RequestedTools, requested_tools
 from tandem.router.text.tokenizer import MIN_THREAD_BYTES
 
 __all__ = ["create_chat_completion", "plan_chat", "template_messages", "template_options", "tokenize_chat"]
@@ -40,6 +41,8 @@ async def plan_chat(context: ServingContext, request: Request, arrived_s: float)
     body, fields = await read_body(request, ChatRequest)
     context.check_model(fields.model)
     refuse_unserved(body, fields)
+    tools = requested_tools(fields, parallel=fields.parallel_tool_calls is not False)
+    _check_served(tools, context)
     requested_tokens = _requested_tokens(fields)
     num_logprobs = _num_logprobs(fields)
     check_fields(fields, 1, num_logprobs)
@@ -51,11 +54,13 @@ async def plan_chat(context: ServingContext, request: Request, arrived_s: float)
         fields.chat_template_kwargs,
         fields.add_generation_prompt,
         scope,
+        tools=tools,
         add_special_tokens=bool(fields.add_special_tokens),
         num_bytes=len(body),
     )
     if not token_ids:
         raise RequestError("The messages make an empty prompt.", param="messages")
+    hides_special = fields.skip_special_tokens is not False
     prepared = PreparedRequest(
         fields=fields,
         prompts=[Prompt(token_ids)],
@@ -67,6 +72,7 @@ async def plan_chat(context: ServingContext, request: Request, arrived_s: float)
         conversation_id=conversation_of(request, fields),
         options=options,
         cache_scope=scope,
+        parsing=context.formats.parsing(context.tokenizer, token_ids, tools, hides_special=hides_special),
     )
     return plan_answer(context, prepared)
 
@@ -78,17 +84,22 @@ async def tokenize_chat(
     add_generation_prompt: bool | None,
     scope: CacheScope,
     *,
+    tools: RequestedTools | None,
     add_special_tokens: bool,
     num_bytes: int = MIN_THREAD_BYTES,
 ) -> list[int]:
-    """Token ids of a conversation; `num_bytes` is the size of its body. Raises `RequestError`."""
+    """Token ids of a conversation with these tools; `num_bytes` is the size of its body. Raises `RequestError`."""
     check_messages(messages, template_kwargs)
     options = template_options(template_kwargs, add_generation_prompt)
 
     def encode() -> list[int]:
+        try:
+            rendered, tool_options = context.formats.rendered(template_messages(messages), tools)
+        except RecursionError as exc:
+            raise RequestError("The messages are nested too deeply.", param="messages") from exc
         return context.tokenizer.encode_chat(
-            template_messages(messages),
-            options,
+            rendered,
+            options | tool_options,
             scope,
             add_special_tokens=add_special_tokens,
             limit=context.prompt_limit("messages"),
@@ -123,6 +134,9 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
         result["name"] = message.name
     if message.tool_call_id is not None:
         result["tool_call_id"] = message.tool_call_id
+    reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
+    if reasoning is not None:
+        result["reasoning_content"] = reasoning
     if message.tool_calls:
         result["tool_calls"] = [_template_tool_call(call) for call in message.tool_calls]
     return result
@@ -153,6 +167,16 @@ def _template_tool_call(call: dict[str, Any]) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         return call  # models sometimes write broken JSON; the template gets it unchanged
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _check_served(tools: RequestedTools | None, context: ServingContext) -> None:
+    context.formats.check_tools(tools)
+    if tools is not None and tools.is_required:
+        raise RequestError(
+            "'tool_choice' can be 'none' or 'auto': this server cannot force a tool call.",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
 
 
 def _requested_tokens(fields: ChatRequest) -> int | None:

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import FinishReason, TokenLogprobs
 from tandem.router.backend import GenerateRequest, TokenDelta
+from tandem.router.openai.answer_formats import AnswerParsing
 from tandem.router.text.stop_strings import StopMatcher, StopStrings
 from tandem.router.text.tokenizer import Tokenizer
+from tandem.router.tool_calls.events import Event
+from tandem.router.tool_calls.parser import AnswerParser
 
 __all__ = ["ChoiceDelta", "ChoicePlan", "ChoiceText", "TokenEntry"]
 
@@ -25,6 +28,7 @@ class ChoicePlan:
     request: GenerateRequest
     stops: StopStrings | None = None
     skip_special_tokens: bool = True
+    parsing: AnswerParsing | None = None  # None = all text is content
     is_first_sibling: bool = True  # computes the prompt; the other choices wait for it and share it
 
 
@@ -48,12 +52,14 @@ class ChoiceDelta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     entries: list[TokenEntry] = field(default_factory=list)
+    events: list[Event] | None = None  # what the text consists of; None = all of it is content
     decision: dict[str, Any] | None = None  # with the first token, if requested
 
     @property
     def is_empty(self) -> bool:
         """Whether it shows nothing: all its text is held back."""
-        return not (self.text or self.finish_reason or self.entries)
+        shown = self.text if self.events is None else self.events
+        return not (shown or self.finish_reason or self.entries)
 
 
 class ChoiceText:
@@ -63,7 +69,12 @@ class ChoiceText:
         self._plan = plan
         self._sampling = plan.request.sampling
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer(plan.request.token_ids, skip_special_tokens=plan.skip_special_tokens)
+        self._detokenizer = tokenizer.detokenizer(
+            plan.request.token_ids,
+            skip_special_tokens=plan.skip_special_tokens,
+            shown_ids=plan.parsing.special_ids if plan.parsing is not None else frozenset(),
+        )
+        self._parser = plan.parsing.new_parser() if plan.parsing is not None else None
         self._matcher = StopMatcher(plan.stops)
         self._num_tokens = 0
         self._num_decoded_chars = 0
@@ -85,6 +96,8 @@ class ChoiceText:
         if stop is not None:
             result.finish_reason, result.stop_reason = "stop", stop
         self._release_entries(result)
+        if self._parser is not None:
+            _parse(self._parser, result)
         return result
 
     def _add_tokens(
@@ -145,3 +158,12 @@ class ChoiceText:
         releases_all = result.finish_reason is not None and not is_cut
         while self._held_entries and (releases_all or self._held_entries[0].offset < self._num_shown_chars):
             result.entries.append(self._held_entries.popleft())
+
+
+def _parse(parser: AnswerParser, result: ChoiceDelta) -> None:
+    """Split the text of a delta into content, reasoning and tool calls."""
+    result.events = parser.feed(result.text)
+    if result.finish_reason is not None:
+        result.events += parser.finish()
+        if result.finish_reason == "stop" and parser.num_calls:
+            result.finish_reason = "tool_calls"

@@ -127,7 +127,11 @@ class _Events:
             opening = self._answer.format.opening(delta.index)
             if opening is not None:
                 events = self._chunk(opening)
-        return events if delta.is_empty else events + self._chunk(self._answer.format.piece(delta))
+        if delta.is_empty:
+            return events
+        for piece in self._answer.format.pieces(delta):
+            events += self._chunk(piece)
+        return events
 
     def ending(self) -> bytes:
         """The last events of a complete answer."""
@@ -136,7 +140,7 @@ class _Events:
         return _event({**self._envelope, "choices": [], "usage": self._usage.to_json()}) + DONE_EVENT
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
-        is_explained = self._decision and self._num_finished == len(self._answer.choices)
+        is_explained = self._decision and choice["finish_reason"] and self._num_finished == len(self._answer.choices)
         if not is_explained and not self._answer.has_running_usage:
             return self._opening + orjson.dumps(choice) + self._closing
         chunk = {**self._envelope, "choices": [choice]}

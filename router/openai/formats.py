@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tandem.router.openai.choice_text import ChoiceDelta, TokenEntry
+from tandem.router.openai.message_parts import message, message_delta
+from tandem.router.tool_calls.events import Event
 
 __all__ = ["AnswerFormat", "ChatFormat", "CompletionFormat", "FinishedChoice", "Usage"]
 
@@ -42,6 +44,7 @@ class FinishedChoice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     entries: list[TokenEntry] = field(default_factory=list)
+    events: list[Event] | None = None  # None = all text is content
     _texts: list[str] = field(default_factory=list)
 
     @property
@@ -52,6 +55,9 @@ class FinishedChoice:
     def add(self, delta: ChoiceDelta) -> None:
         """Append one delta of this choice."""
         self._texts.append(delta.text)
+        if delta.events is not None:
+            self.events = self.events or []
+            self.events += delta.events
         self.entries += delta.entries
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
@@ -68,8 +74,8 @@ class AnswerFormat(Protocol):
     def opening(self, index: int) -> dict[str, Any] | None:
         """A streamed piece before the first delta of a choice, if there is one."""
 
-    def piece(self, delta: ChoiceDelta) -> dict[str, Any]:
-        """One streamed piece of a choice."""
+    def pieces(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
+        """Streamed pieces of a choice, at least one."""
 
     def whole(self, choice: FinishedChoice) -> dict[str, Any]:
         """A choice of a plain answer."""
@@ -95,8 +101,10 @@ class ChatFormat:
             "finish_reason": None,
         }
 
-    def piece(self, delta: ChoiceDelta) -> dict[str, Any]:
-        """Text as a message delta; the last piece may be empty."""
+    def pieces(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
+        """Message deltas; the last one may be empty. Reasoning and tool calls have pieces of their own."""
+        if delta.events is not None:
+            return self._parsed_pieces(delta, delta.events)
         piece: dict[str, Any] = {
             "index": delta.index,
             "delta": {"content": delta.text} if delta.text or not delta.finish_reason else {},
@@ -105,13 +113,28 @@ class ChatFormat:
         }
         if delta.finish_reason is not None:
             piece["stop_reason"] = delta.stop_reason
-        return piece
+        return [piece]
+
+    def _parsed_pieces(self, delta: ChoiceDelta, events: list[Event]) -> list[dict[str, Any]]:
+        messages = [message_delta(event) for event in events]
+        if not messages or delta.finish_reason is not None:
+            messages.append({})
+        pieces: list[dict[str, Any]] = [
+            {"index": delta.index, "delta": message, "logprobs": None, "finish_reason": None} for message in messages
+        ]
+        if delta.entries:
+            pieces[0]["logprobs"] = self._logprobs(delta.entries)
+        if delta.finish_reason is not None:
+            pieces[-1]["finish_reason"], pieces[-1]["stop_reason"] = delta.finish_reason, delta.stop_reason
+        return pieces
 
     def whole(self, choice: FinishedChoice) -> dict[str, Any]:
         """Text as a message."""
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text},
+            "message": {"role": "assistant", "content": choice.text}
+            if choice.events is None
+            else message(choice.events),
             "logprobs": self._logprobs(choice.entries),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
@@ -148,8 +171,8 @@ class CompletionFormat:
             return None
         return {"index": index, "text": self._echoes[index], "logprobs": None, "finish_reason": None}
 
-    def piece(self, delta: ChoiceDelta) -> dict[str, Any]:
-        """The new text."""
+    def pieces(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
+        """The new text, as one piece."""
         piece: dict[str, Any] = {
             "index": delta.index,
             "text": delta.text,
@@ -158,7 +181,7 @@ class CompletionFormat:
         }
         if delta.finish_reason is not None:
             piece["stop_reason"] = delta.stop_reason
-        return piece
+        return [piece]
 
     def whole(self, choice: FinishedChoice) -> dict[str, Any]:
         """Text, after the prompt if the request asks to repeat it."""

@@ -15,6 +15,7 @@ from tandem.protocol.errors import RequestError
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest
 from tandem.router.http.request_options import RequestOptions
+from tandem.router.openai.answer_formats import AnswerParsing
 from tandem.router.openai.choice_text import ChoicePlan
 from tandem.router.openai.formats import AnswerFormat
 from tandem.router.openai.planned_answer import PlannedAnswer, new_answer_id
@@ -49,6 +50,7 @@ class PreparedRequest:
     conversation_id: str
     options: RequestOptions
     cache_scope: CacheScope
+    parsing: AnswerParsing | None = None
 
 
 def conversation_of(request: Request, fields: GenerationFields) -> str:
@@ -101,6 +103,7 @@ def _choices(context: ServingContext, request: PreparedRequest, answer_id: str) 
                     request=_generate_request(request, prompt, params, f"{answer_id}-{index}", index, sibling),
                     stops=stops,
                     skip_special_tokens=request.fields.skip_special_tokens is not False,
+                    parsing=request.parsing,
                     is_first_sibling=sibling == 0,
                 )
             )

@@ -27,6 +27,7 @@ from tandem.protocol.sampling import (
     MAX_STOP_TOKEN_IDS,
     MIN_REPETITION_PENALTY,
 )
+from tandem.router.openai.tool_fields import NamedToolChoice, Tool
 
 __all__ = [
     "UNSERVED",
@@ -80,8 +81,10 @@ AddSpecialTokens = Annotated[
 ]
 AddGenerationPrompt = Annotated[bool | None, Doc("Whether the chat template opens the answer; by default it does.")]
 TemplateKwargs = Annotated[dict[str, Any] | None, Doc("Variables of the chat template.")]
+ToolList = Annotated[list[Tool] | None, Doc("Tools that the model may call, at most 128: docs/tools.md.")]
 ToolChoice = Annotated[
-    str | dict[str, Any] | None, Doc("`none` or `auto`; with `none`, `tools` are accepted and ignored.")
+    str | NamedToolChoice | None,
+    Doc("`auto` (the default) or `none`; with `none`, the model is not told of the tools."),
 ]
 
 
@@ -168,6 +171,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
         list[dict[str, Any]] | None, Doc("Passed to the chat template, with JSON arguments decoded.")
     ] = None
     tool_call_id: Annotated[str | None, Doc("Passed to the chat template.")] = None
+    reasoning: Annotated[str | None, Doc("Passed to the chat template as `reasoning_content`.")] = None
+    reasoning_content: Annotated[str | None, Doc("The same under its other name.")] = None
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1)]
@@ -184,7 +189,9 @@ class ChatRequest(GenerationFields, kw_only=True, frozen=True):
     top_logprobs: Annotated[TopLogprobs | None, Doc("Also of this many likeliest tokens; needs `logprobs`.")] = None
     chat_template_kwargs: TemplateKwargs = None
     add_generation_prompt: AddGenerationPrompt = None
+    tools: ToolList = None
     tool_choice: ToolChoice = None
+    parallel_tool_calls: Annotated[bool | None, Doc("`false`: calls behind the first one are dropped.")] = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
@@ -196,6 +203,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
     add_special_tokens: AddSpecialTokens = None
     add_generation_prompt: AddGenerationPrompt = None
     chat_template_kwargs: TemplateKwargs = None
+    tools: ToolList = None
+    tool_choice: ToolChoice = None
     return_token_strs: Annotated[bool | None, Doc("Also return each token as the vocabulary spells it.")] = None
 
 
@@ -228,6 +237,7 @@ class PinFields(msgspec.Struct, kw_only=True, frozen=True):
         bool | None, Doc("Whether the prefix includes the answer's opening; by default after a user or tool message.")
     ] = None
     chat_template_kwargs: TemplateKwargs = None
+    tools: ToolList = None
     tool_choice: ToolChoice = None
 
 
@@ -291,10 +301,8 @@ def refuse_unserved(body: bytes, request: GenerationFields | PinFields) -> None:
     with _decoding_errors(), _collector_paused(body):
         fields = msgspec.json.decode(body, type=_Unserved)
         for name, raw in zip(UNSERVED, msgspec.structs.astuple(fields), strict=True):
-            if raw is _ABSENT or _is_neutral(name, raw):
+            if raw is _ABSENT or name in request.__struct_fields__ or _is_neutral(name, raw):
                 continue
-            if name == "tools" and isinstance(request, ChatRequest | PinFields) and request.tool_choice == "none":
-                continue  # the model may not call tools, so the answer is plain text
             raise RequestError(f"'{name}' is not supported by this server.", param=name, code="unsupported_parameter")
 
 

@@ -14,6 +14,7 @@ from tandem.router.backend import Backend
 from tandem.router.http.json_body import read_json
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.request_options import tenant_of
+from tandem.router.openai.answer_formats import AnswerFormats
 from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
 from tandem.router.openai.schema import decode_body
 from tandem.router.text.token_lengths import PromptLimit
@@ -34,6 +35,7 @@ class ServingContext:
     pool: TokenizerPool
     metrics: EdgeMetrics
     scopes: CacheScopes
+    formats: AnswerFormats
 
     def cache_scope(self, request: Request, cache_salt: str | None) -> CacheScope:
         """The scope within which a request shares cached blocks. Raises `RequestError`."""

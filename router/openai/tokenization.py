@@ -11,6 +11,7 @@ from tandem.router.openai.chat import tokenize_chat
 from tandem.router.openai.sampling import check_token_ids
 from tandem.router.openai.schema import DetokenizeRequest, TokenizeRequest
 from tandem.router.openai.serving_context import ServingContext, read_body
+from tandem.router.openai.tool_fields import requested_tools
 
 __all__ = ["detokenize", "tokenize"]
 
@@ -37,6 +38,7 @@ async def tokenize(context: ServingContext, request: Request) -> dict[str, Any]:
             fields.chat_template_kwargs,
             fields.add_generation_prompt,
             context.cache_scope(request, None),
+            tools=requested_tools(fields),
             add_special_tokens=bool(fields.add_special_tokens),
         )
     strings = await context.pool.run(lambda: tokenizer.token_strings(ids)) if fields.return_token_strs else None

@@ -43,7 +43,9 @@ class Tokenizer:
         self._fast.no_padding()
         self._segments = SegmentEncoder(self._fast)
         self._token_length = token_length(self._fast)
-        self.special_ids = frozenset(i for i, token in self._fast.get_added_tokens_decoder().items() if token.special)
+        added = self._fast.get_added_tokens_decoder()
+        self.special_tokens: dict[str, int] = {token.content: i for i, token in added.items() if token.special}
+        self.special_ids = frozenset(self.special_tokens.values())
         self.start_id: int | None = (
             self._hf.bos_token_id if self._hf.bos_token_id is not None else self._hf.eos_token_id
         )
@@ -120,9 +122,21 @@ class Tokenizer:
         """Each token as the vocabulary spells it."""
         return [self._fast.id_to_token(i) or "" for i in token_ids]
 
-    def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
-        """Incremental decoder of the tokens that follow this prompt."""
-        skip_ids = self.special_ids if skip_special_tokens else frozenset[int]()
+    @property
+    def chat_template(self) -> str:
+        """The chat template, in the form for tools if there are several; empty if there is none."""
+        template: str | dict[str, str] = self._hf.chat_template or ""
+        return template if isinstance(template, str) else template.get("tool_use") or template.get("default", "")
+
+    def detokenizer(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> Detokenizer:
+        """Incremental decoder of the tokens that follow this prompt. `shown_ids` are special tokens not to skip."""
+        skip_ids = self.special_ids - shown_ids if skip_special_tokens else frozenset[int]()
         return Detokenizer(self._fast, prompt_ids=prompt_ids, skip_ids=skip_ids)
 
     def token_text(self, token_id: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tandem.router.tool_calls.formats import TOOL_FORMATS, ToolFormat
 from tandem.router.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat
 
-__all__ = ["detect_reasoning_format", "detect_tool_format", "renders_tools"]
+__all__ = ["detect_reasoning_format", "detect_tool_format", "renders_calls", "renders_tools"]
 
 OTHER_MARKS = ("<arg_key>",)  # of formats that are not known here, whose templates have known marks too
 
@@ -13,6 +13,11 @@ OTHER_MARKS = ("<arg_key>",)  # of formats that are not known here, whose templa
 def renders_tools(chat_template: str) -> bool:
     """Whether a chat template shows the model the tools of a request."""
     return "tools" in chat_template
+
+
+def renders_calls(chat_template: str) -> bool:
+    """Whether a chat template shows the model the calls that it made before."""
+    return "tool_calls" in chat_template
 
 
 def detect_tool_format(chat_template: str) -> ToolFormat | None:

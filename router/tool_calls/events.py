@@ -8,10 +8,19 @@ import string
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-__all__ = ["Content", "Event", "EventWriter", "Reasoning", "ToolCallArguments", "ToolCallBegin", "new_call_id"]
+__all__ = [
+    "TOOL_NAME",
+    "Content",
+    "Event",
+    "EventWriter",
+    "Reasoning",
+    "ToolCallArguments",
+    "ToolCallBegin",
+    "new_call_id",
+]
 
-MAX_NAME_CHARS = 256
-_NAME = re.compile(rf"[\w.:/-]{{1,{MAX_NAME_CHARS}}}", re.ASCII)
+TOOL_NAME = r"[\w.:/-]{1,256}"
+_NAME = re.compile(TOOL_NAME, re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +68,17 @@ class EventWriter:
     """Collects the events of one answer; adjoining pieces of the same kind become one event."""
 
     def __init__(
-        self, tool_names: Collection[str], new_id: Callable[[], str], *, has_calls: bool, has_reasoning: bool
+        self,
+        tool_names: Collection[str],
+        new_id: Callable[[], str],
+        *,
+        has_calls: bool,
+        has_reasoning: bool,
+        max_calls: int | None = None,
     ) -> None:
         self.has_calls = has_calls  # otherwise text in the form of a call is content
         self.has_reasoning = has_reasoning
+        self._max_calls = max_calls  # further ones are dropped
         self._tool_names = tool_names
         self._new_id = new_id
         self._events: list[ToolCallBegin | tuple[type[Content] | type[Reasoning] | int, list[str]]] = []
@@ -78,12 +94,14 @@ class EventWriter:
 
     def begin_call(self, name: str) -> None:
         """Add a call. `arguments` then belong to it."""
-        self._events.append(ToolCallBegin(self.num_calls, self._new_id(), name))
+        if not self._is_dropped(self.num_calls):
+            self._events.append(ToolCallBegin(self.num_calls, self._new_id(), name))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
         """Add a piece of the last call's arguments."""
-        self._add(self.num_calls - 1, text)
+        if not self._is_dropped(self.num_calls - 1):
+            self._add(self.num_calls - 1, text)
 
     def is_name(self, name: str, *, known_only: bool) -> bool:
         """Whether a tool may have this name; with `known_only`, whether one of the request's tools has it."""
@@ -93,6 +111,9 @@ class EventWriter:
         """The events since the last call of this method."""
         events, self._events = self._events, []
         return [one if isinstance(one, ToolCallBegin) else _event(*one) for one in events]
+
+    def _is_dropped(self, index: int) -> bool:
+        return self._max_calls is not None and index >= self._max_calls
 
     def _add(self, kind: type[Content] | type[Reasoning] | int, text: str) -> None:
         if not text:

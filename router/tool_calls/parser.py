@@ -25,7 +25,8 @@ class AnswerParser:
 
     `tools` are the parameters' schemas of the tools that may be called. Without `tool_format` there are no calls, and
     without `reasoning_format` no reasoning. `prompt_end` is the end of the prompt, which may open the reasoning.
-    `hidden` are the markers that are special tokens, which never become content.
+    `hidden` are the markers that are special tokens, which never become content. Calls beyond
+    `max_calls` are dropped.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class AnswerParser:
         tools: Tools,
         prompt_end: str = "",
         hidden: Collection[str] = (),
+        max_calls: int | None = None,
         new_id: Callable[[], str] | None = None,
     ) -> None:
         num_id_chars = 0 if tool_format is None else tool_format.num_id_chars
@@ -44,6 +46,7 @@ class AnswerParser:
             new_id or partial(new_call_id, num_id_chars),
             has_calls=tool_format is not None,
             has_reasoning=reasoning_format is not None,
+            max_calls=max_calls,
         )
         self._reader = TextReader(self._writer, hidden)
         self._reading = self._read(tool_format, reasoning_format, tools, prompt_end)

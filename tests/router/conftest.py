@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages -%}
 {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 
 
-def build_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+def build_tokenizer(
+    folder: Path, chat_template: str | None = CHAT_TEMPLATE, special_tokens: Sequence[str] = ()
+) -> Path:
     """Save a tokenizer of all bytes and a few merges, which puts <s> before a text as Llama's does."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(alphabet)}
@@ -28,7 +31,7 @@ def build_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> 
     fast = FastTokenizer(models.BPE(vocab=vocab, merges=merges))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    fast.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>", *special_tokens)])
     bos = fast.token_to_id("<s>")
     fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
     hf = PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>", eos_token="</s>")

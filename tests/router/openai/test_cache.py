@@ -116,7 +116,7 @@ async def test_a_conversation_is_pinned_by_its_id(tokenizer: Tokenizer) -> None:
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "wizard"),
         ({"conversation_id": "x" * 257}, "conversation_id", "256"),
         ({"prompt": "a", "cache_salt": "x" * 257}, "cache_salt", "has 257 characters; at most 256 are allowed"),
-        ({"messages": [USER], "tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"messages": [USER], "tools": [{"type": "function"}]}, "tools[0].function", "Missing required"),
     ],
 )
 async def test_a_bad_pin_is_refused_by_name(tokenizer: Tokenizer, body: dict[str, Any], param: str, text: str) -> None:

@@ -1,0 +1,106 @@
+"""How the served model shows tools, writes calls and reasons: chosen once, when the server starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.errors import RequestError
+from tandem.router.openai.tool_fields import RequestedTools
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.router.tool_calls.detection import (
+    detect_reasoning_format,
+    detect_tool_format,
+    renders_calls,
+    renders_tools,
+)
+from tandem.router.tool_calls.formats import TOOL_FORMATS, ToolFormat
+from tandem.router.tool_calls.parser import AnswerParser
+from tandem.router.tool_calls.prompt import with_calls_as_text, with_tools_as_text
+from tandem.router.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat
+
+__all__ = ["AnswerFormats", "AnswerParsing", "choose_formats"]
+
+PROMPT_END_TOKENS = 16  # which may open the reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerParsing:
+    """How the choices of one request are parsed."""
+
+    new_parser: Callable[[], AnswerParser]
+    special_ids: frozenset[int] = frozenset()  # special tokens that the parser must see
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormats:
+    """The formats of one model."""
+
+    tools: ToolFormat | None
+    reasoning: ReasoningFormat | None
+    shows_tools: bool  # the chat template shows the model the tools
+    shows_calls: bool  # and the calls it made before
+
+    def check_tools(self, tools: RequestedTools | None) -> None:
+        """Raise `RequestError` if these tools cannot be served."""
+        if tools is not None and self.tools is None:
+            raise RequestError(
+                "'tools' are not supported: the format in which this model writes tool calls is unknown. Start the "
+                "server with --tool-parser, or send tool_choice 'none'.",
+                param="tools",
+                code="unsupported_parameter",
+            )
+
+    def rendered(
+        self, messages: list[dict[str, Any]], tools: RequestedTools | None
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The messages for the chat template, and its variables about tools."""
+        if not self.shows_calls:
+            messages = with_calls_as_text(messages)
+        if tools is None:
+            return messages, {}
+        if self.shows_tools:
+            return messages, {"tools": tools.tools}
+        return with_tools_as_text(messages, tools.tools), {}
+
+    def parsing(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], tools: RequestedTools | None, *, hides_special: bool
+    ) -> AnswerParsing | None:
+        """How answers to this prompt are parsed; None if they are nothing but content."""
+        if tools is None and self.reasoning is None:
+            return None
+        tool_format = self.tools if tools is not None else None
+        special = {
+            marker: tokenizer.special_tokens[marker]
+            for format in (tool_format, self.reasoning)
+            for marker in (format.markers if format is not None else ())
+            if marker in tokenizer.special_tokens
+        }
+        new_parser = partial(
+            AnswerParser,
+            tool_format,
+            self.reasoning,
+            tools=tools.schemas if tools is not None else {},
+            prompt_end=tokenizer.decode(prompt_ids[-PROMPT_END_TOKENS:]),
+            hidden=special if hides_special else (),
+            max_calls=tools.max_calls if tools is not None else None,
+        )
+        return AnswerParsing(new_parser, frozenset(special.values()))
+
+
+def choose_formats(config: RouterConfig, tokenizer: Tokenizer) -> AnswerFormats:
+    """The formats that the configuration names, or that the model's chat template shows."""
+    template = tokenizer.chat_template
+    shows_tools = renders_tools(template)
+    if config.tool_parser == "auto":
+        tools = detect_tool_format(template) if shows_tools else TOOL_FORMATS["hermes"]
+    else:
+        tools = TOOL_FORMATS.get(config.tool_parser)
+    if config.reasoning_parser == "auto":
+        reasoning = detect_reasoning_format(template)
+    else:
+        reasoning = REASONING_FORMATS.get(config.reasoning_parser)
+    return AnswerFormats(tools, reasoning, shows_tools, renders_calls(template))

@@ -1,0 +1,130 @@
+"""The fields of a request about tools, and what they come to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from tandem.protocol.errors import RequestError
+from tandem.router.tool_calls.events import TOOL_NAME
+from tandem.router.tool_calls.formats import Tools
+
+__all__ = ["FunctionName", "NamedToolChoice", "RequestedTools", "Tool", "ToolFields", "ToolFunction", "requested_tools"]
+
+MAX_TOOLS = 128  # as OpenAI
+MAX_TOOLS_BYTES = 1 << 19  # of all tools as JSON
+
+_NAME = re.compile(TOOL_NAME, re.ASCII)
+
+
+class ToolFunction(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A function that the model may call."""
+
+    name: Annotated[str, Meta(description="Letters, digits, `_`, `-`, `.`, `:` and `/`, at most 256.")]
+    description: Annotated[str | None, Meta(description="What it does, for the model.")] = None
+    parameters: Annotated[
+        dict[str, Any] | None, Meta(description="JSON schema of its arguments; by default it has none.")
+    ] = None
+    strict: Annotated[
+        bool | None, Meta(description="Accepted. Calls follow the schema if `tool_choice` forces them.")
+    ] = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """One of the tools of a request."""
+
+    type: Annotated[Literal["function"], Meta(description="`function`.")]
+    function: Annotated[ToolFunction, Meta(description="The function.")]
+
+
+class FunctionName(msgspec.Struct, frozen=True):
+    """The name of a function."""
+
+    name: Annotated[str, Meta(description="The name of one of the tools.")]
+
+
+class NamedToolChoice(msgspec.Struct, frozen=True):
+    """A choice of one tool, which the model must call."""
+
+    type: Annotated[Literal["function"], Meta(description="`function`.")]
+    function: Annotated[FunctionName, Meta(description="The function to call.")]
+
+
+class ToolFields(Protocol):
+    """A request with tools."""
+
+    @property
+    def tools(self) -> Sequence[Tool] | None:
+        """The tools."""
+
+    @property
+    def tool_choice(self) -> str | NamedToolChoice | None:
+        """What the model may or must do with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedTools:
+    """The tools that the model may call, at least one. `tools` are as chat templates expect them."""
+
+    tools: list[dict[str, Any]]
+    schemas: Tools
+    is_required: bool  # the model must call one
+    max_calls: int | None
+
+
+def requested_tools(fields: ToolFields, *, parallel: bool = True) -> RequestedTools | None:
+    """The tools that the model may call, if any. Raises `RequestError` for fields that are wrong."""
+    tools, choice = fields.tools or (), fields.tool_choice
+    by_name = {tool.function.name: tool for tool in tools}
+    shown = _checked(tools, by_name)
+    named = choice.function.name if isinstance(choice, NamedToolChoice) else None
+    if named is None and choice not in (None, "auto", "none", "required"):
+        raise RequestError(
+            f"Invalid value for 'tool_choice': {str(choice)[:50]!r}; expected 'none', 'auto', 'required' or "
+            '{"type": "function", "function": {"name": ...}}.',
+            param="tool_choice",
+        )
+    if named is not None and named not in by_name:
+        raise RequestError(
+            f"'tool_choice' names the tool {named[:50]!r}, which is not in 'tools'.", param="tool_choice"
+        )
+    if choice == "required" and not tools:
+        raise RequestError("'tool_choice' is 'required', but there are no 'tools'.", param="tool_choice")
+    if choice == "none" or not tools:
+        return None
+    called = by_name if named is None else {named: by_name[named]}
+    return RequestedTools(
+        tools=shown,
+        schemas={name: tool.function.parameters or {} for name, tool in called.items()},
+        is_required=choice == "required" or named is not None,
+        max_calls=None if parallel and named is None else 1,
+    )
+
+
+def _checked(tools: Sequence[Tool], by_name: dict[str, Tool]) -> list[dict[str, Any]]:
+    """The tools as plain values. Raises `RequestError` if there are too many, or they are too large or wrong."""
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"The request has {len(tools)} tools; the limit is {MAX_TOOLS}.", param="tools")
+    if len(by_name) < len(tools):
+        raise RequestError("Two of the 'tools' have the same name.", param="tools")
+    for i, name in enumerate(by_name):
+        if not _NAME.fullmatch(name):
+            raise RequestError(
+                f"The tool name {name[:50]!r} must be 1 to 256 letters, digits and characters of '_-.:/'.",
+                param=f"tools[{i}].function.name",
+            )
+    try:
+        shown: list[dict[str, Any]] = msgspec.to_builtins(tools)
+        num_bytes = len(msgspec.json.encode(shown))
+    except RecursionError as exc:
+        raise RequestError("The 'tools' are nested too deeply.", param="tools") from exc
+    if num_bytes > MAX_TOOLS_BYTES:
+        raise RequestError(
+            f"The 'tools' have {num_bytes} bytes as JSON; the limit is {MAX_TOOLS_BYTES}.", param="tools"
+        )
+    return shown

@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import httpx
+import openai
+import pytest
+
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.errors import ConfigError
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.router.tool_calls.formats import TOOL_FORMATS
+from tandem.router.tool_calls.reasoning import REASONING_FORMATS
+from tests.router.conftest import build_tokenizer
+from tests.support.fake_backend import FakeBackend, closing, events, make_app
+
+CHAT = "/v1/chat/completions"
+ROLES = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather in a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+NOW: Any = {"type": "function", "function": {"name": "now"}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🎉"}}\n</tool_call>'
+TWO_CALLS = f'I look.\n{CALL}\n<tool_call>\n{{"name": "now"}}\n</tool_call>'
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER, NOW], **fields}
+
+
+def backend_of(tokenizer: Tokenizer, reply: str, *, run: int = 1) -> FakeBackend:
+    backend = FakeBackend(tokenizer, reply, run=run)
+    backend.max_model_len = 4096
+    return backend
+
+
+def prompt_of(backend: FakeBackend) -> str:
+    return backend.tokenizer.decode(backend.requests[-1].token_ids)
+
+
+async def choice_of(backend: FakeBackend, body: dict[str, Any], **config: Any) -> dict[str, Any]:
+    async with closing(backend, **config) as client:
+        response = await client.post(CHAT, json=body)
+    assert response.status_code == 200, response.text
+    choice: dict[str, Any] = response.json()["choices"][0]
+    return choice
+
+
+def joined(chunks: list[Any]) -> dict[str, Any]:
+    """A choice joined from its chunks; checks that each call's id, type and name come once and first."""
+    assert chunks.pop() == "[DONE]"
+    content, reasoning, calls, finish = "", "", list[dict[str, Any]](), None
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        assert finish is None
+        finish = choice["finish_reason"]
+        delta = choice["delta"]
+        content += delta.get("content") or ""
+        reasoning += delta.get("reasoning_content") or ""
+        assert delta.get("reasoning_content") == delta.get("reasoning")
+        for part in delta.get("tool_calls") or ():
+            if part["index"] == len(calls):
+                assert (part["type"], part["function"]["arguments"]) == ("function", "")
+                calls.append({"id": part["id"], "name": part["function"]["name"], "arguments": ""})
+            else:
+                assert part.keys() == {"index", "function"}
+                assert part["function"].keys() == {"arguments"}
+                assert part["index"] == len(calls) - 1
+                calls[-1]["arguments"] += part["function"]["arguments"]
+    return {"content": content, "reasoning": reasoning, "calls": calls, "finish_reason": finish}
+
+
+def names_and_arguments(calls: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+    return [(call["name"], json.loads(call["arguments"])) for call in calls]
+
+
+async def test_a_call_is_an_answer_of_its_own(tokenizer: Tokenizer) -> None:
+    choice = await choice_of(backend_of(tokenizer, CALL), chat())
+    (call,) = choice["message"].pop("tool_calls")
+    assert choice["message"] == {"role": "assistant", "content": None}
+    assert choice["finish_reason"] == "tool_calls"
+    assert call.pop("id").startswith("call_")
+    assert call == {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich 🎉"}'}}
+
+
+@pytest.mark.parametrize("run", [1, 4, 1000])
+async def test_a_stream_joins_to_the_plain_answer(tokenizer: Tokenizer, run: int) -> None:
+    plain = await choice_of(backend_of(tokenizer, TWO_CALLS), chat())
+    async with closing(backend_of(tokenizer, TWO_CALLS, run=run)) as client:
+        stream = joined(events(await client.post(CHAT, json=chat(stream=True))))
+    assert stream["content"] == plain["message"]["content"] == "I look."
+    assert names_and_arguments(stream["calls"]) == [("weather", {"city": "Zürich 🎉"}), ("now", {})]
+    assert names_and_arguments([call["function"] for call in plain["message"]["tool_calls"]]) == names_and_arguments(
+        stream["calls"]
+    )
+    assert stream["finish_reason"] == plain["finish_reason"] == "tool_calls"
+    assert len({call["id"] for call in stream["calls"]}) == 2
+
+
+async def test_the_openai_sdk_joins_streamed_calls(tokenizer: Tokenizer) -> None:
+    http_client = httpx.AsyncClient(transport=httpx.ASGITransport(make_app(backend_of(tokenizer, TWO_CALLS))))
+    async with openai.AsyncOpenAI(api_key="any", base_url="http://localhost/v1", http_client=http_client) as client:
+        body: Any = chat(model="org/toy", n=2)
+        async with client.chat.completions.stream(**body) as stream:
+            seen = [event.type async for event in stream]
+            final = await stream.get_final_completion()
+        plain = await client.chat.completions.create(**body)
+    assert "tool_calls.function.arguments.delta" in seen
+    assert seen.count("tool_calls.function.arguments.done") == 4
+    for completion in (final, plain):
+        for choice in completion.choices:
+            assert choice.finish_reason == "tool_calls"
+            calls: Any = choice.message.tool_calls
+            assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+                ("weather", {"city": "Zürich 🎉"}),
+                ("now", {}),
+            ]
+
+
+async def test_a_template_without_tools_gets_them_as_text(tokenizer: Tokenizer) -> None:
+    backend = backend_of(tokenizer, "hello")
+    choice = await choice_of(backend, chat(messages=[{"role": "system", "content": "Be brief."}, USER]))
+    assert choice["message"] == {"role": "assistant", "content": "hello"}
+    assert choice["finish_reason"] == "stop"
+    assert prompt_of(backend).startswith("<s><system>Be brief.\n\nYou can call")
+    assert '{"name": "now"}' in prompt_of(backend)
+    await choice_of(backend, chat())
+    assert prompt_of(backend).startswith("<s><system>You can call")
+
+
+USER = {"role": "user", "content": "Weather?"}
+HISTORY: list[dict[str, Any]] = [
+    USER,
+    {
+        "role": "assistant",
+        "content": "I look.",
+        "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}},
+            {"id": "2", "type": "function", "function": {"name": "now", "arguments": "{}"}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+    {"role": "tool", "tool_call_id": "2", "content": "noon"},
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "3", "function": {"name": "now"}}]},
+]
+
+
+async def test_a_template_without_calls_gets_them_as_text(tmp_path: Path) -> None:
+    backend = backend_of(Tokenizer(build_tokenizer(tmp_path, ROLES)), "hello")
+    await choice_of(backend, {"messages": HISTORY})
+    assert prompt_of(backend) == (
+        '<user>Weather?<assistant>I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n'
+        '</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+        "<user><tool_response>\nsunny\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"
+        '<assistant><tool_call>\n{"name": "now", "arguments": null}\n</tool_call>'
+    )
+
+
+MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}" + ROLES + "{# [TOOL_CALLS][THINK] #}"
+MISTRAL_TOKENS = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")
+
+
+@pytest.fixture
+def mistral(tmp_path: Path) -> Tokenizer:
+    return Tokenizer(build_tokenizer(tmp_path, MISTRAL, MISTRAL_TOKENS))
+
+
+async def test_tools_reach_a_template_that_shows_them_and_markers_are_special_tokens(mistral: Tokenizer) -> None:
+    backend = backend_of(mistral, '[THINK]Rome.[/THINK]ok[TOOL_CALLS]weather[ARGS]{"city": "Rome"}')
+    choice = await choice_of(backend, chat())
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
+    assert (len(call["id"]), call["id"].isalnum()) == (9, True)
+    assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("ok", "Rome.")
+    assert json.loads(prompt_of(backend).split("[AVAILABLE_TOOLS]")[1].split("<user>")[0]) == [WEATHER, NOW]
+
+
+async def test_special_tokens_are_not_shown_where_there_is_no_call(mistral: Tokenizer) -> None:
+    reply = "[TOOL_CALLS]no call</s>"
+    assert (await choice_of(backend_of(mistral, reply), chat()))["message"]["content"] == "no call"
+    shown = await choice_of(backend_of(mistral, reply), chat(skip_special_tokens=False))
+    assert shown["message"]["content"] == "[TOOL_CALLS]no call</s>"
+    without_tools = await choice_of(backend_of(mistral, reply), {"messages": [USER]})
+    assert without_tools["message"]["content"] == "no call"
+
+
+async def test_reasoning_that_the_template_opens_is_told_apart(tmp_path: Path) -> None:
+    template = ROLES + "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
+    tokenizer = Tokenizer(build_tokenizer(tmp_path, template))
+    reply = "Let me see.\n</think>\n\nYes."
+    plain = await choice_of(backend_of(tokenizer, reply), {"messages": [USER]})
+    assert plain["message"] == {
+        "role": "assistant", "content": "Yes.", "reasoning_content": "Let me see.", "reasoning": "Let me see.",
+    }  # fmt: skip
+    assert plain["finish_reason"] == "stop"
+    async with closing(backend_of(tokenizer, reply)) as client:
+        stream = joined(events(await client.post(CHAT, json={"messages": [USER], "stream": True})))
+    assert (stream["content"], stream["reasoning"]) == ("Yes.", "Let me see.")
+    whole = await choice_of(backend_of(tokenizer, reply), {"messages": [USER]}, reasoning_parser="none")
+    assert whole["message"] == {"role": "assistant", "content": reply}
+
+
+async def test_earlier_reasoning_reaches_the_template(tmp_path: Path) -> None:
+    template = "{% for message in messages %}<{{ message.reasoning_content }}>{{ message.content }}{% endfor %}"
+    backend = backend_of(Tokenizer(build_tokenizer(tmp_path, template)), "ok")
+    for name in ("reasoning", "reasoning_content"):
+        await choice_of(backend, {"messages": [{"role": "assistant", "content": "a", name: "why"}]})
+        assert prompt_of(backend) == "<why>a"
+
+
+async def test_without_a_choice_of_tools_the_text_stays_as_it_is(tokenizer: Tokenizer) -> None:
+    backend = backend_of(tokenizer, CALL)
+    for body in (chat(tool_choice="none"), chat(tools=[]), chat(tools=None, tool_choice="auto")):
+        choice = await choice_of(backend, body)
+        assert choice["message"] == {"role": "assistant", "content": CALL}
+        assert choice["finish_reason"] == "stop"
+        assert "tool" not in prompt_of(backend)
+
+
+async def test_without_parallel_calls_there_is_one(tokenizer: Tokenizer) -> None:
+    choice = await choice_of(backend_of(tokenizer, TWO_CALLS), chat(parallel_tool_calls=False))
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["weather"]
+
+
+async def test_a_call_cut_by_max_tokens_ends_by_length(tokenizer: Tokenizer) -> None:
+    choice = await choice_of(backend_of(tokenizer, CALL), chat(max_tokens=50))
+    assert choice["finish_reason"] == "length"
+    (call,) = choice["message"]["tool_calls"]
+    assert '{"city": "Zürich 🎉"}'.startswith(call["function"]["arguments"])
+
+
+async def test_stop_strings_and_logprobs_hold_for_the_text_with_its_markers(tokenizer: Tokenizer) -> None:
+    stopped = await choice_of(backend_of(tokenizer, TWO_CALLS), chat(stop=["</tool_call>"]))
+    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("tool_calls", "</tool_call>")
+    assert len(stopped["message"]["tool_calls"]) == 1
+    body = chat(logprobs=True)
+    plain = await choice_of(backend_of(tokenizer, TWO_CALLS), body)
+    async with closing(backend_of(tokenizer, TWO_CALLS)) as client:
+        chunks = events(await client.post(CHAT, json=body | {"stream": True}))
+    entries = [entry for chunk in chunks[:-1] for entry in (chunk["choices"][0]["logprobs"] or {}).get("content", ())]
+    assert entries == plain["logprobs"]["content"]
+    assert len(entries) == len(tokenizer.encode(TWO_CALLS, add_special_tokens=False))
+
+
+async def test_the_other_routes_see_the_same_prompt(tokenizer: Tokenizer) -> None:
+    backend = backend_of(tokenizer, "hello")
+    async with closing(backend) as client:
+        usage = (await client.post(CHAT, json=chat())).json()["usage"]
+        tokens = (await client.post("/tokenize", json=chat())).json()
+        pin = await client.post("/v1/cache/pin", json=chat())
+    assert tokens["tokens"] == backend.requests[0].token_ids == backend.cache.requests[0].token_ids, pin.text
+    assert usage["prompt_tokens"] == tokens["count"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"tools": [{"type": "code"}]}, "tools[0].type", "enum"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "'a b'"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "1 to 256"),
+        ({"tools": [NOW, NOW]}, "tools", "same name"),
+        ({"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]}, "tools", "limit is 128"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "description": "x" * (1 << 19)}}]},
+            "tools",
+            "limit is 524288",
+        ),
+        ({"tool_choice": "sometimes"}, "tool_choice", "'sometimes'"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice", "no 'tools'"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", "'other'"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function", "Missing"),
+        ({"tool_choice": "required"}, "tool_choice", "cannot force"),
+        ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, "tool_choice", "cannot force"),
+        ({"functions": [{"name": "f"}]}, "functions", "not supported"),
+    ],
+)
+async def test_a_wrong_field_is_named(tokenizer: Tokenizer, fields: dict[str, Any], param: str, message: str) -> None:
+    backend = backend_of(tokenizer, "hello")
+    async with closing(backend) as client:
+        response = await client.post(CHAT, json=chat(**fields))
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), error
+    assert message in error["message"]
+    assert backend.requests == []
+
+
+async def test_a_format_that_is_not_known_is_refused_and_can_be_forced(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(build_tokenizer(tmp_path, "{{ tools }}" + ROLES))
+    for config in ({}, {"tool_parser": "none"}):
+        async with closing(backend_of(tokenizer, "hello"), **config) as client:
+            response = await client.post(CHAT, json=chat())
+        assert response.status_code == 400
+        assert "--tool-parser" in response.json()["error"]["message"]
+    reply = '{"name": "weather", "parameters": {}}'
+    choice = await choice_of(backend_of(tokenizer, reply), chat(), tool_parser="llama3_json")
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
+
+
+def test_the_flags_name_the_formats() -> None:
+    hints = get_type_hints(RouterConfig)
+    assert set(get_args(hints["tool_parser"])) == {"auto", "none", *TOOL_FORMATS}
+    assert set(get_args(hints["reasoning_parser"])) == {"auto", "none", *REASONING_FORMATS}
+    wrong: Any = "qwen"
+    with pytest.raises(ConfigError, match="tool_parser='qwen' must be one of auto, none, harmony, hermes"):
+        RouterConfig(tool_parser=wrong)
