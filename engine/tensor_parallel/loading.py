@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 from transformers.distributed import DistributedConfig
 
 from tandem.engine.kv_geometry import KvGeometry
@@ -37,21 +38,32 @@ def sharded(group: RankGroup, device: torch.device) -> Iterator[dict[str, Any]]:
             f"device={device.type} with tensor_parallel_size={group.size} on a machine with a {found} device: hide it "
             "(CUDA_VISIBLE_DEVICES=)"
         )
-    with _lock:
-        before = {name: os.environ.get(name) for name in _VARIABLES}
+    with _lock, _left_as_it_was():
         os.environ.update(zip(_VARIABLES, map(str, (group.rank, group.rank, group.size)), strict=True))
-        hook, store = sys.excepthook, dist.HashStore()  # type: ignore[attr-defined]
+        set_debug_level(DebugLevel.OFF)  # DETAIL would make a second group, which waits for the other ranks
+        store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("fake", rank=group.rank, world_size=group.size, store=store)
         try:
             yield {"distributed_config": DistributedConfig(tp_size=group.size)}
         finally:
             dist.destroy_process_group()
-            sys.excepthook = hook  # torch has put one in front that writes a rank before each line
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+
+
+@contextmanager
+def _left_as_it_was() -> Iterator[None]:
+    """Undo what a default process group, and making it, change in this process."""
+    variables = {name: os.environ.get(name) for name in _VARIABLES}
+    hook, level = sys.excepthook, get_debug_level()  # torch writes a rank before each line of a traceback
+    try:
+        yield
+    finally:
+        sys.excepthook = hook
+        set_debug_level(level)
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def check_config(name: str, text: Any, size: int) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import DebugLevel, get_debug_level, set_debug_level
 
 from tandem.engine.engine import Engine
 from tandem.engine.tensor_parallel.group import RanksLost
@@ -96,10 +97,18 @@ def test_every_family_is_answered_as_by_one_rank_or_refused(build_engine: BuildE
         print(f"verdict: {name}: as one rank")
 
 
+@pytest.mark.timeout(60, method="thread")
 def test_loading_ranks_leaves_the_process_as_it_was(build_engine: BuildEngine) -> None:
-    before = dict(os.environ), sys.excepthook
-    with two_ranks(build_engine):
-        assert (dict(os.environ), sys.excepthook) == before
+    """Also where torch is asked for details, in which it has the ranks of every group wait for each other."""
+    level = get_debug_level()
+    set_debug_level(DebugLevel.DETAIL)
+    try:
+        before = dict(os.environ), sys.excepthook
+        with two_ranks(build_engine):
+            assert (dict(os.environ), sys.excepthook) == before
+            assert get_debug_level() == DebugLevel.DETAIL
+    finally:
+        set_debug_level(level)
 
 
 def test_both_ranks_hold_the_kv_of_one(build_engine: BuildEngine) -> None:
