@@ -1,0 +1,210 @@
+"""Grammars of answers that must call tools: in the model's own format, with arguments that fit the tools' schemas.
+
+They are texts in llguidance's dialect of Lark. All white space is fixed, as models are trained on one form and a free
+choice of it can go on for ever.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from tandem.router.tool_calls.formats import ToolFormat, Tools
+from tandem.router.tool_calls.reasoning import ReasoningFormat
+
+__all__ = ["tool_call_grammar"]
+
+MAX_CALLS = 16  # of one answer: a model that finds no end would write calls until its tokens are used up
+
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "if"}  # may add properties to an object's own
+_DEFINITIONS = ("$defs", "definitions")
+
+Schema = Mapping[str, Any]
+
+
+class _Rules:
+    """The rules of a grammar. Special tokens are written as ids, because text does not match them."""
+
+    def __init__(self, special_ids: Mapping[str, int]) -> None:
+        self.special_ids = special_ids
+        self._rules: list[str] = []
+
+    def add(self, body: str, attributes: str = "") -> str:
+        """Add a rule; its name."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {body}")
+        return name
+
+    def text(self, *texts: str) -> str:
+        """These texts in a row. Markers must be texts of their own."""
+        ids = self.special_ids
+        return " ".join(f"<[{ids[text]}]>" if text in ids else _quoted(text) for text in texts)
+
+    def json(self, schema: Schema) -> str:
+        """A JSON value that fits this schema."""
+        return self.add(f"%json {json.dumps({**schema, 'x-guidance': _JSON_STYLE}, ensure_ascii=False)}")
+
+    def any_until(self, marker: str) -> str:
+        """Any text up to and with a marker."""
+        if marker in self.special_ids:
+            return f"/(?s:.*)/ {self.text(marker)}"
+        return self.add("/(?s:.*)/", f"[suffix={_quoted(marker)}]")
+
+    def grammar(self, start: str) -> str:
+        """The whole grammar."""
+        return "\n".join([f"start: {start}", *self._rules, ""])
+
+
+class _CallForm(NamedTuple):
+    """How calls are written in one format: each of them, and the texts around and between them."""
+
+    call: Callable[[_Rules, str, Schema], str]  # of a name and a schema
+    opening: tuple[str, ...] = ()
+    separator: tuple[str, ...] = ()
+    closing: tuple[str, ...] = ()
+    max_calls: int = MAX_CALLS
+
+
+def tool_call_grammar(
+    tool_format: ToolFormat,
+    tools: Tools,
+    *,
+    max_calls: int | None,
+    reasoning: ReasoningFormat | None,
+    is_reasoning_open: bool,
+    special_ids: Mapping[str, int],
+) -> str:
+    """The grammar of an answer that calls at least one of these tools, and at most `max_calls` times.
+
+    The model may reason first if it has a format for that. `special_ids` are the ids of those markers of both formats
+    that are special tokens. Raises `ValueError` for tools that cannot be written in the format.
+    """
+    rules = _Rules(special_ids)
+    form = _form(tool_format, special_ids)
+    call = rules.add(" | ".join(form.call(rules, name, _object_schema(name, schema)) for name, schema in tools.items()))
+    num_more = min(MAX_CALLS if max_calls is None else max_calls, form.max_calls) - 1
+    parts = [
+        _reasoning(rules, tool_format, reasoning, is_open=is_reasoning_open),
+        rules.text(*form.opening),
+        call,
+        f"({rules.text(*form.separator)} {call}){{0,{num_more}}}" if num_more else "",
+        rules.text(*form.closing),
+    ]
+    return rules.grammar(_row(*parts))
+
+
+def _form(tool_format: ToolFormat, special_ids: Mapping[str, int]) -> _CallForm:
+    if tool_format.name == "mistral" and "[ARGS]" in special_ids:  # a vocabulary of the later form
+        return _CallForm(_mistral_call)
+    return _FORMS[tool_format.name]
+
+
+def _reasoning(rules: _Rules, tool_format: ToolFormat, reasoning: ReasoningFormat | None, *, is_open: bool) -> str:
+    """Reasoning before the calls: the rest of it if the prompt has opened it, otherwise any or none."""
+    if reasoning is None:
+        return ""
+    if tool_format.name == "harmony":
+        opening, closing = rules.text("<|channel|>", "analysis", "<|message|>"), rules.text("<|start|>", "assistant")
+        return f"({_row(opening, rules.any_until('<|end|>'), closing)})?"
+    rest = f"{rules.any_until(reasoning.closing)} /[ \\n]{{0,3}}/"
+    return rest if is_open else f"({rules.text(reasoning.opening)} {rest})?"
+
+
+def _object_schema(name: str, schema: Schema) -> Schema:
+    """A tool's schema, for an object without properties that the schema does not name."""
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise ValueError(f"the parameters of the tool {name!r} must be a schema of an object, not of type {kind!r}")
+    is_closed = not _COMBINING & schema.keys()
+    return {**({"properties": {}, "additionalProperties": False} if is_closed else {}), **schema, "type": "object"}
+
+
+def _properties(schema: Schema) -> list[tuple[str, Schema, bool]]:
+    """The properties of an object: name, schema, and whether it is required."""
+    definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise ValueError("'properties' must be an object and 'required' a list")
+    return [
+        (name, {**definitions, **(one if isinstance(one, dict) else {})}, name in required)
+        for name, one in properties.items()
+    ]
+
+
+# -- formats
+
+
+def _hermes_call(rules: _Rules, name: str, schema: Schema) -> str:
+    opening = rules.text("<tool_call>", f'\n{{"name": "{name}", "arguments": ')
+    return _row(opening, rules.json(schema), rules.text("}\n", "</tool_call>"))
+
+
+def _llama3_json_call(rules: _Rules, name: str, schema: Schema) -> str:
+    return _row(rules.text(f'{{"name": "{name}", "parameters": '), rules.json(schema), rules.text("}"))
+
+
+def _mistral_object(rules: _Rules, name: str, schema: Schema) -> str:
+    return _row(rules.text(f'{{"name": "{name}", "arguments": '), rules.json(schema), rules.text("}"))
+
+
+def _mistral_call(rules: _Rules, name: str, schema: Schema) -> str:
+    return _row(rules.text("[TOOL_CALLS]", name, "[ARGS]"), rules.json(schema))
+
+
+def _harmony_call(rules: _Rules, name: str, schema: Schema) -> str:
+    header = ("<|channel|>", f"commentary to=functions.{name} ", "<|constrain|>", "json", "<|message|>")
+    return _row(rules.text(*header), rules.json(schema))
+
+
+def _pythonic_call(rules: _Rules, name: str, schema: Schema) -> str:
+    """`f(a=1, b="x")`, the arguments in the order of the properties. Our parser understands JSON's constants."""
+    first = rest = _quoted("")  # what may follow: at the beginning, and behind another argument
+    for key, one, is_required in reversed(_properties(schema)):
+        if not key.isidentifier():
+            raise ValueError(f"the parameter {key!r} of the tool {name!r} is not an identifier of Python")
+        item = _row(rules.text(f"{key}="), rules.json(one))
+        behind = _row(rules.text(", "), item)
+        first = rules.add(_row(item, rest) if is_required else f"{_row(item, rest)} | {first}")
+        rest = rules.add(_row(behind if is_required else f"({behind})?", rest))
+    return _row(rules.text(f"{name}("), first, rules.text(")"))
+
+
+def _qwen3_coder_call(rules: _Rules, name: str, schema: Schema) -> str:
+    items: list[str] = []
+    for key, one, is_required in _properties(schema):
+        item = _row(rules.text(f"<parameter={key}>\n"), _qwen3_coder_value(rules, one))
+        items.append(item if is_required else f"({item})?")
+    opening = rules.text("<tool_call>", f"\n<function={name}>\n")
+    return _row(opening, *items, rules.text("</function>\n", "</tool_call>"))
+
+
+def _qwen3_coder_value(rules: _Rules, schema: Schema) -> str:
+    """A value up to the end of its parameter. Strings stand there as they are, without quotes."""
+    closing = "</parameter>"
+    end = f"\n{closing}\n"
+    if schema.get("type") != "string":
+        return f"{rules.json(schema)} {_quoted(end)}"
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(choices, list):
+        return rules.add(" | ".join(_quoted(f"{choice}{end}") for choice in choices))
+    return _row(rules.any_until(closing), rules.text("\n"))
+
+
+def _row(*parts: str) -> str:
+    return " ".join(filter(None, parts))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+_FORMS = {
+    "harmony": _CallForm(_harmony_call, max_calls=1),  # a call ends the answer
+    "hermes": _CallForm(_hermes_call, separator=("\n",)),
+    "llama3_json": _CallForm(_llama3_json_call, separator=("; ",)),
+    "mistral": _CallForm(_mistral_object, ("[TOOL_CALLS]", "["), (", ",), ("]",)),
+    "pythonic": _CallForm(_pythonic_call, ("[",), (", ",), ("]",)),
+    "qwen3_coder": _CallForm(_qwen3_coder_call, separator=("\n",)),
+}

@@ -1,0 +1,242 @@
+"""What a grammar lets through are calls that fit their schemas, and what models write in its format is let through."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import llguidance
+import pytest
+
+from tandem.protocol.grammar import compile_grammar, make_grammar_tokenizer
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.router.tool_calls.formats import TOOL_FORMATS
+from tandem.router.tool_calls.grammar import MAX_CALLS, tool_call_grammar
+from tandem.router.tool_calls.parser import AnswerParser
+from tandem.router.tool_calls.reasoning import REASONING_FORMATS
+from tests.router.conftest import build_tokenizer
+from tests.router.tool_calls.answers import Joined, joined
+
+SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
+TOOLS: dict[str, dict[str, Any]] = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 5},
+            "unit": {"type": "string", "enum": ["C", "F"]},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            "place": {"$ref": "#/$defs/place"},
+        },
+        "required": ["days"],
+        "$defs": {"place": {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"],
+                            "additionalProperties": False}},
+    },
+    "now": {},
+}  # fmt: skip
+
+
+class Walker(NamedTuple):
+    """A vocabulary, and its form for grammars."""
+
+    tokenizer: Tokenizer
+    grammar_tokenizer: llguidance.LLTokenizer
+
+    def grammar(self, format: str, **options: Any) -> str:
+        """A grammar of `TOOLS`, or of other ones."""
+        reasoning = REASONING_FORMATS.get(options.pop("reasoning", ""))
+        tools = options.pop("tools", TOOLS)
+        used = {*TOOL_FORMATS[format].markers, *(reasoning.markers if reasoning else ())}
+        special_ids = {text: i for text, i in self.tokenizer.special_tokens.items() if text in used}
+        settings = {"max_calls": None, "is_reasoning_open": False} | options
+        return tool_call_grammar(TOOL_FORMATS[format], tools, reasoning=reasoning, special_ids=special_ids, **settings)
+
+    def matcher(self, grammar: str) -> llguidance.LLMatcher:
+        """A matcher at the grammar's beginning."""
+        return compile_grammar(self.grammar_tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
+
+    def allows(self, grammar: str, text: str) -> bool:
+        """Whether this is a whole answer."""
+        matcher = self.matcher(grammar)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return int(matcher.validate_tokens(ids)) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+
+    def walk(self, grammar: str, rng: random.Random) -> str:
+        """A random answer that the grammar lets through."""
+        matcher, ids = self.matcher(grammar), list[int]()
+        endings = [self.tokenizer.encode(text, add_special_tokens=False) for text in ENDINGS]
+        while not matcher.is_stopped() and not (matcher.is_accepting() and rng.random() < 0.3):
+            chosen = next((e for e in endings if rng.random() < 0.2 and matcher.validate_tokens(e) == len(e)), None)
+            if chosen is None:
+                mask = matcher.compute_logit_bias()
+                chosen = [rng.choice([i for i, allowed in enumerate(mask) if allowed and i != self.eos_id])]
+            assert matcher.consume_tokens(chosen)
+            ids += chosen
+            assert len(ids) < 4000
+        return self.tokenizer.decode(ids)
+
+    @property
+    def eos_id(self) -> int:
+        return self.tokenizer.special_tokens["</s>"]
+
+
+ENDINGS = ["</think>", "\n</parameter>\n", "<|end|>", '"']  # which a random walk would hardly find
+
+
+def walker(folder: Path, special_tokens: tuple[str, ...]) -> Walker:
+    tokenizer = Tokenizer(build_tokenizer(folder, special_tokens=special_tokens))
+    text = (folder / "tokenizer.json").read_text()
+    eos = tokenizer.special_tokens["</s>"]
+    return Walker(tokenizer, make_grammar_tokenizer(text, tokenizer.vocab_size, [eos]))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Walker:
+    """Without special tokens for markers."""
+    return walker(tmp_path_factory.mktemp("plain"), ())
+
+
+@pytest.fixture(scope="module")
+def special(tmp_path_factory: pytest.TempPathFactory) -> Walker:
+    """With special tokens for markers."""
+    return walker(tmp_path_factory.mktemp("special"), SPECIAL)
+
+
+def read(text: str, format: str, reasoning: str = "", prompt_end: str = "") -> Joined:
+    parser = AnswerParser(TOOL_FORMATS[format], REASONING_FORMATS.get(reasoning), tools=TOOLS, prompt_end=prompt_end)
+    return joined([*parser.feed(text), *parser.finish()])
+
+
+def check(calls: list[tuple[str, str]]) -> None:
+    """Each call's arguments fit its tool's schema."""
+    for name, arguments in calls:
+        values = json.loads(arguments)
+        assert name in TOOLS
+        if name == "now":
+            assert values == {}
+            continue
+        assert values.keys() <= {"city", "unit", "days", "place"}
+        assert values["days"] in range(1, 10)
+        assert isinstance(values.get("city", ""), str)
+        assert values.get("unit", "C") in ("C", "F")
+        assert values.get("place", {"x": True}) in ({"x": True}, {"x": False})
+
+
+@pytest.mark.parametrize("vocabulary", ["plain", "special"])
+@pytest.mark.parametrize("format", TOOL_FORMATS)
+def test_what_the_grammar_lets_through_are_calls_that_fit(
+    format: str, vocabulary: str, request: pytest.FixtureRequest
+) -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    words: Walker = request.getfixturevalue(vocabulary)
+    grammar = words.grammar(format)
+    counts: set[int] = set()
+    for _ in range(12):
+        text = words.walk(grammar, rng)
+        answer = read(text, format)
+        assert answer.calls, text
+        assert answer.content == answer.reasoning == "", text
+        assert len(answer.calls) <= MAX_CALLS
+        check(answer.calls)
+        counts.add(len(answer.calls))
+    assert counts == {1} if format == "harmony" else len(counts) > 1
+
+
+@pytest.mark.parametrize("format", TOOL_FORMATS)
+def test_one_call_and_one_tool(plain: Walker, format: str) -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    grammar = plain.grammar(format, tools={"now": {}}, max_calls=1)
+    for _ in range(5):
+        assert [name for name, _ in read(plain.walk(grammar, rng), format).calls] == ["now"]
+
+
+WHOLE = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "llama3_json": '{"name": "weather", "parameters": {"city": "Rome", "days": 2}}; {"name": "now", "parameters": {}}',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome", "days": 2}}, '
+    '{"name": "now", "arguments": {}}]',
+    "pythonic": '[weather(city="Rome", days=2), now()]',
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n"
+    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "harmony": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome", "days": 2}',
+}
+
+
+@pytest.mark.parametrize("format", TOOL_FORMATS)
+def test_calls_in_the_models_own_form_are_let_through_and_others_not(plain: Walker, format: str) -> None:
+    grammar, text = plain.grammar(format), WHOLE[format]
+    assert plain.allows(grammar, text)
+    check(read(text, format).calls)
+    for old, new in (("Rome", "Roma!!"), ("weather", "wether"), ("days", "hours"), ("2", "0"), ("2", '"2"')):
+        if format != "qwen3_coder" or new != "Roma!!":  # a string without quotes has no schema but its choices
+            assert not plain.allows(grammar, text.replace(old, new)), new
+    for other in ("Hello", "", f"Hello {text}", f"{text} Hello"):
+        assert not plain.allows(grammar, other)
+
+
+def test_mistrals_later_form(special: Walker) -> None:
+    text = '[TOOL_CALLS]weather[ARGS]{"days": 2}[TOOL_CALLS]now[ARGS]{}'
+    assert special.allows(special.grammar("mistral"), text)
+    assert not special.allows(special.grammar("mistral"), WHOLE["mistral"])
+
+
+@pytest.mark.parametrize("format", ["hermes", "qwen3_coder"])
+def test_reasoning_comes_first(plain: Walker, format: str) -> None:
+    grammar, text = plain.grammar(format, reasoning="think"), WHOLE[format]
+    assert plain.allows(grammar, text)
+    assert plain.allows(grammar, f"<think>\nRome?\n</think>\n\n{text}")
+    assert not plain.allows(grammar, f"<think>\nRome?\n{text}")
+    opened = plain.grammar(format, reasoning="think", is_reasoning_open=True)
+    assert plain.allows(opened, f"Rome?\n</think>\n\n{text}")
+    assert not plain.allows(opened, text)
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(5):
+        check(read(plain.walk(opened, rng), format, "think", "<think>\n").calls)
+
+
+def test_harmonys_reasoning_comes_first(special: Walker) -> None:
+    analysis = "<|channel|>analysis<|message|>Rome?<|end|><|start|>assistant"
+    text = analysis + WHOLE["harmony"]
+    assert special.allows(special.grammar("harmony", reasoning="harmony"), text)
+    assert not special.allows(special.grammar("harmony"), text)
+
+
+@pytest.mark.parametrize("required", [[], ["b"], ["a", "c"], ["c"], ["a", "b", "c"]])
+def test_pythonic_arguments_with_and_without_the_optional_ones(plain: Walker, required: list[str]) -> None:
+    number = {"type": "integer"}
+    tools = {"f": {"properties": dict.fromkeys("abc", number), "required": required}}
+    grammar = plain.grammar("pythonic", tools=tools)
+    for given in ("", "a", "b", "c", "ab", "ac", "bc", "abc"):
+        text = f"[f({', '.join(f'{name}=1' for name in given)})]"
+        assert plain.allows(grammar, text) == set(required).issubset(given), text
+
+
+@pytest.mark.parametrize(
+    ("format", "schema", "message"),
+    [
+        ("hermes", {"type": "array"}, "must be a schema of an object"),
+        ("hermes", {"type": 3}, "must be a schema of an object"),
+        ("pythonic", {"properties": {"a-b": {}}}, "not an identifier"),
+        ("pythonic", {"properties": []}, "must be an object"),
+        ("qwen3_coder", {"properties": {}, "required": "a"}, "must be an object"),
+    ],
+)
+def test_a_schema_that_cannot_be_written_is_refused(
+    plain: Walker, format: str, schema: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        plain.grammar(format, tools={"f": schema})
+
+
+def test_a_null_schema_and_open_schemas(plain: Walker) -> None:
+    grammar = plain.grammar("hermes", tools={"f": {"type": ["object", "null"], "anyOf": [{}]}})
+    assert plain.allows(grammar, '<tool_call>\n{"name": "f", "arguments": {"any": 1}}\n</tool_call>')
+    assert not plain.allows(grammar, '<tool_call>\n{"name": "f", "arguments": null}\n</tool_call>')
