@@ -62,7 +62,7 @@ def create(
 ) -> int:
     """Make a key, and the file if there is none. The key is printed once and stored nowhere.
 
-    Requests that are not limited by the key are limited as all requests are: docs/admission.md.
+    Limits hold for all router processes together: docs/api_keys.md.
 
     [bold]Examples[/bold]
 

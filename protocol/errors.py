@@ -10,6 +10,7 @@ ServingError
  |- Overloaded                 429, with a Retry-After
  |   |- PinQuotaExceeded
  |   |- DeadlineUnmet          the first token would come too late
+ |   |- RateLimitExceeded      the limit of an API key
  |- InternalError              500: a bug of ours, which ended only this request
  |- WorkerError                a worker failed or is gone: 502/503
  |   |- NoWorker               503: nothing can serve this now
@@ -34,6 +35,7 @@ __all__ = [
     "PeerLost",
     "PinNotFound",
     "PinQuotaExceeded",
+    "RateLimitExceeded",
     "RequestError",
     "RoleRefused",
     "ServingError",
@@ -125,6 +127,12 @@ class DeadlineUnmet(Overloaded):
     """The first token would come later than the request's TTFT SLO allows."""
 
     code = "ttft_slo_unmet"
+
+
+class RateLimitExceeded(Overloaded):
+    """The API key has used up one of its limits, which the message names."""
+
+    code = "rate_limit_exceeded"
 
 
 class InternalError(ServingError):

@@ -135,6 +135,8 @@ class PinRequest:
     conversation_id: str = ""
     tenant: str = DEFAULT_TENANT
     ttl_s: float | None = None  # None = the default
+    key_id: str = ""  # API key; "" = none
+    max_pins_of_key: int | None = None  # live pins that the key may have; None = no limit
     prefetch: Prefetch = Prefetch.HOST
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from typing import Literal
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -13,11 +12,12 @@ from starlette.types import Scope
 
 from tandem.protocol.errors import RequestError
 from tandem.router.http.metrics import EdgeMetrics
-from tandem.router.http.request_options import TENANT_HEADER, note_key
-from tandem.router.keys.api_key import OPERATOR, ApiKey
+from tandem.router.http.request_options import TENANT_HEADER, note_key, note_key_use
+from tandem.router.keys.api_key import OPERATOR, ApiKey, InvalidApiKey
 from tandem.router.keys.api_keys import ApiKeys
+from tandem.router.keys.limiter import KeyUse
 
-__all__ = ["Authenticator", "InvalidApiKey", "OperatorKeyRequired", "check_operator", "visible_tenant"]
+__all__ = ["Authenticator", "OperatorKeyRequired", "check_operator", "visible_tenant"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +29,6 @@ _TENANT_HEADER = TENANT_HEADER.encode()
 _LOG_INTERVAL_S = 60.0  # between two lines about the same key and reason
 
 
-class InvalidApiKey(RequestError):
-    """The request has no API key, or one that is unknown, expired or revoked."""
-
-    status = 401
-    code = "invalid_api_key"
-
-
 class OperatorKeyRequired(RequestError):
     """The request concerns all tenants, but its key belongs to one tenant."""
 
@@ -44,26 +37,29 @@ class OperatorKeyRequired(RequestError):
 
 
 class Authenticator:
-    """Finds out whose request it is. Refused requests are counted, and logged by the id of their key."""
+    """Finds out whose request it is, and whether its key may have another one.
+
+    Refused requests are counted, and logged by the id of their key.
+    """
 
     def __init__(self, api_keys: ApiKeys, metrics: EdgeMetrics) -> None:
         self._api_keys = api_keys
         self._metrics = metrics
         self._logged_s: dict[tuple[str, str], float] = {}  # when a refusal was logged, by the key's id and the reason
 
-    def authenticate(self, scope: Scope) -> None:
+    def authenticate(self, scope: Scope) -> ApiKey | None:
         """Set the request's tenant from its key, and note what it may see. Raises `InvalidApiKey`, `RequestError`.
 
-        Without keys in the server everyone sees everything.
+        Returns the key if there is one. In a server that needs no keys everyone sees everything.
         """
         scope[_VISIBLE_TENANT] = None
         if not self._api_keys.is_required:
-            return
+            return None
         headers = Headers(scope=scope)
         key = self._key_of(headers, is_open=_is_open(scope["path"]))
         if key is None:
             scope[_VISIBLE_TENANT] = ""
-            return
+            return None
         note_key(scope, key)
         if key.tenant == OPERATOR:
             # An operator that names a tenant, as a gateway does, sees what that tenant would.
@@ -75,6 +71,28 @@ class Authenticator:
             scope[_VISIBLE_TENANT] = key.tenant
             others = [header for header in scope["headers"] if header[0] != _TENANT_HEADER]
             scope["headers"] = [*others, (_TENANT_HEADER, key.tenant.encode())]
+        return key
+
+    async def begin_use(self, scope: Scope, key: ApiKey) -> KeyUse | None:
+        """Count the request on the limits of its key; None if nothing limits it. Raises `RateLimitExceeded`.
+
+        Only what costs work is limited: a POST. Looking at models, pools and metrics is not.
+        """
+        if scope["method"] != "POST":
+            return None
+        use = await self._api_keys.begin(key)
+        if use is not None:
+            note_key_use(scope, use)
+        return use
+
+    def note_refusal(self, key_id: str, reason: str) -> None:
+        """Count a refused request, and log it if the last line about this key is old enough."""
+        self._metrics.refused_keys.labels(key_id, reason).inc()
+        now = time.monotonic()
+        # Unknown keys are counted only: anybody can send any number of them.
+        if key_id and now >= self._logged_s.get((key_id, reason), -math.inf) + _LOG_INTERVAL_S:
+            self._logged_s[key_id, reason] = now
+            logger.warning("requests with the API key %s are refused: %s", key_id, reason)
 
     def _key_of(self, headers: Headers, *, is_open: bool) -> ApiKey | None:
         """The valid key of a request; None if it has none and the path is open. Raises `InvalidApiKey`."""
@@ -90,13 +108,8 @@ class Authenticator:
             raise self._refused("", "unknown", "The API key is missing or wrong: send Authorization: Bearer KEY.")
         return key
 
-    def _refused(self, key_id: str, reason: Literal["expired", "revoked", "unknown"], message: str) -> InvalidApiKey:
-        self._metrics.refused_keys.labels(key_id, reason).inc()
-        now = time.monotonic()
-        # Unknown keys are counted only: anybody can send any number of them.
-        if key_id and now >= self._logged_s.get((key_id, reason), -math.inf) + _LOG_INTERVAL_S:
-            self._logged_s[key_id, reason] = now
-            logger.warning("requests with the API key %s are refused: it is %s", key_id, reason)
+    def _refused(self, key_id: str, reason: str, message: str) -> InvalidApiKey:
+        self.note_refusal(key_id, reason)
         return InvalidApiKey(message)
 
 

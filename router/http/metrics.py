@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from tandem.router.keys.limiter import KeyUse
+
 __all__ = ["EdgeMetrics", "RequestClock"]
 
 MAX_BATCH = 32  # deltas of one sequence that are recorded at once
@@ -84,8 +86,17 @@ class _Histogram(Histogram):  # type: ignore[misc]  # no stubs
 class RequestClock:
     """Times the deltas of one sequence, and records them in batches."""
 
-    def __init__(self, metrics: EdgeMetrics, arrived_s: float, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        metrics: EdgeMetrics,
+        arrived_s: float,
+        use: KeyUse | None = None,
+        *,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`use` counts the tokens on the limits of an API key."""
         self._metrics = metrics
+        self._use = use
         self._last_s = arrived_s
         self._now = now
         self._is_first = True
@@ -122,6 +133,8 @@ class RequestClock:
         """Record what is pending."""
         if self._num_pending_tokens:
             self._metrics.generation_tokens.inc(self._num_pending_tokens)
+            if self._use is not None:
+                self._use.num_output_tokens += self._num_pending_tokens
             self._num_pending_tokens = 0
         if self._pending_gaps_s:
             self._metrics.itl_s.observe_all(self._pending_gaps_s)

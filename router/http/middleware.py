@@ -12,11 +12,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.protocol.errors import ServingError
+from tandem.protocol.errors import RateLimitExceeded, ServingError
 from tandem.router.http.authentication import Authenticator
 from tandem.router.http.errors import BodyTooLarge, ClientDisconnected, internal_error_response, serving_error_response
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.origin_checks import check_host_and_origin
+from tandem.router.keys.api_key import ApiKey
+from tandem.router.keys.limiter import KeyUse
 
 __all__ = ["EdgeMiddleware", "MiddlewareSettings"]
 
@@ -63,6 +65,8 @@ class EdgeMiddleware:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, *headers: tuple[bytes, bytes]) -> None:
         status = 0
+        key: ApiKey | None = None
+        use: KeyUse | None = None
 
         def send_and_note(message: Message) -> Awaitable[None]:
             nonlocal status
@@ -72,30 +76,36 @@ class EdgeMiddleware:
             return send(message)
 
         try:
-            self._check(scope)
+            key = self._check(scope)
+            use = None if key is None else await self._settings.authenticator.begin_use(scope, key)
             await self._app(scope, self._limited(receive), send_and_note)
         except Exception as exc:  # whatever the app raises gets an error response
             response = _response_to(exc)
+            if key is not None and isinstance(exc, RateLimitExceeded):
+                self._settings.authenticator.note_refusal(key.id, "rate_limit")
             if status or response is None:
                 logger.exception("Request to %s failed", scope["path"])
             if status:
                 raise  # the response has started: the server closes the connection
             await (response or internal_error_response())(scope, receive, send_and_note)
         finally:
+            if use is not None:
+                use.end(is_refused=status >= 400 and status != 499)  # a client that leaves has had its prompt computed
             # The route's template instead of the path, so that clients cannot add label values.
             path = self._path or getattr(scope.get("route") or scope.get("endpoint"), "path", "unmatched")
             self._settings.metrics.requests.labels(path, str(status or 499)).inc()
 
-    def _check(self, scope: Scope) -> None:
-        """Raise a `RequestError` for a request that can be refused before its body is read."""
+    def _check(self, scope: Scope) -> ApiKey | None:
+        """The request's API key. Raises a `RequestError` for a request that can be refused before its body is read."""
         headers = dict(scope["headers"])
         check_host_and_origin(
             headers, scope["method"], scope["path"], self._settings.allow_hosts, self._settings.allow_origins
         )
-        self._settings.authenticator.authenticate(scope)
+        key = self._settings.authenticator.authenticate(scope)
         declared = headers.get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > self._settings.max_body_bytes:
             raise self._too_large()
+        return key
 
     def _limited(self, receive: Receive) -> Receive:
         """`receive` that raises `BodyTooLarge`: a body of undeclared length may turn out too large."""

@@ -10,6 +10,7 @@ from starlette.types import Scope
 
 from tandem.protocol.errors import RequestError
 from tandem.router.keys.api_key import ApiKey
+from tandem.router.keys.limiter import KeyUse
 from tandem.scheduling.admission.tenants import DEFAULT_TENANT, TENANT_NAME
 from tandem.scheduling.request import DEFAULT_CLASS, ServiceClass
 
@@ -18,7 +19,9 @@ __all__ = [
     "TENANT_HEADER",
     "RequestOptions",
     "key_of",
+    "key_use_of",
     "note_key",
+    "note_key_use",
     "request_options",
     "tenant_of",
 ]
@@ -28,7 +31,7 @@ SLO_HEADER = "x-tandem-ttft-slo-ms"
 EXPLAIN_HEADER = "x-tandem-explain"  # in a request: 1; in a response: the decision as JSON
 
 
-_KEY = "tandem.api_key"  # key in the ASGI scope
+_KEY, _KEY_USE = "tandem.api_key", "tandem.key_use"  # keys in the ASGI scope
 
 
 class RequestOptions(NamedTuple):
@@ -50,6 +53,17 @@ def request_options(request: Request, priority: int | None) -> RequestOptions:
 def note_key(scope: Scope, key: ApiKey) -> None:
     """Note the API key that a request was accepted with."""
     scope[_KEY] = key
+
+
+def note_key_use(scope: Scope, use: KeyUse) -> None:
+    """Note what a request takes of the limits of its API key."""
+    scope[_KEY_USE] = use
+
+
+def key_use_of(request: Request) -> KeyUse | None:
+    """What a request takes of the limits of its API key; None if nothing limits it."""
+    use: KeyUse | None = request.scope.get(_KEY_USE)
+    return use
 
 
 def key_of(request: Request) -> ApiKey | None:

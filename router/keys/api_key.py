@@ -14,10 +14,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.protocol.errors import RequestError
 from tandem.scheduling.admission.key_limits import NO_LIMITS, KeyLimits
 from tandem.scheduling.admission.tenants import TENANT_NAME
 
-__all__ = ["MAX_NAME_CHARS", "OPERATOR", "ApiKey", "KeyState", "Priority", "key_digest", "new_secret"]
+__all__ = ["MAX_NAME_CHARS", "OPERATOR", "ApiKey", "InvalidApiKey", "KeyState", "Priority", "key_digest", "new_secret"]
 
 OPERATOR = "*"  # in place of a tenant: an operator's key, which may name any tenant and sees what all tenants do
 MAX_NAME_CHARS = 100
@@ -25,6 +26,13 @@ MAX_NAME_CHARS = 100
 KeyState = Literal["active", "expired", "revoked"]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Time = Annotated[datetime, Meta(tz=True)]
+
+
+class InvalidApiKey(RequestError):
+    """The request has no API key, or one that is unknown, expired or revoked."""
+
+    status = 401
+    code = "invalid_api_key"
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from tandem.router.keys.api_key import ApiKey, KeyState, key_digest
+from tandem.router.keys.limiter import KeyUse, Limiter, LocalLimiter
 
 __all__ = ["ApiKeys"]
 
@@ -13,10 +14,13 @@ Listener = Callable[[], None]
 
 
 class ApiKeys:
-    """Who may use a server. Used from one event loop only."""
+    """Who may use a server, and how much. Used from one event loop only."""
 
-    def __init__(self, keys: Iterable[ApiKey] = (), *, is_required: bool = False) -> None:
-        """A server that requires keys and knows none refuses everybody."""
+    def __init__(
+        self, keys: Iterable[ApiKey] = (), *, is_required: bool = False, limiter: Limiter | None = None
+    ) -> None:
+        """A server that requires keys and knows none refuses everybody. By default limits are counted here."""
+        self._limiter = limiter or LocalLimiter()
         self.is_required = is_required
         self.damage = ""  # why the file cannot be used now; the keys are then those of before
         self.num_reloads = 0
@@ -41,6 +45,13 @@ class ApiKeys:
         """The key of this id."""
         return self._by_id.get(key_id)
 
+    async def begin(self, key: ApiKey) -> KeyUse | None:
+        """A request with this key begins; None if nothing limits it. Raises `RateLimitExceeded`."""
+        if not key.limits.is_any_on_requests:
+            return None
+        use = await self._limiter.begin(key)
+        return KeyUse(use, is_charged=key.limits.tokens_per_minute is not None)
+
     def num_by_state(self, now_s: float) -> Counter[KeyState]:
         """Keys by their state at this Unix time."""
         return Counter(key.state(now_s) for key in self._by_id.values())
@@ -52,6 +63,7 @@ class ApiKeys:
     def replace(self, keys: Iterable[ApiKey]) -> None:
         """Know these keys instead of those of before, from the next request on."""
         self._set(keys)
+        self._limiter.keep(self._by_id)
         self.num_reloads += 1
         for listener in self._listeners:
             listener()

@@ -16,7 +16,7 @@ from tandem.router.backend import Backend
 from tandem.router.http.disconnect import cancel_on_disconnect
 from tandem.router.http.errors import ClientDisconnected
 from tandem.router.http.metrics import EdgeMetrics, RequestClock
-from tandem.router.http.request_options import EXPLAIN_HEADER
+from tandem.router.http.request_options import EXPLAIN_HEADER, key_use_of
 from tandem.router.openai.choice_text import ChoiceDelta
 from tandem.router.openai.choices import run_choices
 from tandem.router.openai.event_stream import EventStream
@@ -35,8 +35,12 @@ async def answer_request(
     request: Request, answer: PlannedAnswer, backend: Backend, tokenizer: Tokenizer, metrics: EdgeMetrics
 ) -> Response:
     """Generate and respond. Raises a `ServingError` for a failure before the first token of a stream."""
+    use = key_use_of(request)
+    if use is not None:
+        max_tokens = sum(choice.request.sampling.max_tokens for choice in answer.choices)
+        await use.charge(answer.num_prompt_tokens, len(answer.choices), max_tokens)
     metrics.prompt_tokens.inc(answer.num_prompt_tokens)
-    deltas = run_choices(backend, answer.choices, tokenizer, lambda: RequestClock(metrics, answer.arrived_s))
+    deltas = run_choices(backend, answer.choices, tokenizer, lambda: RequestClock(metrics, answer.arrived_s, use))
     headers = {"x-request-id": answer.answer_id}
     async with AsyncExitStack() as stack:
         stack.push_async_callback(deltas.aclose)  # every way out cancels the generation, except with a stream

@@ -12,7 +12,7 @@ from tandem.protocol.errors import RequestError
 from tandem.protocol.messages import Prefetch
 from tandem.router.backend import PinRequest, PinState
 from tandem.router.http.authentication import visible_tenant
-from tandem.router.http.request_options import tenant_of
+from tandem.router.http.request_options import key_of, tenant_of
 from tandem.router.openai.chat import tokenize_chat
 from tandem.router.openai.completions import check_prompt, tokenize_prompt
 from tandem.router.openai.schema import PinFields, PrefetchFields, UnpinFields, refuse_unserved
@@ -33,6 +33,7 @@ async def pin_prefix(context: ServingContext, request: Request) -> dict[str, Any
     if len(given) != 1:
         raise RequestError(f"Give exactly one of {', '.join(SOURCES)}; got {len(given)}.", param=SOURCES[0])
     scope = context.cache_scope(request, fields.cache_salt)
+    key = key_of(request)
     pinned = PinRequest(
         token_ids=None if fields.conversation_id else await _token_ids(context, fields, scope),
         conversation_id=fields.conversation_id or "",
@@ -40,6 +41,8 @@ async def pin_prefix(context: ServingContext, request: Request) -> dict[str, Any
         tenant=tenant_of(request),
         ttl_s=fields.ttl_s,
         prefetch=Prefetch(fields.prefetch or Prefetch.HOST),
+        key_id="" if key is None else key.id,
+        max_pins_of_key=None if key is None else key.limits.pins,
     )
     return _pin_json(await context.backend.cache.pin(pinned))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -16,7 +17,9 @@ import msgspec
 
 from tandem.protocol.errors import ServingError
 from tandem.protocol.fault_boundary import async_error_of, error_of
+from tandem.router.keys.api_key import ApiKey, InvalidApiKey
 from tandem.router.keys.api_keys import ApiKeys
+from tandem.router.keys.limiter import LocalLimiter, LocalUse
 from tandem.router.processes import wire
 from tandem.router.processes.message_link import MessageLink
 from tandem.runtime.background import BackgroundTasks
@@ -65,11 +68,19 @@ class HubService(Protocol):
 class EdgeHub:
     """Its owner calls `start`, and `close` at the end. Used from one event loop only."""
 
-    def __init__(self, service: HubService, path: str, api_keys: ApiKeys) -> None:
+    def __init__(
+        self,
+        service: HubService,
+        path: str,
+        api_keys: ApiKeys,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`path` of a socket in a folder that only this user may enter. Edge processes get the keys, and changes."""
         self._path = path
         self._api_keys = api_keys
-        api_keys.listen(lambda: self._send_to_all(self._keys()))
+        self.limiter = LocalLimiter(clock)
+        api_keys.listen(self._keys_changed)
         self._service = service
         self._decode = service.wire_format.decode_for_hub
         self._expected: set[str] = set()
@@ -115,6 +126,8 @@ class EdgeHub:
         self._links.discard(edge.link)
         for task in list(edge.tasks.values()):
             task.cancel()
+        for use in edge.uses.values():
+            use.end(0, 0)
         self._service.left(edge_id)
 
     def publish(self, news: Any) -> None:
@@ -124,6 +137,10 @@ class EdgeHub:
     def _send_to_all(self, message: wire.Keys | wire.News[Any]) -> None:
         for edge in self._edges.values():
             edge.out.send(message)
+
+    def _keys_changed(self) -> None:
+        self.limiter.keep({key.id for key in self._api_keys.all})
+        self._send_to_all(self._keys())
 
     def _keys(self) -> wire.Keys:
         return wire.Keys(self._api_keys.all)
@@ -190,8 +207,32 @@ class EdgeHub:
             case wire.Close(number):
                 if (task := edge.tasks.get(number)) is not None:
                     task.cancel()
+            case wire.BeginUse() | wire.ChargeUse():
+                self._limit(edge, message)
+            case wire.EndUse(use, num_prompt_tokens, num_output_tokens):
+                if (ended := edge.uses.pop(use, None)) is not None:
+                    ended.end(num_prompt_tokens, num_output_tokens)
             case wire.Join():
                 pass
+
+    def _limit(self, edge: _Edge, message: wire.BeginUse | wire.ChargeUse) -> None:
+        """Count a request on the limits of its API key."""
+        try:
+            match message:
+                case wire.BeginUse(number, key_id):
+                    edge.uses[number] = self.limiter.begin_now(self._key(key_id))
+                case wire.ChargeUse(_, use, num_prompt_tokens, num_answers, max_tokens):
+                    edge.uses[use].charge_now(num_prompt_tokens, num_answers, max_tokens)
+        except ServingError as exc:
+            edge.out.send(wire.Failed(message.call, wire.wire_error(exc)))
+        else:
+            edge.out.send(wire.Answered(message.call, msgspec.Raw(wire.encode(None))))
+
+    def _key(self, key_id: str) -> ApiKey:
+        key = self._api_keys.get(key_id)
+        if key is None:  # the edge process has not heard yet that it is gone
+            raise InvalidApiKey(f"The API key {key_id} is removed.")
+        return key
 
     def _note(self, edge: _Edge, number: int, note: Any) -> None:
         if (call := edge.calls.get(number)) is None:
@@ -234,6 +275,7 @@ class _Edge:
         self.link = link
         self.calls: dict[int, HubCall] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}  # of calls and questions
+        self.uses: dict[int, LocalUse] = {}  # requests whose API keys have limits
         self.out: wire.Batch[Any] = wire.Batch(link.send, wire.Items, self._unsendable)
 
     def fail(self, number: int, error: wire.WireError) -> None:

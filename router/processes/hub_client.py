@@ -16,6 +16,7 @@ from tandem.protocol.fault_boundary import error_of
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.processes import wire
 from tandem.router.processes.message_link import MessageLink
+from tandem.router.processes.remote_limiter import RemoteLimiter
 from tandem.runtime.background import BackgroundTasks
 from tandem.runtime.idle_timeout import IdleClock, answered_in_time
 
@@ -48,7 +49,8 @@ class HubClient:
 
         `needs_key`: clients need an API key. The hub says which ones there are.
         """
-        self.api_keys = ApiKeys(is_required=needs_key)
+        limiter = RemoteLimiter(self._begin, self._ask_as, lambda message: self._out.send(message))
+        self.api_keys = ApiKeys(is_required=needs_key, limiter=limiter)
         self.is_silent = False
         self._path = path
         self._edge_id = edge_id
@@ -114,11 +116,16 @@ class HubClient:
     async def ask(self, question: Any, answer_type: type[T]) -> T:
         """The hub's answer. Raises a `ServingError`: the hub's own, or that there is none."""
         number = self._begin()
-        answer = self._questions[number] = asyncio.get_running_loop().create_future()
+        return msgspec.msgpack.decode(await self._ask_as(number, wire.Ask(number, question)), type=answer_type)
+
+    async def _ask_as(self, number: int, message: Any) -> msgspec.Raw:
+        """The answer to a message with this number."""
+        answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
+        self._questions[number] = answer
         try:
-            self._out.send(wire.Ask(number, question))
+            self._out.send(message)
             async with asyncio.timeout(ASK_TIMEOUT_S):
-                return msgspec.msgpack.decode(await answer, type=answer_type)
+                return await answer
         except TimeoutError:
             self._out.send(wire.Close(number))
             raise WorkerError(f"the deciding process did not answer within {ASK_TIMEOUT_S:g} s") from None

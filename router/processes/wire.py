@@ -1,6 +1,6 @@
 """What edge processes and the hub send each other. Both run the same version: the hub's process starts the others.
 
-    edge -> hub    Join; Open, Notes, Close of a call; Ask
+    edge -> hub    Join; Open, Notes, Close of a call; Ask; BeginUse, ChargeUse, EndUse of a key
     hub -> edge    Keys, News; Items, Failed of a call; Answered
 
 A call is a request that lasts: the hub sends items of it, and may be sent notes about it. What requests, notes, items,
@@ -25,7 +25,10 @@ __all__ = [
     "Answered",
     "Ask",
     "Batch",
+    "BeginUse",
+    "ChargeUse",
     "Close",
+    "EndUse",
     "Failed",
     "Items",
     "Join",
@@ -83,6 +86,31 @@ class Ask(_Message, Generic[T], frozen=True):
     question: T
 
 
+class BeginUse(_Message, frozen=True):
+    """A request with an API key that has limits begins; gets one answer, empty or an error. `call` as in `Open`."""
+
+    call: int
+    key_id: str
+
+
+class ChargeUse(_Message, frozen=True):
+    """Charge the request that began with `use` for its tokens; gets one answer, empty or an error."""
+
+    call: int
+    use: int
+    num_prompt_tokens: int
+    num_answers: int
+    max_tokens: int
+
+
+class EndUse(_Message, frozen=True):
+    """The request that began with `use` is over, and took this many tokens."""
+
+    use: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
 # -- to an edge process --------------------------------------------------------------------------------------------
 
 
@@ -135,7 +163,7 @@ class WireFormat:
     """The decoders of one service's messages. They raise `msgspec.DecodeError`."""
 
     def __init__(self, *, request: Any, question: Any, item: Any, news: Any, note: Any = None) -> None:
-        to_hub = Join | Open[request] | Notes[note] | Close | Ask[question]
+        to_hub = Join | Open[request] | Notes[note] | Close | Ask[question] | BeginUse | ChargeUse | EndUse
         to_edge = Keys | News[news] | Items[item] | Failed | Answered
         self.decode_for_hub: Callable[[Buffer], Any] = safe_decoder(to_hub)
         self.decode_for_edge: Callable[[Buffer], Any] = safe_decoder(to_edge)
@@ -152,7 +180,7 @@ def encode(message: Any) -> bytes:
 def calls_in(data: bytes) -> list[int]:
     """The calls of the hub that a message is about, although the message as a whole cannot be decoded."""
     match outcome_of(msgspec.msgpack.decode, data):
-        case ["Open" | "Ask" | "Close", int(call), *_]:
+        case ["Open" | "Ask" | "Close" | "BeginUse" | "ChargeUse", int(call), *_]:
             return [call]
         case ["Notes", [*notes]]:
             return [note[0] for note in notes]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tandem.protocol.digest import DIGEST_BYTES, CacheScope
-from tandem.protocol.errors import PinNotFound, PinQuotaExceeded
+from tandem.protocol.errors import PinNotFound, PinQuotaExceeded, RequestError
 from tandem.protocol.messages import Prefetch
 
 __all__ = ["Conversations", "Owner", "PinLedger", "PinnedChain"]
@@ -61,6 +61,7 @@ class PinnedChain:
     expires_at: float
     prefetch: Prefetch
     digests: tuple[bytes, ...] = ()
+    key_id: str = ""  # the API key that made it; "" = none
 
 
 class PinLedger:
@@ -99,9 +100,22 @@ class PinLedger:
             raise PinNotFound(f"There is no pin '{pin_id[:100]}'; it may have expired.", param="id")
         return pin
 
-    def add(self, pin: PinnedChain, digests: Sequence[bytes], max_blocks: int, now: float) -> None:
-        """Add a pin that covers these blocks; all pins may cover `max_blocks`. Raises `PinQuotaExceeded`."""
+    def add(
+        self,
+        pin: PinnedChain,
+        digests: Sequence[bytes],
+        max_blocks: int,
+        now: float,
+        *,
+        max_of_key: int | None = None,
+    ) -> None:
+        """Add a pin that covers these blocks; all pins may cover `max_blocks`.
+
+        `max_of_key`: live pins that its API key may have; None = no limit. Raises `PinQuotaExceeded`, and
+        `RequestError` if the key may pin nothing.
+        """
         pins = self.live(now)
+        self._check_key(pin, pins, max_of_key, now)
         tenant = pin.owner.tenant
         num_of_tenant = sum(other.owner.tenant == tenant for other in pins)
         uses = self._uses.get(tenant, Counter())
@@ -123,6 +137,19 @@ class PinLedger:
                 )
         self._pins[pin.pin_id] = pin
         self._cover(pin, digests)
+
+    def _check_key(self, pin: PinnedChain, pins: Sequence[PinnedChain], limit: int | None, now: float) -> None:
+        own = [other.expires_at for other in pins if other.key_id == pin.key_id]
+        if limit is None or len(own) < limit:
+            return
+        self.num_refused["key_pins"] += 1
+        if not own:  # waiting cannot help
+            raise RequestError(f"The API key {pin.key_id} may pin nothing (pins={limit}).", code="pin_quota_exceeded")
+        raise PinQuotaExceeded(
+            f"The API key {pin.key_id} has {len(own)} pins, and its limit is pins={limit}; unpin others, or wait for "
+            "one to expire.",
+            retry_after_s=min(own) - now,
+        )
 
     def remove(self, pin_id: str) -> None:
         """Forget a live pin."""

@@ -83,8 +83,8 @@ class PinService:
         digests = await self._chain_of(request)
         now = self._clock()
         owner, pin_id = Owner(request.tenant, request.cache_scope), f"pin-{secrets.token_hex(12)}"
-        pin = PinnedChain(pin_id, owner, request.conversation_id, now + ttl_s, request.prefetch)
-        self.ledger.add(pin, digests, self.max_blocks, now)
+        pin = PinnedChain(pin_id, owner, request.conversation_id, now + ttl_s, request.prefetch, key_id=request.key_id)
+        self.ledger.add(pin, digests, self.max_blocks, now, max_of_key=request.max_pins_of_key)
         self._send(pin, now)
         return (await self._states([pin]))[0]
 

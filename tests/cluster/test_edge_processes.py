@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -31,10 +32,11 @@ from tandem.router.keys.store import create_key, revoke_key
 from tandem.router.processes.backend_service import BackendService
 from tandem.router.processes.hub import EdgeHub
 from tandem.router.text.tokenizer import Tokenizer
+from tandem.scheduling.admission.key_limits import KeyLimits
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tests.router.conftest import build_tokenizer
 from tests.support.fake_backend import FakeBackend, until
-from tests.support.keys import api_keys_of, make_key_file
+from tests.support.keys import api_keys_of, make_key_file, stored_key
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 START_S = 60.0
@@ -226,6 +228,21 @@ async def test_a_revoked_key_is_refused_by_all_processes_under_load(tmp_path: Pa
         async with asyncio.timeout(START_S):
             while await refused_by(secret) != {200}:
                 pass
+
+
+async def test_a_keys_limit_holds_for_all_processes_together(tmp_path: Path) -> None:
+    limit = 5
+    limited = stored_key("sk-a", "a", limits=KeyLimits(requests_per_minute=limit))
+    async with edges(tmp_path, num_processes=2, api_keys=ApiKeys([limited], is_required=True)) as here:
+        here.client.headers["authorization"] = "Bearer sk-a"
+        began_s = time.monotonic()
+        answers = [await here.chat() for _ in range(60)]
+        num_refilled = (time.monotonic() - began_s) * limit / 60
+        statuses = [answer.status_code for answer in answers]
+        assert set(statuses) == {200, 429}
+        assert statuses[:limit] == [200] * limit
+        assert statuses.count(200) <= limit + num_refilled
+        assert here.counter_files() >= {"counter_0.db", "counter_1.db"}  # both processes have answered
 
 
 async def test_draining_lets_answers_end_and_ends_the_processes(tmp_path: Path) -> None:

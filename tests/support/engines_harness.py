@@ -179,7 +179,7 @@ def settings_of(
     tenants: Tenants = Tenants(),
     readers: dict[str, PromptReader] | None = None,
     admin_token: str = "",
-    api_keys: Mapping[str, str] | None = None,
+    api_keys: Mapping[str, str] | ApiKeys | None = None,
     clock: Callable[[], float] = time.monotonic,
     **engines: Any,
 ) -> RouterSettings:
@@ -195,7 +195,8 @@ def settings_of(
     }
     external = ExternalEnginesConfig(**(defaults | engines))
     config = config or RouterConfig(request_timeout_s=20.0, drain_timeout_s=5.0)
-    return RouterSettings(config, external, tenants, readers or {}, admin_token, api_keys_of(api_keys or {}), clock)
+    keys = api_keys if isinstance(api_keys, ApiKeys) else api_keys_of(api_keys or {})
+    return RouterSettings(config, external, tenants, readers or {}, admin_token, keys, clock)
 
 
 def spec_of(fake: FakeServer, name: str, **values: Any) -> EngineSpec:

@@ -8,6 +8,7 @@ from typing import Any
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.dispatcher import DispatchRequest
 from tandem.router.engines.relay.apis import Api
+from tandem.router.keys.limiter import KeyUse
 
 __all__ = ["ClientRequest"]
 
@@ -22,6 +23,7 @@ class ClientRequest:
     body: dict[str, Any]
     routing: DispatchRequest
     arrived_s: float  # time.perf_counter()
+    key_use: KeyUse | None = None  # what it takes of the limits of its API key; None = nothing limits it
 
     @property
     def wants_usage(self) -> bool:

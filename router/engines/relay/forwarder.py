@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from tandem.protocol.digest import token_bytes
 from tandem.protocol.errors import ModelNotFound, NoWorker, RequestError, ServingError
 from tandem.router.engines.dispatcher import Dispatcher, DispatchRequest, EngineTarget
+from tandem.router.engines.relay.answers import as_count
 from tandem.router.engines.relay.apis import CHAT, RESPONSES, Api
 from tandem.router.engines.relay.attempt import Attempt
 from tandem.router.engines.relay.attempts import AttemptLimits, Attempts
@@ -25,7 +26,7 @@ from tandem.router.http.disconnect import cancel_on_disconnect
 from tandem.router.http.errors import ClientDisconnected, serving_error_body
 from tandem.router.http.json_body import read_json
 from tandem.router.http.metrics import EdgeMetrics
-from tandem.router.http.request_options import EXPLAIN_HEADER, request_options
+from tandem.router.http.request_options import EXPLAIN_HEADER, key_use_of, request_options
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.openai.planned_answer import new_answer_id
 from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
@@ -47,6 +48,7 @@ _ROUTER_FIELDS = frozenset(
 )
 MAX_OUTPUT_TOKENS = 1 << 20  # of a request that sets no limit
 _REQUEST_IDS = ("request_id", "rid")  # the router sets the id
+_MAX_ANSWERS = 2048
 _MAX_BRACKETS = 250  # above it, nesting may be too deep to be encoded again
 
 _STREAM_HEADERS = [
@@ -92,6 +94,10 @@ class Forwarder:
         raw, body = await read_object(http_request)
         _check_fields(body)
         request = await self._read(http_request, api, raw, body, arrived_s)
+        if request.key_use is not None:
+            num_answers = _num_answers(request)
+            max_tokens = num_answers * request.routing.max_tokens
+            await request.key_use.charge(request.routing.num_prompt_tokens, num_answers, max_tokens)
         attempts = Attempts(self._dispatcher, self._connections, request, self._metrics, self._limits)
         writer = ResponseWriter(scope, send)
         attempt = None
@@ -137,7 +143,7 @@ class Forwarder:
             explains=options.explains,
             generates=api.generates,
         )
-        return ClientRequest(api=api, body=body, routing=routing, arrived_s=arrived_s)
+        return ClientRequest(api=api, body=body, routing=routing, arrived_s=arrived_s, key_use=key_use_of(http_request))
 
     def _model_of(self, body: dict[str, Any]) -> tuple[str, str]:
         """The model and the adapter ("" = none) of a request, which need not name its model if there is only one."""
@@ -185,6 +191,11 @@ def _headers(request: ClientRequest, target: EngineTarget) -> dict[str, str]:
     if target.decision is not None:
         headers[EXPLAIN_HEADER] = json.dumps(target.decision, separators=(",", ":"))
     return headers
+
+
+def _num_answers(request: ClientRequest) -> int:
+    """Answers that are generated, as far as the router reads the body; the engine checks it."""
+    return min(as_count(request.body.get("n")) or 1, _MAX_ANSWERS) if request.api.generates else 0
 
 
 async def read_object(request: Request) -> tuple[bytes, dict[str, Any]]:

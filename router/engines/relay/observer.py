@@ -25,7 +25,7 @@ class AttemptObserver:
         self._request = request
         self._metrics = metrics
         self._now = now
-        self._clock = RequestClock(metrics, request.arrived_s)
+        self._clock = RequestClock(metrics, request.arrived_s, request.key_use)
         self._num_tokens = 0
         self._last_token_s = 0.0
         self._usage: dict[str, Any] = {}
@@ -53,8 +53,11 @@ class AttemptObserver:
         details = as_dict(usage.get("prompt_tokens_details"))
         self._metrics.prompt_tokens.inc(as_count(usage.get("prompt_tokens")))
         self._metrics.cached_tokens.inc(as_count(details.get("cached_tokens")))
-        num_unseen = as_count(usage.get("completion_tokens")) - self._num_tokens
-        self._metrics.generation_tokens.inc(max(num_unseen, 0))
+        num_tokens = as_count(usage.get("completion_tokens"))
+        self._metrics.generation_tokens.inc(max(num_tokens - self._num_tokens, 0))
+        if (use := self._request.key_use) is not None:  # the clock has counted events, or will do so
+            use.num_prompt_tokens = as_count(usage.get("prompt_tokens")) or use.num_prompt_tokens
+            use.num_output_tokens += num_tokens - self._num_tokens if num_tokens else 0
 
     def ended(self) -> None:
         """The answer is complete. Lengths are learned from answers that were generated and whose length is known."""

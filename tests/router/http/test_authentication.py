@@ -160,8 +160,8 @@ async def test_expired_and_revoked_keys_are_refused_counted_and_logged_once_by_i
         labels = {"key_id": key_id, "reason": reason}
         assert registry.get_sample_value("tandem_router_refused_keys_total", labels) == 2
     assert [record.getMessage() for record in caplog.records] == [
-        "requests with the API key k-a are refused: it is expired",
-        "requests with the API key k-b are refused: it is revoked",
+        "requests with the API key k-a are refused: expired",
+        "requests with the API key k-b are refused: revoked",
     ]
 
 

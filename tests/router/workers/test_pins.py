@@ -106,6 +106,27 @@ def test_a_quota_names_itself_its_value_and_its_limit(
     assert len(ledger) == 1
 
 
+def test_a_keys_pins_are_limited_beside_those_of_its_tenant() -> None:
+    ledger = make_ledger()
+
+    def pin(pin_id: str, key_id: str, limit: int | None, *, now: float = 0.0) -> None:
+        chain = PinnedChain(pin_id, T, "", now + 30.0, Prefetch.HOST, key_id=key_id)
+        ledger.add(chain, digests(1), 100, now, max_of_key=limit)
+
+    for number in range(2):
+        pin(f"a{number}", "k-a", 2, now=float(number))
+    with pytest.raises(PinQuotaExceeded, match=r"The API key k-a has 2 pins, and its limit is pins=2") as raised:
+        pin("a2", "k-a", 2, now=10.0)
+    assert raised.value.retry_after_s == 20.0
+    pin("b", "k-b", 2, now=10.0)  # of the same tenant
+    pin("c", "", None, now=10.0)
+    pin("a3", "k-a", 2, now=30.0)  # the first has expired
+    with pytest.raises(RequestError, match=r"The API key k-c may pin nothing \(pins=0\)"):
+        pin("d", "k-c", 0)
+    assert ledger.num_refused == {"key_pins": 2}
+    ledger.check_integrity()
+
+
 def test_an_expired_pin_is_not_found() -> None:
     ledger = make_ledger()
     add(ledger, "a", 1, expires_at=10.0)
