@@ -31,9 +31,13 @@ from tandem.router.openai.schema import (
     ContentPart,
     DetokenizeRequest,
     GenerationFields,
+    JsonSchemaFormat,
     PinFields,
     PrefetchFields,
+    ResponseFormat,
     StreamOptions,
+    Structure,
+    StructuredOutputs,
     TokenizeRequest,
     UnpinFields,
 )
@@ -51,6 +55,10 @@ _PARTS: dict[Any, str] = {
     ToolFunction: "function of a tool",
     NamedToolChoice: "named tool choice",
     FunctionName: "function's name",
+    ResponseFormat: "`response_format`",
+    JsonSchemaFormat: "`json_schema`",
+    Structure: "structure",
+    StructuredOutputs: "`structured_outputs`",
 }
 _TITLES: dict[type[msgspec.Struct], str] = {
     GenerationFields: "Chat and completions",
@@ -61,6 +69,10 @@ _TITLES: dict[type[msgspec.Struct], str] = {
     NamedToolChoice: "A tool choice that names a function",
     FunctionName: "A function's name",
     StreamOptions: "`stream_options`",
+    ResponseFormat: "`response_format`",
+    JsonSchemaFormat: "`json_schema` of `response_format`",
+    Structure: "A structure of `response_format`",
+    StructuredOutputs: "`structured_outputs`",
     ChatMessage: "A message",
     ContentPart: "A content part of a message",
     TokenizeRequest: "`/tokenize`",
@@ -183,7 +195,7 @@ def _serve_app() -> RouterApp:
     """The app of `tandem serve`, without backend and tokenizer: only its routes are read."""
     backend, tokenizer = (
         SimpleNamespace(decisions=None, pools=None, set_role=None),
-        SimpleNamespace(start_id=0, chat_template=""),
+        SimpleNamespace(start_id=0, chat_template="", to_json=None),
     )
     return create_app(cast(Any, backend), cast(Any, tokenizer), RouterConfig(), CollectorRegistry(), api_keys=ApiKeys())
 
@@ -265,7 +277,7 @@ def _type(kind: types.Type) -> str:
             return _PARTS[kind.cls]
         case types.BoolType():
             return "boolean"
-        case types.AnyType():
+        case types.AnyType() | types.RawType():
             return "any value"
     raise AssertionError(f"no words for {kind}")
 

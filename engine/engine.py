@@ -52,6 +52,7 @@ class SequenceOutput:
     token_id: int
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
+    stop_token_id: int | None  # the new token, if it ended the sequence and is not part of the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +395,10 @@ class Engine:
             for step in self._launched:
                 step.void.add(sequence)
         offset = position - sequence.num_prompt_tokens
-        return SequenceOutput(sequence, offset, sampled.token_id, sampled.logprobs, sequence.finish_reason)
+        stop_token_id = sampled.token_id if self._is_stop_token(sequence, sampled.token_id) else None
+        return SequenceOutput(
+            sequence, offset, sampled.token_id, sampled.logprobs, sequence.finish_reason, stop_token_id
+        )
 
     def _remove(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
         """Take a sequence out for good. Steps that still compute it go on: later work of the stream follows them."""
@@ -404,15 +408,17 @@ class Engine:
 
     def _finish_reason(self, sequence: Sequence, position: int) -> FinishReason | None:
         """Why a sequence ends with the token at this position, if it does."""
-        sampling, token_id = sequence.sampling, sequence.token_ids[position]
-        stops = token_id in sampling.stop_token_ids or (
-            token_id in self.model.eos_token_ids and not sampling.ignore_eos
-        )
-        if stops:
+        if self._is_stop_token(sequence, sequence.token_ids[position]):
             return FinishReason.STOP
         if sequence.matcher is not None and sequence.matcher.is_complete(sequence.unmatched_ids):
             return FinishReason.STOP
         return FinishReason.LENGTH if self._is_full(sequence, position) else None
+
+    def _is_stop_token(self, sequence: Sequence, token_id: int) -> bool:
+        """Whether a token ends the sequence. Behind an end token a grammar allows nothing, so `ignore_eos` is void."""
+        sampling = sequence.sampling
+        ends = token_id in self.model.eos_token_ids and (not sampling.ignore_eos or sequence.matcher is not None)
+        return ends or token_id in sampling.stop_token_ids
 
     def _is_full(self, sequence: Sequence, position: int) -> bool:
         """Whether no token may follow the one at this position."""

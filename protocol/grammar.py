@@ -30,12 +30,12 @@ class GrammarError(RequestError):
 
 
 def make_grammar_tokenizer(
-    tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]
+    tokenizer_json: str, vocab_size: int | None, eos_token_ids: Iterable[int]
 ) -> llguidance.LLTokenizer:
     """The form of a tokenizer that grammars are compiled for. `tokenizer_json` is the text of a `tokenizer.json`.
 
-    `vocab_size` is the number of logits, `eos_token_ids` are the tokens with which an answer may end. Takes up to
-    seconds for a large vocabulary.
+    `vocab_size` is the number of logits (None = the tokenizer's own), `eos_token_ids` are the tokens with which an
+    answer may end. Takes up to seconds for a large vocabulary.
     """
     return llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(eos_token_ids) or None)
 

@@ -11,7 +11,6 @@ from tandem.protocol.messages import (
     WIRE_VERSION,
     BlockEvents,
     BlockSnapshot,
-    FinishReason,
     Hello,
     Message,
     PeerAddress,
@@ -145,7 +144,7 @@ def _delta(output: SequenceOutput) -> SequenceDelta:
         offset=output.offset,
         token_ids=[output.token_id],
         finish_reason=output.finish_reason,
-        stop_token_id=output.token_id if output.finish_reason is FinishReason.STOP else None,
+        stop_token_id=output.stop_token_id,
         num_cached_tokens=sequence.num_cached_tokens if output.offset == 0 else None,
         logprobs=None if output.logprobs is None else [output.logprobs],
     )

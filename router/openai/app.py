@@ -34,6 +34,7 @@ from tandem.router.openai.explain import explain
 from tandem.router.openai.readiness import Readiness, Ready
 from tandem.router.openai.serving_context import ServingContext
 from tandem.router.openai.tokenization import detokenize, tokenize
+from tandem.router.structured_output.checker import GrammarChecker
 from tandem.router.text.tokenizer import Tokenizer, TokenizerPool
 from tandem.scheduling.admission.tenants import CacheScopes, Tenants
 
@@ -65,6 +66,7 @@ def create_app(
         EdgeMetrics(registry),
         CacheScopes(tenants, has_keys=api_keys.is_required),
         choose_formats(config, tokenizer),
+        GrammarChecker(tokenizer.to_json),
     )
     prober = Readiness(backend, tokenizer.start_id or 0) if readiness is None else None
     ready = readiness or prober
@@ -77,6 +79,7 @@ def create_app(
                 yield
         finally:
             context.pool.close()
+            await context.grammars.close()
 
     async def scrape_registry() -> bytes:
         return bytes(generate_latest(registry))

@@ -46,6 +46,7 @@ async def plan_chat(context: ServingContext, request: Request, arrived_s: float)
     requested_tokens = _requested_tokens(fields)
     num_logprobs = _num_logprobs(fields)
     check_fields(fields, 1, num_logprobs)
+    grammar = await context.grammar_of(fields)
     options = request_options(request, fields.priority)
     scope = context.scopes.of(options.service_class.tenant, fields.cache_salt or "")
     token_ids = await tokenize_chat(
@@ -73,6 +74,7 @@ async def plan_chat(context: ServingContext, request: Request, arrived_s: float)
         options=options,
         cache_scope=scope,
         parsing=context.formats.parsing(context.tokenizer, token_ids, tools, hides_special=hides_special),
+        grammar=grammar,
     )
     return plan_answer(context, prepared)
 

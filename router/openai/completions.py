@@ -45,6 +45,7 @@ async def plan_completion(context: ServingContext, request: Request, arrived_s: 
     limit = context.prompt_limit("prompt")
     given = _separate_prompts(fields, limit)
     check_fields(fields, len(given), fields.logprobs)
+    grammar = await context.grammar_of(fields, len(given))
     for prompt in given:
         check_prompt(prompt, context.tokenizer, limit)
     prompts = await context.pool.run(
@@ -64,6 +65,7 @@ async def plan_completion(context: ServingContext, request: Request, arrived_s: 
         conversation_id=conversation_of(request, fields),
         options=options,
         cache_scope=context.scopes.of(options.service_class.tenant, fields.cache_salt or ""),
+        grammar=grammar,
     )
     return plan_answer(context, prepared)
 

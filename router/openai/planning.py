@@ -51,6 +51,7 @@ class PreparedRequest:
     options: RequestOptions
     cache_scope: CacheScope
     parsing: AnswerParsing | None = None
+    grammar: str = ""  # that every choice must match
 
 
 def conversation_of(request: Request, fields: GenerationFields) -> str:
@@ -124,7 +125,11 @@ def _sampling(context: ServingContext, request: PreparedRequest) -> Iterator[Sam
         if params is None:
             vocab_size = context.tokenizer.vocab_size
             params = sampling_params(
-                request.fields, max_tokens=max_tokens, num_logprobs=request.num_logprobs, vocab_size=vocab_size
+                request.fields,
+                max_tokens=max_tokens,
+                num_logprobs=request.num_logprobs,
+                vocab_size=vocab_size,
+                grammar=request.grammar,
             )
         else:
             params = other_prompt(params, request.fields, max_tokens)

@@ -13,6 +13,7 @@ from tandem.router.openai.schema import ChatMessage, GenerationFields
 __all__ = [
     "check_echo",
     "check_fields",
+    "check_grammar",
     "check_held_logprobs",
     "check_messages",
     "check_prompt_tokens",
@@ -28,6 +29,7 @@ MAX_STEP_LOGPROBS = 4096  # for one token of every sequence
 MAX_HELD_LOGPROBS = 1 << 24  # for all tokens of all sequences, in an answer that is not streamed
 MAX_PROMPT_TOKENS = 1 << 24  # of all sequences, each of which sends its prompt: 128 prompts of 131,072 tokens
 MAX_ECHO_CHARS = 1 << 24  # of all sequences
+MAX_GRAMMAR_CHARS = 1 << 22  # of all sequences, each of which sends its grammar
 MAX_MESSAGES = 16_384
 MAX_MESSAGE_PARTS = 65_536  # content parts and tool calls of all messages
 MAX_TEMPLATE_OPTIONS = 64
@@ -75,6 +77,11 @@ def check_held_logprobs(num_tokens: int, num_logprobs: int) -> None:
 def check_echo(texts: Iterable[str], num_siblings: int) -> None:
     """Raise `RequestError` if the repeated prompts are too long together."""
     _check(sum(map(len, texts)) * num_siblings, MAX_ECHO_CHARS, "characters to echo (prompts times n)", "echo")
+
+
+def check_grammar(grammar: str, num_sequences: int, param: str) -> None:
+    """Raise `RequestError` if the grammars of all sequences are too long together."""
+    _check(len(grammar) * num_sequences, MAX_GRAMMAR_CHARS, "characters of grammar (prompts times n)", param)
 
 
 def _num_parts(message: ChatMessage) -> int:

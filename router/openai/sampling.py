@@ -29,7 +29,7 @@ UNKNOWN_CONTEXT_TOKENS = 1 << 20  # while no worker has reported its context; th
 
 
 def sampling_params(
-    fields: GenerationFields, *, max_tokens: int, num_logprobs: int | None, vocab_size: int
+    fields: GenerationFields, *, max_tokens: int, num_logprobs: int | None, vocab_size: int, grammar: str = ""
 ) -> SamplingParams:
     """Sampling parameters of a request's first choice. Draws a seed if the client gave none."""
     min_tokens = _min_tokens(fields, max_tokens)
@@ -50,6 +50,7 @@ def sampling_params(
         repetition_penalty=_given(fields.repetition_penalty, 1.0),
         logit_bias=_logit_bias(fields.logit_bias or {}, vocab_size),
         num_logprobs=num_logprobs,
+        grammar=grammar,
     )
 
 

@@ -30,6 +30,7 @@ from tandem.protocol.sampling import (
 from tandem.router.openai.tool_fields import NamedToolChoice, Tool
 
 __all__ = [
+    "ABSENT",
     "UNSERVED",
     "ChatMessage",
     "ChatRequest",
@@ -37,9 +38,13 @@ __all__ = [
     "ContentPart",
     "DetokenizeRequest",
     "GenerationFields",
+    "JsonSchemaFormat",
     "PinFields",
     "PrefetchFields",
+    "ResponseFormat",
     "StreamOptions",
+    "Structure",
+    "StructuredOutputs",
     "TokenizeRequest",
     "UnpinFields",
     "check_cache_salt",
@@ -61,6 +66,7 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 ConversationId = Annotated[str, Meta(min_length=1, max_length=MAX_CONVERSATION_ID_CHARS)]
 
 MAX_NEUTRAL_BYTES = 256  # of a value that asks for nothing
+ABSENT = msgspec.Raw(b"null")  # of a field whose JSON is kept as it is
 LARGE_BODY_BYTES = 64 * 1024  # their objects are too many for the garbage collector to walk again and again
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -93,6 +99,42 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
     include_usage: Annotated[bool | None, Doc("A last chunk has the usage of the whole request.")] = None
     continuous_usage_stats: Annotated[bool | None, Doc("Every chunk has the usage so far.")] = None
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True):
+    """A schema that the answer matches."""
+
+    schema: Annotated[msgspec.Raw, Doc("A JSON schema.")] = ABSENT
+    name: Annotated[str | None, Doc("Accepted; not used.")] = None
+    strict: Annotated[bool | None, Doc("Accepted: every schema is kept to.")] = None
+
+
+class Structure(msgspec.Struct, frozen=True):
+    """A piece of the answer: `begin`, JSON of this schema, `end`."""
+
+    begin: Annotated[str, Doc("The text before it.")]
+    end: Annotated[str, Doc("The text behind it.")]
+    schema: Annotated[msgspec.Raw, Doc("The schema; by default any JSON.")] = msgspec.Raw(b"{}")
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """The form of the answer, as OpenAI."""
+
+    type: Annotated[Literal["text", "json_object", "json_schema", "structural_tag"], Doc("What the answer is.")]
+    json_schema: Annotated[JsonSchemaFormat | None, Doc("With `json_schema`.")] = None
+    structures: Annotated[list[Structure] | None, Doc("With `structural_tag`: the structures.")] = None
+    triggers: Annotated[list[str] | None, Doc("With `structural_tag`: the texts with which one begins.")] = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """What the answer matches, as vLLM spells it: exactly one of these."""
+
+    json: Annotated[msgspec.Raw, Doc("A JSON schema, as an object or as text.")] = ABSENT
+    json_object: Annotated[bool | None, Doc("Any JSON object.")] = None
+    regex: Annotated[str | None, Doc("A regular expression of the whole answer.")] = None
+    choice: Annotated[Annotated[list[str], Meta(min_length=1)] | None, Doc("One of these texts.")] = None
+    grammar: Annotated[str | None, Doc("A grammar in Lark's form or in GBNF.")] = None
+    structural_tag: Annotated[msgspec.Raw, Doc("As `response_format` of type `structural_tag`.")] = ABSENT
 
 
 class GenerationFields(msgspec.Struct, kw_only=True, frozen=True):
@@ -131,6 +173,8 @@ class GenerationFields(msgspec.Struct, kw_only=True, frozen=True):
     ] = None
     skip_special_tokens: Annotated[bool | None, Doc("Leave special tokens out of the text; by default true.")] = None
     add_special_tokens: AddSpecialTokens = None
+    response_format: Annotated[ResponseFormat | None, Doc("The form of the answer.")] = None
+    structured_outputs: Annotated[StructuredOutputs | None, Doc("What the answer matches.")] = None
     cache_salt: CacheSalt = None
     conversation_id: Annotated[
         ConversationId | None, Doc("The conversation that the request belongs to, for pins; also a header.")
@@ -274,8 +318,6 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prompt_logprobs": (),
     "regex": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -285,8 +327,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
 }
 
 
-_ABSENT = msgspec.Raw(b"null")
-_Unserved = msgspec.defstruct("_Unserved", [(name, msgspec.Raw, _ABSENT) for name in UNSERVED])
+_Unserved = msgspec.defstruct("_Unserved", [(name, msgspec.Raw, ABSENT) for name in UNSERVED])
 
 
 def decode_body(body: bytes, request_type: type[R]) -> R:
@@ -301,7 +342,7 @@ def refuse_unserved(body: bytes, request: GenerationFields | PinFields) -> None:
     with _decoding_errors(), _collector_paused(body):
         fields = msgspec.json.decode(body, type=_Unserved)
         for name, raw in zip(UNSERVED, msgspec.structs.astuple(fields), strict=True):
-            if raw is _ABSENT or name in request.__struct_fields__ or _is_neutral(name, raw):
+            if raw is ABSENT or name in request.__struct_fields__ or _is_neutral(name, raw):
                 continue
             raise RequestError(f"'{name}' is not supported by this server.", param=name, code="unsupported_parameter")
 

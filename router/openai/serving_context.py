@@ -15,8 +15,11 @@ from tandem.router.http.json_body import read_json
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.request_options import tenant_of
 from tandem.router.openai.answer_formats import AnswerFormats
+from tandem.router.openai.request_limits import check_grammar
 from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
-from tandem.router.openai.schema import decode_body
+from tandem.router.openai.schema import GenerationFields, decode_body
+from tandem.router.structured_output.checker import GrammarChecker
+from tandem.router.structured_output.constraint import constraint_of
 from tandem.router.text.token_lengths import PromptLimit
 from tandem.router.text.tokenizer import Tokenizer, TokenizerPool
 from tandem.scheduling.admission.tenants import CacheScopes
@@ -36,6 +39,7 @@ class ServingContext:
     metrics: EdgeMetrics
     scopes: CacheScopes
     formats: AnswerFormats
+    grammars: GrammarChecker
 
     def cache_scope(self, request: Request, cache_salt: str | None) -> CacheScope:
         """The scope within which a request shares cached blocks. Raises `RequestError`."""
@@ -45,6 +49,15 @@ class ServingContext:
         """Raise `ModelNotFound` if a request names a model, and it is not the one that is served."""
         if name and name != self.backend.model:
             raise ModelNotFound(f"The model '{name[:200]}' does not exist.", param="model")
+
+    async def grammar_of(self, fields: GenerationFields, num_prompts: int = 1) -> str:
+        """The grammar that each answer must match, checked; empty if there is none. Raises `RequestError`."""
+        constraint = constraint_of(fields.response_format, fields.structured_outputs)
+        if constraint is None:
+            return ""
+        grammar = await self.grammars.grammar(constraint)
+        check_grammar(grammar, num_prompts * (fields.n or 1), constraint.param)
+        return grammar
 
     def prompt_limit(self, param: str) -> PromptLimit:
         """The longest prompt that the request's field `param` may hold."""

@@ -55,6 +55,11 @@ class Tokenizer:
         self._anchor_text = self.decode(self._anchor)
         self._texts: dict[int, str] = {}
 
+    def to_json(self) -> str:
+        """The text of its `tokenizer.json`, with the tokens that were added."""
+        text: str = self._fast.to_str()
+        return text
+
     def check_length(self, text: str, limit: PromptLimit) -> None:
         """Raise `ContextLengthExceeded` if the text is too long by its characters alone. Does not encode it."""
         if self._token_length is not None:

@@ -14,11 +14,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Timer
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import openai
 import psutil
+import pydantic
 import pytest
 
 from tests.support.server import Server, started, until
@@ -63,6 +64,43 @@ def test_a_normal_start_prints_its_progress_and_nothing_else(server: Server) -> 
     assert [line.split(maxsplit=2)[2] for line in progress][:2] == ["starting Ray", "loading tiny into 2 worker(s)"]
     rest = [line.strip() for line in lines if line not in progress]
     assert [line.split()[0] for line in rest] == ["Serving", "Try:", "curl", "tandem"], server.output
+
+
+class Person(pydantic.BaseModel):
+    """What the model, whose weights are random, is made to describe."""
+
+    name: Annotated[str, pydantic.Field(max_length=12)]
+    age: Annotated[int, pydantic.Field(ge=0, le=9)]
+
+
+def test_structured_output_is_the_same_on_two_workers_and_on_one(server: Server, colocated: Server) -> None:
+    question: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Who?"}],
+        "response_format": Person,
+        "temperature": 1.0,
+        "seed": 11,
+        "n": 3,
+        "max_tokens": 400,
+    }
+    answers = []
+    for one in (server, colocated):
+        with client_of(one) as client:
+            choices = client.chat.completions.parse(**question).choices
+        assert all(isinstance(choice.message.parsed, Person) for choice in choices)
+        answers.append([choice.message.content for choice in choices])
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) == 3
+
+
+def test_a_hostile_schema_is_refused_and_nobody_else_notices(server: Server) -> None:
+    hostile = {"type": "integer", "multipleOf": 99999989}
+    with client_of(server) as client, pytest.raises(openai.BadRequestError, match="takes more than"):
+        client.completions.create(
+            model="tiny", prompt="a", max_tokens=5, extra_body={"structured_outputs": {"json": hostile}}
+        )
+    assert complete(server, "still here")
+    assert_idle(server)
 
 
 def test_nothing_listens_beyond_loopback(server: Server, colocated: Server) -> None:

@@ -14,7 +14,7 @@ import llguidance
 import pytest
 
 from tandem.engine import structured_output
-from tandem.engine.engine import Engine, SequenceFailure
+from tandem.engine.engine import Engine, SequenceFailure, StepResult
 from tandem.engine.sequence import Phase, Sequence
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.grammar import GrammarError
@@ -75,6 +75,11 @@ def run(engine: Engine) -> list[SequenceFailure]:
     return failures
 
 
+def iter_steps(engine: Engine) -> Iterator[StepResult]:
+    while engine.has_work:
+        yield from engine.step()
+
+
 def text_of(engine: Engine, sequence: Sequence) -> str:
     """The output without the end token, which may come at the end only."""
     token_ids = output(sequence)
@@ -98,11 +103,15 @@ def test_output_matches_its_schema(engine: Engine, temperature: float) -> None:
         assert sequence.finish_reason is FinishReason.STOP
 
 
-def test_the_output_ends_with_the_grammar_and_not_a_token_later(engine: Engine) -> None:
+def test_the_output_ends_with_the_grammar_and_its_last_token_is_part_of_the_answer(engine: Engine) -> None:
     sequence = ask(engine, "a", regex_grammar("ab{3}"))
-    assert run(engine) == []
+    outputs = [output for result in iter_steps(engine) for output in result.outputs]
     assert text_of(engine, sequence) == "abbb"
     assert EOS_TOKEN_ID not in output(sequence)
+    assert (outputs[-1].finish_reason, outputs[-1].stop_token_id) == (FinishReason.STOP, None)
+    sequence = ask(engine, "b", regex_grammar("a?"), logit_bias={EOS_TOKEN_ID: 100}, ignore_eos=True)
+    outputs = [output for result in iter_steps(engine) for output in result.outputs]
+    assert (outputs[-1].finish_reason, outputs[-1].stop_token_id) == (FinishReason.STOP, EOS_TOKEN_ID)
 
 
 def test_the_model_may_end_where_the_grammar_may(engine: Engine) -> None:

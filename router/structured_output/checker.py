@@ -1,0 +1,127 @@
+"""Checks what requests ask their output to match, before any worker sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+from tandem.protocol.errors import InternalError, Overloaded
+from tandem.protocol.grammar import GrammarError
+from tandem.protocol.sampling import MAX_GRAMMAR_CHARS
+from tandem.router.structured_output.compile_process import MAX_CPU_S, Compiled, Question
+from tandem.router.structured_output.constraint import Constraint
+
+__all__ = ["GrammarChecker"]
+
+MAX_WAITING = 32  # constraints that nobody has asked for before
+MAX_KEPT_CHARS = 1 << 24  # of constraints and their grammars
+START_S, ANSWER_S, END_S = 60.0, 20.0, 1.0  # deadlines; an answer takes `MAX_CPU_S` of CPU time at most
+_COMMAND = (sys.executable, "-m", "tandem.router.structured_output.compile_process")
+
+
+class GrammarChecker:
+    """Compiles each new constraint in a process of its own, which ends if that takes too long; results are kept."""
+
+    def __init__(self, tokenizer_json: Callable[[], str]) -> None:
+        self._tokenizer_json = tokenizer_json
+        self._known: OrderedDict[tuple[str, str], Compiled] = OrderedDict()
+        self._num_kept_chars = 0
+        self._lock = asyncio.Lock()
+        self._num_waiting = 0
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def grammar(self, constraint: Constraint) -> str:
+        """The constraint's grammar, for `SamplingParams.grammar`. Raises `GrammarError`, `Overloaded`."""
+        kind, text, param = constraint
+        if len(text) > MAX_GRAMMAR_CHARS:
+            raise GrammarError(
+                f"'{param}' has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are allowed.", param=param
+            )
+        compiled = self._known.get((kind, text)) or await self._compile_in_turn(kind, text)
+        self._known.move_to_end((kind, text))
+        if compiled.error:
+            raise GrammarError(f"Invalid value for '{param}': {compiled.error}", param=param)
+        return compiled.grammar
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._end_process()
+
+    async def _compile_in_turn(self, kind: str, text: str) -> Compiled:
+        if self._num_waiting >= MAX_WAITING:
+            raise Overloaded(f"{MAX_WAITING} new grammars are being checked already.", retry_after_s=MAX_CPU_S)
+        self._num_waiting += 1
+        try:
+            async with self._lock:
+                known = self._known.get((kind, text))  # another request may have asked for the same
+                return known or self._keep(kind, text, await self._compile(kind, text))
+        finally:
+            self._num_waiting -= 1
+
+    def _keep(self, kind: str, text: str, compiled: Compiled) -> Compiled:
+        self._known[kind, text] = compiled
+        self._num_kept_chars += len(text) + len(compiled.grammar)
+        while self._num_kept_chars > MAX_KEPT_CHARS:
+            (_, old_text), old = self._known.popitem(last=False)
+            self._num_kept_chars -= len(old_text) + len(old.grammar)
+        return compiled
+
+    async def _compile(self, kind: str, text: str) -> Compiled:
+        try:
+            process = self._process
+            if process is None or process.returncode is not None:
+                process = await self._start_process()
+            async with asyncio.timeout(ANSWER_S):
+                frame = await _ask(process, msgspec.msgpack.encode(Question(kind, text)))
+            compiled = msgspec.msgpack.decode(frame, type=Compiled)
+        except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError, TimeoutError):
+            signal_number = -(await self._end_process())
+            took = f"{MAX_CPU_S:g} s" if signal_number == signal.SIGPROF else f"can be had (signal {signal_number})"
+            return Compiled(error=f"Compiling it takes more than {took}.")
+        except asyncio.CancelledError:
+            await self.close()  # its answer would be read as another's
+            raise
+        if len(compiled.grammar) > MAX_GRAMMAR_CHARS:
+            return Compiled(error=f"Its grammar has {len(compiled.grammar)} characters, over {MAX_GRAMMAR_CHARS}.")
+        return compiled
+
+    async def _start_process(self) -> asyncio.subprocess.Process:
+        pipe = asyncio.subprocess.PIPE
+        self._process = process = await asyncio.create_subprocess_exec(*_COMMAND, stdin=pipe, stdout=pipe)
+        try:
+            async with asyncio.timeout(START_S):
+                await _ask(process, msgspec.msgpack.encode(self._tokenizer_json()))
+        except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError, TimeoutError) as exc:
+            await self._end_process()
+            raise InternalError("The process that checks grammars did not start; see the router's log.") from exc
+        return process
+
+    async def _end_process(self) -> int:
+        """End the process, if there is one. Returns what it exited with, as `Process.returncode`."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        with contextlib.suppress(TimeoutError):  # it may be ending by itself, and how tells why
+            await asyncio.wait_for(process.wait(), END_S)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        return await process.wait()
+
+
+async def _ask(process: asyncio.subprocess.Process, frame: bytes) -> bytes:
+    """Send a frame and read the answer's."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(len(frame).to_bytes(4, "little") + frame)
+    await process.stdin.drain()
+    size = int.from_bytes(await process.stdout.readexactly(4), "little")
+    return await process.stdout.readexactly(size)

@@ -1,0 +1,83 @@
+"""What a request asks its output to match: `response_format` as OpenAI, `structured_outputs` as vLLM."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from tandem.protocol.errors import RequestError
+from tandem.router.openai.schema import ABSENT, ResponseFormat, StructuredOutputs
+
+__all__ = ["Constraint", "constraint_of"]
+
+ANY_OBJECT = '{"type": "object"}'
+
+
+class Constraint(NamedTuple):
+    """The output must match this."""
+
+    kind: str  # json, regex, choice, grammar or structural_tag
+    text: str  # JSON of a schema, a list of choices or structural tags; else the expression itself
+    param: str  # the field of the request
+
+
+def constraint_of(response_format: ResponseFormat | None, outputs: StructuredOutputs | None) -> Constraint | None:
+    """The constraint that a request's fields ask for, if they do. Raises `RequestError`."""
+    found = [one for one in (_of_format(response_format), *_of_outputs(outputs)) if one is not None]
+    if len(found) > 1:
+        raise RequestError(
+            f"Only one of '{found[0].param}' and '{found[1].param}' can constrain the output.", param=found[1].param
+        )
+    return found[0] if found else None
+
+
+def _of_format(wanted: ResponseFormat | None) -> Constraint | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return Constraint("json", ANY_OBJECT, "response_format")
+    if wanted.type == "structural_tag":
+        tags = {"structures": wanted.structures, "triggers": wanted.triggers}
+        return Constraint("structural_tag", msgspec.json.encode(tags).decode(), "response_format")
+    param = "response_format.json_schema"
+    if wanted.json_schema is None:
+        raise RequestError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+    schema = wanted.json_schema.schema
+    if schema == ABSENT:
+        param = f"{param}.schema"
+        raise RequestError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+    return Constraint("json", _schema_text(schema, f"{param}.schema"), f"{param}.schema")
+
+
+def _of_outputs(wanted: StructuredOutputs | None) -> list[Constraint | None]:
+    if wanted is None:
+        return []
+    at = "structured_outputs."
+    return [
+        None if wanted.json == ABSENT else Constraint("json", _schema_text(wanted.json, at + "json"), at + "json"),
+        Constraint("json", ANY_OBJECT, at + "json_object") if wanted.json_object else None,
+        None if wanted.regex is None else Constraint("regex", wanted.regex, at + "regex"),
+        None if wanted.choice is None else Constraint("choice", _choice_text(wanted.choice), at + "choice"),
+        None if wanted.grammar is None else Constraint("grammar", wanted.grammar, at + "grammar"),
+        None
+        if wanted.structural_tag == ABSENT
+        else Constraint("structural_tag", _object_text(wanted.structural_tag), at + "structural_tag"),
+    ]
+
+
+def _schema_text(raw: msgspec.Raw, param: str) -> str:
+    """The JSON of a schema, which may also be given as a string of JSON."""
+    text = _object_text(raw)
+    if text[:1] not in ("{", "t", "f"):
+        raise RequestError(f"Invalid value for '{param}': a JSON schema is an object.", param=param)
+    return text
+
+
+def _object_text(raw: msgspec.Raw) -> str:
+    text = bytes(raw).decode()
+    return str(msgspec.json.decode(text)).strip() if text.startswith('"') else text
+
+
+def _choice_text(choices: list[str]) -> str:
+    return msgspec.json.encode(choices).decode()

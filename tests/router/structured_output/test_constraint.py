@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from tandem.protocol.errors import RequestError
+from tandem.router.openai.schema import ResponseFormat, StructuredOutputs
+from tandem.router.structured_output.constraint import Constraint, constraint_of
+
+
+def constraint(response_format: Any = None, structured_outputs: Any = None) -> Constraint | None:
+    return constraint_of(
+        msgspec.json.decode(json.dumps(response_format), type=ResponseFormat | None),
+        msgspec.json.decode(json.dumps(structured_outputs), type=StructuredOutputs | None),
+    )
+
+
+@pytest.mark.parametrize(
+    ("response_format", "structured_outputs", "kind", "text", "param"),
+    [
+        ({"type": "json_object"}, None, "json", {"type": "object"}, "response_format"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "string"}}},
+            None,
+            "json",
+            {"type": "string"},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"type": "structural_tag", "structures": [{"begin": "<", "end": ">", "schema": {}}], "triggers": ["<"]},
+            None,
+            "structural_tag",
+            {"structures": [{"begin": "<", "end": ">", "schema": {}}], "triggers": ["<"]},
+            "response_format",
+        ),
+        (None, {"json": {"type": "array"}}, "json", {"type": "array"}, "structured_outputs.json"),
+        (None, {"json": '{"type": "array"}'}, "json", {"type": "array"}, "structured_outputs.json"),
+        (None, {"json_object": True}, "json", {"type": "object"}, "structured_outputs.json_object"),
+        (None, {"choice": ["a", "é"]}, "choice", ["a", "é"], "structured_outputs.choice"),
+    ],
+)
+def test_fields_ask_for_a_constraint(
+    response_format: Any, structured_outputs: Any, kind: str, text: Any, param: str
+) -> None:
+    found = constraint(response_format, structured_outputs)
+    assert found is not None
+    assert (found.kind, json.loads(found.text), found.param) == (kind, text, param)
+
+
+@pytest.mark.parametrize("kind", ["regex", "grammar"])
+def test_expressions_are_taken_as_they_are(kind: str) -> None:
+    assert constraint(None, {kind: 'a "b"\n'}) == Constraint(kind, 'a "b"\n', f"structured_outputs.{kind}")
+
+
+@pytest.mark.parametrize("asked", [(None, None), ({"type": "text"}, None), (None, {}), (None, {"json_object": False})])
+def test_no_constraint(asked: Any) -> None:
+    assert constraint(*asked) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        (({"type": "json_schema"}, None), "response_format.json_schema"),
+        (({"type": "json_schema", "json_schema": {"name": "x"}}, None), "response_format.json_schema.schema"),
+        (
+            ({"type": "json_schema", "json_schema": {"schema": [1]}}, None),
+            "response_format.json_schema.schema",
+        ),
+        ((None, {"json": 7}), "structured_outputs.json"),
+        ((None, {"regex": "a", "choice": ["b"]}), "structured_outputs.choice"),
+        (({"type": "json_object"}, {"regex": "a"}), "structured_outputs.regex"),
+    ],
+)
+def test_what_asks_for_nothing_that_can_be_kept_is_refused(asked: Any, param: str) -> None:
+    with pytest.raises(RequestError) as error:
+        constraint(*asked)
+    assert error.value.param == param
