@@ -76,7 +76,7 @@ def check_config(name: str, text: Any, size: int) -> None:
         if heads % size:
             raise ConfigError(
                 f"model={name!r} has {field}={heads}, which tensor_parallel_size={size} does not divide; choose a size "
-                "that does"
+                "that does (decode_parallel_size sets that of decode workers)"
             )
     if not getattr(text, "base_model_tp_plan", None):
         raise ConfigError(

@@ -174,7 +174,7 @@ def test_quantized_models_are_refused(model_folder: Callable[[str], Path], tmp_p
 
 def test_three_ranks_are_refused_for_two_heads(model_folder: Callable[[str], Path]) -> None:
     config = replace(make_config(model_folder("llama")), tensor_parallel_size=3)
-    with thread_ranks(), pytest.raises(ConfigError, match="num_attention_heads=4, which tensor_parallel_size=3"):
+    with thread_ranks(), pytest.raises(ConfigError, match=r"heads=4, which tensor_parallel_size=3.*decode_par"):
         Engine(config)
 
 
