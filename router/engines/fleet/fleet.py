@@ -188,9 +188,12 @@ class EngineFleet:
         return engine
 
     async def _forget(self, engine: RemoteEngine, reason: str = "it was removed") -> None:
-        probe = self._probes.pop(engine.name)
-        probe.cancel()
-        await asyncio.gather(probe, return_exceptions=True)
+        probe = self._probes.get(engine.name)
+        if probe is not None:
+            probe.cancel()
+            await asyncio.gather(probe, return_exceptions=True)
+        if self._probes.pop(engine.name, None) is None:
+            return  # done by somebody else meanwhile. One who was cancelled before this has changed nothing
         for request in list(engine.running):
             request.abort(engine.name, reason)
         engine.leave(reason)

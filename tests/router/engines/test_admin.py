@@ -43,6 +43,11 @@ async def test_an_engine_that_refuses_our_key_is_reported_with_the_remedy(fake_a
         assert "refused our key (401); give api_key_env or headers" in ready.json()["error"]["message"]
 
 
+async def test_a_router_that_stops_while_it_removes_an_engine_stops_cleanly(fake_a: FakeServer) -> None:
+    async with routing(spec_of(fake_a, "a"), admin_token="secret") as router:
+        assert (await router.client.delete("/v1/engines/a", headers=TOKEN)).status_code == 202
+
+
 async def test_engines_come_and_go_at_run_time(fake_a: FakeServer) -> None:
     async with routing(admin_token="secret") as router:
         assert (await router.client.get("/ready")).status_code == 503
