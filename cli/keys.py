@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
@@ -17,6 +20,7 @@ from rich.table import Table
 from tandem.cli.options import print_whole
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.user_file import expanded
+from tandem.router.audit_log import append_line, audit_line, check_audit_log
 from tandem.router.keys.api_key import MAX_NAME_CHARS, OPERATOR, ApiKey
 from tandem.router.keys.store import create_key, read_keys, revoke_key
 from tandem.scheduling.admission.key_limits import MAX_LIMIT, KeyLimits
@@ -27,6 +31,9 @@ __all__ = ["app"]
 app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True, rich_markup_mode="rich")
 
 KeyFileOption = Annotated[str, typer.Option("--file", help="File of the keys, as in --api-key-file.", metavar="FILE")]
+AuditOption = Annotated[
+    str, typer.Option("--audit-log", help="File to append a line of JSON to, as of the server.", metavar="FILE")
+]
 _DURATION = re.compile(r"(\d{1,9})([smhd])")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
@@ -59,6 +66,7 @@ def create(
     expires: Annotated[
         str, typer.Option(help="When it ends: after a time such as 90d, 12h or 30m, or at a date such as 2030-01-31.")
     ] = "",
+    audit_log: AuditOption = "",
 ) -> int:
     """Make a key, and the file if there is none. The key is printed once and stored nowhere.
 
@@ -76,15 +84,17 @@ def create(
         concurrent_requests=concurrent_requests,
         pins=pins,
     )
-    key, secret = create_key(
-        expanded("file", file),
-        tenant=_tenant(tenant, is_operator=operator),
-        name=_name(name),
-        priority=priority,
-        limits=limits,
-        expires=_expiry(expires, datetime.now(UTC)),
-    )
-    typer.echo(secret)
+    fields: dict[str, Any] = {
+        "tenant": _tenant(tenant, is_operator=operator),
+        "name": _name(name),
+        "priority": priority,
+        "limits": limits,
+        "expires": _expiry(expires, datetime.now(UTC)),
+    }
+    with _audited("key.create", expanded("audit_log", audit_log)) as targets:
+        key, secret = create_key(expanded("file", file), **fields)
+        targets.append(key.id)
+        typer.echo(secret)  # also if the audit log cannot be written after all
     Console(stderr=True, highlight=False).print(
         f"This is the key {escape(_title(key))}. It is shown this once: only its hash is in {escape(file)}.",
         soft_wrap=True,
@@ -114,12 +124,36 @@ def list_keys(
 
 @app.command()
 def revoke(
-    key_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the key, as in the list.")], file: KeyFileOption
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the key, as in the list.")],
+    file: KeyFileOption,
+    audit_log: AuditOption = "",
 ) -> int:
     """Revoke a key for ever. A running server refuses it within about a second; answers that have begun go on."""
-    key = revoke_key(expanded("file", file), key_id)
+    with _audited("key.revoke", expanded("audit_log", audit_log)) as targets:
+        targets.append(key_id)
+        key = revoke_key(expanded("file", file), key_id)
     Console(stderr=True, highlight=False).print(f"The key {escape(_title(key))} is revoked.", soft_wrap=True)
     return 0
+
+
+@contextlib.contextmanager
+def _audited(action: str, audit_log: str) -> Iterator[list[str]]:
+    """Note in the audit log what the block does to the keys that it adds to the list. Raises `ConfigError`."""
+    check_audit_log(audit_log)
+    targets: list[str] = []
+    result = "failed"
+    try:
+        yield targets
+        result = "ok"
+    finally:
+        if audit_log:
+            client = f"uid {os.getuid()}"
+            line = audit_line(action, target=" ".join(targets), result=result, client=client)
+            try:
+                append_line(audit_log, line)
+            except OSError as exc:
+                failure = f"audit_log={audit_log!r} cannot be written: {exc.strerror}"
+                raise ConfigError(f"{failure}; the result of {action} was: {result}") from exc
 
 
 def _shown(key: ApiKey, now_s: float) -> dict[str, Any]:

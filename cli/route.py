@@ -13,6 +13,7 @@ from tandem.protocol.config.panels import ENGINES
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.settings import Setting, check_settings, from_values
 from tandem.protocol.user_file import read_text
+from tandem.router.audit_log import check_audit_log
 from tandem.router.engines.config import FleetFile, load_fleet
 from tandem.router.http.listening import listening
 from tandem.router.keys.key_file import KeyFile
@@ -63,7 +64,8 @@ def route(values: Values) -> int:
     """
     router, engines = from_values(RouterConfig, values), from_values(ExternalEnginesConfig, values)
     files, engine_files = from_values(RouterFiles, values), from_values(EngineFiles, values)
-    policies, key_file = load_tenants(files.tenants), KeyFile(files.api_key_file)
+    policies, key_file = load_tenants(files.tenants), KeyFile(files.api_key_file, router.audit_log)
+    check_audit_log(router.audit_log)
     token = admin_token(engine_files.admin_token_file)
     fleet = load_fleet(Path(engine_files.engines)) if engine_files.engines else FleetFile([], {})
     if not fleet.engines and not token:

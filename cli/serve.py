@@ -23,6 +23,7 @@ from tandem.protocol.config import (
 from tandem.protocol.config.panels import ENGINE, Gigabytes
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.settings import Setting, check_settings, from_values, settings_of
+from tandem.router.audit_log import check_audit_log
 from tandem.router.http.listening import listening
 from tandem.router.keys.key_file import KeyFile
 from tandem.scheduling.admission.tenants import load_tenants
@@ -86,7 +87,8 @@ def serve(values: Values) -> int:
         from tandem.cluster.engines.layout import check_engine  # here: --help need not wait for it
 
         check_engine(config)
-    policies, key_file = load_tenants(files.tenants), KeyFile(files.api_key_file)
+    policies, key_file = load_tenants(files.tenants), KeyFile(files.api_key_file, config.router.audit_log)
+    check_audit_log(config.router.audit_log)
     with listening(config.router.host, config.router.port):
         pass  # a port in use is reported before anything is fetched or started
     model = config.engine.model

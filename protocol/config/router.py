@@ -65,6 +65,15 @@ class RouterConfig:
             rule="one host name such as api.example.com, or * for any",
         ),
     ] = ()
+    audit_log: Annotated[
+        str,
+        Setting(
+            "File to which one line of JSON is appended for each action of an operator (docs/api_keys.md); "
+            "empty = none.",
+            HTTP,
+            metavar="FILE",
+        ),
+    ] = ""
     router_processes: Annotated[
         int,
         Meta(ge=1, le=64),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -23,6 +24,7 @@ from tandem.router.engines.relay.forwarder import Forwarder, read_object
 from tandem.router.engines.relay.prompts import PromptReader
 from tandem.router.engines.relay.stored_responses import StoredResponses
 from tandem.router.http.app import RouterApp, json_response
+from tandem.router.http.audit import ADMIN_TOKEN, audited
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.shared_routes import (
     add_decision_routes,
@@ -82,6 +84,7 @@ def create_engines_app(
         finally:
             connections.close()
             pool.close()
+            await asyncio.to_thread(app.audit_log.close)
 
     app = RouterApp(config, metrics, api_keys, version=product_version(), lifespan=lifespan)
     _add_forwarded_routes(app, forwarder, StoredResponses(dispatcher, connections, config.request_timeout_s))
@@ -133,13 +136,15 @@ def _add_admin_routes(app: FastAPI, dispatcher: Dispatcher, admin_token: str) ->
         """Add an engine. The body has the keys of an engine in the `--engines` file."""
         _check_admin(request, admin_token)
         _, body = await read_object(request)
-        return json_response(await dispatcher.add_engine(body), 201)
+        with audited(request, "engine.add", str(body.get("name", "")), key_id=ADMIN_TOKEN):
+            return json_response(await dispatcher.add_engine(body), 201)
 
     @app.delete("/v1/engines/{name}")
     async def remove_engine(name: str, request: Request) -> Response:
         """Remove an engine: it gets no new requests, and ends those that run. Answers 202 at once."""
         _check_admin(request, admin_token)
-        return json_response(await dispatcher.remove_engine(name), 202)
+        with audited(request, "engine.drain", name, key_id=ADMIN_TOKEN):
+            return json_response(await dispatcher.remove_engine(name), 202)
 
 
 def _check_admin(request: Request, admin_token: str) -> None:

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.protocol.config import RouterConfig
+from tandem.router.audit_log import AuditLog
 from tandem.router.http.authentication import Authenticator
 from tandem.router.http.errors import http_exception_response
 from tandem.router.http.metrics import EdgeMetrics
@@ -42,6 +43,7 @@ class RouterApp(FastAPI):
             config.cors_allow_origins,
             hosts_allowed(config),
         )
+        self.audit_log = AuditLog(config.audit_log, metrics.lost_audit_lines.inc)
         self._raw: dict[str, EdgeMiddleware] = {}
         self.add_middleware(EdgeMiddleware, settings=self._settings)
         self.add_exception_handler(HTTPException, http_exception_response)

@@ -67,6 +67,9 @@ class EdgeMetrics:
             ["key_id", "reason"],
             registry=registry,
         )
+        self.lost_audit_lines = Counter(
+            "tandem_router_lost_audit_lines", "Lines of the audit log that could not be written", registry=registry
+        )
         self.stream_errors = Counter(
             "tandem_router_stream_errors", "Streams that ended in an error event", registry=registry
         )

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from tandem.protocol.errors import ModelNotFound, RequestError
 from tandem.protocol.messages import Role
 from tandem.router.http.app import json_response
+from tandem.router.http.audit import audited
 from tandem.router.http.authentication import check_operator
 from tandem.router.http.errors import error_body, error_response
 from tandem.router.http.json_body import read_json
@@ -83,7 +84,8 @@ def add_role_route(app: FastAPI, set_role: Callable[[str, Role], Awaitable[Json]
             raise RequestError(
                 f'Invalid request body: {exc}. Send {{"worker": NAME, "role": "prefill" or "decode"}}.'
             ) from exc
-        return json_response(await set_role(change.worker, Role(change.role)))
+        with audited(request, "role.change", f"{change.worker} -> {change.role}"):
+            return json_response(await set_role(change.worker, Role(change.role)))
 
 
 def add_decision_routes(

@@ -5,26 +5,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 from tandem.protocol.errors import ConfigError
+from tandem.router.audit_log import AuditLog
+from tandem.router.keys.api_key import ApiKey
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.keys.store import Signature, StoredKeys, read_keys, signature_of
 from tandem.runtime.background import BackgroundTasks
 
-__all__ = ["KeyFile"]
+__all__ = ["KeyFile", "changes_of"]
 
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.5
+MAX_NAMED = 20  # keys of each kind of change in one line of the audit log
 
 
 class KeyFile:
     """The keys of a file, kept as the file is. A file that cannot be used changes nothing: the keys of before count."""
 
-    def __init__(self, path: str) -> None:
-        """Read the file; without a path the server requires no keys. Raises `ConfigError`."""
+    def __init__(self, path: str, audit_log: str = "") -> None:
+        """Read the file; without a path the server requires no keys. Raises `ConfigError`.
+
+        Changes are noted in the file `audit_log`; "" = in none.
+        """
         self._path = path
+        self._audit_log = AuditLog(audit_log)
         stored = read_keys(path) if path else StoredKeys([], ())
         self.api_keys = ApiKeys(stored.keys, is_required=bool(path))
         self._signature: Signature | None = stored.signature
@@ -40,6 +47,7 @@ class KeyFile:
             yield self.api_keys
         finally:
             await background.close()
+            await asyncio.to_thread(self._audit_log.close)
 
     async def look(self) -> None:
         """Read the file again if it has changed."""
@@ -57,8 +65,10 @@ class KeyFile:
         self._signature = stored.signature
         self._note_damage("")
         if stored.keys != self.api_keys.all:
-            logger.warning("%s has changed: %d keys", self._path, len(stored.keys))
+            changes = changes_of(self.api_keys.all, stored.keys)
             self.api_keys.replace(stored.keys)
+            self._audit_log.note("keys.reload", target=self._path, details=changes)
+            logger.warning("%s has changed: %d keys", self._path, len(stored.keys))
 
     async def _follow(self) -> None:
         while True:
@@ -67,7 +77,23 @@ class KeyFile:
 
     def _note_damage(self, damage: str) -> None:
         if damage and damage != self.api_keys.damage:
+            self._audit_log.note("keys.reload", target=self._path, result="damaged")
             logger.error("%s. The keys read before stay valid; CHANGES, REVOCATIONS TOO, HAVE NO EFFECT", damage)
         elif self.api_keys.damage and not damage:
             logger.warning("%s can be used again", self._path)
         self.api_keys.damage = damage
+
+
+def changes_of(before: Iterable[ApiKey], after: Iterable[ApiKey]) -> dict[str, list[str]]:
+    """The ids of keys that are new, revoked, changed otherwise, or gone; of many only the first ones."""
+    old, new = ({key.id: key for key in keys} for keys in (before, after))
+    changes: dict[str, list[str]] = {"created": [], "revoked": [], "changed": []}
+    for key_id, key in new.items():
+        if key_id not in old:
+            changes["created"].append(key_id)
+        elif key.revoked is not None and old[key_id].revoked is None:
+            changes["revoked"].append(key_id)
+        elif key != old[key_id]:
+            changes["changed"].append(key_id)
+    changes["removed"] = [key_id for key_id in old if key_id not in new]
+    return {kind: ids[:MAX_NAMED] for kind, ids in changes.items() if ids}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
@@ -80,6 +81,7 @@ def create_app(
         finally:
             context.pool.close()
             await context.grammars.close()
+            await asyncio.to_thread(app.audit_log.close)
 
     async def scrape_registry() -> bytes:
         return bytes(generate_latest(registry))

@@ -11,6 +11,7 @@ from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import RequestError
 from tandem.protocol.messages import Prefetch
 from tandem.router.backend import PinRequest, PinState
+from tandem.router.http.audit import audited_if_operator
 from tandem.router.http.authentication import visible_tenant
 from tandem.router.http.request_options import key_of, tenant_of
 from tandem.router.openai.chat import tokenize_chat
@@ -44,13 +45,17 @@ async def pin_prefix(context: ServingContext, request: Request) -> dict[str, Any
         key_id="" if key is None else key.id,
         max_pins_of_key=None if key is None else key.limits.pins,
     )
-    return _pin_json(await context.backend.cache.pin(pinned))
+    with audited_if_operator(request, "pin.create", f"tenant {pinned.tenant}") as done:
+        pin = await context.backend.cache.pin(pinned)
+        done.target = f"{pin.pin_id} of tenant {pin.tenant}"
+    return _pin_json(pin)
 
 
 async def unpin_prefix(context: ServingContext, request: Request) -> dict[str, Any]:
     """Body of `POST /v1/cache/unpin`. Raises `PinNotFound`."""
     _, fields = await read_body(request, UnpinFields)
-    await context.backend.cache.unpin(fields.id, visible_tenant(request))
+    with audited_if_operator(request, "pin.remove", fields.id):
+        await context.backend.cache.unpin(fields.id, visible_tenant(request))
     return {"id": fields.id, "object": "cache.pin", "deleted": True}
 
 
@@ -58,7 +63,8 @@ async def prefetch_pin(context: ServingContext, request: Request) -> dict[str, A
     """Body of `POST /v1/cache/prefetch`: the pin as it is before its blocks are brought up. Raises `PinNotFound`."""
     _, fields = await read_body(request, PrefetchFields)
     to = Prefetch(fields.to or Prefetch.POOL)
-    return _pin_json(await context.backend.cache.prefetch(fields.id, to, visible_tenant(request)))
+    with audited_if_operator(request, "pin.prefetch", fields.id):
+        return _pin_json(await context.backend.cache.prefetch(fields.id, to, visible_tenant(request)))
 
 
 async def list_pins(context: ServingContext, request: Request) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -128,3 +129,28 @@ def test_a_name_with_control_characters_is_refused(path: str, capsys: pytest.Cap
 def test_an_end_is_a_time_from_now_or_a_date(text: str, expected: timedelta) -> None:
     now = datetime(2026, 1, 1, tzinfo=UTC)
     assert keys_command._expiry(text, now) == now + expected
+
+
+def test_the_audit_log_has_who_did_what_to_which_key(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    audit = tmp_path / "audit"
+    flags = ("--file", path, "--audit-log", str(audit))
+    assert run(["keys", "create", *flags]) == 0
+    secret = capsys.readouterr().out.strip()
+    (key,) = read_keys(path).keys
+    assert run(["keys", "revoke", key.id, *flags]) == 0
+    assert run(["keys", "revoke", "k-1", *flags]) == 2
+    lines = [json.loads(line) for line in audit.read_text().splitlines()]
+    assert [(one["action"], one["target"], one["result"]) for one in lines] == [
+        ("key.create", key.id, "ok"),
+        ("key.revoke", key.id, "ok"),
+        ("key.revoke", "k-1", "failed"),
+    ]
+    assert {one["client"] for one in lines} == {f"uid {os.getuid()}"}
+    assert secret not in audit.read_text()
+    assert key.sha256 not in audit.read_text()
+    capsys.readouterr()
+    assert run(["keys", "create", "--file", path, "--audit-log", "/no/such/folder/audit"]) == 2
+    assert "audit_log='/no/such/folder/audit' cannot be written" in capsys.readouterr().err
+    assert len(read_keys(path).keys) == 1
