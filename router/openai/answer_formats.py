@@ -18,6 +18,7 @@ from tandem.router.tool_calls.detection import (
     renders_tools,
 )
 from tandem.router.tool_calls.formats import TOOL_FORMATS, ToolFormat
+from tandem.router.tool_calls.grammar import tool_call_grammar
 from tandem.router.tool_calls.parser import AnswerParser
 from tandem.router.tool_calls.prompt import with_calls_as_text, with_tools_as_text
 from tandem.router.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat
@@ -66,29 +67,59 @@ class AnswerFormats:
             return messages, {"tools": tools.tools}
         return with_tools_as_text(messages, tools.tools), {}
 
+    def prompt_end(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
+        """The end of a prompt, which may open the reasoning."""
+        return "" if self.reasoning is None else tokenizer.decode(prompt_ids[-PROMPT_END_TOKENS:])
+
     def parsing(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], tools: RequestedTools | None, *, hides_special: bool
+        self, tokenizer: Tokenizer, prompt_end: str, tools: RequestedTools | None, *, hides_special: bool
     ) -> AnswerParsing | None:
-        """How answers to this prompt are parsed; None if they are nothing but content."""
+        """How answers to a prompt with this end are parsed; None if they are nothing but content."""
         if tools is None and self.reasoning is None:
             return None
         tool_format = self.tools if tools is not None else None
-        special = {
-            marker: tokenizer.special_tokens[marker]
-            for format in (tool_format, self.reasoning)
-            for marker in (format.markers if format is not None else ())
-            if marker in tokenizer.special_tokens
-        }
+        special = self._special_ids(tokenizer, tool_format)
         new_parser = partial(
             AnswerParser,
             tool_format,
             self.reasoning,
             tools=tools.schemas if tools is not None else {},
-            prompt_end=tokenizer.decode(prompt_ids[-PROMPT_END_TOKENS:]),
+            prompt_end=prompt_end,
             hidden=special if hides_special else (),
             max_calls=tools.max_calls if tools is not None else None,
         )
         return AnswerParsing(new_parser, frozenset(special.values()))
+
+    def grammar(self, tokenizer: Tokenizer, prompt_end: str, tools: RequestedTools | None, content: str) -> str:
+        """The grammar of answers to a prompt with this end, if content must match the grammar `content` ("" = any).
+
+        Returns "" if any answer will do. Raises `RequestError` for tools that cannot be written as a grammar.
+        """
+        is_required = tools is not None and tools.is_required
+        if not is_required and (not content or (tools is None and self.reasoning is None)):
+            return content
+        tool_format = self.tools if tools is not None else None
+        try:
+            return tool_call_grammar(
+                tool_format,
+                tools.schemas if tools is not None else {},
+                max_calls=tools.max_calls if tools is not None else None,
+                reasoning=self.reasoning,
+                is_reasoning_open=self.reasoning is not None and self.reasoning.is_open(prompt_end),
+                special_ids=self._special_ids(tokenizer, tool_format),
+                content="" if is_required else content,
+            )
+        except (RecursionError, ValueError) as exc:
+            raise RequestError(f"Calls of the 'tools' cannot be forced: {exc}.", param="tools") from exc
+
+    def _special_ids(self, tokenizer: Tokenizer, tool_format: ToolFormat | None) -> dict[str, int]:
+        """The markers that are special tokens."""
+        return {
+            marker: tokenizer.special_tokens[marker]
+            for format in (tool_format, self.reasoning)
+            for marker in (format.markers if format is not None else ())
+            if marker in tokenizer.special_tokens
+        }
 
 
 def choose_formats(config: RouterConfig, tokenizer: Tokenizer) -> AnswerFormats:

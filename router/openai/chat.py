@@ -18,10 +18,11 @@ from tandem.router.openai.answer import answer_request
 from tandem.router.openai.formats import ChatFormat
 from tandem.router.openai.planned_answer import PlannedAnswer
 from tandem.router.openai.planning import PreparedRequest, Prompt, conversation_of, plan_answer
-from tandem.router.openai.request_limits import check_fields, check_messages
+from tandem.router.openai.request_limits import check_fields, check_grammar, check_messages
 from tandem.router.openai.schema import ChatMessage, ChatRequest, refuse_unserved
 from tandem.router.openai.serving_context import ServingContext, read_body
 from tandem.router.openai.tool_fields import RequestedTools, requested_tools
+from tandem.router.structured_output.constraint import Constraint
 from tandem.router.text.tokenizer import MIN_THREAD_BYTES
 
 __all__ = ["create_chat_completion", "plan_chat", "template_messages", "template_options", "tokenize_chat"]
@@ -42,7 +43,7 @@ async def plan_chat(context: ServingContext, request: Request, arrived_s: float)
     context.check_model(fields.model)
     refuse_unserved(body, fields)
     tools = requested_tools(fields, parallel=fields.parallel_tool_calls is not False)
-    _check_served(tools, context)
+    context.formats.check_tools(tools)
     requested_tokens = _requested_tokens(fields)
     num_logprobs = _num_logprobs(fields)
     check_fields(fields, 1, num_logprobs)
@@ -61,6 +62,7 @@ async def plan_chat(context: ServingContext, request: Request, arrived_s: float)
     )
     if not token_ids:
         raise RequestError("The messages make an empty prompt.", param="messages")
+    prompt_end = context.formats.prompt_end(context.tokenizer, token_ids)
     hides_special = fields.skip_special_tokens is not False
     prepared = PreparedRequest(
         fields=fields,
@@ -73,8 +75,8 @@ async def plan_chat(context: ServingContext, request: Request, arrived_s: float)
         conversation_id=conversation_of(request, fields),
         options=options,
         cache_scope=scope,
-        parsing=context.formats.parsing(context.tokenizer, token_ids, tools, hides_special=hides_special),
-        grammar=grammar,
+        parsing=context.formats.parsing(context.tokenizer, prompt_end, tools, hides_special=hides_special),
+        grammar=await _grammar(context, fields, tools, prompt_end, grammar),
     )
     return plan_answer(context, prepared)
 
@@ -171,14 +173,17 @@ def _template_tool_call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _check_served(tools: RequestedTools | None, context: ServingContext) -> None:
-    context.formats.check_tools(tools)
-    if tools is not None and tools.is_required:
-        raise RequestError(
-            "'tool_choice' can be 'none' or 'auto': this server cannot force a tool call.",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
+async def _grammar(
+    context: ServingContext, fields: ChatRequest, tools: RequestedTools | None, prompt_end: str, content: str
+) -> str:
+    """The grammar of the answers, where the grammar `content` is that of their content. Raises `RequestError`."""
+    grammar = context.formats.grammar(context.tokenizer, prompt_end, tools, content)
+    if grammar == content:
+        return content
+    param = "response_format" if tools is None else "tools"
+    grammar = await context.grammars.grammar(Constraint("llguidance", grammar, param))
+    check_grammar(grammar, fields.n or 1, param)
+    return grammar
 
 
 def _requested_tokens(fields: ChatRequest) -> int | None:

@@ -90,7 +90,7 @@ TemplateKwargs = Annotated[dict[str, Any] | None, Doc("Variables of the chat tem
 ToolList = Annotated[list[Tool] | None, Doc("Tools that the model may call, at most 128: docs/tools.md.")]
 ToolChoice = Annotated[
     str | NamedToolChoice | None,
-    Doc("`auto` (the default) or `none`; with `none`, the model is not told of the tools."),
+    Doc("`auto` (the default), `none` (the model is not told of the tools), `required`, or the function to call."),
 ]
 
 
@@ -235,7 +235,7 @@ class ChatRequest(GenerationFields, kw_only=True, frozen=True):
     add_generation_prompt: AddGenerationPrompt = None
     tools: ToolList = None
     tool_choice: ToolChoice = None
-    parallel_tool_calls: Annotated[bool | None, Doc("`false`: calls behind the first one are dropped.")] = None
+    parallel_tool_calls: Annotated[bool | None, Doc("`false`: at most one call.")] = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):

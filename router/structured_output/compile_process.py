@@ -81,6 +81,8 @@ def main() -> None:
 def make_grammar(kind: str, text: str) -> str:
     """The grammar of a constraint, not compiled yet. Raises ValueError or MsgspecError for what is malformed."""
     matcher = llguidance.LLMatcher
+    if kind == "llguidance":
+        return text
     if kind == "json":
         return matcher.grammar_from_json_schema(
             "{}" if text == "true" else text, overrides={"whitespace_pattern": WHITESPACE}

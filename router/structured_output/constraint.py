@@ -17,7 +17,7 @@ ANY_OBJECT = '{"type": "object"}'
 class Constraint(NamedTuple):
     """The output must match this."""
 
-    kind: str  # json, regex, choice, grammar or structural_tag
+    kind: str  # json, regex, choice, grammar, structural_tag, or llguidance: a grammar in llguidance's form
     text: str  # JSON of a schema, a list of choices or structural tags; else the expression itself
     param: str  # the field of the request
 

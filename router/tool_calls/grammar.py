@@ -21,6 +21,9 @@ _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 _COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "if"}  # may add properties to an object's own
 _DEFINITIONS = ("$defs", "definitions")
 
+_OPTIONAL_MARKERS = {"llama3_json": "<|python_tag|>", "pythonic": "<|python_start|>"}
+_CONTENT = "content"  # name of the grammar of content
+
 Schema = Mapping[str, Any]
 
 
@@ -68,31 +71,47 @@ class _CallForm(NamedTuple):
 
 
 def tool_call_grammar(
-    tool_format: ToolFormat,
+    tool_format: ToolFormat | None,
     tools: Tools,
     *,
     max_calls: int | None,
     reasoning: ReasoningFormat | None,
     is_reasoning_open: bool,
     special_ids: Mapping[str, int],
+    content: str = "",
 ) -> str:
-    """The grammar of an answer that calls at least one of these tools, and at most `max_calls` times.
+    """The grammar of an answer that calls tools, at least once and at most `max_calls` times, in llguidance's form.
 
-    The model may reason first if it has a format for that. `special_ids` are the ids of those markers of both formats
-    that are special tokens. Raises `ValueError` for tools that cannot be written in the format.
+    With `content`, a grammar in the same form, the answer may be such content instead. It must be, if there are no
+    tools, or if the format has calls without markers and the vocabulary has no token for one. The model may reason
+    first if it has a format for that. `special_ids` are the ids of those markers of both formats that are special
+    tokens. Raises `ValueError` for tools that cannot be written in the format.
     """
     rules = _Rules(special_ids)
-    form = _form(tool_format, special_ids)
+    is_harmony = "harmony" in (tool_format and tool_format.name, reasoning and reasoning.name)
+    answers: list[str] = []
+    # Beside other content a call must begin with a marker: the lexer cannot tell its "{" or "[" from the content's.
+    marker = _OPTIONAL_MARKERS.get(tool_format.name, "") if tool_format is not None and content else ""
+    if tool_format is not None and tools and (not marker or marker in special_ids):
+        calls = _calls(rules, _form(tool_format, special_ids), tools, max_calls)
+        answers.append(_row(rules.text(marker) if marker else "", calls))
+    if content:
+        header = rules.text("<|channel|>", "final", "<|message|>") if is_harmony else ""
+        answers.append(_row(header, f"@{_CONTENT}"))
+    before = _reasoning(rules, reasoning, is_open=is_reasoning_open)
+    text = rules.grammar(_row(before, f"({' | '.join(answers)})"))
+    if not content:
+        return text
+    first, *others = json.loads(content)["grammars"] if content.startswith("{") else [{"lark_grammar": content}]
+    grammars = [{"lark_grammar": text}, {**first, "name": _CONTENT}, *others]
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
+
+
+def _calls(rules: _Rules, form: _CallForm, tools: Tools, max_calls: int | None) -> str:
     call = rules.add(" | ".join(form.call(rules, name, _object_schema(name, schema)) for name, schema in tools.items()))
     num_more = min(MAX_CALLS if max_calls is None else max_calls, form.max_calls) - 1
-    parts = [
-        _reasoning(rules, tool_format, reasoning, is_open=is_reasoning_open),
-        rules.text(*form.opening),
-        call,
-        f"({rules.text(*form.separator)} {call}){{0,{num_more}}}" if num_more else "",
-        rules.text(*form.closing),
-    ]
-    return rules.grammar(_row(*parts))
+    more = f"({_row(rules.text(*form.separator), call)}){{0,{num_more}}}" if num_more else ""
+    return _row(rules.text(*form.opening), call, more, rules.text(*form.closing))
 
 
 def _form(tool_format: ToolFormat, special_ids: Mapping[str, int]) -> _CallForm:
@@ -101,11 +120,11 @@ def _form(tool_format: ToolFormat, special_ids: Mapping[str, int]) -> _CallForm:
     return _FORMS[tool_format.name]
 
 
-def _reasoning(rules: _Rules, tool_format: ToolFormat, reasoning: ReasoningFormat | None, *, is_open: bool) -> str:
-    """Reasoning before the calls: the rest of it if the prompt has opened it, otherwise any or none."""
+def _reasoning(rules: _Rules, reasoning: ReasoningFormat | None, *, is_open: bool) -> str:
+    """Reasoning before the answer: the rest of it if the prompt has opened it, otherwise any or none."""
     if reasoning is None:
         return ""
-    if tool_format.name == "harmony":
+    if reasoning.name == "harmony":
         opening, closing = rules.text("<|channel|>", "analysis", "<|message|>"), rules.text("<|start|>", "assistant")
         return f"({_row(opening, rules.any_until('<|end|>'), closing)})?"
     rest = f"{rules.any_until(reasoning.closing)} /[ \\n]{{0,3}}/"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import random
 import signal
@@ -91,6 +92,42 @@ def test_structured_output_is_the_same_on_two_workers_and_on_one(server: Server,
         answers.append([choice.message.content for choice in choices])
     assert answers[0] == answers[1]
     assert len(set(answers[0])) == 3
+
+
+def test_forced_tool_calls_fit_and_are_the_same_on_two_workers_and_on_one(server: Server, colocated: Server) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 8},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        },
+        "required": ["city", "days"],
+    }
+    question: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Weather?"}],
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": parameters}}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 1.0,
+        "seed": 11,
+        "max_tokens": 300,
+    }
+    answers = []
+    for one in (server, colocated):
+        with client_of(one) as client:
+            plain = client.chat.completions.create(**question).choices[0]
+            with client.chat.completions.stream(**question) as stream:
+                streamed = stream.get_final_completion().choices[0]
+        for choice in (plain, streamed):
+            assert (choice.finish_reason, choice.message.content or None) == ("tool_calls", None)
+            calls: Any = choice.message.tool_calls
+            (call,) = calls
+            arguments = json.loads(call.function.arguments)
+            assert (call.function.name, arguments.keys()) == ("weather", {"city", "days"})
+            assert arguments["days"] in range(1, 10)
+            answers.append(arguments)
+    assert all(answer == answers[0] for answer in answers)
 
 
 def test_a_hostile_schema_is_refused_and_nobody_else_notices(server: Server) -> None:

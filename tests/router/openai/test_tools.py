@@ -276,8 +276,24 @@ async def test_the_other_routes_see_the_same_prompt(tokenizer: Tokenizer) -> Non
         ({"tool_choice": "required", "tools": []}, "tool_choice", "no 'tools'"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", "'other'"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function", "Missing"),
-        ({"tool_choice": "required"}, "tool_choice", "cannot force"),
-        ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, "tool_choice", "cannot force"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+            "must be a schema of an object",
+        ),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": 7}}}}}
+                ],
+                "tool_choice": "required",
+            },
+            "tools",
+            "Invalid value for 'tools'",
+        ),
         ({"functions": [{"name": "f"}]}, "functions", "not supported"),
     ],
 )
@@ -289,6 +305,38 @@ async def test_a_wrong_field_is_named(tokenizer: Tokenizer, fields: dict[str, An
     assert (response.status_code, error["param"]) == (400, param), error
     assert message in error["message"]
     assert backend.requests == []
+
+
+FORCED: list[Any] = ["required", {"type": "function", "function": {"name": "now"}}]
+
+
+@pytest.mark.parametrize("choice", FORCED)
+async def test_a_forced_call_is_a_grammar_for_the_backend(tokenizer: Tokenizer, choice: Any) -> None:
+    backend = backend_of(tokenizer, TWO_CALLS)
+    answer = await choice_of(backend, chat(tool_choice=choice, n=2, response_format={"type": "json_object"}))
+    first, second = (request.sampling.grammar for request in backend.requests)
+    assert first == second
+    assert r"\"now\"" in first
+    assert (r"\"weather\"" in first) == (choice == "required")
+    assert len(answer["message"]["tool_calls"]) == (2 if choice == "required" else 1)
+    assert answer["finish_reason"] == "tool_calls"
+    assert all(json.dumps(tool["function"]["name"]) in prompt_of(backend) for tool in (WEATHER, NOW))
+
+
+async def test_a_response_format_leaves_room_for_calls_and_reasoning(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    backend = backend_of(tokenizer, TWO_CALLS)
+    wanted = {"response_format": {"type": "json_object"}}
+    await choice_of(backend, chat(**wanted))
+    assert "<tool_call>" in backend.requests[-1].sampling.grammar
+    await choice_of(backend, chat(tool_choice="none", **wanted))
+    assert "<tool_call>" not in backend.requests[-1].sampling.grammar
+    template = ROLES + "<think>"
+    thinking = backend_of(Tokenizer(build_tokenizer(tmp_path, template)), 'Hm.</think>{"a": 1}')
+    message = (await choice_of(thinking, {"messages": [USER], **wanted}))["message"]
+    assert (message["reasoning"], message["content"]) == ("Hm.", '{"a": 1}')
+    assert "</think>" in thinking.requests[-1].sampling.grammar
+    await choice_of(thinking, {"messages": [USER]})
+    assert thinking.requests[-1].sampling.grammar == ""
 
 
 async def test_a_format_that_is_not_known_is_refused_and_can_be_forced(tmp_path: Path) -> None:

@@ -19,7 +19,10 @@ from tandem.router.tool_calls.reasoning import REASONING_FORMATS
 from tests.router.conftest import build_tokenizer
 from tests.router.tool_calls.answers import Joined, joined
 
-SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
+SPECIAL = (
+    "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "<|python_tag|>",
+    "<|python_start|>",
+)  # fmt: skip
 TOOLS: dict[str, dict[str, Any]] = {
     "weather": {
         "type": "object",
@@ -54,7 +57,7 @@ class Walker(NamedTuple):
 
     def matcher(self, grammar: str) -> llguidance.LLMatcher:
         """A matcher at the grammar's beginning."""
-        return compile_grammar(self.grammar_tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
+        return compile_grammar(self.grammar_tokenizer, grammar)
 
     def allows(self, grammar: str, text: str) -> bool:
         """Whether this is a whole answer."""
@@ -234,6 +237,38 @@ def test_a_schema_that_cannot_be_written_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         plain.grammar(format, tools={"f": schema})
+
+
+MARKERS = {"llama3_json": "<|python_tag|>", "pythonic": "<|python_start|>"}
+
+
+def test_content_that_must_match_comes_instead_of_calls_and_behind_reasoning(plain: Walker, special: Walker) -> None:
+    wanted = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+    contents = {
+        '{"a": 1}': llguidance.LLMatcher.grammar_from_json_schema(json.dumps(wanted)),
+        "abbc": llguidance.LLMatcher.grammar_from_regex("ab+c"),
+        "<x12": 'start: "<x" /[0-9]+/',
+    }
+    for text, content in contents.items():
+        for format in set(TOOL_FORMATS) - {"harmony"}:
+            either, marker = plain.grammar(format, content=content), MARKERS.get(format)
+            assert plain.allows(either, text)
+            assert plain.allows(either, WHOLE[format]) == (marker is None)
+            assert not plain.allows(either, "Hello")
+            if marker:
+                either = special.grammar(format, content=content)
+                assert special.allows(either, text)
+                assert special.allows(either, marker + WHOLE[format])
+        opened = plain.grammar("hermes", content=content, tools={}, reasoning="think", is_reasoning_open=True)
+        assert plain.allows(opened, f"Hm.</think>\n\n{text}")
+        assert not plain.allows(opened, text)
+        assert not plain.allows(opened, f"Hm.</think>\n\n{WHOLE['hermes']}")
+        harmony = special.grammar("harmony", content=content, reasoning="harmony")
+        final = f"<|channel|>final<|message|>{text}"
+        assert special.allows(harmony, final)
+        assert special.allows(harmony, f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{final}")
+        assert special.allows(harmony, WHOLE["harmony"])
+        assert not special.allows(harmony, text)
 
 
 def test_a_null_schema_and_open_schemas(plain: Walker) -> None:
