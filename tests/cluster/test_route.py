@@ -22,6 +22,7 @@ import pytest
 
 from tandem.cli.main import run
 from tests.support.fake_openai import FakeServer, fake_openai
+from tests.support.key_scenario import Keys, exercise_keys
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -49,16 +50,17 @@ def fakes(count: int) -> Iterator[list[FakeServer]]:
 class Running:
     """The command, its processes and a client that opens a connection for each request."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+    def __init__(self, process: subprocess.Popen[str], url: str, headers: dict[str, str]) -> None:
         self.process = process
         self.url = url
+        self.headers = headers
         self.ever = set(self.children())
 
     def children(self) -> list[int]:
         return [child.pid for child in psutil.Process(self.process.pid).children()]
 
     def get(self, path: str, **kwargs: Any) -> httpx.Response:
-        return httpx.get(self.url + path, trust_env=False, timeout=20.0, **kwargs)
+        return httpx.get(self.url + path, **({"headers": self.headers, "trust_env": False, "timeout": 20.0} | kwargs))
 
     def complete(self, **fields: Any) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/completions", json=BODY | fields, trust_env=False, timeout=30.0)
@@ -92,7 +94,10 @@ class Running:
 
 
 @contextmanager
-def routing(tmp_path: Path, engines: list[FakeServer], count: int, *flags: str) -> Iterator[Running]:
+def routing(
+    tmp_path: Path, engines: list[FakeServer], count: int, *flags: str, headers: dict[str, str] | None = None
+) -> Iterator[Running]:
+    """The command with this number of processes; `headers` are those of requests that look at it."""
     path = tmp_path / "engines.toml"
     tables = [f'[[engines]]\nname = "e{i}"\nurl = "{fake.url}"\nkind = "vllm"\n' for i, fake in enumerate(engines)]
     path.write_text("".join(tables))
@@ -117,7 +122,7 @@ def routing(tmp_path: Path, engines: list[FakeServer], count: int, *flags: str) 
         line = process.stderr.readline()
         assert f"Routing to {len(engines)} engine(s) on http://" in line, line + process.stderr.read()
         assert (f"by {count} processes" in line) == (count > 1)
-        running = Running(process, line.split()[5])
+        running = Running(process, line.split()[5], headers or {})
         until(lambda: running.are_there(count), "not all see each other and their engines")
         yield running
         running.ever |= set(running.children()) if process.poll() is None else set()
@@ -136,6 +141,20 @@ def burst(running: Running, num_requests: int, **fields: Any) -> Counter[str]:
     assert {answer.status_code for answer in answers} == {200}
     assert {answer.json()["choices"][0]["text"] for answer in answers} == {"word " * 3}
     return Counter(answer.headers["x-tandem-engine"] for answer in answers)
+
+
+def test_keys_are_made_limited_and_revoked_under_load(tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys.json", tmp_path / "audit.jsonl")
+    operator, _ = keys.create("--operator")
+    keys.audit_log.unlink()
+    flags = (f"--api-key-file={keys.path}", f"--audit-log={keys.audit_log}")
+    headers = {"authorization": f"Bearer {operator}"}
+    with fakes(1) as engines, routing(tmp_path, engines, 2, *flags, headers=headers) as running:
+        print(f"both processes refused a revoked key after {exercise_keys(running.url, keys, operator):.2f} s")
+        assert running.get("/v1/engines", headers=ADMIN).status_code == 200
+        drained = httpx.delete(f"{running.url}/v1/engines/e0", headers=ADMIN, timeout=20.0)
+        assert drained.status_code == 202
+        until(lambda: keys.audited()["engine.drain", "ok"] == 1, "the audit log has no line")
 
 
 def test_one_port_one_total_and_a_clean_end(tmp_path: Path) -> None:
