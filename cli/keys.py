@@ -54,11 +54,15 @@ def create(
     priority: Annotated[
         int, typer.Option(min=-(2**31), max=2**31 - 1, help="Of requests that name none; lower is more urgent.")
     ] = 0,
-    requests_per_minute: Annotated[int | None, typer.Option(min=1, max=MAX_LIMIT, show_default=False)] = None,
+    requests_per_minute: Annotated[
+        int | None, typer.Option(min=1, max=MAX_LIMIT, help="Only POST requests count.", show_default=False)
+    ] = None,
     tokens_per_minute: Annotated[
         int | None, typer.Option(min=1, max=MAX_LIMIT, help="Of prompts and answers together.", show_default=False)
     ] = None,
-    concurrent_requests: Annotated[int | None, typer.Option(min=1, max=MAX_LIMIT, show_default=False)] = None,
+    concurrent_requests: Annotated[
+        int | None, typer.Option(min=1, max=MAX_LIMIT, help="At one time.", show_default=False)
+    ] = None,
     pins: Annotated[
         int | None,
         typer.Option(min=0, max=MAX_LIMIT, help="Live at one time; 0 = it may pin nothing.", show_default=False),
@@ -78,17 +82,16 @@ def create(
 
     [cyan]tandem keys create --file keys.json --name prometheus --operator --expires 365d[/cyan]
     """
-    limits = KeyLimits(
-        requests_per_minute=requests_per_minute,
-        tokens_per_minute=tokens_per_minute,
-        concurrent_requests=concurrent_requests,
-        pins=pins,
-    )
     fields: dict[str, Any] = {
         "tenant": _tenant(tenant, is_operator=operator),
         "name": _name(name),
         "priority": priority,
-        "limits": limits,
+        "limits": KeyLimits(
+            requests_per_minute=requests_per_minute,
+            tokens_per_minute=tokens_per_minute,
+            concurrent_requests=concurrent_requests,
+            pins=pins,
+        ),
         "expires": _expiry(expires, datetime.now(UTC)),
     }
     with _audited("key.create", expanded("audit_log", audit_log)) as targets:

@@ -44,6 +44,7 @@ class Server:
         self.api_keys = ApiKeys(keys, is_required=True, limiter=self.limiter)
         self.registry = CollectorRegistry()
         self.hub: EdgeHub | None = None
+        self.edges: list[RemoteBackend] = []
         self.clients: list[httpx.AsyncClient] = []
 
     async def ask(self, secret: str = "sk-a", process: int = 0, **fields: Any) -> httpx.Response:
@@ -77,6 +78,7 @@ async def serving(tokenizer: Tokenizer, folder: Path, num_processes: int, *keys:
                 edge = RemoteBackend(f"{folder}/hub", name, on_lost=lambda: None, timeout_s=20.0, needs_key=True)
                 stack.push_async_callback(edge.close)
                 await edge.start()
+                server.edges.append(edge)
                 server.registry = CollectorRegistry()
                 apps.append(server.app(edge, edge.api_keys, readiness=edge))
         for app in apps:
@@ -206,6 +208,16 @@ async def test_an_edge_process_that_ends_frees_what_its_requests_held(tokenizer:
         assert (await running).status_code == 503
         server.backend.script = server.backend.reply_steps
         assert (await server.ask(process=1)).status_code == 200
+
+
+async def test_a_key_that_the_hub_no_longer_knows_is_refused_by_an_edge_process_that_still_does(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    gone = stored_key("sk-gone", "a", limits=KeyLimits(requests_per_minute=5))
+    async with serving(tokenizer, tmp_path, 2, stored_key("sk-a", "a")) as server:
+        server.edges[0].api_keys.replace([gone])
+        refused = await server.ask("sk-gone")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
 
 
 async def test_refusals_are_counted_by_the_keys_id(tokenizer: Tokenizer, tmp_path: Path) -> None:
