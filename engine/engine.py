@@ -139,8 +139,8 @@ class Engine:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
         )
         self.sampler = Sampler(model.eos_token_ids)
-        self._structured_output = StructuredOutput(Path(config.model), model.vocab_size, model.eos_token_ids)
-        self._resources.callback(self._structured_output.close)
+        self.structured_output = StructuredOutput(Path(config.model), model.vocab_size, model.eos_token_ids)
+        self._resources.callback(self.structured_output.close)
         self.sequences: dict[str, Sequence] = {}
         self.namespace = namespace_digest(
             model_revision=model.revision,
@@ -200,7 +200,7 @@ class Engine:
             root=root_digest(self.namespace, cache_salt=cache_salt),
             phase=phase,
             priority=priority,
-            matcher=self._structured_output.matcher(sampling.grammar) if sampling.grammar else None,
+            matcher=self.structured_output.matcher(sampling.grammar) if sampling.grammar else None,
         )
 
     def add(self, sequence: Sequence) -> None:
@@ -303,7 +303,7 @@ class Engine:
         sampling = [chunk.sequence for chunk in chunks if chunk.samples and chunk.sequence.matcher is not None]
         if not sampling:
             return dict
-        masks = self._structured_output.masks([(s.matcher, s.unmatched_ids) for s in sampling if s.matcher is not None])
+        masks = self.structured_output.masks([(s.matcher, s.unmatched_ids) for s in sampling if s.matcher is not None])
         return lambda: dict(zip(sampling, masks.result(), strict=True))
 
     def _take_complete(self) -> list[StepResult]:
@@ -369,7 +369,10 @@ class Engine:
 
     def _give_up(self, sequence: Sequence, error: Exception) -> SequenceFailure:
         """End a sequence that raised. A PREFILL_ONLY one keeps its blocks, as when it leaves with its first token."""
-        logger.error("request %s failed", sequence.request_id, exc_info=error)
+        if isinstance(error, RequestError):
+            logger.warning("request %s cannot go on: %s", sequence.request_id, error)
+        else:
+            logger.error("request %s failed", sequence.request_id, exc_info=error)
         sequence.finish_reason = FinishReason.ABORT
         self._remove(sequence, keep_blocks=sequence.phase is Phase.PREFILL_ONLY)
         return SequenceFailure(sequence, error)

@@ -66,10 +66,14 @@ class MessageDispatcher:
             self._parts.dropped.add(DropReason.FAILED, text, exc_info=error)
 
     def give_up(self, request_id: str, error: Exception) -> None:
-        """End a request that met an error of ours, wherever it is: its client is told, its blocks are freed."""
-        self._reporter.num_errors += 1
-        message = f"{type(error).__name__} while it was worked on; the worker's log has more"
-        self._parts.replies.fail(request_id, message, InternalError.code or "")
+        """End a request that met an error, wherever it is: its client is told, its blocks are freed."""
+        if isinstance(error, RequestError):  # the client's fault, such as a grammar that costs too much
+            message, code = error.message, error.code or INVALID_REQUEST
+        else:
+            self._reporter.num_errors += 1
+            message = f"{type(error).__name__} while it was worked on; the worker's log has more"
+            code = InternalError.code or ""
+        self._parts.replies.fail(request_id, message, code)
         for cancel in (self._parts.prefill.cancel, self._parts.decode.cancel, self._parts.engine.abort):
             if (left := error_of(cancel, request_id)) is not None:
                 logger.error("request %s left something behind", request_id, exc_info=left)

@@ -28,6 +28,7 @@ from tandem.protocol.errors import (
     WorkerError,
 )
 from tandem.protocol.fault_boundary import error_of
+from tandem.protocol.grammar import GrammarError
 from tandem.protocol.messages import (
     INVALID_REQUEST,
     BlockEvents,
@@ -73,6 +74,7 @@ _ERRORS: dict[str | None, type[ServingError]] = {
     error.code: error
     for error in (
         ContextLengthExceeded,
+        GrammarError,
         IncompatiblePeer,
         InternalError,
         PeerLost,

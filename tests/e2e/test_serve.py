@@ -136,6 +136,15 @@ def test_a_hostile_schema_is_refused_and_nobody_else_notices(server: Server) -> 
         client.completions.create(
             model="tiny", prompt="a", max_tokens=5, extra_body={"structured_outputs": {"json": hostile}}
         )
+    costly = 'start: (x{1,1000}){1,1000}\nx: "a"'  # only a step shows what it costs
+    with client_of(server) as client, pytest.raises(openai.BadRequestError, match="grammar cannot be used"):
+        client.completions.create(
+            model="tiny",
+            prompt="a",
+            max_tokens=200,
+            logit_bias={"2": -100},  # not to end before
+            extra_body={"structured_outputs": {"grammar": costly}},
+        )
     assert complete(server, "still here")
     assert_idle(server)
 

@@ -84,7 +84,7 @@ def text_of(engine: Engine, sequence: Sequence) -> str:
     """The output without the end token, which may come at the end only."""
     token_ids = output(sequence)
     assert EOS_TOKEN_ID not in token_ids[:-1]
-    tokenizer = engine._structured_output._load_tokenizer()
+    tokenizer = engine.structured_output._load_tokenizer()
     return tokenizer.decode_str(token_ids[:-1] if token_ids[-1:] == [EOS_TOKEN_ID] else token_ids)
 
 
@@ -306,4 +306,4 @@ def test_old_grammars_are_forgotten(engine: Engine) -> None:
     for i in range(structured_output._MAX_COMPILED + 20):
         ask(engine, str(i), regex_grammar(f"a{{{i + 1}}}"), max_tokens=1)
     assert run(engine) == []
-    assert len(engine._structured_output._compiled) == structured_output._MAX_COMPILED
+    assert len(engine.structured_output._compiled) == structured_output._MAX_COMPILED

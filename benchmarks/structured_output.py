@@ -1,0 +1,249 @@
+"""Structured output: what masks cost, whether outputs match their schemas, and what hostile grammars can take.
+
+    python -m benchmarks.structured_output [--suite FOLDER]
+
+Masks: microseconds for a token's mask, along real outputs. Streams: decode steps of an engine all of whose streams have
+a grammar, beside the same streams without one, in turn. Schemas: each schema of a folder of the public JSON Schema Test
+Suite (`tests/draft2020-12` of its repository; the source package of `jsonschema` has it as `json/tests`) is checked as
+the router does, an output is sampled for it, and `jsonschema` judges the output. Hostile: what the router's check
+and a worker's step take at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jsonschema
+import torch
+
+from benchmarks.common import arguments, console, print_table, ratio, write_result
+from tandem.cluster.model_store import resolve_model
+from tandem.engine.engine import Engine
+from tandem.engine.sequence import Sequence
+from tandem.engine.structured_output import GrammarMatcher
+from tandem.protocol.config import EngineConfig
+from tandem.protocol.errors import RequestError
+from tandem.protocol.messages import FinishReason
+from tandem.protocol.sampling import SamplingParams
+from tandem.router.structured_output.checker import GrammarChecker
+from tandem.router.structured_output.compile_process import make_grammar
+from tandem.router.structured_output.constraint import Constraint
+from tandem.router.text.tokenizer import Tokenizer
+
+_ITEM = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "count": {"type": "integer"}, "kind": {"enum": ["new", "used"]}},
+    "required": ["name", "count", "kind"],
+    "additionalProperties": False,
+}
+_KINDS: dict[str, tuple[str, str]] = {
+    "any JSON object": ("json", '{"type": "object"}'),
+    "list of records": ("json", json.dumps({"type": "array", "items": _ITEM, "minItems": 50})),
+    "regular expression": ("regex", r"[A-Z][a-z ,]{400,600}\."),
+    "free text with tags": (
+        "structural_tag",
+        json.dumps({"structures": [{"begin": "<call>", "end": "</call>", "schema": _ITEM}], "triggers": ["<call>"]}),
+    ),
+}
+_HOSTILE: dict[str, tuple[str, str]] = {
+    "multiple of a large prime": ("json", '{"type": "integer", "multipleOf": 99999989}'),
+    "ambiguous grammar": ("grammar", 'start: e\ne: e e | "a" | "b" e | e "c" |'),
+    "nested repetition": ("grammar", 'start: (x{1,1000}){1,1000}\nx: "a"'),
+    "1,000 alternatives": (
+        "json",
+        json.dumps({"anyOf": [{"type": "object", "properties": {f"p{i}": {"type": "string"}}} for i in range(1000)]}),
+    ),
+    "optional characters": ("regex", "(a?){5000}a{5000}"),
+    "look back": ("regex", ".*a.{20}"),
+    "2,000 optional properties": (
+        "json",
+        json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}),
+    ),
+}
+
+
+class Streams(NamedTuple):
+    """Tokens a second, median of the rounds, and the median of the rounds' ratios."""
+
+    kind: str
+    num_streams: int
+    plain: float
+    structured: float
+    ratio: float
+
+
+class Attack(NamedTuple):
+    """Seconds that a hostile grammar took."""
+
+    kind: str
+    check_s: float
+    verdict: str
+    worst_step_s: float
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--suite", type=Path, help="folder of JSON files of the JSON Schema Test Suite")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=96, help="of each stream (default: %(default)s)")
+    parser.add_argument("--schemas", type=int, default=1000, help="at most this many (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="of the model (default: %(default)s)")
+    settings = parser.parse_args()
+    if settings.quick:
+        settings.rounds, settings.tokens, settings.schemas = 1, 16, 10
+    torch.set_num_threads(settings.threads)
+    folder = resolve_model(settings.model, report=console.print)
+    engine = Engine(EngineConfig(model=str(folder), device="cpu", num_threads=settings.threads))
+    masks = {kind: measure_masks(engine, settings, kind) for kind in _KINDS}
+    rows = [(kind, len(us), statistics.median(us), _p99(us), max(us)) for kind, us in masks.items()]
+    print_table("A mask, after the token before it", ["", "masks", "median us", "p99 us", "most us"], rows)
+    streams = [measure_streams(engine, settings, kind, num) for kind in list(_KINDS)[1:3] for num in (1, 8)]
+    headings = ["", "streams", "plain tok/s", "structured tok/s", "ratio"]
+    print_table("Steps with a grammar for every stream", headings, streams)
+    tokenizer = Tokenizer(folder)
+    attacks = asyncio.run(measure_attacks(engine, tokenizer))
+    print_table("Hostile grammars", ["", "check s", "verdict", "worst step s"], attacks)
+    schemas = asyncio.run(run_suite(engine, tokenizer, settings)) if settings.suite else {}
+    print_table("Schemas of the suite", ["outcome", "schemas"], list(schemas.items()))
+    engine.close()
+    results = {"masks": masks, "streams": streams, "attacks": attacks, "schemas": schemas}
+    write_result("structured_output", settings, results)
+    return 0
+
+
+def measure_masks(engine: Engine, settings: argparse.Namespace, kind: str) -> list[float]:
+    """Microseconds of each mask along sampled outputs, consumption of the token before it included."""
+    sequences = [_ask(engine, kind, settings.tokens, seed=seed) for seed in range(4)]
+    _run(engine)
+    grammar, micros = make_grammar(*_KINDS[kind]), []
+    for sequence in sequences:
+        matcher: GrammarMatcher = engine.structured_output.matcher(grammar)
+        for token_id in sequence.token_ids[sequence.num_prompt_tokens :]:
+            begun = time.perf_counter()
+            matcher.follow([]).compute_bitmask()
+            matcher.follow([token_id])
+            micros.append((time.perf_counter() - begun) * 1e6)
+    return micros
+
+
+def measure_streams(engine: Engine, settings: argparse.Namespace, kind: str, num_streams: int) -> Streams:
+    """Streams with and without a grammar in turn, each going first as often as last."""
+    speeds: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(settings.rounds + 1):  # the first one warms up
+        for is_structured in (False, True) if number % 2 else (True, False):
+            for seed in range(num_streams):
+                _ask(engine, kind if is_structured else "", settings.tokens, seed=seed)
+            speeds[is_structured].append(_run(engine))
+    plain, structured = speeds[False][1:], speeds[True][1:]
+    ratios = [ratio(one, other) for one, other in zip(structured, plain, strict=True)]
+    medians = statistics.median(plain), statistics.median(structured)
+    return Streams(kind, num_streams, *medians, statistics.median(ratios))
+
+
+async def measure_attacks(engine: Engine, tokenizer: Tokenizer) -> list[Attack]:
+    """What each hostile grammar takes of the router's check, and of a worker's step if it passes."""
+    checker, attacks = GrammarChecker(tokenizer.to_json), []
+    await checker.grammar(Constraint("regex", "a", "warm-up"))
+    for kind, (form, text) in _HOSTILE.items():
+        begun = time.perf_counter()
+        try:
+            grammar, verdict = await checker.grammar(Constraint(form, text, "grammar")), "accepted"
+        except RequestError as exc:
+            grammar, verdict = "", exc.message
+        check_s = time.perf_counter() - begun
+        attacks.append(Attack(kind, check_s, verdict[:90], _worst_step_s(engine, grammar) if grammar else 0.0))
+    await checker.close()
+    return attacks
+
+
+async def run_suite(engine: Engine, tokenizer: Tokenizer, settings: argparse.Namespace) -> dict[str, int]:
+    """How many schemas of the suite have which outcome."""
+    checker, outcomes = GrammarChecker(tokenizer.to_json), Counter[str]()
+    for schema in _schemas(settings.suite)[: settings.schemas]:
+        outcome = await _outcome(engine, tokenizer, checker, schema)
+        outcomes[outcome] += 1
+        if outcome.startswith("INVALID"):
+            console.print(f"{outcome}: {json.dumps(schema)}", markup=False)
+    await checker.close()
+    return dict(outcomes.most_common())
+
+
+async def _outcome(engine: Engine, tokenizer: Tokenizer, checker: GrammarChecker, schema: Any) -> str:
+    try:
+        grammar = await checker.grammar(Constraint("json", json.dumps(schema), "schema"))
+    except RequestError:
+        return "refused by name"
+    sequences = [_add(engine, f"schema-{seed}", grammar, 200, seed) for seed in range(2)]
+    _run(engine)
+    results = {_judge(tokenizer, schema, sequence) for sequence in sequences}
+    return next((one for one in sorted(results) if one.startswith("INVALID")), min(results))
+
+
+def _judge(tokenizer: Tokenizer, schema: Any, sequence: Sequence) -> str:
+    if sequence.finish_reason is not FinishReason.STOP:
+        return "valid so far: cut at 200 tokens" if sequence.finish_reason is FinishReason.LENGTH else "failed by name"
+    text = tokenizer.decode(sequence.token_ids[sequence.num_prompt_tokens :], skip_special_tokens=True)
+    try:
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+    except (ValueError, jsonschema.ValidationError) as exc:
+        return f"INVALID {text[:60]!r} {str(exc)[:60]}"
+    return "valid"
+
+
+def _schemas(folder: Path) -> list[Any]:
+    cases = [case for path in sorted(folder.glob("*.json")) for case in json.loads(path.read_text())]
+    distinct = {json.dumps(case["schema"], sort_keys=True): case["schema"] for case in cases}
+    return [schema for schema in distinct.values() if isinstance(schema, dict)]
+
+
+def _ask(engine: Engine, kind: str, num_tokens: int, *, seed: int) -> Sequence:
+    grammar = make_grammar(*_KINDS[kind]) if kind else ""
+    return _add(engine, f"{kind} {seed}", grammar, num_tokens, seed)
+
+
+def _add(engine: Engine, name: str, grammar: str, num_tokens: int, seed: int) -> Sequence:
+    prompt = torch.randint(3, 1000, (64,), generator=torch.Generator().manual_seed(seed)).tolist()
+    sampling = SamplingParams(
+        max_tokens=num_tokens, temperature=0.7, seed=seed, ignore_eos=not grammar, grammar=grammar
+    )
+    sequence = engine.make_sequence(name, prompt, sampling)
+    engine.add(sequence)
+    return sequence
+
+
+def _run(engine: Engine) -> float:
+    """Run until all is done; output tokens a second while decoding."""
+    num_tokens, begun = 0, 0.0
+    while engine.has_work:
+        results = engine.step()
+        if begun:
+            num_tokens += sum(len(result.outputs) for result in results)
+        elif any(s.is_decoding for s in engine.sequences.values()):
+            begun = time.perf_counter()
+    return num_tokens / (time.perf_counter() - begun) if num_tokens else 0.0
+
+
+def _worst_step_s(engine: Engine, grammar: str) -> float:
+    _add(engine, "hostile", grammar, 100, 0)
+    worst = 0.0
+    while engine.has_work:
+        begun = time.perf_counter()
+        engine.step()
+        worst = max(worst, time.perf_counter() - begun)
+    return worst
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[int(0.99 * (len(values) - 1))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
