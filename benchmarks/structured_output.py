@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import torch
 
 from benchmarks.common import arguments, console, print_table, ratio, write_result
