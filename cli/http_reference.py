@@ -195,7 +195,7 @@ def _serve_app() -> RouterApp:
     """The app of `tandem serve`, without backend and tokenizer: only its routes are read."""
     backend, tokenizer = (
         SimpleNamespace(decisions=None, pools=None, set_role=None),
-        SimpleNamespace(start_id=0, chat_template="", to_json=None),
+        SimpleNamespace(start_id=0, chat_template="", response_template=None, to_json=None),
     )
     return create_app(cast(Any, backend), cast(Any, tokenizer), RouterConfig(), CollectorRegistry(), api_keys=ApiKeys())
 

@@ -112,9 +112,20 @@ class RouterConfig:
         Setting("Longest time that a pin may last, in seconds.", PINS, own_workers_only=True),
     ] = 3600.0
     tool_parser: Annotated[
-        Literal["auto", "none", "harmony", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"],
+        Literal[
+            "auto",
+            "none",
+            "harmony",
+            "hermes",
+            "llama3_json",
+            "mistral",
+            "pythonic",
+            "qwen3_coder",
+            "response_template",
+        ],
         Setting(
-            "Format in which the model writes tool calls; auto = as its chat template shows, none = refuse tools.",
+            "Format in which the model writes tool calls; auto = as its chat template shows, none = refuse tools, "
+            "response_template = as the checkpoint's response template says (reasoning too).",
             MODEL,
             own_workers_only=True,
         ),

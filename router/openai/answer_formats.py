@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,17 +23,20 @@ from tandem.router.tool_calls.grammar import tool_call_grammar
 from tandem.router.tool_calls.parser import AnswerParser
 from tandem.router.tool_calls.prompt import with_calls_as_text, with_tools_as_text
 from tandem.router.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat
+from tandem.router.tool_calls.response_template import ResponseTemplateParser, load_template
 
-__all__ = ["AnswerFormats", "AnswerParsing", "choose_formats"]
+__all__ = ["AnswerFormats", "AnswerParsing", "Parser", "choose_formats"]
 
-PROMPT_END_TOKENS = 16  # which may open the reasoning
+PROMPT_END_TOKENS = 64  # which may open the reasoning
+
+Parser = AnswerParser | ResponseTemplateParser
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerParsing:
     """How the choices of one request are parsed."""
 
-    new_parser: Callable[[], AnswerParser]
+    new_parser: Callable[[], Parser]
     special_ids: frozenset[int] = frozenset()  # special tokens that the parser must see
 
 
@@ -42,12 +46,13 @@ class AnswerFormats:
 
     tools: ToolFormat | None
     reasoning: ReasoningFormat | None
+    template: Any  # the checkpoint's response template, instead of both; None = not used
     shows_tools: bool  # the chat template shows the model the tools
     shows_calls: bool  # and the calls it made before
 
     def check_tools(self, tools: RequestedTools | None) -> None:
         """Raise `RequestError` if these tools cannot be served."""
-        if tools is not None and self.tools is None:
+        if tools is not None and self.tools is None and self.template is None:
             raise RequestError(
                 "'tools' are not supported: the format in which this model writes tool calls is unknown. Start the "
                 "server with --tool-parser, or send tool_choice 'none'.",
@@ -69,12 +74,15 @@ class AnswerFormats:
 
     def prompt_end(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
         """The end of a prompt, which may open the reasoning."""
-        return "" if self.reasoning is None else tokenizer.decode(prompt_ids[-PROMPT_END_TOKENS:])
+        may_open = self.reasoning is not None or self.template is not None
+        return tokenizer.decode(prompt_ids[-PROMPT_END_TOKENS:]) if may_open else ""
 
     def parsing(
         self, tokenizer: Tokenizer, prompt_end: str, tools: RequestedTools | None, *, hides_special: bool
     ) -> AnswerParsing | None:
         """How answers to a prompt with this end are parsed; None if they are nothing but content."""
+        if self.template is not None:
+            return self._template_parsing(tokenizer, prompt_end, tools)
         if tools is None and self.reasoning is None:
             return None
         tool_format = self.tools if tools is not None else None
@@ -90,6 +98,17 @@ class AnswerFormats:
         )
         return AnswerParsing(new_parser, frozenset(special.values()))
 
+    def _template_parsing(self, tokenizer: Tokenizer, prompt_end: str, tools: RequestedTools | None) -> AnswerParsing:
+        new_parser = partial(
+            ResponseTemplateParser,
+            self.template,
+            tools.tools if tools is not None else None,
+            prompt_end=prompt_end,
+            max_calls=tools.max_calls if tools is not None else None,
+        )
+        shown = json.dumps(tokenizer.response_template).replace("\\", "")  # without the escapes of its patterns
+        return AnswerParsing(new_parser, frozenset(i for text, i in tokenizer.special_tokens.items() if text in shown))
+
     def grammar(self, tokenizer: Tokenizer, prompt_end: str, tools: RequestedTools | None, content: str) -> str:
         """The grammar of answers to a prompt with this end, if content must match the grammar `content` ("" = any).
 
@@ -98,6 +117,15 @@ class AnswerFormats:
         is_required = tools is not None and tools.is_required
         if not is_required and (not content or (tools is None and self.reasoning is None)):
             return content
+        if self.template is not None:
+            if not is_required:
+                return content
+            raise RequestError(
+                "Calls cannot be forced, because they are read by the checkpoint's response_template. Start the server "
+                "with --tool-parser, or send tool_choice 'auto'.",
+                param="tool_choice",
+                code="unsupported_parameter",
+            )
         tool_format = self.tools if tools is not None else None
         try:
             return tool_call_grammar(
@@ -125,13 +153,17 @@ class AnswerFormats:
 def choose_formats(config: RouterConfig, tokenizer: Tokenizer) -> AnswerFormats:
     """The formats that the configuration names, or that the model's chat template shows."""
     template = tokenizer.chat_template
-    shows_tools = renders_tools(template)
+    shows_tools, shows_calls = renders_tools(template), renders_calls(template)
     if config.tool_parser == "auto":
         tools = detect_tool_format(template) if shows_tools else TOOL_FORMATS["hermes"]
     else:
         tools = TOOL_FORMATS.get(config.tool_parser)
+    has_template = tokenizer.response_template is not None
+    if config.tool_parser == "response_template" or (config.tool_parser == "auto" and tools is None and has_template):
+        loaded = load_template(tokenizer.response_template)
+        return AnswerFormats(None, None, loaded, shows_tools, shows_calls)
     if config.reasoning_parser == "auto":
         reasoning = detect_reasoning_format(template)
     else:
         reasoning = REASONING_FORMATS.get(config.reasoning_parser)
-    return AnswerFormats(tools, reasoning, shows_tools, renders_calls(template))
+    return AnswerFormats(tools, reasoning, None, shows_tools, shows_calls)

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import FinishReason, TokenLogprobs
 from tandem.router.backend import GenerateRequest, TokenDelta
-from tandem.router.openai.answer_formats import AnswerParsing
+from tandem.router.openai.answer_formats import AnswerParsing, Parser
 from tandem.router.text.stop_strings import StopMatcher, StopStrings
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tool_calls.events import Event
-from tandem.router.tool_calls.parser import AnswerParser
 
 __all__ = ["ChoiceDelta", "ChoicePlan", "ChoiceText", "TokenEntry"]
 
@@ -160,7 +159,7 @@ class ChoiceText:
             result.entries.append(self._held_entries.popleft())
 
 
-def _parse(parser: AnswerParser, result: ChoiceDelta) -> None:
+def _parse(parser: Parser, result: ChoiceDelta) -> None:
     """Split the text of a delta into content, reasoning and tool calls."""
     result.events = parser.feed(result.text)
     if result.finish_reason is not None:

@@ -133,6 +133,11 @@ class Tokenizer:
         template: str | dict[str, str] = self._hf.chat_template or ""
         return template if isinstance(template, str) else template.get("tool_use") or template.get("default", "")
 
+    @property
+    def response_template(self) -> Any:
+        """How transformers parses the model's answers, if the checkpoint says it; otherwise None."""
+        return getattr(self._hf, "response_template", None)
+
     def detokenizer(
         self,
         prompt_ids: Sequence[int],

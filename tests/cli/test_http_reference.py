@@ -12,7 +12,7 @@ from tandem.cli.http_reference import http_api_page
 ROUTER = Path(__file__).resolve().parents[2] / "router"
 PAGE = http_api_page()
 # A header that engines get, and the beginning of a text.
-NOT_OURS = {"x-data-parallel-rank", "x-anthropic-billing-header"}
+NOT_OURS = {"x-guidance", "x-data-parallel-rank", "x-anthropic-billing-header"}
 
 
 def test_every_header_of_ours_is_in_the_reference() -> None:

@@ -307,6 +307,54 @@ async def test_a_wrong_field_is_named(tokenizer: Tokenizer, fields: dict[str, An
     assert backend.requests == []
 
 
+TEMPLATE = {
+    "start_anchor": "<assistant>",
+    "fields": {
+        "thinking": {"open": "<thought>", "close": "</thought>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"<\|call\|>(?P<name>\w+)",
+            "close": "<|/call|>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"content": "text"},
+    },
+}
+
+
+@pytest.fixture
+def templated(tmp_path: Path) -> Tokenizer:
+    """A model whose own format is not known, with a response template in its checkpoint."""
+    folder = build_tokenizer(tmp_path, "{{ tools }}" + ROLES + "<assistant><thought>", ("<|call|>", "<|/call|>"))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"response_template": TEMPLATE}))
+    return Tokenizer(folder)
+
+
+@pytest.mark.parametrize("run", [1, 1000])
+async def test_a_checkpoints_response_template_is_used(templated: Tokenizer, run: int) -> None:
+    reply = 'Hm.</thought>I look.<|call|>weather{"city": "Rome"}<|/call|><|call|>now{}<|/call|>'
+    plain = await choice_of(backend_of(templated, reply), chat())
+    assert (plain["message"]["content"], plain["message"]["reasoning"]) == ("I look.", "Hm.")
+    assert names_and_arguments([call["function"] for call in plain["message"]["tool_calls"]]) == [
+        ("weather", {"city": "Rome"}),
+        ("now", {}),
+    ]
+    async with closing(backend_of(templated, reply, run=run)) as client:
+        stream = joined(events(await client.post(CHAT, json=chat(stream=True))))
+        forced = await client.post(CHAT, json=chat(tool_choice="required"))
+    assert (stream["content"], stream["reasoning"], len(stream["calls"])) == ("I look.", "Hm.", 2)
+    assert (forced.status_code, forced.json()["error"]["param"]) == (400, "tool_choice")
+    without = await choice_of(backend_of(templated, reply), {"messages": [USER]})
+    assert without["message"]["content"].startswith("I look.<|call|>")
+
+
+def test_a_response_template_that_is_not_there_is_an_error(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match="response_template cannot be used"):
+        make_app(FakeBackend(tokenizer), tool_parser="response_template")
+
+
 FORCED: list[Any] = ["required", {"type": "function", "function": {"name": "now"}}]
 
 
@@ -353,7 +401,7 @@ async def test_a_format_that_is_not_known_is_refused_and_can_be_forced(tmp_path:
 
 def test_the_flags_name_the_formats() -> None:
     hints = get_type_hints(RouterConfig)
-    assert set(get_args(hints["tool_parser"])) == {"auto", "none", *TOOL_FORMATS}
+    assert set(get_args(hints["tool_parser"])) == {"auto", "none", "response_template", *TOOL_FORMATS}
     assert set(get_args(hints["reasoning_parser"])) == {"auto", "none", *REASONING_FORMATS}
     wrong: Any = "qwen"
     with pytest.raises(ConfigError, match="tool_parser='qwen' must be one of auto, none, harmony, hermes"):
