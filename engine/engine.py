@@ -20,6 +20,8 @@ from tandem.engine.graphs.capture import MakeRecorder, record_graphs, required_b
 from tandem.engine.graphs.recorder import make_recorder
 from tandem.engine.kv_pool import paged_view
 from tandem.engine.model_runner import LateTokens
+from tandem.engine.prompt_scores import PromptScores
+from tandem.engine.sampling.prompt_scoring import LaunchedScores
 from tandem.engine.sampling.sampler import LaunchedSample, SampledToken, Sampler
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Phase, ScheduledChunk, Sequence
@@ -39,6 +41,8 @@ __all__ = ["Engine", "SequenceFailure", "SequenceOutput", "StepResult"]
 logger = logging.getLogger(__name__)
 
 _STEP_TOKENS = 512  # the default without a role's own choice
+_SCORED_BYTES = 64 << 20  # float32 logits of the prompt tokens that a step scores
+_MIN_SCORED = 16
 _MAX_LAUNCHED = 2  # one that computes and one behind it: more would make new requests wait
 _MAX_FAILED_STEPS = 3  # in a row, each failing for every sequence: then the engine is at fault, not the sequences
 
@@ -82,6 +86,7 @@ class _LaunchedStep:
     computed: list[ComputedBlocks]
     sampling: list[Sequence]
     sample: LaunchedSample | None  # a token for each of them
+    scores: LaunchedScores | None
     failures: list[SequenceFailure]
     begin: Mark
     end: Mark
@@ -137,6 +142,7 @@ class Engine:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_num_scored=max(_SCORED_BYTES // (4 * model.vocab_size), _MIN_SCORED),
         )
         self.sampler = Sampler(model.eos_token_ids)
         self.structured_output = StructuredOutput(Path(config.model), model.vocab_size, model.eos_token_ids)
@@ -201,6 +207,7 @@ class Engine:
             phase=phase,
             priority=priority,
             matcher=self.structured_output.matcher(sampling.grammar) if sampling.grammar else None,
+            prompt_scores=None if (num := sampling.num_prompt_logprobs) is None else PromptScores(num),
         )
 
     def add(self, sequence: Sequence) -> None:
@@ -281,8 +288,10 @@ class Engine:
         masks = self._begin_masks(scheduled)
         chunks, logits, failures = self._compute(scheduled, between_layers)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        sample = None
-        if logits is not None:
+        sample = scores = None
+        if logits is not None and len(logits) > len(sampling):
+            scores, logits = self.sampler.score(logits, chunks)
+        if logits is not None and sampling:
             sample = self.sampler.launch(logits, self.sampler.plan(sampling, logits.shape[1], masks()))
         end = self.stream.record()
         if any(sequence.sampling.depends_on_output for sequence in sampling):
@@ -294,9 +303,13 @@ class Engine:
                 failures.append(self._give_up(chunk.sequence, blocks))
             else:
                 computed.append(blocks)
+                if chunk.sequence.prompt_scores is not None:
+                    chunk.sequence.prompt_scores.num_launched += chunk.num_scored
                 if chunk.samples:
                     self._add_pending_token(chunk.sequence)
-        self._launched.append(_LaunchedStep(scheduled, chunks, computed, sampling, sample, failures, begin, end))
+        self._launched.append(
+            _LaunchedStep(scheduled, chunks, computed, sampling, sample, scores, failures, begin, end)
+        )
 
     def _begin_masks(self, chunks: list[ScheduledChunk]) -> Callable[[], dict[Sequence, TokenMask | Exception]]:
         """Begin to compute what the grammars of a step's sequences allow; the result waits for it."""
@@ -321,6 +334,8 @@ class Engine:
                 continue
             if (error := error_of(self.scheduler.blocks.publish, computed)) is not None:
                 failures.append(self._give_up(computed.sequence, error))
+        if step.scores is not None:
+            failures += self._take_scores(step.scores)
         sampled = [] if step.sample is None else step.sample.read()
         for sequence, token in zip(step.sampling, sampled, strict=True):
             if sequence in step.void or self.sequences.get(sequence.request_id) is not sequence:
@@ -332,6 +347,18 @@ class Engine:
                 outputs.append(output)
         stats = _stats(step.scheduled, self.stream.seconds_between(step.begin, step.end))
         return StepResult([chunk for chunk in step.chunks if chunk.sequence not in step.void], outputs, stats, failures)
+
+    def _take_scores(self, scores: LaunchedScores) -> list[SequenceFailure]:
+        """Keep the scores of the sequences that are still here. Returns those whose scoring raised."""
+        failures = []
+        for sequence, piece in scores.read():
+            if self.sequences.get(sequence.request_id) is not sequence or sequence.prompt_scores is None:
+                continue
+            if isinstance(piece, Exception):
+                failures.append(self._give_up(sequence, piece))
+            else:
+                sequence.prompt_scores.pieces.append(piece)
+        return failures
 
     def _compute(
         self, chunks: list[ScheduledChunk], between_layers: Callable[[], None]

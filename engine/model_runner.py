@@ -94,7 +94,7 @@ class ModelRunner:
         between_layers: Callable[[], None] = _nothing,
         late_tokens: LateTokens | None = None,
     ) -> Tensor | None:
-        """Compute the chunks' KV into the pool. Returns logits [n, vocab] of the n chunks that sample, in order.
+        """Compute the chunks' KV into the pool. Returns the logits [n, vocab] that the chunks need, in order.
 
         `between_layers` is called before each layer's attention, or once if the step is a graph. Pending tokens are
         taken from `late_tokens`.
@@ -135,7 +135,7 @@ class ModelRunner:
         """Lay chunks end to end, as they are now. This is the host's part of a step: it launches nothing."""
         size = self._block_size
         token_ids: list[int] = []
-        positions, slots = [], []
+        positions, slots, rows = [], [], list[int]()
         kv_lens = np.empty(len(chunks), dtype=np.int32)
         starts = np.zeros(len(chunks) + 1, dtype=np.int32)
         num_blocks = [-(-(chunk.start + chunk.num_tokens) // size) for chunk in chunks]
@@ -149,8 +149,8 @@ class ModelRunner:
             slots.append(tables[i, position // size].astype(np.int64) * size + position % size)
             kv_lens[i] = end
             starts[i + 1] = starts[i] + chunk.num_tokens
+            rows += range(len(token_ids) - chunk.num_logits, len(token_ids))
         late_inputs = None if late_tokens is None else _late_inputs(chunks, token_ids, late_tokens)
-        rows = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) if chunk.samples]
         return PackedBatch(
             input_ids=np.array(token_ids),
             positions=np.concatenate(positions),

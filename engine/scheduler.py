@@ -40,6 +40,7 @@ class _Step:
     chunks: list[ScheduledChunk]
     budget: int  # tokens that still fit
     num_prompt_tokens: int = 0
+    num_scored: int = 0  # prompt tokens whose logits are needed
     # Waiting sequences at the head of the queue that were skipped because they lack room, or because their prefix is
     # being computed. A seat is reserved for each of them, and for the latter also their blocks.
     num_passed: int = 0
@@ -58,13 +59,18 @@ class Scheduler:
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_num_scored: int = 512,
         lengths: OutputLengths | None = None,
     ) -> None:
-        """`lengths` predicts how long answers will be; by default it learns that from those that end."""
+        """`max_num_scored` bounds the prompt tokens of a step that are scored: each takes the logits of a vocabulary.
+
+        `lengths` predicts how long answers will be; by default it learns that from those that end.
+        """
         self.pool = pool
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_scored = max_num_scored
         self.num_preemptions = 0
         self._listeners: list[SchedulerListener] = []
         self._queues = queues = SequenceQueues()
@@ -238,6 +244,8 @@ class Scheduler:
         num_tokens = min(step.budget, sequence.num_uncomputed_tokens - (not sequence.can_sample))
         if priority.max_step_tokens:
             num_tokens = min(num_tokens, priority.max_step_tokens - step.num_prompt_tokens)
+        if sequence.is_scored:
+            num_tokens = min(num_tokens, self.max_num_scored - step.num_scored)
         onboarding = sequence.onboarding
         if onboarding is not None:
             limit = onboarding.start if onboarding.hold_at is None else min(onboarding.hold_at, onboarding.start)
@@ -245,13 +253,15 @@ class Scheduler:
         if num_tokens <= 0:
             return
         samples = num_tokens == sequence.num_uncomputed_tokens
-        step.chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens, samples))
+        num_scored = _num_scored(sequence, sequence.num_computed_tokens + num_tokens - samples)
+        step.chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens, samples, num_scored))
+        step.num_scored += num_scored
         step.budget -= num_tokens
         step.num_prompt_tokens += num_tokens
 
     def _awaited(self, sequence: Sequence) -> Sequence | None:
         """The running prompt that computes the next block of this one: waiting saves computing it twice."""
-        usable = self.blocks.usable_digests(sequence.digests, len(sequence.token_ids))
+        usable = self.blocks.usable_digests(sequence)
         num_cached = self.pool.count_cached(usable)
         if sequence.blocks or num_cached == len(usable):
             return None
@@ -284,3 +294,11 @@ class Scheduler:
 def _num_shared(digests: list[bytes], others: list[bytes]) -> int:
     """Leading blocks that two chains share. If two digests are equal, so are all before them."""
     return bisect_left(range(min(len(digests), len(others))), True, key=lambda idx: digests[idx] != others[idx])
+
+
+def _num_scored(sequence: Sequence, end: int) -> int:
+    """Of the tokens before `end` that are computed now, those whose logits score the next one for the first time."""
+    scores = sequence.prompt_scores
+    if scores is None or not sequence.is_scored:
+        return 0
+    return max(end - max(scores.num_launched, sequence.num_computed_tokens), 0)

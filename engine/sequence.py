@@ -13,6 +13,7 @@ from tandem.protocol.sampling import SamplingParams
 if TYPE_CHECKING:
     import numpy as np
 
+    from tandem.engine.prompt_scores import PromptScores
     from tandem.engine.structured_output import GrammarMatcher
 
     Array = np.ndarray[Any, Any]
@@ -84,6 +85,7 @@ class Sequence:
     onboarding: Onboarding | None = None
     logit_bias: tuple[Array, Array] | None = None  # ids and values; the sampler makes them once
     matcher: GrammarMatcher | None = None  # of a grammar that its output must match
+    prompt_scores: PromptScores | None = None  # log probabilities of the prompt's tokens, if they were asked for
     kv_holder: KvHolder | None = None  # a peer that has some of the prompt's KV
     kv_receiver: PeerAddress | None = None  # the worker to which the prompt's KV is handed
     finish_reason: FinishReason | None = None
@@ -108,6 +110,17 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens the next steps must compute before another one can be sampled."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether computing it also gives the log probabilities of its prompt's tokens."""
+        return self.prompt_scores is not None and self.num_output_tokens == 0
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Leading tokens whose KV may come from a cache. The others are computed, because their logits are needed."""
+        scores = self.prompt_scores
+        return len(self.token_ids) - 1 if scores is None or not self.is_scored else scores.num_launched
 
     @property
     def has_first_token(self) -> bool:
@@ -159,10 +172,17 @@ class Sequence:
 class ScheduledChunk:
     """Compute tokens [start, start + num_tokens) of a sequence; `samples` if that reaches its end.
 
-    NOTE: `samples` is stored, because the sequence's end moves as soon as the sampled token is appended.
+    The logits of its last tokens are needed: of `num_scored` to score the prompt, and then of one if it samples.
+    NOTE: both are stored, because the sequence changes as soon as the step is launched.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
     samples: bool
+    num_scored: int = 0
+
+    @property
+    def num_logits(self) -> int:
+        """How many of its last tokens' logits are needed."""
+        return self.num_scored + self.samples

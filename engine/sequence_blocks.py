@@ -46,13 +46,13 @@ class SequenceBlocks:
         """Blocks for all its tokens so far."""
         return -(-len(sequence.token_ids) // self.block_size)
 
-    def usable_digests(self, digests: list[bytes], num_tokens: int) -> list[bytes]:
-        """Excludes the block of the last token, which is always computed because its logits are needed."""
-        return digests[: (num_tokens - 1) // self.block_size]
+    def usable_digests(self, sequence: Sequence) -> list[bytes]:
+        """The blocks of a sequence that may come from a cache. The last token is always computed."""
+        return sequence.digests[: sequence.num_reusable_tokens // self.block_size]
 
-    def match_prefix(self, digests: list[bytes], num_tokens: int) -> list[int]:
-        """Take references on the longest usable cached prefix of a prompt of `num_tokens` tokens."""
-        return self.pool.acquire_cached(self.usable_digests(digests, num_tokens))
+    def match_prefix(self, sequence: Sequence) -> list[int]:
+        """Take references on the longest usable cached prefix of a sequence."""
+        return self.pool.acquire_cached(self.usable_digests(sequence))
 
     def advance(self, chunk: ScheduledChunk) -> ComputedBlocks:
         """Count a chunk as computed, and loaded tokens that follow it. Returns what may be published later."""

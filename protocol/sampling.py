@@ -61,6 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     num_logprobs: int | None = None  # None = off; 0 = only the chosen token's
+    num_prompt_logprobs: int | None = None  # the same for the prompt's tokens
     grammar: str = ""  # that the output must match, in llguidance's form; empty = any output
 
     @property
@@ -74,6 +75,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_within(name, getattr(self, name), low, high)
         if self.num_logprobs is not None:
             _check_within("num_logprobs", self.num_logprobs, 0, MAX_LOGPROBS)
+        if self.num_prompt_logprobs is not None:
+            _check_within("num_prompt_logprobs", self.num_prompt_logprobs, 0, MAX_LOGPROBS)
         if self.grammar:
             _check_within("characters of grammar", len(self.grammar), 0, MAX_GRAMMAR_CHARS)
         if self.stop_token_ids:

@@ -139,6 +139,7 @@ class RouterReplies:
 
 def _delta(output: SequenceOutput) -> SequenceDelta:
     sequence = output.sequence
+    scores = sequence.prompt_scores if output.offset == 0 else None
     return SequenceDelta(
         request_id=sequence.request_id,
         offset=output.offset,
@@ -147,4 +148,5 @@ def _delta(output: SequenceOutput) -> SequenceDelta:
         stop_token_id=output.stop_token_id,
         num_cached_tokens=sequence.num_cached_tokens if output.offset == 0 else None,
         logprobs=None if output.logprobs is None else [output.logprobs],
+        prompt_logprobs=None if scores is None else scores.packed(),
     )

@@ -19,20 +19,16 @@ import torch
 from torch import Tensor
 
 from tandem.engine.device import to_device, to_host
-from tandem.engine.sampling.distribution import adjust, choose, top_values
+from tandem.engine.sampling.distribution import adjust, choose
+from tandem.engine.sampling.logprobs import MIN_LOGPROB, RowLogprobs, slabs
+from tandem.engine.sampling.prompt_scoring import LaunchedScores, split_logits
 from tandem.engine.sampling.row_plan import NO_EDITS, RowPlan, plan_row
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import ScheduledChunk, Sequence
 from tandem.engine.structured_output import TokenMask
 from tandem.protocol.fault_boundary import outcome_of
 from tandem.protocol.messages import TokenLogprobs
 
 __all__ = ["LaunchedSample", "SamplePlan", "SampledToken", "Sampler"]
-
-_MORE_CANDIDATES = 16  # than log probabilities are asked for: tokens may be equally likely
-_MIN_LOGPROB = -9999.0  # stands for log(0), which JSON cannot express
-# Float32 logits that are sampled together, at least one row. On a CPU temporaries of this size come from memory that
-# glibc has: with twice as many, fresh pages cost a fifth of the time. On a GPU they take ten times as much memory.
-_SLAB_BYTES = {"cpu": 1 << 19, "cuda": 32 << 20}
 
 _NO_MASKS: Mapping[Sequence, TokenMask | Exception] = {}
 
@@ -72,9 +68,15 @@ class Sampler:
         """The device's part, which is not waited for. A device that is lost raises, for all rows."""
         launched = LaunchedSample(logits, plans)
         planned = [row for row, plan in enumerate(plans) if isinstance(plan, RowPlan)]
-        for rows in _slabs(planned, logits):
+        for rows in slabs(planned, logits):
             launched.add(logits, rows, plans)
         return launched
+
+    @torch.inference_mode()
+    def score(self, logits: Tensor, chunks: list[ScheduledChunk]) -> tuple[LaunchedScores, Tensor]:
+        """Scores of the prompt tokens that the chunks score, not waited for, and the logits of those that sample."""
+        sampled, scored = split_logits(logits, chunks)
+        return LaunchedScores(scored), sampled
 
     def _plan(self, sequence: Sequence, vocab_size: int, mask: TokenMask | Exception | None) -> RowPlan:
         if isinstance(mask, Exception):
@@ -132,24 +134,15 @@ class _TopLogprobs:
         rows = [row for row, plan in enumerate(plans) if plan.num_logprobs is not None]
         self._place = {row: place for place, row in enumerate(rows)}
         index = _index_of(rows, raw.device)
-        self._logprobs = raw[index].log_softmax(dim=-1)
-        self._chosen = to_host(self._logprobs.gather(1, token_ids[index][:, None])[:, 0])
-        num_top = max(plan.num_logprobs or 0 for plan in plans)
-        num_candidates = min(2 * num_top + _MORE_CANDIDATES, raw.shape[1])
-        values, ids = top_values(self._logprobs, num_candidates)
-        self._values, self._ids = to_host(values), to_host(ids)
+        self._logprobs = RowLogprobs(raw[index], token_ids[index], max(plan.num_logprobs or 0 for plan in plans))
 
     def read(self, row: int, num_top: int, token_id: int, *, is_first_choice: bool) -> TokenLogprobs:
         """Those of a row and its token, which is the one that was chosen on the device if `is_first_choice`."""
         place = self._place[row]
-        values, ids = self._values[place], self._ids[place]
-        if 0 < num_top < len(values) and not float(values[num_top - 1]) > float(values[-1]):
-            # Others may be as likely as the last one: those with the lowest ids are listed.
-            everything = top_values(self._logprobs[place : place + 1], self._logprobs.shape[1])
-            values, ids = everything[0][0], everything[1][0]
-        pairs = zip(ids[:num_top].tolist(), values[:num_top].tolist(), strict=True)  # sync: only of a rare row
-        logprob = self._chosen[place] if is_first_choice else self._logprobs[place, token_id]
-        return TokenLogprobs(token_id, _finite(float(logprob)), [(top_id, _finite(value)) for top_id, value in pairs])
+        values, ids = self._logprobs.top(place, num_top)
+        pairs = zip(ids.tolist(), values.tolist(), strict=True)
+        logprob = self._logprobs.chosen(place) if is_first_choice else self._logprobs.other(place, token_id)
+        return TokenLogprobs(token_id, _finite(logprob), [(top_id, _finite(value)) for top_id, value in pairs])
 
 
 class _Slab:
@@ -195,12 +188,6 @@ def _outcome_of(function: Callable[..., T], *arguments: object) -> T | Exception
     return outcome
 
 
-def _slabs(rows: list[int], logits: Tensor) -> Iterator[list[int]]:
-    size = max(_SLAB_BYTES[logits.device.type] // (4 * logits.shape[1]), 1)
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]
-
-
 def _index_of(rows: list[int], device: torch.device) -> slice | Tensor:
     """An index of these rows, in ascending order, for the first axis: a slice, which copies nothing, if they adjoin."""
     if rows[-1] - rows[0] == len(rows) - 1:
@@ -233,4 +220,4 @@ def _last_resort(logits: Tensor, raw: Tensor, plan: RowPlan) -> int:
 
 def _finite(logprob: float) -> float:
     """The log probability, or the smallest allowed one if it is -inf or nan."""
-    return logprob if logprob > _MIN_LOGPROB else _MIN_LOGPROB
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB

@@ -19,12 +19,13 @@ __all__ = [
     "Name",
     "Names",
     "Number",
+    "Packed",
     "Seconds",
     "Text",
     "TokenIds",
 ]
 
-WIRE_VERSION = 8  # changes with the meaning of any field and of digests; peers with another version are refused
+WIRE_VERSION = 9  # changes with the meaning of any field and of digests; peers with another version are refused
 
 _MAX_INT = 2**63 - 1
 _MAX_ITEMS = 1 << 24  # of a list: tokens of a prompt, blocks of a handoff
@@ -42,4 +43,5 @@ Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)
 Digests = Annotated[list[Digest], Meta(max_length=_MAX_DIGESTS)]
 BlockIds = Annotated[list[BlockId], Meta(max_length=_MAX_ITEMS)]
 Checksums = Annotated[list[Annotated[bytes, Meta(max_length=64)]], Meta(max_length=_MAX_ITEMS)]
+Packed = Annotated[bytes, Meta(max_length=4 * _MAX_ITEMS)]  # numbers of 4 bytes, little-endian
 TokenIds = Annotated[list[int], Meta(max_length=_MAX_ITEMS)]  # NOTE: the engine checks that the ids exist

@@ -6,7 +6,7 @@ import enum
 
 import msgspec
 
-from tandem.protocol.messages.fields import Digests, Name, Number, Text, TokenIds
+from tandem.protocol.messages.fields import Digests, Name, Number, Packed, Text, TokenIds
 from tandem.protocol.messages.places import POOL_PLACE, holder_name
 from tandem.protocol.messages.worker import StepStats, WorkerCard, WorkerLoad
 
@@ -16,6 +16,7 @@ __all__ = [
     "BlockSnapshot",
     "FinishReason",
     "PinReport",
+    "PromptLogprobs",
     "RequestFailed",
     "SequenceDelta",
     "StepOutput",
@@ -49,6 +50,17 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities of a prompt's tokens behind the first, and of the k likeliest tokens at each place, best first.
+
+    Packed, because a long prompt has hundreds of thousands of them.
+    """
+
+    chosen: Packed  # [n], float32
+    top_logprobs: Packed  # [n, k], float32
+    top_ids: Packed  # [n, k], uint32
+
+
 class SequenceDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     """New tokens of one request. `offset` counts the output tokens before these.
 
@@ -63,6 +75,7 @@ class SequenceDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_id: Number | None = None
     num_cached_tokens: Number | None = None  # with the first token: prompt tokens that were not computed
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # with the first token, if requested
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):

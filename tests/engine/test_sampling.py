@@ -271,7 +271,7 @@ def test_a_row_does_not_depend_on_its_batch(
 ) -> None:
     """In bfloat16 many logits are equal, and some of these rows have only a few different ones, or none."""
     vocab = 700
-    monkeypatch.setattr("tandem.engine.sampling.sampler._SLAB_BYTES", {"cpu": slab_rows * 4 * vocab})
+    monkeypatch.setattr("tandem.engine.sampling.logprobs._SLAB_BYTES", {"cpu": slab_rows * 4 * vocab})
     source = random.Random(5)
     print("seed 5")
     sequences = [random_sequence(source, vocab) for _ in range(40)]

@@ -19,8 +19,11 @@ from tandem.engine.device import DeviceStream, Mark
 from tandem.engine.engine import Engine
 from tandem.engine.kv_pool import paged_view
 from tandem.engine.model_runner import LateTokens
+from tandem.engine.prompt_scores import ScorePiece
+from tandem.engine.sampling.prompt_scoring import LaunchedScores
 from tandem.engine.sampling.sampler import LaunchedSample, SampledToken, SamplePlan
 from tandem.engine.sequence import ScheduledChunk
+from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.codec import Codec
 from tandem.kv_transfer.transport.in_process import InProcessTransport, InProcessWrite
 
@@ -117,6 +120,24 @@ class LateSample(LaunchedSample):
         return self._tokens
 
 
+class LateScores(LaunchedScores):
+    """Scores that come late."""
+
+    def __init__(self, stream: LateStream) -> None:
+        self._stream = stream
+        self._pieces: list[tuple[EngineSequence, ScorePiece | Exception]] | None = None
+
+    def arrive(self, pieces: list[tuple[EngineSequence, ScorePiece | Exception]]) -> None:
+        self._pieces = pieces
+
+    @override
+    def read(self) -> list[tuple[EngineSequence, ScorePiece | Exception]]:
+        if self._stream.is_impatient:
+            self._stream.flush()
+        assert self._pieces is not None, "scores are read before they are computed"
+        return self._pieces
+
+
 class LateDevice:
     """Makes an engine compute and sample on a late stream."""
 
@@ -136,7 +157,9 @@ class LateDevice:
         self._engine = engine
         self._run, self._sampler = engine.runner.run, engine.sampler
         engine.runner.run = self._run_late  # type: ignore[method-assign]
-        engine.sampler = SimpleNamespace(plan=self._sampler.plan, launch=self._sample_late)  # type: ignore[assignment]
+        engine.sampler = SimpleNamespace(  # type: ignore[assignment]
+            plan=self._sampler.plan, launch=self._sample_late, score=self._score_late
+        )
 
     def make_late(self, codec: Codec) -> None:
         """Make this codec move its bytes late."""
@@ -187,6 +210,18 @@ class LateDevice:
         self.num_wrong += len(wrong_rows)
         self.stream.launch(lambda: sample.arrive(self._sampler.launch(logits, plans).read(), wrong_rows))
         return sample
+
+    def _score_late(self, logits: Tensor, chunks: list[ScheduledChunk]) -> tuple[LaunchedScores, Tensor]:
+        scores = LateScores(self.stream)
+        sampled = torch.full((sum(chunk.samples for chunk in chunks), logits.shape[1]), torch.nan)
+
+        def score() -> None:
+            computed, rows = self._sampler.score(logits, chunks)
+            sampled.copy_(rows)
+            scores.arrive(computed.read())
+
+        self.stream.launch(score)
+        return scores, sampled
 
     def _spoil(self, slots: list[int]) -> None:
         """Fill token slots with garbage, except in blocks that earlier work still needs as they are."""

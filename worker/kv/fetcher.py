@@ -145,7 +145,7 @@ class Fetcher:
         """Decide which blocks of a prompt to load, and begin."""
         size, now = self._engine.config.block_size, self._clock()
         num_tokens = len(sequence.token_ids)
-        digests = sequence.digests[: (num_tokens - 1) // size]
+        digests = self._engine.scheduler.blocks.usable_digests(sequence)
         first_block = -(-sequence.num_computed_tokens // size)
         if first_block >= len(digests):
             return
