@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import httpx
 import typer
@@ -31,6 +31,13 @@ class ChatError(ServingError):
     """The server gave no answer, or only a part of one."""
 
 
+class _Piece(NamedTuple):
+    """Text of a stream."""
+
+    text: str
+    is_reasoning: bool = False
+
+
 @dataclass(slots=True)
 class Conversation:
     """The messages so far and the server that continues them."""
@@ -42,19 +49,27 @@ class Conversation:
     num_output_tokens: int = 0  # of the current answer
 
     def ask(self, text: str) -> Generator[str]:
-        """Stream the answer to `text`. The question and the answer, even a partial one, join the history."""
+        """Stream the answer to `text`, after the model's reasoning if it gives any.
+
+        The question and the answer, even a partial one, join the history.
+        """
         question = {"role": "user", "content": text}
         answer: list[str] = []
         self.num_output_tokens = 0
         try:
+            has_reasoned = False
             for piece in self._stream([*self.messages, question]):
-                answer.append(piece)
-                yield piece
+                if not piece.is_reasoning:
+                    if has_reasoned and not answer:
+                        yield "\n\n"
+                    answer.append(piece.text)
+                has_reasoned |= piece.is_reasoning
+                yield piece.text
         finally:
             if answer:  # a question without any answer can be asked again
                 self.messages += [question, {"role": "assistant", "content": "".join(answer)}]
 
-    def _stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
+    def _stream(self, messages: list[dict[str, str]]) -> Iterator[_Piece]:
         body = {
             "model": self.model,
             "messages": messages,
@@ -69,8 +84,11 @@ class Conversation:
                 if event.get("usage"):
                     self.num_output_tokens = event["usage"]["completion_tokens"]
                 for choice in event["choices"]:
-                    if piece := choice["delta"].get("content"):
-                        yield piece
+                    delta = choice["delta"]
+                    if reasoning := delta.get("reasoning") or delta.get("reasoning_content"):
+                        yield _Piece(reasoning, is_reasoning=True)
+                    if content := delta.get("content"):
+                        yield _Piece(content)
 
 
 @dataclass(slots=True)

@@ -218,7 +218,8 @@ class _ReplyProtocol(asyncio.Protocol):
 
 class _Delta(msgspec.Struct):
     content: str | None = None
-    reasoning_content: str | None = None
+    reasoning: str | None = None  # as vLLM calls it
+    reasoning_content: str | None = None  # as others call it
 
 
 class _EventChoice(msgspec.Struct):
@@ -231,7 +232,7 @@ class _EventChoice(msgspec.Struct):
         """Text of this event, from either API."""
         if self.delta is None:
             return self.text or ""
-        return self.delta.content or self.delta.reasoning_content or ""
+        return self.delta.content or self.delta.reasoning or self.delta.reasoning_content or ""
 
 
 class _PromptDetails(msgspec.Struct):

@@ -98,7 +98,8 @@ def _pieces(stream: Any) -> Iterator[str]:
         if "error" in event:
             raise ConnectionError(f"error event: {event['error']}")
         for choice in event["choices"]:
-            piece = choice["delta"].get("content")
+            delta = choice["delta"]
+            piece = delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content")
             if piece:
                 yield piece
     raise ConnectionError("the stream ended without [DONE]")

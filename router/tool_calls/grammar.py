@@ -22,6 +22,8 @@ _COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "if"}  # m
 _DEFINITIONS = ("$defs", "definitions")
 
 _OPTIONAL_MARKERS = {"llama3_json": "<|python_tag|>", "pythonic": "<|python_start|>"}
+_ANNOTATIONS = {"type", "title", "description", "default", "examples", *_DEFINITIONS}  # which allow any value
+_SINGLE_QUOTED = r"""/'([^'\\\x00-\x1F]|\\['"\\nrt])*'/"""
 _CONTENT = "content"  # name of the grammar of content
 
 Schema = Mapping[str, Any]
@@ -140,15 +142,22 @@ def _object_schema(name: str, schema: Schema) -> Schema:
     return {**({"properties": {}, "additionalProperties": False} if is_closed else {}), **schema, "type": "object"}
 
 
-def _properties(schema: Schema) -> list[tuple[str, Schema, bool]]:
-    """The properties of an object: name, schema, and whether it is required."""
+def _properties(tool: str, schema: Schema) -> list[tuple[str, Schema, bool]]:
+    """The properties of an object: name, schema, and whether it is required. Raises `ValueError`."""
     definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
-        raise ValueError("'properties' must be an object and 'required' a list")
+        raise ValueError(f"of the tool {tool!r} 'properties' must be an object and 'required' a list")
+    for name in required:
+        if not isinstance(name, str) or properties.get(name, False) is False:
+            raise ValueError(f"the tool {tool!r} requires {name!r}, which is none of its 'properties'")
+    for name, one in properties.items():
+        if not isinstance(one, dict | bool):
+            raise ValueError(f"the parameter {name!r} of the tool {tool!r} must have a schema")
     return [
-        (name, {**definitions, **(one if isinstance(one, dict) else {})}, name in required)
+        (name, {**definitions, **({} if one is True else one)}, name in required)
         for name, one in properties.items()
+        if one is not False
     ]
 
 
@@ -178,21 +187,43 @@ def _harmony_call(rules: _Rules, name: str, schema: Schema) -> str:
 
 
 def _pythonic_call(rules: _Rules, name: str, schema: Schema) -> str:
-    """`f(a=1, b="x")`, the arguments in the order of the properties. Our parser understands JSON's constants."""
+    """`f(a=1, b="x")`, the arguments in the order of the properties."""
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"the name of the tool {name!r} is not an identifier of Python")
     first = rest = _quoted("")  # what may follow: at the beginning, and behind another argument
-    for key, one, is_required in reversed(_properties(schema)):
+    for key, one, is_required in reversed(_properties(name, schema)):
         if not key.isidentifier():
             raise ValueError(f"the parameter {key!r} of the tool {name!r} is not an identifier of Python")
-        item = _row(rules.text(f"{key}="), rules.json(one))
+        item = _row(rules.text(f"{key}="), _python_value(rules, one))
         behind = _row(rules.text(", "), item)
         first = rules.add(_row(item, rest) if is_required else f"{_row(item, rest)} | {first}")
         rest = rules.add(_row(behind if is_required else f"({behind})?", rest))
     return _row(rules.text(f"{name}("), first, rules.text(")"))
 
 
+def _python_value(rules: _Rules, schema: Schema) -> str:
+    """A value as Python writes it, or as JSON where the schema asks for more than a type; our parser reads both."""
+    kind, others = schema.get("type"), schema.keys() - _ANNOTATIONS
+    if kind == "boolean" and not others:
+        return rules.add('"True" | "False"')
+    if kind == "string" and not others:
+        return rules.add(f"{rules.json(schema)} | {_SINGLE_QUOTED}")
+    choices = schema.get("enum")
+    if kind == "string" and others == {"enum"} and isinstance(choices, list):
+        texts = [text for choice in choices if isinstance(choice, str) for text in {_quoted(choice), repr(choice)}]
+        return rules.add(" | ".join(map(_quoted, sorted(texts)))) if texts else rules.json(schema)
+    if kind == "array" and others <= {"items"} and isinstance(items := schema.get("items"), dict):
+        definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
+        item = _python_value(rules, {**definitions, **items})
+        return rules.add(f'"[" ({item} (", " {item})*)? "]"')
+    return rules.json(schema)
+
+
 def _qwen3_coder_call(rules: _Rules, name: str, schema: Schema) -> str:
     items: list[str] = []
-    for key, one, is_required in _properties(schema):
+    for key, one, is_required in _properties(name, schema):
+        if not key or set(key) & set("<>\n"):
+            raise ValueError(f"the parameter {key!r} of the tool {name!r} cannot be written within a tag")
         item = _row(rules.text(f"<parameter={key}>\n"), _qwen3_coder_value(rules, one))
         items.append(item if is_required else f"({item})?")
     opening = rules.text("<tool_call>", f"\n<function={name}>\n")
@@ -207,7 +238,10 @@ def _qwen3_coder_value(rules: _Rules, schema: Schema) -> str:
         return f"{rules.json(schema)} {_quoted(end)}"
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(choices, list):
-        return rules.add(" | ".join(_quoted(f"{choice}{end}") for choice in choices))
+        texts = [choice for choice in choices if isinstance(choice, str)]
+        if not texts:
+            raise ValueError("an 'enum' of strings must have one")
+        return rules.add(" | ".join(_quoted(f"{text}{end}") for text in texts))
     return _row(rules.any_until(closing), rules.text("\n"))
 
 

@@ -40,6 +40,15 @@ def test_piped_lines_are_turns_of_one_conversation(
     assert server.requests[0]["model"] == "fake-model"
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_is_shown_and_is_no_part_of_the_answer(server: FakeServer, name: str) -> None:
+    server.extra = {name: "hm "}
+    with httpx.Client(base_url=server.url) as client:
+        conversation = Conversation(client, "m", options={"max_tokens": 1})
+        assert "".join(conversation.ask("hello")) == "hm \n\nword "
+    assert conversation.messages[-1] == {"role": "assistant", "content": "word "}
+
+
 def test_reset_forgets_the_history(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert talk(server, "hello\n/reset\nhello\n", monkeypatch) == 0
     assert server.requests[0] == server.requests[1]

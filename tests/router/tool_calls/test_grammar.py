@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import random
 from pathlib import Path
@@ -223,6 +224,34 @@ def test_pythonic_arguments_with_and_without_the_optional_ones(plain: Walker, re
 
 
 @pytest.mark.parametrize(
+    ("schema", "values", "others"),
+    [
+        ({"type": "boolean"}, ["True", "False"], ["true", "1", '"True"']),
+        ({"type": "string"}, ['"a\'b"', "'a\"b'", "'it\\'s'", "''"], ["a", "'a\nb'", "'it's'"]),
+        ({"type": "string", "enum": ["a", "b'"]}, ["'a'", '"a"', '"b\'"'], ["'c'", "a"]),
+        ({"type": "string", "maxLength": 2}, ['"ab"'], ['"abc"', "'abc'"]),
+        ({"type": "array", "items": {"type": "boolean"}}, ["[]", "[True, False]"], ["[true]", "[1]", "True"]),
+        ({"type": "array", "items": {"type": "string"}, "minItems": 1}, ['["a"]'], ["[]"]),
+        ({"$ref": "#/$defs/x"}, ['{"n": 1}'], ["1"]),
+        ({"type": "array", "items": {"$ref": "#/$defs/x"}}, ['[{"n": 1}, {"n": 2}]'], ["[1]"]),
+    ],
+)
+def test_values_are_written_as_python_does(
+    plain: Walker, schema: dict[str, Any], values: list[str], others: list[str]
+) -> None:
+    definition = {"type": "object", "properties": {"n": {"type": "integer"}}, "additionalProperties": False}
+    tools = {"f": {"properties": {"a": schema}, "required": ["a"], "$defs": {"x": definition}}}
+    grammar = plain.grammar("pythonic", tools=tools)
+    for value in values:
+        assert plain.allows(grammar, f"[f(a={value})]"), value
+        parser = AnswerParser(TOOL_FORMATS["pythonic"], None, tools=tools)
+        (call,) = joined([*parser.feed(f"[f(a={value})]"), *parser.finish()]).calls
+        assert json.loads(call[1]) == {"a": ast.literal_eval(value)}
+    for value in others:
+        assert not plain.allows(grammar, f"[f(a={value})]"), value
+
+
+@pytest.mark.parametrize(
     ("format", "schema", "message"),
     [
         ("hermes", {"type": "array"}, "must be a schema of an object"),
@@ -230,6 +259,12 @@ def test_pythonic_arguments_with_and_without_the_optional_ones(plain: Walker, re
         ("pythonic", {"properties": {"a-b": {}}}, "not an identifier"),
         ("pythonic", {"properties": []}, "must be an object"),
         ("qwen3_coder", {"properties": {}, "required": "a"}, "must be an object"),
+        ("qwen3_coder", {"properties": {"a": {}}, "required": ["b"]}, "requires 'b'"),
+        ("qwen3_coder", {"properties": {"a": False}, "required": ["a"]}, "requires 'a'"),
+        ("qwen3_coder", {"required": [[1]]}, "requires"),
+        ("qwen3_coder", {"properties": {"a": 5}}, "must have a schema"),
+        ("qwen3_coder", {"properties": {"a>": {}}}, "cannot be written within a tag"),
+        ("qwen3_coder", {"properties": {"a": {"type": "string", "enum": [1]}}}, "must have one"),
     ],
 )
 def test_a_schema_that_cannot_be_written_is_refused(
@@ -269,6 +304,12 @@ def test_content_that_must_match_comes_instead_of_calls_and_behind_reasoning(pla
         assert special.allows(harmony, f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{final}")
         assert special.allows(harmony, WHOLE["harmony"])
         assert not special.allows(harmony, text)
+
+
+def test_a_name_that_is_no_identifier_cannot_be_called_in_python(plain: Walker) -> None:
+    with pytest.raises(ValueError, match="not an identifier"):
+        plain.grammar("pythonic", tools={"get-weather": {}})
+    plain.matcher(plain.grammar("pythonic", tools={"weather.get": {"properties": {"a": True, "b": False}}}))
 
 
 def test_a_null_schema_and_open_schemas(plain: Walker) -> None:

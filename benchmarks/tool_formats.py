@@ -1,0 +1,263 @@
+"""Public function-calling cases in every format: written as models write them, read back, and held to their grammar.
+
+    pip download --no-deps bfcl-eval && unzip bfcl_eval-*.whl -d bfcl
+    python -m benchmarks.tool_formats --data bfcl/bfcl_eval/data --model MODEL_FOLDER
+
+Each case has tools and the calls that answer it. The calls are written in the format, and then
+- parsed at once and in random pieces: right = the same names and arguments;
+- parsed by transformers' response parser, for `hermes` and `qwen3_coder`: agree = the same result;
+- fed to the grammar that `tool_choice: "required"` makes of the tools: kept = the grammar takes them, refused = the
+  grammar cannot be made. Cases whose calls do not fit their own schema count as neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import llguidance
+from transformers.utils.chat_parsing import parse_response
+
+from tandem.protocol.grammar import GrammarError, compile_grammar, make_grammar_tokenizer
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.router.tool_calls.events import ToolCallArguments, ToolCallBegin
+from tandem.router.tool_calls.formats import TOOL_FORMATS
+from tandem.router.tool_calls.grammar import tool_call_grammar
+from tandem.router.tool_calls.parser import AnswerParser
+
+SETS = ("simple_python", "multiple", "parallel", "parallel_multiple")
+TYPES = {"dict": "object", "float": "number", "tuple": "array"}  # the set's names of Python's types
+Call = tuple[str, dict[str, Any]]
+
+
+class Case(NamedTuple):
+    """Tools, and the calls that answer a question."""
+
+    tools: dict[str, dict[str, Any]]
+    calls: list[Call]
+
+
+def main() -> None:
+    """Print one line for each format."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--data", type=Path, required=True, help="folder of the BFCL_v4_*.json files")
+    arguments.add_argument("--model", type=Path, required=True, help="folder of a model, for its tokenizer")
+    options = arguments.parse_args()
+    cases = list(_cases(options.data))
+    tokenizer = Tokenizer(options.model)
+    text = (options.model / "tokenizer.json").read_text()
+    grammars = make_grammar_tokenizer(text, None, [tokenizer.special_tokens["<|im_end|>"]])
+    print(f"{len(cases)} cases, {sum(len(case.calls) for case in cases)} calls")
+    for format in WRITERS:
+        counts, seconds = _run(format, cases, tokenizer, grammars)
+        tokens = max(1, counts.pop("tokens", 0))
+        print(format, dict(counts), f"compile {seconds['compile'] / len(cases) * 1e3:.2f} ms a case,",
+              f"mask {seconds['mask'] / tokens * 1e6:.0f} us a token")  # fmt: skip
+
+
+def _run(
+    format: str, cases: list[Case], tokenizer: Tokenizer, grammars: llguidance.LLTokenizer
+) -> tuple[Counter[str], dict[str, float]]:
+    counts: Counter[str] = Counter()
+    seconds = {"compile": 0.0, "mask": 0.0}
+    rng = random.Random(1)
+    for case in cases:
+        calls = case.calls[:1] if format == "harmony" else case.calls
+        text = WRITERS[format](calls)
+        whole, pieces = _parsed(format, case, [text]), _parsed(format, case, _cut(text, rng))
+        counts["right"] += whole == pieces == calls
+        counts["wrong"] += not whole == pieces == calls
+        if format in RESPONSE_TEMPLATES:
+            counts["agree"] += _by_transformers(format, case, text) == whole
+        counts[_grammar(format, case, text, tokenizer, grammars, counts, seconds)] += 1
+    return counts, seconds
+
+
+def _cases(folder: Path) -> Iterator[Case]:
+    for name in SETS:
+        path = folder / f"BFCL_v4_{name}.json"
+        answers = (folder / "possible_answer" / path.name).read_text().splitlines()
+        for line, answer in zip(path.read_text().splitlines(), answers, strict=True):
+            tools = {tool["name"]: _schema(tool["parameters"]) for tool in json.loads(line)["function"]}
+            truth = json.loads(answer)["ground_truth"]
+            calls = [(name, _arguments(values)) for call in truth for name, values in call.items()]
+            yield Case(tools, calls)
+
+
+def _schema(schema: Any) -> Any:
+    """The set's schemas as JSON schemas."""
+    if isinstance(schema, list):
+        return [_schema(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    shown = {key: _schema(value) for key, value in schema.items()}
+    if isinstance(kind := shown.get("type"), str):
+        shown["type"] = TYPES.get(kind, kind)
+        if kind == "any":
+            del shown["type"]
+    return shown
+
+
+def _arguments(values: dict[str, list[Any]]) -> dict[str, Any]:
+    """The first of the values that are right for each parameter; "" = it may be left out."""
+    return {name: _value(options[0]) for name, options in values.items() if options[0] != ""}
+
+
+def _value(value: Any) -> Any:
+    """Values within objects are lists of right ones too."""
+    if isinstance(value, dict):
+        return _arguments(value)
+    return [_value(one) for one in value] if isinstance(value, list) else value
+
+
+def _cut(text: str, rng: random.Random) -> Iterator[str]:
+    while text:
+        length = rng.randint(1, 8)
+        yield text[:length]
+        text = text[length:]
+
+
+def _parsed(format: str, case: Case, pieces: Any) -> list[Call] | None:
+    parser = AnswerParser(TOOL_FORMATS[format.removesuffix("_v11")], None, tools=case.tools)
+    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    names: list[str] = []
+    arguments: list[str] = []
+    for event in events:
+        if isinstance(event, ToolCallBegin):
+            names.append(event.name)
+            arguments.append("")
+        elif isinstance(event, ToolCallArguments):
+            arguments[event.index] += event.text
+        else:
+            return None
+    return [(name, json.loads(text)) for name, text in zip(names, arguments, strict=True)]
+
+
+def _by_transformers(format: str, case: Case, text: str) -> list[Call] | None:
+    tools = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in case.tools.items()]
+    message = parse_response(text, RESPONSE_TEMPLATES[format], prefix="", tools=tools)
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+
+
+def _grammar(
+    format: str,
+    case: Case,
+    text: str,
+    tokenizer: Tokenizer,
+    grammars: llguidance.LLTokenizer,
+    counts: Counter[str],
+    seconds: dict[str, float],
+) -> str:
+    """What becomes of the calls under the grammar of the tools: kept, refused, unfit."""
+    name = format.removesuffix("_v11")
+    ids = {"[ARGS]": tokenizer.vocab_size - 1} if format != name else {}  # the mark of the later form
+    started = time.perf_counter()
+    try:
+        grammar = tool_call_grammar(
+            TOOL_FORMATS[name], case.tools, max_calls=None, reasoning=None, is_reasoning_open=False, special_ids=ids
+        )
+        matcher = compile_grammar(grammars, grammar)
+        matcher.compute_bitmask()
+    except (GrammarError, ValueError):
+        return "refused"
+    finally:
+        seconds["compile"] += time.perf_counter() - started
+    if ids:
+        return "not tried"  # this vocabulary has no such tokens
+    for token_id in tokenizer.encode(text, add_special_tokens=False):
+        started = time.perf_counter()
+        matcher.compute_bitmask()
+        seconds["mask"] += time.perf_counter() - started
+        counts["tokens"] += 1
+        if not matcher.consume_token(token_id):
+            return "unfit"
+    return "kept" if matcher.is_accepting() else "unfit"
+
+
+# -- how models write calls
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _hermes(calls: list[Call]) -> str:
+    objects = [_json({"name": name, "arguments": arguments}) for name, arguments in calls]
+    return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
+
+
+def _llama3_json(calls: list[Call]) -> str:
+    return "; ".join(_json({"name": name, "parameters": arguments}) for name, arguments in calls)
+
+
+def _mistral(calls: list[Call]) -> str:
+    return "[TOOL_CALLS]" + _json([{"name": name, "arguments": arguments} for name, arguments in calls])
+
+
+def _mistral_v11(calls: list[Call]) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{_json(arguments)}" for name, arguments in calls)
+
+
+def _pythonic(calls: list[Call]) -> str:
+    shown = [f"{name}({', '.join(f'{key}={value!r}' for key, value in items.items())})" for name, items in calls]
+    return f"[{', '.join(shown)}]"
+
+
+def _qwen3_coder(calls: list[Call]) -> str:
+    def parameter(key: str, value: Any) -> str:
+        return f"<parameter={key}>\n{value if isinstance(value, str) else _json(value)}\n</parameter>\n"
+
+    return "\n".join(
+        f"<tool_call>\n<function={name}>\n{''.join(map(parameter, items, items.values()))}</function>\n</tool_call>"
+        for name, items in calls
+    )
+
+
+def _harmony(calls: list[Call]) -> str:
+    ((name, arguments),) = calls
+    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{_json(arguments)}"
+
+
+WRITERS: dict[str, Callable[[list[Call]], str]] = {
+    "hermes": _hermes,
+    "llama3_json": _llama3_json,
+    "mistral": _mistral,
+    "mistral_v11": _mistral_v11,
+    "pythonic": _pythonic,
+    "qwen3_coder": _qwen3_coder,
+    "harmony": _harmony,
+}
+_FUNCTION = {"type": "function", "function": "{content}"}
+RESPONSE_TEMPLATES: dict[str, dict[str, Any]] = {
+    "hermes": {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True,
+                           "content": "json", "transform": _FUNCTION},
+            "content": {"content": "text"},
+        },
+    },
+    "qwen3_coder": {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+                "close_pattern": r"</function>\s*</tool_call>",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n(?P<value>.*?)\n</parameter>"},
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {"content": "text"},
+        },
+    },
+}  # fmt: skip
+
+if __name__ == "__main__":
+    main()
