@@ -150,7 +150,7 @@ def test_keys_are_made_limited_and_revoked_under_load(tmp_path: Path) -> None:
     flags = (f"--api-key-file={keys.path}", f"--audit-log={keys.audit_log}")
     headers = {"authorization": f"Bearer {operator}"}
     with fakes(1) as engines, routing(tmp_path, engines, 2, *flags, headers=headers) as running:
-        print(f"both processes refused a revoked key after {exercise_keys(running.url, keys, operator):.2f} s")
+        print(f"a revoked key was last accepted after {exercise_keys(running.url, keys, operator):.2f} s")
         assert running.get("/v1/engines", headers=ADMIN).status_code == 200
         drained = httpx.delete(f"{running.url}/v1/engines/e0", headers=ADMIN, timeout=20.0)
         assert drained.status_code == 202
