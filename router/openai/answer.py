@@ -20,8 +20,7 @@ from tandem.router.http.request_options import EXPLAIN_HEADER, key_use_of
 from tandem.router.openai.choice_text import ChoiceDelta
 from tandem.router.openai.choices import run_choices
 from tandem.router.openai.event_stream import EventStream
-from tandem.router.openai.formats import FinishedChoice, Usage
-from tandem.router.openai.planned_answer import PlannedAnswer
+from tandem.router.openai.planned_answer import FinishedChoice, PlannedAnswer, Usage
 from tandem.router.streams import Stream
 from tandem.router.text.tokenizer import Tokenizer
 
@@ -85,16 +84,8 @@ async def _collect(answer: PlannedAnswer, deltas: Stream[ChoiceDelta]) -> tuple[
     async with aclosing(deltas):
         await deltas.read_into(add)
 
-    def shown() -> list[dict[str, Any]]:
-        return [answer.format.whole(choice) for choice in choices]
+    def body() -> dict[str, Any]:
+        return answer.format.body(answer, choices, usage)
 
     is_long = sum(len(choice.entries) for choice in choices) > LONG_ENTRIES
-    body = {
-        "id": answer.answer_id,
-        "object": answer.format.plain_object,
-        "created": int(time.time()),
-        "model": answer.model,
-        "choices": await asyncio.to_thread(shown) if is_long else shown(),
-        "usage": usage.to_json(),
-    }
-    return body, decision
+    return await asyncio.to_thread(body) if is_long else body(), decision

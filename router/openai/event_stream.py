@@ -7,7 +7,6 @@ import time
 from contextlib import aclosing
 from typing import Any
 
-import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -17,16 +16,12 @@ from tandem.router.http.errors import ClientDisconnected, internal_error_body, s
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.openai.choice_text import ChoiceDelta
-from tandem.router.openai.formats import Usage
 from tandem.router.openai.planned_answer import PlannedAnswer
 from tandem.router.streams import Stream
 
 __all__ = ["EventStream"]
 
 logger = logging.getLogger(__name__)
-
-EXPLANATION_FIELD = "tandem_explain"
-DONE_EVENT = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
@@ -43,6 +38,7 @@ class EventStream(Response):
         headers: dict[str, str],
     ) -> None:
         self._answer = answer
+        self._events = answer.format.events(answer)
         self._first = first
         self._deltas = deltas
         self._metrics = metrics
@@ -80,7 +76,7 @@ class EventStream(Response):
 
     async def _send_deltas(self, writer: ResponseWriter) -> bytes:
         """Send the deltas; return the last events, which are still to be sent."""
-        events = _Events(self._answer)
+        events = self._events
 
         def write(deltas: list[ChoiceDelta]) -> bool:
             data = b"".join([events.of(delta) for delta in deltas])
@@ -95,61 +91,4 @@ class EventStream(Response):
 
     def _error_event(self, body: dict[str, Any]) -> bytes:
         self._metrics.stream_errors.inc()
-        return _event(body)
-
-
-class _Events:
-    """Makes the server-sent events of one answer."""
-
-    def __init__(self, answer: PlannedAnswer) -> None:
-        self._answer = answer
-        self._usage = Usage(answer.num_prompt_tokens)
-        self._opened: set[int] = set()
-        self._num_finished = 0
-        self._decision: dict[str, Any] | None = None
-        self._envelope = {
-            "id": answer.answer_id,
-            "object": answer.format.chunk_object,
-            "created": int(time.time()),
-            "model": answer.model,
-        }
-        self._opening = b"data: " + orjson.dumps(self._envelope)[:-1] + b',"choices":['  # starts every event
-        self._closing = b'],"usage":null}\n\n' if answer.has_usage else b"]}\n\n"
-
-    def of(self, delta: ChoiceDelta) -> bytes:
-        """The events for one delta, maybe none. A choice's opening is sent with its first delta."""
-        self._usage.add(delta)
-        self._num_finished += delta.finish_reason is not None
-        self._decision = self._decision or delta.decision
-        events = b""
-        if delta.index not in self._opened:
-            self._opened.add(delta.index)
-            opening = self._answer.format.opening(delta.index)
-            if opening is not None:
-                events = self._chunk(opening)
-        if delta.is_empty:
-            return events
-        for piece in self._answer.format.pieces(delta):
-            events += self._chunk(piece)
-        return events
-
-    def ending(self) -> bytes:
-        """The last events of a complete answer."""
-        if not self._answer.has_usage:
-            return DONE_EVENT
-        return _event({**self._envelope, "choices": [], "usage": self._usage.to_json()}) + DONE_EVENT
-
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        is_explained = self._decision and choice["finish_reason"] and self._num_finished == len(self._answer.choices)
-        if not is_explained and not self._answer.has_running_usage:
-            return self._opening + orjson.dumps(choice) + self._closing
-        chunk = {**self._envelope, "choices": [choice]}
-        if self._answer.has_usage:
-            chunk["usage"] = self._usage.to_json() if self._answer.has_running_usage else None
-        if is_explained:
-            chunk[EXPLANATION_FIELD] = self._decision  # in the last chunk with choices; OpenAI's clients keep extras
-        return _event(chunk)
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(data) + b"\n\n"
+        return self._events.error(body)

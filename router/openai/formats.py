@@ -3,85 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from typing_extensions import override
+
+from tandem.router.openai.choice_format import ChoiceFormat
 from tandem.router.openai.choice_text import ChoiceDelta, TokenEntry
 from tandem.router.openai.message_parts import message, message_delta
+from tandem.router.openai.planned_answer import FinishedChoice
 from tandem.router.tool_calls.events import Event
 
-__all__ = ["AnswerFormat", "ChatFormat", "CompletionFormat", "FinishedChoice", "Usage"]
+__all__ = ["ChatFormat", "CompletionFormat"]
 
 
-@dataclass(slots=True)
-class Usage:
-    """Tokens that a request has used so far. A prompt counts once, even if several choices share it."""
-
-    num_prompt_tokens: int
-    num_completion_tokens: int = 0
-    num_cached_tokens: int = 0
-
-    def add(self, delta: ChoiceDelta) -> None:
-        """Count one delta of any choice."""
-        self.num_completion_tokens += delta.num_tokens
-        self.num_cached_tokens += delta.num_cached_tokens or 0
-
-    def to_json(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
-        return {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": self.num_completion_tokens,
-            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-        }
-
-
-@dataclass(slots=True)
-class FinishedChoice:
-    """A choice joined from its deltas, for a plain answer."""
-
-    index: int
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    entries: list[TokenEntry] = field(default_factory=list)
-    events: list[Event] | None = None  # None = all text is content
-    _texts: list[str] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        """Its whole text."""
-        return "".join(self._texts)
-
-    def add(self, delta: ChoiceDelta) -> None:
-        """Append one delta of this choice."""
-        self._texts.append(delta.text)
-        if delta.events is not None:
-            self.events = self.events or []
-            self.events += delta.events
-        self.entries += delta.entries
-        self.finish_reason = delta.finish_reason
-        self.stop_reason = delta.stop_reason
-
-
-class AnswerFormat(Protocol):
-    """The JSON shapes of one API: chat or completions."""
-
-    id_prefix: str
-    prompt_field: str  # request field with the prompt
-    plain_object: str
-    chunk_object: str
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """A streamed piece before the first delta of a choice, if there is one."""
-
-    def pieces(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
-        """Streamed pieces of a choice, at least one."""
-
-    def whole(self, choice: FinishedChoice) -> dict[str, Any]:
-        """A choice of a plain answer."""
-
-
-class ChatFormat:
+class ChatFormat(ChoiceFormat):
     """`POST /v1/chat/completions`."""
 
     id_prefix = "chatcmpl-"
@@ -92,6 +27,7 @@ class ChatFormat:
     def __init__(self, num_logprobs: int | None) -> None:
         self._num_logprobs = num_logprobs
 
+    @override
     def opening(self, index: int) -> dict[str, Any] | None:
         """The role, without text."""
         return {
@@ -101,6 +37,7 @@ class ChatFormat:
             "finish_reason": None,
         }
 
+    @override
     def pieces(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
         """Message deltas; the last one may be empty. Reasoning and tool calls have pieces of their own."""
         if delta.events is not None:
@@ -128,6 +65,7 @@ class ChatFormat:
             pieces[-1]["finish_reason"], pieces[-1]["stop_reason"] = delta.finish_reason, delta.stop_reason
         return pieces
 
+    @override
     def whole(self, choice: FinishedChoice) -> dict[str, Any]:
         """Text as a message."""
         return {
@@ -153,7 +91,7 @@ class ChatFormat:
         }
 
 
-class CompletionFormat:
+class CompletionFormat(ChoiceFormat):
     """`POST /v1/completions`. `echoes` are the prompts to repeat, by choice index; empty = repeat none."""
 
     id_prefix = "cmpl-"
@@ -165,12 +103,14 @@ class CompletionFormat:
         self._num_logprobs = num_logprobs
         self._echoes = echoes
 
+    @override
     def opening(self, index: int) -> dict[str, Any] | None:
         """The prompt, if the request asks to repeat it."""
         if not self._echoes:
             return None
         return {"index": index, "text": self._echoes[index], "logprobs": None, "finish_reason": None}
 
+    @override
     def pieces(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
         """The new text, as one piece."""
         piece: dict[str, Any] = {
@@ -183,6 +123,7 @@ class CompletionFormat:
             piece["stop_reason"] = delta.stop_reason
         return [piece]
 
+    @override
     def whole(self, choice: FinishedChoice) -> dict[str, Any]:
         """Text, after the prompt if the request asks to repeat it."""
         return {

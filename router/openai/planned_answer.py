@@ -1,19 +1,96 @@
-"""What a request asks for, checked and tokenized: the input of `answer_request`."""
+"""A request checked and tokenized, the input of `answer_request`, and what the format of an API makes of it."""
 
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from tandem.router.openai.choice_text import ChoicePlan
-from tandem.router.openai.formats import AnswerFormat
+from tandem.router.openai.choice_text import ChoiceDelta, ChoicePlan, TokenEntry
+from tandem.router.tool_calls.events import Event
 
-__all__ = ["PlannedAnswer", "new_answer_id"]
+__all__ = ["AnswerEvents", "AnswerFormat", "FinishedChoice", "PlannedAnswer", "Usage", "new_answer_id"]
 
 
 def new_answer_id(prefix: str) -> str:
     """A fresh id, from which the request ids of the choices are derived."""
     return prefix + secrets.token_hex(16)
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens that a request has used so far. A prompt counts once, even if several choices share it."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    def add(self, delta: ChoiceDelta) -> None:
+        """Count one delta of any choice."""
+        self.num_completion_tokens += delta.num_tokens
+        self.num_cached_tokens += delta.num_cached_tokens or 0
+
+    def to_json(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+
+@dataclass(slots=True)
+class FinishedChoice:
+    """A choice joined from its deltas, for a plain answer."""
+
+    index: int
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    entries: list[TokenEntry] = field(default_factory=list)
+    events: list[Event] | None = None  # None = all text is content
+    _texts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Its whole text."""
+        return "".join(self._texts)
+
+    def add(self, delta: ChoiceDelta) -> None:
+        """Append one delta of this choice."""
+        self._texts.append(delta.text)
+        if delta.events is not None:
+            self.events = self.events or []
+            self.events += delta.events
+        self.entries += delta.entries
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+
+
+class AnswerEvents(Protocol):
+    """Makes the server-sent events of one answer."""
+
+    def of(self, delta: ChoiceDelta) -> bytes:
+        """The events for one delta, maybe none."""
+
+    def ending(self) -> bytes:
+        """The last events of a complete answer."""
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        """The last event of an answer that failed; `body` is that of an error response."""
+
+
+class AnswerFormat(Protocol):
+    """The JSON shapes of one API."""
+
+    id_prefix: str
+    prompt_field: str  # request field with the prompt
+
+    def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: Usage) -> dict[str, Any]:
+        """A plain answer."""
+
+    def events(self, answer: PlannedAnswer) -> AnswerEvents:
+        """The events of a streamed answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

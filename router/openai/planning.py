@@ -17,8 +17,7 @@ from tandem.router.backend import GenerateRequest
 from tandem.router.http.request_options import RequestOptions
 from tandem.router.openai.answer_formats import AnswerParsing
 from tandem.router.openai.choice_text import ChoicePlan
-from tandem.router.openai.formats import AnswerFormat
-from tandem.router.openai.planned_answer import PlannedAnswer, new_answer_id
+from tandem.router.openai.planned_answer import AnswerFormat, PlannedAnswer, new_answer_id
 from tandem.router.openai.request_limits import check_held_logprobs, check_prompt_tokens
 from tandem.router.openai.sampling import max_tokens_for, other_prompt, sampling_params, sibling_seed, stop_strings
 from tandem.router.openai.schema import MAX_CONVERSATION_ID_CHARS, GenerationFields
