@@ -29,4 +29,5 @@ def detect_tool_format(chat_template: str) -> ToolFormat | None:
 
 def detect_reasoning_format(chat_template: str) -> ReasoningFormat | None:
     """The format in which a model with this template writes its reasoning; None if it has none that is known."""
-    return next((one for one in REASONING_FORMATS.values() if one.opening in chat_template), None)
+    formats = REASONING_FORMATS.values()
+    return next((one for one in formats if one.opening in chat_template or one.closing in chat_template), None)

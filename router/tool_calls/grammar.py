@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from tandem.protocol.sampling import MAX_GRAMMAR_CHARS
 from tandem.router.tool_calls.formats import ToolFormat, Tools
 from tandem.router.tool_calls.reasoning import ReasoningFormat
 
@@ -35,9 +36,13 @@ class _Rules:
     def __init__(self, special_ids: Mapping[str, int]) -> None:
         self.special_ids = special_ids
         self._rules: list[str] = []
+        self._num_chars = 0
 
     def add(self, body: str, attributes: str = "") -> str:
-        """Add a rule; its name."""
+        """Add a rule; its name. Raises `ValueError` if the grammar becomes too large."""
+        self._num_chars += len(body)
+        if self._num_chars > MAX_GRAMMAR_CHARS:  # definitions are repeated for each parameter that may use them
+            raise ValueError(f"their grammar has more than {MAX_GRAMMAR_CHARS} characters")
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {body}")
         return name

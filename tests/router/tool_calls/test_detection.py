@@ -8,6 +8,7 @@ from tandem.router.tool_calls.detection import detect_reasoning_format, detect_t
 TEMPLATES = [
     ("{%- if tools %}within <tool_call></tool_call> XML tags:\n<tool_call>\n{{...}}</tool_call>", "hermes", None),
     ("{%- if tools %}<tool_call>{% endif %}{%- if enable_thinking %}<think>\n\n</think>", "hermes", "think"),
+    ("{% set content = content.split('</think>')[-1] %}", None, "think"),
     ("{{ '<tool_call>\\n<function=' + name + '>\\n' }}", "qwen3_coder", None),
     ("{{- '<|python_tag|>' + tool_call.name + \".call(\" }}", "llama3_json", None),
     ('Respond in the format {"name": function name, "parameters": dictionary}', "llama3_json", None),

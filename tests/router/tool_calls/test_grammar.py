@@ -312,6 +312,13 @@ def test_a_name_that_is_no_identifier_cannot_be_called_in_python(plain: Walker) 
     plain.matcher(plain.grammar("pythonic", tools={"weather.get": {"properties": {"a": True, "b": False}}}))
 
 
+@pytest.mark.parametrize("format", TOOL_FORMATS)
+def test_a_grammar_that_becomes_too_large_is_refused(plain: Walker, format: str) -> None:
+    properties = {f"p{i}": {"type": "integer"} for i in range(2000)}
+    with pytest.raises(ValueError, match="more than"):
+        plain.grammar(format, tools={f"f{i}": {"properties": properties, "$defs": {"x" * 5000: {}}} for i in range(9)})
+
+
 def test_a_null_schema_and_open_schemas(plain: Walker) -> None:
     grammar = plain.grammar("hermes", tools={"f": {"type": ["object", "null"], "anyOf": [{}]}})
     assert plain.allows(grammar, '<tool_call>\n{"name": "f", "arguments": {"any": 1}}\n</tool_call>')
