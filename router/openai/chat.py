@@ -16,7 +16,7 @@ from tandem.router.http.json_body import check_brackets
 from tandem.router.http.request_options import request_options
 from tandem.router.openai.answer import answer_request
 from tandem.router.openai.formats import ChatFormat
-from tandem.router.openai.planned_answer import PlannedAnswer
+from tandem.router.openai.planned_answer import AnswerFormat, PlannedAnswer
 from tandem.router.openai.planning import PreparedRequest, Prompt, conversation_of, plan_answer
 from tandem.router.openai.request_limits import check_fields, check_grammar, check_messages
 from tandem.router.openai.schema import ChatMessage, ChatRequest, refuse_unserved
@@ -25,7 +25,14 @@ from tandem.router.openai.tool_fields import RequestedTools, requested_tools
 from tandem.router.structured_output.constraint import Constraint
 from tandem.router.text.tokenizer import MIN_THREAD_BYTES
 
-__all__ = ["create_chat_completion", "plan_chat", "template_messages", "template_options", "tokenize_chat"]
+__all__ = [
+    "create_chat_completion",
+    "plan_chat",
+    "plan_conversation",
+    "template_messages",
+    "template_options",
+    "tokenize_chat",
+]
 
 ROLES = {"system", "developer", "user", "assistant", "tool"}
 RESERVED_OPTIONS = {"chat_template", "conversation", "messages", "tokenize", "tools"}
@@ -40,8 +47,25 @@ async def create_chat_completion(context: ServingContext, request: Request) -> R
 async def plan_chat(context: ServingContext, request: Request, arrived_s: float) -> PlannedAnswer:
     """The answer to generate for a conversation. Raises a `ServingError`."""
     body, fields = await read_body(request, ChatRequest)
-    context.check_model(fields.model)
     refuse_unserved(body, fields)
+    answer_format = ChatFormat(_num_logprobs(fields))
+    return await plan_conversation(context, request, fields, answer_format, num_bytes=len(body), arrived_s=arrived_s)
+
+
+async def plan_conversation(
+    context: ServingContext,
+    request: Request,
+    fields: ChatRequest,
+    answer_format: AnswerFormat,
+    *,
+    num_bytes: int,
+    arrived_s: float,
+) -> PlannedAnswer:
+    """The answer to a conversation, whichever API it came by. Raises a `ServingError`.
+
+    `num_bytes` is the size of the request's body; `arrived_s` is when it came, by `time.perf_counter`.
+    """
+    context.check_model(fields.model)
     tools = requested_tools(fields, parallel=fields.parallel_tool_calls is not False)
     context.formats.check_tools(tools)
     requested_tokens = _requested_tokens(fields)
@@ -58,7 +82,7 @@ async def plan_chat(context: ServingContext, request: Request, arrived_s: float)
         scope,
         tools=tools,
         add_special_tokens=bool(fields.add_special_tokens),
-        num_bytes=len(body),
+        num_bytes=num_bytes,
     )
     if not token_ids:
         raise RequestError("The messages make an empty prompt.", param="messages")
@@ -67,7 +91,7 @@ async def plan_chat(context: ServingContext, request: Request, arrived_s: float)
     prepared = PreparedRequest(
         fields=fields,
         prompts=[Prompt(token_ids)],
-        format=ChatFormat(num_logprobs),
+        format=answer_format,
         requested_tokens=requested_tokens,
         default_tokens=None,
         num_logprobs=num_logprobs,
