@@ -49,6 +49,7 @@ class AnswerFormats:
     template: Any  # the checkpoint's response template, instead of both; None = not used
     shows_tools: bool  # the chat template shows the model the tools
     shows_calls: bool  # and the calls it made before
+    refuses_roles: bool  # and may refuse a system message
 
     def check_tools(self, tools: RequestedTools | None) -> None:
         """Raise `RequestError` if these tools cannot be served."""
@@ -70,7 +71,7 @@ class AnswerFormats:
             return messages, {}
         if self.shows_tools:
             return messages, {"tools": tools.tools}
-        return with_tools_as_text(messages, tools.tools), {}
+        return with_tools_as_text(messages, tools.tools, adds_system=not self.refuses_roles), {}
 
     def prompt_end(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
         """The end of a prompt, which may open the reasoning."""
@@ -153,7 +154,8 @@ class AnswerFormats:
 def choose_formats(config: RouterConfig, tokenizer: Tokenizer) -> AnswerFormats:
     """The formats that the configuration names, or that the model's chat template shows."""
     template = tokenizer.chat_template
-    shows_tools, shows_calls = renders_tools(template), renders_calls(template)
+    shows_tools = renders_tools(template)
+    shown = (shows_tools, renders_calls(template), "raise_exception" in template)
     if config.tool_parser == "auto":
         tools = detect_tool_format(template) if shows_tools else TOOL_FORMATS["hermes"]
     else:
@@ -161,9 +163,9 @@ def choose_formats(config: RouterConfig, tokenizer: Tokenizer) -> AnswerFormats:
     has_template = tokenizer.response_template is not None
     if config.tool_parser == "response_template" or (config.tool_parser == "auto" and tools is None and has_template):
         loaded = load_template(tokenizer.response_template)
-        return AnswerFormats(None, None, loaded, shows_tools, shows_calls)
+        return AnswerFormats(None, None, loaded, *shown)
     if config.reasoning_parser == "auto":
         reasoning = detect_reasoning_format(template)
     else:
         reasoning = REASONING_FORMATS.get(config.reasoning_parser)
-    return AnswerFormats(tools, reasoning, None, shows_tools, shows_calls)
+    return AnswerFormats(tools, reasoning, None, *shown)

@@ -24,14 +24,21 @@ To call a tool, answer with its name and its arguments as JSON, between <tool_ca
 </tool_call>"""
 
 
-def with_tools_as_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The messages with a description of the tools at the end of the system message, which may be a new one."""
+def with_tools_as_text(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, adds_system: bool
+) -> list[Message]:
+    """The messages with a description of the tools at the end of the system message.
+
+    If there is none, it gets one of its own with `adds_system`, and otherwise begins the first message.
+    """
     shown = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     text = _INSTRUCTIONS.format(tools=shown)
-    if messages and messages[0]["role"] == "system":
-        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
-        return [first, *messages[1:]]
-    return [{"role": "system", "content": text}, *messages]
+    first, *others = messages
+    if first["role"] == "system":
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *others]
+    if adds_system:
+        return [{"role": "system", "content": text}, *messages]
+    return [{**first, "content": f"{text}\n\n{first['content']}"}, *others]
 
 
 def with_calls_as_text(messages: Sequence[Message]) -> list[Message]:
