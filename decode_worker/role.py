@@ -136,6 +136,7 @@ class DecodeRole:
         sequence = self._engine.make_sequence(
             request.request_id, request.token_ids, request.sampling, cache_salt=request.cache_salt
         )
+        sequence.prompt_scores = None  # the prefill worker has them
         extend_digests(sequence.digests, sequence.root, sequence.token_ids, self._engine.config.block_size)
         self._links.remember(sender)
         deadline = now + self._config.handoff_timeout_s

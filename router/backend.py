@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tandem.protocol.digest import CacheScope
-from tandem.protocol.messages import FinishReason, Prefetch, Role, TokenLogprobs
+from tandem.protocol.messages import FinishReason, Prefetch, PromptLogprobs, Role, TokenLogprobs
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.streams import Stream
 from tandem.scheduling.admission.tenants import DEFAULT_TENANT
@@ -104,6 +104,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int | None = None  # with the first token: prompt tokens that were not computed
     logprobs: list[TokenLogprobs] | None = None  # one for each of `token_ids`, if requested
     decision: dict[str, Any] | None = None  # with the first token: the routing decision, if requested
+    prompt_logprobs: PromptLogprobs | None = None  # with the first token, if requested
 
 
 class Pins(Protocol):

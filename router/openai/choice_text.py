@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import FinishReason, TokenLogprobs
 from tandem.router.backend import GenerateRequest, TokenDelta
 from tandem.router.openai.answer_formats import AnswerParsing, Parser
+from tandem.router.openai.logprobs import ScoredPrompt, TokenEntry, token_entry
 from tandem.router.text.stop_strings import StopMatcher, StopStrings
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tool_calls.events import Event
 
-__all__ = ["ChoiceDelta", "ChoicePlan", "ChoiceText", "TokenEntry"]
-
-MIN_LOGPROB = -9999.0  # stands for -inf, which JSON cannot express
+__all__ = ["ChoiceDelta", "ChoicePlan", "ChoiceText"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +28,8 @@ class ChoicePlan:
     skip_special_tokens: bool = True
     parsing: AnswerParsing | None = None  # None = all text is content
     is_first_sibling: bool = True  # computes the prompt; the other choices wait for it and share it
-
-
-class TokenEntry(NamedTuple):
-    """Log probabilities of one token, as text. `offset` counts the characters of the answer before it."""
-
-    text: str
-    logprob: float
-    top: list[tuple[str, float]]
-    offset: int
+    scored_prompt: ScoredPrompt | None = None
+    is_prompt_only: bool = False  # only the prompt and its scores are shown: `max_tokens` 0
 
 
 @dataclass(slots=True)
@@ -92,6 +84,9 @@ class ChoiceText:
         self._num_tokens += len(delta.token_ids) - len(shown_ids)
         if stop is None and delta.finish_reason is not None:
             stop = self._finish(delta, result)
+            if self._plan.scored_prompt is not None and delta.logprobs and len(shown_ids) < len(delta.token_ids):
+                # An evaluation harness drops the last score, which is to be that of the generated token.
+                self._hold_entry("", delta.logprobs[-1])
         if stop is not None:
             result.finish_reason, result.stop_reason = "stop", stop
         self._release_entries(result)
@@ -143,12 +138,9 @@ class ChoiceText:
         return stop
 
     def _hold_entry(self, text: str, logprobs: TokenLogprobs) -> None:
-        top = [
-            (text if token_id == logprobs.token_id else self._tokenizer.token_text(token_id), max(logprob, MIN_LOGPROB))
-            for token_id, logprob in logprobs.top
-        ]
-        logprob = max(logprobs.logprob, MIN_LOGPROB)
-        self._held_entries.append(TokenEntry(text, logprob, top, self._num_decoded_chars))
+        offset = self._num_decoded_chars
+        entry = token_entry(self._tokenizer, text, logprobs.token_id, logprobs.logprob, logprobs.top, offset)
+        self._held_entries.append(entry)
 
     def _release_entries(self, result: ChoiceDelta) -> None:
         """Move the entries of shown text to `result`: a token's entry is never shown before its text."""

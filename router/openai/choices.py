@@ -11,6 +11,7 @@ from tandem.protocol.fault_boundary import async_error_of
 from tandem.router.backend import Backend, TokenDelta
 from tandem.router.http.metrics import RequestClock
 from tandem.router.openai.choice_text import ChoiceDelta, ChoicePlan, ChoiceText
+from tandem.router.openai.logprobs import ScoredPrompt
 from tandem.router.streams import DeltaQueue, Stream
 from tandem.router.text.tokenizer import Tokenizer
 
@@ -49,10 +50,14 @@ class _Choice(Stream[ChoiceDelta]):
         def convert(deltas: list[TokenDelta]) -> bool:
             return sink(self._converted(deltas)) and not self._has_ended
 
-        if self._plan.request.sampling.max_tokens == 0 and not self._has_ended:  # the prompt is echoed, nothing more
+        plan, wants_more = self._plan, True
+        is_known = plan.request.sampling.max_tokens == 0 or (plan.is_prompt_only and not plan.is_first_sibling)
+        if is_known and not self._has_ended:  # the prompt is echoed, nothing more
             self._has_ended = True
-            sink([ChoiceDelta(self._plan.index, "", 0, finish_reason="length")])
-        elif not self._has_ended:
+            sink([ChoiceDelta(plan.index, "", 0, finish_reason="length")])
+        elif plan.scored_prompt is not None and plan.is_first_sibling and self._is_new:
+            wants_more = sink(await self._take_scores(plan.scored_prompt))
+        if wants_more and not self._has_ended:
             is_over = await self._open().read_into(convert)
             if is_over and not self._has_ended:
                 raise WorkerError(NO_REASON)
@@ -68,6 +73,18 @@ class _Choice(Stream[ChoiceDelta]):
             self._clock.stop()
             await deltas.aclose()
 
+    @property
+    def _is_new(self) -> bool:
+        return self._deltas is None and not self._has_ended
+
+    async def _take_scores(self, prompt: ScoredPrompt) -> list[ChoiceDelta]:
+        """The first deltas, once the scores that came with them are text."""
+        deltas = await self._open().take()
+        if not deltas:
+            raise WorkerError(NO_REASON)
+        await prompt.fill(deltas[0].prompt_logprobs)
+        return self._converted(deltas)
+
     def _open(self) -> Stream[TokenDelta]:
         if self._deltas is None:
             self._deltas = self._backend.serve(self._plan.request)
@@ -75,6 +92,11 @@ class _Choice(Stream[ChoiceDelta]):
         return self._deltas
 
     def _converted(self, deltas: list[TokenDelta]) -> list[ChoiceDelta]:
+        if self._plan.is_prompt_only:  # the engine was asked for one token
+            self._has_ended = True
+            num_cached_tokens = deltas[0].num_cached_tokens
+            self._clock.record(0, num_cached_tokens)
+            return [ChoiceDelta(self._plan.index, "", 0, num_cached_tokens, finish_reason="length")]
         converted: list[ChoiceDelta] = []
         for delta in deltas:
             result = self._text.push(delta)

@@ -12,9 +12,10 @@ from tandem.protocol.errors import RequestError
 from tandem.router.http.request_options import request_options
 from tandem.router.openai.answer import answer_request
 from tandem.router.openai.formats import CompletionFormat
+from tandem.router.openai.logprobs import ScoredPrompt
 from tandem.router.openai.planned_answer import PlannedAnswer
 from tandem.router.openai.planning import PreparedRequest, Prompt, conversation_of, plan_answer
-from tandem.router.openai.request_limits import check_echo, check_fields
+from tandem.router.openai.request_limits import check_echo, check_fields, check_scored_prompts
 from tandem.router.openai.sampling import check_token_ids
 from tandem.router.openai.schema import CompletionRequest, refuse_unserved
 from tandem.router.openai.serving_context import ServingContext, read_body
@@ -37,8 +38,6 @@ async def plan_completion(context: ServingContext, request: Request, arrived_s: 
     body, fields = await read_body(request, CompletionRequest)
     context.check_model(fields.model)
     refuse_unserved(body, fields)
-    if fields.echo and fields.logprobs is not None:
-        raise RequestError("'logprobs' with 'echo' is not supported by this server.", param="logprobs")
     if fields.max_tokens == 0 and not fields.echo:
         raise RequestError("Invalid value for 'max_tokens': expected at least 1.", param="max_tokens")
     options = request_options(request, fields.priority)
@@ -53,12 +52,17 @@ async def plan_completion(context: ServingContext, request: Request, arrived_s: 
     )
     if fields.echo:
         check_echo((prompt.echo for prompt in prompts), fields.n or 1)
-    echoes = [prompt.echo for prompt in prompts for _ in range(fields.n or 1)] if fields.echo else []
+    if fields.echo and fields.logprobs is not None:
+        check_scored_prompts((len(prompt.token_ids) for prompt in prompts), fields.n or 1, fields.logprobs)
+        prompts = [
+            prompt._replace(scored=ScoredPrompt(*prompt[:2], fields.logprobs, context.tokenizer)) for prompt in prompts
+        ]
     prepared = PreparedRequest(
         fields=fields,
         prompts=prompts,
-        format=CompletionFormat(fields.logprobs, echoes),
-        requested_tokens=fields.max_tokens,
+        format=_format(fields, prompts),
+        # An engine generates at least one token. It is not shown if none was asked for.
+        requested_tokens=1 if fields.max_tokens == 0 and fields.logprobs is not None else fields.max_tokens,
         default_tokens=DEFAULT_MAX_TOKENS,
         num_logprobs=fields.logprobs,
         arrived_s=arrived_s,
@@ -68,6 +72,12 @@ async def plan_completion(context: ServingContext, request: Request, arrived_s: 
         grammar=grammar,
     )
     return plan_answer(context, prepared)
+
+
+def _format(fields: CompletionRequest, prompts: list[Prompt]) -> CompletionFormat:
+    by_choice = [prompt for prompt in prompts for _ in range(fields.n or 1)] if fields.echo else []
+    scored = [prompt.scored for prompt in by_choice if prompt.scored is not None]
+    return CompletionFormat(fields.logprobs, [prompt.echo for prompt in by_choice], scored)
 
 
 def _separate_prompts(fields: CompletionRequest, limit: PromptLimit) -> list[str | list[int]]:

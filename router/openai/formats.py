@@ -8,7 +8,8 @@ from typing import Any
 from typing_extensions import override
 
 from tandem.router.openai.choice_format import ChoiceFormat
-from tandem.router.openai.choice_text import ChoiceDelta, TokenEntry
+from tandem.router.openai.choice_text import ChoiceDelta
+from tandem.router.openai.logprobs import ScoredPrompt, TokenEntry, completion_logprobs
 from tandem.router.openai.message_parts import message, message_delta
 from tandem.router.openai.planned_answer import FinishedChoice
 from tandem.router.tool_calls.events import Event
@@ -92,23 +93,30 @@ class ChatFormat(ChoiceFormat):
 
 
 class CompletionFormat(ChoiceFormat):
-    """`POST /v1/completions`. `echoes` are the prompts to repeat, by choice index; empty = repeat none."""
+    """`POST /v1/completions`. `echoes` are the prompts to repeat, by choice index; empty = repeat none.
+
+    `scored` are their log probabilities, also by choice; empty = they were not asked for.
+    """
 
     id_prefix = "cmpl-"
     prompt_field = "prompt"
     plain_object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, num_logprobs: int | None, echoes: Sequence[str] = ()) -> None:
+    def __init__(
+        self, num_logprobs: int | None, echoes: Sequence[str] = (), scored: Sequence[ScoredPrompt] = ()
+    ) -> None:
         self._num_logprobs = num_logprobs
         self._echoes = echoes
+        self._scored = scored
 
     @override
     def opening(self, index: int) -> dict[str, Any] | None:
         """The prompt, if the request asks to repeat it."""
         if not self._echoes:
             return None
-        return {"index": index, "text": self._echoes[index], "logprobs": None, "finish_reason": None}
+        logprobs = self._scored[index].logprobs if self._scored else None
+        return {"index": index, "text": self._echoes[index], "logprobs": logprobs, "finish_reason": None}
 
     @override
     def pieces(self, delta: ChoiceDelta) -> list[dict[str, Any]]:
@@ -116,7 +124,7 @@ class CompletionFormat(ChoiceFormat):
         piece: dict[str, Any] = {
             "index": delta.index,
             "text": delta.text,
-            "logprobs": self._logprobs(delta.entries) if delta.entries else None,
+            "logprobs": self._logprobs(delta.index, delta.entries) if delta.entries else None,
             "finish_reason": delta.finish_reason,
         }
         if delta.finish_reason is not None:
@@ -126,31 +134,25 @@ class CompletionFormat(ChoiceFormat):
     @override
     def whole(self, choice: FinishedChoice) -> dict[str, Any]:
         """Text, after the prompt if the request asks to repeat it."""
+        logprobs = self._logprobs(choice.index, choice.entries)
+        if logprobs is not None and self._scored:
+            prompt = self._scored[choice.index].logprobs
+            logprobs = {name: prompt[name] + values for name, values in logprobs.items()}
         return {
             "index": choice.index,
-            "text": (self._echoes[choice.index] if self._echoes else "") + choice.text,
-            "logprobs": self._logprobs(choice.entries),
+            "text": self._echo(choice.index) + choice.text,
+            "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
 
-    def _logprobs(self, entries: list[TokenEntry]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, entries: list[TokenEntry]) -> dict[str, list[Any]] | None:
         if self._num_logprobs is None:
             return None
-        num_top = self._num_logprobs
-        top_logprobs: list[dict[str, float]] = []
-        for entry in entries:
-            # Tokens may have equal texts (parts of characters): the likelier keeps the key. The chosen one is included.
-            top: dict[str, float] = {}
-            for text, logprob in [*entry.top[:num_top], (entry.text, entry.logprob)]:
-                top.setdefault(text, logprob)
-            top_logprobs.append(top)
-        return {
-            "tokens": [e.text for e in entries],
-            "token_logprobs": [e.logprob for e in entries],
-            "top_logprobs": top_logprobs,
-            "text_offset": [e.offset for e in entries],
-        }
+        return completion_logprobs(entries, self._num_logprobs, len(self._echo(index)))
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index] if self._echoes else ""
 
 
 def _chat_token(text: str, logprob: float) -> dict[str, Any]:

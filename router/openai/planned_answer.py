@@ -6,7 +6,8 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tandem.router.openai.choice_text import ChoiceDelta, ChoicePlan, TokenEntry
+from tandem.router.openai.choice_text import ChoiceDelta, ChoicePlan
+from tandem.router.openai.logprobs import TokenEntry
 from tandem.router.tool_calls.events import Event
 
 __all__ = ["AnswerEvents", "AnswerFormat", "FinishedChoice", "PlannedAnswer", "Usage", "new_answer_id"]

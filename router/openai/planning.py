@@ -17,6 +17,7 @@ from tandem.router.backend import GenerateRequest
 from tandem.router.http.request_options import RequestOptions
 from tandem.router.openai.answer_formats import AnswerParsing
 from tandem.router.openai.choice_text import ChoicePlan
+from tandem.router.openai.logprobs import ScoredPrompt
 from tandem.router.openai.planned_answer import AnswerFormat, PlannedAnswer, new_answer_id
 from tandem.router.openai.request_limits import check_held_logprobs, check_prompt_tokens
 from tandem.router.openai.sampling import max_tokens_for, other_prompt, sampling_params, sibling_seed, stop_strings
@@ -29,10 +30,11 @@ CONVERSATION_HEADER = "x-tandem-conversation"
 
 
 class Prompt(NamedTuple):
-    """A tokenized prompt, with the text to repeat before the answer."""
+    """A tokenized prompt, with the text to repeat before the answer, and its log probabilities."""
 
     token_ids: list[int]
     echo: str = ""
+    scored: ScoredPrompt | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,8 @@ def _choices(context: ServingContext, request: PreparedRequest, answer_id: str) 
                     skip_special_tokens=request.fields.skip_special_tokens is not False,
                     parsing=request.parsing,
                     is_first_sibling=sibling == 0,
+                    scored_prompt=prompt.scored,
+                    is_prompt_only=prompt.scored is not None and request.fields.max_tokens == 0,
                 )
             )
     return choices
@@ -139,12 +143,15 @@ def _generate_request(
     request: PreparedRequest, prompt: Prompt, params: SamplingParams, request_id: str, index: int, sibling: int
 ) -> GenerateRequest:
     service_class = request.options.service_class
+    sampling = sibling_seed(params, sibling)
+    if prompt.scored is not None and not sibling:
+        sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=request.num_logprobs)
     if sibling:  # siblings start after the answer's first token, and the SLO is about that token
         service_class = msgspec.structs.replace(service_class, ttft_slo_s=math.inf)
     return GenerateRequest(
         request_id=request_id,
         token_ids=prompt.token_ids,
-        sampling=sibling_seed(params, sibling),
+        sampling=sampling,
         cache_scope=request.cache_scope,
         conversation_id="" if index else request.conversation_id,  # the conversation goes on with the first choice
         service_class=service_class,

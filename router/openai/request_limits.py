@@ -17,6 +17,7 @@ __all__ = [
     "check_held_logprobs",
     "check_messages",
     "check_prompt_tokens",
+    "check_scored_prompts",
     "check_stops",
 ]
 
@@ -27,6 +28,7 @@ MAX_STOPS_CHARS = 16_384  # of all stop strings; in the automaton each character
 MAX_TOKEN_RULES = 65_536  # entries of logit_bias and stop_token_ids, times sequences: each sequence sends them
 MAX_STEP_LOGPROBS = 4096  # for one token of every sequence
 MAX_HELD_LOGPROBS = 1 << 24  # for all tokens of all sequences, in an answer that is not streamed
+MAX_SCORED_LOGPROBS = 1 << 20  # for all prompt tokens of all sequences: JSON of 35 MB
 MAX_PROMPT_TOKENS = 1 << 24  # of all sequences, each of which sends its prompt: 128 prompts of 131,072 tokens
 MAX_ECHO_CHARS = 1 << 24  # of all sequences
 MAX_GRAMMAR_CHARS = 1 << 22  # of all sequences, each of which sends its grammar
@@ -72,6 +74,12 @@ def check_held_logprobs(num_tokens: int, num_logprobs: int) -> None:
     """Raise `RequestError` if an answer of this many tokens, not streamed, would hold too many log probabilities."""
     what = "log probabilities (1 + the number asked for, times max_tokens of each sequence) in an answer not streamed"
     _check((1 + num_logprobs) * num_tokens, MAX_HELD_LOGPROBS, what, "max_tokens")
+
+
+def check_scored_prompts(lengths: Iterable[int], num_siblings: int, num_logprobs: int) -> None:
+    """Raise `RequestError` if the repeated prompts would have too many log probabilities."""
+    what = "log probabilities of prompt tokens (1 + the number asked for, times the tokens of all prompts, times n)"
+    _check((1 + num_logprobs) * sum(lengths) * num_siblings, MAX_SCORED_LOGPROBS, what, "logprobs")
 
 
 def check_echo(texts: Iterable[str], num_siblings: int) -> None:

@@ -192,7 +192,7 @@ class CompletionRequest(GenerationFields, kw_only=True, frozen=True):
         str | list[str | Count | list[Count]],
         Doc("Text, token ids, or a list of prompts of either form."),
     ]
-    echo: Annotated[bool | None, Doc("Repeat the prompt before the answer; not with `logprobs`.")] = None
+    echo: Annotated[bool | None, Doc("Repeat the prompt before the answer; with `logprobs`, score it too.")] = None
     logprobs: Annotated[TopLogprobs | None, Doc("Log probabilities of this many likeliest tokens.")] = None
 
 

@@ -58,11 +58,11 @@ class GenerationContext:
             raise NoWorker(SHUTTING_DOWN)
 
     def placement_request(self, request: GenerateRequest, digests: Sequence[bytes]) -> PlacementRequest:
-        """What admission and placement need to know of a request."""
+        """What admission and placement need to know of a request. A scored prompt finds nothing cached."""
         return self.admission.placement_request(
             request.service_class,
             num_prompt_tokens=len(request.token_ids),
-            digests=CommonDigests(digests),
+            digests=CommonDigests([] if request.sampling.num_prompt_logprobs is not None else digests),
             max_tokens=request.sampling.max_tokens,
             adapter=request.adapter,
         )
@@ -167,11 +167,12 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         """Tell pins and cache sizing of the answer: the conversation's next turn will ask for its blocks too.
 
         Prompts shorter than a block do not count for the sizing, as no cache can hold them: the readiness probe is one.
+        Scored prompts do not either, because they use no cache.
         """
         request, digests, card = self._request, self._digests, placement.best.decode.card
         answer = self._context.hasher.answer_digests(request, digests, self._output, card.namespace, card.block_size)
         self._record_turn([*digests, *answer])
-        if digests:
+        if digests and request.sampling.num_prompt_logprobs is None:
             self._context.sizing.observe(
                 digests,
                 answer,
@@ -223,5 +224,6 @@ def _merged(due: list[SequenceDelta]) -> TokenDelta:
         finish_reason=last.finish_reason,
         stop_token_id=last.stop_token_id,
         num_cached_tokens=first.num_cached_tokens,
+        prompt_logprobs=first.prompt_logprobs,
         logprobs=first.logprobs if is_one or first.logprobs is None else [p for d in due for p in d.logprobs or ()],
     )

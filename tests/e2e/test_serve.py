@@ -149,6 +149,27 @@ def test_a_hostile_schema_is_refused_and_nobody_else_notices(server: Server) -> 
     assert_idle(server)
 
 
+def test_a_prompt_is_scored_the_same_on_two_workers_and_on_one(server: Server, colocated: Server) -> None:
+    prompts = ["The quick brown fox" * 9, "hi"]
+    question: Any = {"model": "tiny", "prompt": prompts, "echo": True, "logprobs": 2}
+    answers = []
+    for one in (server, colocated, server):  # at the end the prompts are cached
+        with client_of(one) as client:
+            only = client.completions.create(**question, max_tokens=0).model_dump()
+            longer = client.completions.create(**question, max_tokens=5, temperature=0, n=2).model_dump()
+            streamed = list(client.completions.create(**question, max_tokens=0, stream=True))
+        assert only["usage"]["completion_tokens"] == 0
+        answers.append([[choice["logprobs"] for choice in answer["choices"]] for answer in (only, longer)])
+        first = [chunk.choices[0].model_dump() for chunk in streamed if chunk.choices[0].logprobs]
+        assert {choice["index"]: choice["logprobs"] for choice in first} == dict(enumerate(answers[-1][0]))
+        for index, choice in enumerate(longer["choices"]):
+            for name, scores in only["choices"][index // 2]["logprobs"].items():
+                assert choice["logprobs"][name][: len(scores)] == scores
+                assert len(choice["logprobs"][name]) == len(scores) + 5
+    assert answers[0] == answers[1] == answers[2]
+    assert_idle(server)
+
+
 def test_nothing_listens_beyond_loopback(server: Server, colocated: Server) -> None:
     processes = (
         {psutil.Process(of.process.pid) for of in (server, colocated)} | server.children() | colocated.children()

@@ -16,10 +16,11 @@ import msgspec
 import zmq
 
 from tandem.engine.engine import Engine
+from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessWrite, Verdict
 from tandem.protocol.config import EngineConfig, RouterConfig, TierConfig, TransferConfig, WorkerConfig
 from tandem.protocol.digest import EVERYONE
-from tandem.protocol.messages import FinishReason, Message, Role, decode_message, encode_message
+from tandem.protocol.messages import FinishReason, Message, PromptLogprobs, Role, decode_message, encode_message
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest
 from tandem.router.workers.client import WorkerClient
@@ -46,6 +47,7 @@ class Answer:
     token_ids: list[int]
     finish_reason: FinishReason | None
     num_cached_tokens: int
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 def engine_config(model: Path, *, num_blocks: int = 256, block_size: int = BLOCK_SIZE, **fields: Any) -> EngineConfig:
@@ -112,16 +114,17 @@ class Cluster:
     async def serve(self, request: GenerateRequest, *, cancel_after: int | None = None) -> Answer:
         """The whole answer, or what came before `cancel_after` deltas had come and the client left."""
         out: list[int] = []
-        num_cached, reason, num_deltas = 0, None, 0
+        num_cached, reason, num_deltas, scores = 0, None, 0, None
         async with asyncio.timeout(DEADLINE_S), aclosing(Pulled(self.flow.serve(request))) as deltas:
             async for delta in deltas:
                 out += delta.token_ids
                 num_cached = num_cached if delta.num_cached_tokens is None else delta.num_cached_tokens
+                scores = scores or delta.prompt_logprobs
                 reason = delta.finish_reason
                 num_deltas += 1
                 if num_deltas == cancel_after:
                     break
-        return Answer(out, reason, num_cached)
+        return Answer(out, reason, num_cached, scores)
 
     async def call(self, worker_id: str, function: Callable[[], Any]) -> Any:
         return await asyncio.to_thread(self.worker(worker_id).call, function)
@@ -255,6 +258,15 @@ class Oracle:
         self._num_requests = 0
 
     def answer(self, token_ids: Sequence[int], **sampling: Any) -> list[int]:
+        sequence = self._computed(token_ids, **sampling)
+        return sequence.token_ids[sequence.num_prompt_tokens :]
+
+    def scores(self, token_ids: Sequence[int], num_top: int) -> PromptLogprobs:
+        scores = self._computed(token_ids, num_prompt_logprobs=num_top, max_tokens=1).prompt_scores
+        assert scores is not None
+        return scores.packed()
+
+    def _computed(self, token_ids: Sequence[int], **sampling: Any) -> EngineSequence:
         self._num_requests += 1
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8} | sampling)
         # A salt of its own keeps the oracle from ever using its cache.
@@ -263,4 +275,4 @@ class Oracle:
         self._engine.add(sequence)
         while sequence.finish_reason is None:
             self._engine.step()
-        return sequence.token_ids[sequence.num_prompt_tokens :]
+        return sequence

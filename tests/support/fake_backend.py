@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import struct
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import PinNotFound, WorkerNotFound
-from tandem.protocol.messages import FinishReason, Prefetch, Role, TokenLogprobs
+from tandem.protocol.messages import FinishReason, Prefetch, PromptLogprobs, Role, TokenLogprobs
 from tandem.router.backend import GenerateRequest, PinRequest, PinState, TokenDelta
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.openai.app import create_app
@@ -149,8 +150,21 @@ class FakeBackend:
             decision = None
             if request.explains and start == 0:
                 decision = {"outcome": "dispatched", "tenant": request.service_class.tenant}
-            steps.append(TokenDelta(token_ids, finish, stop_id, 3 if start == 0 else None, logprobs, decision))
+            scores = None if start else scores_of(request)
+            steps.append(TokenDelta(token_ids, finish, stop_id, None if start else 3, logprobs, decision, scores))
         return steps
+
+
+def scores_of(request: GenerateRequest) -> PromptLogprobs | None:
+    """Token i of the prompt has log probability -i, and tokens 0, 1, ... are the likeliest, with -0.5, -1.5, ..."""
+    num_top, num_tokens = request.sampling.num_prompt_logprobs, len(request.token_ids)
+    if num_top is None:
+        return None
+    chosen = struct.pack(f"<{num_tokens - 1}f", *[-float(i) for i in range(1, num_tokens)])
+    values = struct.pack(f"<{num_top}f", *[-0.5 - i for i in range(num_top)])
+    return PromptLogprobs(
+        chosen, values * (num_tokens - 1), struct.pack(f"<{num_top}I", *range(num_top)) * (num_tokens - 1)
+    )
 
 
 def make_app(backend: FakeBackend, registry: CollectorRegistry | None = None, **config: Any) -> FastAPI:

@@ -131,7 +131,6 @@ async def test_logprobs_join_to_the_text_with_right_offsets(tokenizer: Tokenizer
         ({"prompt": None}, "prompt"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
         ({"prompt": ["a"] * 100, "n": 100}, "n"),

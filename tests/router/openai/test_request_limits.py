@@ -51,6 +51,13 @@ TEXT_PART = {"type": "text", "text": "a"}
             request_limits.MAX_STEP_LOGPROBS,
             "logprobs",
         ),
+        (
+            COMPLETIONS,
+            {"prompt": [[5] * 400] * 32, "n": 8, "logprobs": 10, "echo": True},
+            (32 * 400) * 8 * 11,
+            request_limits.MAX_SCORED_LOGPROBS,
+            "logprobs",
+        ),
         (CHAT, {"messages": [USER] * 16385}, 16385, request_limits.MAX_MESSAGES, "messages"),
         (
             CHAT,

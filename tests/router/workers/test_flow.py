@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,6 +31,7 @@ from tandem.protocol.messages import (
     Generate,
     Message,
     Prefill,
+    PromptLogprobs,
     RequestFailed,
     Role,
     SequenceDelta,
@@ -381,3 +383,25 @@ async def test_a_flipped_role_is_used_at_once() -> None:
         cluster.registry.set_role("p", Role.COLOCATED)
         cluster.registry.set_role("d", Role.PREFILL)
         assert tokens(await collect(cluster, make_request())) == [100, 101, 102, 103]
+
+
+async def test_a_scored_prompt_is_placed_as_if_nothing_was_cached_and_its_scores_come_with_the_first_token() -> None:
+    scores = PromptLogprobs(b"1234", b"", b"")
+
+    def scored_token(worker: FakeWorker, message: Message) -> None:
+        if isinstance(message, Prefill):
+            is_scored = message.sampling.num_prompt_logprobs is not None
+            worker.output(SequenceDelta(message.request_id, 0, [100], prompt_logprobs=scores if is_scored else None))
+
+    async with fake_cluster(prefill=scored_token, decode=remaining_tokens) as cluster:
+        plain = make_request(num_prompt_tokens=64)
+        sampling = msgspec.structs.replace(plain.sampling, num_prompt_logprobs=0)
+        found = []
+        for number, request in enumerate((plain, plain, replace(plain, sampling=sampling))):
+            first, *rest = await collect(cluster, replace(request, request_id=f"r{number}", explains=True))
+            found.append(first.prompt_logprobs)
+            assert all(delta.prompt_logprobs is None for delta in rest)
+        assert found == [None, None, scores]
+        sizing = (await cluster.flow.pools())["cache_sizing"]
+        assert sizing["num_tokens"] == 2 * 64, "it says nothing about what a cache would have held"
+        cluster.assert_nothing_left()
