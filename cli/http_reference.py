@@ -42,6 +42,7 @@ from tandem.router.openai.schema import (
     UnpinFields,
 )
 from tandem.router.openai.tool_fields import FunctionName, NamedToolChoice, Tool, ToolFunction
+from tandem.router.responses.schema import FunctionTool, NamedFunction, ResponsesRequest, TextFormat, TextOptions
 
 __all__ = ["http_api_page"]
 
@@ -59,6 +60,10 @@ _PARTS: dict[Any, str] = {
     JsonSchemaFormat: "`json_schema`",
     Structure: "structure",
     StructuredOutputs: "`structured_outputs`",
+    FunctionTool: "tool of `/v1/responses`",
+    NamedFunction: "named function",
+    TextOptions: "`text`",
+    TextFormat: "`format`",
 }
 _TITLES: dict[type[msgspec.Struct], str] = {
     GenerationFields: "Chat and completions",
@@ -73,6 +78,11 @@ _TITLES: dict[type[msgspec.Struct], str] = {
     JsonSchemaFormat: "`json_schema` of `response_format`",
     Structure: "A structure of `response_format`",
     StructuredOutputs: "`structured_outputs`",
+    ResponsesRequest: "`/v1/responses`",
+    FunctionTool: "A tool of `/v1/responses`",
+    NamedFunction: "A tool choice of `/v1/responses` that names a function",
+    TextOptions: "`text` of `/v1/responses`",
+    TextFormat: "`format` of `text`",
     ChatMessage: "A message",
     ContentPart: "A content part of a message",
     TokenizeRequest: "`/tokenize`",

@@ -35,6 +35,7 @@ from tandem.router.openai.explain import explain
 from tandem.router.openai.readiness import Readiness, Ready
 from tandem.router.openai.serving_context import ServingContext
 from tandem.router.openai.tokenization import detokenize, tokenize
+from tandem.router.responses.routes import add_responses_routes
 from tandem.router.structured_output.checker import GrammarChecker
 from tandem.router.text.tokenizer import Tokenizer, TokenizerPool
 from tandem.scheduling.admission.tenants import CacheScopes, Tenants
@@ -89,6 +90,7 @@ def create_app(
     app = RouterApp(config, context.metrics, api_keys, version=product_version(), lifespan=lifespan)
     app.state.readiness = ready
     _add_generation_routes(app, context)
+    add_responses_routes(app, context, num_processes=config.router_processes)
     _add_tokenizer_routes(app, context)
     _add_cache_routes(app, context)
     _add_pool_check(app, backend)

@@ -130,6 +130,24 @@ def test_forced_tool_calls_fit_and_are_the_same_on_two_workers_and_on_one(server
     assert all(answer == answers[0] for answer in answers)
 
 
+def test_the_responses_api_answers_as_chat_and_goes_on_from_a_response(server: Server) -> None:
+    with client_of(server) as client:
+        chat = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Who?"}], temperature=0, max_tokens=20
+        )
+        asked: Any = {"model": "tiny", "input": "Who?", "temperature": 0, "max_output_tokens": 20}
+        plain = client.responses.create(**asked)
+        with client.responses.stream(**asked) as stream:
+            streamed = stream.get_final_response()
+        assert plain.output_text == streamed.output_text == chat.choices[0].message.content
+        assert plain.usage is not None
+        assert plain.usage.output_tokens == 20
+        longer = client.responses.create(**(asked | {"input": "And?"}), previous_response_id=streamed.id)
+        assert longer.usage is not None
+        assert longer.usage.input_tokens > plain.usage.total_tokens
+        assert longer.usage.input_tokens_details.cached_tokens > 0
+
+
 def test_a_hostile_schema_is_refused_and_nobody_else_notices(server: Server) -> None:
     hostile = {"type": "integer", "multipleOf": 99999989}
     with client_of(server) as client, pytest.raises(openai.BadRequestError, match="takes more than"):

@@ -1,0 +1,105 @@
+"""The items of a response's output, made from an answer's events as they come, and the events that tell of them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+from tandem.router.tool_calls.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
+
+__all__ = ["OutputItems"]
+
+Json = dict[str, Any]
+
+
+class OutputItems:
+    """An item is open while its text grows: a message, reasoning, or a function call. One is open at a time."""
+
+    def __init__(self) -> None:
+        self.items: list[Json] = []
+        self._pieces: list[str] = []  # of the open item's text
+        self._is_open = False
+
+    def add(self, event: Event) -> Iterator[Json]:
+        """Take in an event; yields the stream's events for it, without their sequence numbers."""
+        if isinstance(event, ToolCallBegin):
+            yield from self._open(_call(event))
+        elif isinstance(event, ToolCallArguments):
+            yield from self._grow("response.function_call_arguments.delta", event.text)
+        elif isinstance(event, Reasoning):
+            yield from self._in("reasoning")
+            yield from self._grow("response.reasoning_text.delta", event.text, content_index=0)
+        elif isinstance(event, Content):
+            yield from self._in("message")
+            yield from self._grow("response.output_text.delta", event.text, content_index=0, logprobs=[])
+
+    def close(self, status: str) -> Iterator[Json]:
+        """End the open item with this status, `completed` or `incomplete`. Yields the events that say so."""
+        if not self._is_open:
+            return
+        item, text, at = self.items[-1], "".join(self._pieces), self._place
+        self._is_open = False
+        item["status"] = status
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            yield {"type": "response.function_call_arguments.done", **at, "arguments": text, "name": item["name"]}
+        elif item["type"] == "reasoning":
+            item["content"] = [{"type": "reasoning_text", "text": text}]
+            yield {"type": "response.reasoning_text.done", **at, "content_index": 0, "text": text}
+        else:
+            item["content"] = [_text_part(text)]
+            yield {"type": "response.output_text.done", **at, "content_index": 0, "text": text, "logprobs": []}
+            part = {"content_index": 0, "part": _text_part(text)}
+            yield {"type": "response.content_part.done", **at, **part}
+        yield {"type": "response.output_item.done", "output_index": at["output_index"], "item": item}
+
+    @property
+    def _place(self) -> Json:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+    def _in(self, kind: str) -> Iterator[Json]:
+        """Open an item of this kind, unless one is open."""
+        if self._is_open and self.items[-1]["type"] == kind:
+            return
+        yield from self._open(_message() if kind == "message" else _reasoning())
+        if kind == "message":
+            part = {"content_index": 0, "part": _text_part("")}
+            yield {"type": "response.content_part.added", **self._place, **part}
+
+    def _open(self, item: Json) -> Iterator[Json]:
+        yield from self.close("completed")
+        self.items.append(item)
+        self._pieces, self._is_open = [], True
+        yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)}
+
+    def _grow(self, kind: str, text: str, **more: Any) -> Iterator[Json]:
+        self._pieces.append(text)
+        yield {"type": kind, **self._place, **more, "delta": text}
+
+
+def _message() -> Json:
+    return {"id": _new_id("msg_"), "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+
+
+def _reasoning() -> Json:
+    return {"id": _new_id("rs_"), "type": "reasoning", "summary": [], "status": "in_progress", "content": []}
+
+
+def _call(event: ToolCallBegin) -> Json:
+    return {
+        "id": _new_id("fc_"),
+        "type": "function_call",
+        "call_id": event.id,
+        "name": event.name,
+        "arguments": "",
+        "status": "in_progress",
+    }
+
+
+def _text_part(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _new_id(prefix: str) -> str:
+    return prefix + secrets.token_hex(16)
