@@ -1,4 +1,7 @@
-"""Error responses as OpenAI clients expect them: a status, and `{"error": {message, type, param, code}}`."""
+"""Error responses as OpenAI's clients expect them: a status, and `{"error": {message, type, param, code}}`.
+
+Those of `/v1/messages` are what Anthropic's clients expect: `{"type": "error", "error": {type, message, ...}}`.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,20 @@ __all__ = [
     "http_exception_response",
     "internal_error_body",
     "internal_error_response",
+    "messages_error_body",
     "serving_error_body",
     "serving_error_response",
 ]
+
+
+_MESSAGES_PATH = "/v1/messages"
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
 
 
 class BodyTooLarge(RequestError):
@@ -53,15 +67,26 @@ def serving_error_body(exc: ServingError) -> dict[str, Any]:
     return error_body(exc.message, exc.error_type, exc.param, exc.code)
 
 
-def error_response(status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
-    """JSON response with an error body."""
+def messages_error_body(body: dict[str, Any], status: int | None = None) -> dict[str, Any]:
+    """An error body in Anthropic's shape, with `param` and `code` too. `status` is None in a stream."""
+    error = body["error"]
+    kind = "api_error" if error["type"] == "server_error" else error["type"]
+    return {"type": "error", "error": error | {"type": _MESSAGES_TYPES.get(status or 0, kind)}}
+
+
+def error_response(
+    status: int, body: dict[str, Any], headers: dict[str, str] | None = None, *, path: str = ""
+) -> Response:
+    """JSON response with an error body, in the shape of the request's path."""
+    if path == _MESSAGES_PATH or path.startswith(_MESSAGES_PATH + "/"):
+        body = messages_error_body(body, status)
     return Response(orjson.dumps(body), status, headers, "application/json")
 
 
-def serving_error_response(exc: ServingError) -> Response:
-    """Response for an error that comes before the first token."""
+def serving_error_response(exc: ServingError, path: str) -> Response:
+    """Response to a request of this path for an error that comes before the first token."""
     headers = _retry_headers(exc.retry_after_s) if isinstance(exc, Overloaded) else None
-    return error_response(exc.status, serving_error_body(exc), headers)
+    return error_response(exc.status, serving_error_body(exc), headers, path=path)
 
 
 def _retry_headers(retry_after_s: float) -> dict[str, str]:
@@ -77,9 +102,9 @@ def internal_error_body() -> dict[str, Any]:
     return error_body("Internal server error.", "server_error", code="internal_error")
 
 
-def internal_error_response() -> Response:
-    """Response for a bug of ours."""
-    return error_response(500, internal_error_body())
+def internal_error_response(path: str) -> Response:
+    """Response to a request of this path for a bug of ours."""
+    return error_response(500, internal_error_body(), path=path)
 
 
 def http_exception_response(request: Request, exc: Exception) -> Response:
@@ -89,4 +114,5 @@ def http_exception_response(request: Request, exc: Exception) -> Response:
     if exc.status_code in (404, 405):
         message = f"{message}: {request.method} {request.url.path[:200]}"
     headers = dict(exc.headers) if exc.headers else None
-    return error_response(exc.status_code, error_body(message, "invalid_request_error"), headers)
+    body = error_body(message, "invalid_request_error")
+    return error_response(exc.status_code, body, headers, path=request.url.path)

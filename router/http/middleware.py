@@ -80,14 +80,14 @@ class EdgeMiddleware:
             use = None if key is None else await self._settings.authenticator.begin_use(scope, key)
             await self._app(scope, self._limited(receive), send_and_note)
         except Exception as exc:  # whatever the app raises gets an error response
-            response = _response_to(exc)
+            response = _response_to(exc, scope["path"])
             if key is not None and isinstance(exc, RateLimitExceeded):
                 self._settings.authenticator.note_refusal(key.id, "rate_limit")
             if status or response is None:
                 logger.exception("Request to %s failed", scope["path"])
             if status:
                 raise  # the response has started: the server closes the connection
-            await (response or internal_error_response())(scope, receive, send_and_note)
+            await (response or internal_error_response(scope["path"]))(scope, receive, send_and_note)
         finally:
             if use is not None:
                 use.end(is_refused=status >= 400 and status != 499)  # a client that leaves has had its prompt computed
@@ -125,10 +125,10 @@ class EdgeMiddleware:
         return BodyTooLarge(f"The request body is larger than {self._settings.max_body_bytes} bytes.")
 
 
-def _response_to(exc: Exception) -> Response | None:
-    """Response for an expected exception; None for a bug of ours."""
+def _response_to(exc: Exception, path: str) -> Response | None:
+    """Response to a request of this path for an expected exception; None for a bug of ours."""
     if isinstance(exc, ServingError):
-        return serving_error_response(exc)
+        return serving_error_response(exc, path)
     if isinstance(exc, (ClientDisconnect, ClientDisconnected)):
         return Response(status_code=499)  # nobody reads it; the status is for the counters
     return None

@@ -20,6 +20,7 @@ from tandem.router.engines.relay.usage import (
     responses_pair_usage,
     responses_usage,
 )
+from tandem.router.http.errors import messages_error_body
 
 __all__ = ["MessageEvents", "ResponseEvents"]
 
@@ -61,11 +62,6 @@ class _TypedEvents:
         """The usage in an event, in the shape of chat completions."""
         raise NotImplementedError
 
-    def error(self, error: Json) -> bytes:
-        """The event that ends a stream after a failure, in a shape that clients of both APIs understand."""
-        body = {"type": "error", "code": error.get("code"), "message": error.get("message"), "param": None}
-        return b"event: error\ndata: " + orjson.dumps(body | {"error": error}) + b"\n\n"
-
 
 class ResponseEvents(_TypedEvents):
     """Events of `/v1/responses`."""
@@ -76,6 +72,11 @@ class ResponseEvents(_TypedEvents):
         """The last event has it."""
         usage = as_dict(body.get("response")).get("usage")
         return responses_usage(usage) if isinstance(usage, dict) else None
+
+    def error(self, error: Json) -> bytes:
+        """The error's fields, and the error itself as in a response."""
+        body = {"type": "error", "code": error.get("code"), "message": error.get("message"), "param": None}
+        return _raw(body | {"error": error})
 
     def corrected(self, event: Event, prefill_usage: Json) -> Event:
         """The event with the usage of a pair."""
@@ -95,6 +96,10 @@ class MessageEvents(_TypedEvents):
         usage = body.get("usage") or as_dict(body.get("message")).get("usage")
         return messages_usage(usage) if isinstance(usage, dict) else None
 
+    def error(self, error: Json) -> bytes:
+        """The body of an error response."""
+        return _raw(messages_error_body({"error": error}))
+
     def corrected(self, event: Event, prefill_usage: Json) -> Event:
         """The event with the usage of a pair."""
         body = as_dict(event.body)
@@ -105,5 +110,8 @@ class MessageEvents(_TypedEvents):
 
 
 def _with_body(event: Event, body: Json, usage: Json) -> Event:
-    raw = b"event: %s\ndata: %s\n\n" % (str(body.get("type")).encode(), orjson.dumps(body))
-    return replace(event, raw=raw, body=body, usage=usage)
+    return replace(event, raw=_raw(body), body=body, usage=usage)
+
+
+def _raw(body: Json) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (str(body.get("type")).encode(), orjson.dumps(body))

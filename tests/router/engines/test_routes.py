@@ -143,7 +143,21 @@ async def test_a_stream_that_breaks_ends_in_an_error_event_of_its_kind(fake_a: F
         assert last[:-1] == ([] if name == "chat_auto" else ["event: error"])
         told = json.loads(last[-1].removeprefix("data: "))
         assert told["error"]["code"] == "engine_failed"
-        assert name == "chat_auto" or (told["type"], told["code"]) == ("error", "engine_failed")
+        assert told.get("type") == (None if name == "chat_auto" else "error")
+        if name == "responses":
+            assert told["code"] == "engine_failed"
+        assert told["error"]["type"] == ("api_error" if name == "messages" else "server_error")
+
+
+async def test_the_routers_own_errors_have_the_shape_of_their_api(fake_a: FakeServer) -> None:
+    async with routing(spec_of(fake_a, "a")) as router:
+        for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/responses"):
+            unknown = (await router.client.post(path, json={"model": "other"})).json()
+            wrong = (await router.client.post(path, json={"kv_transfer_params": {}})).json()
+            kinds = (unknown.get("type"), unknown["error"]["type"], wrong["error"]["type"])
+            own = (None, "invalid_request_error", "invalid_request_error")
+            anthropic = ("error", "not_found_error", "invalid_request_error")
+            assert kinds == (own if path == "/v1/responses" else anthropic)
 
 
 @pytest.mark.parametrize("name", ["responses", "messages"])

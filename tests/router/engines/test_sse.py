@@ -125,5 +125,5 @@ def test_parts_of_typed_events() -> None:
     assert responses.parse(wire(type="error", message="no")).error == {"type": "error", "message": "no"}
     assert messages.parse(wire(type="error", error={"message": "no"})).error == {"message": "no"}
     assert messages.parse(b"data: [DONE]\n\n").body is None
-    again = messages.parse(messages.error({"message": "x", "code": "y"}))
-    assert again.error == {"message": "x", "code": "y"}
+    again = messages.parse(messages.error({"type": "server_error", "message": "x", "code": "y"}))
+    assert again.error == {"type": "api_error", "message": "x", "code": "y"}
