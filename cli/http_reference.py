@@ -21,6 +21,17 @@ from tandem.router.http.app import RouterApp
 from tandem.router.http.refusals import Refusal
 from tandem.router.http.request_options import EXPLAIN_HEADER, SLO_HEADER, TENANT_HEADER
 from tandem.router.keys.api_keys import ApiKeys
+from tandem.router.messages.schema import (
+    ContentBlock,
+    CountTokensRequest,
+    InputMessage,
+    MessagesRequest,
+    MessageTool,
+    MessageToolChoice,
+    OutputConfig,
+    OutputFormat,
+    Thinking,
+)
 from tandem.router.openai.app import create_app
 from tandem.router.openai.planning import CONVERSATION_HEADER
 from tandem.router.openai.schema import (
@@ -64,6 +75,13 @@ _PARTS: dict[Any, str] = {
     NamedFunction: "named function",
     TextOptions: "`text`",
     TextFormat: "`format`",
+    InputMessage: "message",
+    ContentBlock: "block",
+    MessageTool: "tool",
+    MessageToolChoice: "tool choice",
+    Thinking: "`thinking`",
+    OutputConfig: "`output_config`",
+    OutputFormat: "output format",
 }
 _TITLES: dict[type[msgspec.Struct], str] = {
     GenerationFields: "Chat and completions",
@@ -85,6 +103,15 @@ _TITLES: dict[type[msgspec.Struct], str] = {
     TextFormat: "`format` of `text`",
     ChatMessage: "A message",
     ContentPart: "A content part of a message",
+    CountTokensRequest: "`/v1/messages/count_tokens`",
+    MessagesRequest: "`/v1/messages`",
+    InputMessage: "A message of `/v1/messages`",
+    ContentBlock: "A block of a message",
+    MessageTool: "A tool of `/v1/messages`",
+    MessageToolChoice: "A tool choice of `/v1/messages`",
+    Thinking: "`thinking`",
+    OutputConfig: "`output_config`",
+    OutputFormat: "`format` of `output_config`",
     TokenizeRequest: "`/tokenize`",
     DetokenizeRequest: "`/detokenize`",
     PinFields: "`/v1/cache/pin`",
@@ -130,10 +157,11 @@ _INTRODUCTION = """\
 
 <!-- Generated from the routes, schemas and errors in router/ by `make generated`. -->
 
-`tandem serve` and `tandem route` speak the OpenAI API, with the routes, fields, headers and errors below. Streams are
-server-sent events that end with `data: [DONE]` (of `/v1/responses` and `/v1/messages`: with an event whose type says
-so); other bodies are JSON. In a request body every optional field may be null, and unknown fields are ignored (`tandem
-route` passes them on to the engine).
+`tandem serve` and `tandem route` speak the OpenAI API, and Anthropic's Messages API on `/v1/messages`
+([messages.md](messages.md)), with the routes, fields, headers and errors below. Streams are server-sent events that end
+with `data: [DONE]` (of `/v1/responses` and `/v1/messages`: with an event whose type says so); other bodies are JSON. In
+a request body every optional field may be null, and unknown fields are ignored (`tandem route` passes them on to the
+engine).
 """
 _BODIES = """\
 ## Request bodies
@@ -159,6 +187,12 @@ _ERRORS = """\
 The body is `{"error": {"message", "type", "param", "code"}}`; `param` names the field. `type` is `rate_limit_error` for
 429, `invalid_request_error` for other faults of the request, and `server_error` for the rest. After the first token of
 a stream the same body is its last event, without `[DONE]` behind it.
+
+Of `/v1/messages` and `/v1/messages/count_tokens` the body is Anthropic's: `{"type": "error", "error": {"type",
+"message", "param", "code"}}`. Its inner `type` follows from the status: `authentication_error` (401),
+`permission_error` (403), `not_found_error` (404), `request_too_large` (413), `rate_limit_error` (429),
+`overloaded_error` (503), `invalid_request_error` for other faults of the request, and `api_error` for the rest. What
+`tandem route` passes on from an engine is as the engine wrote it.
 
 | Status | Code | Reason |
 |---|---|---|"""
@@ -230,12 +264,12 @@ def _route_app() -> RouterApp:
 
 def _bodies() -> Iterator[str]:
     yield _BODIES
-    shared = {field.name for field in _fields(GenerationFields)}
     for struct, title in _TITLES.items():
         yield from (f"### {title}", "")
         fields = _fields(struct)
-        if issubclass(struct, GenerationFields) and struct is not GenerationFields:
-            yield from ("The fields of *Chat and completions*, and:", "")
+        if base := next((base for base in struct.__mro__[1:] if base in _TITLES), None):
+            yield from (f"The fields of *{_TITLES[base]}*, and:", "")
+            shared = {field.name for field in _fields(base)}
             fields = tuple(field for field in fields if field.name not in shared)
         yield from ("| Field | Type | Default | Meaning |", "|---|---|---|---|")
         for field in fields:

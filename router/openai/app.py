@@ -27,6 +27,7 @@ from tandem.router.http.shared_routes import (
     product_version,
 )
 from tandem.router.keys.api_keys import ApiKeys
+from tandem.router.messages.routes import add_messages_routes
 from tandem.router.openai.answer_formats import choose_formats
 from tandem.router.openai.cache import list_pins, pin_prefix, prefetch_pin, unpin_prefix
 from tandem.router.openai.chat import create_chat_completion
@@ -91,6 +92,7 @@ def create_app(
     app.state.readiness = ready
     _add_generation_routes(app, context)
     add_responses_routes(app, context, num_processes=config.router_processes)
+    add_messages_routes(app, context)
     _add_tokenizer_routes(app, context)
     _add_cache_routes(app, context)
     _add_pool_check(app, backend)

@@ -48,6 +48,7 @@ __all__ = [
     "PrefetchFields",
     "Probability",
     "ResponseFormat",
+    "StopString",
     "StreamOptions",
     "Structure",
     "StructuredOutputs",

@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Annotated, Any
 
+import anthropic
 import httpx
 import openai
 import psutil
@@ -146,6 +147,42 @@ def test_the_responses_api_answers_as_chat_and_goes_on_from_a_response(server: S
         assert longer.usage is not None
         assert longer.usage.input_tokens > plain.usage.total_tokens
         assert longer.usage.input_tokens_details.cached_tokens > 0
+
+
+def test_messages_are_the_same_plain_and_streamed_on_two_workers_and_on_one(server: Server, colocated: Server) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
+    question: Any = {
+        "model": "tiny",
+        "system": "Answer in short.",
+        "messages": [{"role": "user", "content": "Weather?"}],
+        "max_tokens": 200,
+        "extra_body": {"seed": 11},
+    }
+    forced: Any = question | {
+        "tools": [{"name": "weather", "input_schema": schema}],
+        "tool_choice": {"type": "tool", "name": "weather"},
+    }
+    answers = []
+    for one in (server, colocated):
+        with anthropic.Anthropic(base_url=one.url, api_key="none", max_retries=0, timeout=60) as client:
+            for asked in (question | {"max_tokens": 24}, forced):
+                plain = client.messages.create(**asked)
+                with client.messages.stream(**asked) as stream:
+                    streamed = stream.get_final_message()
+                for message in (plain, streamed):
+                    shown = [block.model_dump(exclude={"id"}) for block in message.content]
+                    answers.append((asked is forced, shown, message.stop_reason, message.usage.output_tokens))
+            fields = {name: forced[name] for name in ("model", "system", "messages", "tools", "tool_choice")}
+            counted = client.messages.count_tokens(**fields).input_tokens
+            cached = streamed.usage.cache_read_input_tokens or 0
+            assert cached > 0
+            assert counted == streamed.usage.input_tokens + cached
+    for is_forced in (False, True):
+        first, *others = [answer for answer in answers if answer[0] is is_forced]
+        assert all(other == first for other in others)
+        assert len(others) == 3
+    (call,), reason = answers[-1][1:3]
+    assert (call["type"], call["name"], call["input"].keys(), reason) == ("tool_use", "weather", {"city"}, "tool_use")
 
 
 def test_a_hostile_schema_is_refused_and_nobody_else_notices(server: Server) -> None:

@@ -14,12 +14,15 @@ _BODY_BYTES = 8 * 1024 * 1024 - 2048  # as large as a body may be
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENIZE, DETOKENIZE, EXPLAIN = "/tokenize", "/detokenize", "/v1/route/explain"
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 PIN, UNPIN, PREFETCH = "/v1/cache/pin", "/v1/cache/unpin", "/v1/cache/prefetch"
 
 _USER = {"role": "user", "content": "Hello"}
 _BASES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "Hello", "max_tokens": 2, "stream": True},
     CHAT: {"messages": [_USER], "max_tokens": 2, "stream": True},
+    MESSAGES: {"messages": [_USER], "max_tokens": 2, "stream": True},
+    COUNT_TOKENS: {"messages": [_USER]},
     EXPLAIN: {"prompt": "Hello", "max_tokens": 2},
     TOKENIZE: {"prompt": "Hello"},
     DETOKENIZE: {"tokens": [1, 2]},
@@ -34,9 +37,18 @@ _SAMPLING = [
     *("max_tokens", "model", "user", "tools", "response_format", "suffix", "best_of", "unknown"),
 ]
 _TEMPLATE = ["messages", "add_generation_prompt", "chat_template_kwargs", "tool_choice"]
+_MESSAGE_PROMPT = [
+    *("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "chat_template_kwargs"),
+    *("cache_salt", "container", "context_management", "mcp_servers", "output_format", "metadata"),
+]
 _FIELDS: dict[str, list[str]] = {
     COMPLETIONS: ["prompt", "echo", *_SAMPLING],
     CHAT: [*_TEMPLATE, "top_logprobs", "max_completion_tokens", *_SAMPLING],
+    MESSAGES: [
+        *_MESSAGE_PROMPT,
+        *("max_tokens", "stream", "stop_sequences", "temperature", "top_p", "top_k", "seed", "priority"),
+    ],
+    COUNT_TOKENS: _MESSAGE_PROMPT,
     EXPLAIN: ["prompt", "messages", "n", "stop"],
     TOKENIZE: ["prompt", *_TEMPLATE, "return_token_strs"],
     DETOKENIZE: ["tokens"],
@@ -73,6 +85,11 @@ _VALUES = [
     '[{"role": "user", "content": [{"type": "text"}]}]',
     '[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]',
     '[{"role": "tool", "content": "", "tool_call_id": ""}]',
+    '[{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "", "content": [{"type": "tool_result"}]}]}]',
+    '[{"role": "assistant", "content": [{"type": "tool_use", "id": "", "name": "", "input": {}}]}]',
+    '[{"name": "f", "input_schema": {"a": [1e999]}}]',
+    '{"type": "tool", "name": "f"}',
+    '{"format": {"type": "json_schema", "schema": 1}}',
     "[" * 900 + "]" * 900,
     '{"a":' * 900 + "1" + "}" * 900,
     "[" * 100_000,
@@ -148,6 +165,21 @@ def large_inputs() -> Iterator[Input]:
     yield Input("messages at the limit", CHAT, b'{"messages":[%b]}' % _many(message, 16_000 * len(message)))
     text_part = b'{"type":"text","text":""}'
     yield Input("parts", CHAT, b'{"messages":[{"role":"user","content":[%b]}]}' % _many(text_part, size))
+    block = b'{"max_tokens":1,"messages":[{"role":"user","content":[%b]},{"role":"user","content":"a"}]}'
+    results = b'{"type":"tool_result","tool_use_id":""}'
+    for item in (text_part, results, b'{"type":"text"}'):
+        yield Input(f"blocks {item.decode()}", MESSAGES, block % _many(item, size))
+        yield Input(f"blocks {item.decode()}", COUNT_TOKENS, block % _many(item, size))
+    calls = _many(b'{"type":"tool_use","id":"","name":"f","input":{}}', size)
+    yield Input("calls", MESSAGES, block.replace(b"user", b"assistant", 1) % calls)
+    nested = b'{"type":"tool_result","tool_use_id":"","content":['
+    yield Input("results in results", MESSAGES, block % (nested * 900 + b"]}" * 900))
+    yield Input(
+        "system", MESSAGES, b'{"max_tokens":1,"messages":[%b],"system":[%b]}' % (message, _many(text_part, size))
+    )
+    yield Input(
+        "tools", MESSAGES, b'{"max_tokens":1,"messages":[%b],"tools":[%b]}' % (message, _many(b'{"name":""}', size))
+    )
     calling = b'{"messages":[{"role":"assistant","content":"","tool_calls":[%b]}]}'
     for call in (b"{}", b'{"function":{"arguments":"{}"}}'):
         yield Input("tool calls", CHAT, calling % _many(call, size))

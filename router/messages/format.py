@@ -1,0 +1,189 @@
+"""The JSON shapes of `/v1/messages`: the message, and the events of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import orjson
+from pydantic_core import from_json, to_json
+
+from tandem.router.http.errors import messages_error_body
+from tandem.router.openai.choice_text import ChoiceDelta
+from tandem.router.openai.planned_answer import AnswerEvents, FinishedChoice, PlannedAnswer, Usage
+from tandem.router.tool_calls.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
+
+__all__ = ["MessagesFormat"]
+
+Json = dict[str, Any]
+
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessagesFormat:
+    """Answers with one message."""
+
+    id_prefix = "msg_"
+    prompt_field = "messages"
+
+    def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: Usage) -> Json:
+        """The message of a plain answer."""
+        choice = choices[0]
+        events = _text_events(choice.text) if choice.events is None else choice.events
+        stop = _stop(choice.finish_reason, choice.stop_reason)
+        return _message(answer, _whole_blocks(events), usage) | stop
+
+    def events(self, answer: PlannedAnswer) -> AnswerEvents:
+        """Events from `message_start` to `message_stop`."""
+        return _MessageEvents(answer)
+
+
+class _MessageEvents:
+    """The events of one stream."""
+
+    def __init__(self, answer: PlannedAnswer) -> None:
+        self._answer = answer
+        self._usage = Usage(answer.num_prompt_tokens)
+        self._index = -1  # of the open block; -1 = none was begun
+        self._last: Event | None = None
+        self._is_begun = False
+        self._stop: Json = {}
+
+    def of(self, delta: ChoiceDelta) -> bytes:
+        """The events for one delta; before the first one that of the message's start."""
+        self._usage.add(delta)
+        events = _text_events(delta.text) if delta.events is None else delta.events
+        data = b"" if self._is_begun else self._begin()
+        data += b"".join(map(self._piece, events))
+        if delta.finish_reason is not None:
+            self._stop = _stop(delta.finish_reason, delta.stop_reason)
+        return data
+
+    def ending(self) -> bytes:
+        """The end of the open block, and of the message."""
+        usage = _usage(self._usage)
+        data = self._end_block() + _event({"type": "message_delta", "delta": self._stop, "usage": usage})
+        return data + _event({"type": "message_stop"})
+
+    def error(self, body: Json) -> bytes:
+        """The error as the last event; clients raise it."""
+        return _event(messages_error_body(body))
+
+    def _begin(self) -> bytes:
+        self._is_begun = True
+        return _event({"type": "message_start", "message": _message(self._answer, [], self._usage)})
+
+    def _piece(self, event: Event) -> bytes:
+        data = b""
+        if _begins_block(event, self._last):
+            data = self._end_block()
+            self._index += 1
+            data += _event({"type": "content_block_start", "index": self._index, "content_block": _empty_block(event)})
+        self._last = event
+        if isinstance(event, ToolCallBegin):
+            return data
+        return data + _event({"type": "content_block_delta", "index": self._index, "delta": _block_delta(event)})
+
+    def _end_block(self) -> bytes:
+        return b"" if self._last is None else _event({"type": "content_block_stop", "index": self._index})
+
+
+def _message(answer: PlannedAnswer, content: list[Json], usage: Usage) -> Json:
+    return {
+        "id": answer.answer_id,
+        "type": "message",
+        "role": "assistant",
+        "model": answer.model,
+        "content": content,
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": _usage(usage),
+    }
+
+
+def _usage(usage: Usage) -> Json:
+    """Anthropic's usage object: its `input_tokens` do not include those that were cached."""
+    return {
+        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.num_cached_tokens,
+        "output_tokens": usage.num_completion_tokens,
+    }
+
+
+def _stop(finish_reason: str | None, stop: str | int | None) -> Json:
+    if finish_reason == "stop" and isinstance(stop, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    return {"stop_reason": _STOP_REASONS.get(finish_reason or "", "end_turn"), "stop_sequence": None}
+
+
+# -- blocks of content
+
+
+def _text_events(text: str) -> list[Event]:
+    return [Content(text)] if text else []
+
+
+def _begins_block(event: Event, last: Event | None) -> bool:
+    """Whether an event begins a block. Pieces of one kind in a row are one block; arguments belong to their call."""
+    return not isinstance(event, ToolCallArguments) and (
+        isinstance(event, ToolCallBegin) or type(event) is not type(last)
+    )
+
+
+def _empty_block(event: Event) -> Json:
+    match event:
+        case Content():
+            return {"type": "text", "text": ""}
+        case Reasoning():
+            return {"type": "thinking", "thinking": "", "signature": ""}  # there is nobody who would check one
+        case ToolCallBegin(_, id, name):
+            return {"type": "tool_use", "id": id, "name": name, "input": {}}
+        case ToolCallArguments():
+            raise AssertionError("arguments of a call that has not begun")
+
+
+def _block_delta(event: Content | Reasoning | ToolCallArguments) -> Json:
+    match event:
+        case Content(text):
+            return {"type": "text_delta", "text": text}
+        case Reasoning(text):
+            return {"type": "thinking_delta", "thinking": text}
+        case ToolCallArguments(_, text):
+            return {"type": "input_json_delta", "partial_json": text}
+
+
+def _whole_blocks(events: Iterable[Event]) -> list[Json]:
+    """The blocks of a whole answer."""
+    blocks: list[tuple[Json, list[str]]] = []
+    last: Event | None = None
+    for event in events:
+        if _begins_block(event, last):
+            blocks.append((_empty_block(event), []))
+        if not isinstance(event, ToolCallBegin):
+            blocks[-1][1].append(event.text)
+        last = event
+    return [_filled(block, "".join(pieces)) for block, pieces in blocks]
+
+
+def _filled(block: Json, text: str) -> Json:
+    if block["type"] == "tool_use":
+        return block | {"input": _input_of(text)}
+    return block | {block["type"]: text}  # a text's field is `text`, and a thought's is `thinking`
+
+
+def _input_of(arguments: str) -> Any:
+    """The input of a call, as JSON. Of one that `max_tokens` cut short it is what Anthropic's client reads in a stream:
+    the values that are complete. It is empty if the model wrote something that is not a JSON object.
+    """
+    try:
+        value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
+    except ValueError:
+        return {}
+    return (
+        orjson.Fragment(to_json(value)) if isinstance(value, dict) else {}
+    )  # not `value`: an integer may be too large
+
+
+def _event(event: Json) -> bytes:
+    return b"event: " + str(event["type"]).encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"

@@ -1,0 +1,365 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx2
+import pytest
+
+from tandem.protocol.digest import cache_scope
+from tandem.protocol.errors import NoWorker, WorkerError
+from tandem.router.text.tokenizer import Tokenizer
+from tests.router.conftest import build_tokenizer
+from tests.support.fake_backend import FakeBackend, closing, make_app
+
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+USER = {"role": "user", "content": "hi"}
+WEATHER: Any = {
+    "name": "weather",
+    "description": "The weather in a city.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+NOW: Any = {"name": "now", "input_schema": {"type": "object"}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🎉"}}\n</tool_call>'
+TWO_CALLS = f'I look.\n{CALL}\n<tool_call>\n{{"name": "now"}}\n</tool_call>'
+THINKING = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant><think>\n"
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "org/toy", "max_tokens": 200, "messages": [USER], **fields}
+
+
+def backend_of(tokenizer: Tokenizer, reply: str = "hello world", *, run: int = 1) -> FakeBackend:
+    backend = FakeBackend(tokenizer, reply, run=run)
+    backend.max_model_len = 4096
+    return backend
+
+
+async def plain_of(backend: FakeBackend, **fields: Any) -> dict[str, Any]:
+    async with closing(backend) as client:
+        response = await client.post(MESSAGES, json=body(**fields))
+    assert response.status_code == 200, response.text
+    message: dict[str, Any] = response.json()
+    return message
+
+
+async def stream_of(backend: FakeBackend, **fields: Any) -> list[dict[str, Any]]:
+    async with closing(backend) as client:
+        response = await client.post(MESSAGES, json=body(stream=True, **fields))
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8", response.text
+    return events(response.text)
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    *parts, rest = text.split("\n\n")
+    assert rest == ""
+    parsed = []
+    for part in parts:
+        name, data = part.split("\n")
+        parsed.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {parsed[-1]['type']}"
+    return parsed
+
+
+def joined(stream: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a stream makes; checks the order of its events."""
+    message: dict[str, Any] = stream[0]["message"]
+    assert (stream[0]["type"], message["content"], message["stop_reason"]) == ("message_start", [], None)
+    assert stream[-1] == {"type": "message_stop"}
+    is_open, arguments = False, ""
+    for event in stream[1:-2]:
+        match event["type"]:
+            case "content_block_start":
+                assert not is_open
+                is_open, arguments = True, ""
+                assert event["index"] == len(message["content"])
+                message["content"].append(event["content_block"])
+            case "content_block_delta":
+                assert (is_open, event["index"]) == (True, len(message["content"]) - 1)
+                block, delta = message["content"][-1], event["delta"]
+                match delta.pop("type"):
+                    case "text_delta":
+                        block["text"] += delta["text"]
+                    case "thinking_delta":
+                        block["thinking"] += delta["thinking"]
+                    case "input_json_delta":
+                        arguments += delta["partial_json"]
+            case "content_block_stop":
+                assert (is_open, event["index"]) == (True, len(message["content"]) - 1)
+                is_open = False
+                if arguments:
+                    message["content"][-1]["input"] = json.loads(arguments)
+    assert not is_open
+    assert stream[-2]["type"] == "message_delta"
+    return message | stream[-2]["delta"] | {"usage": stream[-2]["usage"]}
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    blocks = [{key: value for key, value in block.items() if key != "id"} for block in message["content"]]
+    return {**message, "id": "", "content": blocks}
+
+
+async def test_plain_answer_has_anthropics_shape(tokenizer: Tokenizer) -> None:
+    message = await plain_of(backend_of(tokenizer))
+    assert message.pop("id").startswith("msg_")
+    num_prompt = len(tokenizer.encode_chat([USER], {"add_generation_prompt": True}, cache_scope("")))
+    num_output = len(tokenizer.encode("hello world", add_special_tokens=False)) + 1  # and the end
+    assert message == {
+        "type": "message",
+        "role": "assistant",
+        "model": "org/toy",
+        "content": [{"type": "text", "text": "hello world"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": num_prompt - 3,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 3,
+            "output_tokens": num_output,
+        },
+    }
+
+
+@pytest.mark.parametrize("run", [1, 4, 1000])
+@pytest.mark.parametrize("reply", ["", "héllo 🎉 world", CALL, TWO_CALLS])
+async def test_a_stream_joins_to_the_plain_answer(tokenizer: Tokenizer, reply: str, run: int) -> None:
+    plain = await plain_of(backend_of(tokenizer, reply), tools=[WEATHER, NOW])
+    stream = await stream_of(backend_of(tokenizer, reply, run=run), tools=[WEATHER, NOW])
+    first = stream[0]["message"]["usage"]
+    assert first | {"output_tokens": 0} == plain["usage"] | {"output_tokens": 0}
+    assert without_ids(joined(stream)) == without_ids(plain)
+
+
+async def test_calls_are_blocks_with_their_input(tokenizer: Tokenizer) -> None:
+    message = await plain_of(backend_of(tokenizer, TWO_CALLS), tools=[WEATHER, NOW])
+    said, weather, now = message["content"]
+    assert said == {"type": "text", "text": "I look."}
+    assert {**weather, "id": ""} == {"type": "tool_use", "id": "", "name": "weather", "input": {"city": "Zürich 🎉"}}
+    assert (now["name"], now["input"]) == ("now", {})
+    assert weather["id"] != now["id"]
+    assert message["stop_reason"] == "tool_use"
+
+
+async def test_thoughts_are_a_block_before_the_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(build_tokenizer(tmp_path, THINKING))
+    reply = "Let me see.\n</think>\n\nYes."
+    plain = await plain_of(backend_of(tokenizer, reply))
+    assert plain["content"] == [
+        {"type": "thinking", "thinking": "Let me see.", "signature": ""},
+        {"type": "text", "text": "Yes."},
+    ]
+    assert joined(await stream_of(backend_of(tokenizer, reply)))["content"] == plain["content"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reply", "reason", "sequence", "text"),
+    [
+        ({}, "abc", "end_turn", None, "abc"),
+        ({"max_tokens": 2}, "abc", "max_tokens", None, "ab"),
+        ({"stop_sequences": ["x", "c"]}, "abcd", "stop_sequence", "c", "ab"),
+    ],
+)
+async def test_stop_reasons(
+    tokenizer: Tokenizer, fields: dict[str, Any], reply: str, reason: str, sequence: str | None, text: str
+) -> None:
+    plain = await plain_of(backend_of(tokenizer, reply), **fields)
+    streamed = joined(await stream_of(backend_of(tokenizer, reply), **fields))
+    for message in (plain, streamed):
+        assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
+        assert message["content"] == [{"type": "text", "text": text}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "max_tokens", "expected"),
+    [
+        ('{"city": "Rome", "days": 123456789012345678901234567890}', 200, None),
+        ('{"city": "Rome", "country": "Italy"}', 70, {"city": "Rome"}),
+    ],
+)
+async def test_input_of_large_integers_and_of_a_call_cut_short(
+    tokenizer: Tokenizer, arguments: str, max_tokens: int, expected: Any
+) -> None:
+    reply = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
+    message = await plain_of(backend_of(tokenizer, reply), tools=[WEATHER], max_tokens=max_tokens)
+    (block,) = message["content"]
+    assert block["input"] == (json.loads(arguments) if expected is None else expected)
+    assert message["stop_reason"] == ("tool_use" if expected is None else "max_tokens")
+
+
+async def test_results_of_tools_go_back_to_the_model(tokenizer: Tokenizer) -> None:
+    backend = backend_of(tokenizer, TWO_CALLS)
+    message = await plain_of(backend, tools=[WEATHER, NOW])
+    results = [
+        {"type": "tool_result", "tool_use_id": block["id"], "content": f"result {i}"}
+        for i, block in enumerate(message["content"][1:])
+    ]
+    history = [USER, {"role": "assistant", "content": message["content"]}, {"role": "user", "content": results}]
+    await plain_of(backend, tools=[WEATHER, NOW], messages=history, system="Be brief.")
+    prompt = tokenizer.decode(backend.requests[-1].token_ids)
+    assert prompt.startswith("<s><system>Be brief.\n\nYou can call")
+    assert prompt.endswith("<user>hi<assistant>I look.[weather Zürich 🎉][now ]<tool>result 0<tool>result 1<assistant>")
+
+
+async def test_fields_reach_the_backend(tokenizer: Tokenizer) -> None:
+    backend = backend_of(tokenizer)
+    await plain_of(backend, temperature=0, top_p=0.5, top_k=4, seed=7, cache_salt="s", conversation_id="c", priority=2)
+    (request,) = backend.requests
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.0, 0.5, 4, 7)
+    assert (sampling.max_tokens, request.cache_scope, request.conversation_id) == (200, cache_scope("s"), "c")
+    assert request.service_class.priority == 2
+
+
+async def test_the_text_may_be_made_to_match_a_schema(tokenizer: Tokenizer) -> None:
+    backend = backend_of(tokenizer, "{}")
+    await plain_of(backend, output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}})
+    assert backend.requests[0].sampling.grammar
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": [WEATHER], "system": "Be brief."}, {"tool_choice": {"type": "none"}}])
+async def test_counted_tokens_are_those_of_the_prompt(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
+    backend = backend_of(tokenizer)
+    async with closing(backend) as client:
+        counted = await client.post(COUNT, json={"model": "org/toy", "messages": [USER], **fields})
+        await client.post(MESSAGES, json=body(**fields))
+    assert counted.json() == {"input_tokens": len(backend.requests[0].token_ids)}
+
+
+# -- errors
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "9"}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": "forbidden"}]}, "messages"),
+        ({"system": 3}, "system"),
+        ({"temperature": 1.1}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 2}, "top_p"),
+        ({"stop_sequences": "x"}, "stop_sequences"),
+        ({"stop_sequences": [""]}, "stop_sequences[0]"),
+        ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "auto"}, "tool_choice"),
+        ({"max_tokens": 5000}, "max_tokens"),
+    ],
+)
+async def test_a_bad_field_is_named(tokenizer: Tokenizer, fields: dict[str, Any], param: str) -> None:
+    backend = backend_of(tokenizer)
+    async with closing(backend) as client:
+        response = await client.post(MESSAGES, json=body(**fields))
+    told = response.json()
+    assert response.status_code == 400
+    assert (told["type"], told["error"]["type"], told["error"]["param"]) == ("error", "invalid_request_error", param)
+    assert 10 < len(told["error"]["message"]) < 300
+    assert backend.requests == []
+
+
+@pytest.mark.parametrize("path", [MESSAGES, COUNT])
+async def test_the_type_of_an_error_follows_from_its_status(tokenizer: Tokenizer, path: str) -> None:
+    async with closing(backend_of(tokenizer), max_body_bytes=1000) as client:
+        answers = [
+            await client.post(path, json=body(model="other")),
+            await client.post(path, json=body(system="x" * 1000)),
+            await client.post(path, content=b"{", headers={"content-type": "application/json"}),
+            await client.get(path),
+        ]
+    told = [(answer.status_code, answer.json()["type"], answer.json()["error"]["type"]) for answer in answers]
+    assert told == [
+        (404, "error", "not_found_error"),
+        (413, "error", "request_too_large"),
+        (400, "error", "invalid_request_error"),
+        (405, "error", "invalid_request_error"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("exc", "status", "kind"),
+    [
+        (NoWorker("no worker is ready"), 503, "overloaded_error"),
+        (WorkerError("it died"), 502, "api_error"),
+        (ValueError("secret"), 500, "api_error"),
+    ],
+)
+async def test_failures_are_told(tokenizer: Tokenizer, exc: Exception, status: int, kind: str) -> None:
+    backend = backend_of(tokenizer)
+    backend.script = lambda request: [exc]
+    async with closing(backend) as client:
+        response = await client.post(MESSAGES, json=body())
+        assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
+        assert "secret" not in response.text
+        backend.script = lambda request: [*backend.reply_steps(request)[:2], exc]
+        last = events((await client.post(MESSAGES, json=body(stream=True))).text)[-1]
+    assert (last["type"], last["error"]["type"]) == ("error", "api_error")
+
+
+# -- the SDK
+
+
+def sdk(backend: FakeBackend, **options: Any) -> anthropic.AsyncAnthropic:
+    http_client = httpx2.AsyncClient(transport=httpx2.ASGITransport(make_app(backend)))
+    return anthropic.AsyncAnthropic(
+        api_key="any", base_url="http://localhost", http_client=http_client, max_retries=0, **options
+    )
+
+
+async def test_the_anthropic_sdk_reads_plain_and_streamed_answers(tokenizer: Tokenizer) -> None:
+    backend = backend_of(tokenizer, TWO_CALLS)
+    question: Any = body(tools=[WEATHER, NOW])
+    async with sdk(backend) as client:
+        plain = await client.messages.create(**question)
+        async with client.messages.stream(**question) as stream:
+            seen = [event.type async for event in stream]
+            final = await stream.get_final_message()
+        follow_up = [USER, plain.to_param(), {"role": "user", "content": "thanks"}]
+        again = await client.messages.create(**question | {"messages": follow_up})
+        counted = await client.messages.count_tokens(model="org/toy", messages=question["messages"], tools=[WEATHER])
+    assert {"text", "input_json", "content_block_stop", "message_stop"} <= set(seen)
+    for message in (plain, final):
+        said, weather, now = message.content
+        assert said.type == "text"
+        assert said.text == "I look."
+        assert (weather.type, now.type, message.stop_reason) == ("tool_use", "tool_use", "tool_use")
+        assert weather.type == "tool_use"
+        assert weather.input == {"city": "Zürich 🎉"}
+    assert plain.usage.model_dump() == final.usage.model_dump()
+    assert again.usage.input_tokens > plain.usage.input_tokens > 0
+    assert counted.input_tokens > 10
+
+
+@pytest.mark.parametrize("max_tokens", range(50, 80, 5))
+async def test_a_call_cut_short_is_what_the_sdk_reads_in_a_stream(tokenizer: Tokenizer, max_tokens: int) -> None:
+    reply = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": [1, 2], "a": {"b": "c"}}}'
+    question: Any = body(tools=[WEATHER], max_tokens=max_tokens)
+    async with sdk(backend_of(tokenizer, reply)) as client:
+        plain = await client.messages.create(**question)
+        async with client.messages.stream(**question) as stream:
+            final = await stream.get_final_message()
+    (one,), (other,) = plain.content, final.content
+    assert (one.type, other.type, plain.stop_reason) == ("tool_use", "tool_use", "max_tokens")
+    assert one.type == other.type == "tool_use"
+    assert one.input == other.input
+
+
+async def test_the_anthropic_sdk_raises_its_own_errors(tokenizer: Tokenizer) -> None:
+    backend = backend_of(tokenizer)
+    question: Any = body()
+    async with sdk(backend) as client:
+        with pytest.raises(anthropic.NotFoundError) as raised:
+            await client.messages.create(**question | {"model": "claude"})
+        assert raised.value.type == "not_found_error"
+        backend.script = lambda request: [*backend.reply_steps(request)[:2], WorkerError("it died")]
+        with pytest.raises(anthropic.APIStatusError, match="it died"):
+            async with client.messages.stream(**question) as stream:
+                await stream.get_final_message()
