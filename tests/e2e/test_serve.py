@@ -138,8 +138,10 @@ def test_the_responses_api_answers_as_chat_and_goes_on_from_a_response(server: S
         )
         asked: Any = {"model": "tiny", "input": "Who?", "temperature": 0, "max_output_tokens": 20}
         plain = client.responses.create(**asked)
-        with client.responses.stream(**asked) as stream:
-            streamed = stream.get_final_response()
+        with client.responses.create(**asked, stream=True) as stream:
+            *_, last = stream
+        assert last.type == "response.incomplete"
+        streamed = last.response
         assert plain.output_text == streamed.output_text == chat.choices[0].message.content
         assert plain.usage is not None
         assert plain.usage.output_tokens == 20
