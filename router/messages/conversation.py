@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
 
 from tandem.protocol.errors import RequestError
 from tandem.router.messages.schema import (
+    BILLING_HEADER,
     UNSERVED_FIELDS,
     ContentBlock,
     CountTokensRequest,
@@ -29,9 +31,16 @@ from tandem.router.openai.schema import (
 )
 from tandem.router.openai.tool_fields import FunctionName, NamedToolChoice, Tool, ToolFunction
 
-__all__ = ["chat_prompt", "chat_request"]
+__all__ = ["chat_prompt", "chat_request", "own_field_names"]
 
 T = TypeVar("T")
+
+# What checks of the chat request call a field -> what it is called here.
+_FIELD_NAMES = {
+    "response_format": "output_config.format",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "stop": "stop_sequences",
+}
 
 
 def chat_request(request: MessagesRequest) -> ChatRequest:
@@ -63,9 +72,8 @@ def chat_prompt(request: CountTokensRequest) -> ChatRequest:
             raise RequestError(f"'{name}' is not supported by this server.", param=name, code="unsupported_parameter")
     check_cache_salt(request.cache_salt)
     messages = [part for i, message in enumerate(request.messages) for part in _chat_messages(message, i)]
-    if request.system:
-        content = request.system if isinstance(request.system, str) else _text_parts(request.system, "system")
-        messages.insert(0, ChatMessage(role="system", content=content))
+    if system := _system_content(request.system):
+        messages.insert(0, ChatMessage(role="system", content=system))
     choice = request.tool_choice
     return ChatRequest(
         model=request.model,
@@ -77,6 +85,24 @@ def chat_prompt(request: CountTokensRequest) -> ChatRequest:
         chat_template_kwargs=_template_kwargs(request) or None,
         cache_salt=request.cache_salt,
     )
+
+
+@contextmanager
+def own_field_names() -> Iterator[None]:
+    """Let a `RequestError` about a field of the chat request name the field of this API."""
+    try:
+        yield
+    except RequestError as exc:
+        if (name := _FIELD_NAMES.get(exc.param or "")) is not None:
+            exc.message = exc.message.replace(f"'{exc.param}'", f"'{name}'")
+            exc.param = name
+        raise
+
+
+def _system_content(system: str | Sequence[ContentBlock] | None) -> str | list[ContentPart]:
+    if system is None or isinstance(system, str):
+        return system or ""
+    return [part for part in _text_parts(system, "system") if not (part.text or "").startswith(BILLING_HEADER)]
 
 
 def _chat_messages(message: InputMessage, index: int) -> list[ChatMessage]:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tandem.router.http.app import RouterApp, json_response
-from tandem.router.messages.conversation import chat_prompt, chat_request
+from tandem.router.messages.conversation import chat_prompt, chat_request, own_field_names
 from tandem.router.messages.format import MessagesFormat
 from tandem.router.messages.schema import CountTokensRequest, MessagesRequest
 from tandem.router.openai.answer import answer_request
@@ -40,9 +40,10 @@ def add_messages_routes(app: RouterApp, context: ServingContext) -> None:
 async def _create_message(context: ServingContext, request: Request) -> Response:
     arrived_s = time.perf_counter()
     body, fields = await read_body(request, MessagesRequest)
-    answer = await plan_conversation(
-        context, request, chat_request(fields), MessagesFormat(), num_bytes=len(body), arrived_s=arrived_s
-    )
+    with own_field_names():
+        answer = await plan_conversation(
+            context, request, chat_request(fields), MessagesFormat(), num_bytes=len(body), arrived_s=arrived_s
+        )
     return await answer_request(request, answer, context.backend, context.tokenizer, context.metrics)
 
 

@@ -20,6 +20,7 @@ from tandem.router.openai.schema import (
 )
 
 __all__ = [
+    "BILLING_HEADER",
     "UNSERVED_FIELDS",
     "ContentBlock",
     "CountTokensRequest",
@@ -32,6 +33,8 @@ __all__ = [
     "Thinking",
 ]
 
+# A system block that begins so changes with every request, so that no prefix would ever be cached; vLLM drops it too.
+BILLING_HEADER = "x-anthropic-billing-header"
 UNSERVED_FIELDS = ("container", "context_management", "mcp_servers", "output_format")
 
 

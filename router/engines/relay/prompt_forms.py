@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from tandem.router.messages.schema import BILLING_HEADER
+
 __all__ = ["PromptForm", "chat_form", "input_form", "messages_form", "no_form", "pairs_form", "responses_form"]
 
 Json = dict[str, Any]
@@ -23,7 +25,6 @@ _SEVERAL = (
     *("input", "messages", "query", "documents", "text_1", "text_2"),
     *("queries", "items", "data_1", "data_2", "data"),
 )
-_BILLING = "x-anthropic-billing-header"  # a text that begins so changes with every request, and vLLM leaves it out
 
 
 class PromptForm(NamedTuple):
@@ -160,7 +161,7 @@ def _system_texts(system: Any) -> list[str]:
     if isinstance(system, str):
         return [system]
     texts = [block["text"] for block in _objects(system) if block["type"] == "text"]
-    return [text for text in texts if not text.startswith(_BILLING)]
+    return [text for text in texts if not text.startswith(BILLING_HEADER)]
 
 
 def _as_chat_messages(message: Json) -> list[Json]:

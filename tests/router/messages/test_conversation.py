@@ -52,6 +52,12 @@ CALL_AS_CHAT = {"id": "c1", "type": "function", "function": {"name": "weather", 
         ([HI], {"system": "Be brief."}, [{"role": "system", "content": "Be brief."}, HI]),
         ([HI], {"system": [text("a"), text("b")]}, [{"role": "system", "content": "a\nb"}, HI]),
         ([HI], {"system": ""}, [HI]),
+        (
+            [HI],
+            {"system": [text("x-anthropic-billing-header: cch=1;"), text("b")]},
+            [{"role": "system", "content": "b"}, HI],
+        ),
+        ([HI], {"system": [text("x-anthropic-billing-header: cch=1;")]}, [HI]),
         ([user([text("a"), text("b")])], {}, [user("a\nb")]),
         (
             [HI, {"role": "system", "content": [text("Now rhyme.")]}],

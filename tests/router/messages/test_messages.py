@@ -6,13 +6,18 @@ from typing import Any
 
 import anthropic
 import httpx2
+import pydantic
 import pytest
+from prometheus_client import CollectorRegistry
 
+from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import cache_scope
 from tandem.protocol.errors import NoWorker, WorkerError
+from tandem.router.openai.app import create_app
 from tandem.router.text.tokenizer import Tokenizer
 from tests.router.conftest import build_tokenizer
 from tests.support.fake_backend import FakeBackend, closing, make_app
+from tests.support.keys import api_keys_of
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 USER = {"role": "user", "content": "hi"}
@@ -253,6 +258,10 @@ async def test_counted_tokens_are_those_of_the_prompt(tokenizer: Tokenizer, fiel
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "auto"}, "tool_choice"),
         ({"max_tokens": 5000}, "max_tokens"),
+        ({"stop_sequences": ["a"] * 1025}, "stop_sequences"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": 3}}}, "output_config.format.schema"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 7}}}}, "output_config.format.schema"),
     ],
 )
 async def test_a_bad_field_is_named(tokenizer: Tokenizer, fields: dict[str, Any], param: str) -> None:
@@ -263,6 +272,7 @@ async def test_a_bad_field_is_named(tokenizer: Tokenizer, fields: dict[str, Any]
     assert response.status_code == 400
     assert (told["type"], told["error"]["type"], told["error"]["param"]) == ("error", "invalid_request_error", param)
     assert 10 < len(told["error"]["message"]) < 300
+    assert "response_format" not in told["error"]["message"]
     assert backend.requests == []
 
 
@@ -336,6 +346,39 @@ async def test_the_anthropic_sdk_reads_plain_and_streamed_answers(tokenizer: Tok
     assert plain.usage.model_dump() == final.usage.model_dump()
     assert again.usage.input_tokens > plain.usage.input_tokens > 0
     assert counted.input_tokens > 10
+
+
+class Person(pydantic.BaseModel):
+    name: str
+
+
+async def test_the_anthropic_sdk_parses_text_of_a_model(tokenizer: Tokenizer) -> None:
+    backend = backend_of(tokenizer, '{"name": "Ada"}')
+    question: Any = body(output_format=Person)
+    async with sdk(backend) as client:
+        message = await client.messages.parse(**question)
+    assert message.parsed_output == Person(name="Ada")
+    assert '"name"' in backend.requests[0].sampling.grammar
+
+
+async def test_a_request_needs_a_key_in_either_header(tokenizer: Tokenizer) -> None:
+    backend = backend_of(tokenizer)
+    config, registry = RouterConfig(), CollectorRegistry()
+    app = create_app(backend, tokenizer, config, registry, api_keys=api_keys_of({"ours": "search"}))
+    question: Any = body()
+
+    async def ask(**key: str) -> None:
+        http_client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
+        options: Any = {"base_url": "http://localhost", "http_client": http_client, "max_retries": 0, **key}
+        async with anthropic.AsyncAnthropic(**options) as client:
+            await client.messages.create(**question)
+
+    await ask(api_key="ours")
+    await ask(auth_token="ours")
+    with pytest.raises(anthropic.AuthenticationError) as raised:
+        await ask(api_key="wrong")
+    assert raised.value.type == "authentication_error"
+    assert [request.service_class.tenant for request in backend.requests] == ["search", "search"]
 
 
 @pytest.mark.parametrize("max_tokens", range(50, 80, 5))
