@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,12 +30,12 @@ from tandem.router.openai.schema import (
 )
 from tandem.router.openai.tool_fields import FunctionName, NamedToolChoice, Tool, ToolFunction
 
-__all__ = ["chat_prompt", "chat_request", "own_field_names"]
+__all__ = ["FIELD_NAMES", "chat_prompt", "chat_request"]
 
 T = TypeVar("T")
 
 # What checks of the chat request call a field -> what it is called here.
-_FIELD_NAMES = {
+FIELD_NAMES = {
     "response_format": "output_config.format",
     "response_format.json_schema.schema": "output_config.format.schema",
     "stop": "stop_sequences",
@@ -85,18 +84,6 @@ def chat_prompt(request: CountTokensRequest) -> ChatRequest:
         chat_template_kwargs=_template_kwargs(request) or None,
         cache_salt=request.cache_salt,
     )
-
-
-@contextmanager
-def own_field_names() -> Iterator[None]:
-    """Let a `RequestError` about a field of the chat request name the field of this API."""
-    try:
-        yield
-    except RequestError as exc:
-        if (name := _FIELD_NAMES.get(exc.param or "")) is not None:
-            exc.message = exc.message.replace(f"'{exc.param}'", f"'{name}'")
-            exc.param = name
-        raise
 
 
 def _system_content(system: str | Sequence[ContentBlock] | None) -> str | list[ContentPart]:

@@ -10,11 +10,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tandem.router.http.app import RouterApp, json_response
-from tandem.router.messages.conversation import chat_prompt, chat_request, own_field_names
+from tandem.router.messages.conversation import FIELD_NAMES, chat_prompt, chat_request
 from tandem.router.messages.format import MessagesFormat
 from tandem.router.messages.schema import CountTokensRequest, MessagesRequest
 from tandem.router.openai.answer import answer_request
 from tandem.router.openai.chat import plan_conversation, tokenize_chat
+from tandem.router.openai.field_names import renamed_fields
 from tandem.router.openai.serving_context import ServingContext, read_body
 from tandem.router.openai.tool_fields import requested_tools
 
@@ -40,7 +41,7 @@ def add_messages_routes(app: RouterApp, context: ServingContext) -> None:
 async def _create_message(context: ServingContext, request: Request) -> Response:
     arrived_s = time.perf_counter()
     body, fields = await read_body(request, MessagesRequest)
-    with own_field_names():
+    with renamed_fields(FIELD_NAMES):
         answer = await plan_conversation(
             context, request, chat_request(fields), MessagesFormat(), num_bytes=len(body), arrived_s=arrived_s
         )

@@ -12,9 +12,17 @@ from tandem.router.openai.schema import ChatMessage, ChatRequest, JsonSchemaForm
 from tandem.router.openai.tool_fields import FunctionName, NamedToolChoice, Tool, ToolFunction
 from tandem.router.responses.schema import FunctionTool, NamedFunction, ResponsesRequest, TextFormat
 
-__all__ = ["chat_request", "input_messages", "output_messages", "refuse_unserved"]
+__all__ = ["FIELD_NAMES", "chat_request", "input_messages", "output_messages", "refuse_unserved"]
 
 _UNSERVED = ("background", "conversation", "prompt", "include", "max_tool_calls", "top_logprobs")
+_ROLES = {"system", "developer", "user", "assistant"}
+# What checks of the chat request call a field -> what it is called here.
+FIELD_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+}
 _TEXT_PARTS = {"input_text", "output_text", "text", "reasoning_text", "summary_text"}
 
 
@@ -99,6 +107,8 @@ def _message(item: dict[str, Any], where: str) -> ChatMessage:
     match kind:
         case "message":
             role = _string(item, "role", where)
+            if role not in _ROLES:
+                raise RequestError(f"Unknown role {role[:50]!r}.", param=f"{where}.role")
             return ChatMessage(role=role, content=_text(item.get("content"), f"{where}.content"))
         case "function_call":
             function = {"name": _string(item, "name", where), "arguments": _string(item, "arguments", where)}

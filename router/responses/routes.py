@@ -15,8 +15,15 @@ from tandem.router.http.app import RouterApp, json_response
 from tandem.router.http.request_options import tenant_of
 from tandem.router.openai.answer import answer_request
 from tandem.router.openai.chat import plan_conversation
+from tandem.router.openai.field_names import renamed_fields
 from tandem.router.openai.serving_context import ServingContext, read_body
-from tandem.router.responses.conversation import chat_request, input_messages, output_messages, refuse_unserved
+from tandem.router.responses.conversation import (
+    FIELD_NAMES,
+    chat_request,
+    input_messages,
+    output_messages,
+    refuse_unserved,
+)
 from tandem.router.responses.format import ResponsesFormat
 from tandem.router.responses.schema import ResponsesRequest
 from tandem.router.responses.store import ResponseStore
@@ -77,5 +84,8 @@ async def _create(context: ServingContext, store: ResponseStore | None, request:
 
     answer_format = ResponsesFormat(asked, keep)
     num_bytes = len(body) + sum(len(str(message.content)) for message in messages)
-    answer = await plan_conversation(context, request, fields, answer_format, num_bytes=num_bytes, arrived_s=arrived_s)
+    with renamed_fields(FIELD_NAMES):
+        answer = await plan_conversation(
+            context, request, fields, answer_format, num_bytes=num_bytes, arrived_s=arrived_s
+        )
     return await answer_request(request, answer, context.backend, context.tokenizer, context.metrics)
