@@ -7,6 +7,7 @@ the tokens do not depend on where, or in which batch, they were computed.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -70,7 +71,6 @@ class StructuredOutput:
         self._no_end = _mask_without(vocab_size, eos_token_ids)
         self._compiler = ThreadPoolExecutor(1, "grammar-compiler")
         self._masker = ThreadPoolExecutor(1, "token-masks")
-        self._executor = llguidance.LLExecutor(min(_MAX_THREADS, max((os.cpu_count() or 1) // 2, 1)))
 
     def matcher(self, grammar: str) -> GrammarMatcher:
         """A matcher at the grammar's beginning, which is compiled in the background."""
@@ -91,6 +91,11 @@ class StructuredOutput:
         for pool in (self._compiler, self._masker):
             pool.shutdown(wait=False, cancel_futures=True)
 
+    @functools.cached_property
+    def _executor(self) -> llguidance.LLExecutor:
+        """Its threads run from when it is made, and most engines never need them."""
+        return llguidance.LLExecutor(min(_MAX_THREADS, max((os.cpu_count() or 1) // 2, 1)))
+
     def _compute_masks(self, rows: list[tuple[GrammarMatcher, list[int]]]) -> list[TokenMask | Exception]:
         followed = [outcome_of(matcher.follow, new_ids) for matcher, new_ids in rows]
         masks = np.empty((len(rows), len(self._no_end)), dtype=np.int32)
@@ -105,9 +110,14 @@ class StructuredOutput:
         return [one if isinstance(one, Exception) else masks[row] for row, one in enumerate(followed)]
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
-        if self._tokenizer is None:
-            self._tokenizer = self._load_tokenizer()
-        return compile_grammar(self._tokenizer, grammar)
+        try:
+            if self._tokenizer is None:
+                self._tokenizer = self._load_tokenizer()
+            return compile_grammar(self._tokenizer, grammar)
+        except GrammarError:
+            raise
+        except BaseException as exc:  # a panic of llguidance is no Exception, and would end the engine
+            raise GrammarError(f"The grammar cannot be used: {exc}") from exc
 
     def _load_tokenizer(self) -> llguidance.LLTokenizer:
         try:

@@ -286,6 +286,23 @@ def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, monkeypatch: p
     assert re.fullmatch("[ab]{5}", text_of(engine, slow_one))
 
 
+def test_a_panic_of_the_compiler_ends_its_own_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        """As Rust's panics come to Python."""
+
+    def panic(*_: Any) -> Any:
+        raise PanicException("index out of bounds")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(structured_output, "compile_grammar", panic)
+        ask(engine, "bad", regex_grammar("[ab]{3}"))
+        [failure] = run(engine)
+    assert isinstance(failure.error, GrammarError)
+    good = ask(engine, "good", regex_grammar("[ab]{4}"))
+    assert run(engine) == []
+    assert len(output(good)) == 4
+
+
 def test_equal_grammars_are_compiled_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
     compile_grammar = structured_output.compile_grammar
