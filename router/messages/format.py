@@ -29,9 +29,8 @@ class MessagesFormat:
     def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: Usage) -> Json:
         """The message of a plain answer."""
         choice = choices[0]
-        events = _text_events(choice.text) if choice.events is None else choice.events
         stop = _stop(choice.finish_reason, choice.stop_reason)
-        return _message(answer, _whole_blocks(events), usage) | stop
+        return _message(answer, _whole_blocks(choice.parts), usage) | stop
 
     def events(self, answer: PlannedAnswer) -> AnswerEvents:
         """Events from `message_start` to `message_stop`."""
@@ -52,9 +51,8 @@ class _MessageEvents:
     def of(self, delta: ChoiceDelta) -> bytes:
         """The events for one delta; before the first one that of the message's start."""
         self._usage.add(delta)
-        events = _text_events(delta.text) if delta.events is None else delta.events
         data = b"" if self._is_begun else self._begin()
-        data += b"".join(map(self._piece, events))
+        data += b"".join(map(self._piece, delta.parts))
         if delta.finish_reason is not None:
             self._stop = _stop(delta.finish_reason, delta.stop_reason)
         return data
@@ -118,10 +116,6 @@ def _stop(finish_reason: str | None, stop: str | int | None) -> Json:
 
 
 # -- blocks of content
-
-
-def _text_events(text: str) -> list[Event]:
-    return [Content(text)] if text else []
 
 
 def _begins_block(event: Event, last: Event | None) -> bool:

@@ -11,10 +11,11 @@ from tandem.protocol.sampling import MAX_COUNT
 from tandem.router.openai.schema import (
     ABSENT,
     CacheSalt,
-    ConversationId,
+    Conversation,
     Doc,
     Model,
     Probability,
+    QueuePriority,
     StopString,
     TemplateKwargs,
 )
@@ -141,10 +142,5 @@ class MessagesRequest(CountTokensRequest, kw_only=True, frozen=True):
     seed: Annotated[
         Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None, Doc("Makes sampling repeatable; by default random.")
     ] = None
-    conversation_id: Annotated[
-        ConversationId | None, Doc("The conversation that the request belongs to, for pins; also a header.")
-    ] = None
-    priority: Annotated[
-        Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None,
-        Doc("Order within the tenant's queue; lower is more urgent; by default 0."),
-    ] = None
+    conversation_id: Conversation = None
+    priority: QueuePriority = None

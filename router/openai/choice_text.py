@@ -13,7 +13,7 @@ from tandem.router.openai.answer_formats import AnswerParsing, Parser
 from tandem.router.openai.logprobs import ScoredPrompt, TokenEntry, token_entry
 from tandem.router.text.stop_strings import StopMatcher, StopStrings
 from tandem.router.text.tokenizer import Tokenizer
-from tandem.router.tool_calls.events import Event
+from tandem.router.tool_calls.events import Event, content_events
 
 __all__ = ["ChoiceDelta", "ChoicePlan", "ChoiceText"]
 
@@ -45,6 +45,11 @@ class ChoiceDelta:
     entries: list[TokenEntry] = field(default_factory=list)
     events: list[Event] | None = None  # what the text consists of; None = all of it is content
     decision: dict[str, Any] | None = None  # with the first token, if requested
+
+    @property
+    def parts(self) -> list[Event]:
+        """What its text consists of, whether it was parsed or not."""
+        return content_events(self.text) if self.events is None else self.events
 
     @property
     def is_empty(self) -> bool:

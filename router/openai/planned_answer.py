@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from tandem.router.openai.choice_text import ChoiceDelta, ChoicePlan
 from tandem.router.openai.logprobs import TokenEntry
-from tandem.router.tool_calls.events import Event
+from tandem.router.tool_calls.events import Event, content_events
 
 __all__ = ["AnswerEvents", "AnswerFormat", "FinishedChoice", "PlannedAnswer", "Usage", "new_answer_id"]
 
@@ -56,6 +56,11 @@ class FinishedChoice:
     def text(self) -> str:
         """Its whole text."""
         return "".join(self._texts)
+
+    @property
+    def parts(self) -> list[Event]:
+        """What its text consists of, whether it was parsed or not."""
+        return content_events(self.text) if self.events is None else self.events
 
     def add(self, delta: ChoiceDelta) -> None:
         """Append one delta of this choice."""

@@ -37,6 +37,7 @@ __all__ = [
     "ChatRequest",
     "CompletionRequest",
     "ContentPart",
+    "Conversation",
     "ConversationId",
     "Count",
     "DetokenizeRequest",
@@ -47,6 +48,7 @@ __all__ = [
     "PinFields",
     "PrefetchFields",
     "Probability",
+    "QueuePriority",
     "ResponseFormat",
     "StopString",
     "StreamOptions",
@@ -99,6 +101,15 @@ ToolList = Annotated[list[Tool] | None, Doc("Tools that the model may call, at m
 ToolChoice = Annotated[
     str | NamedToolChoice | None,
     Doc("`auto` (the default), `none` (the model is not told of the tools), `required`, or the function to call."),
+]
+
+
+Conversation = Annotated[
+    ConversationId | None, Doc("The conversation that the request belongs to, for pins; also a header.")
+]
+QueuePriority = Annotated[
+    Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None,
+    Doc("Order within the tenant's queue; lower is more urgent; by default 0."),
 ]
 
 
@@ -184,13 +195,8 @@ class GenerationFields(msgspec.Struct, kw_only=True, frozen=True):
     response_format: Annotated[ResponseFormat | None, Doc("The form of the answer.")] = None
     structured_outputs: Annotated[StructuredOutputs | None, Doc("What the answer matches.")] = None
     cache_salt: CacheSalt = None
-    conversation_id: Annotated[
-        ConversationId | None, Doc("The conversation that the request belongs to, for pins; also a header.")
-    ] = None
-    priority: Annotated[
-        Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None,
-        Doc("Order within the tenant's queue; lower is more urgent; by default 0."),
-    ] = None
+    conversation_id: Conversation = None
+    priority: QueuePriority = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True, frozen=True):

@@ -13,7 +13,6 @@ from tandem.router.openai.choice_text import ChoiceDelta
 from tandem.router.openai.planned_answer import AnswerEvents, FinishedChoice, PlannedAnswer, Usage
 from tandem.router.responses.output import OutputItems
 from tandem.router.responses.schema import ResponsesRequest
-from tandem.router.tool_calls.events import Content, Event
 
 __all__ = ["ResponsesFormat"]
 
@@ -33,7 +32,7 @@ class ResponsesFormat:
     def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: Usage) -> Json:
         """The response object of a plain answer."""
         choice, items = choices[0], OutputItems()
-        for event in [Content(choice.text)] if choice.events is None and choice.text else choice.events or []:
+        for event in choice.parts:
             _exhaust(items.add(event))
         status = _status(choice.finish_reason)
         _exhaust(items.close(status))
@@ -96,10 +95,7 @@ class _ResponseEvents:
         data = b"" if self._number else self._begin()
         self._usage.add(delta)
         self._finish_reason = delta.finish_reason
-        events: list[Event] = delta.events or []
-        if delta.events is None and delta.text:
-            events = [Content(delta.text)]
-        return data + b"".join(self._event(one) for event in events for one in self._items.add(event))
+        return data + b"".join(self._event(one) for event in delta.parts for one in self._items.add(event))
 
     def ending(self) -> bytes:
         """The end of the open item, and of the response."""

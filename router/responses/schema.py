@@ -15,6 +15,7 @@ from tandem.router.openai.schema import (
     Doc,
     Model,
     Probability,
+    QueuePriority,
     TemplateKwargs,
 )
 
@@ -94,9 +95,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, frozen=True):
     conversation_id: Annotated[ConversationId | None, Doc("The conversation, for pins; else the first response's.")] = (
         None
     )
-    priority: Annotated[
-        Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None, Doc("Order within the tenant's queue.")
-    ] = None
+    priority: QueuePriority = None
     # Not served: a value that asks for something is refused.
     background: Annotated[bool | None, Doc("Not served.")] = None
     conversation: Annotated[Any, Doc("Not served; see `conversation_id`.")] = None

@@ -16,6 +16,7 @@ __all__ = [
     "Reasoning",
     "ToolCallArguments",
     "ToolCallBegin",
+    "content_events",
     "new_call_id",
 ]
 
@@ -55,6 +56,11 @@ class ToolCallArguments:
 
 
 Event = Content | Reasoning | ToolCallBegin | ToolCallArguments
+
+
+def content_events(text: str) -> list[Event]:
+    """The events of a text that is all content."""
+    return [Content(text)] if text else []
 
 
 def new_call_id(num_chars: int) -> str:
