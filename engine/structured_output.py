@@ -11,7 +11,8 @@ import functools
 import itertools
 import os
 import queue
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,27 +32,35 @@ _MAX_THREADS = 8  # that compute masks
 TokenMask = np.ndarray[Any, Any]  # [ceil(vocab / 32)], int32; bit i of word w allows token 32 w + i
 
 
+class _Compilation:
+    """A grammar, and the matcher at its beginning once it is compiled. Its matchers keep it alive while it waits."""
+
+    def __init__(self, grammar: str) -> None:
+        self.grammar = grammar
+        self.order: float | None = None  # in which it waits
+        self.matcher: Future[llguidance.LLMatcher] = Future()
+
+
 class _Waiting(NamedTuple):
-    """A grammar that is not compiled yet. The smallest one is compiled next."""
+    """A grammar to compile, unless all who asked for it have left. The smallest one is compiled next."""
 
     order: float
     number: int  # in order of arrival, each once
-    grammar: str
-    compiled: Future[llguidance.LLMatcher]
+    compilation: weakref.ref[_Compilation]
 
 
 class GrammarMatcher:
     """How far a sequence's output has come in its grammar. One thread at a time may use it."""
 
-    def __init__(self, compiled: Future[llguidance.LLMatcher]) -> None:
-        self._compiled = compiled
+    def __init__(self, compilation: _Compilation) -> None:
+        self._compilation = compilation
         self._matcher: llguidance.LLMatcher | None = None
         self.num_consumed = 0  # tokens of the output
 
     @property
     def is_ready(self) -> bool:
         """Whether the grammar is compiled, or was found to be unusable."""
-        return self._compiled.done()
+        return self._compilation.matcher.done()
 
     def follow(self, new_ids: list[int]) -> llguidance.LLMatcher:
         """The matcher behind these tokens, which come after those that it has consumed.
@@ -60,12 +69,21 @@ class GrammarMatcher:
         """
         matcher = self._matcher
         if matcher is None:
-            matcher = self._matcher = self._compiled.result().deep_copy()
+            matcher = self._matcher = self._compilation.matcher.result().deep_copy()
         self.num_consumed += len(new_ids)
         if new_ids:
             matcher.consume_tokens(new_ids)
         check_matcher(matcher)
         return matcher
+
+    def forced_token(self, new_ids: list[int]) -> int | None:
+        """The only token that may follow these ones, if that is known without the mask. Raises `GrammarError`.
+
+        llguidance finds bytes that are the only ones which fit, and cuts them into tokens as the tokenizer does. Its mask
+        allows the first of these tokens and no other.
+        """
+        forced: list[int] = self.follow(new_ids).compute_ff_tokens()
+        return forced[0] if forced else None
 
     def is_complete(self, new_ids: list[int]) -> bool:
         """Whether nothing may follow these tokens. Raises `GrammarError` as `follow` does."""
@@ -77,7 +95,9 @@ class StructuredOutput:
 
     def __init__(self, model_folder: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._folder, self._vocab_size, self._eos_token_ids = model_folder, vocab_size, eos_token_ids
-        self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
+        self._wanted: weakref.WeakValueDictionary[str, _Compilation] = weakref.WeakValueDictionary()
+        self._kept: OrderedDict[str, _Compilation] = OrderedDict()  # compiled, the latest used last
+        self._compiled: deque[_Compilation] = deque()  # by the compiler's thread, not among `_kept` yet
         self._waiting: queue.PriorityQueue[_Waiting] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._tokenizer: llguidance.LLTokenizer | None = None
@@ -86,16 +106,21 @@ class StructuredOutput:
         self._masker = ThreadPoolExecutor(1, "token-masks")
 
     def matcher(self, grammar: str, order: float = 0.0) -> GrammarMatcher:
-        """A matcher at the grammar's beginning, which is compiled in the background, the smallest `order` first."""
-        compiled = self._compiled.get(grammar)
-        if compiled is None:
-            compiled = self._compiled[grammar] = Future()
-            self._waiting.put(_Waiting(order, next(self._numbers), grammar, compiled))
+        """A matcher at the grammar's beginning, which is compiled in the background, the smallest `order` first.
+
+        A grammar that waits for the compiler is dropped once nobody refers to a matcher of it.
+        """
+        self._keep_compiled()
+        compilation = self._wanted.get(grammar)
+        if compilation is None:
+            compilation = self._wanted[grammar] = _Compilation(grammar)
+        if grammar in self._kept:
+            self._kept.move_to_end(grammar)
+        elif compilation.order is None or (order < compilation.order and not compilation.matcher.done()):
+            compilation.order = order
+            self._waiting.put(_Waiting(order, next(self._numbers), weakref.ref(compilation)))
             self._compiler.submit(self._compile_next)
-            if len(self._compiled) > _MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return GrammarMatcher(compiled)
+        return GrammarMatcher(compilation)
 
     def masks(self, rows: list[tuple[GrammarMatcher, list[int]]]) -> Future[list[TokenMask | Exception]]:
         """What each matcher allows behind its new tokens, or why it cannot go on; computed in the background."""
@@ -111,6 +136,13 @@ class StructuredOutput:
         """Its threads run from when it is made, and most engines never need them."""
         return llguidance.LLExecutor(min(_MAX_THREADS, max((os.cpu_count() or 1) // 2, 1)))
 
+    def _keep_compiled(self) -> None:
+        while self._compiled:
+            compilation = self._compiled.popleft()
+            self._kept[compilation.grammar] = compilation
+            if len(self._kept) > _MAX_COMPILED:
+                self._kept.popitem(last=False)
+
     def _compute_masks(self, rows: list[tuple[GrammarMatcher, list[int]]]) -> list[TokenMask | Exception]:
         followed = [outcome_of(matcher.follow, new_ids) for matcher, new_ids in rows]
         masks = np.empty((len(rows), len(self._no_end)), dtype=np.int32)
@@ -125,12 +157,15 @@ class StructuredOutput:
         return [one if isinstance(one, Exception) else masks[row] for row, one in enumerate(followed)]
 
     def _compile_next(self) -> None:
-        waiting = self._waiting.get_nowait()
-        matcher = outcome_of(self._compile, waiting.grammar)
+        compilation = self._waiting.get_nowait().compilation()
+        if compilation is None or compilation.matcher.done():  # nobody waits for it, or it was asked for twice
+            return
+        matcher = outcome_of(self._compile, compilation.grammar)
         if isinstance(matcher, Exception):
-            waiting.compiled.set_exception(matcher)
+            compilation.matcher.set_exception(matcher)
         else:
-            waiting.compiled.set_result(matcher)
+            compilation.matcher.set_result(matcher)
+        self._compiled.append(compilation)
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
         try:

@@ -44,6 +44,7 @@ class GrammarChecker:
         self._tenants: dict[str, _Tenant] = {}
         self._lock = asyncio.Lock()  # the process is asked one question at a time
         self._process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task[Compiled] | None = None  # the one that asks, which has the lock
 
     async def grammar(self, constraint: Constraint, tenant: str) -> str:
         """The constraint's grammar, for `SamplingParams.grammar`. Raises `GrammarError`, `Overloaded`."""
@@ -59,7 +60,13 @@ class GrammarChecker:
         return compiled.grammar
 
     async def close(self) -> None:
-        """End the process."""
+        """End the process. Requests must have ended."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._end_process()
+
+    async def _end_process(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -67,9 +74,19 @@ class GrammarChecker:
             await process.wait()
 
     async def _compile_in_turn(self, kind: str, text: str, tenant: str) -> Compiled:
-        async with self._turn_of(tenant), self._lock:
+        async with self._turn_of(tenant):
+            await self._lock.acquire()
+            # A request may leave while its constraint is compiled. The process goes on and keeps its tokenizer: to start
+            # another one takes longer than any constraint. So the lock is the task's, which holds it until the answer.
+            self._task = asyncio.create_task(self._compile_and_release(kind, text))
+            return await asyncio.shield(self._task)
+
+    async def _compile_and_release(self, kind: str, text: str) -> Compiled:
+        try:
             known = self._known.get((kind, text))  # another request may have asked for the same
             return known or self._keep(kind, text, await self._compile(kind, text))
+        finally:
+            self._lock.release()
 
     @contextlib.asynccontextmanager
     async def _turn_of(self, name: str) -> AsyncIterator[None]:
@@ -106,11 +123,8 @@ class GrammarChecker:
                 frame = await _ask(process, msgspec.msgpack.encode(Question(kind, text)))
             compiled = msgspec.msgpack.decode(frame, type=Compiled)
         except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError, TimeoutError):
-            await self.close()
+            await self._end_process()
             compiled = Compiled()
-        except asyncio.CancelledError:
-            await self.close()  # its answer would be read as another's
-            raise
         if not (compiled.grammar or compiled.error):  # this machine's fault: another time it may be compiled
             raise Overloaded("The grammar could not be checked now; try again.", retry_after_s=MAX_CPU_S)
         if len(compiled.grammar) > MAX_GRAMMAR_CHARS:
@@ -126,7 +140,7 @@ class GrammarChecker:
             async with asyncio.timeout(START_S):
                 await _ask(process, msgspec.msgpack.encode(self._tokenizer_json()))
         except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError, TimeoutError) as exc:
-            await self.close()
+            await self._end_process()
             raise InternalError("The process that checks grammars did not start; see the router's log.") from exc
         return process
 

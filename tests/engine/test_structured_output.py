@@ -306,6 +306,50 @@ def test_grammars_are_compiled_in_the_order_of_their_requests(engine: Engine, mo
     assert compiled[2:] == [regex_grammar(f"a{{{i + 1}}}") for i in range(1, 20)]
 
 
+def test_grammars_of_requests_that_have_left_are_not_compiled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on, compiled = threading.Event(), []
+    compile_grammar = structured_output.compile_grammar
+
+    def slow(tokenizer: Any, grammar: str) -> Any:
+        assert may_go_on.wait(60)
+        compiled.append(grammar)
+        return compile_grammar(tokenizer, grammar)
+
+    monkeypatch.setattr(structured_output, "compile_grammar", slow)
+    grammars = [regex_grammar(f"a{{{i + 1}}}") for i in range(200)]
+    asked = [ask(engine, str(i), grammar) for i, grammar in enumerate(grammars)]
+    never_queued = engine.make_sequence("101", make_prompt(20), make_sampling(grammar=grammars[101]))
+    engine.step()
+    for i, sequence in enumerate(asked):
+        if i not in (0, 100, 199):  # of 0 the compiler is at work
+            assert engine.abort(sequence.request_id)
+    del asked, sequence, never_queued
+    may_go_on.set()
+    assert run(engine) == []
+    assert compiled == [grammars[0], grammars[100], grammars[199]]
+
+
+def test_a_grammar_that_somebody_more_urgent_asks_for_too_is_compiled_earlier(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on, compiled = threading.Event(), []
+    compile_grammar = structured_output.compile_grammar
+
+    def slow(tokenizer: Any, grammar: str) -> Any:
+        assert may_go_on.wait(60)
+        compiled.append(grammar)
+        return compile_grammar(tokenizer, grammar)
+
+    monkeypatch.setattr(structured_output, "compile_grammar", slow)
+    grammars = [regex_grammar(f"a{{{i + 1}}}") for i in range(5)]
+    matchers = [engine.structured_output.matcher(grammar, float(i)) for i, grammar in enumerate(grammars)]
+    matchers.append(engine.structured_output.matcher(grammars[4], 0.5))
+    may_go_on.set()
+    for matcher in matchers:
+        assert matcher.follow([])
+    assert compiled == [grammars[i] for i in (0, 4, 1, 2, 3)]
+
+
 def test_a_panic_of_the_compiler_ends_its_own_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     class PanicException(BaseException):
         """As Rust's panics come to Python."""
@@ -343,4 +387,6 @@ def test_old_grammars_are_forgotten(engine: Engine) -> None:
     for i in range(structured_output._MAX_COMPILED + 20):
         ask(engine, str(i), regex_grammar(f"a{{{i + 1}}}"), max_tokens=1)
     assert run(engine) == []
-    assert len(engine.structured_output._compiled) == structured_output._MAX_COMPILED
+    engine.structured_output._keep_compiled()
+    assert len(engine.structured_output._kept) == structured_output._MAX_COMPILED
+    assert not engine.structured_output._compiled

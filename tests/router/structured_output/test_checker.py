@@ -164,6 +164,28 @@ async def test_a_request_that_is_given_up_does_not_leave_its_answer_to_another(c
     assert await checker.grammar(Constraint("regex", "b", "x"), "t")
 
 
+async def test_requests_that_leave_cost_others_no_new_process(checker: GrammarChecker) -> None:
+    """To start the process takes longer than any constraint may take: a flood of them would stop all others."""
+    await checker.grammar(OBJECT, "t")
+    process = checker._process
+    assert process is not None
+    for i, prime in enumerate(("30011", "30013", "30029")):
+        given_up = asyncio.ensure_future(checker.grammar(SLOW._replace(text=SLOW.text.replace("30011", prime)), "t"))
+        await until_forked(process.pid)
+        given_up.cancel()
+        waiting = [
+            asyncio.ensure_future(checker.grammar(Constraint("regex", f"c{{{j + 1}}}", "x"), "t")) for j in range(4)
+        ]
+        await asyncio.sleep(0)
+        for one in waiting:
+            one.cancel()  # these leave before their turn: nothing is compiled for them
+        await asyncio.gather(given_up, *waiting, return_exceptions=True)
+        assert await checker.grammar(Constraint("regex", f"b{{{i + 1}}}", "x"), "other")
+    assert checker._process is process
+    assert not [key for key in checker._known if key[1].startswith("c{")]
+    assert not checker._tenants
+
+
 async def test_too_much_text_is_refused_unread(checker: GrammarChecker) -> None:
     with pytest.raises(GrammarError, match=f"at most {MAX_GRAMMAR_CHARS}"):
         await checker.grammar(Constraint("regex", "a" * (MAX_GRAMMAR_CHARS + 1), "x"), "t")
