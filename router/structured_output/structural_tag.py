@@ -7,7 +7,6 @@ at a trigger or at the text that closes it.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -15,10 +14,11 @@ import msgspec
 from llguidance.gbnf_to_lark import any_to_lark
 from msgspec import UNSET, Meta, UnsetType
 
+from tandem.router.structured_output.lark_rules import ANY_TEXT, LarkRules, one_of, quoted, regex
+
 __all__ = ["structural_tag_grammar"]
 
 Text = Annotated[str, Meta(min_length=1)]
-_ANY = "(?s:.*)"
 
 
 class _Format(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
@@ -174,14 +174,13 @@ class _Writer:
     """Writes the rules of one grammar."""
 
     def __init__(self, whitespace: str) -> None:
-        self._json_style = {"whitespace_pattern": whitespace}
-        self._rules: list[str] = []
+        self._rules = LarkRules({"whitespace_pattern": whitespace})
         self._grammars: list[dict[str, str]] = []  # those that are parts of it
 
     def grammar(self, form: Format) -> str:
         """The whole grammar."""
         start = self._write(form, is_last=True)
-        lark = "\n".join([f"start: {start}", *self._rules, ""])
+        lark = self._rules.grammar(start)
         if not self._grammars:
             return lark
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self._grammars]}, ensure_ascii=False)
@@ -190,11 +189,11 @@ class _Writer:
         """An expression. Free text that nothing closes can only be last."""
         match form:
             case ConstString(value):
-                return _quoted(value)
+                return quoted(value)
             case JsonSchema(schema):
                 return self._json(schema)
             case Regex(pattern):
-                return _regex(pattern)
+                return regex(pattern)
             case Grammar(grammar):
                 name = f"g{len(self._grammars)}"
                 self._grammars.append({"name": name, "lark_grammar": any_to_lark(grammar)})
@@ -208,7 +207,7 @@ class _Writer:
             case Plus() | Star() | Repeat():
                 return f"({self._write(form.content, is_last=False)}){_times(form)}"
             case Tag():
-                return f"{_quoted(form.begin)} {self._content_and_end(form)}"
+                return f"{quoted(form.begin)} {self._content_and_end(form)}"
             case TagsWithSeparator():
                 return self._separated(form)
         if not is_last:
@@ -236,11 +235,11 @@ class _Writer:
         """A tag behind its begin."""
         if isinstance(tag.content, AnyText):
             return self._text_until(tag.ends, tag.content.excludes)
-        return f"{self._write(tag.content, is_last=False)} {_one_of(tag.ends)}"
+        return f"{self._write(tag.content, is_last=False)} {one_of(tag.ends)}"
 
     def _separated(self, form: TagsWithSeparator) -> str:
-        tag = self._add(" | ".join(self._write(one, is_last=False) for one in form.tags))
-        tags = tag if form.stop_after_first else f"{tag} ({_quoted(form.separator)} {tag})*"
+        tag = self._rules.add(" | ".join(self._write(one, is_last=False) for one in form.tags))
+        tags = tag if form.stop_after_first else f"{tag} ({quoted(form.separator)} {tag})*"
         return f"({tags})" if form.at_least_one else f"({tags})?"
 
     def _triggered(self, form: TriggeredTags) -> str:
@@ -252,10 +251,10 @@ class _Writer:
             by_trigger.setdefault(trigger, []).append(tag)
         tags = []
         for trigger, triggered in by_trigger.items():
-            rests = (f"{_quoted(tag.begin[len(trigger) :])} {self._content_and_end(tag)}" for tag in triggered)
+            rests = (f"{quoted(tag.begin[len(trigger) :])} {self._content_and_end(tag)}" for tag in triggered)
             tags.append(f"{self._text_until([trigger], form.excludes)} ({' | '.join(rests)})")
         tail = self._free_text(form.excludes)
-        any_tag = self._add(" | ".join(tags))
+        any_tag = self._rules.add(" | ".join(tags))
         first = f"({' | '.join(self._write(one, is_last=False) for one in form.tags)})" if form.at_least_one else ""
         if form.stop_after_first:
             return first or f"({any_tag} | {tail})"
@@ -265,26 +264,18 @@ class _Writer:
         if schema is False:
             raise ValueError("no JSON fits the schema false")
         schema = {} if schema is True else schema
-        return self._add(f"%json {json.dumps({**schema, 'x-guidance': self._json_style}, ensure_ascii=False)}")
+        return self._rules.json(schema)
 
     def _text_until(self, ends: Sequence[str], excludes: Sequence[str]) -> str:
         """Free text, and the first of the ends behind it."""
         if "" in ends:
             raise ValueError("any_text needs a text that closes it")
-        return self._add(f"{self._free_text(excludes)} {_one_of(ends)}", "[lazy]")
+        return self._rules.add(f"{self._free_text(excludes)} {one_of(ends)}", "[lazy]")
 
     def _free_text(self, excludes: Sequence[str]) -> str:
         excluded = "|".join("".join(f"\\x{{{ord(char):X}}}" for char in text) for text in excludes)
-        without = f" & ~/{_ANY}({excluded}){_ANY}/" if excludes else ""
-        name = f"T{len(self._rules)}"  # a terminal
-        self._rules.append(f"{name}: /{_ANY}/{without}")
-        return name
-
-    def _add(self, body: str, attributes: str = "") -> str:
-        """Add a rule; its name."""
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{attributes}: {body}")
-        return name
+        without = f" & ~/(?s:.*)({excluded})(?s:.*)/" if excludes else ""
+        return self._rules.add(f"{ANY_TEXT}{without}", is_terminal=True)
 
 
 def _times(form: Plus | Star | Repeat) -> str:
@@ -295,18 +286,3 @@ def _times(form: Plus | Star | Repeat) -> str:
     if form.max < form.min:
         raise ValueError(f"max {form.max} is less than min {form.min}")
     return f"{{{form.min},{form.max}}}"
-
-
-def _one_of(texts: Sequence[str]) -> str:
-    return f"({' | '.join(map(_quoted, texts))})"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _regex(pattern: str) -> str:
-    """The pattern between slashes: those within it are escaped, and so are line ends."""
-    special = {"/": r"\/", "\n": r"\n"}
-    escaped = re.sub(r"(?s)\\.|[/\n]", lambda found: special.get(found[0], found[0]), pattern)
-    return f"/{escaped}/"

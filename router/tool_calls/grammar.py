@@ -7,12 +7,11 @@ choice of it can go on for ever.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from tandem.protocol.sampling import MAX_GRAMMAR_CHARS
+from tandem.router.structured_output.lark_rules import LarkRules, quoted, row
 from tandem.router.tool_calls.formats import ToolFormat, Tools
 from tandem.router.tool_calls.marked_calls import DEEPSEEK_V3_MARKS, KIMI_K2_MARKS
 from tandem.router.tool_calls.reasoning import ReasoningFormat
@@ -43,51 +42,10 @@ _CONTENT = "content"  # name of the grammar of content
 Schema = Mapping[str, Any]
 
 
-class _Rules:
-    """The rules of a grammar. Special tokens are written as ids, because text does not match them."""
-
-    def __init__(self, special_ids: Mapping[str, int]) -> None:
-        self.special_ids = special_ids
-        self._special = re.compile(f"({'|'.join(map(re.escape, special_ids)) or '(?!)'})")
-        self._rules: list[str] = []
-        self._num_chars = 0
-
-    def add(self, body: str, attributes: str = "") -> str:
-        """Add a rule; its name. Raises `ValueError` if the grammar becomes too large."""
-        self._num_chars += len(body)
-        if self._num_chars > MAX_GRAMMAR_CHARS:  # definitions are repeated for each parameter that may use them
-            raise ValueError(f"their grammar has more than {MAX_GRAMMAR_CHARS} characters")
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{attributes}: {body}")
-        return name
-
-    def text(self, text: str) -> str:
-        """This text."""
-        ids = self.special_ids
-        parts = filter(None, self._special.split(text))
-        return " ".join(f"<[{ids[part]}]>" if part in ids else _quoted(part) for part in parts)
-
-    def json(self, schema: Schema) -> str:
-        """A JSON value that fits this schema."""
-        return self.add(f"%json {json.dumps({**schema, 'x-guidance': _JSON_STYLE}, ensure_ascii=False)}")
-
-    def any_until(self, marker: str) -> str:
-        """Any text up to and with a marker."""
-        before, *token = self._special.split(marker, maxsplit=1)
-        if not token:
-            return self.add("/(?s:.*)/", f"[suffix={_quoted(marker)}]")
-        before = re.escape(before).replace("/", r"\/")
-        return f"/(?s:.*){before}/ {self.text(''.join(token))}"
-
-    def grammar(self, start: str) -> str:
-        """The whole grammar."""
-        return "\n".join([f"start: {start}", *self._rules, ""])
-
-
 class _CallForm(NamedTuple):
     """How calls are written in one format: each of them, and the texts around and between them."""
 
-    call: Callable[[_Rules, str, Schema], str]  # of a name and a schema
+    call: Callable[[LarkRules, str, Schema], str]  # of a name and a schema
     opening: str = ""
     separator: str = ""
     closing: str = ""
@@ -111,19 +69,19 @@ def tool_call_grammar(
     first if it has a format for that. `special_ids` are the ids of those markers of both formats that are special
     tokens. Raises `ValueError` for tools that cannot be written in the format.
     """
-    rules = _Rules(special_ids)
+    rules = LarkRules(_JSON_STYLE, special_ids)
     is_harmony = "harmony" in (tool_format and tool_format.name, reasoning and reasoning.name)
     answers: list[str] = []
     # Beside other content a call must begin with a marker: the lexer cannot tell its "{" or "[" from the content's.
     marker = _OPTIONAL_MARKERS.get(tool_format.name, "") if tool_format is not None and content else ""
     if tool_format is not None and tools and (not marker or marker in special_ids):
         calls = _calls(rules, _form(tool_format, special_ids), tools, max_calls)
-        answers.append(_row(rules.text(marker) if marker else "", calls))
+        answers.append(row(rules.text(marker) if marker else "", calls))
     if content:
         header = rules.text("<|channel|>final<|message|>") if is_harmony else ""
-        answers.append(_row(header, f"@{_CONTENT}"))
+        answers.append(row(header, f"@{_CONTENT}"))
     before = _reasoning(rules, reasoning, is_open=is_reasoning_open)
-    text = rules.grammar(_row(before, f"({' | '.join(answers)})"))
+    text = rules.grammar(row(before, f"({' | '.join(answers)})"))
     if not content:
         return text
     first, *others = json.loads(content)["grammars"] if content.startswith("{") else [{"lark_grammar": content}]
@@ -131,11 +89,11 @@ def tool_call_grammar(
     return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
-def _calls(rules: _Rules, form: _CallForm, tools: Tools, max_calls: int | None) -> str:
+def _calls(rules: LarkRules, form: _CallForm, tools: Tools, max_calls: int | None) -> str:
     call = rules.add(" | ".join(form.call(rules, name, _object_schema(name, schema)) for name, schema in tools.items()))
     num_more = min(MAX_CALLS if max_calls is None else max_calls, form.max_calls) - 1
-    more = f"({_row(rules.text(form.separator), call)}){{0,{num_more}}}" if num_more else ""
-    return _row(rules.text(form.opening), call, more, rules.text(form.closing))
+    more = f"({row(rules.text(form.separator), call)}){{0,{num_more}}}" if num_more else ""
+    return row(rules.text(form.opening), call, more, rules.text(form.closing))
 
 
 def _form(tool_format: ToolFormat, special_ids: Mapping[str, int]) -> _CallForm:
@@ -144,13 +102,13 @@ def _form(tool_format: ToolFormat, special_ids: Mapping[str, int]) -> _CallForm:
     return _FORMS[tool_format.name]
 
 
-def _reasoning(rules: _Rules, reasoning: ReasoningFormat | None, *, is_open: bool) -> str:
+def _reasoning(rules: LarkRules, reasoning: ReasoningFormat | None, *, is_open: bool) -> str:
     """Reasoning before the answer: the rest of it if the prompt has opened it, otherwise any or none."""
     if reasoning is None:
         return ""
     if reasoning.name == "harmony":
         opening, closing = rules.text("<|channel|>analysis<|message|>"), rules.text("<|start|>assistant")
-        return f"({_row(opening, rules.any_until('<|end|>'), closing)})?"
+        return f"({row(opening, rules.any_until('<|end|>'), closing)})?"
     rest = f"{rules.any_until(reasoning.closing)} /[ \\n]{{0,3}}/"
     return rest if is_open else f"({rules.text(reasoning.opening)} {rest})?"
 
@@ -186,61 +144,61 @@ def _properties(tool: str, schema: Schema) -> list[tuple[str, Schema, bool]]:
 # -- formats
 
 
-def _hermes_call(rules: _Rules, name: str, schema: Schema) -> str:
+def _hermes_call(rules: LarkRules, name: str, schema: Schema) -> str:
     opening = rules.text(f'<tool_call>\n{{"name": "{name}", "arguments": ')
-    return _row(opening, rules.json(schema), rules.text("}\n</tool_call>"))
+    return row(opening, rules.json(schema), rules.text("}\n</tool_call>"))
 
 
-def _llama3_json_call(rules: _Rules, name: str, schema: Schema) -> str:
-    return _row(rules.text(f'{{"name": "{name}", "parameters": '), rules.json(schema), rules.text("}"))
+def _llama3_json_call(rules: LarkRules, name: str, schema: Schema) -> str:
+    return row(rules.text(f'{{"name": "{name}", "parameters": '), rules.json(schema), rules.text("}"))
 
 
-def _mistral_object(rules: _Rules, name: str, schema: Schema) -> str:
-    return _row(rules.text(f'{{"name": "{name}", "arguments": '), rules.json(schema), rules.text("}"))
+def _mistral_object(rules: LarkRules, name: str, schema: Schema) -> str:
+    return row(rules.text(f'{{"name": "{name}", "arguments": '), rules.json(schema), rules.text("}"))
 
 
-def _mistral_call(rules: _Rules, name: str, schema: Schema) -> str:
-    return _row(rules.text(f"[TOOL_CALLS]{name}[ARGS]"), rules.json(schema))
+def _mistral_call(rules: LarkRules, name: str, schema: Schema) -> str:
+    return row(rules.text(f"[TOOL_CALLS]{name}[ARGS]"), rules.json(schema))
 
 
-def _harmony_call(rules: _Rules, name: str, schema: Schema) -> str:
+def _harmony_call(rules: LarkRules, name: str, schema: Schema) -> str:
     header = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
-    return _row(rules.text(header), rules.json(schema))
+    return row(rules.text(header), rules.json(schema))
 
 
-def _kimi_k2_call(rules: _Rules, name: str, schema: Schema) -> str:
+def _kimi_k2_call(rules: LarkRules, name: str, schema: Schema) -> str:
     marks = KIMI_K2_MARKS
-    header = _row(rules.text(f"{marks.call}functions.{name}:"), "/[0-9]{1,3}/", rules.text(marks.separator))
-    return _row(header, rules.json(schema), rules.text(marks.call_end))
+    header = row(rules.text(f"{marks.call}functions.{name}:"), "/[0-9]{1,3}/", rules.text(marks.separator))
+    return row(header, rules.json(schema), rules.text(marks.call_end))
 
 
-def _deepseek_v3_call(rules: _Rules, name: str, schema: Schema) -> str:
+def _deepseek_v3_call(rules: LarkRules, name: str, schema: Schema) -> str:
     marks = DEEPSEEK_V3_MARKS
     header = rules.text(f"{marks.call}function{marks.separator}{name}\n```json\n")
-    return _row(header, rules.json(schema), rules.text(f"\n```{marks.call_end}"))
+    return row(header, rules.json(schema), rules.text(f"\n```{marks.call_end}"))
 
 
-def _deepseek_v31_call(rules: _Rules, name: str, schema: Schema) -> str:
+def _deepseek_v31_call(rules: LarkRules, name: str, schema: Schema) -> str:
     marks = DEEPSEEK_V3_MARKS
-    return _row(rules.text(f"{marks.call}{name}{marks.separator}"), rules.json(schema), rules.text(marks.call_end))
+    return row(rules.text(f"{marks.call}{name}{marks.separator}"), rules.json(schema), rules.text(marks.call_end))
 
 
-def _pythonic_call(rules: _Rules, name: str, schema: Schema) -> str:
+def _pythonic_call(rules: LarkRules, name: str, schema: Schema) -> str:
     """`f(a=1, b="x")`, the arguments in the order of the properties."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"the name of the tool {name!r} is not an identifier of Python")
-    first = rest = _quoted("")  # what may follow: at the beginning, and behind another argument
+    first = rest = quoted("")  # what may follow: at the beginning, and behind another argument
     for key, one, is_required in reversed(_properties(name, schema)):
         if not key.isidentifier():
             raise ValueError(f"the parameter {key!r} of the tool {name!r} is not an identifier of Python")
-        item = _row(rules.text(f"{key}="), _python_value(rules, one))
-        behind = _row(rules.text(", "), item)
-        first = rules.add(_row(item, rest) if is_required else f"{_row(item, rest)} | {first}")
-        rest = rules.add(_row(behind if is_required else f"({behind})?", rest))
-    return _row(rules.text(f"{name}("), first, rules.text(")"))
+        item = row(rules.text(f"{key}="), _python_value(rules, one))
+        behind = row(rules.text(", "), item)
+        first = rules.add(row(item, rest) if is_required else f"{row(item, rest)} | {first}")
+        rest = rules.add(row(behind if is_required else f"({behind})?", rest))
+    return row(rules.text(f"{name}("), first, rules.text(")"))
 
 
-def _python_value(rules: _Rules, schema: Schema) -> str:
+def _python_value(rules: LarkRules, schema: Schema) -> str:
     """A value as Python writes it, or as JSON where the schema asks for more than a type; our parser reads both."""
     kind, others = schema.get("type"), schema.keys() - _ANNOTATIONS
     if kind == "boolean" and not others:
@@ -249,8 +207,8 @@ def _python_value(rules: _Rules, schema: Schema) -> str:
         return rules.add(f"{rules.json(schema)} | {_SINGLE_QUOTED}")
     choices = schema.get("enum")
     if kind == "string" and others == {"enum"} and isinstance(choices, list):
-        texts = [text for choice in choices if isinstance(choice, str) for text in {_quoted(choice), repr(choice)}]
-        return rules.add(" | ".join(map(_quoted, sorted(texts)))) if texts else rules.json(schema)
+        texts = [text for choice in choices if isinstance(choice, str) for text in {quoted(choice), repr(choice)}]
+        return rules.add(" | ".join(map(quoted, sorted(texts)))) if texts else rules.json(schema)
     if kind == "array" and others <= {"items"} and isinstance(items := schema.get("items"), dict):
         definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
         item = _python_value(rules, {**definitions, **items})
@@ -258,7 +216,7 @@ def _python_value(rules: _Rules, schema: Schema) -> str:
     return rules.json(schema)
 
 
-def _tagged_call(tags: Tags, rules: _Rules, name: str, schema: Schema) -> str:
+def _tagged_call(tags: Tags, rules: LarkRules, name: str, schema: Schema) -> str:
     """A call in tags, one a line. GLM 4.7 leaves out the newlines that GLM 4.5 writes."""
     newline = '"\\n"?' if tags is GLM45_TAGS else '"\\n"'
     opening, closing = tags.name or tags.opening, rules.text(tags.call_end)
@@ -266,49 +224,41 @@ def _tagged_call(tags: Tags, rules: _Rules, name: str, schema: Schema) -> str:
     for key, one, is_required in _properties(name, schema):
         if not key or set(key) & set('<>"\n'):
             raise ValueError(f"the parameter {key!r} of the tool {name!r} cannot be written within a tag")
-        item = _row(_tagged_item(tags, rules, key, one, newline), newline)
+        item = row(_tagged_item(tags, rules, key, one, newline), newline)
         items.append(item if is_required else f"({item})?")
-    return _row(rules.text(f"{opening}{name}{tags.name_end}"), newline, *items, closing)
+    return row(rules.text(f"{opening}{name}{tags.name_end}"), newline, *items, closing)
 
 
-def _wrapped_call(tags: Tags, rules: _Rules, name: str, schema: Schema) -> str:
+def _wrapped_call(tags: Tags, rules: LarkRules, name: str, schema: Schema) -> str:
     call = _tagged_call(tags, rules, name, schema)
-    return _row(rules.text(f"{tags.opening}\n"), call, rules.text(f"\n{tags.closing}"))
+    return row(rules.text(f"{tags.opening}\n"), call, rules.text(f"\n{tags.closing}"))
 
 
-def _tagged_item(tags: Tags, rules: _Rules, key: str, schema: Schema, newline: str) -> str:
+def _tagged_item(tags: Tags, rules: LarkRules, key: str, schema: Schema, newline: str) -> str:
     """A parameter. Strings stand there as they are, without quotes."""
     has_string = value_types(schema) == {"string"}
     key_end = next(end for end, is_string in tags.key_ends.items() if is_string in (None, has_string))
     opening = rules.text(f"{tags.key}{key}{key_end}")
     if tags.value:
-        opening = _row(opening, newline, rules.text(tags.value))
+        opening = row(opening, newline, rules.text(tags.value))
     space, end = rules.text(tags.value_space), f"{tags.value_space}{tags.value_end}"
     if not has_string:
-        return _row(opening, space, rules.json(schema), rules.text(end))
+        return row(opening, space, rules.json(schema), rules.text(end))
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if not isinstance(choices, list):
-        return _row(opening, space, rules.any_until(tags.value_end))
+        return row(opening, space, rules.any_until(tags.value_end))
     texts = [choice for choice in choices if isinstance(choice, str)]
     if not texts:
         raise ValueError("an 'enum' of strings must have one")
-    return _row(opening, space, rules.add(" | ".join(map(_quoted, texts))), rules.text(end))
-
-
-def _row(*parts: str) -> str:
-    return " ".join(filter(None, parts))
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return row(opening, space, rules.add(" | ".join(map(quoted, texts))), rules.text(end))
 
 
 def _section(tags: Tags) -> _CallForm:
     """A form with one opening and one closing around all calls."""
 
     # NOTE: the newline is the call's: the lexer cannot tell one that separates calls from one before the closing.
-    def call(rules: _Rules, name: str, schema: Schema) -> str:
-        return _row(_tagged_call(tags, rules, name, schema), rules.text("\n"))
+    def call(rules: LarkRules, name: str, schema: Schema) -> str:
+        return row(_tagged_call(tags, rules, name, schema), rules.text("\n"))
 
     return _CallForm(call, f"{tags.opening}\n", "", tags.closing)
 
