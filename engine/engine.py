@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 _STEP_TOKENS = 512  # the default without a role's own choice
 _SCORED_BYTES = 64 << 20  # float32 logits of the prompt tokens that a step scores
 _MIN_SCORED = 16
+_MAX_RUN = 64  # tokens of a sequence that one step gives: a sampled one, and those that its grammar forces behind it
 _MAX_LAUNCHED = 2  # one that computes and one behind it: more would make new requests wait
 _MAX_FAILED_STEPS = 3  # in a row, each failing for every sequence: then the engine is at fault, not the sequences
 
@@ -137,6 +138,8 @@ class Engine:
         self.runner = self._team.make_runner(model, backend, paged_view(self.kv.shards[0]))
         if graph_bytes and (recorder := make_recorder(model.device)) is not None:
             self.runner.graphs = record_graphs(self.runner, self.config, recorder)
+        # Recorded steps take one token of each sequence, and are faster than others that take more.
+        self.max_run = _MAX_RUN if self.runner.graphs is None else 1
         self.scheduler = Scheduler(
             self.pool,
             block_size=config.block_size,
@@ -328,7 +331,8 @@ class Engine:
 
     def _conclude(self, step: _LaunchedStep) -> StepResult:
         """Publish the step's blocks and append its tokens."""
-        outputs, failures = [], step.failures
+        outputs: list[SequenceOutput] = []
+        failures = step.failures
         for computed in step.computed:
             if computed.sequence in step.void:
                 continue
@@ -340,11 +344,9 @@ class Engine:
         for sequence, token in zip(step.sampling, sampled, strict=True):
             if sequence in step.void or self.sequences.get(sequence.request_id) is not sequence:
                 continue
-            output = token if isinstance(token, Exception) else outcome_of(self._take_token, sequence, token)
-            if isinstance(output, Exception):
-                failures.append(self._give_up(sequence, output))
-            else:
-                outputs.append(output)
+            error = token if isinstance(token, Exception) else error_of(self._take_token, sequence, token, outputs)
+            if error is not None:
+                failures.append(self._give_up(sequence, error))
         stats = _stats(step.scheduled, self.stream.seconds_between(step.begin, step.end))
         return StepResult([chunk for chunk in step.chunks if chunk.sequence not in step.void], outputs, stats, failures)
 
@@ -414,21 +416,40 @@ class Engine:
             return None
         return LateTokens(sample.token_ids, {s: row for row, s in enumerate(self._launched[-1].sampling)})
 
-    def _take_token(self, sequence: Sequence, sampled: SampledToken) -> SequenceOutput:
-        """Note a sampled token, which ends the sequence or not."""
+    def _take_token(self, sequence: Sequence, sampled: SampledToken, outputs: list[SequenceOutput]) -> None:
+        """Note a sampled token, and those that its grammar forces behind it; it ends with one of them or goes on."""
         position = sequence.set_pending_token(sampled.token_id)
-        sequence.finish_reason = self._finish_reason(sequence, position)
+        outputs.append(self._note_token(sequence, position, sampled.logprobs))
+        while (
+            len(sequence.token_ids) - position < self.max_run and (forced := self._forced_token(sequence)) is not None
+        ):
+            sequence.token_ids.append(forced)
+            outputs.append(self._note_token(sequence, len(sequence.token_ids) - 1, None))
         if sequence.finish_reason is not None or sequence.phase is Phase.PREFILL_ONLY:
             self._remove(sequence, keep_blocks=sequence.phase is Phase.PREFILL_ONLY)
         elif not sampled.is_on_device:  # later steps computed with the one that is there
             sequence.drop_pending_tokens()
             for step in self._launched:
                 step.void.add(sequence)
+
+    def _note_token(self, sequence: Sequence, position: int, logprobs: TokenLogprobs | None) -> SequenceOutput:
+        """Whether a sequence ends with the token at this position."""
+        token_id = sequence.token_ids[position]
+        sequence.finish_reason = self._finish_reason(sequence, position)
+        stop_token_id = token_id if self._is_stop_token(sequence, token_id) else None
         offset = position - sequence.num_prompt_tokens
-        stop_token_id = sampled.token_id if self._is_stop_token(sequence, sampled.token_id) else None
-        return SequenceOutput(
-            sequence, offset, sampled.token_id, sampled.logprobs, sequence.finish_reason, stop_token_id
-        )
+        return SequenceOutput(sequence, offset, token_id, logprobs, sequence.finish_reason, stop_token_id)
+
+    def _forced_token(self, sequence: Sequence) -> int | None:
+        """The token that must come next, if nobody needs its logits: it is computed with the one behind it."""
+        matcher, sampling = sequence.matcher, sequence.sampling
+        if matcher is None or sequence.finish_reason is not None or sequence.phase is Phase.PREFILL_ONLY:
+            return None
+        if sampling.num_logprobs is not None:
+            return None
+        assert not sequence.num_pending_tokens, "steps of sequences with a grammar are waited for"
+        forced = matcher.forced_token(sequence.unmatched_ids)
+        return None if forced in self.model.eos_token_ids else forced
 
     def _remove(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
         """Take a sequence out for good. Steps that still compute it go on: later work of the stream follows them."""

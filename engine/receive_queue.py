@@ -63,7 +63,7 @@ class ReceiveQueue:
         if not self.leads:
             return 0
         lead, lengths = sorted(self.leads)[len(self.leads) // 2], self._admission.lengths
-        running = ((s.num_output_tokens, s.sampling.max_tokens) for s in self._queues.running if s.is_decoding)
+        running = ((s.num_output_tokens, s.sampling.max_tokens) for s in self._queues.running if s.has_first_token)
         return int(sum(lengths.share_ending(num_tokens, lead, most) for num_tokens, most in running))
 
     def _reserve(self, num_seats: int) -> list[Reservation]:

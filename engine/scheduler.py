@@ -129,9 +129,10 @@ class Scheduler:
         """The next step's chunks, decoding sequences first; empty when there is nothing to do."""
         chunks: list[ScheduledChunk] = []
         num_preemptions = self.num_preemptions
-        for sequence in [s for s in self.running if s.is_decoding and not s.has_last_token and s.can_sample]:
+        for sequence in [s for s in self.running if s.has_first_token and not s.has_last_token and s.can_sample]:
             # A sequence before it may have preempted it.
-            if sequence.status is SequenceStatus.RUNNING and self._grow(sequence, len(sequence.token_ids)):
+            has_room = sequence.status is SequenceStatus.RUNNING and self._grow(sequence, len(sequence.token_ids))
+            if has_room and sequence.is_decoding:  # more than one token (forced, or computed again) is a prompt's chunk
                 chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1, samples=True))
         if self.num_preemptions > num_preemptions:  # victims are chosen by arrival, so some may have got their chunk
             chunks = [chunk for chunk in chunks if chunk.sequence.status is SequenceStatus.RUNNING]

@@ -1,0 +1,74 @@
+"""Grammars in real workers: the tokens are those of one engine that takes them one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.kv_transfer.transport.in_process import InProcessWrite, Verdict
+from tandem.protocol.messages import Role
+from tests.support.cluster_harness import PAIR, Oracle, running_cluster
+from tests.support.structured_requests import random_sampling
+from tests.support.tiny_llama import save_tiny_text_model
+from tests.worker.test_roles import make_prompt, num_recomputed
+
+VOCAB_SIZE = 300
+COLOCATED = {"c": Role.COLOCATED}
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_text_model(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def oracle(text_model: Path) -> Oracle:
+    made = Oracle(text_model)
+    made._engine.max_run = 1
+    return made
+
+
+def garble(write: InProcessWrite) -> Verdict:
+    write.notification = bytes([write.notification[0] ^ 1, *write.notification[1:]])
+    return Verdict.DELIVER
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 12))])
+@pytest.mark.parametrize(
+    ("roles", "judge", "engine"),
+    [
+        (PAIR, None, {}),
+        (PAIR, garble, {}),
+        (PAIR, None, {"num_blocks": 60}),
+        (COLOCATED, None, {}),
+    ],
+    ids=["handed over", "computed again", "small pool", "colocated"],
+)
+async def test_answers_are_those_of_one_engine(
+    text_model: Path,
+    oracle: Oracle,
+    roles: dict[str, Role],
+    judge: Callable[[InProcessWrite], Verdict] | None,
+    engine: dict[str, Any],
+    seed: int,
+) -> None:
+    source = random.Random(seed)
+    transfer = {"lease_ttl_s": 0.6, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 5.0} if judge else {}
+    requests = [
+        (make_prompt(source.randint(1, 200)), random_sampling(source, vocab_size=VOCAB_SIZE)) for _ in range(16)
+    ]
+    requests += [
+        (prompt, {**sampling, "seed": sampling["seed"] + 1}) for prompt, sampling in requests[:4]
+    ]  # as `n` choices
+    async with running_cluster(text_model, roles, judge=judge, transfer=transfer, engine=engine) as cluster:
+        answers = await asyncio.gather(*(cluster.generate(prompt, **sampling) for prompt, sampling in requests))
+        for answer, (prompt, sampling) in zip(answers, requests, strict=True):
+            assert answer.token_ids == oracle.answer(prompt, **sampling), (len(prompt), sampling)
+        if judge is garble:
+            assert await num_recomputed(cluster) > 0
+        await cluster.becomes_idle()
