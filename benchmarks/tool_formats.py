@@ -8,6 +8,8 @@ Each case has tools and the calls that answer it. The calls are written in the f
 - parsed by transformers' response parser, for `hermes` and `qwen3_coder`: agree = the same result;
 - fed to the grammar that `tool_choice: "required"` makes of the tools: kept = the grammar takes them, refused = the
   grammar cannot be made. Cases whose calls do not fit their own schema count as neither.
+- written as an engine would under that grammar: forced = the share of tokens that are the only ones allowed, and how
+  many of them follow each other.
 """
 
 from __future__ import annotations
@@ -46,9 +48,11 @@ def main() -> None:
     print(f"{len(cases)} cases, {sum(len(case.calls) for case in cases)} calls")
     for format in FORMS:
         counts, seconds = _run(format, cases, tokenizer, grammars)
-        tokens = max(1, counts.pop("tokens", 0))
+        tokens, written = max(1, counts.pop("tokens", 0)), max(1, counts.pop("written", 0))
+        forced, runs = counts.pop("forced", 0), max(1, counts.pop("runs", 0))
         print(format, dict(counts), f"compile {seconds['compile'] / len(cases) * 1e3:.2f} ms a case,",
-              f"mask {seconds['mask'] / tokens * 1e6:.0f} us a token")  # fmt: skip
+              f"mask {seconds['mask'] / tokens * 1e6:.0f} us a token,",
+              f"forced {forced / written:.0%}, {forced / runs:.1f} in a row")  # fmt: skip
 
 
 def _run(
@@ -123,6 +127,7 @@ def _grammar(
         seconds["compile"] += time.perf_counter() - started
     if ids:
         return "not tried"  # this vocabulary has no such tokens
+    _count_forced(matcher.deep_copy(), text, tokenizer, grammars, counts)
     for token_id in tokenizer.encode(text, add_special_tokens=False):
         started = time.perf_counter()
         matcher.compute_bitmask()
@@ -158,6 +163,29 @@ RESPONSE_TEMPLATES: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
+
+
+def _count_forced(
+    matcher: llguidance.LLMatcher,
+    text: str,
+    tokenizer: Tokenizer,
+    grammars: llguidance.LLTokenizer,
+    counts: Counter[str],
+) -> None:
+    """Write the text under its grammar, each token that is forced as the grammar forces it."""
+    rest, was_forced = text.encode(), False
+    while rest and not matcher.is_stopped():
+        forced = matcher.compute_ff_tokens()[:1]
+        shown = rest.decode(errors="ignore")  # a forced token may end within a character
+        [token_id] = forced or tokenizer.encode(shown, add_special_tokens=False)[:1]
+        if not matcher.consume_token(token_id):
+            return  # the text does not fit
+        counts["written"] += 1
+        counts["forced"] += bool(forced)
+        counts["runs"] += bool(forced) and not was_forced
+        was_forced = bool(forced)
+        rest = rest[len(grammars.decode_bytes([token_id])) :]
+
 
 if __name__ == "__main__":
     main()

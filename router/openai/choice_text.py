@@ -92,7 +92,10 @@ class ChoiceText:
             shown_ids = shown_ids[:-1]
         ends: list[int] | None = [] if self._counts_reasoning else None  # of each token's text in that of the delta
         stop = self._add_tokens(shown_ids, delta.logprobs, result, ends)
-        self._num_tokens += len(delta.token_ids) - len(shown_ids)
+        if stop is None:
+            self._num_tokens += len(delta.token_ids) - len(shown_ids)
+        else:
+            result.num_tokens -= len(delta.token_ids) - len(shown_ids)
         if stop is None and delta.finish_reason is not None:
             stop = self._finish(delta, result)
             if self._plan.scored_prompt is not None and delta.logprobs and len(shown_ids) < len(delta.token_ids):
@@ -112,7 +115,12 @@ class ChoiceText:
 
         Where reasoning is counted, `ends` gets the end of each token's text.
         """
-        one_by_one = logprobs is not None or ends is not None or self._num_tokens < self._sampling.min_tokens
+        one_by_one = (
+            bool(self._plan.stops)  # tokens behind the one that completes a stop string are not counted
+            or logprobs is not None
+            or ends is not None
+            or self._num_tokens < self._sampling.min_tokens
+        )
         runs = [[i] for i in token_ids] if one_by_one else [token_ids]
         for position, run in enumerate(runs):
             text = self._detokenizer.push(run)
@@ -123,6 +131,7 @@ class ChoiceText:
             if ends is not None:
                 ends.append(len(result.text))
             if stop is not None:
+                result.num_tokens -= sum(map(len, runs[position + 1 :]))
                 return stop
         return None
 

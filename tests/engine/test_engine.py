@@ -449,7 +449,7 @@ def test_a_sequence_that_raises_ends_alone(
     elif where == "advancing":
         raise_for_bad(engine.scheduler.blocks, "advance", lambda chunk: chunk.sequence)
     else:
-        raise_for_bad(engine, "_take_token", lambda sequence, _: sequence)
+        raise_for_bad(engine, "_take_token", lambda sequence, *_: sequence)
     prompts = [make_prompt(length) for length in (5, 21, 40)]
     good = [add(engine, str(i), prompt) for i, prompt in enumerate(prompts)]
     bad = add(engine, "bad", make_prompt(19), phase=phase, num_logprobs=1)  # not plain greedy: it is sampled by itself

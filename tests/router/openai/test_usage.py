@@ -101,3 +101,16 @@ async def test_reasoning_in_harmony_is_the_channel_analysis(tokenizer: Tokenizer
     usage = await usage_of(backend, "/v1/chat/completions", {"messages": MESSAGES}, **config)
     # Of the opening marker, which is many tokens here, the last one; the closing one is seen at its end.
     assert usage["completion_tokens_details"] == {"reasoning_tokens": len(f">Hm.{end}")}
+
+
+@pytest.mark.parametrize("run", [2, 5, 100])
+@pytest.mark.parametrize(
+    ("stop", "reply"), [("world", "hello world and more"), ("re", "hello world and more"), ("lo w", "hello world")]
+)
+async def test_tokens_that_come_together_with_those_of_a_stop_string_are_not_counted(
+    tokenizer: Tokenizer, run: int, stop: str, reply: str
+) -> None:
+    body = {"prompt": "hi", "stop": stop}
+    expected = await usage_of(FakeBackend(tokenizer, reply), "/v1/completions", body)
+    assert expected["completion_tokens"] == len(tokenizer.encode(reply[: reply.index(stop) + len(stop)])) - 1
+    assert await usage_of(FakeBackend(tokenizer, reply, run=run), "/v1/completions", body) == expected
