@@ -79,8 +79,8 @@ class GrammarMatcher:
     def forced_token(self, new_ids: list[int]) -> int | None:
         """The only token that may follow these ones, if that is known without the mask. Raises `GrammarError`.
 
-        llguidance finds bytes that are the only ones which fit, and cuts them into tokens as the tokenizer does. Its mask
-        allows the first of these tokens and no other.
+        llguidance finds bytes that are the only ones which fit, and cuts them into tokens as the tokenizer does. Its
+        mask allows the first of these tokens and no other.
         """
         forced: list[int] = self.follow(new_ids).compute_ff_tokens()
         return forced[0] if forced else None

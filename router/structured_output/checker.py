@@ -76,8 +76,8 @@ class GrammarChecker:
     async def _compile_in_turn(self, kind: str, text: str, tenant: str) -> Compiled:
         async with self._turn_of(tenant):
             await self._lock.acquire()
-            # A request may leave while its constraint is compiled. The process goes on and keeps its tokenizer: to start
-            # another one takes longer than any constraint. So the lock is the task's, which holds it until the answer.
+            # A request may leave while its constraint is compiled. The process goes on: to start another one takes
+            # longer than any constraint. So the lock is the task's, which has it until the answer.
             self._task = asyncio.create_task(self._compile_and_release(kind, text))
             return await asyncio.shield(self._task)
 

@@ -346,6 +346,24 @@ def test_a_decode_worker_lost_in_mid_stream_is_told_and_replaced(server: Server,
     assert_idle(server)
 
 
+def test_a_worker_killed_within_a_grammar_is_told_and_its_successor_serves_the_same_grammar(server: Server) -> None:
+    victim = server.worker("decode")
+    body = {"structured_outputs": {"regex": "[a-z]{1800}(, and no more){9}"}}
+    fields: Any = {"model": "tiny", "prompt": "z" * 50, "max_tokens": 1900, "temperature": 0, "extra_body": body}
+    with client_of(server) as client:
+        before = client.completions.create(**fields).choices[0].text
+        stream = client.completions.create(stream=True, **fields)
+        for _ in range(4):
+            next(stream)
+        psutil.Process(victim["pid"]).kill()
+        with pytest.raises(openai.APIError, match="decode-0"):
+            list(stream)
+        server.wait_recovered("decode", victim["epoch"])
+        assert client.completions.create(**fields).choices[0].text == before
+    assert before.endswith(", and no more" * 3)
+    assert_idle(server)
+
+
 def test_a_prefill_worker_killed_during_a_prompt_is_told_and_replaced(server: Server) -> None:
     victim = server.worker("prefill")
     process = psutil.Process(victim["pid"])
