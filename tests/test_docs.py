@@ -12,7 +12,8 @@ DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md"
 NAMES = [str(path.relative_to(REPOSITORY)) for path in DOCUMENTS]
 _TEST = re.compile(r"`([\w/]+\.py)?(?:::(\w+))?`")
 _FILE = re.compile(r"`([\w-]+/[\w/.-]+\.(?:py|cpp|c|h|sh|toml|yaml|json|md|gz))(?:::\w+)?`")
-_LINK = re.compile(r"\]\(([^)#]+)(?:#[\w-]*)?\)")
+_LINK = re.compile(r"\]\(([^)#]*)(?:#([\w-]*))?\)")
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 def named_tests() -> list[tuple[str, str]]:
@@ -41,9 +42,22 @@ def test_named_files_and_links_are_there(document: Path) -> None:
     text = document.read_text()
     files = [name for name in _FILE.findall(text) if not name.startswith("bench-results")]
     missing = [name for name in files if not ((REPOSITORY / name).exists() or (REPOSITORY / "tests" / name).exists())]
-    links = [link for link in _LINK.findall(text) if "://" not in link]
-    missing += [link for link in links if not (document.parent / link).exists()]
+    for link, heading in _LINK.findall(text):
+        target = document.parent / link if link else document
+        if "://" not in link and not (target.exists() and (not heading or heading in anchors(target))):
+            missing.append(f"{link}#{heading}")
     assert not missing, f"{document.name} names {missing}"
+
+
+def anchors(document: Path) -> set[str]:
+    """Of the headings, as GitHub makes them: lower case, without punctuation, with a hyphen for a space."""
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in _HEADING.findall(document.read_text())}
+
+
+def test_the_sections_of_the_benchmarks_are_numbered_one_after_the_other() -> None:
+    text = (REPOSITORY / "docs" / "benchmarks.md").read_text()
+    titles = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert [title.partition(".")[0] for title in titles] == [str(number) for number in range(1, len(titles) + 1)]
 
 
 def test_the_security_page_names_its_tests() -> None:
