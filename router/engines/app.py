@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
@@ -89,14 +88,13 @@ def create_engines_app(
     forwarder = Forwarder(dispatcher, connections, scopes, readers, pool, metrics, limits)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def running() -> AsyncIterator[None]:
         try:
             async with dispatcher.running():
                 yield
         finally:
             connections.close()
             pool.close()
-            await asyncio.to_thread(app.audit_log.close)
 
     app = RouterApp(
         config,
@@ -106,7 +104,7 @@ def create_engines_app(
         description=ROUTE_DESCRIPTION,
         tracing=tracing,
         version=product_version(),
-        lifespan=lifespan,
+        running=running,
     )
     _add_forwarded_routes(app, forwarder, StoredResponses(dispatcher, connections, config.request_timeout_s))
     add_decision_routes(app, explain=forwarder.explain, decisions=dispatcher.decisions)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -48,12 +50,17 @@ class RouterApp(FastAPI):
         operations: Operations = MappingProxyType({}),
         description: str = "",
         tracing: Tracing | None = None,
+        running: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
         **options: Any,
     ) -> None:
-        """`operations` and `description` are for the OpenAPI document; `options` are passed to FastAPI."""
+        """`operations` and `description` are for the OpenAPI document; `options` are passed to FastAPI.
+
+        `running` is entered when the app starts and left when it ends.
+        """
         # FastAPI's own document has no route that is answered past it, and its pages load scripts from a CDN.
-        super().__init__(title="Tandem", description=description, openapi_url=None, **options)
+        super().__init__(title="Tandem", description=description, openapi_url=None, lifespan=self._lifespan, **options)
         self._operations = operations
+        self._running = running
         self._has_keys = api_keys.is_required
         self._settings = MiddlewareSettings(
             metrics,
@@ -96,6 +103,14 @@ class RouterApp(FastAPI):
                 has_keys=self._has_keys,
             )
         return self.openapi_schema
+
+    @asynccontextmanager
+    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        try:
+            async with self._running():
+                yield
+        finally:
+            await asyncio.to_thread(self.audit_log.close)
 
     def _answer_http_exception(self, request: Request, exc: Exception) -> Response:
         """Response for an unknown route or method. Starlette would allow the methods of one route of the path only."""

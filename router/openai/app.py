@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, nullcontext
@@ -89,16 +88,6 @@ def create_app(
     ready = readiness or prober
     assert ready is not None
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        try:
-            async with prober or nullcontext():
-                yield
-        finally:
-            context.pool.close()
-            await context.grammars.close()
-            await asyncio.to_thread(app.audit_log.close)
-
     async def scrape_registry() -> bytes:
         return bytes(generate_latest(registry))
 
@@ -110,13 +99,23 @@ def create_app(
         description=SERVE_DESCRIPTION,
         tracing=tracing,
         version=product_version(),
-        lifespan=lifespan,
+        running=partial(_running, context, prober),
     )
     app.state.readiness = ready
     _add_api_routes(app, context, started_at_s or int(time.time()))
     add_dashboard(app, overview=backend.overview, traffic=traffic or context.metrics.traffic, api_keys=api_keys)
     add_operation_routes(app, not_ready=lambda: ready.reason, scrape=scrape or scrape_registry, pools=backend.pools)
     return app
+
+
+@asynccontextmanager
+async def _running(context: ServingContext, prober: Readiness | None) -> AsyncIterator[None]:
+    try:
+        async with prober or nullcontext():
+            yield
+    finally:
+        context.pool.close()
+        await context.grammars.close()
 
 
 def _add_api_routes(app: RouterApp, context: ServingContext, created_s: int) -> None:
