@@ -18,6 +18,10 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _MEGABYTE = 1_000_000
 _PROMPT = "a " * 40
 
+_POST = f"POST {COMPLETIONS} HTTP/1.1\r\n"
+_HOST, _JSON = "Host: localhost\r\n", "Content-Type: application/json\r\n"
+_TWO_BYTES = "Content-Length: 2\r\nConnection: close\r\n\r\n{}"
+
 
 class Manner(Enum):
     """The way in which the bytes are sent."""
@@ -269,10 +273,18 @@ def _large_bodies(model: str) -> Iterator[HostileInput]:
 
 def _http() -> Iterator[HostileInput]:
     """Malformed HTTP."""
-    line = f"POST {COMPLETIONS} HTTP/1.1\r\n"
-    host, json_type = "Host: localhost\r\n", "Content-Type: application/json\r\n"
-    two_bytes = "Content-Length: 2\r\nConnection: close\r\n\r\n{}"
-    heads = {
+    heads = _request_lines() | _headers() | _lengths_and_chunks() | _unserved_features()
+    for name, head in heads.items():
+        yield HostileInput(f"http/{name}", head.encode("latin-1"), Manner.HALF_CLOSE, is_heavy=len(head) > 50_000)
+    for name, head in heads.items():
+        if name in ("nothing", "one byte", "garbage", "huge length", "huge chunk", "tls", "websocket", "h2c"):
+            yield HostileInput(f"http/{name}, and silence", head.encode("latin-1"), Manner.SILENT)
+    yield HostileInput("http/slow head", (_POST + _HOST + "X: y\r\n" * 1_000).encode(), Manner.SLOW)
+    yield HostileInput("http/slow body", request(COMPLETIONS, b" " * 1_000), Manner.SLOW)
+
+
+def _request_lines() -> dict[str, str]:
+    return {
         "nothing": "",
         "one byte": "G",
         "garbage": "\x00\x01\x02\x03" * 1_000,
@@ -280,45 +292,31 @@ def _http() -> Iterator[HostileInput]:
         "http2": "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         "http 0.9": "GET /health\r\n\r\n",
         "http 9.9": "GET /health HTTP/9.9\r\nHost: localhost\r\n\r\n",
-        "no host": "GET /health HTTP/1.1\r\nConnection: close\r\n\r\n",
-        "two hosts": "GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\nConnection: close\r\n\r\n",
-        "foreign host": "GET /health HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n",
         "absolute url": "GET http://evil.example/health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
         "connect": "CONNECT evil.example:443 HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n",
         "asterisk": "OPTIONS * HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
         "unknown method": "BREW /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
         "long method": "G" * 100_000 + " /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
         "long url": "GET /" + "a" * 1_000_000 + " HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
-        "many headers": "GET /health HTTP/1.1\r\n" + "X: y\r\n" * 100_000 + host + "Connection: close\r\n\r\n",
-        "long header": "GET /health HTTP/1.1\r\nX: " + "y" * 2_000_000 + "\r\n" + host + "Connection: close\r\n\r\n",
-        "long header name": "GET /health HTTP/1.1\r\n" + "y" * 200_000 + ": x\r\n" + host + "\r\n",
+        "bare newline": "GET /health HTTP/1.1\nHost: localhost\nConnection: close\n\n",
+    }  # fmt: skip
+
+
+def _headers() -> dict[str, str]:
+    return {
+        "no host": "GET /health HTTP/1.1\r\nConnection: close\r\n\r\n",
+        "two hosts": "GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\nConnection: close\r\n\r\n",
+        "foreign host": "GET /health HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n",
+        "many headers": "GET /health HTTP/1.1\r\n" + "X: y\r\n" * 100_000 + _HOST + "Connection: close\r\n\r\n",
+        "long header": "GET /health HTTP/1.1\r\nX: " + "y" * 2_000_000 + "\r\n" + _HOST + "Connection: close\r\n\r\n",
+        "long header name": "GET /health HTTP/1.1\r\n" + "y" * 200_000 + ": x\r\n" + _HOST + "\r\n",
         "folded": "GET /health HTTP/1.1\r\nHost: localhost\r\n folded\r\nConnection: close\r\n\r\n",
         "nul in header": "GET /health HTTP/1.1\r\nHost: localhost\r\nX: a\x00b\r\nConnection: close\r\n\r\n",
-        "bare newline": "GET /health HTTP/1.1\nHost: localhost\nConnection: close\n\n",
         "latin header": "GET /health HTTP/1.1\r\nHost: localhost\r\nX: \xff\xfe\r\nConnection: close\r\n\r\n",
-        "negative length": line + host + json_type + "Content-Length: -1\r\n\r\n{}",
-        "huge length": line + host + json_type + "Content-Length: 99999999999999999999\r\n\r\n{}",
-        "length of words": line + host + json_type + "Content-Length: many\r\n\r\n{}",
-        "two lengths": line + host + json_type + "Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}x",
-        "length and chunks": line + host + "Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        "bad chunk": line + host + json_type + "Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
-        "huge chunk": line + host + json_type + "Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n{}",
-        "chunk extension": line + host + "Transfer-Encoding: chunked\r\n\r\n2;" + "x" * 500_000 + "\r\n{}\r\n0\r\n\r\n",
-        "trailers": line + host + "Transfer-Encoding: chunked\r\n\r\n0\r\n" + "T: x\r\n" * 50_000 + "\r\n",
-        "unknown coding": line + host + json_type + "Transfer-Encoding: gzip\r\nConnection: close\r\n\r\n{}",
-        "compressed": line + host + json_type + "Content-Encoding: gzip\r\n" + two_bytes,
-        "websocket": line + host + json_type + "Connection: Upgrade\r\nUpgrade: websocket\r\n"
-        "Content-Length: 2\r\n\r\n{}",
-        "websocket get": "GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n",
-        "h2c": "GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
-        "expect": line + host + json_type + "Expect: 100-continue\r\n" + two_bytes,
-        "expect nonsense": line + host + json_type + "Expect: a miracle\r\n" + two_bytes,
-        "no type": line + host + two_bytes,
-        "form": line + host + "Content-Type: text/plain\r\n" + two_bytes,
-        "foreign origin": line + host + json_type + "Origin: https://evil.example\r\n" + two_bytes,
-        "pipelined": ("GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2_000)
-        + "GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+        "expect nonsense": _POST + _HOST + _JSON + "Expect: a miracle\r\n" + _TWO_BYTES,
+        "no type": _POST + _HOST + _TWO_BYTES,
+        "form": _POST + _HOST + "Content-Type: text/plain\r\n" + _TWO_BYTES,
+        "foreign origin": _POST + _HOST + _JSON + "Origin: https://evil.example\r\n" + _TWO_BYTES,
         "range": "GET /health HTTP/1.1\r\nHost: localhost\r\nRange: bytes=0-18446744073709551615\r\n"
         "Connection: close\r\n\r\n",
         "many keys": "GET /v1/models HTTP/1.1\r\nHost: localhost\r\n" + "Authorization: Bearer x\r\n" * 90
@@ -326,13 +324,36 @@ def _http() -> Iterator[HostileInput]:
         "long key": "GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer " + "x" * 30_000
         + "\r\nConnection: close\r\n\r\n",
     }  # fmt: skip
-    for name, head in heads.items():
-        yield HostileInput(f"http/{name}", head.encode("latin-1"), Manner.HALF_CLOSE, is_heavy=len(head) > 50_000)
-    for name, head in heads.items():
-        if name in ("nothing", "one byte", "garbage", "huge length", "huge chunk", "tls", "websocket", "h2c"):
-            yield HostileInput(f"http/{name}, and silence", head.encode("latin-1"), Manner.SILENT)
-    yield HostileInput("http/slow head", (line + host + "X: y\r\n" * 1_000).encode(), Manner.SLOW)
-    yield HostileInput("http/slow body", request(COMPLETIONS, b" " * 1_000), Manner.SLOW)
+
+
+def _lengths_and_chunks() -> dict[str, str]:
+    return {
+        "negative length": _POST + _HOST + _JSON + "Content-Length: -1\r\n\r\n{}",
+        "huge length": _POST + _HOST + _JSON + "Content-Length: 99999999999999999999\r\n\r\n{}",
+        "length of words": _POST + _HOST + _JSON + "Content-Length: many\r\n\r\n{}",
+        "two lengths": _POST + _HOST + _JSON + "Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}x",
+        "length and chunks": _POST + _HOST + "Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        "bad chunk": _POST + _HOST + _JSON + "Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+        "huge chunk": _POST + _HOST + _JSON + "Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n{}",
+        "chunk extension": _POST + _HOST + "Transfer-Encoding: chunked\r\n\r\n2;" + "x" * 500_000
+        + "\r\n{}\r\n0\r\n\r\n",
+        "trailers": _POST + _HOST + "Transfer-Encoding: chunked\r\n\r\n0\r\n" + "T: x\r\n" * 50_000 + "\r\n",
+        "unknown coding": _POST + _HOST + _JSON + "Transfer-Encoding: gzip\r\nConnection: close\r\n\r\n{}",
+    }  # fmt: skip
+
+
+def _unserved_features() -> dict[str, str]:
+    return {
+        "compressed": _POST + _HOST + _JSON + "Content-Encoding: gzip\r\n" + _TWO_BYTES,
+        "websocket": _POST + _HOST + _JSON + "Connection: Upgrade\r\nUpgrade: websocket\r\n"
+        "Content-Length: 2\r\n\r\n{}",
+        "websocket get": "GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n",
+        "h2c": "GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
+        "expect": _POST + _HOST + _JSON + "Expect: 100-continue\r\n" + _TWO_BYTES,
+        "pipelined": ("GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2_000)
+        + "GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+    }  # fmt: skip
 
 
 def _departures(model: str) -> Iterator[HostileInput]:
