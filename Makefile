@@ -36,7 +36,7 @@ test-browser: $(STAMP) ## run the tests of the dashboard in headless Chromium (a
 test-clients: $(STAMP) .venv-clients/packages.txt ## run client libraries, lm-eval and schemathesis against servers
 	TANDEM_TRANSCRIPTS=$(TANDEM_TRANSCRIPTS) $(BIN)/pytest -m clients
 
-.venv-clients/packages.txt: scripts/clients.sh
+.venv-clients/packages.txt: scripts/clients.sh scripts/environment.sh
 	@bash scripts/clients.sh
 
 lint: $(STAMP) ## check rules and format with ruff

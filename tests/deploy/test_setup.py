@@ -1,6 +1,7 @@
 """The set-up scripts and the Makefile: what they refuse, and with which words."""
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -62,12 +63,58 @@ def test_missing_system_packages_are_named(tmp_path: Path) -> None:
     assert finished.stdout == ""
 
 
-@pytest.mark.parametrize(
-    "script", ["scripts/setup.sh", "scripts/debian-packages.sh", "scripts/cluster-secrets.sh", ".ci/run"]
+SCRIPTS = [ROOT / ".ci" / "run", *sorted((ROOT / "scripts").glob("*.sh"))]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse_and_stop_at_the_first_failure(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)
+    is_sourced = script.name == "environment.sh"
+    assert ("set -euo pipefail" in script.read_text()) is not is_sourced
+
+
+ENVIRONMENTS = pytest.mark.parametrize(
+    ("script", "variable"), [("clients.sh", "CLIENTS_VENV"), ("engine-vllm.sh", "VLLM_VENV")]
 )
-def test_scripts_parse_and_stop_at_the_first_failure(script: str) -> None:
-    subprocess.run(["bash", "-n", str(ROOT / script)], check=True, timeout=10)
-    assert "set -euo pipefail" in (ROOT / script).read_text()
+
+
+def run_with_python(script: str, variable: str, folder: Path, python: str) -> subprocess.CompletedProcess[str]:
+    """Run a script for an environment in `folder`, whose interpreter is the shell command `python`."""
+    interpreter = folder / "bin" / "python"
+    interpreter.parent.mkdir()
+    interpreter.write_text(f"#!/bin/sh\n{python}\n")
+    interpreter.chmod(0o755)
+    command = ["bash", str(ROOT / "scripts" / script)]
+    environment = os.environ | {variable: str(folder)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
+
+
+@ENVIRONMENTS
+def test_an_environment_of_its_own_is_ready_when_every_step_succeeded(
+    script: str, variable: str, tmp_path: Path
+) -> None:
+    finished = run_with_python(script, variable, tmp_path, "exit 0")
+    assert finished.returncode == 0, finished.stderr
+    assert "\nready after " in finished.stdout
+    assert "$ pip install " in (tmp_path / "setup.log").read_text()
+
+
+@ENVIRONMENTS
+def test_a_failed_installation_names_the_error_and_the_log(script: str, variable: str, tmp_path: Path) -> None:
+    finished = run_with_python(script, variable, tmp_path, "echo ERROR: there is no such package; exit 1")
+    assert finished.returncode == 1
+    assert "ready" not in finished.stdout
+    log = tmp_path / "setup.log"
+    assert finished.stderr == f"ERROR: there is no such package\nerror: pip install failed; the whole log: {log}\n"
+
+
+@ENVIRONMENTS
+def test_an_environment_that_cannot_be_made_is_named(script: str, variable: str, tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    command = ["bash", str(ROOT / "scripts" / script)]
+    environment = os.environ | {variable: str(folder), "PYTHON": "false"}
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    assert (finished.returncode, finished.stderr) == (1, f"error: no environment could be made in {folder}\n")
 
 
 def test_make_test_runs_lint_types_and_tests() -> None:
