@@ -1,6 +1,6 @@
 """One API key as it is stored: everything except the key itself, of which only the SHA-256 is kept.
 
-A plain hash is enough because a key is 256 random bits: nobody can try so many. Passwords, which people choose, would
+A plain hash is enough because a key is 256 random bits, which nobody can guess. Passwords, which people choose, would
 need a slow hash with a salt.
 """
 
@@ -20,7 +20,7 @@ from tandem.scheduling.admission.tenants import TENANT_NAME
 
 __all__ = ["MAX_NAME_CHARS", "OPERATOR", "ApiKey", "InvalidApiKey", "KeyState", "Priority", "key_digest", "new_secret"]
 
-OPERATOR = "*"  # in place of a tenant: an operator's key, which may name any tenant and sees what all tenants do
+OPERATOR = "*"  # stands for a tenant in an operator's key, which may name any tenant and sees all of them
 MAX_NAME_CHARS = 100
 
 KeyState = Literal["active", "expired", "revoked"]
@@ -36,20 +36,20 @@ class InvalidApiKey(RequestError):
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A stored key. `id` is shown in lists and logs; it tells nothing about the key."""
+    """A stored key. `id` is shown in lists and logs; the key cannot be derived from it."""
 
     id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,32}\Z")]
-    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]  # as `key_digest` gives it
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]  # the result of `key_digest`
     tenant: Annotated[str, Meta(pattern=rf"^(\*|{TENANT_NAME.pattern})\Z")]  # or `OPERATOR`
     created: Time
-    name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] = ""  # for people
-    priority: Priority = 0  # of requests that name none
+    name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] = ""  # a label that people read
+    priority: Priority = 0  # the priority of requests that name none
     limits: KeyLimits = NO_LIMITS
     expires: Time | None = None
     revoked: Time | None = None
 
     def state(self, now_s: float) -> KeyState:
-        """Whether it may be used at this Unix time."""
+        """Whether the key may be used at this Unix time."""
         if self.revoked is not None:
             return "revoked"
         return "expired" if self.expires is not None and now_s >= self.expires.timestamp() else "active"
@@ -61,5 +61,5 @@ def new_secret() -> str:
 
 
 def key_digest(key: str) -> str:
-    """SHA-256 of a key, in hex. Keys are looked up by it, so the time of a look-up tells nothing about them."""
+    """SHA-256 of a key, in hex. Look-ups compare digests, so their time reveals nothing about the keys."""
     return hashlib.sha256(key.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""A collector of traces: takes OTLP over HTTP, decodes it, and keeps the spans."""
+"""A trace collector: receives OTLP over HTTP and keeps the decoded spans."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CollectedSpan(NamedTuple):
 
 
 class Collector:
-    """`status` is what it answers; while `is_open` is cleared, it does not answer."""
+    """Answers every request with `status`, or not at all while `is_open` is cleared."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -41,10 +41,10 @@ class Collector:
         self._changed = threading.Condition()
 
     def wait_for(self, count: int, name: str, timeout_s: float = 30.0) -> list[CollectedSpan]:
-        """All spans, once so many have this name. Raises `TimeoutError`."""
+        """Wait until `count` spans have this name. Returns all spans. Raises `TimeoutError`."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self.named(name)) >= count, timeout_s):
-                raise TimeoutError(f"{len(self.named(name))} spans {name!r} among {[span.name for span in self.spans]}")
+                raise TimeoutError(f"{len(self.named(name))} spans {name!r} in {[span.name for span in self.spans]}")
             return list(self.spans)
 
     def named(self, name: str) -> list[CollectedSpan]:
