@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ import psutil
 import pytest
 
 from tandem.cluster.cleanup import clean_up, private_run
+from tests.support.waiting import until
 
 DEADLINE_S = 20.0
 SLEEP = "import time; print(flush=True); time.sleep(600)"
@@ -29,13 +29,6 @@ with private_run() as folder:
     print(folder, flush=True)
     {then}
 """
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.01)
 
 
 def marked_with(folder: Path) -> list[psutil.Process]:

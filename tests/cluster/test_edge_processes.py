@@ -39,8 +39,9 @@ from tandem.scheduling.admission.key_limits import KeyLimits
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tests.router.conftest import build_tokenizer
 from tests.support.certificates import DAY, Authority
-from tests.support.fake_backend import FakeBackend, until
+from tests.support.fake_backend import FakeBackend
 from tests.support.keys import api_keys_of, make_key_file, stored_key
+from tests.support.waiting import eventually
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 START_S = 60.0
@@ -74,7 +75,7 @@ class Edges:
             return probe.connect_ex(("127.0.0.1", self.client.base_url.port or 0)) == 0
 
     async def serving(self) -> None:
-        await until(lambda: self.processes.is_serving or self.processes.serving.done(), START_S)
+        await eventually(lambda: self.processes.is_serving or self.processes.serving.done(), START_S)
 
     async def chat(self) -> httpx.Response:
         return await self.client.post("/v1/chat/completions", json=BODY)
@@ -178,17 +179,17 @@ async def test_a_killed_process_loses_its_own_answers_and_is_replaced(tmp_path: 
         go_on = asyncio.Event()
         here.backend.script = lambda request: [go_on, *here.backend.reply_steps(request)]
         asking = [asyncio.create_task(here.chat()) for _ in range(24)]
-        await until(lambda: here.backend.num_open == 24)
+        await eventually(lambda: here.backend.num_open == 24)
         victim, survivor = here.pids()
         os.kill(victim, signal.SIGKILL)
-        await until(lambda: here.backend.num_open < 24)
+        await eventually(lambda: here.backend.num_open < 24)
         num_left = here.backend.num_open
         assert 0 < num_left < 24  # both had some: 2 ** -23 that one had all
         go_on.set()
         answers = await asyncio.gather(*asking, return_exceptions=True)
         assert sum(isinstance(answer, httpx.Response) and answer.status_code == 200 for answer in answers) == num_left
         assert sum(isinstance(answer, httpx.TransportError) for answer in answers) == 24 - num_left
-        await until(lambda: len(here.pids()) == 2 and victim not in here.pids())
+        await eventually(lambda: len(here.pids()) == 2 and victim not in here.pids())
         assert survivor in here.pids()
         assert (await here.chat()).status_code == 200
         assert await here.metric("tandem_router_running_requests") == 0
@@ -200,8 +201,8 @@ async def test_a_process_that_the_hub_no_longer_talks_to_is_replaced_and_its_cou
         (pid,) = here.pids()
         assert [(await here.chat()).status_code for _ in range(3)] == [200, 200, 200]
         here.processes.hub.drop("edge-0-1")
-        await until(lambda: here.pids() not in ([], [pid]), START_S)
-        await until(here.is_listening, START_S)
+        await eventually(lambda: here.pids() not in ([], [pid]), START_S)
+        await eventually(here.is_listening, START_S)
         assert (await here.chat()).status_code == 200
         assert await here.metric(total) == 4
         assert await here.metric("tandem_router_running_requests") == 0
@@ -212,7 +213,7 @@ async def test_a_process_that_hangs_is_killed_and_replaced(tmp_path: Path) -> No
     async with edges(tmp_path, num_processes=1, worker_timeout_s=2.0) as here:
         (pid,) = here.pids()
         os.kill(pid, signal.SIGSTOP)
-        await until(lambda: here.pids() not in ([], [pid]), START_S)
+        await eventually(lambda: here.pids() not in ([], [pid]), START_S)
         assert not psutil.pid_exists(pid)
 
 
@@ -224,8 +225,8 @@ async def test_a_replaced_process_has_the_keys_and_the_tenants_of_the_others(tmp
         here.client.headers["authorization"] = "Bearer first"
         (pid,) = here.pids()
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: here.pids() not in ([], [pid]))
-        await until(lambda: here.is_listening(), START_S)
+        await eventually(lambda: here.pids() not in ([], [pid]))
+        await eventually(lambda: here.is_listening(), START_S)
         assert (await here.chat()).status_code == 200
         here.client.headers["authorization"] = "Bearer second"
         assert (await here.chat()).status_code == 200
@@ -257,7 +258,7 @@ async def test_a_revoked_key_is_refused_by_all_processes_under_load(tmp_path: Pa
             return {(await here.client.get("/v1/models", headers=headers)).status_code for _ in range(30)}
 
         asking = [asyncio.create_task(ask(secret)) for secret in ["sk-ours", "sk-theirs"] * 4]
-        await until(lambda: len(here.backend.requests) > 40, START_S)
+        await eventually(lambda: len(here.backend.requests) > 40, START_S)
         await asyncio.to_thread(revoke_key, str(path), "sk-ours")
         async with asyncio.timeout(START_S):
             while await refused_by("sk-ours") != {401}:
@@ -292,7 +293,7 @@ async def test_draining_lets_answers_end_and_ends_the_processes(tmp_path: Path) 
         go_on = asyncio.Event()
         here.backend.script = lambda request: [go_on, *here.backend.reply_steps(request)]
         asking = [asyncio.create_task(here.chat()) for _ in range(6)]
-        await until(lambda: here.processes.num_running == 6)
+        await eventually(lambda: here.processes.num_running == 6)
         here.processes.drain()
         assert not here.processes.serving.done()
         go_on.set()

@@ -20,7 +20,8 @@ from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.openai.app import create_app
 from tandem.router.text.tokenizer import Tokenizer
 from tests.router.conftest import build_tokenizer
-from tests.support.fake_worker import fake_cluster, first_token, one_token, until
+from tests.support.fake_worker import fake_cluster, first_token, one_token
+from tests.support.waiting import eventually
 
 
 @pytest.mark.parametrize("is_hurried", [False, True], ids=["deadline", "second signal"])
@@ -47,7 +48,7 @@ def test_answers_that_do_not_end_in_time_end_with_an_error(
                 asking = asyncio.create_task(client.send(request, stream=True))
                 if is_stream:
                     await asyncio.wait({asking})  # the first token is here
-                await until(lambda: cluster.registry.num_bookings == 2)  # this one and the readiness probe
+                await eventually(lambda: cluster.registry.num_bookings == 2)  # this one and the readiness probe
                 stop_now = asyncio.Event()
                 if is_hurried:
                     stop_now.set()
@@ -101,7 +102,7 @@ def test_a_client_that_does_not_read_does_not_hold_up_the_end(caplog: pytest.Log
             async with http_server(endless, RouterConfig(), listener, CollectorRegistry()) as server:
                 _, writer = await asyncio.open_connection(*listener.getsockname())
                 writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-                await until(lambda: server.num_running == 1)
+                await eventually(lambda: server.num_running == 1)
             assert server.serving.done()
             writer.close()
 

@@ -22,7 +22,7 @@ from tandem.cluster import process_end
 from tandem.cluster.process_end import ProcessIdentity, end_process, own_identity, until_gone
 from tandem.protocol.process import ProcessId
 from tests.support.processes import known, sleeping_child
-from tests.support.server import until
+from tests.support.waiting import until
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import uvloop
 from tandem.cluster import processes
 from tandem.cluster.processes import ProcessGroup
 from tandem.protocol.errors import ConfigError
-from tests.support.fake_backend import until
+from tests.support.waiting import eventually
 
 WAIT_S = 30.0
 SetupOf = Callable[[int, int], str]  # from the child's number and the number of children started before it
@@ -49,7 +49,7 @@ class Group:
 
     async def serves(self) -> list[int]:
         """Wait until all children serve, and return their pids."""
-        await until(lambda: self.ready.is_set() or self.running.done(), WAIT_S)
+        await eventually(lambda: self.ready.is_set() or self.running.done(), WAIT_S)
         return self.group.pids
 
     async def end(self) -> None:
@@ -83,7 +83,7 @@ def test_a_machine_that_has_no_room_for_a_process_is_asked_again_later(monkeypat
         pids = await here.serves()
         monkeypatch.setattr(asyncio, "create_subprocess_exec", start_or_refuse)
         os.kill(pids[0], signal.SIGKILL)
-        await until(lambda: (not refusals and len(here.group.pids) == 2) or here.running.done(), WAIT_S)
+        await eventually(lambda: (not refusals and len(here.group.pids) == 2) or here.running.done(), WAIT_S)
         assert pids[0] not in here.group.pids
         assert pids[1] in here.group.pids
         assert here.ended == [0]
@@ -124,9 +124,9 @@ def test_a_replacement_that_hangs_before_it_serves_is_killed_and_replaced(monkey
         (first,) = await here.serves()
         monkeypatch.setattr(processes, "READY_TIMEOUT_S", 0.5)
         os.kill(first, signal.SIGKILL)
-        await until(lambda: here.num_started == 2, WAIT_S)
+        await eventually(lambda: here.num_started == 2, WAIT_S)
         monkeypatch.setattr(processes, "READY_TIMEOUT_S", WAIT_S)
-        await until(lambda: here.num_started == 3 and len(here.group.pids) == 1, WAIT_S)
+        await eventually(lambda: here.num_started == 3 and len(here.group.pids) == 1, WAIT_S)
         assert len(here.ended) == 2
         await here.end()
 
@@ -143,7 +143,7 @@ def test_a_replacement_that_is_killed_before_it_is_told_anything_is_replaced(mon
             killed.append(child.pid)
             child.kill()
             await child.wait()
-            await until(child.stdin.is_closing, WAIT_S)
+            await eventually(child.stdin.is_closing, WAIT_S)
         return child
 
     async def scenario() -> None:
@@ -151,7 +151,7 @@ def test_a_replacement_that_is_killed_before_it_is_told_anything_is_replaced(mon
         (first,) = await here.serves()
         monkeypatch.setattr(asyncio, "create_subprocess_exec", start_and_kill_one)
         os.kill(first, signal.SIGKILL)
-        await until(lambda: (here.num_started == 3 and len(here.group.pids) == 1) or here.running.done(), WAIT_S)
+        await eventually(lambda: (here.num_started == 3 and len(here.group.pids) == 1) or here.running.done(), WAIT_S)
         assert here.ended == [0, 0]
         await here.end()
 
@@ -168,7 +168,7 @@ def test_a_child_that_hangs_is_killed_and_one_that_lives_is_not(
         hung, living = await here.serves()
         os.kill(hung, signal.SIGSTOP)
         if not is_stopping:
-            await until(lambda: len(here.group.pids) == 2 and hung not in here.group.pids, WAIT_S)
+            await eventually(lambda: len(here.group.pids) == 2 and hung not in here.group.pids, WAIT_S)
             assert here.ended == [0]
             assert living in here.group.pids
         await here.end()
@@ -193,7 +193,7 @@ def test_a_parent_that_hung_itself_kills_nobody(monkeypatch: pytest.MonkeyPatch)
         time.sleep(5 * processes.BEAT_INTERVAL_S)  # noqa: ASYNC251 - this event loop must hang
         num_lines.clear()
         # While this loop hung, each child wrote three lines at most. It wrote the fifth one later.
-        await until(lambda: all(num_lines[pid] >= 5 for pid in pids) or bool(here.ended), WAIT_S)
+        await eventually(lambda: all(num_lines[pid] >= 5 for pid in pids) or bool(here.ended), WAIT_S)
         assert (here.group.pids, here.ended) == (pids, [])
         await here.end()
 

@@ -19,7 +19,7 @@ from ray.exceptions import AuthenticationError
 from tandem.cluster.ray_runtime import RayDaemon, daemons_watched, probe_address, ray_running
 from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.process import process_of
-from tests.support.cluster_harness import eventually
+from tests.support.waiting import eventually
 
 
 def test_a_ray_address_where_nothing_listens_is_told_at_once() -> None:

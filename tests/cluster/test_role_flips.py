@@ -17,7 +17,7 @@ from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.autoscaler import AutoscalerState, Flip
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.workers.registry import Registry
-from tests.support.cluster_harness import eventually
+from tests.support.waiting import eventually
 
 FIXED = "its server cannot"
 

@@ -34,7 +34,7 @@ from tandem.scheduling.autoscaler import Flip
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import add_ready, make_card
-from tests.support.cluster_harness import eventually
+from tests.support.waiting import eventually
 
 
 def test_an_error_of_ours_is_shown_without_what_ray_wraps_it_in() -> None:

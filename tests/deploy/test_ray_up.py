@@ -19,7 +19,7 @@ import pytest
 
 from tandem.cluster.model_store import resolve_model
 from tests.support.hosts import HOME, Host, hosts, why_no_hosts
-from tests.support.server import until
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -18,6 +18,7 @@ from tandem.kv_transfer.transport import Notification, Transfer, TransferState, 
 from tandem.kv_transfer.transport.one_machine import MailboxSender
 from tandem.protocol.errors import PeerLost
 from tests.support.addresses import has_ipv6_loopback
+from tests.support.waiting import poll_until
 
 NUM_BLOCKS = 32
 ONE_MACHINE = "nixl on one machine"  # without a port of UCX
@@ -130,13 +131,6 @@ def transport(name: str, folder: str, pool: torch.Tensor) -> Iterator[Transport]
     transport = make_transport(name, folder, "p", 1, pool)
     yield transport
     transport.close()
-
-
-def poll_until(transport: Transport, condition: Callable[[], bool], bound_s: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + bound_s
-    while not condition():
-        transport.poll()
-        assert time.monotonic() < deadline, f"condition not met within {bound_s} s"
 
 
 def receive_some(transport: Transport) -> list[Notification]:

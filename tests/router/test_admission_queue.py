@@ -26,9 +26,9 @@ from tests.support.fake_worker import (
     make_request,
     remaining_tokens,
     silent,
-    until,
 )
 from tests.support.streams import Pulled
+from tests.support.waiting import eventually
 
 NUM_TOKENS = 2000  # more than a worker may have before another prompt is held back
 
@@ -55,9 +55,9 @@ async def one_runs_one_waits(
     cluster: FakeCluster, **fields: object
 ) -> tuple[asyncio.Task[list[TokenDelta]], asyncio.Task[list[TokenDelta]]]:
     running = start(cluster, "running")
-    await until(lambda: cluster.registry.num_bookings == 1)
+    await eventually(lambda: cluster.registry.num_bookings == 1)
     waiting = start(cluster, "waiting", **fields)
-    await until(lambda: len(cluster.flow.admission) == 1)
+    await eventually(lambda: len(cluster.flow.admission) == 1)
     return running, waiting
 
 
@@ -85,7 +85,7 @@ async def test_a_request_waits_until_its_worker_reports() -> None:
         worker = cluster.workers["d"]
         assert len(worker.of_type(Generate)) == 1
         computed(worker)
-        await until(lambda: len(worker.of_type(Generate)) == 2)
+        await eventually(lambda: len(worker.of_type(Generate)) == 2)
         report = (await cluster.flow.pools())["admission"]
         assert (report["num_waiting"], report["tenants"]["default"]["num_admitted"]) == (0, 2)
         await end(cluster, running, waiting)
@@ -95,11 +95,11 @@ async def test_the_more_urgent_and_the_other_tenant_go_first() -> None:
     async with fake_cluster(decode=silent) as cluster:
         running, waiting = await one_runs_one_waits(cluster)
         tasks = [start(cluster, "urgent", priority=-1), start(cluster, "other", tenant="other")]
-        await until(lambda: len(cluster.flow.admission) == 3)
+        await eventually(lambda: len(cluster.flow.admission) == 3)
         worker = cluster.workers["d"]
         for number in (2, 3, 4):
             computed(worker)
-            await until(lambda number=number: len(worker.of_type(Generate)) == number)  # type: ignore[misc]
+            await eventually(lambda number=number: len(worker.of_type(Generate)) == number)  # type: ignore[misc]
         order = [message.request_id for message in worker.of_type(Generate) if isinstance(message, Generate)]
         assert order == ["running", "other", "urgent", "waiting"]
         await end(cluster, running, waiting, *tasks)
@@ -140,7 +140,7 @@ async def test_nobody_waits_longer_than_the_timeout() -> None:
         # The running request is given up first, so the other one gets its turn, and no token either.
         with pytest.raises(ServingError, match="request_timeout_s"):
             await waiting
-        await until(lambda: cluster.registry.num_bookings == 0)
+        await eventually(lambda: cluster.registry.num_bookings == 0)
         assert_idle(cluster)
 
 

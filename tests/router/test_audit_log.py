@@ -26,9 +26,10 @@ from tandem.router.keys.store import create_key, revoke_key, write_keys
 from tandem.router.openai.app import create_app
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.engines_harness import routing, spec_of
-from tests.support.fake_backend import FakeBackend, until
+from tests.support.fake_backend import FakeBackend
 from tests.support.fake_openai import fake_openai
 from tests.support.keys import api_keys_of, make_key_file, stored_key
+from tests.support.waiting import eventually
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -181,7 +182,7 @@ async def test_engines_that_are_added_and_drained_are_noted_without_the_token(tm
             assert await send("POST", "/v1/engines", "the-token", body) == 400
             assert await send("DELETE", "/v1/engines/b", "the-token") == 202
             assert await send("DELETE", "/v1/engines/none", "the-token") == 404
-            await until(lambda: len(lines_of(path)) == 4)
+            await eventually(lambda: len(lines_of(path)) == 4)
     assert brief(path) == [
         ("engine.add", "admin-token", "b", "ok"),
         ("engine.add", "admin-token", "b", "invalid_engine"),
@@ -197,13 +198,13 @@ async def test_changes_of_the_key_file_are_noted(tmp_path: Path, monkeypatch: py
     make_key_file(path, {"sk-a": "a", "sk-b": "b"})
     async with KeyFile(str(path), str(audit)).followed():
         key, secret = create_key(str(path), tenant="c")
-        await until(lambda: len(lines_of(audit)) == 1)
+        await eventually(lambda: len(lines_of(audit)) == 1)
         revoke_key(str(path), "sk-a")
-        await until(lambda: len(lines_of(audit)) == 2)
+        await eventually(lambda: len(lines_of(audit)) == 2)
         path.write_text("damaged")
-        await until(lambda: len(lines_of(audit)) == 3)
+        await eventually(lambda: len(lines_of(audit)) == 3)
         write_keys(str(path), [stored_key("sk-b", "other"), *(stored_key(f"sk-{n}", "a") for n in range(100))])
-        await until(lambda: len(lines_of(audit)) == 4)
+        await eventually(lambda: len(lines_of(audit)) == 4)
     lines = lines_of(audit)
     assert {(one["action"], one["target"]) for one in lines} == {("keys.reload", str(path))}
     assert [lines[0]["created"], lines[1]["revoked"], lines[2]["result"]] == [[key.id], ["sk-a"], "damaged"]

@@ -7,14 +7,14 @@ import time
 import pytest
 
 from tandem.runtime.idle_timeout import CHECKS, LATE_SHARE, IdleClock, IdleTimeout, answered_in_time
-from tests.support.fake_worker import until
+from tests.support.waiting import eventually
 
 
 async def test_a_wait_that_lasts_too_long_calls_back_once() -> None:
     told: list[str] = []
     watch = IdleTimeout(0.02, lambda: told.append("silent"))
     watch.begin()
-    await until(lambda: bool(told))
+    await eventually(lambda: bool(told))
     watch.close()
     assert told == ["silent"]
 
@@ -37,7 +37,7 @@ async def test_without_a_wait_nothing_times_out() -> None:
     watch = IdleTimeout(0.01, lambda: told.append("silent"))
     other = IdleTimeout(0.05, lambda: told.append("waited"))
     other.begin()
-    await until(lambda: bool(told))
+    await eventually(lambda: bool(told))
     watch.close()
     other.close()
     assert told == ["waited"]
@@ -113,6 +113,6 @@ async def test_a_wait_during_which_the_loop_stood_still_starts_again() -> None:
     await asyncio.sleep(0)
     time.sleep(0.3)  # noqa: ASYNC251 - the same
     stood_until_s = loop.time()
-    await until(lambda: bool(told))
+    await eventually(lambda: bool(told))
     watch.close()
     assert told[0] - stood_until_s >= 0.1

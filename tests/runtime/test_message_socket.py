@@ -10,7 +10,7 @@ from zmq.constants import SocketType
 
 from tandem.runtime import message_socket
 from tandem.runtime.message_socket import MessageSocket
-from tests.support.fake_backend import until
+from tests.support.waiting import eventually
 
 ENDPOINT = "inproc://here"
 Messages = list[list[bytes]]
@@ -44,23 +44,23 @@ async def test_messages_arrive_whole_and_in_order() -> None:
         sent = [b"%d" % number for number in range(3 * message_socket._MAX_RECEIVED)]
         for data in sent:
             dealer.send(data)
-        await until(lambda: len(to_router) == len(sent))
+        await eventually(lambda: len(to_router) == len(sent))
         assert to_router == [[b"dealer", data] for data in sent]
         router.send(b"dealer", b"a", b"b")
-        await until(lambda: len(to_dealer) == 1)
+        await eventually(lambda: len(to_dealer) == 1)
         assert to_dealer == [[b"a", b"b"]]
 
 
 async def test_messages_that_arrive_while_sending_are_not_missed() -> None:
     async with pair() as (router, dealer, to_router, _):
         dealer.send(b"first")
-        await until(lambda: len(to_router) == 1)
+        await eventually(lambda: len(to_router) == 1)
         await asyncio.sleep(0)
         dealer._socket.send(b"second")
         # As sending does now and then: the signal for new messages is consumed, and the descriptor stays silent.
         assert router._socket.poll(0, zmq.POLLIN)
         router.send(b"dealer", b"mine")
-        await until(lambda: len(to_router) == 2)
+        await eventually(lambda: len(to_router) == 2)
 
 
 async def test_a_message_whose_handler_raises_is_logged_and_the_rest_is_read(caplog: pytest.LogCaptureFixture) -> None:
@@ -75,7 +75,7 @@ async def test_a_message_whose_handler_raises_is_logged_and_the_rest_is_read(cap
         router._on_message = on_message
         for data in (b"a", b"bad", b"b"):
             dealer.send(data)
-        await until(lambda: len(found) == 2)
+        await eventually(lambda: len(found) == 2)
         assert found == [b"a", b"b"]
         assert [record.exc_info is not None for record in caplog.records] == [True]
 
@@ -90,7 +90,7 @@ async def test_a_socket_closed_by_a_message_stops_reading() -> None:
         router._on_message = on_message
         for data in (b"a", b"b"):
             dealer.send(data)
-        await until(lambda: router.closed)
+        await eventually(lambda: router.closed)
         for _ in range(5):
             await asyncio.sleep(0)
         assert to_router == [[b"dealer", b"a"]]

@@ -149,13 +149,6 @@ class Cluster:
         return "" if held == "0 bookings, 0 open legs" else held
 
 
-async def eventually(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.005)
-
-
 @asynccontextmanager
 async def running_cluster(
     model: Path,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -36,6 +35,7 @@ from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 from tests.support.fake_openai import FakeServer
 from tests.support.keys import api_keys_of
+from tests.support.waiting import eventually
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -57,7 +57,7 @@ class Deciding:
         return engine
 
     async def all_ready(self, *names: str) -> None:
-        await until(lambda: all(self.engine(name).state is WorkerState.READY for name in names))
+        await eventually(lambda: all(self.engine(name).state is WorkerState.READY for name in names))
 
     def is_idle(self) -> bool:
         return not any(engine.running for engine in self.fleet.engines)
@@ -218,13 +218,6 @@ def completion(prompt: Any = "a b c d", *, max_tokens: int = 4, stream: bool = F
     return body | fields
 
 
-async def until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
-    """Wait for a condition; fail if it does not become true in time."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - the condition is set by other tasks and threads that know no event
-            await asyncio.sleep(0.002)
-
-
 @asynccontextmanager
 async def routing(*specs: EngineSpec, wait: bool = True, **options: Any) -> AsyncIterator[Router]:
     """A router with these engines, alone in its process. `options` are those of `settings_of`.
@@ -250,7 +243,7 @@ async def routing(*specs: EngineSpec, wait: bool = True, **options: Any) -> Asyn
         if wait:
             await router.all_ready(*(spec.name for spec in specs))
         yield router
-        await until(router.is_idle)
+        await eventually(router.is_idle)
         router.assert_nothing_left()
 
 
@@ -269,5 +262,5 @@ async def routing_by_hub(folder: Path, *specs: EngineSpec, wait: bool = True, **
         if wait:
             await hub.all_ready(*(spec.name for spec in specs))
         yield hub
-        await until(lambda: hub.is_idle() and hub.hub.num_running == 0)
+        await eventually(lambda: hub.is_idle() and hub.hub.num_running == 0)
         hub.assert_nothing_left()

@@ -236,9 +236,3 @@ class RawClient:
         self.sent.append(message)
         if message.get("body"):
             self.got_body.set()
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - the backends under test have no event to wait on
-            await asyncio.sleep(0.005)

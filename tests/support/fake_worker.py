@@ -56,13 +56,6 @@ from tests.support.builders import NAMESPACE, make_card
 Script = Callable[["FakeWorker", Message], None]
 
 
-async def until(condition: Callable[[], bool], *, timeout_s: float = 5.0) -> None:
-    """Wait for a condition; fail when it does not come true in time."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - the condition is set by other tasks that know no event
-            await asyncio.sleep(0.002)
-
-
 def digests(names: Sequence[bytes]) -> list[bytes]:
     """Blocks of these names."""
     return [name.ljust(DIGEST_BYTES, b".") for name in names]

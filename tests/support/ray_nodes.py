@@ -19,7 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.server import START_S, until
+from tests.support.server import START_S
+from tests.support.waiting import until
 
 __all__ = ["JOIN", "RayNode", "ray_cluster"]
 

@@ -28,6 +28,7 @@ from tandem.kv_transfer.tiers import (
 )
 from tandem.kv_transfer.tiers.base import file_name
 from tandem.kv_transfer.tiers.seal import make_seal
+from tests.support.waiting import poll_until
 
 KINDS = ["memory", "disk", "object-file", "object-s3", "disk-encrypted", "object-s3-encrypted"]
 PERSISTENT = KINDS[1:]
@@ -188,13 +189,6 @@ def make_tier(
     )
     poll_until(tier, lambda: not tier.is_scanning)
     return tier
-
-
-def poll_until(tier: Tier, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        tier.poll()
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {tier.stats()}"
 
 
 def put(tier: Tier, names: Sequence[BlockName]) -> None:

@@ -14,8 +14,9 @@ from tandem.kv_transfer.transport.in_process import InProcessWrite, Verdict
 from tandem.protocol.config import TierConfig
 from tandem.protocol.messages import KvHolder, Role
 from tandem.worker.loop import Worker
-from tests.support.cluster_harness import BLOCK_BYTES, PAIR, Cluster, Oracle, eventually, running_cluster
+from tests.support.cluster_harness import BLOCK_BYTES, PAIR, Cluster, Oracle, running_cluster
 from tests.support.late_device import LateDevice, touched_early
+from tests.support.waiting import eventually
 from tests.worker.kv.test_peer_reads import NUM_BLOCKS, TWO, ask, prompt
 from tests.worker.test_roles import make_prompt
 

@@ -59,11 +59,11 @@ from tests.support.cluster_harness import (
     Cluster,
     Oracle,
     RunningWorker,
-    eventually,
     running_cluster,
     worker_config,
 )
 from tests.support.late_device import LateDevice
+from tests.support.waiting import eventually
 from tests.worker.test_roles import make_prompt
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)

@@ -23,11 +23,11 @@ from tests.support.cluster_harness import (
     PAIR,
     Cluster,
     Oracle,
-    eventually,
     running_cluster,
     worker_config,
 )
 from tests.support.tiny_llama import EOS_TOKEN_ID, VOCAB_SIZE
+from tests.support.waiting import eventually
 
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "repetition_penalty": 1.1}
 

@@ -12,8 +12,9 @@ import pytest
 
 from tandem.protocol.config import TierConfig
 from tandem.protocol.messages import KvHolder, Role
-from tests.support.cluster_harness import BLOCK_BYTES, BLOCK_SIZE, DEADLINE_S, Oracle, eventually, running_cluster
+from tests.support.cluster_harness import BLOCK_BYTES, BLOCK_SIZE, DEADLINE_S, Oracle, running_cluster
 from tests.support.thread_ranks import thread_ranks
+from tests.support.waiting import eventually
 from tests.worker.kv.test_peer_reads import TWO, ask
 
 RANKS = [(2, 1), (1, 2), (2, 2)]

@@ -26,10 +26,10 @@ from tests.support.cluster_harness import (
     DEADLINE_S,
     Cluster,
     Oracle,
-    eventually,
     running_cluster,
 )
 from tests.support.late_device import LateDevice
+from tests.support.waiting import eventually
 from tests.worker.kv.test_tiered_cache import GREEDY, Machine, make_engine
 
 NUM_BLOCKS = 48

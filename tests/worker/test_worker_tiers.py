@@ -18,9 +18,9 @@ from tests.support.cluster_harness import (
     DEADLINE_S,
     Cluster,
     Oracle,
-    eventually,
     running_cluster,
 )
+from tests.support.waiting import eventually
 
 NUM_BLOCKS = 48
 

@@ -21,7 +21,7 @@ from tandem.protocol.errors import WorkerError
 from tandem.router.engines.fleet.engine_status import Progress
 from tandem.runtime.ports import free_ports
 from tests.support.managed import engine_python
-from tests.support.server import until
+from tests.support.waiting import until
 
 TIMEOUT_S = 60.0
 

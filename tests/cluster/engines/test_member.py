@@ -28,9 +28,9 @@ from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
-from tests.support.cluster_harness import eventually
 from tests.support.fake_openai import FakeServer, fake_openai
 from tests.support.fake_vllm import METRICS
+from tests.support.waiting import eventually
 
 SERVER = EngineServer(
     worker_id="prefill-0",

@@ -25,10 +25,10 @@ from tests.support.store_world import (
     get,
     make_tier,
     name_of,
-    poll_until,
     put,
     read,
 )
+from tests.support.waiting import poll_until
 
 BOUND_S = 2 * S3_TIMEOUT_S + 1.0
 PAUSE_S = 0.2

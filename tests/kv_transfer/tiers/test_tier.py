@@ -26,11 +26,11 @@ from tests.support.store_world import (
     get,
     make_tier,
     name_of,
-    poll_until,
     put,
     zeros,
 )
 from tests.support.throttled_store import ThrottledStore
+from tests.support.waiting import poll_until
 
 every_kind = pytest.mark.parametrize("world", KINDS, indirect=True)
 

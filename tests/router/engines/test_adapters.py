@@ -17,10 +17,10 @@ from tests.support.engines_harness import (
     routing,
     routing_by_hub,
     spec_of,
-    until,
 )
 from tests.support.fake_openai import MODEL, FakeServer
 from tests.support.kv_event_publisher import IDS, Publisher, name, stored
+from tests.support.waiting import eventually
 
 PROMPT = [*IDS, 1, 2, 3]
 
@@ -57,14 +57,14 @@ async def test_adapters_are_followed_as_they_come_and_go(fake_a: FakeServer, fak
         await ask(router, MODEL, "x" * 400)
         num_blocks = len(router.fleet.index)
         fake_b.adapters = ["sql"]
-        await until(lambda: "sql" in router.fleet.adapters)
+        await eventually(lambda: "sql" in router.fleet.adapters)
         assert (await ask(router, "sql")).headers["x-tandem-engine"] == "b"
         fake_a.adapters, fake_b.adapters = ["sql"], []
-        await until(lambda: router.engine("a").adapters == ["sql"] and router.engine("b").adapters == [])
+        await eventually(lambda: router.engine("a").adapters == ["sql"] and router.engine("b").adapters == [])
         assert (await ask(router, "sql")).headers["x-tandem-engine"] == "a"
         assert len(router.fleet.index) >= num_blocks  # what is cached stays known
         fake_a.stop()
-        await until(lambda: router.engine("a").state.value == "dead")
+        await eventually(lambda: router.engine("a").state.value == "dead")
         gone = await ask(router, "sql")
         assert (gone.status_code, gone.json()["error"]["code"]) == (503, "no_worker")  # known, but not there now
         assert "1 without the adapter" in gone.json()["error"]["message"]
@@ -107,7 +107,7 @@ async def test_hits_are_predicted_per_adapter_and_salt(fake_a: FakeServer) -> No
         chat = stored(0, 2, lora_name="chat", extra_keys=[["chat"]] * 2, block_hashes=others)
         await publisher.publish(chat, is_lost=True)
         async with routing(spec, readers={MODEL: TextReader()}) as router:
-            await until(lambda: router.fleet.index.num_blocks("a") == 5)
+            await eventually(lambda: router.fleet.index.num_blocks("a") == 5)
 
             async def expected(model: str, **fields: Any) -> int:
                 answer = await ask(router, model, PROMPT, **fields)
@@ -116,7 +116,7 @@ async def test_hits_are_predicted_per_adapter_and_salt(fake_a: FakeServer) -> No
             assert [await expected(model) for model in ("sql", "chat", MODEL)] == [48, 32, 0]
             assert await expected("sql", cache_salt="own") == 0
             await publisher.publish({"type": "BlockRemoved", "block_hashes": [name(2)], "medium": "GPU"})
-            await until(lambda: router.fleet.index.num_blocks("a") == 4)
+            await eventually(lambda: router.fleet.index.num_blocks("a") == 4)
     finally:
         await publisher.close()
         context.term()
@@ -146,7 +146,7 @@ async def test_a_pair_has_the_adapter_on_both_sides(fake_a: FakeServer, fake_b: 
     async with routing(*specs, config=RouterConfig(local_prefill=False)) as router:
         assert (await ask(router, "sql")).status_code == 503  # the decode engine lacks it
         fake_b.adapters = ["sql"]
-        await until(lambda: router.engine("d").adapters == ["sql"])
+        await eventually(lambda: router.engine("d").adapters == ["sql"])
         assert (await ask(router, "sql")).status_code == 200
         assert [fake_a.requests[-1]["model"], fake_b.requests[-1]["model"]] == ["sql", "sql"]
 
@@ -158,5 +158,5 @@ async def test_edge_processes_know_the_adapters(fake_a: FakeServer, tmp_path: Pa
         assert await listed(edge) == {MODEL: None, "sql": MODEL}
         assert (await ask(edge, "sql")).status_code == 200
         fake_a.adapters = ["chat"]
-        await until(lambda: dict(edge.remote.adapters) == {"chat": MODEL})
+        await eventually(lambda: dict(edge.remote.adapters) == {"chat": MODEL})
         assert [(await ask(edge, model)).status_code for model in ("sql", "chat")] == [404, 200]

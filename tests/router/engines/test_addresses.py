@@ -15,8 +15,9 @@ from tandem.router.engines.addresses import AddressRefused, check_addresses, is_
 from tandem.router.engines.config import spec_from
 from tandem.router.engines.fleet.probe_client import ProbeClient
 from tandem.router.engines.relay.upstream import Unreachable, Upstream
-from tests.support.engines_harness import routing, spec_of, until
+from tests.support.engines_harness import routing, spec_of
 from tests.support.fake_openai import FakeServer
+from tests.support.waiting import eventually
 
 TOKEN = {"authorization": "Bearer secret"}
 
@@ -117,7 +118,7 @@ async def test_a_name_that_resolves_to_this_machine_later_is_not_connected_to(
 async def test_a_redirect_is_not_followed(fake_a: FakeServer) -> None:
     fake_a.health = 302
     async with routing(spec_of(fake_a, "a"), wait=False) as router:
-        await until(lambda: router.engine("a").reason == "its health check answered 302")
+        await eventually(lambda: router.engine("a").reason == "its health check answered 302")
 
 
 async def test_probes_are_bounded_in_size_and_time(fake_a: FakeServer) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, spec_of, until
+from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, spec_of
 from tests.support.fake_openai import FakeServer, fake_openai
+from tests.support.waiting import eventually
 
 TOKEN = {"authorization": "Bearer secret"}
 
@@ -38,7 +39,7 @@ async def test_an_engine_that_refuses_our_key_is_reported_with_the_remedy(fake_a
     fake_a.health = 401
     async with routing(admin_token="secret") as router:
         await post(router, name="a", url=fake_a.url, kind="vllm")
-        await until(lambda: "key" in router.engine("a").reason)
+        await eventually(lambda: "key" in router.engine("a").reason)
         ready = await router.client.get("/ready")
         assert "refused our key (401); give api_key_env or headers" in ready.json()["error"]["message"]
 
@@ -57,7 +58,7 @@ async def test_engines_come_and_go_at_run_time(fake_a: FakeServer) -> None:
         assert (await router.client.post(COMPLETIONS, json=completion())).status_code == 200
         fake_a.pause.clear()
         running = asyncio.create_task(router.client.post(COMPLETIONS, json=completion(stream=True)))
-        await until(lambda: any(request.has_answer for request in router.engine("a").running))
+        await eventually(lambda: any(request.has_answer for request in router.engine("a").running))
         removed = await router.client.delete("/v1/engines/a", headers=TOKEN)
         assert (removed.status_code, removed.json()["state"]) == (202, "draining")
         refused = await router.client.post(COMPLETIONS, json=completion())
@@ -65,7 +66,7 @@ async def test_engines_come_and_go_at_run_time(fake_a: FakeServer) -> None:
         assert "a (draining" in refused.json()["error"]["message"]
         fake_a.resume()
         assert (await running).text.endswith("data: [DONE]\n\n")
-        await until(lambda: router.fleet.get("a") is None)
+        await eventually(lambda: router.fleet.get("a") is None)
         assert (await router.client.get("/v1/engines", headers=TOKEN)).json()["data"] == []
         nobody = await router.client.post(COMPLETIONS, json=completion())
         assert (nobody.status_code, nobody.json()["error"]["message"]) == (503, "there is no engine")
@@ -111,7 +112,7 @@ async def test_an_engine_that_died_comes_back_with_an_empty_cache() -> None:
             await router.client.post(COMPLETIONS, json=completion("x" * 400))
             assert len(router.fleet.index) > 0
             await asyncio.to_thread(fake.stop)
-            await until(lambda: router.engine("a").state.value == "dead")
+            await eventually(lambda: router.engine("a").state.value == "dead")
             assert len(router.fleet.index) == 0
             refused = await router.client.post(COMPLETIONS, json=completion(model="fake-model"))
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_worker")

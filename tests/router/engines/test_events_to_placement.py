@@ -14,9 +14,10 @@ from tandem.protocol.digest import EVERYONE
 from tandem.router.engines.relay.prompt_forms import chat_form
 from tandem.router.engines.relay.prompts import TextReader, TokenReader
 from tandem.router.text.tokenizer import Tokenizer
-from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of, until
+from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of
 from tests.support.fake_openai import FakeServer
 from tests.support.kv_event_publisher import IDS, Publisher, removed, stored
+from tests.support.waiting import eventually
 
 PROMPT = [*IDS, 1, 2, 3]
 
@@ -42,17 +43,17 @@ async def test_the_index_follows_the_engine(fake_a: FakeServer) -> None:
         await publisher.publish(stored(0, 3), is_lost=True)  # before the router came
         async with routing(spec, readers={"fake-model": TextReader()}) as router:
             index = router.fleet.index
-            await until(lambda: index.num_blocks("a") == 3)
+            await eventually(lambda: index.num_blocks("a") == 3)
             assert await expected_tokens(router) == 48
             assert await expected_tokens(router, cache_salt="another tenant") == 0
             await publisher.publish(removed(2))
-            await until(lambda: index.num_blocks("a") == 2)
+            await eventually(lambda: index.num_blocks("a") == 2)
             for _ in range(3):  # more than it keeps for a replay, so the removal of block 1 is never told
                 await publisher.publish(removed(1), is_lost=True)
             await publisher.publish({"type": "AllBlocksCleared"}, is_lost=True)
             await publisher.publish(stored(0, 1))
-            await until(lambda: router.engine("a").cache.num_event_gaps == 1)
-            await until(lambda: index.num_blocks("a") == 1)
+            await eventually(lambda: router.engine("a").cache.num_event_gaps == 1)
+            await eventually(lambda: index.num_blocks("a") == 1)
     finally:
         await publisher.close()
         context.term()
@@ -72,10 +73,10 @@ async def test_after_a_malformed_batch_nothing_is_known_and_the_next_one_counts(
             index = router.fleet.index
             await publish_until(publisher, lambda: index.num_blocks("a") == 3, stored(0, 3))
             await publisher.publish(removed(2), stored(0, 1) | wrong)
-            await until(lambda: index.num_blocks("a") == 0)
+            await eventually(lambda: index.num_blocks("a") == 0)
             assert "its KV events are malformed" in router.engine("a").reason
             await publisher.publish(stored(0, 2))
-            await until(lambda: index.num_blocks("a") == 2)
+            await eventually(lambda: index.num_blocks("a") == 2)
     finally:
         await publisher.close()
         context.term()
@@ -121,7 +122,7 @@ async def test_prompts_with_images_and_prompts_of_text_find_no_blocks_of_each_ot
             # Blocks of a prompt with an image, whose ids a prompt of text may have too: none is known beyond the text.
             images = [None, [["hash", 2]], None, None]
             await publisher.publish(stored(0, 4, extra_keys=images))
-            await until(lambda: router.fleet.index.num_blocks("a") == num_blocks + 1)
+            await eventually(lambda: router.fleet.index.num_blocks("a") == num_blocks + 1)
             assert await expected_tokens(router) == 16  # of text before the image
             for _ in range(2):  # the second time the first request is on its way to be cached
                 response = await router.client.post(CHAT, json=image_chat("a"))

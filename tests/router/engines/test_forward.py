@@ -19,9 +19,10 @@ from tandem.router.engines.config import spec_from
 from tandem.router.engines.fleet.breaker import BreakerState
 from tandem.router.engines.relay import upstream as upstream_module
 from tandem.router.engines.relay.attempt import Attempt
-from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, dead_url, routing, spec_of, until
+from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, dead_url, routing, spec_of
 from tests.support.fake_backend import RawClient, events
 from tests.support.fake_openai import FakeServer
+from tests.support.waiting import eventually
 
 MESSAGES = [{"role": "user", "content": "a b c"}]
 
@@ -209,7 +210,7 @@ async def test_an_engine_where_nothing_listens_is_not_waited_for(fake_a: FakeSer
     async with routing(dead, spec_of(fake_a, "a", model="fake-model"), wait=False) as router:
         await router.all_ready("a")
         assert await answered_by(router) == "a"
-        await until(lambda: "connection" in router.engine("dead").reason)
+        await eventually(lambda: "connection" in router.engine("dead").reason)
         listed = {e["name"]: e["state"] for e in (await router.client.get("/v1/pools")).json()["engines"]}
         assert listed == {"dead": "starting", "a": "ready"}
 
@@ -228,9 +229,9 @@ async def test_a_hanging_engine_loses_requests_without_a_first_byte(fake_a: Fake
     config = RouterConfig(worker_timeout_s=1000.0)  # for running streams: what has no byte yet need not wait so long
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b"), config=config, probe_timeout_s=0.5) as router:
         fake_b.health_pause.clear()  # b is out of the way, so the request goes to a
-        await until(lambda: router.engine("b").state is WorkerState.DEAD)
+        await eventually(lambda: router.engine("b").state is WorkerState.DEAD)
         request = asyncio.create_task(answered_by(router, stream=True))
-        await until(lambda: bool(fake_a.requests))
+        await eventually(lambda: bool(fake_a.requests))
         fake_b.resume()
         await router.all_ready("b")
         assert not request.done()
@@ -243,7 +244,7 @@ async def test_slow_headers_are_waited_for_while_the_engine_passes_its_probes(fa
     fake_a.headers_pause.clear()
     async with routing(spec_of(fake_a, "a")) as router:
         request = asyncio.create_task(answered_by(router, stream=True))
-        await until(lambda: bool(fake_a.requests))
+        await eventually(lambda: bool(fake_a.requests))
         probes = router.engine("a").num_requests
         fake_a.resume()
         assert await request == "a"
@@ -268,7 +269,7 @@ async def test_an_engine_that_sends_only_comments_is_silent(fake_a: FakeServer, 
         told = response.json() if num_events == 0 else events(response)[-1]
         assert response.status_code == (200 if num_events else 502)
         assert "request_timeout_s=0.2" in told["error"]["message"]
-        await until(lambda: fake_a.num_running == 0)
+        await eventually(lambda: fake_a.num_running == 0)
 
 
 # -- refusals --------------------------------------------------------------------------------------------
@@ -377,7 +378,7 @@ async def test_a_running_stream_of_a_hanging_engine_ends_in_an_error(fake_a: Fak
     config = RouterConfig(worker_timeout_s=0.2)
     async with routing(spec_of(fake_a, "a"), config=config, probe_timeout_s=0.5) as router:
         request = asyncio.create_task(router.client.post(COMPLETIONS, json=completion(stream=True)))
-        await until(lambda: any(request.has_answer for request in router.engine("a").running))
+        await eventually(lambda: any(request.has_answer for request in router.engine("a").running))
         fake_a.health_pause.clear()
         last = events(await request)[-1]
         assert "engine a: it stopped answering" in last["error"]["message"]
@@ -392,14 +393,14 @@ async def test_a_client_that_disconnects_ends_the_request_at_the_engine(fake_a: 
         client = RawClient(router.app, COMPLETIONS, completion(stream=True))
         if when == "within":
             await asyncio.wait_for(client.got_body.wait(), 5)
-        await until(lambda: bool(fake_a.requests))
+        await eventually(lambda: bool(fake_a.requests))
         client.leave()
         await asyncio.wait_for(client.task, 5)
         assert not router.engine("a").running
         assert router.engine("a").num_failures == 0
         fake_a.resume()
         if when == "within":
-            await until(lambda: fake_a.num_hung_up == 1)
+            await eventually(lambda: fake_a.num_hung_up == 1)
 
 
 class SlowClient(RawClient):
@@ -430,7 +431,7 @@ async def test_a_slow_client_gets_all_of_a_stream_in_order(fake_a: FakeServer, n
         client = SlowClient(router, body, num_parts=num_parts)
         await asyncio.wait_for(client.got_body.wait(), 5)
         fake_a.resume()
-        await until(lambda: client.is_full and fake_a.num_running == 0)  # the engine has sent it all
+        await eventually(lambda: client.is_full and fake_a.num_running == 0)  # the engine has sent it all
         assert len(client.sent) == num_parts + 1
         client.may_go_on.set()
         await asyncio.wait_for(client.task, 5)
@@ -449,12 +450,12 @@ async def test_a_slow_client_that_disconnects_ends_the_request_at_the_engine(
         await asyncio.wait_for(client.got_body.wait(), 5)
         if num_parts > 1:
             fake_a.resume()
-        await until(lambda: client.is_full)
+        await eventually(lambda: client.is_full)
         client.leave()
         await asyncio.wait_for(client.task, 5)
         assert not router.engine("a").running
         fake_a.resume()
-        await until(lambda: fake_a.num_running == 0)
+        await eventually(lambda: fake_a.num_running == 0)
         assert await num_left(router) == 1
 
 
@@ -500,7 +501,7 @@ async def test_load_of_other_clients_on_an_engine_counts(fake_a: FakeServer, fak
     fake_a.metrics = "vllm:num_requests_running 30\nvllm:num_requests_waiting 20\nvllm:kv_cache_usage_perc 0.5\n"
     fake_b.metrics = "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
-        await until(lambda: len(router.engine("a").foreign) == 50)
+        await eventually(lambda: len(router.engine("a").foreign) == 50)
         worker = router.fleet.registry.get("a")
         assert worker is not None
         assert worker.num_booked_seqs == 50
@@ -508,7 +509,7 @@ async def test_load_of_other_clients_on_an_engine_counts(fake_a: FakeServer, fak
         assert worker.load.num_waiting == 20
         assert [await answered_by(router) for _ in range(5)] == ["b"] * 5
         fake_a.metrics = fake_b.metrics
-        await until(lambda: not router.engine("a").foreign)
+        await eventually(lambda: not router.engine("a").foreign)
         assert worker.num_booked_seqs == 0
 
 
@@ -519,9 +520,9 @@ async def test_our_own_load_on_an_engine_is_not_counted_twice(fake_a: FakeServer
         worker = router.fleet.registry.get("a")
         assert worker is not None
         request = asyncio.create_task(answered_by(router))
-        await until(lambda: bool(fake_a.requests))
+        await eventually(lambda: bool(fake_a.requests))
         fake_a.metrics = "vllm:num_requests_running 1\n"
-        await until(lambda: worker.load.num_running == 1)
+        await eventually(lambda: worker.load.num_running == 1)
         assert (worker.num_booked_seqs, len(router.engine("a").foreign)) == (1, 0)
         fake_a.metrics = "vllm:num_requests_running 0\n"
         fake_a.resume()
@@ -544,7 +545,7 @@ async def test_simulated_blocks_expire(fake_a: FakeServer) -> None:
     async with routing(spec_of(fake_a, "a", cache_ttl_s=0.1)) as router:
         await answered_by(router, prompt="x" * 400)
         assert router.fleet.index.num_blocks("a") > 0
-        await until(lambda: router.fleet.index.num_blocks("a") == 0)
+        await eventually(lambda: router.fleet.index.num_blocks("a") == 0)
 
 
 def pair(fake_a: FakeServer, fake_b: FakeServer) -> list[Any]:
@@ -582,9 +583,9 @@ async def test_a_prefill_engine_that_hangs_is_blamed_although_its_decode_engine_
     async with routing(*pair(fake_a, fake_b), config=config, probe_timeout_s=0.5) as router:
         fake_b.headers_pause.clear()
         request = asyncio.create_task(router.client.post(COMPLETIONS, json=completion()))
-        await until(lambda: bool(fake_b.requests))
+        await eventually(lambda: bool(fake_b.requests))
         fake_a.health_pause.clear()
-        await until(lambda: len(fake_b.requests) == 2)  # the decode engine is asked again, without the other one
+        await eventually(lambda: len(fake_b.requests) == 2)  # the decode engine is asked again, without the other one
         fake_a.resume()
         fake_b.resume()
         assert (await request).status_code == 200
@@ -597,7 +598,7 @@ async def test_a_stream_that_has_begun_survives_the_end_of_its_prefill_engine(
     async with routing(*pair(fake_a, fake_b), config=RouterConfig(local_prefill=False)) as router:
         fake_b.pause.clear()  # after the first event
         answering = asyncio.create_task(router.client.post(COMPLETIONS, json=completion(stream=True, max_tokens=3)))
-        await until(lambda: fake_b.num_running == 1 and not router.engine("p").running)
+        await eventually(lambda: fake_b.num_running == 1 and not router.engine("p").running)
         assert router.engine("d").running
         await router.fleet.lose("p", "it died")
         fake_b.resume()
@@ -658,8 +659,8 @@ async def test_the_prompt_of_a_plain_answer_waits_no_longer_than_predicted(fake_
         worker = router.fleet.registry.get("a")
         assert worker is not None
         request = asyncio.create_task(answered_by(router, prompt="x" * 4000))
-        await until(lambda: worker.queued_prompt_tokens > 0)
-        await until(lambda: worker.queued_prompt_tokens == 0)
+        await eventually(lambda: worker.queued_prompt_tokens > 0)
+        await eventually(lambda: worker.queued_prompt_tokens == 0)
         assert (worker.num_booked_seqs, request.done()) == (1, False)
         fake_a.resume()
         assert await request == "a"

@@ -10,10 +10,11 @@ import pytest
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.keys.limiter import LocalLimiter
 from tandem.scheduling.admission.key_limits import KeyLimits
-from tests.support.engines_harness import CHAT, COMPLETIONS, completion, routing, routing_by_hub, spec_of, until
+from tests.support.engines_harness import CHAT, COMPLETIONS, completion, routing, routing_by_hub, spec_of
 from tests.support.fake_backend import events
 from tests.support.fake_openai import FakeServer
 from tests.support.keys import stored_key
+from tests.support.waiting import eventually
 
 KEY = {"authorization": "Bearer sk-a"}
 
@@ -37,7 +38,7 @@ async def test_a_request_is_charged_what_its_engine_reports(fake_a: FakeServer, 
         assert answer.status_code == 200, answer.text
         usage = [one for one in events(answer) if one != "[DONE]"][-1]["usage"] if is_stream else answer.json()["usage"]
         state = limiter.limiter._states["k-a"]
-        await until(lambda: not state.running)
+        await eventually(lambda: not state.running)
         assert usage["completion_tokens"] == 4
         assert state.tokens.level == 10_000 - usage["prompt_tokens"] - usage["completion_tokens"]
 

@@ -15,8 +15,8 @@ from zmq.asyncio import Context
 
 from tandem.protocol.digest import block_digests, root_digest
 from tandem.router.engines.fleet.kv_events import BlockTranslator, KvEventFeed, decode_batch
-from tests.support.engines_harness import until
 from tests.support.kv_event_publisher import IDS, Publisher, name, pack, removed, stored
+from tests.support.waiting import eventually
 
 NAMESPACE = b"n" * 16
 ROOT = root_digest(NAMESPACE)
@@ -179,7 +179,7 @@ async def connected(publisher: Publisher, heard: Heard) -> None:
         while not heard:
             await publisher.publish()
             await asyncio.sleep(0.01)
-    await until(lambda: len(heard) >= 1)
+    await eventually(lambda: len(heard) >= 1)
 
 
 def run(scenario: Any) -> None:
@@ -192,11 +192,11 @@ def test_the_feed_requests_earlier_and_lost_batches() -> None:
             await publisher.publish(stored(0, 1), is_lost=True)
             await connected(publisher, heard)
             await publisher.publish(stored(1, 1))
-            await until(lambda: heard.num_blocks == 2)
+            await eventually(lambda: heard.num_blocks == 2)
             lost_from = publisher.number
             await publisher.publish(stored(2, 1), is_lost=True)
             await publisher.publish(stored(3, 1))
-            await until(lambda: heard.num_blocks == 4)
+            await eventually(lambda: heard.num_blocks == 4)
             assert publisher.replayed[-1] == lost_from
             assert not any(is_lost for _, is_lost in heard)
             assert feed.num_gaps == 0
@@ -209,7 +209,7 @@ def test_older_versions_replay_without_a_topic() -> None:
         async with feeding(has_topic=False) as (publisher, _, heard):
             await publisher.publish(stored(0, 2), is_lost=True)
             await connected(publisher, heard)
-            await until(lambda: heard.num_blocks == 1)
+            await eventually(lambda: heard.num_blocks == 1)
 
     run(scenario())
 
@@ -222,10 +222,10 @@ def test_a_gap_that_no_replay_fills_is_reported(options: dict[str, Any]) -> None
             gaps = feed.num_gaps
             await publisher.publish(stored(0, 1), is_lost=True)
             await publisher.publish(stored(1, 1))
-            await until(lambda: heard[-1] == (["BlockStored"], True))
+            await eventually(lambda: heard[-1] == (["BlockStored"], True))
             assert feed.num_gaps == gaps + 1
             await publisher.publish(stored(2, 1))
-            await until(lambda: heard[-1] == (["BlockStored"], False))
+            await eventually(lambda: heard[-1] == (["BlockStored"], False))
 
     run(scenario())
 
@@ -235,10 +235,10 @@ def test_a_restarted_engine_has_an_empty_cache() -> None:
         async with feeding() as (publisher, _, heard):
             await connected(publisher, heard)
             await publisher.publish(stored(0, 1))
-            await until(lambda: heard.num_blocks == 1)
+            await eventually(lambda: heard.num_blocks == 1)
             publisher.number = 0
             await publisher.publish(stored(1, 1))
-            await until(lambda: heard.num_blocks == 2)
+            await eventually(lambda: heard.num_blocks == 2)
             assert heard[-2:] == [([], True), (["BlockStored"], False)]
 
     run(scenario())
@@ -248,11 +248,11 @@ def test_a_malformed_message_is_a_gap_and_the_feed_continues() -> None:
     async def scenario() -> None:
         async with feeding() as (publisher, _, heard):
             await connected(publisher, heard)
-            await until(lambda: len(heard) >= publisher.number)
+            await eventually(lambda: len(heard) >= publisher.number)
             await publisher.send_raw(publisher.number, b"\xc1")
             publisher.number += 1
-            await until(lambda: heard[-1] == ([], True))
+            await eventually(lambda: heard[-1] == ([], True))
             await publisher.publish(stored(0, 1))
-            await until(lambda: heard[-1] == (["BlockStored"], False))
+            await eventually(lambda: heard[-1] == (["BlockStored"], False))
 
     run(scenario())

@@ -18,9 +18,10 @@ from tandem.scheduling.admission.tenants import load_tenants
 from tandem.scheduling.workers.load import RequestLoad
 from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import add_ready, make_card
-from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of, until
+from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of
 from tests.support.fake_backend import RawClient
 from tests.support.fake_openai import FakeServer
+from tests.support.waiting import eventually
 
 EXPLAIN = "/v1/route/explain"
 
@@ -54,7 +55,7 @@ async def one_runs(router: Router, fake: FakeServer) -> asyncio.Task[httpx.Respo
     """Start a prompt that keeps the engine busy; later requests wait in the router."""
     fake.headers_pause.clear()
     running = start(router, "running")
-    await until(lambda: len(fake.requests) == 1)
+    await eventually(lambda: len(fake.requests) == 1)
     return running
 
 
@@ -70,7 +71,7 @@ async def test_urgent_requests_and_other_tenants_overtake_in_the_routers_queue(f
             ]
         ):
             tasks.append(start(router, name, **options))
-            await until(lambda number=number: num_waiting(router) == number + 1)  # type: ignore[misc]
+            await eventually(lambda number=number: num_waiting(router) == number + 1)  # type: ignore[misc]
         assert order(fake_a) == ["running"]
         pools = (await router.client.get("/v1/pools")).json()
         assert pools["admission"]["fake-model"]["num_waiting"] == 4
@@ -88,7 +89,7 @@ async def test_a_first_token_that_would_come_too_late_is_refused_at_once(fake_a:
         assert (late.status_code, late.json()["error"]["code"]) == (429, "ttft_slo_unmet")
         assert float(late.headers["retry-after-ms"]) > 1
         patient = start(router, "patient", **{"x-tandem-ttft-slo-ms": "600000"})
-        await until(lambda: num_waiting(router) == 1)
+        await eventually(lambda: num_waiting(router) == 1)
         fake_a.resume()
         assert [(await task).status_code for task in (running, patient)] == [200, 200]
 
@@ -129,7 +130,7 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing_behind(fake_a: Fake
     async with routing(small(fake_a, "a")) as router:
         running = await one_runs(router, fake_a)
         gone = RawClient(router.app, COMPLETIONS, completion(prompt_of("gone"), stream=True))
-        await until(lambda: num_waiting(router) == 1)
+        await eventually(lambda: num_waiting(router) == 1)
         gone.leave()
         await gone.task
         assert num_waiting(router) == 0
@@ -144,7 +145,7 @@ async def test_requests_that_wait_for_a_dying_engine_go_elsewhere_or_are_refused
     async with routing(small(fake_a, "a")) as router:
         running = await one_runs(router, fake_a)
         waiting = start(router, "waiting")
-        await until(lambda: num_waiting(router) == 1)
+        await eventually(lambda: num_waiting(router) == 1)
         fake_a.health = 500
         assert (await waiting).status_code == 503
         assert (await running).status_code == 502
@@ -156,7 +157,7 @@ async def test_a_failed_attempt_goes_elsewhere_without_waiting_again(fake_a: Fak
     async with routing(small(fake_a, "a"), small(fake_b, "b")) as router:
         fake_b.headers_pause.clear()
         tasks = [start(router, str(number), **{"x-tandem-explain": "1"}) for number in range(2)]
-        await until(lambda: len(fake_b.requests) == 2)  # both are there, though one is enough to do
+        await eventually(lambda: len(fake_b.requests) == 2)  # both are there, though one is enough to do
         fake_b.resume()
         for task in tasks:
             answer = await task
@@ -200,7 +201,7 @@ async def test_the_queue_of_one_model_does_not_hold_up_another(fake_a: FakeServe
     async with routing(small(fake_a, "a"), small(fake_b, "b")) as router:
         fake_a.headers_pause.clear()
         tasks = [start(router, str(number), model="fake-model") for number in range(3)]
-        await until(lambda: num_waiting(router) == 2)
+        await eventually(lambda: num_waiting(router) == 2)
         assert (await start(router, "free", model="other-model")).headers["x-tandem-engine"] == "b"
         fake_a.resume()
         assert [(await task).status_code for task in tasks] == [200] * 3
@@ -262,6 +263,6 @@ async def test_max_worker_queue_s_lets_engines_queue_for_themselves(fake_a: Fake
     async with routing(small(fake_a, "a"), config=RouterConfig(max_worker_queue_s=1e9)) as router:
         fake_a.headers_pause.clear()
         tasks = [start(router, str(number)) for number in range(5)]
-        await until(lambda: len(fake_a.requests) == 5)
+        await eventually(lambda: len(fake_a.requests) == 5)
         fake_a.resume()
         assert [(await task).status_code for task in tasks] == [200] * 5

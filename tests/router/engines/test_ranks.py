@@ -16,9 +16,10 @@ from tandem.protocol.config import RouterConfig
 from tandem.router.engines.config import EngineSpec, ranks_of
 from tandem.router.engines.fleet.server_metrics import ServerMetrics
 from tandem.router.engines.relay.prompts import TextReader
-from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, routing_by_hub, spec_of, until
+from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, routing_by_hub, spec_of
 from tests.support.fake_openai import FakeServer
 from tests.support.kv_event_publisher import IDS, Publisher, stored
+from tests.support.waiting import eventually
 
 TOKEN = {"authorization": "Bearer secret"}
 RANK = "x-data-parallel-rank"
@@ -39,7 +40,7 @@ async def test_a_request_names_its_rank_and_prompts_return_to_it(fake_a: FakeSer
         prompts = ["x" * 400, "y" * 400]
         fake_a.pause.clear()
         running = [asyncio.create_task(ask(router, prompt, stream=True)) for prompt in prompts]
-        await until(lambda: all(engine.running for engine in router.fleet.engines))  # the load is spread over ranks
+        await eventually(lambda: all(engine.running for engine in router.fleet.engines))  # load is spread over ranks
         fake_a.resume()
         first = [(await task).headers["x-tandem-engine"] for task in running]
         assert sorted(first) == ["a.dp0", "a.dp1"]
@@ -61,7 +62,7 @@ async def test_load_is_that_of_the_rank(fake_a: FakeServer) -> None:
         'vllm:cache_config_info{block_size="32",engine="1",num_gpu_blocks="80"} 1\n'
     )
     async with routing(*ranks(fake_a, "a")) as router:
-        await until(lambda: len(router.engine("a.dp0").foreign) == 3)
+        await eventually(lambda: len(router.engine("a.dp0").foreign) == 3)
         assert len(router.engine("a.dp1").foreign) == 0
         assert [router.engine(name).card.num_blocks for name in ("a.dp0", "a.dp1")] == [70, 80]
         assert (await ask(router)).headers["x-tandem-engine"] == "a.dp1"
@@ -71,17 +72,17 @@ async def test_metrics_are_read_once_for_all_ranks(fake_a: FakeServer) -> None:
     now = [0.0]
     fake_a.metrics = "".join(f'vllm:num_requests_running{{engine="{rank}"}} {rank}\n' for rank in range(8))
     async with routing(*ranks(fake_a, "a", 8), clock=lambda: now[0]) as router:
-        await until(lambda: [len(engine.foreign) for engine in router.fleet.engines] == list(range(8)))
+        await eventually(lambda: [len(engine.foreign) for engine in router.fleet.engines] == list(range(8)))
         num_health = fake_a.num_probes["/health"]
-        await until(lambda: fake_a.num_probes["/health"] >= num_health + 40)
+        await eventually(lambda: fake_a.num_probes["/health"] >= num_health + 40)
         assert fake_a.num_probes["/metrics"] == 1  # no time has passed
         fake_a.metrics = 'vllm:num_requests_running{engine="3"} 5\n'
         now[0] += 1.0
-        await until(lambda: len(router.engine("a.dp3").foreign) == 5)
+        await eventually(lambda: len(router.engine("a.dp3").foreign) == 5)
         await router.fleet.remove("a.dp0")  # whichever rank has read for the others
         fake_a.metrics = 'vllm:num_requests_running{engine="3"} 6\n'
         now[0] += 1.0
-        await until(lambda: len(router.engine("a.dp3").foreign) == 6)
+        await eventually(lambda: len(router.engine("a.dp3").foreign) == 6)
         assert fake_a.num_probes["/metrics"] == 3
 
 
@@ -97,7 +98,7 @@ async def test_each_ranks_events_are_its_own(fake_a: FakeServer) -> None:
     try:
         await publishers[1].publish(stored(0, 3), is_lost=True)
         async with routing(*specs, readers={"fake-model": TextReader()}) as router:
-            await until(lambda: router.fleet.index.num_blocks("a.dp1") == 3)
+            await eventually(lambda: router.fleet.index.num_blocks("a.dp1") == 3)
             assert router.fleet.index.num_blocks("a.dp0") == 0
             response = await ask(router, [*IDS, 1, 2, 3])
             assert response.headers["x-tandem-engine"] == "a.dp1"
@@ -134,10 +135,10 @@ async def test_a_server_is_added_and_removed_with_all_its_ranks(fake_a: FakeServ
         assert "engine name='a.dp0' is there twice" in again.json()["error"]["message"]
         one = await router.client.delete("/v1/engines/a.dp1", headers=TOKEN)
         assert (one.status_code, one.json()["state"]) == (202, "draining")
-        await until(lambda: router.fleet.get("a.dp1") is None)
+        await eventually(lambda: router.fleet.get("a.dp1") is None)
         removed = await router.client.delete("/v1/engines/a", headers=TOKEN)
         assert [rank["state"] for rank in removed.json()["ranks"]] == ["draining"]
-        await until(lambda: not router.fleet.engines)
+        await eventually(lambda: not router.fleet.engines)
 
 
 async def test_an_edge_process_names_the_rank(fake_a: FakeServer, tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ async def test_ranks_that_wait_for_a_reading_share_its_failure() -> None:
     ]
     metrics.engines += engines
     reading = [asyncio.create_task(metrics.read(engine, 5.0)) for engine in engines]
-    await until(lambda: num_reads == 1)
+    await eventually(lambda: num_reads == 1)
     is_late.set()
     assert [type(found) for found in await asyncio.gather(*reading, return_exceptions=True)] == [httpx.ReadTimeout] * 2
     assert num_reads == 1

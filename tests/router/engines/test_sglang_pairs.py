@@ -13,9 +13,10 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import ConfigError
 from tandem.router.engines.config import EngineSpec, check_fleet, ranks_of, spec_from
 from tandem.router.engines.fleet.engine_status import CacheSize, parse_cache_size, parse_progress
-from tests.support.engines_harness import COMPLETIONS, Router, completion, dead_url, routing, until
+from tests.support.engines_harness import COMPLETIONS, Router, completion, dead_url, routing
 from tests.support.fake_backend import RawClient, events
 from tests.support.fake_openai import FakeServer
+from tests.support.waiting import eventually
 
 BOOTSTRAP_PORT = 8998
 
@@ -45,7 +46,7 @@ async def test_both_engines_get_the_same_request(fake_a: FakeServer, fake_b: Fak
     async with routing(*pair(fake_a, fake_b)) as router:
         response = await router.client.post(COMPLETIONS, json=body)
         assert response.headers["x-tandem-engine"] == "d"
-        await until(lambda: bool(fake_a.requests))
+        await eventually(lambda: bool(fake_a.requests))
         [prefill], [decode] = fake_a.requests, fake_b.requests
         meeting = {name: decode.pop(name) for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")}
         assert decode == body
@@ -70,7 +71,7 @@ async def test_a_prefill_engine_that_fails_ends_the_decode_engines_half(fake_a: 
     fake_b.headers_pause.clear()  # it waits for KV that never comes
     async with routing(*pair(fake_a, fake_b)) as router:
         assert await error_of(router) == (502, "engine p: answered 500: out of pages")
-        await until(lambda: fake_b.num_left == 1)
+        await eventually(lambda: fake_b.num_left == 1)
         assert (router.engine("p").num_failures, router.engine("d").num_failures) == (1, 0)
 
 
@@ -79,7 +80,7 @@ async def test_a_decode_engine_that_fails_ends_the_prefill_engines_half(fake_a: 
     fake_b.status, fake_b.error = 500, {"message": "no slots"}
     async with routing(*pair(fake_a, fake_b)) as router:
         assert await error_of(router, stream=True) == (502, "engine d: answered 500: no slots")
-        await until(lambda: fake_a.num_left == len(fake_a.requests))
+        await eventually(lambda: fake_a.num_left == len(fake_a.requests))
         assert (router.engine("p").num_failures, router.engine("d").num_failures) == (0, 1)
 
 
@@ -98,7 +99,7 @@ async def test_a_prefill_engine_that_is_silent_is_named(fake_a: FakeServer, fake
     async with routing(*pair(fake_a, fake_b), config=config) as router:
         status, message = await error_of(router)
         assert (status, message) == (502, "engine p: did not end the prompt within request_timeout_s=0.3")
-        await until(lambda: (fake_a.num_left, fake_b.num_left) == (1, 1))
+        await eventually(lambda: (fake_a.num_left, fake_b.num_left) == (1, 1))
 
 
 async def test_a_client_that_leaves_ends_both_halves(fake_a: FakeServer, fake_b: FakeServer) -> None:
@@ -106,9 +107,9 @@ async def test_a_client_that_leaves_ends_both_halves(fake_a: FakeServer, fake_b:
     fake_b.headers_pause.clear()
     async with routing(*pair(fake_a, fake_b)) as router:
         client = RawClient(router.app, COMPLETIONS, completion())
-        await until(lambda: len(fake_a.requests) == len(fake_b.requests) == 1)
+        await eventually(lambda: len(fake_a.requests) == len(fake_b.requests) == 1)
         client.leave()
-        await until(lambda: (fake_a.num_left, fake_b.num_left) == (1, 1))
+        await eventually(lambda: (fake_a.num_left, fake_b.num_left) == (1, 1))
         await asyncio.wait_for(client.task, 10)
 
 
@@ -170,7 +171,7 @@ async def test_ranks_of_a_prefill_server_are_named_to_the_decode_server(fake_a: 
     prefill = ranks_of(half(fake_a, "p", "prefill", data_parallel_size=2))
     async with routing(*prefill, half(fake_b, "d", "decode")) as router:
         await router.client.post(COMPLETIONS, json=completion())
-        await until(lambda: bool(fake_a.requests))
+        await eventually(lambda: bool(fake_a.requests))
         rank = fake_a.request_headers[0]["x-data-parallel-rank"]
         assert fake_b.requests[0]["disagg_prefill_dp_rank"] == int(rank)
         assert "disagg_prefill_dp_rank" not in fake_a.requests[0]

@@ -13,8 +13,9 @@ from fastapi.responses import JSONResponse, Response
 from tandem.protocol.config import RouterConfig
 from tandem.router.engines.fleet import stored_answers
 from tandem.router.engines.fleet.stored_answers import StoredAnswers
-from tests.support.engines_harness import Router, routing, routing_by_hub, spec_of, until
+from tests.support.engines_harness import Router, routing, routing_by_hub, spec_of
 from tests.support.fake_openai import FakeServer
+from tests.support.waiting import eventually
 
 PATH = "/v1/responses"
 NUMBERS = itertools.count()
@@ -129,7 +130,7 @@ async def test_an_engine_that_is_gone_is_named_with_the_remedy(fake_a: FakeServe
         respond(fake_b, "b")
         await router.all_ready("b")
         fake_a.stop()
-        await until(lambda: router.engine("a").state.value == "dead")
+        await eventually(lambda: router.engine("a").state.value == "dead")
         refused = await create(router, previous_response_id=answer_id)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_worker")
         assert "engine a, which keeps the response before this one: dead:" in refused.json()["error"]["message"]

@@ -13,9 +13,10 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import cache_scope
 from tandem.router.engines.relay.prompts import TextReader
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
-from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, routing_by_hub, spec_of, until
+from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, routing_by_hub, spec_of
 from tests.support.fake_openai import FakeServer
 from tests.support.kv_event_publisher import IDS, Publisher, stored
+from tests.support.waiting import eventually
 
 KEYS = {"sk-a": "a", "sk-b": "b", "sk-c": "c", "sk-d": "d", "sk-ops": "*"}
 TENANTS = Tenants(named={name: TenantPolicy(shared_cache=name in "cd") for name in "abcd"})
@@ -122,7 +123,7 @@ async def test_events_of_a_tenants_blocks_count_for_this_tenant_only(fake_a: Fak
         salted = stored(0, 4, extra_keys=[[cache_scope("", "a")], None, None, None])
         await publisher.publish(salted, is_lost=True)
         async with routing(spec, readers={"fake-model": TextReader()}, **KEYED) as router:
-            await until(lambda: router.fleet.index.num_blocks("x") == 4)
+            await eventually(lambda: router.fleet.index.num_blocks("x") == 4)
             assert [await expected_tokens(router, key) for key in ("sk-b", "sk-c", "sk-a")] == [0, 0, 64]
     finally:
         await publisher.close()

@@ -17,8 +17,9 @@ from tandem.router.engines.relay.upstream import Upstream
 from tandem.router.engines.tls import check_engine_tls, engine_tls, tls_reason
 from tandem.runtime import followed_tls
 from tests.support.certificates import DAY, Authority
-from tests.support.engines_harness import COMPLETIONS, completion, routing, routing_by_hub, spec_of, until
+from tests.support.engines_harness import COMPLETIONS, completion, routing, routing_by_hub, spec_of
 from tests.support.fake_openai import FakeServer, fake_openai
+from tests.support.waiting import eventually
 
 EXPIRY = "tandem_engine_client_certificate_expiry_timestamp_seconds"
 
@@ -130,7 +131,7 @@ async def test_an_engine_that_cannot_be_checked_gets_nothing_until_its_ca_is_kno
             assert (await router.client.post(COMPLETIONS, json=completion())).status_code == 200
             num_requests = len(fake.requests)
             ca.write_bytes(certificates.clients.ca_file.read_bytes())  # renewed, and wrong
-            await until(lambda: router.engine("e").state is not WorkerState.READY, timeout_s=20)
+            await eventually(lambda: router.engine("e").state is not WorkerState.READY, timeout_s=20)
             assert "certificate verify failed" in router.engine("e").reason
             assert (await router.client.post(COMPLETIONS, json=completion())).status_code in (502, 503)
             assert len(fake.requests) == num_requests

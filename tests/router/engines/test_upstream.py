@@ -11,7 +11,8 @@ import pytest
 
 from tandem.router.engines.relay import upstream as upstream_module
 from tandem.router.engines.relay.upstream import AnswerTooLarge, Unreachable, Upstream
-from tests.support.engines_harness import dead_url, until
+from tests.support.engines_harness import dead_url
+from tests.support.waiting import eventually
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -67,7 +68,7 @@ async def connected(path: str = "") -> AsyncIterator[tuple[Upstream, Peer]]:
         upstream.close()
         await asyncio.sleep(0)  # the connections close in the next turn of the event loop
         server.close()
-        await until(lambda: peer.num_hung_up == peer.num_connections)
+        await eventually(lambda: peer.num_hung_up == peer.num_connections)
 
 
 async def test_a_request_is_written_whole_and_connections_are_kept() -> None:
@@ -131,10 +132,10 @@ async def test_parts_that_arrive_before_the_reading_task_runs_are_pushed(is_last
         (connection,) = upstream._open
         got: list[bytes] = []
         reading = asyncio.create_task(reply.read_into(lambda parts: got.extend(parts) or True))  # type: ignore[func-returns-value]
-        await until(lambda: got == [b"a"])
+        await eventually(lambda: got == [b"a"])
         connection.data_received(b"4\r\n")  # the event loop may read twice before any task runs
         connection.data_received(b"DONE\r\n" + b"0\r\n\r\n" * is_last)
-        await until(lambda: b"".join(got) == b"aDONE")
+        await eventually(lambda: b"".join(got) == b"aDONE")
         if is_last:
             assert await reading
         else:
@@ -147,7 +148,7 @@ async def test_a_connection_whose_answer_nobody_read_serves_the_next_request() -
     async with connected() as (upstream, peer):
         peer.handle = answer(plain(b"x" * 300_000))
         reply = await upstream.post("/x", b"{}", "id")
-        await until(lambda: reply.is_complete)
+        await eventually(lambda: reply.is_complete)
         reply.close()
         peer.handle = answer(plain(b"next"))
         async with asyncio.timeout(10):
@@ -237,14 +238,14 @@ async def test_closing_early_drops_the_connection_unless_the_last_event_has_arri
         assert await reply.read() == b"done"
         reply.close(is_ending=True)
         go_on.set()
-        await until(lambda: reply.is_complete)
+        await eventually(lambda: reply.is_complete)
         go_on.clear()
         reply = await upstream.post("/", b"", "r")
         assert peer.num_connections == 1
         assert await reply.read() == b"done"
         reply.close()
         go_on.set()
-        await until(lambda: peer.num_hung_up == 1)
+        await eventually(lambda: peer.num_hung_up == 1)
 
 
 async def test_a_failure_from_outside_reaches_the_waiting_reader() -> None:
@@ -278,8 +279,8 @@ async def test_an_unread_answer_stops_the_reading_from_the_network() -> None:
         peer.handle = flood
         reply = await upstream.post("/", b"", "r")
         # The engine cannot write because we do not read.
-        await until(lambda: not reply._connection._transport.is_reading())
-        await until(lambda: writers[0].transport.get_write_buffer_size() > 0)
+        await eventually(lambda: not reply._connection._transport.is_reading())
+        await eventually(lambda: writers[0].transport.get_write_buffer_size() > 0)
         assert num_written < 300  # the rest of 25 MB waits at the engine
         assert len(await reply.read_all()) == 400 * size
         reply.close()

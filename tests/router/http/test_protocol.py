@@ -28,7 +28,7 @@ from tandem.router.http.server import http_server
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.runtime.signals import wait_for_any
 from tests.support.certificates import Authority
-from tests.support.fake_backend import until
+from tests.support.waiting import eventually
 
 PART = b"data: %d\n\n"
 
@@ -422,7 +422,7 @@ async def test_pipelined_requests_that_wait_take_bounded_memory(
     async with serving_app(app) as port, asyncio.timeout(60):
         reader, writer = await connect(port)
         writer.write(b"".join(PIPELINED % (number % 100_000) for number in range(num_requests)))
-        await until(lambda: bool(connections) and connections[0].flow.read_paused, 60.0)
+        await eventually(lambda: bool(connections) and connections[0].flow.read_paused, 60.0)
         (connection,) = connections
         assert len(connection.pipeline) < http_protocol_module.PIECE_BYTES / len(GET)
         assert len(connection._unparsed) < 6 * http_protocol_module.MAX_UNPARSED_BYTES  # one read is 256 KB
@@ -447,7 +447,7 @@ async def test_a_client_that_leaves_is_noticed_while_its_pipelined_requests_wait
     async with serving_app(app) as port, asyncio.timeout(30):
         _, writer = await connect(port)
         writer.write((GET + b"\r\n") * 3)
-        await until(lambda: bool(connections) and len(connections[0].pipeline) == 2)
+        await eventually(lambda: bool(connections) and len(connections[0].pipeline) == 2)
         writer.close()
         await left.wait()
         assert num_asked == 1
@@ -473,25 +473,27 @@ async def test_a_refusal_follows_the_responses_to_earlier_requests(last: bytes, 
             app.num_asked = 0
             reader, writer = await connect(port)
             writer.write(b"".join(PIPELINED % number for number in range(num_before)) + last)
-            await until(lambda: app.num_asked == 1)
+            await eventually(lambda: app.num_asked == 1)
             app.may_answer.set()
             await expect_answers(reader, range(num_before))
             assert error_of(await reader.read())[0] == status
             writer.close()
 
 
-@pytest.mark.parametrize("size", [100, 6_000, 20_000, 60_000, 200_000])
-async def test_a_complete_request_that_waits_in_the_pipeline_does_not_time_out(size: int) -> None:
+async def test_a_complete_request_that_waits_in_the_pipeline_does_not_time_out() -> None:
     app = Echo()
     async with serving_app(app, header_timeout_s=0.2, body_timeout_s=0.2) as port, asyncio.timeout(30):
         app.may_answer.clear()
-        reader, writer = await connect(port)
-        writer.write(PIPELINED % 0 + HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % size + b"q" * size)
+        connections = {size: await connect(port) for size in (100, 6_000, 20_000, 60_000, 200_000)}
+        for size, (_, writer) in connections.items():
+            head = HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % size
+            writer.write(PIPELINED % 0 + head + b"q" * size)
         await asyncio.sleep(0.8)  # longer than the body timeout
         app.may_answer.set()
-        answers = await reader.read()
-        assert answers.count(b"HTTP/1.1 200") == 2, answers[:2000]
-        writer.close()
+        for size, (reader, writer) in connections.items():
+            answers = await reader.read()
+            assert answers.count(b"HTTP/1.1 200") == 2, (size, answers[:2000])
+            writer.close()
 
 
 @pytest.mark.parametrize("headers", [b"", b"host: h\r\n", b"connection: keep-alive\r\n"])
@@ -600,7 +602,7 @@ async def test_above_max_connections_the_longest_waiting_are_closed_and_operator
         for number in range(8):
             served.append(await connect(port))
             served[-1][1].write(GET + b"\r\n")
-            await until(lambda number=number: app.num_asked > number)
+            await eventually(lambda number=number: app.num_asked > number)
         for reader, _ in slow:
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
@@ -626,7 +628,7 @@ async def test_unfinished_bodies_take_bounded_memory_and_the_oldest_are_refused_
         for number in range(100):  # 69 of them fit into 64 times 64 KB
             slow.append(await connect(port))
             slow[-1][1].write(head + part)
-            await until(lambda number=number: app.num_asked > number)
+            await eventually(lambda number=number: app.num_asked > number)
             if number % 10 == 9:  # meanwhile others are served
                 assert b" 200 " in await exchange(
                     port, head.replace(b"/x HTTP/1.1", b"/x HTTP/1.1\r\nconnection: close") + b"c" * 65_536

@@ -27,7 +27,7 @@ from tandem.router.http.tls import check_server_tls, scheme_of
 from tandem.runtime import followed_tls
 from tandem.runtime.signals import wait_for_any
 from tests.support.certificates import DAY, Authority
-from tests.support.fake_backend import until
+from tests.support.waiting import eventually
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 
@@ -100,7 +100,7 @@ async def test_a_client_without_the_ca_refuses_the_server(tmp_path: Path) -> Non
     async with serving(tmp_path) as port:
         with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
             await httpx.AsyncClient().get(port.url)
-        await until(lambda: port.num_failures("refused") + port.num_failures("client_left") == 1)
+        await eventually(lambda: port.num_failures("refused") + port.num_failures("client_left") == 1)
 
 
 async def test_old_versions_of_tls_are_refused(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ async def test_an_endless_handshake_is_cut(tmp_path: Path) -> None:
                 writer.write(fragment)
                 await writer.drain()
             await reader.read()
-        await until(lambda: port.num_failures("refused") == 1)
+        await eventually(lambda: port.num_failures("refused") == 1)
         writer.close()
 
 
@@ -199,11 +199,11 @@ async def test_half_open_handshakes_make_room_for_those_who_finish(tmp_path: Pat
             writer.write(b"\x16\x03\x01\x02\x00")
         for _ in range(3):
             assert (await client.get("/")).status_code == 200
-        await until(lambda: port.num_failures("shed") >= 30)
+        await eventually(lambda: port.num_failures("shed") >= 30)
         assert len(port.server.server_state.connections) <= 11
         for _, writer in half_open:
             writer.close()
-        await until(lambda: len(port.server.server_state.connections) == 1)
+        await eventually(lambda: len(port.server.server_state.connections) == 1)
         assert port.num_failures("shed") + port.num_failures("client_left") == 40
 
 
@@ -226,7 +226,7 @@ async def test_a_client_that_leaves_cancels_its_request(tmp_path: Path) -> None:
             await reader.readuntil(b"first")
             writer.transport.abort() if is_abrupt else writer.close()
             await left.wait()
-        await until(lambda: not port.server.server_state.connections)
+        await eventually(lambda: not port.server.server_state.connections)
 
 
 async def test_the_server_drains_and_ends_half_open_handshakes(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ async def test_the_server_drains_and_ends_half_open_handshakes(tmp_path: Path) -
         half_open, half_open_writer = await port.raw()
         reader, writer = await asyncio.open_connection("localhost", port.number, ssl=port.trusting())
         writer.write(REQUEST)
-        await until(lambda: port.server.num_running == 1)
+        await eventually(lambda: port.server.num_running == 1)
         port.server.drain()
         with contextlib.suppress(ConnectionResetError):
             assert await half_open.read() == b""
@@ -287,11 +287,11 @@ async def test_a_renewed_certificate_is_used_and_no_request_fails(
             group.create_task(ask(number))
         for days in (60, 90, 120):
             port.authority.issue(expires_in=days * DAY)  # writes one file after the other
-            await until(
+            await eventually(
                 lambda days=days: port.metric("certificate_expiry_timestamp_seconds") > before + (days - 31) * 86400
             )
         num_before = list(served)
-        await until(lambda: all(now > then + 2 for now, then in zip(served, num_before, strict=True)))
+        await eventually(lambda: all(now > then + 2 for now, then in zip(served, num_before, strict=True)))
         is_over.set()
         shown = await asyncio.to_thread(ssl.get_server_certificate, ("localhost", port.number))
         assert shown.encode() == (tmp_path / "server.crt").read_bytes()
@@ -306,12 +306,12 @@ async def test_damaged_files_keep_the_certificate_and_are_shown(
     async with serving(tmp_path) as port:
         expiry = port.metric("certificate_expiry_timestamp_seconds")
         (tmp_path / "server.key").write_bytes(b"half of a k")
-        await until(lambda: port.metric("files_damaged") == 1)
+        await eventually(lambda: port.metric("files_damaged") == 1)
         async with port.client() as client:
             assert (await client.get("/")).status_code == 200
         assert port.metric("certificate_expiry_timestamp_seconds") == expiry
         port.authority.issue()
-        await until(lambda: port.metric("files_damaged") == 0)
+        await eventually(lambda: port.metric("files_damaged") == 0)
     errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 1
     assert "server.key' has no private key that can be used" in errors[0]

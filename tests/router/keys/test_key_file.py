@@ -14,8 +14,8 @@ from tandem.router.keys import key_file as key_file_module
 from tandem.router.keys.key_file import KeyFile
 from tandem.router.keys.metrics import KeyCollector
 from tandem.router.keys.store import create_key, revoke_key, write_keys
-from tests.support.fake_backend import until
 from tests.support.keys import make_key_file, stored_key
+from tests.support.waiting import eventually
 
 
 def tenants(file: KeyFile) -> list[str]:
@@ -28,9 +28,9 @@ async def test_changes_are_followed_while_the_server_runs(tmp_path: Path, monkey
     file = KeyFile(path)
     async with file.followed() as keys:
         key, secret = create_key(path, tenant="b")
-        await until(lambda: keys.find(secret) is not None)
+        await eventually(lambda: keys.find(secret) is not None)
         revoke_key(path, key.id)
-        await until(lambda: keys.all[-1].state(time.time()) == "revoked")
+        await eventually(lambda: keys.all[-1].state(time.time()) == "revoked")
     assert tenants(file) == ["a", "b"]
 
 

@@ -14,7 +14,8 @@ from tandem.protocol.errors import NoWorker, Overloaded, TransferTimeout, Worker
 from tandem.protocol.messages import FinishReason
 from tandem.router.backend import TokenDelta
 from tandem.router.text.tokenizer import Tokenizer
-from tests.support.fake_backend import FakeBackend, RawClient, closing, events, make_app, until
+from tests.support.fake_backend import FakeBackend, RawClient, closing, events, make_app
+from tests.support.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -206,7 +207,7 @@ async def test_a_client_that_leaves_cancels_its_generations(
     registry = CollectorRegistry()
     app = make_app(backend, registry)
     client = RawClient(app, CHAT, hello(stream=stream, n=n))
-    await until(lambda: backend.num_open == (n if has_token else 1))
+    await eventually(lambda: backend.num_open == (n if has_token else 1))
     assert registry.get_sample_value("tandem_router_running_requests") == backend.num_open
     client.leave()
     await asyncio.wait_for(client.task, 5)
@@ -281,7 +282,7 @@ async def test_ready_needs_a_generation_that_succeeded(
         backend.ready = False
         await ready_becomes(503, "No workers")
         num_looks = backend.num_looks
-        await until(lambda: backend.num_looks > num_looks)  # only the probe looks meanwhile
+        await eventually(lambda: backend.num_looks > num_looks)  # only the probe looks meanwhile
         backend.ready = True
         await ready_becomes(200, "ready")
         assert len(backend.requests) > num_probes

@@ -31,11 +31,11 @@ from tests.support.engines_harness import (
     routing,
     routing_by_hub,
     spec_of,
-    until,
 )
 from tests.support.fake_backend import RawClient, events
 from tests.support.fake_openai import FakeServer, fake_openai
 from tests.support.raw_edge import RawEdge
+from tests.support.waiting import eventually
 
 ADMIN = {"authorization": "Bearer secret"}
 
@@ -74,7 +74,7 @@ async def one_runs(edge: Edge, fake: FakeServer) -> asyncio.Task[httpx.Response]
     """One prompt is being computed; what comes now waits in the hub."""
     fake.headers_pause.clear()
     running = start(edge, prompt_of("running"))
-    await until(lambda: len(fake.requests) == 1)
+    await eventually(lambda: len(fake.requests) == 1)
     return running
 
 
@@ -127,12 +127,12 @@ async def test_load_of_one_edge_is_load_for_all_and_not_foreign(
     fake_a.metrics = fake_b.metrics = "vllm:num_requests_running 1\nvllm:num_requests_waiting 0\n"
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as hub:
         one, two = await hub.edge("one"), await hub.edge("two")
-        await until(lambda: len(hub.engine("a").foreign) == len(hub.engine("b").foreign) == 1)
+        await eventually(lambda: len(hub.engine("a").foreign) == len(hub.engine("b").foreign) == 1)
         for fake in (fake_a, fake_b):
             fake.headers_pause.clear()
         tasks = [start(one, f"{'x' * 400}"), start(two, f"{'y' * 400}")]
-        await until(lambda: len(fake_a.requests) == len(fake_b.requests) == 1)  # the second avoids the first
-        await until(lambda: not hub.engine("a").foreign and not hub.engine("b").foreign)
+        await eventually(lambda: len(fake_a.requests) == len(fake_b.requests) == 1)  # the second avoids the first
+        await eventually(lambda: not hub.engine("a").foreign and not hub.engine("b").foreign)
         for fake in (fake_a, fake_b):
             fake.resume()
         assert [(await task).status_code for task in tasks] == [200, 200]
@@ -145,8 +145,8 @@ async def test_streams_of_all_edges_teach_costs_and_lengths(fake_a: FakeServer, 
         for number in range(12):
             await start((one, two)[number % 2], f"{number}" + "x" * 4000, max_tokens=8)
         model = hub.fleet.costs.steps("vllm fake-model")
-        await until(lambda: model.num_measurements >= 1)
-        await until(lambda: hub.fleet.lengths.mean_output_tokens < before)
+        await eventually(lambda: model.num_measurements >= 1)
+        await eventually(lambda: hub.fleet.lengths.mean_output_tokens < before)
 
 
 async def test_gaps_between_tokens_teach_the_hub(fake_a: FakeServer, tmp_path: Path) -> None:
@@ -155,11 +155,11 @@ async def test_gaps_between_tokens_teach_the_hub(fake_a: FakeServer, tmp_path: P
         model = hub.fleet.costs.steps("vllm fake-model")
         fake_a.pause.clear()
         stream = start(edge, max_tokens=8)
-        await until(lambda: any(request.has_answer for request in hub.engine("a").running))
+        await eventually(lambda: any(request.has_answer for request in hub.engine("a").running))
         assert model.num_measurements == 0
         fake_a.resume()
         assert (await stream).status_code == 200
-        await until(lambda: model.num_measurements == 1)
+        await eventually(lambda: model.num_measurements == 1)
 
 
 async def test_a_pair_hands_over_and_teaches_the_transfer(
@@ -173,7 +173,7 @@ async def test_a_pair_hands_over_and_teaches_the_transfer(
         answer = await start(await hub.edge("edge"))
         assert (answer.status_code, answer.headers["x-tandem-engine"]) == (200, "d")
         assert fake_b.requests[0]["kv_transfer_params"]["do_remote_prefill"] is True
-        await until(lambda: list(hub.fleet.costs.export()["transfers"]) == ["vllm fake-model -> vllm fake-model"])
+        await eventually(lambda: list(hub.fleet.costs.export()["transfers"]) == ["vllm fake-model -> vllm fake-model"])
 
 
 # -- admission ------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ async def test_tenants_are_served_in_one_fair_order_whichever_edge_they_reach(
             ]
         ):
             tasks.append(start(edge, prompt_of(name), **options))
-            await until(lambda number=number: num_waiting(hub) == number + 1)  # type: ignore[misc]
+            await eventually(lambda number=number: num_waiting(hub) == number + 1)  # type: ignore[misc]
         fake_a.resume()
         assert [(await task).status_code for task in tasks] == [200] * 8
         served = order(fake_a)
@@ -215,7 +215,7 @@ async def test_a_late_first_token_and_a_full_queue_are_refused_with_the_time_to_
         assert (late.status_code, late.json()["error"]["code"]) == (429, "ttft_slo_unmet")
         assert float(late.headers["retry-after-ms"]) > 1
         tasks.append(start(one, prompt_of("waits")))
-        await until(lambda: num_waiting(hub) == 1)
+        await eventually(lambda: num_waiting(hub) == 1)
         full = await start(two, prompt_of("more"))  # what waits counts, whichever edge it came through
         assert (full.status_code, full.json()["error"]["code"]) == (429, "queue_full")
         assert int(full.headers["retry-after"]) >= 1
@@ -231,7 +231,7 @@ async def test_why_a_request_went_where_it_went_is_told_by_any_edge(
         answer = await start(one, **{"x-tandem-explain": "1"})
         told = httpx.Response(200, text=answer.headers["x-tandem-explain"]).json()
         assert told["placement"]["candidates"][0]["decode_worker"] == answer.headers["x-tandem-engine"]
-        await until(lambda: hub.hub.num_running == 0)
+        await eventually(lambda: hub.hub.num_running == 0)
         [kept] = (await two.client.get("/v1/route/decisions")).json()["data"]
         assert kept["request_id"] == answer.headers["x-request-id"]
         assert kept["actual_ttft_s"] > 0
@@ -254,7 +254,7 @@ async def test_a_failed_attempt_goes_to_another_engine(
         answers = [await start(edge, f"{number} {'x' * 400}", stream=stream) for number in range(6)]
         assert [answer.text for answer in answers if answer.status_code != 200] == []
         assert {answer.headers["x-tandem-engine"] for answer in answers} == {"b"}
-        await until(lambda: hub.hub.num_running == 0)
+        await eventually(lambda: hub.hub.num_running == 0)
         assert hub.engine("a").num_failures == len(fake_a.requests) == num_retries(hub) > 0
 
 
@@ -284,7 +284,7 @@ async def test_where_nobody_listens_the_circuit_is_open_for_all_edges(tmp_path: 
             one, two = await hub.edge("one"), await hub.edge("two")
             await asyncio.to_thread(fake.stop)
             assert (await start(one)).status_code == 502
-            await until(lambda: hub.engine("a").breaker.num_opened == 1)
+            await eventually(lambda: hub.engine("a").breaker.num_opened == 1)
             refused = await start(two)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_worker")
             assert "circuit open" in refused.json()["error"]["message"]
@@ -299,7 +299,7 @@ async def test_a_stream_that_breaks_ends_in_an_error_and_is_not_begun_again(
         answer = await start(await hub.edge("edge"))
         assert events(answer)[-1]["error"]["code"] == "engine_failed"
         assert len(fake_a.requests) + len(fake_b.requests) == 1
-        await until(lambda: hub.engine("a").num_failures + hub.engine("b").num_failures == 1)
+        await eventually(lambda: hub.engine("a").num_failures + hub.engine("b").num_failures == 1)
 
 
 async def test_an_engine_that_hangs_loses_its_streams_and_what_waits_goes_elsewhere(
@@ -311,10 +311,10 @@ async def test_an_engine_that_hangs_loses_its_streams_and_what_waits_goes_elsewh
         edge = await hub.edge("edge")
         fake_a.pause.clear()
         stream = start(edge)
-        await until(lambda: any(request.has_answer for request in hub.engine("a").running))
+        await eventually(lambda: any(request.has_answer for request in hub.engine("a").running))
         fake_a.headers_pause.clear()
         waiting = start(edge)
-        await until(lambda: len(fake_a.requests) == 2)
+        await eventually(lambda: len(fake_a.requests) == 2)
         added = {"name": "b", "url": fake_b.url, "kind": "vllm"}
         assert (await edge.client.post("/v1/engines", json=added, headers=ADMIN)).status_code == 201
         await hub.all_ready("b")
@@ -332,9 +332,9 @@ async def test_the_engine_that_hangs_is_blamed_and_not_the_other_one_of_its_pair
     async with routing_by_hub(tmp_path, *pair, config=config, probe_timeout_s=0.5) as hub:
         fake_b.headers_pause.clear()
         answer = start(await hub.edge("edge"))
-        await until(lambda: bool(fake_b.requests))
+        await eventually(lambda: bool(fake_b.requests))
         fake_a.health_pause.clear()
-        await until(lambda: hub.engine("p").num_failures == 1)
+        await eventually(lambda: hub.engine("p").num_failures == 1)
         fake_a.resume()
         fake_b.resume()
         assert (await answer).status_code == 200
@@ -361,7 +361,7 @@ async def test_news_that_an_earlier_target_is_gone_do_not_end_the_next_one(
         assert (target.decode, aborted) == ("b", [])
         [running] = hub.engine("b").running
         running.abort("b", "so is this")
-        await until(lambda: aborted == [("b", "so is this")])
+        await eventually(lambda: aborted == [("b", "so is this")])
         reservation.release()
 
 
@@ -376,14 +376,14 @@ async def test_a_client_that_leaves_gives_everything_back(fake_a: FakeServer, tm
         (fake_a.pause if when == "within" else fake_a.headers_pause).clear()
         client = RawClient(edge.app, COMPLETIONS, completion(prompt_of("gone"), stream=True))
         if when == "queued":
-            await until(lambda: num_waiting(hub) == 1)
+            await eventually(lambda: num_waiting(hub) == 1)
         elif when == "before":
-            await until(lambda: len(fake_a.requests) == 1)
+            await eventually(lambda: len(fake_a.requests) == 1)
         else:
             await asyncio.wait_for(client.got_body.wait(), 5)
         client.leave()
         await asyncio.wait_for(client.task, 5)
-        await until(lambda: hub.hub.num_running == (running is not None))
+        await eventually(lambda: hub.hub.num_running == (running is not None))
         assert num_waiting(hub) == 0
         fake_a.resume()
         if running is not None:
@@ -396,11 +396,11 @@ async def test_an_edge_that_dies_loses_its_requests_and_no_others(fake_a: FakeSe
         one, two = await hub.edge("one"), await hub.edge("two")
         lost = [await one_runs(one, fake_a)]
         lost.append(start(one, prompt_of("queued")))
-        await until(lambda: num_waiting(hub) == 1)
+        await eventually(lambda: num_waiting(hub) == 1)
         kept = start(two, prompt_of("kept"))
-        await until(lambda: num_waiting(hub) == 2)
+        await eventually(lambda: num_waiting(hub) == 2)
         hub.hub.drop("one")
-        await until(lambda: len(fake_a.requests) == 2)  # the other edge's, for which there is room now
+        await eventually(lambda: len(fake_a.requests) == 2)  # the other edge's, for which there is room now
         assert order(fake_a)[-1] == "kept"
         assert hub.fleet.registry.num_bookings == 1
         pools = (await two.client.get("/v1/pools")).json()
@@ -422,17 +422,17 @@ async def test_notes_of_a_dead_edge_and_notes_about_nothing_change_nothing(
             one.join()
             two.join()
             two.send(wire.Open(3, routing_request()))
-            await until(lambda: len(hub.engine("a").running) == 1)
+            await eventually(lambda: len(hub.engine("a").running) == 1)
             for note in (messages.EngineFailure("a", False), messages.Ended(5, 5), messages.FirstToken(0.0)):
                 one.send(wire.Notes([(3, note), (77, note)]))  # another edge's call, and none
             one.send(wire.Open(5, "no request"))
             one.send_bytes(b"\x93nonsense")
-            await until(lambda: caplog.text.count("is no message") == 2)
+            await eventually(lambda: caplog.text.count("is no message") == 2)
             assert (hub.engine("a").num_failures, hub.hub.num_running) == (0, 1)
             two.send(wire.Notes([(3, messages.EngineFailure("a", False))]))  # they have not been read yet
             two.send(wire.Open(9, routing_request()))
             hub.hub.drop("two")
-            await until(lambda: two.take() is not None and two.is_closed)
+            await eventually(lambda: two.take() is not None and two.is_closed)
             assert (hub.engine("a").num_failures, hub.hub.num_running) == (0, 0)
 
 
@@ -444,13 +444,13 @@ async def test_a_note_that_the_hub_cannot_handle_ends_its_own_call_only(
             hub.hub.expect("edge")
             edge.join()
             edge.send(wire.Open(1, routing_request(prompt_of("running"))))
-            await until(lambda: len(hub.engine("a").running) == 1)
+            await eventually(lambda: len(hub.engine("a").running) == 1)
             queued = msgspec.structs.replace(routing_request(prompt_of("queued")), request_id="queued-one")
             edge.send(wire.Open(2, queued))
-            await until(lambda: num_waiting(hub) == 1)
+            await eventually(lambda: num_waiting(hub) == 1)
             # The second one has not been placed, so it can have no token.
             edge.send(wire.Notes([(2, messages.FirstToken(0.0)), (1, messages.EngineAnswered())]))
-            await until(lambda: hub.hub.num_running == 1)
+            await eventually(lambda: hub.hub.num_running == 1)
             assert "a note about request queued-one could not be handled" in caplog.text
             assert [request.has_answer for request in hub.engine("a").running] == [True]
             assert num_waiting(hub) == 0
@@ -466,15 +466,15 @@ async def test_streams_outlive_a_hub_that_is_silent_and_requests_are_refused(
         edge = await hub.edge("edge", timeout_s=0.3)
         fake_a.pause.clear()
         stream = start(edge, prompt_of("stream"), max_tokens=8)
-        await until(lambda: any(request.has_answer for request in hub.engine("a").running))
+        await eventually(lambda: any(request.has_answer for request in hub.engine("a").running))
         fake_a.headers_pause.clear()
         tasks = [start(edge, prompt_of("computed"))]
-        await until(lambda: len(fake_a.requests) == 2)
+        await eventually(lambda: len(fake_a.requests) == 2)
         tasks.append(start(edge, prompt_of("waiting")))
-        await until(lambda: num_waiting(hub) == 1)
+        await eventually(lambda: num_waiting(hub) == 1)
         with monkeypatch.context() as deaf:
             deaf.setattr(edge.remote._hub, "_on_message", lambda _: None)
-            await until(lambda: edge.remote.unready is not None)
+            await eventually(lambda: edge.remote.unready is not None)
             assert (await tasks[1]).status_code == 503
             refused = await start(edge)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_worker")
@@ -483,8 +483,8 @@ async def test_streams_outlive_a_hub_that_is_silent_and_requests_are_refused(
             fake_a.resume()
             assert (await stream).text.endswith("data: [DONE]\n\n")
             assert (await tasks[0]).text.endswith("data: [DONE]\n\n")
-        await until(lambda: edge.remote.unready is None)
-        await until(lambda: hub.hub.num_running == 0)  # it has heard of their ends
+        await eventually(lambda: edge.remote.unready is None)
+        await eventually(lambda: hub.hub.num_running == 0)  # it has heard of their ends
         assert (await start(edge)).status_code == 200
 
 
@@ -498,11 +498,11 @@ async def test_a_silent_hub_is_not_waited_for_to_place_a_request_elsewhere(
         await reservation.place()
         with monkeypatch.context() as deaf:
             deaf.setattr(edge.remote._hub, "_on_message", lambda _: None)
-            await until(lambda: edge.remote.unready is not None)
+            await eventually(lambda: edge.remote.unready is not None)
             with pytest.raises(NoWorker):
                 await reservation.place_elsewhere()
         reservation.release()
-        await until(lambda: hub.hub.num_running == 0)
+        await eventually(lambda: hub.hub.num_running == 0)
 
 
 async def test_a_request_that_the_hub_gave_up_is_not_placed_elsewhere(
@@ -514,7 +514,7 @@ async def test_a_request_that_the_hub_gave_up_is_not_placed_elsewhere(
         await reservation.place()
         monkeypatch.setattr(dispatch_service._DispatchCall, "note", lambda *_: 1 / 0)
         reservation.answered()
-        await until(lambda: edge.remote.num_open == 0)
+        await eventually(lambda: edge.remote.num_open == 0)
         with pytest.raises(NoWorker):
             await reservation.place_elsewhere()
         assert hub.hub.num_running == 0
@@ -535,12 +535,12 @@ async def test_an_edge_that_closes_sends_those_who_wait_away(fake_a: FakeServer,
         running = await one_runs(one, fake_a)
         reservation = two.remote.reserve(routing_request(prompt_of("waits")), lambda _: None)
         waiting = asyncio.create_task(reservation.place())
-        await until(lambda: num_waiting(hub) == 1)
+        await eventually(lambda: num_waiting(hub) == 1)
         await two.remote._hub.close()
         with pytest.raises(NoWorker, match="shutting down"):
             await waiting
         hub.hub.drop("two")
-        await until(lambda: num_waiting(hub) == 0)
+        await eventually(lambda: num_waiting(hub) == 0)
         fake_a.resume()
         assert (await running).status_code == 200
 
@@ -552,7 +552,7 @@ async def test_nothing_is_kept_of_requests_that_ended(fake_a: FakeServer, fake_b
         for number in range(20):
             bodies = [completion(f"{number}"), completion(f"{number}", stream=True), completion(model="none")]
             await asyncio.gather(*(edge.client.post(COMPLETIONS, json=body) for body in bodies))
-        await until(lambda: hub.hub.num_running == 0)
+        await eventually(lambda: hub.hub.num_running == 0)
         assert edge.remote.num_open == 0
         assert hub.hub.num_running == 0
 
@@ -570,14 +570,14 @@ async def test_engines_come_and_go_for_all_through_any_edge(
         assert (await one.client.post("/v1/engines", json=body, headers=ADMIN)).status_code == 201
         known = (await one.client.get("/v1/models")).json()["data"]  # at once at this edge
         assert [model["id"] for model in known] == ["fake-model", "other-model"]
-        await until(lambda: "other-model" in two.remote.models)
+        await eventually(lambda: "other-model" in two.remote.models)
         again = await two.client.post("/v1/engines", json=body, headers=ADMIN)
         assert (again.status_code, again.json()["error"]["code"]) == (400, "invalid_engine")
         assert "name='b' is there twice" in again.json()["error"]["message"]
         await hub.all_ready("b")
         fake_b.pause.clear()
         stream = start(two, model="other-model")
-        await until(lambda: any(request.has_answer for request in hub.engine("b").running))
+        await eventually(lambda: any(request.has_answer for request in hub.engine("b").running))
         assert (await one.client.delete("/v1/engines/b", headers=ADMIN)).status_code == 202
         listed = (await two.client.get("/v1/engines", headers=ADMIN)).json()["data"]
         assert [(engine["name"], engine["state"]) for engine in listed] == [("a", "ready"), ("b", "draining")]
@@ -585,10 +585,10 @@ async def test_engines_come_and_go_for_all_through_any_edge(
         assert refused.status_code == 503
         fake_b.resume()
         assert (await stream).text.endswith("data: [DONE]\n\n")
-        await until(lambda: hub.fleet.get("b") is None)
+        await eventually(lambda: hub.fleet.get("b") is None)
         missing = await two.client.delete("/v1/engines/b", headers=ADMIN)
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "engine_not_found")
-        await until(lambda: "other-model" not in two.remote.models)
+        await eventually(lambda: "other-model" not in two.remote.models)
         assert (await start(two, model="other-model")).status_code == 404
         assert (await two.client.post("/v1/engines", json=body, headers=ADMIN)).status_code == 201
         await hub.all_ready("b")
@@ -604,13 +604,13 @@ async def test_an_engine_that_does_not_drain_in_time_loses_its_streams(
         edge = await hub.edge("edge")
         fake_a.pause.clear()
         stream = start(edge)
-        await until(lambda: any(request.has_answer for request in hub.engine("a").running))
+        await eventually(lambda: any(request.has_answer for request in hub.engine("a").running))
         assert (await edge.client.delete("/v1/engines/a", headers=ADMIN)).status_code == 202
         assert "engine a: it was removed" in events(await stream)[-1]["error"]["message"]
         assert (await start(edge)).status_code == 503
         fake_a.resume()
         hub.fleet.add(spec_of(fake_b, "a"))  # another one of the same name
-        await until(lambda: edge.remote.unready is None)
+        await eventually(lambda: edge.remote.unready is None)
         assert (await start(edge)).status_code == 200
         assert len(fake_b.requests) == 1
 
@@ -633,7 +633,7 @@ async def test_one_that_joins_later_knows_the_load_and_the_engines(
         ).status_code == 201
         await hub.all_ready("b")
         await one.client.delete("/v1/engines/a", headers=ADMIN)
-        await until(lambda: hub.fleet.get("a") is None)
+        await eventually(lambda: hub.fleet.get("a") is None)
         two = await hub.edge("two")
         assert (await start(two)).headers["x-tandem-engine"] == "b"
         pools = (await two.client.get("/v1/pools")).json()
@@ -649,7 +649,7 @@ async def test_metrics_of_the_hub_are_shown_by_every_edge(fake_a: FakeServer, tm
         edges = [await hub.edge(f"edge-{number}") for number in range(3)]
         for edge in edges:
             assert (await start(edge)).status_code == 200
-        await until(lambda: hub.hub.num_running == 0)
+        await eventually(lambda: hub.hub.num_running == 0)
         for edge in edges:
             text = (await edge.client.get("/metrics")).text
             assert 'tandem_engine_requests_total{engine="a"} 3.0' in text

@@ -38,9 +38,10 @@ from tandem.router.processes.hub import EdgeHub
 from tandem.router.processes.remote_backend import RemoteBackend
 from tandem.router.streams import Stream
 from tandem.router.text.tokenizer import Tokenizer
-from tests.support.fake_backend import FakeBackend, events, until
+from tests.support.fake_backend import FakeBackend, events
 from tests.support.raw_edge import RawEdge
 from tests.support.streams import Pulled
+from tests.support.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
@@ -183,7 +184,7 @@ async def test_deltas_of_one_turn_travel_in_one_message(tokenizer: Tokenizer, tm
             edge.join()
             for call in range(20):
                 edge.send(wire.Open(call, REQUEST))
-            await until(lambda: here.backend.num_open == 20)
+            await eventually(lambda: here.backend.num_open == 20)
             step.set()
             messages: list[wire.Items[TokenDelta]] = []
 
@@ -192,7 +193,7 @@ async def test_deltas_of_one_turn_travel_in_one_message(tokenizer: Tokenizer, tm
                 messages.extend(message for message in decoded if isinstance(message, wire.Items))
                 return sum(len(message.items) for message in messages)
 
-            await until(lambda: num_items() == 20 * len(steps))
+            await eventually(lambda: num_items() == 20 * len(steps))
             assert len(messages) <= 2 * len(steps)
 
 
@@ -240,8 +241,8 @@ async def test_a_client_that_leaves_ends_its_request_in_the_hub(tokenizer: Token
         async with aclosing(edge.serve(REQUEST)) as deltas:
             await deltas.take()
             assert here.hub.num_running == 1
-        await until(lambda: here.backend.num_open == 0)
-        await until(lambda: here.hub.num_running == 0)
+        await eventually(lambda: here.backend.num_open == 0)
+        await eventually(lambda: here.hub.num_running == 0)
 
 
 async def test_a_dropped_edge_loses_its_requests_and_no_other(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -250,9 +251,9 @@ async def test_a_dropped_edge_loses_its_requests_and_no_other(tokenizer: Tokeniz
         go_on = asyncio.Event()
         here.backend.script = lambda request: [go_on, *here.backend.reply_steps(request)]
         waiting = [asyncio.create_task(collect(edge.serve(REQUEST))) for edge in (first, second)]
-        await until(lambda: here.backend.num_open == 2)
+        await eventually(lambda: here.backend.num_open == 2)
         here.hub.drop("first")
-        await until(lambda: here.backend.num_open == 1)
+        await eventually(lambda: here.backend.num_open == 1)
         with pytest.raises(NoWorker, match="has closed the connection"):
             await waiting[0]
         assert here.lost == ["first"]
@@ -267,15 +268,15 @@ async def test_what_a_dropped_edge_sent_starts_nothing_when_it_is_read_late(
         here.hub.expect("edge")
         with RawEdge(here.endpoint, "edge") as edge:
             edge.join()
-            await until(lambda: bool(edge.take()))
+            await eventually(lambda: bool(edge.take()))
             edge.send(wire.Open(0, REQUEST))  # it has not been read yet
             here.hub.drop("edge")
-            await until(lambda: not edge.take() and edge.is_closed)
+            await eventually(lambda: not edge.take() and edge.is_closed)
             with RawEdge(here.endpoint, "edge") as again:  # an id is never used again
                 again.join()
                 again.send(wire.Open(0, REQUEST))
                 again.send_bytes(b"\x93nonsense")
-                await until(lambda: "is no message" in caplog.text)  # and what was sent before it has been read
+                await eventually(lambda: "is no message" in caplog.text)  # and what was sent before it has been read
             assert here.backend.requests == []
             assert here.hub.num_running == 0
 
@@ -293,13 +294,13 @@ async def test_a_message_that_the_hub_cannot_decode_fails_its_call_and_no_other(
         here.backend.script = lambda _: [asyncio.Event()]
         with RawEdge(here.endpoint, "edge") as edge:
             edge.join()
-            await until(lambda: bool(edge.take()))
+            await eventually(lambda: bool(edge.take()))
             edge.send(wire.Open(1, REQUEST))
             if message[0] == "Notes":
                 edge.send(wire.Open(0, REQUEST))
             edge.send(message)
             assert await _failed_call(edge) == 0
-            await until(lambda: here.hub.num_running == here.backend.num_open == 1)  # call 1
+            await eventually(lambda: here.hub.num_running == here.backend.num_open == 1)  # call 1
 
 
 async def _failed_call(edge: RawEdge) -> int:
@@ -313,7 +314,7 @@ async def _failed_call(edge: RawEdge) -> int:
                 failed.append(message.call)
         return bool(failed)
 
-    await until(has_failed)
+    await eventually(has_failed)
     (call,) = failed
     return call
 
@@ -327,12 +328,12 @@ async def test_an_edge_whose_message_names_no_call_is_disconnected(
         edge, other = await here.edge(), await here.edge("other")
         here.backend.script = lambda _: [asyncio.Event()]
         waiting = asyncio.create_task(collect(edge.serve(REQUEST)))
-        await until(lambda: here.backend.num_open == 1)
+        await eventually(lambda: here.backend.num_open == 1)
         edge._hub._link.send(data)
         with pytest.raises(NoWorker, match="has closed the connection"):
             await waiting
         assert here.lost == ["edge"]
-        await until(lambda: here.backend.num_open == 0)
+        await eventually(lambda: here.backend.num_open == 0)
         assert "is no message" in caplog.text
         assert await other.pools() == {"workers": []}
 
@@ -363,7 +364,7 @@ async def test_an_item_that_cannot_be_sent_fails_its_call_and_no_other(tokenizer
             *([unsendable, asyncio.Event()] if request == bad else here.backend.reply_steps(request)),
         ]
         failing, *others = [asyncio.create_task(collect(edge.serve(request))) for request in (bad, REQUEST, REQUEST)]
-        await until(lambda: here.backend.num_open == 3)
+        await eventually(lambda: here.backend.num_open == 3)
         go_on.set()  # so the first item of all three is sent at once
         with pytest.raises(ServingError, match="Internal server error"):
             await failing
@@ -375,11 +376,11 @@ async def test_a_note_that_cannot_be_sent_fails_its_call(tokenizer: Tokenizer, t
         edge = await here.edge()
         here.backend.script = lambda _: [asyncio.Event()]
         waiting = asyncio.create_task(collect(edge.serve(REQUEST)))
-        await until(lambda: here.backend.num_open == 1)
+        await eventually(lambda: here.backend.num_open == 1)
         edge._hub.note(0, object())
         with pytest.raises(WorkerError, match="could not be sent"):
             await waiting
-        await until(lambda: here.backend.num_open == 0)
+        await eventually(lambda: here.backend.num_open == 0)
 
 
 async def test_a_hub_that_is_silent_fails_calls_and_is_taken_back_when_it_speaks(
@@ -395,17 +396,17 @@ async def test_a_hub_that_is_silent_fails_calls_and_is_taken_back_when_it_speaks
         await edge.start()
         here.backend.script = lambda _: [asyncio.Event()]
         waiting = asyncio.create_task(collect(edge.serve(REQUEST)))
-        await until(lambda: here.backend.num_open == 1)
+        await eventually(lambda: here.backend.num_open == 1)
         with monkeypatch.context() as deaf:
             deaf.setattr(edge._hub, "_on_message", lambda _: None)
-            await until(lambda: _advance(now) and edge.reason is not None)
+            await eventually(lambda: _advance(now) and edge.reason is not None)
             with pytest.raises(NoWorker, match="silent for"):
                 await waiting
             assert not edge.ready
             with pytest.raises(NoWorker, match="does not answer"):
                 await edge.pools()
-        await until(lambda: edge.reason is None and edge.ready)
-        await until(lambda: here.backend.num_open == 0)
+        await eventually(lambda: edge.reason is None and edge.ready)
+        await eventually(lambda: here.backend.num_open == 0)
 
 
 def _advance(now: list[float]) -> bool:
@@ -466,7 +467,7 @@ async def test_status_is_what_requests_need_to_know(
         client = await here.client(edge)
         assert (await client.get("/ready")).status_code == 200
         here.readiness.reason, here.backend.ready = "warming up", False
-        await until(lambda: not edge.ready)
+        await eventually(lambda: not edge.ready)
         answer = await client.get("/ready")
         assert (answer.status_code, answer.json()["error"]["message"]) == (503, "warming up")
 
@@ -486,9 +487,9 @@ async def test_a_fault_of_ours_ends_neither_side(
 
         known = here.service.status
         monkeypatch.setattr(here.service, "status", status)
-        await until(lambda: not faults)
+        await eventually(lambda: not faults)
         here.readiness.reason = "warming up"
-        await until(lambda: edge.reason == "warming up")  # status is still told
+        await eventually(lambda: edge.reason == "warming up")  # status is still told
         with monkeypatch.context() as patch:
             patch.setattr(wire, "error_of", lambda _: 1 / 0)
             here.backend.script = lambda _: [RequestError("no")]
@@ -500,7 +501,7 @@ async def test_a_fault_of_ours_ends_neither_side(
             with RawEdge(here.endpoint, "raw") as raw:
                 raw.join()
                 raw.send(wire.Close(0))
-                await until(lambda: "a message could not be handled" in caplog.text)
+                await eventually(lambda: "a message could not be handled" in caplog.text)
         assert await edge.pools() == {"workers": []}
 
 
@@ -524,5 +525,5 @@ async def test_nothing_is_kept_of_calls_that_ended(tokenizer: Tokenizer, tmp_pat
             name = "bad" if round_number % 2 else "good"
             await asyncio.gather(collect(edge.serve(replace(REQUEST, request_id=name))), return_exceptions=True)
         gc.collect()
-        await until(lambda: here.hub.num_running == 0)
+        await eventually(lambda: here.hub.num_running == 0)
         assert edge.num_open == 0

@@ -23,8 +23,9 @@ from tandem.router.processes.hub import EdgeHub
 from tandem.router.processes.remote_backend import RemoteBackend
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.scheduling.admission.key_limits import KeyLimits
-from tests.support.fake_backend import FakeBackend, until
+from tests.support.fake_backend import FakeBackend
 from tests.support.keys import stored_key
+from tests.support.waiting import eventually
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": [1, 2, 3, 4], "max_tokens": 6}
@@ -85,7 +86,7 @@ async def serving(tokenizer: Tokenizer, folder: Path, num_processes: int, *keys:
             client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
             server.clients.append(await stack.enter_async_context(client))
         yield server
-        await until(lambda: not any(server.limiter.limiter.num_running(key.id) for key in keys))
+        await eventually(lambda: not any(server.limiter.limiter.num_running(key.id) for key in keys))
     assert server.backend.num_open == 0
 
 
@@ -129,14 +130,14 @@ async def test_requests_at_one_time_hold_for_all_processes_together(
         running = [
             asyncio.create_task(server.ask(process=number % num_processes, stream=number == 0)) for number in range(2)
         ]
-        await until(lambda: server.backend.num_open == 2)
+        await eventually(lambda: server.backend.num_open == 2)
         refused = await server.ask(process=num_processes - 1)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert "concurrent_requests=2" in refused.json()["error"]["message"]
         assert 0 < float(refused.headers["retry-after-ms"]) <= 1000
         running[0].cancel()
         await asyncio.wait(running[:1])
-        await until(lambda: server.limiter.limiter.num_running(limited.id) == 1)
+        await eventually(lambda: server.limiter.limiter.num_running(limited.id) == 1)
         go_on.set()
         assert (await server.ask(process=num_processes - 1)).status_code == 200
         assert (await running[1]).status_code == 200
@@ -201,7 +202,7 @@ async def test_an_edge_process_that_ends_frees_what_its_requests_held(tokenizer:
     async with serving(tokenizer, tmp_path, 2, limited) as server:
         server.backend.script = lambda _: [asyncio.Event()]
         running = asyncio.create_task(server.ask(process=0))
-        await until(lambda: server.backend.num_open == 1)
+        await eventually(lambda: server.backend.num_open == 1)
         assert (await server.ask(process=1)).status_code == 429
         assert server.hub is not None
         server.hub.drop("0")

@@ -14,9 +14,10 @@ from tandem.protocol.messages import Cancel, Decode, FinishReason, Generate, Mes
 from tandem.protocol.timeline import Ages, Timeline
 from tandem.router.backend import GenerateRequest
 from tandem.router.tracing.itl import ItlSummary
-from tests.support.fake_worker import FakeWorker, fails, fake_cluster, make_request, silent, until
+from tests.support.fake_worker import FakeWorker, fails, fake_cluster, make_request, silent
 from tests.support.streams import Pulled
 from tests.support.tracing import CLIENT_TRACE, TRACEPARENT, KeptSpans
+from tests.support.waiting import eventually
 
 PAIR = (
     "generate",
@@ -133,8 +134,8 @@ async def test_a_refused_request_has_an_admission_that_says_why() -> None:
         for name in ("runs", "waits"):
             request = make_request(request_id=name, num_prompt_tokens=2000, scope=name)
             tasks.append(asyncio.create_task(collect(cluster.flow.serve(request))))
-            await until(lambda: cluster.registry.num_bookings == 1)
-        await until(lambda: len(cluster.flow.admission) == 1)
+            await eventually(lambda: cluster.registry.num_bookings == 1)
+        await eventually(lambda: len(cluster.flow.admission) == 1)
         with pytest.raises(ServingError) as refusal:
             await collect(cluster.flow.serve(traced(num_prompt_tokens=2000)))
         for task in tasks:
@@ -161,7 +162,7 @@ async def test_an_abort_ends_the_spans_without_an_error() -> None:
         stream = Pulled(cluster.flow.serve(traced()))
         await anext(stream)
         await stream.aclose()
-        await until(lambda: bool(cluster.workers["d"].of_type(Cancel)))
+        await eventually(lambda: bool(cluster.workers["d"].of_type(Cancel)))
     assert kept.attributes("generate")["tandem.finish_reason"] == "closed"
     assert kept.named("generate").status.status_code is StatusCode.UNSET
 

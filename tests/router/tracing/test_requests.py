@@ -12,8 +12,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from tandem.protocol.errors import WorkerError
 from tandem.router.text.tokenizer import Tokenizer
-from tests.support.fake_backend import FakeBackend, RawClient, make_app, until
+from tests.support.fake_backend import FakeBackend, RawClient, make_app
 from tests.support.tracing import CLIENT_SPAN, CLIENT_TRACE, TRACEPARENT, KeptSpans
+from tests.support.waiting import eventually
 
 CHAT = {"messages": [{"role": "user", "content": "my secret"}], "max_tokens": 3}
 PATH = "/v1/chat/completions"
@@ -163,7 +164,7 @@ async def test_a_client_that_leaves_ends_the_span(tokenizer: Tokenizer, is_strea
     kept, backend = KeptSpans(), FakeBackend(tokenizer)
     backend.script = lambda request: [*backend.reply_steps(request)[:1], asyncio.Event()]
     client = RawClient(make_app(backend, tracing=kept.tracing), PATH, CHAT | {"stream": is_stream})
-    await until(lambda: backend.num_steps == 2)
+    await eventually(lambda: backend.num_steps == 2)
     client.leave()
     await asyncio.wait_for(client.task, 5)
     attributes = kept.attributes(f"POST {PATH}")

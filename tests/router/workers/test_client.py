@@ -29,7 +29,8 @@ from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.streams import DeltaQueue
 from tandem.runtime import background
 from tandem.runtime.curve import make_keys
-from tests.support.fake_worker import FakeWorker, digests, fake_cluster, silent, until
+from tests.support.fake_worker import FakeWorker, digests, fake_cluster, silent
+from tests.support.waiting import eventually
 
 
 def make_generate(request_id: str) -> Generate:
@@ -57,20 +58,20 @@ async def test_a_worker_joins_with_what_it_has_cached() -> None:
         worker.cached, worker.sequence = [b"x", b"y"], 7
         await cluster.add(worker)
         assert [w.state for w in cluster.registry] == [WorkerState.READY]
-        await until(lambda: cluster.index.num_blocks("d") == 2)
+        await eventually(lambda: cluster.index.num_blocks("d") == 2)
         worker.send(make_events(8, [b"z"]))
-        await until(lambda: cluster.index.num_blocks("d") == 3)
+        await eventually(lambda: cluster.index.num_blocks("d") == 3)
 
 
 async def test_a_gap_in_the_events_is_closed_by_a_snapshot() -> None:
     async with fake_cluster(decode=silent) as cluster:
         worker = cluster.workers["d"]
-        await until(lambda: len(worker.of_type(SnapshotRequest)) == 1)
+        await eventually(lambda: len(worker.of_type(SnapshotRequest)) == 1)
         worker.send(make_events(1, [b"a"]))
-        await until(lambda: cluster.index.num_blocks("d") == 1)
+        await eventually(lambda: cluster.index.num_blocks("d") == 1)
         worker.cached, worker.sequence = [b"a", b"b", b"c"], 3
         worker.send(make_events(3, [b"c"]))
-        await until(lambda: cluster.index.num_blocks("d") == 3)
+        await eventually(lambda: cluster.index.num_blocks("d") == 3)
         assert len(worker.of_type(SnapshotRequest)) == 2
 
 
@@ -82,17 +83,17 @@ async def test_of_workers_that_share_a_store_one_tells_of_it_until_it_is_gone() 
             worker.cached, worker.stored = [b"p"], [b"x", b"y", b"z"][: 2 + number]
             await cluster.add(worker)
         a, b = cluster.workers["a"], cluster.workers["b"]
-        await until(lambda: cluster.index.num_blocks("b/host") == 3)
+        await eventually(lambda: cluster.index.num_blocks("b/host") == 3)
         assert [cluster.index.num_blocks(name) for name in ("a", "a/host", "a/disk", "b/disk")] == [1, 2, 2, 0]
         (request,) = b.of_type(SnapshotRequest)
         assert isinstance(request, SnapshotRequest)
         assert request.places == ["host", "pool"]
         b.send(make_events(1, [b"q"], worker_id="b", place="disk"))  # heard, and not counted twice
         a.send(make_events(1, [b"q"], worker_id="a", place="disk"))
-        await until(lambda: cluster.index.num_blocks("a/disk") == 3)
+        await eventually(lambda: cluster.index.num_blocks("a/disk") == 3)
         assert cluster.index.num_blocks("b/disk") == 0
         cluster.client.mark_dead("a", "test")
-        await until(lambda: cluster.index.num_blocks("b/disk") == 3)
+        await eventually(lambda: cluster.index.num_blocks("b/disk") == 3)
         assert [cluster.index.num_blocks(name) for name in ("a", "a/host", "a/disk")] == [0, 0, 0]
 
 
@@ -100,7 +101,7 @@ async def test_steps_teach_the_cost_model_and_beats_carry_the_load() -> None:
     async with fake_cluster(decode=silent) as cluster:
         worker = cluster.workers["d"]
         worker.output(stats=StepStats(duration_s=0.05, num_prefill_tokens=10, prefill_attention=50.0))
-        await until(lambda: cluster.costs.steps("cpu-1").num_measurements == 1)
+        await eventually(lambda: cluster.costs.steps("cpu-1").num_measurements == 1)
         state = cluster.registry.get("d")
         assert state is not None
 
@@ -108,7 +109,7 @@ async def test_steps_teach_the_cost_model_and_beats_carry_the_load() -> None:
             worker.beat(WorkerLoad(num_waiting=5))  # again and again: a subscription takes a moment to arrive
             return state.load.num_waiting == 5
 
-        await until(has_beaten)
+        await eventually(has_beaten)
         assert state.step_age_s == 0.5
 
 
@@ -132,7 +133,7 @@ async def test_beats_teach_what_handoffs_cost_each_of_them_once() -> None:
                 state = cluster.registry.get("p")
                 return state is not None and state.load.num_waiting == num_beats
 
-            await until(has_arrived)
+            await eventually(has_arrived)
 
         await beat(0, 0, 0.0)
         await beat(2, 200, 0.5)
@@ -148,7 +149,7 @@ async def test_deltas_reach_the_request_they_belong_to() -> None:
         queues = {"a": make_queue(), "b": make_queue()}
         legs = {name: cluster.client.open_leg("d", make_generate(name), queue) for name, queue in queues.items()}
         worker = cluster.workers["d"]
-        await until(lambda: len(worker.of_type(Generate)) == 2)
+        await eventually(lambda: len(worker.of_type(Generate)) == 2)
         worker.send_raw(b"this is no message")
         worker.output(SequenceDelta("b", 0, [2]), SequenceDelta("gone", 0, [9]), SequenceDelta("a", 0, [1]))
         for request_id, token_id in (("a", 1), ("b", 2)):
@@ -166,7 +167,7 @@ async def test_a_worker_speaks_in_its_own_name_only() -> None:
         worker.send(make_events(1, [b"a"], worker_id="e"))
         worker.send_raw(b"this is no message")
         worker.send(make_events(1, [b"b"]))
-        await until(lambda: cluster.index.num_blocks("d") == 1)
+        await eventually(lambda: cluster.index.num_blocks("d") == 1)
         assert cluster.index.num_blocks("e") == 0
         state, others = cluster.registry.get("d"), cluster.registry.get("e")
         assert state is not None
@@ -178,7 +179,7 @@ async def test_a_worker_speaks_in_its_own_name_only() -> None:
             worker.beat_raw(encode_message(forged))
             return state.num_dropped_here.get("impostor", 0) > 1
 
-        await until(is_told)
+        await eventually(is_told)
         assert state.num_dropped_here["malformed"] == 1
         assert others.load.num_waiting == 0
         assert not others.num_dropped_here
@@ -203,7 +204,7 @@ async def test_workers_are_introduced_to_each_other() -> None:
     async with fake_cluster() as cluster:
         one = await cluster.add(FakeWorker("one", Role.DECODE))
         two = await cluster.add(FakeWorker("two", Role.DECODE))
-        await until(lambda: all(worker.of_type(SnapshotRequest) for worker in (one, two)))
+        await eventually(lambda: all(worker.of_type(SnapshotRequest) for worker in (one, two)))
         assert one.of_type(Introduce) == [Introduce(peers=[]), Introduce(peers=[two.address])]
         assert two.of_type(Introduce) == [Introduce(peers=[one.address])]
 
@@ -222,7 +223,7 @@ async def test_a_dead_worker_fails_all_its_requests_at_once_and_leaves_nothing()
         for i, queue in enumerate(queues):
             cluster.client.open_leg("d", make_generate(f"r{i}"), queue)
         cluster.workers["d"].send(make_events(1, [b"a"]))
-        await until(lambda: len(cluster.index) == 1)
+        await eventually(lambda: len(cluster.index) == 1)
         asyncio.get_running_loop().call_soon_threadsafe(cluster.client.mark_dead, "d", "exit code -9")
         errors = [await error_of(queue, 1) for queue in queues]
         assert all("exit code -9" in str(error) for error in errors)
@@ -317,7 +318,7 @@ async def test_removing_a_worker_waits_for_what_it_runs() -> None:
         removing = asyncio.create_task(cluster.client.remove_worker("d"))
         state = cluster.registry.get("d")
         assert state is not None
-        await until(lambda: state.state == WorkerState.DRAINING)
+        await eventually(lambda: state.state == WorkerState.DRAINING)
         assert not removing.done()
         leg.close()
         await asyncio.wait_for(removing, 1)
@@ -343,4 +344,4 @@ async def test_a_router_that_stood_still_takes_no_worker_for_dead() -> None:
             await asyncio.sleep(0.05)
             assert cluster.registry.get("d") is not None
             worker.beat(WorkerLoad())
-        await until(lambda: cluster.registry.get("d") is None)  # it says no more
+        await eventually(lambda: cluster.registry.get("d") is None)  # it says no more

@@ -52,9 +52,9 @@ from tests.support.fake_worker import (
     one_token,
     remaining_tokens,
     silent,
-    until,
 )
 from tests.support.streams import Pulled
+from tests.support.waiting import eventually
 
 
 async def collect(cluster: FakeCluster, request: GenerateRequest) -> list[TokenDelta]:
@@ -94,7 +94,7 @@ async def test_a_decode_leg_that_is_ahead_waits_for_the_first_token() -> None:
         prefill = cluster.workers["p"]
         serving = asyncio.create_task(collect(cluster, make_request()))
         # The whole rest is here (its last delta closed the leg) before the first token is sent.
-        await until(lambda: bool(prefill.of_type(Prefill)) and cluster.client.num_open_legs == 1)
+        await eventually(lambda: bool(prefill.of_type(Prefill)) and cluster.client.num_open_legs == 1)
         prefill.output(SequenceDelta("r0", 0, [100]))
         assert tokens(await serving) == [100, 101, 102, 103]
         cluster.assert_nothing_left()
@@ -117,7 +117,7 @@ async def test_a_first_token_that_ends_the_request_cancels_the_decode_leg() -> N
     async with fake_cluster(prefill=only_token, decode=silent) as cluster:
         (delta,) = await collect(cluster, make_request())
         assert (delta.finish_reason, delta.stop_token_id) == (FinishReason.STOP, 7)
-        await until(lambda: len(cluster.workers["d"].of_type(Cancel)) == 1)
+        await eventually(lambda: len(cluster.workers["d"].of_type(Cancel)) == 1)
         assert cluster.workers["p"].of_type(Cancel) == []
         cluster.assert_nothing_left()
 
@@ -128,7 +128,7 @@ async def test_a_client_that_leaves_cancels_both_legs(num_tokens_seen: int) -> N
         prefill, decode = cluster.workers["p"], cluster.workers["d"]
         stream = Pulled(cluster.flow.serve(make_request()))
         reading = asyncio.ensure_future(anext(stream))
-        await until(lambda: bool(prefill.of_type(Prefill)) and bool(decode.of_type(Decode)))
+        await eventually(lambda: bool(prefill.of_type(Prefill)) and bool(decode.of_type(Decode)))
         if num_tokens_seen == 0:
             reading.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -140,9 +140,9 @@ async def test_a_client_that_leaves_cancels_both_legs(num_tokens_seen: int) -> N
                 decode.output(SequenceDelta("r0", 1, [101]))
                 await anext(stream)
             await stream.aclose()
-        await until(lambda: len(decode.of_type(Cancel)) == 1)
+        await eventually(lambda: len(decode.of_type(Cancel)) == 1)
         if num_tokens_seen < 2:  # once the decode worker speaks, the prefill worker is done
-            await until(lambda: len(prefill.of_type(Cancel)) == 1)
+            await eventually(lambda: len(prefill.of_type(Cancel)) == 1)
         cluster.assert_nothing_left()
 
 
@@ -178,7 +178,7 @@ async def test_one_failed_leg_cancels_the_other() -> None:
     async with fake_cluster(prefill=fails, decode=silent) as cluster:
         with pytest.raises(PeerLost, match="pool is on fire"):
             await collect(cluster, make_request())
-        await until(lambda: len(cluster.workers["d"].of_type(Cancel)) == 1)
+        await eventually(lambda: len(cluster.workers["d"].of_type(Cancel)) == 1)
         cluster.assert_nothing_left()
 
 
@@ -217,7 +217,7 @@ async def test_silence_ends_a_request() -> None:
     async with fake_cluster(prefill=first_token, decode=silent, config=config) as cluster:
         with pytest.raises(WorkerError, match=r"request_timeout_s=0\.2"):
             await collect(cluster, make_request())
-        await until(lambda: len(cluster.workers["d"].of_type(Cancel)) == 1)
+        await eventually(lambda: len(cluster.workers["d"].of_type(Cancel)) == 1)
         cluster.assert_nothing_left()
 
 
@@ -226,7 +226,7 @@ async def test_a_second_request_follows_the_first_by_its_speculative_blocks(max_
     async with fake_cluster(prefill=silent, decode=silent) as cluster:
         stream = Pulled(cluster.flow.serve(make_request(num_prompt_tokens=3000, max_tokens=max_tokens)))
         reading = asyncio.ensure_future(anext(stream))
-        await until(lambda: cluster.registry.num_bookings == 1)
+        await eventually(lambda: cluster.registry.num_bookings == 1)
         digests = block_digests(root_digest(NAMESPACE), range(3000), 16)
         assert cluster.index.longest_prefix(digests, time.monotonic()) == dict.fromkeys(holders, 187)
         reading.cancel()

@@ -39,9 +39,9 @@ from tests.support.fake_worker import (
     first_token,
     make_request,
     remaining_tokens,
-    until,
 )
 from tests.support.streams import Pulled
+from tests.support.waiting import eventually
 
 PINNABLE = {"pool": 10}
 T, U = Owner("t", EVERYONE), Owner("u", EVERYONE)
@@ -289,7 +289,7 @@ async def test_a_pin_reaches_every_worker_and_the_likely_ones_bring_it_up() -> N
         assert [pin.pin_id for pin in await cluster.flow.cache.pins("default", EVERYONE)] == [state.pin_id]
         assert await cluster.flow.cache.pins("another", None) == []
         await cluster.flow.cache.unpin(state.pin_id, None)
-        await until(lambda: all(worker.of_type(Unpin) for worker in workers))
+        await eventually(lambda: all(worker.of_type(Unpin) for worker in workers))
         with pytest.raises(PinNotFound):
             await cluster.flow.cache.unpin(state.pin_id, None)
         assert (await cluster.flow.pools())["pins"]["num_pins"] == 0
@@ -302,7 +302,7 @@ async def test_a_worker_that_restarts_is_told_again_with_the_time_that_is_left()
         cluster.client.mark_dead("d", "test")
         await first.close()
         second = await add_keeper(cluster, "d", Role.DECODE, epoch=2)
-        await until(lambda: bool(pins_of(second)))
+        await eventually(lambda: bool(pins_of(second)))
         (message,) = pins_of(second)
         assert (message.pin_id, message.digests, message.prefetch) == (state.pin_id, chain(32), Prefetch.HOST)
         assert message.ttl_s < pins_of(first)[0].ttl_s
@@ -337,7 +337,7 @@ async def test_a_pinned_conversation_grows_by_prompt_and_answer(num_prompt_token
         answer = [token_id for delta in deltas for token_id in delta.token_ids]
         assert len(answer) == 4
         whole = block_digests(root_digest(NAMESPACE), [*request.token_ids, *answer], 16)
-        await until(lambda: len(pins_of(decode)) >= len(num_blocks))
+        await eventually(lambda: len(pins_of(decode)) >= len(num_blocks))
         assert [message.digests for message in pins_of(decode)] == [whole[:count] for count in num_blocks]
         # A pin that comes later covers the turn that was.
         later = await cluster.flow.cache.pin(PinRequest(token_ids=None, cache_scope=EVERYONE, conversation_id="chat"))

@@ -48,10 +48,10 @@ from tests.support.cluster_harness import (
     Client,
     Cluster,
     Oracle,
-    eventually,
     running_cluster,
 )
 from tests.support.late_device import LateStream
+from tests.support.waiting import eventually
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
