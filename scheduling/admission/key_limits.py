@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import msgspec
 from msgspec import Meta
@@ -69,6 +69,7 @@ class _KeyState:
     tokens: _Bucket = field(default_factory=_Bucket)
     running: set[KeyUsage] = field(default_factory=set)
     mean_duration_s: float = FIRST_DURATION_S
+    latest_tokens: int = 1  # that the latest request needed whose prompt was read
 
 
 @dataclass(eq=False, slots=True)
@@ -97,13 +98,13 @@ class KeyLimiter:
     def begin(self, key_id: str, limits: KeyLimits, now: float) -> KeyUsage:
         """A request begins; its caller calls `end` on every path. Raises `RateLimitExceeded`."""
         state = self._states.setdefault(key_id, _KeyState())
+        waits = _waits(state, limits, 1, now)  # one token: how many it needs is known once its prompt is read
         if limits.concurrent_requests is not None and len(state.running) >= limits.concurrent_requests:
-            wait_s = max(self._first_end_s(state) - now, MIN_WAIT_S)
-            raise _exceeded(key_id, "concurrent_requests", limits.concurrent_requests, wait_s)
-        if limits.tokens_per_minute is not None:  # before the prompt is read
-            _check(state.tokens, key_id, "tokens_per_minute", limits.tokens_per_minute, 1, now)
+            waits["concurrent_requests"] = _wait_for_end(state, now)
+        if waits:
+            name = max(waits, key=waits.__getitem__)
+            _refuse(key_id, limits, name, waits | _waits(state, limits, state.latest_tokens, now))
         if limits.requests_per_minute is not None:
-            _check(state.requests, key_id, "requests_per_minute", limits.requests_per_minute, 1, now)
             state.requests.level -= 1
         usage = KeyUsage(key_id, limits, now, state)
         state.running.add(usage)
@@ -119,8 +120,10 @@ class KeyLimiter:
             return
         usage.num_answers = max(num_answers, 1)
         expected = min(usage.num_answers * self._lengths.expected(usage.key_id, max_tokens), max_tokens)
-        num_tokens = num_prompt_tokens + expected
-        _check(usage.state.tokens, usage.key_id, "tokens_per_minute", limit, num_tokens, now)
+        num_tokens = usage.state.latest_tokens = num_prompt_tokens + expected
+        if usage.state.tokens.wait_s(num_tokens, limit, now) > 0.0:
+            waits = _waits(usage.state, usage.limits, num_tokens, now)  # it is counted as a request, and needs another
+            _refuse(usage.key_id, usage.limits, "tokens_per_minute", waits)
         usage.state.tokens.level -= num_tokens
         usage.num_charged_tokens = num_tokens
 
@@ -140,17 +143,30 @@ class KeyLimiter:
         """Forget all other keys. Their requests that run are not disturbed."""
         self._states = {key_id: state for key_id, state in self._states.items() if key_id in key_ids}
 
-    def _first_end_s(self, state: _KeyState) -> float:
-        """When the first of the running requests is expected to end."""
-        return min(usage.began_s for usage in state.running) + state.mean_duration_s
+
+def _waits(state: _KeyState, limits: KeyLimits, num_tokens: int, now: float) -> dict[str, float]:
+    """Seconds until a request of this many tokens may begin, for each rate that does not let it begin now."""
+    waits: dict[str, float] = {}
+    if limits.tokens_per_minute is not None:
+        waits["tokens_per_minute"] = state.tokens.wait_s(num_tokens, limits.tokens_per_minute, now)
+    if limits.requests_per_minute is not None:
+        waits["requests_per_minute"] = state.requests.wait_s(1, limits.requests_per_minute, now)
+    return {name: wait_s for name, wait_s in waits.items() if wait_s > 0.0}
 
 
-def _check(bucket: _Bucket, key_id: str, name: str, limit: int, amount: int, now: float) -> None:
-    if (wait_s := bucket.wait_s(amount, limit, now)) > 0.0:
-        raise _exceeded(key_id, name, limit, wait_s)
+def _wait_for_end(state: _KeyState, now: float) -> float:
+    """Seconds until one of the running requests is expected to end.
+
+    The one that runs longest, after the mean duration. If it is late, their ends are taken to be spread evenly.
+    """
+    wait_s = min(usage.began_s for usage in state.running) + state.mean_duration_s - now
+    return max(wait_s if wait_s > 0.0 else state.mean_duration_s / (len(state.running) + 1), MIN_WAIT_S)
 
 
-def _exceeded(key_id: str, name: str, limit: int, wait_s: float) -> RateLimitExceeded:
-    return RateLimitExceeded(
-        f"The API key {key_id} has used up its limit {name}={limit}; retry in {wait_s:.2f} s.", retry_after_s=wait_s
+def _refuse(key_id: str, limits: KeyLimits, name: str, waits: dict[str, float]) -> NoReturn:
+    """Refuse a request because of the limit `name`. It is told to wait until no limit would refuse it."""
+    wait_s = max(waits.values())
+    raise RateLimitExceeded(
+        f"The API key {key_id} has used up its limit {name}={getattr(limits, name)}; retry in {wait_s:.2f} s.",
+        retry_after_s=wait_s,
     )

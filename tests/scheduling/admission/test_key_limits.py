@@ -108,12 +108,59 @@ def test_a_request_above_the_limit_waits_for_a_full_bucket_and_leaves_a_debt() -
     limiter, limits = KeyLimiter(), KeyLimits(tokens_per_minute=100)
     usage = charged(limiter, limits, 250, 0, 0.0)
     limiter.end(usage, 250, 0, 0.0)
-    assert refusal(limiter, limits, 0.0).retry_after_s == pytest.approx((150 + 1) * 0.6)
+    assert refusal(limiter, limits, 0.0).retry_after_s == pytest.approx(250 * 0.6)
     again = limiter.begin(KEY, limits, 91.0)  # out of debt
     with pytest.raises(RateLimitExceeded) as raised:
         limiter.charge(again, 250, 1, 0, 91.0)
     assert 91.0 + raised.value.retry_after_s == pytest.approx(250 * 0.6)
     limiter.charge(again, 250, 1, 0, 150.0)
+
+
+def test_a_refusal_by_one_limit_says_when_no_other_limit_refuses() -> None:
+    limiter, limits = KeyLimiter(), KeyLimits(requests_per_minute=1, tokens_per_minute=600)
+    limiter.end(charged(limiter, limits, 500, 100, 0.0), 500, 130, 0.0)  # 30 tokens of debt: 3 s
+    refused = refusal(limiter, limits, 0.0)
+    assert refused.retry_after_s == pytest.approx(63.0)  # the request in 60 s, and 630 tokens for another one like it
+    second = limiter.begin(KEY, limits, 60.0)
+    with pytest.raises(RateLimitExceeded, match="tokens_per_minute=600") as raised:  # it counts as a request
+        limiter.charge(second, 590, 1, 10, 60.0)
+    limiter.end(second, 0, 0, 60.0)
+    assert raised.value.retry_after_s == pytest.approx(60.0)
+    charged(limiter, limits, 590, 10, 120.0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_client_that_waits_as_told_is_served_at_its_next_attempt(seed: int) -> None:
+    """It sends the same request again and again, whatever limits it meets."""
+    rng = random.Random(seed)
+    limits = KeyLimits(
+        requests_per_minute=rng.choice([None, rng.randint(1, 60)]),
+        tokens_per_minute=rng.choice([None, rng.randint(50, 5000)]),
+        concurrent_requests=rng.choice([None, 1]),
+    )
+    limiter, now = KeyLimiter(), 0.0
+    num_prompt, num_output = rng.randint(1, 400), rng.randint(1, 300)
+
+    def ask(at: float) -> KeyUsage:
+        usage = limiter.begin(KEY, limits, at)
+        try:
+            limiter.charge(usage, num_prompt, 1, num_output, at)
+        except RateLimitExceeded:
+            limiter.end(usage, 0, 0, at)
+            raise
+        return usage
+
+    for _ in range(300):
+        usage, now = as_soon_as_told(ask, now)  # raises if it is refused twice
+        now += rng.expovariate(1.0)
+        limiter.end(usage, num_prompt, num_output, now)
+
+
+def test_a_late_request_is_not_asked_for_again_and_again() -> None:
+    limiter, limits = KeyLimiter(), KeyLimits(concurrent_requests=3)
+    for _ in range(3):
+        limiter.begin(KEY, limits, 0.0)
+    assert refusal(limiter, limits, 50.0).retry_after_s == pytest.approx(FIRST_DURATION_S / 4)
 
 
 def test_a_limit_that_changes_counts_at_once_and_what_was_used_stays_used() -> None:
