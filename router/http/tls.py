@@ -9,6 +9,7 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from tandem.protocol.config import RouterConfig
+from tandem.router.http.turns import Turns
 from tandem.runtime.certificates import NamedFile, exposure_of, load_ca, load_identity
 from tandem.runtime.followed_tls import FollowedTls, LoadedTls
 
@@ -47,10 +48,12 @@ class TlsMetrics:
 
 
 class ServerTls(FollowedTls):
-    """The context for new clients. Raises `ConfigError` for files that cannot be used."""
+    """The context for new clients, and what their connections share."""
 
     def __init__(self, config: RouterConfig, registry: CollectorRegistry) -> None:
+        """Raises `ConfigError` for files that cannot be used."""
         super().__init__(_files(config), lambda: _load(config))
+        self.handshakes, self.reads = Turns(), Turns()
         self._metrics = TlsMetrics(registry)
         self._num_counted = 0
         self.on_change = self._show

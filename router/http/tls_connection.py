@@ -4,6 +4,9 @@
 
 The loops' own TLS tells us of a connection only after its handshake. Here a connection has a deadline, and counts
 against the limits, from its first moment. Its only write buffer is that of the socket: flow control is as without TLS.
+
+A client can send little that costs much: handshakes, and records of a byte or of none. So each iteration of the event
+loop has a bounded time for handshakes, and one for records, and streams go on in between.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ from typing import Any, cast
 
 from uvicorn.server import ServerState
 
+from tandem.protocol.fault_boundary import undone_on_error
 from tandem.router.http.connections import Connections
 from tandem.router.http.protocol import HttpProtocol
 from tandem.router.http.refusals import PlainHttp
 from tandem.router.http.request_id import new_request_id
 from tandem.router.http.tls import HandshakeFailure, ServerTls
+from tandem.router.http.tls_records import TlsRecords
+from tandem.router.http.turns import Turns
 
 __all__ = ["TlsConnection"]
 
@@ -31,6 +37,7 @@ logger = logging.getLogger(__name__)
 _READ_BYTES = 64 * 1024
 _MAX_HANDSHAKE_BYTES = 64 * 1024  # a client's chain of certificates takes some KB
 _MAX_UNREAD_BYTES = 1 << 20  # bytes unread by a client that makes TLS itself answer (new keys, renegotiation)
+_MAX_EMPTY_RECORDS = 32  # an update of keys takes a client nothing and us 20 us; it is due after some 2^24 records
 _LINGER_S = 2.0  # for a client to read why its handshake failed
 
 
@@ -51,7 +58,12 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         self._http: HttpProtocol | None = None
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._session = tls.loaded.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._records = TlsRecords()
         self._num_handshake_bytes = 0
+        self._num_empty_records = 0  # more than those that had content
+        self._is_costly = False  # its records took too long once, so that they always wait for their turn
+        self._waits_for_turn = False
+        self._is_reading_paused = False  # by `HttpProtocol`
         self._deadline_s = math.inf  # of the handshake
         self._has_failed = False  # the handshake, and this was counted
         self._has_ended = False  # TLS is over: nothing more is encrypted, and input is dropped
@@ -75,9 +87,14 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         if self._http is None and self._num_handshake_bytes == 0 and data[:1].isupper():  # a method: TLS begins with 22
             self._refuse_plain_http()
             return
-        self._incoming.write(data)
-        if self._http is not None or self._shake_hands(len(data)):
-            self._read()
+        self._records.add(data)
+        if self._http is None:
+            self._wait_for_turn(self._tls.handshakes)
+        elif self._is_costly:
+            self._wait_for_turn(self._tls.reads)
+        else:
+            self._take_records(self._tls.reads.end_s())
+            self._is_costly = self._waits_for_turn
 
     def eof_received(self) -> None:
         """The client has closed its side without a word of TLS: the socket is closed, as without TLS."""
@@ -123,10 +140,41 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         """The server ends."""
         self._give_up("shed")
 
+    # -- what has arrived
+
+    def _wait_for_turn(self, turns: Turns) -> None:
+        if not self._waits_for_turn:
+            self._waits_for_turn = True
+            self.transport.pause_reading()
+            turns.add(self._take_turn)
+
+    def _take_turn(self, end_s: float) -> None:
+        self._waits_for_turn = False
+        if self._has_ended or self.is_closing():
+            return
+        with undone_on_error(self.abort):
+            self._take_records(end_s)
+        if not (self._waits_for_turn or self._is_reading_paused or self.is_closing()):
+            self.transport.resume_reading()
+
+    def _take_records(self, end_s: float) -> None:
+        """Give TLS the records that have arrived. Those for which there is no time now wait for their turn."""
+        while record := self._records.take():
+            self._incoming.write(record)
+            if self._http is not None:
+                self._read()
+            else:
+                self._shake_hands(len(record))
+            if self._has_ended or self.is_closing():
+                return
+            if self._records and self._tls.reads.clock() >= end_s:
+                self._wait_for_turn(self._tls.handshakes if self._http is None else self._tls.reads)
+                return
+
     # -- the handshake
 
-    def _shake_hands(self, num_bytes: int) -> bool:
-        """Go on with the handshake; whether it is complete."""
+    def _shake_hands(self, num_bytes: int) -> None:
+        """Go on with the handshake, by a record of this size."""
         self._num_handshake_bytes += num_bytes
         try:
             self._session.do_handshake()
@@ -134,18 +182,17 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
             self._flush()
             if self._num_handshake_bytes > _MAX_HANDSHAKE_BYTES:
                 self._give_up("refused")
-            return False
+            return
         except ssl.SSLError as exc:
             logger.debug("the TLS handshake of %s failed: %s", self.get_extra_info("peername"), exc)
             self._flush()  # TLS tells the client why
             self._fail("refused")
             self._linger()
-            return False
+            return
         self._flush()
         self._forget()
         self._http = self._make_http()
         self._http.connection_made(self)
-        return True
 
     def _refuse_plain_http(self) -> None:
         refusal = PlainHttp("This port speaks HTTPS: write https:// in the URL.")
@@ -165,6 +212,7 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
     def _linger(self) -> None:
         """Drop input until the client hangs up: to close with data unread would reset the connection."""
         self._has_ended = True
+        self._records.clear()
         self._shared.remove(self)
         self._deadline_s = self._shared.now_s + _LINGER_S
         if not self.transport.is_closing():
@@ -215,11 +263,14 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
 
     def pause_reading(self) -> None:
         """Read no more."""
+        self._is_reading_paused = True
         self.transport.pause_reading()
 
     def resume_reading(self) -> None:
         """Read again."""
-        self.transport.resume_reading()
+        self._is_reading_paused = False
+        if not self._waits_for_turn:
+            self.transport.resume_reading()
 
     def get_write_buffer_size(self) -> int:
         """Encrypted bytes that the client has not taken."""
@@ -231,10 +282,10 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
             return self._session.context
         return self._session if name == "ssl_object" else self.transport.get_extra_info(name, default)
 
-    # -- records
+    # -- content
 
     def _read(self) -> None:
-        """Hand on what has been decrypted, and send what TLS itself answers."""
+        """Hand on the content of a record, and send what TLS itself answers."""
         parts: list[bytes] = []
         is_open = True
         try:
@@ -245,15 +296,19 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
                     break
                 parts.append(part)
         except ssl.SSLWantReadError:
-            pass  # a part of a record
+            pass  # no content: the record was for TLS itself
         except ssl.SSLError as exc:
             self._break(exc)
             return
+        self._num_empty_records = max(0, self._num_empty_records + (-1 if parts else 1))
+        is_flooded = self._num_empty_records > _MAX_EMPTY_RECORDS
         if self._outgoing.pending:
             self._flush()
-            if self.transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
-                self.abort()
-                return
+            is_flooded |= self.get_write_buffer_size() > _MAX_UNREAD_BYTES
+        if is_flooded:
+            logger.debug("%s sends what TLS itself has to answer, again and again", self.get_extra_info("peername"))
+            self.abort()
+            return
         assert self._http is not None, "the handshake is complete"
         if parts:
             self._http.data_received(b"".join(parts))

@@ -11,6 +11,7 @@ import socket
 import ssl
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from prometheus_client import CollectorRegistry
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import ConfigError
+from tandem.router.http import turns
 from tandem.router.http.listening import listening
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.http.server import HttpServer, http_server
 from tandem.router.http.tls import check_server_tls, scheme_of
+from tandem.router.http.tls_connection import TlsConnection
 from tandem.runtime import followed_tls
 from tandem.runtime.signals import wait_for_any
 from tests.support.certificates import DAY, Authority
@@ -58,6 +61,51 @@ class Port:
         value = self._registry.get_sample_value(f"tandem_tls_{name}")
         assert value is not None
         return value
+
+
+class Flood:
+    """A client whose records are collected, and then sent all at once."""
+
+    def __init__(self, port: Port, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._session = port.trusting().wrap_bio(self._incoming, self._outgoing, server_hostname="localhost")
+
+    @classmethod
+    async def connected(cls, port: Port) -> Flood:
+        flood = cls(port, *await port.raw())
+        while True:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                flood._session.do_handshake()
+                break
+            flood._writer.write(flood._outgoing.read())
+            flood._incoming.write(await flood._reader.read(65_536))
+        return flood
+
+    def send(self, content: bytes) -> None:
+        """Add a record."""
+        self._session.write(content)
+
+    async def deliver(self) -> bytes:
+        """Send the records; everything that the server answers."""
+        self._writer.write(self._outgoing.read())
+        answer = b""
+        while data := await self._reader.read(65_536):
+            self._incoming.write(data)
+            with contextlib.suppress(ssl.SSLWantReadError):
+                while part := self._session.read(65_536):
+                    answer += part
+        self._writer.close()
+        return answer
+
+
+def client_hello() -> bytes:
+    """The first bytes of a handshake."""
+    outgoing = ssl.MemoryBIO()
+    client = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    return outgoing.read()
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
@@ -138,11 +186,7 @@ async def test_plain_http_is_answered_with_the_remedy(tmp_path: Path) -> None:
 @pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})], ids=["uvloop"])  # as in production
 async def test_garbage_ends_its_connection_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rng = random.Random(7)
-    hello = ssl.MemoryBIO()
-    client_hello = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), hello, server_hostname="localhost")
-    with contextlib.suppress(ssl.SSLWantReadError):
-        client_hello.do_handshake()
-    valid = hello.read()
+    valid = client_hello()
     with caplog.at_level(logging.INFO):
         async with serving(tmp_path) as port:
             for _ in range(200):
@@ -190,6 +234,84 @@ async def test_an_endless_handshake_is_cut(tmp_path: Path) -> None:
             await reader.read()
         await eventually(lambda: port.num_failures("refused") == 1)
         writer.close()
+
+
+async def test_other_work_goes_on_between_handshakes_that_begin_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "BUDGET_S", 0.0)
+    begun: list[TlsConnection] = []
+    shake_hands = TlsConnection._shake_hands
+
+    def note(connection: TlsConnection, num_bytes: int) -> None:
+        begun.append(connection)
+        shake_hands(connection, num_bytes)
+
+    monkeypatch.setattr(TlsConnection, "_shake_hands", note)
+    async with serving(tmp_path) as port:
+        with contextlib.ExitStack() as stack:
+            address = ("127.0.0.1", port.number)
+            clients = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(20)]
+            await until(lambda: len(port.server.server_state.connections) == 20)
+            for client in clients:
+                client.sendall(client_hello())  # the loop sees all of them at once
+            num_begun = [0]
+            while num_begun[-1] < 20:
+                await asyncio.sleep(0)
+                num_begun.append(len(begun))
+            assert max(after - before for before, after in pairwise(num_begun)) == 1
+            for client in clients:
+                assert client.recv(1) == b"\x16"  # the server's part of the handshake
+
+
+async def test_records_of_one_byte_leave_time_for_others_and_are_all_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One client sends a body byte by byte, all at once; another one is answered long before it is read."""
+    monkeypatch.setattr(turns, "BUDGET_S", 0.0)
+    async with serving(tmp_path) as port:
+        flood = await Flood.connected(port)
+        body = random.Random(0).randbytes(3000)
+        flood.send(b"POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body))
+        for number in range(len(body)):
+            flood.send(body[number : number + 1])
+        answer = asyncio.create_task(flood.deliver())
+        async with port.client() as client:
+            for _ in range(3):
+                assert (await client.get("/")).status_code == 200
+        assert not answer.done()
+        assert (await answer).endswith(body)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+async def test_a_client_that_updates_its_keys_for_ever_is_cut(tmp_path: Path) -> None:
+    """An update costs the client a few bytes, and the server more than a token of a stream."""
+    async with serving(tmp_path) as port:
+        command = ["openssl", "s_client", "-tls1_3", "-quiet", "-no_ign_eof", "-CAfile", str(port.authority.ca_file)]
+        client = await asyncio.create_subprocess_exec(
+            *command, "-connect", f"localhost:{port.number}", stdin=PIPE, stdout=PIPE, stderr=PIPE
+        )
+        assert client.stdin is not None
+        assert client.stdout is not None
+        assert client.stderr is not None
+
+        async def update(count: int) -> int:
+            assert client.stdin is not None
+            assert client.stderr is not None
+            for number in range(count):
+                with contextlib.suppress(ConnectionError):
+                    client.stdin.write(b"K\n")
+                    await client.stdin.drain()
+                while not (line := await client.stderr.readline()).startswith(b"KEYUPDATE"):
+                    if not line:
+                        return number
+            return count
+
+        assert await update(5) == 5
+        client.stdin.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert await client.stdout.readline() == b"HTTP/1.1 200 OK\r\n"
+        assert await update(1000) < 1000
+        await client.communicate()
 
 
 async def test_half_open_handshakes_make_room_for_those_who_finish(tmp_path: Path) -> None:

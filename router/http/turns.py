@@ -1,0 +1,53 @@
+"""Takes turns between what many connections bring at once and everything else in the event loop.
+
+A TLS handshake takes as long as hundreds of tokens. Those of many new clients, done as they arrive, would hold up every
+stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
+
+__all__ = ["Turns", "Work"]
+
+BUDGET_S = 0.001  # for one iteration of the event loop; the piece of work that exceeds it is the last
+
+Work: TypeAlias = Callable[[float], object]  # is told by what time of the clock it is to stop
+
+
+class Turns:
+    """Work of one event loop, done in the order in which it came, and a little in each iteration."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self._waiting: deque[Work] = deque()
+        self._is_scheduled = False
+
+    def end_s(self) -> float:
+        """By when work that begins now is to stop."""
+        return self.clock() + BUDGET_S
+
+    def add(self, work: Work) -> None:
+        """Call `work` soon. If it raises, the event loop reports that, and the others still get their turns."""
+        self._waiting.append(work)
+        if not self._is_scheduled:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        self._is_scheduled = bool(self._waiting)
+        if self._is_scheduled:
+            asyncio.get_running_loop().call_soon(self._take)
+
+    def _take(self) -> None:
+        end_s = self.end_s()
+        try:
+            for _ in range(len(self._waiting)):  # what is added meanwhile waits for the next iteration
+                self._waiting.popleft()(end_s)
+                if self.clock() >= end_s:
+                    break
+        finally:
+            self._schedule()

@@ -1,0 +1,61 @@
+"""Work is done in order, within the time of each iteration, and whatever one piece of it does."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tandem.router.http.turns import BUDGET_S, Turns
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def work_of(clock: Clock, done: list[int], number: int, took_s: float) -> object:
+    clock.now_s += took_s
+    return done.append(number)
+
+
+async def test_an_iteration_ends_with_the_piece_that_exceeds_its_time() -> None:
+    clock, done = Clock(), []  # type: tuple[Clock, list[int]]
+    turns = Turns(clock)
+    for number in range(7):
+        turns.add(lambda _, number=number: work_of(clock, done, number, 0.4 * BUDGET_S))
+    after = []
+    while len(done) < 7:
+        await asyncio.sleep(0)
+        after.append(len(done))
+    assert [count for count in after if count] == [3, 6, 7]
+    assert done == list(range(7))
+
+
+async def test_work_that_comes_again_waits_for_the_next_iteration() -> None:
+    turns, times = Turns(Clock()), []  # type: tuple[Turns, list[float]]
+
+    def again(end_s: float) -> None:
+        times.append(end_s)
+        turns.add(again)
+
+    turns.add(again)
+    for count in range(1, 4):
+        await asyncio.sleep(0)
+        assert times == [100.0 + BUDGET_S] * count
+
+
+async def test_a_piece_that_raises_takes_no_turn_from_the_others() -> None:
+    reported: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(str(context["exception"])))
+    turns, done = Turns(), []  # type: tuple[Turns, list[float]]
+
+    def fail(_: float) -> None:
+        raise ValueError("a bug")
+
+    turns.add(fail)
+    turns.add(done.append)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert reported == ["a bug"]
