@@ -138,6 +138,7 @@ class DecodeRole:
             request.request_id,
             request.token_ids,
             request.sampling,
+            output_ids=request.output_ids,
             cache_salt=request.cache_salt,
             priority=request.priority,
         )
@@ -332,7 +333,7 @@ class DecodeRole:
         sequence = pending.sequence
         sequence.blocks = [*sequence.blocks, *lease.block_ids]
         sequence.num_published_blocks = pending.num_matched_blocks
-        sequence.num_computed_tokens = sequence.num_prompt_tokens
+        sequence.num_computed_tokens = len(sequence.token_ids)
         sequence.num_cached_tokens = pending.num_matched_blocks * self._engine.config.block_size
         sequence.is_admitted_before = True
         sequence.token_ids.append(received.first_token_id)

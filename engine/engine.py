@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -182,35 +183,42 @@ class Engine:
         token_ids: list[int],
         sampling: SamplingParams,
         *,
+        output_ids: Seq[int] = (),
         cache_salt: str = "",
         phase: Phase = Phase.WHOLE,
         priority: PrefillPriority = PrefillPriority(),
     ) -> Sequence:
         """A sequence for this engine, not queued yet.
 
-        Raises ContextLengthExceeded if the prompt does not fit, RequestError for ids outside the model's vocabulary,
-        because one such id would fail a whole step.
+        `output_ids` is the beginning of its answer, which another engine gave: it goes on as if it had been preempted.
+
+        Raises ContextLengthExceeded if the prompt does not fit, RequestError for an answer that is complete, or for
+        ids outside the model's vocabulary, because one such id would fail a whole step.
         """
         limit = self.config.max_model_len
         if not 0 < len(token_ids) < limit:
             raise ContextLengthExceeded(
                 f"the prompt has {len(token_ids)} tokens; this model serves 1 to {limit - 1} and at least one more"
             )
-        for ids in (token_ids, sampling.stop_token_ids, sampling.logit_bias):
+        most = min(sampling.max_tokens, limit - len(token_ids))
+        if output_ids and len(output_ids) >= most:
+            raise RequestError(f"the answer has {len(output_ids)} tokens already; it may have {most}")
+        for ids in (token_ids, output_ids, sampling.stop_token_ids, sampling.logit_bias):
             if ids and not (min(ids) >= 0 and max(ids) < self.model.vocab_size):
                 raise RequestError(
                     f"token ids {min(ids)} to {max(ids)}: this model's are 0 to {self.model.vocab_size - 1}"
                 )
         return Sequence(
             request_id=request_id,
-            token_ids=list(token_ids),
+            token_ids=[*token_ids, *output_ids],
             num_prompt_tokens=len(token_ids),
             sampling=sampling,
             root=root_digest(self.namespace, cache_salt=cache_salt),
             phase=phase,
             priority=priority,
+            is_admitted_before=bool(output_ids),
             matcher=self.structured_output.matcher(sampling.grammar, priority.order) if sampling.grammar else None,
-            prompt_scores=None if (num := sampling.num_prompt_logprobs) is None else PromptScores(num),
+            prompt_scores=None if (num := sampling.num_prompt_logprobs) is None or output_ids else PromptScores(num),
         )
 
     def add(self, sequence: Sequence) -> None:

@@ -116,6 +116,7 @@ class PrefillRole:
             request.request_id,
             request.token_ids,
             request.sampling,
+            output_ids=request.output_ids,
             cache_salt=request.cache_salt,
             phase=Phase.PREFILL_ONLY,
             priority=request.priority,
@@ -123,7 +124,7 @@ class PrefillRole:
         sequence.kv_holder, sequence.kv_receiver = request.kv_holder, receiver
         sequence.timeline = Timeline(now) if request.is_traced else None
         self._links.connect(receiver, now)
-        num_blocks = -(-len(request.token_ids) // self._engine.config.block_size)
+        num_blocks = self._engine.scheduler.blocks.num_needed(sequence)
         self._outbox.open(request.request_id, receiver.worker_id, receiver.epoch, num_blocks=num_blocks)
         self._handoffs[request.request_id] = _Handoff(sequence, receiver, num_blocks)
         self._engine.add(sequence)

@@ -5,6 +5,7 @@ ServingError
  |   |- ModelNotFound          404
  |   |- ContextLengthExceeded  400
  |   |- PinNotFound            404
+ |   |- PoisonedRequest        422: workers died of it
  |   |- WorkerNotFound         404
  |   |- RoleRefused            409
  |- Overloaded                 429, with a Retry-After
@@ -14,6 +15,7 @@ ServingError
  |- NotServed                501: this kind of model cannot do it
  |- InternalError              500: a bug of ours, which ended only this request
  |- WorkerError                a worker failed or is gone: 502/503
+ |   |- WorkerLost             its process ended or fell silent
  |   |- NoWorker               503: nothing can serve this now
  |- TransferError              KV could not be moved
  |   |- TransferTimeout
@@ -37,6 +39,7 @@ __all__ = [
     "PeerLost",
     "PinNotFound",
     "PinQuotaExceeded",
+    "PoisonedRequest",
     "RateLimitExceeded",
     "RequestError",
     "RoleRefused",
@@ -44,6 +47,7 @@ __all__ = [
     "TransferError",
     "TransferTimeout",
     "WorkerError",
+    "WorkerLost",
     "WorkerNotFound",
 ]
 
@@ -107,6 +111,13 @@ class PinNotFound(RequestError):
     code = "pin_not_found"
 
 
+class PoisonedRequest(RequestError):
+    """Several workers died while they worked on this request, so no other one gets it."""
+
+    status = 422
+    code = "poisoned_request"
+
+
 class Overloaded(ServingError):
     """Too much is waiting already: the request is refused, so that admitted ones are served in time."""
 
@@ -156,6 +167,16 @@ class WorkerError(ServingError):
 
     status = 502
     code = "worker_failed"
+
+
+class WorkerLost(WorkerError):
+    """The process that held the request has ended or fallen silent."""
+
+    code = "worker_lost"
+
+    def __init__(self, message: str, *, worker_id: str) -> None:
+        super().__init__(message)
+        self.worker_id = worker_id
 
 
 class NoWorker(WorkerError):

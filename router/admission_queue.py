@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.protocol.errors import NoWorker, ServingError
 from tandem.protocol.messages import PrefillPriority
-from tandem.scheduling.admission.admission import Admission, Dispatch, Drop
+from tandem.scheduling.admission.admission import Admission, Drop
 from tandem.scheduling.admission.queued_request import QueuedRequest
 from tandem.scheduling.placement.decisions import DecisionLog, RoutingDecision
 from tandem.scheduling.placement.placement import Placement
@@ -61,20 +61,15 @@ class AdmittedRequest(Generic[R, B]):
     placement: Placement
     booking: B
     decision: RoutingDecision
+    prefill_priority: PrefillPriority  # of its prompt at the worker that computes it
     _queue: AdmissionQueue[R, B]
-    _dispatch: Dispatch
-
-    @property
-    def prefill_priority(self) -> PrefillPriority:
-        """Priority of its prompt at the worker that computes it."""
-        return self._dispatch.prefill_priority
 
     def first_token(self) -> None:
-        """The first token came."""
+        """The first token came, or the first one after a move."""
+        self.booking.prefill_done()
         if self.decision.actual_ttft_s is None:
-            self.booking.prefill_done()
-            self.decision.actual_ttft_s = self._queue.now() - self._dispatch.queued.arrived_s
-            self._queue.wake()
+            self.decision.actual_ttft_s = self._queue.now() - self.decision.arrived_s
+        self._queue.wake()
 
     def explain(self) -> dict[str, Any]:
         """The decision as JSON."""
@@ -99,6 +94,16 @@ class _Waiter(Generic[R, B]):
         self.admitted.set_exception(error)
 
 
+@dataclass(eq=False, slots=True)
+class _Displaced(Generic[R, B]):
+    """A request whose worker is gone, and which waits for another one."""
+
+    request: R
+    placement_request: PlacementRequest
+    former: AdmittedRequest[R, B]
+    admitted: asyncio.Future[AdmittedRequest[R, B]]
+
+
 class AdmissionQueue(Generic[R, B]):
     """Lets requests run as `Admission` decides. `book` is called at once with each decision."""
 
@@ -106,7 +111,7 @@ class AdmissionQueue(Generic[R, B]):
         self,
         admission: Admission,
         registry: Registry,
-        book: Callable[[R, Dispatch], B],
+        book: Callable[[R, PlacementRequest, Placement, PrefillPriority], B],
         *,
         timeout_s: float,
         clock: Callable[[], float],
@@ -117,6 +122,7 @@ class AdmissionQueue(Generic[R, B]):
         self._book = book
         self._timeout_s = timeout_s
         self._is_woken = False
+        self._displaced: dict[_Displaced[R, B], None] = {}  # in order
         registry.listen(lambda _: self.wake())
         registry.listen_steps(self.wake)
 
@@ -143,6 +149,25 @@ class AdmissionQueue(Generic[R, B]):
             self._leave(queued, waiter, exc)
             raise
 
+    async def enter_again(
+        self, request: R, placement_request: PlacementRequest, former: AdmittedRequest[R, B]
+    ) -> AdmittedRequest[R, B]:
+        """Place a request again that has lost its worker, before all that wait; `former` has ended.
+
+        Waits while no worker can take it. Raises the error of `close`; cancelling it frees its place.
+        """
+        displaced = _Displaced(request, placement_request, former, asyncio.get_running_loop().create_future())
+        self._displaced[displaced] = None
+        try:
+            self._decide()
+            return await displaced.admitted
+        except BaseException:  # raised again
+            if displaced.admitted.done() and not displaced.admitted.cancelled() and not displaced.admitted.exception():
+                displaced.admitted.result().end()
+            raise
+        finally:
+            self._displaced.pop(displaced, None)
+
     def explain(self, request: PlacementRequest) -> dict[str, Any]:
         """The decision that would be taken now, as JSON. Nothing is sent or booked. Raises a `ServingError`."""
         now = self.now()
@@ -152,7 +177,7 @@ class AdmissionQueue(Generic[R, B]):
 
     def wake(self) -> None:
         """The load has changed: decide again, once for all changes of this iteration of the event loop."""
-        if len(self._admission) and not self._is_woken:
+        if (self._displaced or len(self._admission)) and not self._is_woken:
             self._is_woken = True
             asyncio.get_running_loop().call_soon(self._decide)
 
@@ -161,6 +186,9 @@ class AdmissionQueue(Generic[R, B]):
         for queued in self._admission.clear():
             waiter: _Waiter[R, B] = queued.payload
             waiter.drop(error())
+        for displaced in self._displaced:
+            if not displaced.admitted.done():
+                displaced.admitted.set_exception(error())
 
     async def _wait(self, queued: QueuedRequest, waiter: _Waiter[R, B]) -> None:
         """Return when it is decided. Deadline and timeout do not depend on a change of load."""
@@ -177,17 +205,35 @@ class AdmissionQueue(Generic[R, B]):
     def _decide(self) -> None:
         """Take all decisions that can be taken now. NOTE: no `await` between a decision and its booking."""
         self._is_woken = False
+        for displaced in list(self._displaced):
+            self._place_again(displaced)
         while (decided := self._admission.next(now := self.now())) is not None:
             waiter: _Waiter[R, B] = decided.queued.payload
             decided.queued.payload = None  # breaks a reference cycle, which costs garbage collection
             if isinstance(decided, Drop):
                 waiter.drop(decided.error)
                 continue
-            booking = self._book(waiter.request, decided)
-            decision = waiter.decision
+            decision, priority = waiter.decision, decided.prefill_priority
+            booking = self._book(waiter.request, decided.queued.request, decided.placement, priority)
             decision.outcome, decision.placement, decision.wait_s = "dispatched", decided.placement, decided.wait_s
             decision.decided_s, decision.booked_s = now, self.now()
-            waiter.admitted.set_result(AdmittedRequest(decided.placement, booking, decision, self, decided))
+            waiter.admitted.set_result(AdmittedRequest(decided.placement, booking, decision, priority, self))
+
+    def _place_again(self, displaced: _Displaced[R, B]) -> None:
+        """Book a placement for a displaced request, if there is a worker for it."""
+        now, former, request = self.now(), displaced.former, displaced.placement_request
+        try:
+            placement = self._admission.place_again(request, now)
+        except NoWorker:
+            return
+        booking = self._book(displaced.request, request, placement, former.prefill_priority)
+        decision = RoutingDecision(displaced.request.request_id, request.service_class, former.decision.arrived_s)
+        decision.outcome, decision.placement = "moved", placement
+        decision.decided_s, decision.booked_s = now, self.now()
+        decision.actual_ttft_s = former.decision.actual_ttft_s
+        self.log.add(decision)
+        del self._displaced[displaced]
+        displaced.admitted.set_result(AdmittedRequest(placement, booking, decision, former.prefill_priority, self))
 
     def _leave(self, queued: QueuedRequest, waiter: _Waiter[R, B], exc: BaseException) -> None:
         """Free what the request has, whatever was decided meanwhile."""

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from tandem.protocol.errors import ServingError
 from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.runtime.idle_timeout import IdleTimeout
 
@@ -173,8 +174,13 @@ class QueueStream(Stream[T], Generic[I, T]):
             if not self._has_begun and not self._has_ended:
                 self._has_begun = True
                 await self._begin()
-            if not self._has_ended:
-                await self._queue.read_into(convert, self._idle)
+            is_read = self._has_ended
+            while not is_read:
+                try:
+                    await self._queue.read_into(convert, self._idle)
+                    is_read = True
+                except ServingError as exc:
+                    await self._recover(exc)
             is_paused = not self._has_ended
         except BaseException as exc:
             self._note_error(exc)
@@ -188,6 +194,10 @@ class QueueStream(Stream[T], Generic[I, T]):
         """End the stream and give everything back."""
         self._has_ended = True
         self.close()
+
+    async def _recover(self, error: ServingError) -> None:
+        """Replace the queue, which has failed, by one with the items that would have come. Raises if that cannot be."""
+        raise error
 
     def _note_error(self, error: BaseException) -> None:
         """The stream ends with this error."""

@@ -53,6 +53,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""  # LoRA adapter; "" = none
     can_hand_over: bool = True  # whether one worker may compute the prompt and another one decode
     generates: bool = True  # whether it decodes at all
+    is_resumed: bool = False  # whether it has lost its worker: if need be, a prefill worker goes on with it
 
     @property
     def tenant(self) -> str:

@@ -178,6 +178,7 @@ class MessageDispatcher:
             request.request_id,
             request.token_ids,
             request.sampling,
+            output_ids=request.output_ids,
             cache_salt=request.cache_salt,
             priority=request.priority,
         )

@@ -20,7 +20,7 @@ from tandem.engine.engine import StepResult
 from tandem.kv_transfer.transport.base import Notification
 from tandem.kv_transfer.transport.in_process import InProcessHub
 from tandem.protocol.config import WorkerConfig
-from tandem.protocol.errors import WorkerError
+from tandem.protocol.errors import WorkerError, WorkerLost
 from tandem.protocol.fault_boundary import outcome_of, undone_on_error
 from tandem.protocol.messages import PeerAddress, Role, WorkerCard
 from tandem.worker.assembly import assemble
@@ -83,7 +83,7 @@ class Worker:
 
     def _fail_requests(self) -> None:
         for request_id in self.parts.replies.request_ids:
-            self.parts.replies.fail(request_id, "the worker failed; see its log", WorkerError.code or "")
+            self.parts.replies.fail(request_id, "the worker failed; see its log", WorkerLost.code)
 
     def stop(self) -> None:
         """Let `run` return soon. Safe from any thread."""

@@ -53,11 +53,16 @@ class PrefillPriority(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Do the whole request on this worker: prefill and decode."""
+    """Do the whole request on this worker: prefill and decode.
+
+    `output_ids` is the answer's beginning, if another worker has already given it: the answer goes on behind it as it
+    would have there. Offsets, penalties, `min_tokens`, `max_tokens`, draws and the grammar count it as output.
+    """
 
     request_id: Name
     token_ids: TokenIds
     sampling: SamplingParams
+    output_ids: TokenIds = []
     cache_salt: str = ""
     kv_holder: KvHolder | None = None  # another worker that has more of the prompt, if there is one
     priority: PrefillPriority = PrefillPriority()
@@ -65,11 +70,12 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Compute the prompt, send the first token to the router and the KV to `decode_worker`."""
+    """Compute prompt and known output, send the next token to the router and the KV to `decode_worker`."""
 
     request_id: Name
     token_ids: TokenIds
     sampling: SamplingParams
+    output_ids: TokenIds = []  # as in `Generate`
     decode_worker: PeerAddress
     cache_salt: str = ""
     kv_holder: KvHolder | None = None
@@ -78,11 +84,12 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Reserve room for the prompt's KV, let `prefill_worker` fill it, then decode."""
+    """Reserve room for the KV of prompt and known output, let `prefill_worker` fill it, then decode."""
 
     request_id: Name
     token_ids: TokenIds
     sampling: SamplingParams
+    output_ids: TokenIds = []  # as in `Generate`
     prefill_worker: PeerAddress
     cache_salt: str = ""
     priority: PrefillPriority = PrefillPriority()

@@ -10,6 +10,7 @@ generate
   kv_transfer          from the first blocks that could be written to the last that arrived
   decode               from the first token to the last
     decode.queue       from the last block to the first step
+  move                 from the loss of its workers to the next token, which others give; one for each loss
 """
 
 from __future__ import annotations
@@ -39,6 +40,15 @@ class _Told(NamedTuple):
         return {f"tandem.{name}": number for name, number in self.counts.items()}
 
 
+class _Move(NamedTuple):
+    """The loss of a sequence's workers."""
+
+    lost_s: float
+    error: BaseException
+    num_tokens: int  # before it
+    decision: RoutingDecision
+
+
 class GenerationTrace:
     """The moments of one sequence, on the router's clock."""
 
@@ -55,6 +65,8 @@ class GenerationTrace:
         self._itl = ItlSummary()
         self._error: BaseException | None = None
         self._first = self._later = _Told({}, {})  # by the worker of the prompt, and by the one it was handed to
+        self._moves: list[_Move] = []
+        self._moved_until_s: list[float] = []  # the first token after each
 
     def entered(self, now: float) -> None:
         """It asks to be admitted."""
@@ -66,14 +78,22 @@ class GenerationTrace:
 
     def worker_told(self, ages: Ages, now: float, *, offset: int) -> None:
         """A worker's first tokens came, with what it did for them. `offset` is the number of tokens before them."""
+        if self._moves:  # the spans above are those of the first workers
+            return
         told = _Told({name: now - age_s for name, age_s in ages.ages_s.items()}, ages.counts)
         if offset:
             self._later = told
         else:
             self._first = told
 
+    def moved(self, lost_s: float, error: BaseException, decision: RoutingDecision) -> None:
+        """Its workers were lost, and others go on with it."""
+        self._moves.append(_Move(lost_s, error, self._num_tokens, decision))
+
     def tokens(self, count: int, num_cached_tokens: int | None, finish_reason: str | None, now: float) -> None:
         """Tokens came."""
+        if len(self._moved_until_s) < len(self._moves):
+            self._moved_until_s += [now] * (len(self._moves) - len(self._moved_until_s))
         if self._first_token_s is None:
             self._first_token_s = now
         else:
@@ -95,6 +115,7 @@ class GenerationTrace:
         self._add_admission(node)
         if self._dispatched_s is not None:
             self._add_legs(node, self._dispatched_s)
+        self._add_moves(node)
         if self._first_token_s is not None:
             node.events.append(("first_token", self._first_token_s))
         if self._error is not None:
@@ -139,6 +160,12 @@ class GenerationTrace:
             start_s = max(granted_s, marks.get("first_chunk", granted_s))
             node.child("kv_transfer", start_s, self._later.marks.get("all_blocks"), self._later.attributes)
         self._add_decode(node)
+
+    def _add_moves(self, node: SpanNode) -> None:
+        ends_s = [*self._moved_until_s, *[node.end_s] * (len(self._moves) - len(self._moved_until_s))]
+        for move, end_s in zip(self._moves, ends_s, strict=True):
+            attributes: Attributes = {"tandem.output_tokens": move.num_tokens, "tandem.move.reason": str(move.error)}
+            node.child("move", move.lost_s, end_s, attributes | _placement_attributes(move.decision))
 
     def _add_decode(self, node: SpanNode) -> None:
         if self._first_token_s is None or self._num_tokens < 2:

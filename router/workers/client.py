@@ -26,6 +26,7 @@ from tandem.protocol.errors import (
     TransferError,
     TransferTimeout,
     WorkerError,
+    WorkerLost,
 )
 from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.grammar import GrammarError
@@ -84,6 +85,13 @@ _ERRORS: dict[str | None, type[ServingError]] = {
     )
 }
 _ERRORS[INVALID_REQUEST] = RequestError
+
+
+def _error_of(worker_id: str, failed: RequestFailed) -> ServingError:
+    text = f"worker {worker_id}: {failed.message}"
+    if failed.code == WorkerLost.code:
+        return WorkerLost(text, worker_id=worker_id)
+    return _ERRORS.get(failed.code, WorkerError)(text, code=failed.code or None)
 
 
 class WorkerClient:
@@ -253,8 +261,7 @@ class WorkerClient:
                     report.set_result(message)
             case RequestFailed():
                 if (leg := link.legs.get(message.request_id)) is not None:
-                    error = _ERRORS.get(message.code, WorkerError)
-                    leg.fail(error(f"worker {link.worker_id}: {message.message}", code=message.code or None))
+                    leg.fail(_error_of(link.worker_id, message))
             case Welcome():
                 self._on_welcome(link, message)
 

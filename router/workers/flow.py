@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import msgspec
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import RoleRefused
-from tandem.protocol.messages import Role
+from tandem.protocol.messages import PrefillPriority, Role
 from tandem.router.admission_queue import AdmissionQueue
 from tandem.router.backend import GenerateRequest, TokenDelta, WorkerManager
 from tandem.router.callback_scheduler import CallbackScheduler
@@ -22,12 +23,14 @@ from tandem.router.workers.generation import Generation, GenerationContext
 from tandem.router.workers.pins import PinService
 from tandem.router.workers.pool_report import worker_report
 from tandem.router.workers.prompt_hasher import PromptHasher
-from tandem.scheduling.admission.admission import Admission, Dispatch
+from tandem.scheduling.admission.admission import Admission
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
+from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.placement.placer import Placer
 from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.request import PlacementRequest
 from tandem.scheduling.workers.bookings import Booking
 from tandem.scheduling.workers.registry import Registry
 
@@ -83,6 +86,7 @@ class RequestFlow:
             pins=self.cache,
             sizing=sizing,
             request_timeout_s=config.request_timeout_s,
+            max_moves=config.max_moves,
             tracing=tracing,
         )
         is_hub = config.router_processes > 1
@@ -114,6 +118,11 @@ class RequestFlow:
         return self._context.num_handoffs
 
     @property
+    def num_moves(self) -> Counter[str]:
+        """How often a request went on with other workers, by the code of the error that ended it on the former ones."""
+        return self._context.num_moves
+
+    @property
     def num_running(self) -> int:
         """Requests that were dispatched and have not ended."""
         return len(self._context.running)
@@ -123,7 +132,7 @@ class RequestFlow:
 
         The stream raises a `ServingError`. Closing it cancels the request on its workers without waiting for them.
         """
-        return Generation(self._context, request, DeltaQueue(self._scheduler))
+        return Generation(self._context, request, lambda: DeltaQueue(self._scheduler))
 
     def shut_down(self) -> None:
         """End every request with an error and refuse new ones: the server stops. Call it in the event loop."""
@@ -185,15 +194,16 @@ class RequestFlow:
         """By worker, what is wrong with it or what it holds although it should be idle; "" = nothing."""
         return await self._manager.check_integrity() if self._manager is not None else {}
 
-    def _book(self, request: GenerateRequest, dispatch: Dispatch) -> Booking:
+    def _book(
+        self, request: GenerateRequest, placed: PlacementRequest, placement: Placement, priority: PrefillPriority
+    ) -> Booking:
         """Make the next decision see this one."""
-        best = dispatch.placement.best
+        best = placement.best
         prefill_id, decode_id = best.prefill.worker_id, best.decode.worker_id
         logger.debug(
             "request %s: prefill on %s, decode on %s, %s", request.request_id, prefill_id, decode_id, best.terms
         )
         # An answer of one token comes from the prefill worker, and no KV ever reaches the other.
         holders = {prefill_id} if request.sampling.max_tokens == 1 else {prefill_id, decode_id}
-        digests = dispatch.queued.request.digests.of(best.prefill.card)
-        self._index.speculate(holders, digests, self._clock())
-        return self._registry.reserve(dispatch.placement.load, dispatch.prefill_priority)
+        self._index.speculate(holders, placed.digests.of(best.prefill.card), self._clock())
+        return self._registry.reserve(placement.load, priority)

@@ -1,23 +1,32 @@
-"""One request on its workers: admitted, dispatched, its tokens put in order, and everything given back."""
+"""One request: admitted, served by an attempt on its workers, moved to others when one dies, everything given back.
+
+The ledger of a stream is the request and the tokens that were passed on. Whatever else an answer depends on (the draw
+of each token, penalties, the grammar, stop strings) follows from these two. So an answer whose worker died goes on
+elsewhere as if nothing had happened: the next attempt gets the tokens as known output, and computes what KV is gone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from tandem.protocol.errors import NoWorker, ServingError, WorkerError
-from tandem.protocol.messages import Decode, FinishReason, Generate, KvHolder, Prefill, SequenceDelta
+from tandem.protocol.errors import NoWorker, ServingError, TransferError, WorkerError, WorkerLost
+from tandem.protocol.messages import FinishReason, SequenceDelta
 from tandem.router.admission_queue import AdmissionQueue, AdmittedRequest
 from tandem.router.backend import GenerateRequest, TokenDelta
 from tandem.router.streams import DeltaQueue, QueueStream
 from tandem.router.tracing.generation_trace import GenerationTrace
+from tandem.router.workers.attempt import Attempt
 from tandem.router.workers.client import WorkerClient
-from tandem.router.workers.link import Leg
 from tandem.router.workers.pin_ledger import Owner
 from tandem.router.workers.pins import PinService
+from tandem.router.workers.poisoned import MAX_DEATHS, PoisonedRequests
 from tandem.router.workers.prompt_hasher import PromptHasher
 from tandem.runtime.idle_timeout import IdleTimeout
 from tandem.scheduling.admission.admission import Admission
@@ -29,7 +38,9 @@ from tandem.scheduling.workers.bookings import Booking
 if TYPE_CHECKING:
     from tandem.router.tracing.tracing import Tracing
 
-__all__ = ["DeltaOrder", "Generation", "GenerationContext"]
+__all__ = ["Generation", "GenerationContext"]
+
+logger = logging.getLogger(__name__)
 
 SHUTTING_DOWN = "the server is shutting down; send the request again"
 
@@ -45,9 +56,12 @@ class GenerationContext:
     pins: PinService
     sizing: CacheSizing
     request_timeout_s: float
+    max_moves: int
     tracing: Tracing | None = None
     running: set[Generation] = field(default_factory=set)  # requests that were dispatched
     num_handoffs: int = 0  # requests that both workers of a pair sent tokens for
+    num_moves: Counter[str] = field(default_factory=Counter)  # attempts that followed a failed one, by its error's code
+    poisoned: PoisonedRequests = field(default_factory=PoisonedRequests)
     is_shut_down: bool = False
 
     def shut_down(self) -> None:
@@ -62,29 +76,38 @@ class GenerationContext:
         if self.is_shut_down:
             raise NoWorker(SHUTTING_DOWN)
 
-    def placement_request(self, request: GenerateRequest, digests: Sequence[bytes]) -> PlacementRequest:
-        """What admission and placement need to know of a request. A scored prompt finds nothing cached."""
+    def placement_request(
+        self, request: GenerateRequest, digests: Sequence[bytes], num_outputs: int = 0
+    ) -> PlacementRequest:
+        """What admission and placement need to know of a request with so many tokens of its answer.
+
+        A scored prompt finds nothing cached.
+        """
+        is_scored = request.sampling.num_prompt_logprobs is not None and not num_outputs
         return self.admission.placement_request(
             request.service_class,
-            num_prompt_tokens=len(request.token_ids),
-            digests=CommonDigests([] if request.sampling.num_prompt_logprobs is not None else digests),
-            max_tokens=request.sampling.max_tokens,
+            num_prompt_tokens=len(request.token_ids) + num_outputs,
+            digests=CommonDigests([] if is_scored else digests),
+            max_tokens=request.sampling.max_tokens - num_outputs,
             adapter=request.adapter,
         )
 
 
 class Generation(QueueStream[SequenceDelta, TokenDelta]):
-    """The tokens of one request. Its legs are the parts of the request that its workers do."""
+    """The tokens of one request."""
 
-    def __init__(self, context: GenerationContext, request: GenerateRequest, queue: DeltaQueue[SequenceDelta]) -> None:
-        super().__init__(queue)
+    def __init__(
+        self, context: GenerationContext, request: GenerateRequest, make_queue: Callable[[], DeltaQueue[SequenceDelta]]
+    ) -> None:
+        super().__init__(make_queue())
         self._context = context
         self._request = request
+        self._make_queue = make_queue
         self._digests: list[bytes] = []
-        self._admitted: AdmittedRequest[GenerateRequest, Booking] | None = None
-        self._legs: list[Leg] = []  # prefill and decode, or the only one
-        self._awaits_handoff = False
-        self._order = DeltaOrder()
+        self._attempt: Attempt | None = None
+        self._error: ServingError | None = None  # with which it ends, whatever its workers do
+        self._num_moves = 0
+        self._lost_workers: list[str] = []  # that died while they had the request, since the last token
         self._output: list[int] = []
         self._num_cached_tokens = 0
         is_traced = context.tracing is not None and bool(request.traceparent)
@@ -92,81 +115,117 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
 
     def fail(self, error: ServingError) -> None:
         """End the request with this error, after the tokens that have arrived."""
+        self._error = error
         self._queue.fail(error)
 
     def close(self) -> None:
         """Release the booking and cancel the legs that still run."""
         self._end_trace()
-        admitted, self._admitted = self._admitted, None
-        if admitted is None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
             return
         if self._idle is not None:
             self._idle.close()
         self._context.running.discard(self)
-        admitted.end()
-        for leg in self._legs:
-            leg.cancel()
+        attempt.end()
         if self._output:
-            self._record_answer(admitted.placement)
+            self._record_answer(attempt.placement)
 
     async def _begin(self) -> None:
         context, request = self._context, self._request
+        context.poisoned.check(request, context.admission_queue.now())
         self._digests = await context.hasher.digests(request.token_ids, request.cache_scope, request.adapter)
         context.check_open()
         if self._trace is not None:
             self._trace.entered(context.admission_queue.now())
         admitted = await context.admission_queue.enter(request, context.placement_request(request, self._digests))
-        self._admitted = admitted
+        attempt = self._attempt = self._new_attempt(admitted)
         if self._trace is not None:
             self._trace.dispatched(admitted.decision, context.admission_queue.now())
         self._idle = IdleTimeout(context.request_timeout_s, self._fail_idle)
         context.check_open()
         self._record_turn(self._digests)
-        self._open_legs(admitted)
         context.running.add(self)
+        self._send(attempt)
 
-    def _open_legs(self, admitted: AdmittedRequest[GenerateRequest, Booking]) -> None:
-        """Send each worker its part. NOTE: `close` cancels the first leg if the second cannot be opened."""
-        request, best = self._request, admitted.placement.best
-        prefill, decode = best.prefill.card.address, best.decode.card.address
-        common: dict[str, Any] = {
-            "request_id": request.request_id,
-            "token_ids": request.token_ids,
-            "sampling": request.sampling,
-            "cache_salt": request.cache_scope,
-            "is_traced": self._trace is not None,
-            "priority": admitted.prefill_priority,
-        }
-        kv_holder = _kv_holder(admitted.placement)
-        if not best.is_pair:
-            self._open_leg(decode.worker_id, Generate(**common, kv_holder=kv_holder))
-            return
-        self._open_leg(prefill.worker_id, Prefill(**common, kv_holder=kv_holder, decode_worker=decode))
-        self._open_leg(decode.worker_id, Decode(**common, prefill_worker=prefill))
-        self._awaits_handoff = True
+    def _new_attempt(self, admitted: AdmittedRequest[GenerateRequest, Booking]) -> Attempt:
+        output = list(self._output)
+        return Attempt(admitted, self._context.workers, self._queue, number=self._num_moves, output=output)
 
-    def _open_leg(self, worker_id: str, part: Generate | Prefill | Decode) -> None:
-        self._legs.append(self._context.workers.open_leg(worker_id, part, self._queue))
+    def _send(self, attempt: Attempt) -> None:
+        """Begin an attempt. Its workers may have died just now: that is told as any later death."""
+        try:
+            attempt.begin(self._request, is_traced=self._trace is not None)
+        except WorkerError as exc:
+            self._queue.fail(exc)
+
+    async def _recover(self, error: ServingError) -> None:
+        """Go on with another attempt, behind the tokens that were passed on. Raises the error where that is no help."""
+        former = self._attempt
+        if former is None or self._error is not None or not isinstance(error, WorkerError | TransferError):
+            raise error
+        self._check_may_move(error, former)
+        self._num_moves += 1
+        context = self._context
+        context.num_moves[error.code or ""] += 1
+        logger.warning(
+            "request %s is moved (%d of at most %d times) behind %d tokens: %s",
+            self._request.request_id, self._num_moves, context.max_moves, len(self._output), error,
+        )  # fmt: skip
+        lost_s = context.admission_queue.now()
+        former.end()
+        self._queue = self._make_queue()
+        admitted = await self._place_again(former, can_hand_over=not isinstance(error, TransferError))
+        attempt = self._attempt = self._new_attempt(admitted)
+        if self._trace is not None:
+            self._trace.moved(lost_s, error, admitted.decision)
+        self._send(attempt)
+
+    def _check_may_move(self, error: ServingError, attempt: Attempt) -> None:
+        """Raise an error if the request has cost too much already."""
+        if isinstance(error, WorkerLost):
+            if attempt.has_spoken:  # a request that ends its workers gets no further than the first time
+                self._lost_workers.clear()
+            self._lost_workers.append(error.worker_id)
+            if len(self._lost_workers) >= MAX_DEATHS:
+                now = self._context.admission_queue.now()
+                raise self._context.poisoned.add(self._request, self._lost_workers, now) from error
+        if self._num_moves >= self._context.max_moves:
+            raise error
+
+    async def _place_again(self, former: Attempt, *, can_hand_over: bool) -> AdmittedRequest[GenerateRequest, Booking]:
+        """Wait for a worker that can go on, `request_timeout_s` at most."""
+        context, card = self._context, former.placement.best.decode.card
+        answer = context.hasher.answer_digests(
+            self._request, self._digests, self._output, card.namespace, card.block_size
+        )
+        placement_request = context.placement_request(self._request, [*self._digests, *answer], len(self._output))
+        placement_request = msgspec.structs.replace(placement_request, is_resumed=True, can_hand_over=can_hand_over)
+        try:
+            async with asyncio.timeout(context.request_timeout_s):
+                return await context.admission_queue.enter_again(self._request, placement_request, former.admitted)
+        except TimeoutError:
+            raise self._idle_error() from None
 
     def _convert(self, deltas: list[SequenceDelta]) -> list[TokenDelta]:
-        if self._awaits_handoff and all(leg.has_delivered for leg in self._legs):
-            self._awaits_handoff = False
-            self._legs[0].close()  # the prefill worker has done its part: its death does not matter any more
+        attempt = self._attempt
+        if attempt is None:  # the reader has closed the stream
+            return []
+        if attempt.take_handoff():
             self._context.num_handoffs += 1
         if self._trace is not None:
             for delta in deltas:
                 if delta.timeline is not None:
                     self._trace.worker_told(delta.timeline, self._context.admission_queue.now(), offset=delta.offset)
-        due: list[SequenceDelta] = []
-        for delta in deltas:
-            due += self._order.push(delta)
-        return [self._recorded(_merged(due))] if due else []
+        due = attempt.in_order(deltas)
+        return [self._recorded(_merged(due), attempt)] if due else []
 
-    def _recorded(self, delta: TokenDelta) -> TokenDelta:
-        if not self._output and self._admitted is not None:
-            self._admitted.first_token()
-            if self._request.explains:
-                delta = msgspec.structs.replace(delta, decision=self._admitted.explain())
+    def _recorded(self, delta: TokenDelta, attempt: Attempt) -> TokenDelta:
+        if not attempt.has_spoken:
+            attempt.has_spoken = True
+            attempt.admitted.first_token()
+            if self._request.explains and not self._output:
+                delta = msgspec.structs.replace(delta, decision=attempt.admitted.explain())
         self._output += delta.token_ids
         self._num_cached_tokens += delta.num_cached_tokens or 0
         if self._trace is not None:
@@ -174,7 +233,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
             self._trace.tokens(len(delta.token_ids), delta.num_cached_tokens, delta.finish_reason, now)
         if delta.finish_reason is not None:
             self._has_ended = True
-            self._context.admission.lengths.note(self._request.service_class.tenant, self._order.num_tokens)
+            self._context.admission.lengths.note(self._request.service_class.tenant, attempt.num_tokens)
         return delta
 
     def _note_error(self, error: BaseException) -> None:
@@ -213,34 +272,11 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
             )
 
     def _fail_idle(self) -> None:
+        self.fail(self._idle_error())
+
+    def _idle_error(self) -> WorkerError:
         name, timeout_s = self._request.request_id, self._context.request_timeout_s
-        self.fail(WorkerError(f"request {name} got no token within request_timeout_s={timeout_s}"))
-
-
-class DeltaOrder:
-    """Puts the deltas of one request in order of their offsets; both legs may be ahead of each other."""
-
-    def __init__(self) -> None:
-        self.num_tokens = 0  # passed on so far
-        self._early: dict[int, SequenceDelta] = {}
-
-    def push(self, delta: SequenceDelta) -> list[SequenceDelta]:
-        """Return the deltas that are due now. Raises `WorkerError` when tokens arrive twice."""
-        if delta.offset < self.num_tokens or delta.offset in self._early:
-            raise WorkerError(
-                f"request {delta.request_id} got output token {delta.offset} twice; {self.num_tokens} were passed on"
-            )
-        self._early[delta.offset] = delta
-        due: list[SequenceDelta] = []
-        while (next_delta := self._early.pop(self.num_tokens, None)) is not None:
-            due.append(next_delta)
-            self.num_tokens += len(next_delta.token_ids)
-        return due
-
-
-def _kv_holder(placement: Placement) -> KvHolder | None:
-    holder = placement.best.holder
-    return None if holder is None else KvHolder(holder.worker.card.address, holder.num_blocks)
+        return WorkerError(f"request {name} got no token within request_timeout_s={timeout_s}")
 
 
 def _merged(due: list[SequenceDelta]) -> TokenDelta:

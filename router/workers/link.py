@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tandem.protocol.errors import ServingError, WorkerError
+from tandem.protocol.errors import ServingError, WorkerError, WorkerLost
 from tandem.protocol.messages import (
     BlockEvents,
     BlockSnapshot,
@@ -121,7 +121,7 @@ class Link:
         self._messages.close()
         self._heartbeats.close()
         for leg in list(self.legs.values()):
-            leg.fail(WorkerError(message))
+            leg.fail(WorkerLost(message, worker_id=self.worker_id))
         if not self.welcome.done():
             self.welcome.set_exception(WorkerError(message))
         for report in self.pin_reports.values():

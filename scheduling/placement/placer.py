@@ -60,18 +60,22 @@ class Placer:
         `held`: by worker, what waits in the router for it and goes before this request. `order`: the prompt's place
         among those at a worker; it overtakes those of a later order.
         The digests are those of the workers that remain, which must all hash alike.
+        Where no worker decodes, a resumed request goes to a prefill worker: its client is in the midst of an answer.
         Raises `NoWorker` with the reasons when no worker can take the request.
         """
         table = self._workers.table
         is_usable, skipped = self._usable(table, request, excluded)
         decoders = is_usable & table.can_decode
+        can_hand_over = request.can_hand_over
+        if request.is_resumed and not np.count_nonzero(decoders):
+            decoders, can_hand_over = is_usable, False
         if not np.count_nonzero(decoders):
             raise NoWorker(self._explain_no_worker(request, int(np.count_nonzero(is_usable)), skipped))
         digests = request.digests.of(table.workers[int(decoders.argmax())].card)
         hits = self._index.longest_prefix(digests, now)
         holder = self._deepest_holder(hits, digests) if table.has_peers else None
         costs = CandidateCosts(request, table, self._costs, hits=hits, holder=holder, held=held, order=order)
-        prefillers = is_usable & table.can_prefill if request.can_hand_over else ~table.everyone
+        prefillers = is_usable & table.can_prefill if can_hand_over else ~table.everyone
         pair = costs.best_pair(prefillers, decoders)
         standalone = decoders & table.serves_alone if table.has_halves and request.generates else decoders
         if pair is not None and not self._config.local_prefill:

@@ -257,16 +257,18 @@ def silent(worker: FakeWorker, message: Message) -> None:
 
 
 def first_token(worker: FakeWorker, message: Message) -> None:
-    """Do the prefill part: token 100."""
+    """Do the prefill part: token 100, or the one behind the known output."""
     if isinstance(message, Prefill):
-        worker.output(SequenceDelta(message.request_id, 0, [100], num_cached_tokens=0))
+        offset = len(message.output_ids)
+        num_cached = None if offset else 0
+        worker.output(SequenceDelta(message.request_id, offset, [100 + offset], num_cached_tokens=num_cached))
 
 
 def remaining_tokens(worker: FakeWorker, message: Message) -> None:
     """Do the decode part, or the whole request: tokens 101 and so on, one per step."""
     if not isinstance(message, Decode | Generate):
         return
-    start = 0 if isinstance(message, Generate) else 1
+    start = len(message.output_ids) + isinstance(message, Decode)
     last = message.sampling.max_tokens - 1
     for offset in range(start, last + 1):
         finish_reason = FinishReason.LENGTH if offset == last else None
@@ -276,7 +278,8 @@ def remaining_tokens(worker: FakeWorker, message: Message) -> None:
 def one_token(worker: FakeWorker, message: Message) -> None:
     """Send the first token of the decode part and stop there."""
     if isinstance(message, Decode):
-        worker.output(SequenceDelta(message.request_id, 1, [101]))
+        offset = len(message.output_ids) + 1
+        worker.output(SequenceDelta(message.request_id, offset, [100 + offset]))
 
 
 def fails(worker: FakeWorker, message: Message) -> None:

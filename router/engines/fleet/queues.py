@@ -11,13 +11,14 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from tandem.protocol.errors import NoWorker
+from tandem.protocol.messages import PrefillPriority
 from tandem.router.admission_queue import AdmissionQueue
 from tandem.router.engines.dispatcher import DispatchRequest
 from tandem.router.engines.fleet.booked_attempt import BookedAttempt
 from tandem.router.engines.fleet.digests import EngineDigests
 from tandem.router.engines.fleet.engine_placer import EnginePlacer, ModelWorkers
 from tandem.router.engines.fleet.fleet import EngineFleet
-from tandem.scheduling.admission.admission import Admission, Dispatch
+from tandem.scheduling.admission.admission import Admission
 from tandem.scheduling.admission.stats import TenantStats
 from tandem.scheduling.admission.work import Work
 from tandem.scheduling.placement.decisions import MAX_DECISIONS
@@ -78,8 +79,10 @@ class ModelQueue:
         return self._placer.place(placement_request, self._clock(), tried=tried)
 
 
-def _book(requester: Requester, dispatch: Dispatch) -> BookedAttempt:
-    return requester.book(dispatch.queued.request, dispatch.placement)
+def _book(
+    requester: Requester, request: PlacementRequest, placement: Placement, _priority: PrefillPriority
+) -> BookedAttempt:
+    return requester.book(request, placement)
 
 
 class Queues:

@@ -38,7 +38,7 @@ from tandem.protocol.messages import (
 )
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest, TokenDelta
-from tandem.router.workers.generation import DeltaOrder
+from tandem.router.workers.attempt import DeltaOrder
 from tandem.scheduling.request import ServiceClass
 from tests.support.builders import NAMESPACE
 from tests.support.fake_worker import (
@@ -146,8 +146,9 @@ async def test_a_client_that_leaves_cancels_both_legs(num_tokens_seen: int) -> N
         cluster.assert_nothing_left()
 
 
-async def test_the_death_of_a_worker_ends_all_its_streams_at_once() -> None:
-    async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
+async def test_without_moves_the_death_of_a_worker_ends_all_its_streams_at_once() -> None:
+    config = RouterConfig(max_moves=0)
+    async with fake_cluster(prefill=first_token, decode=one_token, config=config) as cluster:
         streams = [Pulled(cluster.flow.serve(make_request(request_id=f"r{i}"))) for i in range(8)]
         for stream in streams:
             assert await take(stream, 2) == [100, 101]
@@ -175,7 +176,7 @@ async def test_a_prefill_worker_may_die_once_the_decode_worker_speaks() -> None:
 
 
 async def test_one_failed_leg_cancels_the_other() -> None:
-    async with fake_cluster(prefill=fails, decode=silent) as cluster:
+    async with fake_cluster(prefill=fails, decode=silent, config=RouterConfig(max_moves=0)) as cluster:
         with pytest.raises(PeerLost, match="pool is on fire"):
             await collect(cluster, make_request())
         await eventually(lambda: len(cluster.workers["d"].of_type(Cancel)) == 1)
@@ -203,7 +204,7 @@ async def test_tokens_that_wait_together_come_together_and_before_the_error_behi
             worker.output(SequenceDelta(message.request_id, 0, [100]), SequenceDelta(message.request_id, 1, [101, 102]))
             worker.send(RequestFailed(request_id=message.request_id, message="pool is on fire", code="kv_peer_lost"))
 
-    async with fake_cluster(decode=both_and_an_error, local_prefill=True) as cluster:
+    async with fake_cluster(decode=both_and_an_error, local_prefill=True, config=RouterConfig(max_moves=0)) as cluster:
         stream = Pulled(cluster.flow.serve(make_request()))
         taken = await take(stream, 3)
         assert taken == [100, 101, 102]
@@ -304,7 +305,7 @@ async def test_the_next_turn_is_expected_to_find_the_answer_but_for_its_last_tok
 
 
 async def test_a_request_without_an_answer_is_not_seen_by_the_cache_sizing() -> None:
-    async with fake_cluster(prefill=fails, decode=silent) as cluster:
+    async with fake_cluster(prefill=fails, decode=fails) as cluster:
         with pytest.raises(PeerLost):
             await collect(cluster, make_request())
         assert cluster.sizing.num_tokens == 0

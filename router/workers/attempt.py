@@ -1,0 +1,122 @@
+"""One try to serve a request on its workers: what is booked there, and the parts of the request that run there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem.protocol.errors import WorkerError
+from tandem.protocol.messages import Decode, Generate, KvHolder, Prefill, SequenceDelta
+from tandem.router.admission_queue import AdmittedRequest
+from tandem.router.backend import GenerateRequest
+from tandem.router.streams import DeltaQueue
+from tandem.router.workers.client import WorkerClient
+from tandem.router.workers.link import Leg
+from tandem.scheduling.placement.placement import Placement
+from tandem.scheduling.workers.bookings import Booking
+
+__all__ = ["Attempt", "DeltaOrder"]
+
+
+class Attempt:
+    """Legs are the parts of the request that its workers do: prefill and decode, or the only one.
+
+    `output` is the answer's beginning, which earlier attempts gave. Workers know the attempt by a name of its own, so
+    that what is left of an earlier one on the same worker is not in its way.
+    """
+
+    def __init__(
+        self,
+        admitted: AdmittedRequest[GenerateRequest, Booking],
+        workers: WorkerClient,
+        queue: DeltaQueue[SequenceDelta],
+        *,
+        number: int,
+        output: list[int],
+    ) -> None:
+        self.admitted = admitted
+        self.has_spoken = False  # whether tokens of it were passed on
+        self._workers = workers
+        self._queue = queue
+        self._number = number
+        self._output = output
+        self._legs: list[Leg] = []
+        self._awaits_handoff = False
+        self._order = DeltaOrder(len(output))
+
+    @property
+    def placement(self) -> Placement:
+        """Where it runs."""
+        return self.admitted.placement
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return self._order.num_tokens
+
+    def begin(self, request: GenerateRequest, *, is_traced: bool) -> None:
+        """Send each worker its part. Raises `WorkerError` if one is gone. NOTE: `end` cancels what was sent."""
+        best = self.placement.best
+        prefill, decode = best.prefill.card.address, best.decode.card.address
+        common: dict[str, Any] = {
+            "request_id": f"{request.request_id}/{self._number}" if self._number else request.request_id,
+            "token_ids": request.token_ids,
+            "output_ids": self._output,
+            "sampling": request.sampling,
+            "cache_salt": request.cache_scope,
+            "is_traced": is_traced,
+            "priority": self.admitted.prefill_priority,
+        }
+        kv_holder = _kv_holder(self.placement)
+        if not best.is_pair:
+            self._open_leg(decode.worker_id, Generate(**common, kv_holder=kv_holder))
+            return
+        self._open_leg(prefill.worker_id, Prefill(**common, kv_holder=kv_holder, decode_worker=decode))
+        self._open_leg(decode.worker_id, Decode(**common, prefill_worker=prefill))
+        self._awaits_handoff = True
+
+    def take_handoff(self) -> bool:
+        """Whether both workers of a pair have spoken by now; true once."""
+        if not self._awaits_handoff or not all(leg.has_delivered for leg in self._legs):
+            return False
+        self._awaits_handoff = False
+        self._legs[0].close()  # the prefill worker has done its part: its death does not matter any more
+        return True
+
+    def in_order(self, deltas: list[SequenceDelta]) -> list[SequenceDelta]:
+        """The deltas that are due now. Raises `WorkerError` when tokens arrive twice."""
+        return [due for delta in deltas for due in self._order.push(delta)]
+
+    def end(self) -> None:
+        """Give the booking back and cancel the legs that still run."""
+        self.admitted.end()
+        for leg in self._legs:
+            leg.cancel()
+
+    def _open_leg(self, worker_id: str, part: Generate | Prefill | Decode) -> None:
+        self._legs.append(self._workers.open_leg(worker_id, part, self._queue))
+
+
+class DeltaOrder:
+    """Puts the deltas of one request in order of their offsets; both legs may be ahead of each other."""
+
+    def __init__(self, num_tokens: int = 0) -> None:
+        self.num_tokens = num_tokens  # passed on so far
+        self._early: dict[int, SequenceDelta] = {}
+
+    def push(self, delta: SequenceDelta) -> list[SequenceDelta]:
+        """Return the deltas that are due now. Raises `WorkerError` when tokens arrive twice."""
+        if delta.offset < self.num_tokens or delta.offset in self._early:
+            raise WorkerError(
+                f"request {delta.request_id} got output token {delta.offset} twice; {self.num_tokens} were passed on"
+            )
+        self._early[delta.offset] = delta
+        due: list[SequenceDelta] = []
+        while (next_delta := self._early.pop(self.num_tokens, None)) is not None:
+            due.append(next_delta)
+            self.num_tokens += len(next_delta.token_ids)
+        return due
+
+
+def _kv_holder(placement: Placement) -> KvHolder | None:
+    holder = placement.best.holder
+    return None if holder is None else KvHolder(holder.worker.card.address, holder.num_blocks)

@@ -1,0 +1,272 @@
+"""Requests that lose their workers go on elsewhere, behind the tokens that the client has."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.errors import InternalError, NoWorker, PoisonedRequest, RequestError, ServingError, WorkerError
+from tandem.protocol.messages import (
+    INVALID_REQUEST,
+    Cancel,
+    Decode,
+    FinishReason,
+    Generate,
+    Message,
+    Prefill,
+    PromptLogprobs,
+    RequestFailed,
+    Role,
+    SequenceDelta,
+)
+from tandem.router.backend import GenerateRequest, TokenDelta
+from tandem.router.workers.poisoned import MAX_DEATHS, MAX_REMEMBERED, REFUSED_S, PoisonedRequests
+from tests.support.fake_worker import (
+    FakeCluster,
+    FakeWorker,
+    fake_cluster,
+    first_token,
+    make_request,
+    one_token,
+    remaining_tokens,
+    silent,
+    until,
+)
+from tests.support.streams import Pulled
+
+Part = Generate | Prefill | Decode
+
+
+async def collect(cluster: FakeCluster, request: GenerateRequest) -> list[TokenDelta]:
+    async with asyncio.timeout(10):
+        return [delta async for delta in Pulled(cluster.flow.serve(request))]
+
+
+def tokens(deltas: list[TokenDelta]) -> list[int]:
+    return [token_id for delta in deltas for token_id in delta.token_ids]
+
+
+async def read(stream: Pulled[TokenDelta], count: int) -> list[int]:
+    taken: list[int] = []
+    while len(taken) < count:
+        taken += (await anext(stream)).token_ids
+    return taken
+
+
+async def rest(stream: Pulled[TokenDelta]) -> list[int]:
+    async with asyncio.timeout(10):
+        return tokens([delta async for delta in stream])
+
+
+def part(worker: FakeWorker, kind: type[Part]) -> Part:
+    (message,) = worker.of_type(kind)
+    assert isinstance(message, Part)
+    return message
+
+
+async def test_a_stream_goes_on_behind_the_tokens_that_the_client_has() -> None:
+    async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
+        stream = Pulled(cluster.flow.serve(make_request(max_tokens=6)))
+        assert await read(stream, 2) == [100, 101]
+        second = await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
+        cluster.client.mark_dead("d", "exit code -9")
+        assert await rest(stream) == [102, 103, 104, 105]
+        resumed = part(second, Decode)
+        assert (resumed.output_ids, resumed.request_id) == ([100, 101], "r0/1")
+        assert resumed.token_ids == make_request().token_ids
+        assert resumed.sampling == part(cluster.workers["d"], Decode).sampling
+        assert dict(cluster.flow.num_moves) == {"worker_lost": 1}
+        cluster.assert_nothing_left()
+
+
+async def test_a_request_without_tokens_begins_anew() -> None:
+    scores = PromptLogprobs(b"1234", b"", b"")
+
+    def scored(worker: FakeWorker, message: Message) -> None:
+        if isinstance(message, Generate):
+            worker.output(SequenceDelta(message.request_id, 0, [7], FinishReason.LENGTH, prompt_logprobs=scores))
+
+    async with fake_cluster(decode=silent, local_prefill=True) as cluster:
+        plain = make_request()
+        request = replace(plain, sampling=msgspec.structs.replace(plain.sampling, num_prompt_logprobs=0))
+        serving = asyncio.create_task(collect(cluster, request))
+        await until(lambda: bool(cluster.workers["d"].of_type(Generate)))
+        second = await cluster.add(FakeWorker("d2", Role.DECODE, scored))
+        cluster.client.mark_dead("d", "exit code -9")
+        (delta,) = await serving
+        assert (delta.token_ids, delta.prompt_logprobs) == ([7], scores)
+        assert part(second, Generate).output_ids == []
+        cluster.assert_nothing_left()
+
+
+async def test_tokens_that_came_early_are_computed_again() -> None:
+    """The decode worker was ahead of the first token, which never came."""
+    async with fake_cluster(prefill=silent, decode=one_token) as cluster:
+        serving = asyncio.create_task(collect(cluster, make_request()))
+        await until(lambda: bool(cluster.workers["d"].of_type(Decode)))
+        await cluster.add(FakeWorker("p2", Role.PREFILL, first_token))
+        second = await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
+        cluster.client.mark_dead("d", "exit code -9")
+        cluster.client.mark_dead("p", "exit code -9")
+        assert tokens(await serving) == [100, 101, 102, 103]
+        assert part(second, Decode).output_ids == []
+        cluster.assert_nothing_left()
+
+
+async def test_where_no_worker_decodes_a_prefill_worker_goes_on() -> None:
+    def either(worker: FakeWorker, message: Message) -> None:
+        first_token(worker, message)
+        if isinstance(message, Generate):
+            remaining_tokens(worker, message)
+
+    async with fake_cluster(prefill=either, decode=one_token) as cluster:
+        stream = Pulled(cluster.flow.serve(make_request()))
+        assert await read(stream, 2) == [100, 101]
+        cluster.client.mark_dead("d", "exit code -9")
+        assert await rest(stream) == [102, 103]
+        assert part(cluster.workers["p"], Generate).output_ids == [100, 101]
+        with pytest.raises(NoWorker):  # a new request has lost nothing yet
+            await collect(cluster, make_request(request_id="r1"))
+        cluster.assert_nothing_left()
+
+
+async def test_without_any_worker_streams_wait_for_the_next_one() -> None:
+    async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
+        streams = [Pulled(cluster.flow.serve(make_request(request_id=f"r{i}"))) for i in range(8)]
+        for stream in streams:
+            assert await read(stream, 2) == [100, 101]
+        readers = [asyncio.create_task(rest(stream)) for stream in streams]
+        cluster.client.mark_dead("p", "exit code -9")
+        cluster.client.mark_dead("d", "exit code -9")
+        await until(lambda: cluster.flow.num_moves["worker_lost"] == 8)
+        assert cluster.client.num_open_legs == cluster.registry.num_bookings == 0
+        await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
+        assert await asyncio.gather(*readers) == [[102, 103]] * 8
+        cluster.assert_nothing_left()
+
+
+async def test_they_wait_no_longer_than_a_request_may_be_silent() -> None:
+    config = RouterConfig(request_timeout_s=0.2)
+    async with fake_cluster(decode=silent, local_prefill=True, config=config) as cluster:
+        serving = asyncio.create_task(collect(cluster, make_request()))
+        await until(lambda: bool(cluster.workers["d"].of_type(Generate)))
+        cluster.client.mark_dead("d", "exit code -9")
+        with pytest.raises(WorkerError, match=r"request_timeout_s=0\.2"):
+            await serving
+        cluster.assert_nothing_left()
+
+
+@pytest.mark.parametrize("how", ["leaves", "shutdown"])
+async def test_a_request_that_waits_for_a_worker_can_be_ended(how: str) -> None:
+    async with fake_cluster(decode=silent, local_prefill=True) as cluster:
+        serving = asyncio.create_task(collect(cluster, make_request()))
+        await until(lambda: bool(cluster.workers["d"].of_type(Generate)))
+        cluster.client.mark_dead("d", "exit code -9")
+        await until(lambda: cluster.flow.num_moves["worker_lost"] == 1)
+        if how == "leaves":
+            serving.cancel()
+        else:
+            cluster.flow.shut_down()
+        with pytest.raises((asyncio.CancelledError, NoWorker)):
+            await serving
+        late = await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
+        assert late.of_type(Generate) == []
+        cluster.assert_nothing_left()
+
+
+@pytest.mark.parametrize("max_moves", [0, 1, 2])
+async def test_moves_are_limited(max_moves: int) -> None:
+    def gives_up(worker: FakeWorker, message: Message) -> None:
+        if isinstance(message, Generate):
+            worker.send(RequestFailed(request_id=message.request_id, message="odd", code="worker_failed"))
+
+    config = RouterConfig(max_moves=max_moves)
+    async with fake_cluster(decode=gives_up, local_prefill=True, config=config) as cluster:
+        with pytest.raises(WorkerError, match="odd"):
+            await collect(cluster, make_request())
+        assert len(cluster.workers["d"].of_type(Generate)) == 1 + max_moves
+        cluster.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("code", "error"), [("internal_error", InternalError), (INVALID_REQUEST, RequestError)])
+async def test_an_error_of_the_request_itself_is_not_carried_to_other_workers(
+    code: str, error: type[ServingError]
+) -> None:
+    def gives_up(worker: FakeWorker, message: Message) -> None:
+        if isinstance(message, Generate):
+            worker.send(RequestFailed(request_id=message.request_id, message="odd", code=code))
+
+    async with fake_cluster(decode=gives_up, local_prefill=True) as cluster:
+        with pytest.raises(error, match="odd"):
+            await collect(cluster, make_request())
+        assert len(cluster.workers["d"].of_type(Generate)) == 1
+
+
+async def test_kv_that_cannot_be_moved_is_computed_where_it_is_needed() -> None:
+    def no_link(worker: FakeWorker, message: Message) -> None:
+        if isinstance(message, Decode):
+            failed = RequestFailed(request_id=message.request_id, message="no link", code="kv_transfer_failed")
+            worker.send(failed)
+        remaining_tokens(worker, message) if isinstance(message, Generate) else None
+
+    async with fake_cluster(prefill=silent, decode=no_link, local_prefill=True) as cluster:
+        assert tokens(await collect(cluster, make_request(num_prompt_tokens=3000))) == [100, 101, 102, 103]
+        assert len(cluster.workers["p"].of_type(Prefill)) == 1
+        await until(lambda: len(cluster.workers["p"].of_type(Cancel)) == 1)
+        assert len(cluster.workers["d"].of_type(Generate)) == 1
+        cluster.assert_nothing_left()
+
+
+async def test_a_request_that_workers_die_of_is_refused_by_name_and_spares_the_others() -> None:
+    async with fake_cluster() as cluster:
+        poison = make_request(num_prompt_tokens=80)
+
+        def dies_of_it(worker: FakeWorker, message: Message) -> None:
+            if isinstance(message, Generate) and message.token_ids == poison.token_ids:
+                cluster.client.mark_dead(worker.worker_id, "exit code -11")
+            else:
+                remaining_tokens(worker, message)
+
+        names = [f"d{i}" for i in range(MAX_DEATHS + 1)]
+        for name in names:
+            await cluster.add(FakeWorker(name, Role.DECODE, dies_of_it))
+        with pytest.raises(PoisonedRequest, match=r"3 workers ended .*\(d\d, d\d, d\d\)") as raised:
+            await collect(cluster, poison)
+        assert raised.value.status == 422  # a client that tries 5xx again would end the next three
+        (left,) = [worker.worker_id for worker in cluster.registry]
+        again = replace(poison, request_id="r1", sampling=msgspec.structs.replace(poison.sampling, seed=99))
+        with pytest.raises(PoisonedRequest, match="like this one"):
+            await collect(cluster, again)
+        assert cluster.workers[left].of_type(Generate) == []
+        assert tokens(await collect(cluster, make_request(request_id="r2"))) == [100, 101, 102, 103]
+        cluster.assert_nothing_left()
+
+
+def test_what_is_refused_is_forgotten_after_a_while_and_never_grows() -> None:
+    poisoned = PoisonedRequests()
+    requests = [make_request(num_prompt_tokens=1 + i) for i in range(MAX_REMEMBERED + 5)]
+    for now, request in enumerate(requests):
+        poisoned.add(request, ["a", "b", "c"], float(now))
+    assert len(poisoned) == MAX_REMEMBERED
+    poisoned.check(requests[0], float(len(requests)))  # the oldest were dropped for the latest
+    with pytest.raises(PoisonedRequest):
+        poisoned.check(requests[-1], float(len(requests)))
+    poisoned.check(requests[-1], len(requests) + REFUSED_S)
+    assert len(poisoned) == 0
+
+
+async def test_a_move_is_among_the_decisions() -> None:
+    async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
+        stream = Pulled(cluster.flow.serve(make_request()))
+        await read(stream, 2)
+        await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
+        cluster.client.mark_dead("d", "exit code -9")
+        await rest(stream)
+        moved, first = await cluster.flow.decisions()
+        assert (moved["outcome"], first["outcome"]) == ("moved", "dispatched")
+        assert moved["request_id"] == first["request_id"] == "r0"
+        assert moved["placement"]["candidates"][0]["decode_worker"] == "d2"

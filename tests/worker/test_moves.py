@@ -1,0 +1,122 @@
+"""Answers that go on with another worker: the tokens of one engine that was never disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.protocol.messages import Role
+from tandem.router.workers import generation
+from tests.support.cluster_harness import BLOCK_SIZE, DEADLINE_S, Answer, Cluster, Oracle, running_cluster
+from tests.support.streams import Pulled
+from tests.support.tiny_llama import VOCAB_SIZE
+
+ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "p2": Role.PREFILL, "d2": Role.DECODE}
+NUM_TOKENS = 20
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 0.9, "top_p": 0.95, "seed": 11},
+    "penalised": {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.3, "frequency_penalty": 0.7, "min_tokens": 12},
+    "stop token": {"temperature": 1.0, "seed": 3, "stop_token_ids": tuple(range(3, 40)), "min_tokens": 9},
+}
+
+
+def make_prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{seed}/{num_tokens}").choices(range(3, VOCAB_SIZE), k=num_tokens)
+
+
+class Deaths:
+    """Lets workers be dead to the router while they go on: what they still write and send must do no harm."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.killed: list[str] = []
+
+    async def kill(self, side: str) -> None:
+        """The worker that does this part of the newest request."""
+        newest = (await self.cluster.flow.decisions())[0]
+        worker_id = newest["placement"]["candidates"][0][f"{side}_worker"]
+        self.cluster.client.mark_dead(worker_id, "killed by the test")
+        self.killed.append(worker_id)
+
+    async def revive(self) -> None:
+        while self.killed:
+            await self.cluster.client.add_worker(self.cluster.worker(self.killed.pop()).address)
+
+    async def answer(self, prompt: list[int], deaths: dict[int, str], **sampling: Any) -> Answer:
+        """The answer; once the client has so many tokens, the worker that does this part dies."""
+        out: list[int] = []
+        reason = None
+        left = dict(deaths)
+        request = self.cluster.request(prompt, **sampling)
+        async with asyncio.timeout(DEADLINE_S), aclosing(Pulled(self.cluster.flow.serve(request))) as deltas:
+            async for delta in deltas:
+                out += delta.token_ids
+                reason = delta.finish_reason
+                for count in [count for count in left if count <= len(out) and reason is None]:
+                    await self.kill(left.pop(count))
+        await self.revive()
+        return Answer(out, reason, 0)
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+async def test_the_death_of_the_decode_worker_at_any_token_changes_none(
+    tiny_model: Path, oracle: Oracle, name: str
+) -> None:
+    sampling = {"max_tokens": NUM_TOKENS, "ignore_eos": True} | SAMPLING[name]
+    async with running_cluster(tiny_model, ROLES) as cluster:
+        deaths = Deaths(cluster)
+        for count in range(1, NUM_TOKENS):
+            prompt = make_prompt(3 * BLOCK_SIZE - 5, count)
+            answer = await deaths.answer(prompt, {count: "decode"}, **sampling)
+            assert answer.token_ids == oracle.answer(prompt, **sampling), f"death after {count} tokens"
+        assert cluster.flow.num_moves["worker_lost"] > NUM_TOKENS / 4, "hardly any death met a running answer"
+        await cluster.becomes_idle()
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+async def test_several_deaths_of_either_side_change_no_token(tiny_model: Path, oracle: Oracle, name: str) -> None:
+    sampling = {"max_tokens": NUM_TOKENS, "ignore_eos": True} | SAMPLING[name]
+    async with running_cluster(tiny_model, ROLES, router={"max_moves": 9}) as cluster:
+        deaths = Deaths(cluster)
+        for seed in range(12):
+            rng = random.Random(seed)
+            prompt = make_prompt(rng.choice([5, 16, 70, 200]), seed)
+            plan = {rng.randrange(1, NUM_TOKENS): rng.choice(["decode", "prefill"]) for _ in range(2)}
+            answer = await deaths.answer(prompt, plan, **sampling)
+            assert answer.token_ids == oracle.answer(prompt, **sampling), f"seed {seed}: deaths {plan}"
+        await cluster.becomes_idle()
+
+
+@pytest.mark.parametrize("roles", [ROLES, {"c": Role.COLOCATED, "c2": Role.COLOCATED}], ids=["pairs", "colocated"])
+async def test_deaths_among_many_streams_change_no_token(
+    tiny_model: Path, oracle: Oracle, roles: dict[str, Role], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers die and come back at any moment, also before the first token and while KV is on its way."""
+    monkeypatch.setattr(generation, "MAX_DEATHS", 1000)  # no request is to blame here
+    rng = random.Random(7)
+    # A worker that is dead to the router only is told of no cancellation: what it waits for has to time out.
+    transfer = {"handoff_timeout_s": 3.0}
+    async with running_cluster(tiny_model, roles, router={"max_moves": 50}, transfer=transfer) as cluster:
+        requests = []
+        for number in range(24):
+            sampling = {"max_tokens": 40, "ignore_eos": True} | SAMPLING[rng.choice(list(SAMPLING))]
+            requests.append((make_prompt(rng.choice([3, 40, 150, 300]), number), sampling))
+        answers = [asyncio.create_task(cluster.generate(prompt, **sampling)) for prompt, sampling in requests]
+        while not all(answer.done() for answer in answers):
+            victim = rng.choice(list(roles))
+            address = cluster.worker(victim).address
+            cluster.client.mark_dead(victim, "killed by the test")
+            await asyncio.sleep(rng.uniform(0, 0.02))  # how far the others get meanwhile is left to chance
+            await cluster.client.add_worker(address)
+            await asyncio.sleep(rng.uniform(0.05, 0.1))
+        for answer, (prompt, sampling) in zip(answers, requests, strict=True):
+            assert (await answer).token_ids == oracle.answer(prompt, **sampling)
+        print(dict(cluster.flow.num_moves))
+        assert cluster.flow.num_moves["worker_lost"] > 3
+        await cluster.becomes_idle()
