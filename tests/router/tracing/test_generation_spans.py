@@ -10,11 +10,20 @@ from opentelemetry.trace import StatusCode
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import ServingError
-from tandem.protocol.messages import Cancel, Decode, FinishReason, Generate, Message, Prefill, SequenceDelta
+from tandem.protocol.messages import Cancel, Decode, FinishReason, Generate, Message, Prefill, Role, SequenceDelta
 from tandem.protocol.timeline import Ages, Timeline
 from tandem.router.backend import GenerateRequest
 from tandem.router.tracing.itl import ItlSummary
-from tests.support.fake_worker import FakeWorker, fails, fake_cluster, make_request, silent
+from tests.support.fake_worker import (
+    FakeWorker,
+    fails,
+    fake_cluster,
+    first_token,
+    make_request,
+    one_token,
+    remaining_tokens,
+    silent,
+)
 from tests.support.streams import Pulled
 from tests.support.tracing import CLIENT_TRACE, TRACEPARENT, KeptSpans
 from tests.support.waiting import eventually
@@ -115,7 +124,8 @@ async def test_a_request_that_is_not_traced_tells_workers_nothing() -> None:
 
 async def test_a_failed_leg_is_an_error_of_its_spans() -> None:
     kept = KeptSpans()
-    async with fake_cluster(prefill=fails, decode=silent, tracing=kept.tracing) as cluster:
+    config = RouterConfig(max_moves=0)
+    async with fake_cluster(prefill=fails, decode=silent, config=config, tracing=kept.tracing) as cluster:
         with pytest.raises(ServingError):
             await collect(cluster.flow.serve(traced()))
     assert kept.tree() == [("generate", ("admission", ("placement",)), ("prefill",))]
@@ -123,6 +133,22 @@ async def test_a_failed_leg_is_an_error_of_its_spans() -> None:
         assert kept.named(name).status.status_code is StatusCode.ERROR
         assert kept.attributes(name)["error.type"] == "kv_peer_lost"
     assert kept.attributes("generate")["tandem.finish_reason"] == "error"
+
+
+async def test_a_move_is_a_span_from_the_loss_to_the_next_token() -> None:
+    kept = KeptSpans()
+    async with fake_cluster(prefill=first_token, decode=one_token, tracing=kept.tracing) as cluster:
+        stream = Pulled(cluster.flow.serve(traced(max_tokens=6)))
+        taken = (await anext(stream)).token_ids
+        await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
+        cluster.client.mark_dead("d", "exit code -9")
+        async with asyncio.timeout(10):
+            taken += [token_id async for delta in stream for token_id in delta.token_ids]
+    assert taken == [100, 101, 102, 103, 104, 105]
+    move = kept.attributes("move")
+    assert move["tandem.move.reason"] == "worker d is gone: exit code -9"
+    assert move["tandem.output_tokens"] in (1, 2)
+    assert kept.attributes("generate")["gen_ai.usage.output_tokens"] == 6
 
 
 async def test_a_refused_request_has_an_admission_that_says_why() -> None:
