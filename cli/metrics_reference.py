@@ -17,7 +17,7 @@ from tandem.router.http.tls import TlsMetrics
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.keys.metrics import KeyCollector
 from tandem.router.tracing.export import SpanExport
-from tandem.router.workers.metrics import CacheSizingCollector, WorkerCollector
+from tandem.router.workers.metrics import CacheSizingCollector, MoveCollector, WorkerCollector
 from tandem.router.workers.pin_metrics import PinCollector
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.workers.registry import Registry
@@ -111,6 +111,7 @@ def _parts() -> dict[str, list[Any]]:
         *_registered(SpanExport("hub").register),
     ]
     serve = [
+        MoveCollector(cast(Any, SimpleNamespace(num_moves={}, num_poisoned=0))),
         CacheSizingCollector(CacheSizing(registry)),
         PinCollector(cast(Any, SimpleNamespace(summary=lambda: pins)), registry),
     ]

@@ -123,6 +123,11 @@ class RequestFlow:
         return self._context.num_moves
 
     @property
+    def num_poisoned(self) -> int:
+        """Requests that were given up because several workers died while they had them."""
+        return self._context.poisoned.num_added
+
+    @property
     def num_running(self) -> int:
         """Requests that were dispatched and have not ended."""
         return len(self._context.running)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -10,7 +11,10 @@ from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import RegisteredWorker
 
-__all__ = ["CacheSizingCollector", "WorkerCollector"]
+if TYPE_CHECKING:
+    from tandem.router.workers.flow import RequestFlow
+
+__all__ = ["CacheSizingCollector", "MoveCollector", "WorkerCollector"]
 
 # Fixed, so that the series do not depend on the configuration: 256 to 16 million blocks.
 _CAPACITIES = [2**power for power in range(8, 25)]
@@ -90,6 +94,29 @@ class WorkerCollector:
             value=self._registry.num_listener_failures,
         )
         yield _dropped_metric(workers)
+
+
+class MoveCollector:
+    """Requests that went on with other workers, and those that no worker gets any more."""
+
+    def __init__(self, flow: RequestFlow) -> None:
+        self._flow = flow
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, as they are now."""
+        moves = CounterMetricFamily(
+            "tandem_request_moves",
+            "Times that a request went on with other workers, by the error that ended it on the former ones",
+            labels=["error"],
+        )
+        for code, count in sorted(self._flow.num_moves.items()):
+            moves.add_metric([code], count)
+        yield moves
+        yield CounterMetricFamily(
+            "tandem_poisoned_requests",
+            "Requests that were given up because several workers died while they had them",
+            value=self._flow.num_poisoned,
+        )
 
 
 class CacheSizingCollector:

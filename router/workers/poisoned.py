@@ -23,6 +23,7 @@ class PoisonedRequests:
     """Refuses requests equal to those that several workers died of, for `REFUSED_S`."""
 
     def __init__(self) -> None:
+        self.num_added = 0
         self._until_s: OrderedDict[bytes, float] = OrderedDict()  # by fingerprint, oldest first
 
     def __len__(self) -> int:
@@ -30,6 +31,7 @@ class PoisonedRequests:
 
     def add(self, request: GenerateRequest, lost_workers: Sequence[str], now: float) -> PoisonedRequest:
         """Refuse such requests from now on. Returns the error for this one."""
+        self.num_added += 1
         fingerprint = _fingerprint(request)
         self._until_s[fingerprint] = now + REFUSED_S
         self._until_s.move_to_end(fingerprint)

@@ -327,54 +327,49 @@ def test_disaggregated_over_nixl_is_colocated_token_for_token(server: Server, co
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
-def test_a_decode_worker_lost_in_mid_stream_is_told_and_replaced(server: Server, number: int) -> None:
+def test_an_answer_goes_on_when_its_decode_worker_is_lost(server: Server, colocated: Server, number: int) -> None:
     victim = server.worker("decode")
-    with client_of(server) as client:
-        stream = client.completions.create(
-            model="tiny", prompt="x" * 100, max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
-        )
-        for _ in range(4):
-            next(stream)
+    fields: dict[str, Any] = {"prompt": "x" * 100, "max_tokens": 300, "temperature": 0.8, "seed": number}
+    body: dict[str, Any] = {"model": "tiny", "stream": True, "extra_body": {"ignore_eos": True}} | fields
+    with client_of(server) as client, client_of(colocated) as undisturbed:
+        stream = client.completions.create(**body)
+        text = "".join(next(stream).choices[0].text for _ in range(4))
         psutil.Process(victim["pid"]).send_signal(number)
-        lost = time.monotonic()
-        with pytest.raises(openai.APIError, match="decode-0"):
-            list(stream)
-    assert time.monotonic() - lost < (10.0 if number == signal.SIGKILL else WORKER_TIMEOUT_S + 10.0)
+        lost, longest_s = time.monotonic(), 0.0
+        for chunk in stream:
+            longest_s, lost = max(longest_s, time.monotonic() - lost), time.monotonic()
+            text += chunk.choices[0].text
+        assert text == "".join(chunk.choices[0].text for chunk in undisturbed.completions.create(**body))
+    print(f"longest silence: {longest_s:.2f} s")
     server.wait_recovered("decode", victim["epoch"])
     assert not psutil.pid_exists(victim["pid"])
-    assert complete(server, "still there?")
+    assert 'tandem_request_moves_total{error="worker_lost"}' in httpx.get(f"{server.url}/metrics").text
     assert_idle(server)
 
 
-def test_a_worker_killed_within_a_grammar_is_told_and_its_successor_serves_the_same_grammar(server: Server) -> None:
+def test_an_answer_with_a_grammar_goes_on_when_its_worker_is_killed(server: Server) -> None:
     victim = server.worker("decode")
     body = {"structured_outputs": {"regex": "[a-z]{1800}(, and no more){9}"}}
     fields: Any = {"model": "tiny", "prompt": "z" * 50, "max_tokens": 1900, "temperature": 0, "extra_body": body}
     with client_of(server) as client:
-        before = client.completions.create(**fields).choices[0].text
+        undisturbed = client.completions.create(**fields).choices[0].text
         stream = client.completions.create(stream=True, **fields)
-        for _ in range(4):
-            next(stream)
+        text = "".join(next(stream).choices[0].text for _ in range(4))
         psutil.Process(victim["pid"]).kill()
-        with pytest.raises(openai.APIError, match="decode-0"):
-            list(stream)
+        assert text + "".join(chunk.choices[0].text for chunk in stream) == undisturbed
         server.wait_recovered("decode", victim["epoch"])
-        assert client.completions.create(**fields).choices[0].text == before
-    assert before.endswith(", and no more" * 3)
+        assert client.completions.create(**fields).choices[0].text == undisturbed
+    assert undisturbed.endswith(", and no more" * 3)
     assert_idle(server)
 
 
-def test_a_prefill_worker_killed_during_a_prompt_is_told_and_replaced(server: Server) -> None:
+def test_a_prompt_goes_on_when_its_prefill_worker_is_killed(server: Server, colocated: Server) -> None:
     victim = server.worker("prefill")
     process = psutil.Process(victim["pid"])
     process.suspend()  # so that the prompt is on its way, whatever its speed
     Timer(1.0, process.kill).start()
-    started_at = time.monotonic()
-    with pytest.raises(openai.APIError, match="prefill-0"):
-        complete(server, "y" * 1900)
-    assert time.monotonic() - started_at < 11.0
+    assert complete(server, "y" * 1900) == complete(colocated, "y" * 1900)
     server.wait_recovered("prefill", victim["epoch"])
-    assert complete(server, "y" * 1900)
     assert_idle(server)
 
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tandem.protocol.messages import FetchStats, LinkLoad, TierLoad, WorkerLoad
-from tandem.router.workers.metrics import CacheSizingCollector, WorkerCollector
+from tandem.router.workers.metrics import CacheSizingCollector, MoveCollector, WorkerCollector
 from tandem.scheduling.cache_sizing import CacheSizing
 from tests.support.builders import make_registry
 
@@ -98,3 +100,11 @@ def test_predicted_hit_ratios_are_in_the_metrics() -> None:
         assert line in text.splitlines(), f"{line} is not in\n{text}"
     assert text.count("tandem_cache_hit_ratio_predicted{") == 17
     assert "hunter2" not in text
+
+
+def test_moves_are_counted_by_their_cause() -> None:
+    metrics = CollectorRegistry()
+    metrics.register(MoveCollector(SimpleNamespace(num_moves={"worker_lost": 3}, num_poisoned=1)))  # type: ignore[arg-type]
+    text = generate_latest(metrics).decode()
+    assert 'tandem_request_moves_total{error="worker_lost"} 3.0' in text
+    assert "tandem_poisoned_requests_total 1.0" in text

@@ -34,9 +34,9 @@ from tests.support.fake_worker import (
     one_token,
     remaining_tokens,
     silent,
-    until,
 )
 from tests.support.streams import Pulled
+from tests.support.waiting import eventually
 
 Part = Generate | Prefill | Decode
 
@@ -94,7 +94,7 @@ async def test_a_request_without_tokens_begins_anew() -> None:
         plain = make_request()
         request = replace(plain, sampling=msgspec.structs.replace(plain.sampling, num_prompt_logprobs=0))
         serving = asyncio.create_task(collect(cluster, request))
-        await until(lambda: bool(cluster.workers["d"].of_type(Generate)))
+        await eventually(lambda: bool(cluster.workers["d"].of_type(Generate)))
         second = await cluster.add(FakeWorker("d2", Role.DECODE, scored))
         cluster.client.mark_dead("d", "exit code -9")
         (delta,) = await serving
@@ -107,7 +107,7 @@ async def test_tokens_that_came_early_are_computed_again() -> None:
     """The decode worker was ahead of the first token, which never came."""
     async with fake_cluster(prefill=silent, decode=one_token) as cluster:
         serving = asyncio.create_task(collect(cluster, make_request()))
-        await until(lambda: bool(cluster.workers["d"].of_type(Decode)))
+        await eventually(lambda: bool(cluster.workers["d"].of_type(Decode)))
         await cluster.add(FakeWorker("p2", Role.PREFILL, first_token))
         second = await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
         cluster.client.mark_dead("d", "exit code -9")
@@ -142,7 +142,7 @@ async def test_without_any_worker_streams_wait_for_the_next_one() -> None:
         readers = [asyncio.create_task(rest(stream)) for stream in streams]
         cluster.client.mark_dead("p", "exit code -9")
         cluster.client.mark_dead("d", "exit code -9")
-        await until(lambda: cluster.flow.num_moves["worker_lost"] == 8)
+        await eventually(lambda: cluster.flow.num_moves["worker_lost"] == 8)
         assert cluster.client.num_open_legs == cluster.registry.num_bookings == 0
         await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
         assert await asyncio.gather(*readers) == [[102, 103]] * 8
@@ -153,7 +153,7 @@ async def test_they_wait_no_longer_than_a_request_may_be_silent() -> None:
     config = RouterConfig(request_timeout_s=0.2)
     async with fake_cluster(decode=silent, local_prefill=True, config=config) as cluster:
         serving = asyncio.create_task(collect(cluster, make_request()))
-        await until(lambda: bool(cluster.workers["d"].of_type(Generate)))
+        await eventually(lambda: bool(cluster.workers["d"].of_type(Generate)))
         cluster.client.mark_dead("d", "exit code -9")
         with pytest.raises(WorkerError, match=r"request_timeout_s=0\.2"):
             await serving
@@ -164,9 +164,9 @@ async def test_they_wait_no_longer_than_a_request_may_be_silent() -> None:
 async def test_a_request_that_waits_for_a_worker_can_be_ended(how: str) -> None:
     async with fake_cluster(decode=silent, local_prefill=True) as cluster:
         serving = asyncio.create_task(collect(cluster, make_request()))
-        await until(lambda: bool(cluster.workers["d"].of_type(Generate)))
+        await eventually(lambda: bool(cluster.workers["d"].of_type(Generate)))
         cluster.client.mark_dead("d", "exit code -9")
-        await until(lambda: cluster.flow.num_moves["worker_lost"] == 1)
+        await eventually(lambda: cluster.flow.num_moves["worker_lost"] == 1)
         if how == "leaves":
             serving.cancel()
         else:
@@ -216,7 +216,7 @@ async def test_kv_that_cannot_be_moved_is_computed_where_it_is_needed() -> None:
     async with fake_cluster(prefill=silent, decode=no_link, local_prefill=True) as cluster:
         assert tokens(await collect(cluster, make_request(num_prompt_tokens=3000))) == [100, 101, 102, 103]
         assert len(cluster.workers["p"].of_type(Prefill)) == 1
-        await until(lambda: len(cluster.workers["p"].of_type(Cancel)) == 1)
+        await eventually(lambda: len(cluster.workers["p"].of_type(Cancel)) == 1)
         assert len(cluster.workers["d"].of_type(Generate)) == 1
         cluster.assert_nothing_left()
 
