@@ -162,10 +162,13 @@ async def running_cluster(
     tiers: TierConfig | None = None,
     tenants: Tenants = Tenants(),
 ) -> AsyncIterator[Cluster]:
-    """Workers of these roles behind a router that always pairs them. `overrides`: engine fields by worker id."""
+    """Workers of these roles behind a router that always pairs them, and lets a request end with its first error.
+
+    `overrides`: engine fields by worker id.
+    """
     registry, index, costs = Registry(), PrefixIndex(), CostModel()
     sizing = CacheSizing(registry)
-    config = RouterConfig(**{"local_prefill": False} | (router or {}))
+    config = RouterConfig(**{"local_prefill": False, "max_moves": 0} | (router or {}))
     client = WorkerClient(registry, index, costs, config, keys=ROUTER_KEYS)
     placer = Placer(registry, index, costs, config)
     flow = RequestFlow(

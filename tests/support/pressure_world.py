@@ -6,6 +6,7 @@ sampled token is one of a stream: when each came is noted, so gaps can be told.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -104,10 +105,11 @@ class PressureWorld:
         request_id: str,
         token_ids: list[int],
         sampling: SamplingParams,
+        output_ids: Seq[int] = (),
         cache_salt: str = "",
         priority: PrefillPriority | None = None,
     ) -> Sequence:
-        return Sequence(request_id, list(token_ids), len(token_ids), sampling, root=b"root")
+        return Sequence(request_id, [*token_ids, *output_ids], len(token_ids), sampling, root=b"root")
 
     def add(self, sequence: Sequence) -> None:
         self.sequences[sequence.request_id] = sequence

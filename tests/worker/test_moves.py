@@ -69,7 +69,7 @@ async def test_the_death_of_the_decode_worker_at_any_token_changes_none(
     tiny_model: Path, oracle: Oracle, name: str
 ) -> None:
     sampling = {"max_tokens": NUM_TOKENS, "ignore_eos": True} | SAMPLING[name]
-    async with running_cluster(tiny_model, ROLES) as cluster:
+    async with running_cluster(tiny_model, ROLES, router={"max_moves": 3}) as cluster:
         deaths = Deaths(cluster)
         for count in range(1, NUM_TOKENS):
             prompt = make_prompt(3 * BLOCK_SIZE - 5, count)

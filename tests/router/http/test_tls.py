@@ -252,7 +252,7 @@ async def test_other_work_goes_on_between_handshakes_that_begin_at_once(
         with contextlib.ExitStack() as stack:
             address = ("127.0.0.1", port.number)
             clients = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(20)]
-            await until(lambda: len(port.server.server_state.connections) == 20)
+            await eventually(lambda: len(port.server.server_state.connections) == 20)
             for client in clients:
                 client.sendall(client_hello())  # the loop sees all of them at once
             num_begun = [0]
