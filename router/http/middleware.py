@@ -107,7 +107,7 @@ class EdgeMiddleware:
             if key is not None and isinstance(exc, RateLimitExceeded):
                 self._settings.authenticator.note_refusal(key.id, "rate_limit")
             if status or response is None:
-                logger.exception("request %s to %s failed", request_id, scope["path"])
+                logger.exception("request %s to %r failed", request_id, scope["path"])  # a path may have line ends
             if status:
                 raise  # the response has started: the server closes the connection
             await (response or internal_error_response(scope["path"]))(scope, receive, send_and_note)

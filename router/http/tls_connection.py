@@ -104,9 +104,12 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         self._has_ended = True
         if self._http is not None:
             self._http.connection_lost(exc)
-            return
-        self._fail("client_left")
-        self._forget()
+        else:
+            self._fail("client_left")
+            self._forget()
+        # OpenSSL's memory, tens of KB. This object is part of a cycle, and a full garbage collection may be far away.
+        del self._session, self._incoming, self._outgoing
+        self._records.clear()
 
     def pause_writing(self) -> None:
         """The socket's buffer is full."""

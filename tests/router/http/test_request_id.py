@@ -9,8 +9,14 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
+from starlette.types import Receive, Scope, Send
 
 from tandem.protocol.errors import WorkerError
+from tandem.router.http.authentication import Authenticator
+from tandem.router.http.metrics import EdgeMetrics
+from tandem.router.http.middleware import EdgeMiddleware, MiddlewareSettings
+from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing, make_app, make_client
 
@@ -118,3 +124,15 @@ async def test_two_requests_at_once_keep_their_ids(tokenizer: Tokenizer) -> None
 
         answers = await asyncio.gather(*map(ask, range(20)))
     assert [answer.headers["x-request-id"] for answer in answers] == [f"r{number}" for number in range(20)]
+
+
+async def test_a_path_forges_no_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(scope: Scope, receive: Receive, send: Send) -> None:
+        raise ValueError("a bug")
+
+    metrics = EdgeMetrics(CollectorRegistry())
+    app = EdgeMiddleware(fail, MiddlewareSettings(metrics, Authenticator(ApiKeys(), metrics), 1000, ()))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        assert (await client.get("/a%0aERROR%20forged")).status_code == 500
+    (record,) = [one for one in caplog.records if one.name.startswith("tandem")]
+    assert record.getMessage().endswith(r"to '/a\nERROR forged' failed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import random
 import shutil
@@ -349,6 +350,29 @@ async def test_a_client_that_leaves_cancels_its_request(tmp_path: Path) -> None:
             writer.transport.abort() if is_abrupt else writer.close()
             await left.wait()
         await eventually(lambda: not port.server.server_state.connections)
+
+
+async def test_a_connection_that_ended_leaves_nothing_of_openssl_to_the_garbage_collector(tmp_path: Path) -> None:
+    """It has tens of KB that the collector does not count; a full collection may be thousands of connections away."""
+    async with serving(tmp_path) as port:
+        context = port.trusting()
+
+        def talk() -> bytes:
+            with context.wrap_socket(socket.create_connection(("127.0.0.1", port.number), timeout=30)) as client:
+                client.sendall(REQUEST)
+                return client.recv(100)
+
+        context.check_hostname = False
+        gc.collect()
+        gc.disable()
+        try:
+            assert (await asyncio.to_thread(talk)).startswith(b"HTTP/1.1 200")
+            _, writer = await port.raw()
+            writer.close()
+            await eventually(lambda: port.num_failures("client_left") == 1 and not port.server.server_state.connections)
+            assert not [one for one in gc.get_objects() if type(one) is ssl.SSLObject]
+        finally:
+            gc.enable()
 
 
 async def test_the_server_drains_and_ends_half_open_handshakes(tmp_path: Path) -> None:
