@@ -12,6 +12,7 @@ from tandem.protocol.errors import RequestError
 from tandem.router.http.request_id import RequestId, request_id_of
 from tandem.router.keys.api_key import ApiKey
 from tandem.router.keys.limiter import KeyUse
+from tandem.router.tracing.client_context import client_trace_headers
 from tandem.scheduling.admission.tenants import DEFAULT_TENANT, TENANT_NAME
 from tandem.scheduling.request import DEFAULT_CLASS, ServiceClass
 
@@ -31,6 +32,7 @@ __all__ = [
     "request_options",
     "span_of",
     "tenant_of",
+    "trace_headers_of",
 ]
 
 TENANT_HEADER = "x-tandem-tenant"
@@ -78,6 +80,12 @@ def span_of(scope: Scope) -> LiveSpan | None:
     """The span of a request; None if tracing is off."""
     span: LiveSpan | None = scope.get(_SPAN)
     return span
+
+
+def trace_headers_of(scope: Scope) -> dict[str, str]:
+    """What a server that serves a request is told of its trace: our span, or unchanged what the client sent."""
+    span = span_of(scope)
+    return client_trace_headers(scope["headers"]) if span is None else span.headers
 
 
 def note_key_use(scope: Scope, use: KeyUse) -> None:

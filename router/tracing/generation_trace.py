@@ -22,11 +22,12 @@ from tandem.protocol.timeline import Ages
 from tandem.router.tracing.itl import ItlSummary
 from tandem.router.tracing.span_node import Attributes, SpanNode
 from tandem.scheduling.placement.decisions import RoutingDecision
+from tandem.scheduling.placement.placement import Placement
 
 if TYPE_CHECKING:
     from tandem.router.backend import GenerateRequest
 
-__all__ = ["GenerationTrace", "admission_node"]
+__all__ = ["GenerationTrace", "admission_node", "placement_node"]
 
 
 class _Told(NamedTuple):
@@ -196,15 +197,21 @@ def admission_node(
     if (forecast := decision.forecast) is not None:
         node.attributes["tandem.queue.place"] = forecast.ahead.num_requests
         node.attributes["tandem.predicted_ttft_s"] = forecast.ttft_s
-    node.child("placement", decision.decided_s, decision.booked_s, _placement_attributes(decision))
+    attributes = _placement_attributes(decision.placement) if decision.placement else {}
+    node.child("placement", decision.decided_s, decision.booked_s, attributes)
     return node
 
 
-def _placement_attributes(decision: RoutingDecision) -> Attributes:
+def placement_node(start_s: float, end_s: float, placement: Placement | None, error: BaseException | None) -> SpanNode:
+    """The span of a decision outside of the queue: a request that failed at its first place goes elsewhere."""
+    node = SpanNode("placement", start_s, end_s, _placement_attributes(placement) if placement else {})
+    if error is not None:
+        node.fail(error)
+    return node
+
+
+def _placement_attributes(placement: Placement) -> Attributes:
     """The workers that were chosen, the terms of the cost, and the cost of the runner-up."""
-    placement = decision.placement
-    if placement is None:
-        return {}
     best, runner_up = placement.best, placement.runner_up
     attributes: Attributes = {
         "tandem.placement.prefill_worker": best.prefill.worker_id,

@@ -23,11 +23,11 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from tandem.router.tracing.client_context import client_trace_headers
 from tandem.router.tracing.span_node import Attributes, SpanNode, error_type
 
 __all__ = ["LiveSpan", "Tracing"]
 
-MAX_TRACESTATE_BYTES = 512  # a longer one is dropped, as the standard allows
 _MAX_TEXT = 500  # characters of a client's text in an attribute
 _METHODS = {"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"}
 _W3C = TraceContextTextMapPropagator()
@@ -55,7 +55,7 @@ class Tracing:
         agents = [value for name, value in headers if name == b"user-agent"]
         if agents:
             attributes["user_agent.original"] = agents[0].decode("latin-1")[:_MAX_TEXT]
-        context = _client_context(headers)
+        context = _W3C.extract(client_trace_headers(headers), Context())
         return LiveSpan(self._tracer, self._tracer.start_span(method, context, SpanKind.SERVER, attributes))
 
     def record(self, traceparent: str, node: SpanNode) -> None:
@@ -119,21 +119,6 @@ class LiveSpan:
     def end(self) -> None:
         """End it now."""
         self._span.end()
-
-
-def _client_context(headers: list[tuple[bytes, bytes]]) -> Context:
-    """The span that a client names; none if its headers are not exactly what the standard describes."""
-    found: dict[str, list[str]] = {"traceparent": [], "tracestate": []}
-    for name, value in headers:
-        if name in (b"traceparent", b"tracestate"):
-            found[name.decode()].append(value.decode("latin-1"))
-    if len(found["traceparent"]) != 1:
-        return Context()
-    carrier = {"traceparent": found["traceparent"][0]}
-    tracestate = ",".join(found["tracestate"])
-    if tracestate and len(tracestate) <= MAX_TRACESTATE_BYTES:
-        carrier["tracestate"] = tracestate
-    return _W3C.extract(carrier, Context())
 
 
 def _record(tracer: Tracer, context: Context, node: SpanNode) -> None:

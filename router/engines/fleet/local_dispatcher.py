@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from tandem.protocol.errors import ConfigError, ModelNotFound, NoWorker, RequestError, RoleRefused
+from tandem.protocol.errors import ConfigError, ModelNotFound, NoWorker, RequestError, RoleRefused, ServingError
 from tandem.protocol.messages import Role
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.admission_queue import AdmittedRequest
@@ -28,7 +28,7 @@ from tandem.router.engines.fleet.metrics import EngineCollector
 from tandem.router.engines.fleet.overview import fleet_overview
 from tandem.router.engines.fleet.queues import ModelQueue, Queues
 from tandem.router.engines.fleet.stored_answers import StoredAnswers
-from tandem.router.tracing.generation_trace import admission_node
+from tandem.router.tracing.generation_trace import admission_node, placement_node
 from tandem.router.workers.metrics import WorkerCollector
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.placement.placement import Placement
@@ -299,11 +299,24 @@ class LocalReservation:
         assert self._admitted is not None, "it has been placed"
         assert self._queue is not None, "it has been placed"
         self.release()
-        placement = self._queue.place_elsewhere(self._placement_request, self._tried)
-        self.book(self._placement_request, placement)
+        start_s = self._dispatcher.now()
+        try:
+            placement = self._queue.place_elsewhere(self._placement_request, self._tried)
+            self.book(self._placement_request, placement)
+        except ServingError as exc:
+            self._trace_move(start_s, error=exc)
+            raise
+        self._trace_move(start_s, placement)
         self._admitted.decision.placement = placement
         self._dispatcher.num_retries += 1
         return self._target(placement)
+
+    def _trace_move(
+        self, start_s: float, placement: Placement | None = None, error: ServingError | None = None
+    ) -> None:
+        tracing, parent = self._dispatcher.tracing, self._request.traceparent
+        if tracing is not None and parent:
+            tracing.record(parent, placement_node(start_s, self._dispatcher.now(), placement, error))
 
     def book(self, placement_request: PlacementRequest, placement: Placement) -> BookedAttempt:
         """Book a placement that was decided just now."""

@@ -75,7 +75,7 @@ class Attempt:
         self._timeout: asyncio.Timeout | None = None  # of the wait in progress
         self._aborted: EngineFailed | None = None
         self._trace = attempt_trace(request, target, number)
-        self._trace_headers = {} if self._trace is None else self._trace.headers
+        self._trace_headers = request.trace_headers if self._trace is None else self._trace.headers
         self._observer = AttemptObserver(reservation, request, metrics, now, self._trace)
 
     async def open(self) -> None:

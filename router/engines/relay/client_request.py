@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tandem.router.engines.config import EngineSpec
@@ -27,6 +28,7 @@ class ClientRequest:
     routing: DispatchRequest
     arrived_s: float  # time.perf_counter()
     span: LiveSpan | None = None  # None = it is not traced
+    trace_headers: Mapping[str, str] = field(default_factory=dict)  # what engines are told of its trace, if not traced
     key_use: KeyUse | None = None  # what it takes of the limits of its API key; None = nothing limits it
 
     @property

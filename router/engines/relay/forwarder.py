@@ -26,7 +26,7 @@ from tandem.router.http.disconnect import cancel_on_disconnect
 from tandem.router.http.errors import ClientDisconnected, serving_error_body
 from tandem.router.http.json_body import read_json
 from tandem.router.http.metrics import EdgeMetrics
-from tandem.router.http.request_options import EXPLAIN_HEADER, key_use_of, request_options
+from tandem.router.http.request_options import EXPLAIN_HEADER, key_use_of, request_options, trace_headers_of
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
 from tandem.router.text.tokenizer import TokenizerPool
@@ -149,6 +149,7 @@ class Forwarder:
             routing=routing,
             arrived_s=arrived_s,
             span=options.span,
+            trace_headers=trace_headers_of(http_request.scope),
             key_use=key_use_of(http_request),
         )
 

@@ -13,6 +13,7 @@ from urllib.parse import urlencode
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Scope
 
 from tandem.router.engines.dispatcher import Dispatcher
 from tandem.router.engines.errors import AnswerNotFound, EngineFailed
@@ -21,7 +22,7 @@ from tandem.router.engines.relay.connections import EngineConnection, EngineConn
 from tandem.router.engines.relay.engine_errors import engine_errors
 from tandem.router.engines.relay.upstream import Reply
 from tandem.router.http.request_id import request_id_of
-from tandem.router.http.request_options import tenant_of
+from tandem.router.http.request_options import tenant_of, trace_headers_of
 
 __all__ = ["StoredResponses"]
 
@@ -44,7 +45,7 @@ class StoredResponses:
         engine = self._connections[await self._dispatcher.answer_owner(response_id, tenant_of(request))]
         query = urlencode(request.query_params.multi_items())
         path = f"/v1/responses/{response_id}{action}" + (f"?{query}" if query else "")
-        reply = await self._send(engine, request.method, path, request_id_of(request.scope).unique)
+        reply = await self._send(engine, request.method, path, request.scope)
         if reply.headers.get("content-type", "").startswith("text/event-stream"):
             return StreamingResponse(self._parts(engine, reply), reply.status, media_type="text/event-stream")
         try:
@@ -55,9 +56,10 @@ class StoredResponses:
         parse_answer(engine.name, reply.status, reply.headers, content, lambda _: True)
         return Response(content, reply.status, media_type="application/json")
 
-    async def _send(self, engine: EngineConnection, method: str, path: str, request_id: str) -> Reply:
+    async def _send(self, engine: EngineConnection, method: str, path: str, scope: Scope) -> Reply:
+        request_id, trace = request_id_of(scope).unique, trace_headers_of(scope)
         async with _in_time(engine.name, self._timeout_s):
-            return await engine.upstream.send(method, path, b"", request_id)
+            return await engine.upstream.send(method, path, b"", request_id, trace)
 
     async def _parts(self, engine: EngineConnection, reply: Reply) -> AsyncIterator[bytes]:
         """The bytes of a stream. An error breaks the connection to the client, so that it sees the end missing."""

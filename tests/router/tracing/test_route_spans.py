@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,63 @@ async def test_a_hub_adds_its_spans_to_the_trace_of_an_edge(fake_a: FakeServer, 
     assert kept.tree() == [(REQUEST, ("admission", ("placement",)), (attempt.name,))]
 
 
-async def test_without_tracing_engines_are_told_nothing(fake_a: FakeServer) -> None:
-    async with routing(spec_of(fake_a, "a")) as router:
+HOSTILE_HEADERS = [
+    {},
+    {"tracestate": "vendor=a1"},
+    {"traceparent": ""},
+    {"traceparent": "00-" + "0" * 32 + "-b7ad6b7169203331-01"},
+    {"traceparent": TRACEPARENT + "-more"},
+    {"traceparent": "ff" + TRACEPARENT[2:]},
+    {"traceparent": TRACEPARENT.upper()},
+    {"traceparent": "cc" + TRACEPARENT[2:] + "-" + "x" * 10_000},
+    [("traceparent", TRACEPARENT), ("traceparent", TRACEPARENT)],
+]
+
+
+async def test_without_tracing_engines_get_the_clients_own_context(fake_a: FakeServer, fake_b: FakeServer) -> None:
+    specs = [spec_of(fake_a, "a", role="prefill"), spec_of(fake_b, "b", role="decode")]
+    async with routing(*specs, config=RouterConfig(local_prefill=False)) as router:
         assert (await router.client.post(COMPLETIONS, json=completion(), headers=HEADERS)).status_code == 200
-    assert not fake_a.request_headers[0].keys() & {"traceparent", "tracestate"}
+    for fake in (fake_a, fake_b):
+        assert {name: fake.request_headers[0].get(name) for name in HEADERS} == HEADERS
+
+
+@pytest.mark.parametrize("headers", HOSTILE_HEADERS)
+async def test_an_invalid_context_reaches_no_engine(
+    fake_a: FakeServer, headers: dict[str, str] | list[tuple[str, str]]
+) -> None:
+    async with routing(spec_of(fake_a, "a")) as router:
+        assert (await router.client.post(COMPLETIONS, json=completion(), headers=headers)).status_code == 200
+    assert not fake_a.request_headers[0].keys() & HEADERS.keys()
+
+
+async def test_a_tracestate_that_is_too_long_is_left_out(fake_a: FakeServer) -> None:
+    headers = {"traceparent": "cc" + TRACEPARENT[2:] + "-later", "tracestate": "a=" + "b" * 511}
+    async with routing(spec_of(fake_a, "a")) as router:
+        assert (await router.client.post(COMPLETIONS, json=completion(), headers=headers)).status_code == 200
+    assert fake_a.request_headers[0]["traceparent"] == headers["traceparent"]
+    assert "tracestate" not in fake_a.request_headers[0]
+
+
+async def test_a_request_that_goes_elsewhere_shows_each_placement(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
+) -> None:
+    for by_hub in (False, True):
+        kept = KeptSpans()
+        specs = spec_of(fake_a, "a"), spec_of(fake_b, "b")
+        for fake in (fake_a, fake_b):
+            fake.status = 429
+        async with AsyncExitStack() as stack:
+            if by_hub:
+                hub = await stack.enter_async_context(routing_by_hub(tmp_path, *specs, tracing=kept.tracing))
+                client = (await hub.edge("edge")).client
+            else:
+                client = (await stack.enter_async_context(routing(*specs, tracing=kept.tracing))).client
+            assert (await client.post(COMPLETIONS, json=completion(), headers=HEADERS)).status_code == 429
+        first, second = attempts(kept)
+        shown = [("admission", ("placement",)), (first.name,), ("placement",), (second.name,), ("placement",)]
+        assert kept.tree()[0][: len(shown) + 1] == (REQUEST, *shown)
+        placed = sorted((span for span in kept.all if span.name == "placement"), key=lambda span: span.start_time or 0)
+        workers = [(span.attributes or {}).get("tandem.placement.decode_worker") for span in placed]
+        assert workers == [*((span.attributes or {})["tandem.engine"] for span in (first, second)), None]
+        assert placed[-1].status.status_code is StatusCode.ERROR
