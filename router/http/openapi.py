@@ -16,6 +16,7 @@ import msgspec
 from starlette.routing import BaseRoute, Route
 
 from tandem.router.http.answer_shapes import Error, MessagesError
+from tandem.router.http.request_id import REQUEST_ID_HEADER
 from tandem.router.http.request_options import EXPLAIN_HEADER, SLO_HEADER, TENANT_HEADER
 from tandem.scheduling.admission.tenants import TENANT_NAME
 
@@ -80,6 +81,7 @@ class Operation:
     body: Any = None  # of the request's body; None = it has none
     example: Any = None  # of a body
     refused: Mapping[str, tuple[Any, ...]] | None = None  # fields that are not served -> the values that are accepted
+    exactly_one: Mapping[str, tuple[str, ...]] | None = None  # names of structs -> fields of which one must be given
     errors: tuple[int, ...] = ()  # beside those that every route has
     passes_errors: bool = False  # those of an engine are passed on, with any status from 400 to 499
     parameters: tuple[Parameter, ...] = ()
@@ -98,6 +100,20 @@ GENERATION_HEADERS = (
     ),
     Parameter(EXPLAIN_HEADER, "header", {"enum": ["0", "1"]}, "`1`: the response explains the routing decision."),
 )
+
+
+# Every request may have it, and every answer has it.
+_REQUEST_ID = Parameter(
+    REQUEST_ID_HEADER,
+    "header",
+    {"type": "string"},
+    "The request's id in logs and traces: up to 128 of `A-Z a-z 0-9 . _ : / + = @ -`. Another value is replaced.",
+)
+_ANSWERED_ID = {
+    "description": "The request's id: the client's, if it is valid, or one that was made here.",
+    "required": True,
+    "schema": {"type": "string"},
+}
 
 
 def documented_routes(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str, str]]:
@@ -144,15 +160,22 @@ class _Builder:
         references, self._schemas = msgspec.json.schema_components(types, ref_template=_REF)
         self._references = dict(zip(types, references, strict=True))
         refused = {one.body.__name__: one.refused for one in operations.values() if one.refused}
+        exactly_one = {name: fields for one in operations.values() for name, fields in (one.exactly_one or {}).items()}
         for name, schema in self._schemas.items():
             _complete(schema, refused.get(name) or {})
+            if name in exactly_one:
+                schema["oneOf"] = [_given(field) for field in exactly_one[name]]
 
     def components(self) -> Json:
         """Schemas and security schemes."""
         schemes: Json = dict(_KEY_SCHEMES) if self._has_keys else {}
         if self._has_admin:
             schemes["adminToken"] = _ADMIN_SCHEME
-        return {"schemas": dict(sorted(self._schemas.items())), "securitySchemes": schemes}
+        return {
+            "schemas": dict(sorted(self._schemas.items())),
+            "headers": {REQUEST_ID_HEADER: _ANSWERED_ID},
+            "securitySchemes": schemes,
+        }
 
     def operation(self, method: str, path: str, summary: str, operation: Operation) -> Json:
         """The entry of one route."""
@@ -161,12 +184,14 @@ class _Builder:
             "tags": [operation.tag],
             "summary": first.removesuffix("."),
             "operationId": _operation_id(method, path),
+            "parameters": [*_path_parameters(path), *map(_parameter, (*operation.parameters, _REQUEST_ID))],
             "responses": self._responses(path, operation),
         }
         if rest:
             shown["description"] = rest
-        if parameters := [*_path_parameters(path), *map(_parameter, operation.parameters)]:
-            shown["parameters"] = parameters
+        for response in shown["responses"].values():
+            headers = response.get("headers", {})
+            response["headers"] = headers | {REQUEST_ID_HEADER: {"$ref": f"#/components/headers/{REQUEST_ID_HEADER}"}}
         if operation.body is not None:
             content: Json = {"schema": self._schema(operation.body)}
             if operation.example is not None:
@@ -241,6 +266,11 @@ def _complete(schema: Json, refused: Mapping[str, tuple[Any, ...]]) -> None:
             del field["default"]
     for name, values in refused.items():
         properties.setdefault(name, {"description": "Not served: other values are refused.", "enum": [*values, None]})
+
+
+def _given(field: str) -> Json:
+    """The schema of an object that has this field; null is as if it were left out."""
+    return {"required": [field], "properties": {field: {"not": {"type": "null"}}}}
 
 
 def _path_parameters(path: str) -> Iterator[Json]:

@@ -8,7 +8,6 @@ from typing import Any
 from starlette.requests import Request
 
 from tandem.protocol.digest import CacheScope
-from tandem.protocol.errors import RequestError
 from tandem.protocol.messages import Prefetch
 from tandem.router.backend import PinRequest, PinState
 from tandem.router.http.audit import audited_if_operator
@@ -16,13 +15,11 @@ from tandem.router.http.authentication import visible_tenant
 from tandem.router.http.request_options import key_of, tenant_of
 from tandem.router.openai.chat import tokenize_chat
 from tandem.router.openai.completions import check_prompt, tokenize_prompt
-from tandem.router.openai.schema import PinFields, PrefetchFields, UnpinFields, refuse_unserved
+from tandem.router.openai.schema import PinFields, PrefetchFields, UnpinFields, check_exactly_one, refuse_unserved
 from tandem.router.openai.serving_context import ServingContext, read_body
 from tandem.router.openai.tool_fields import requested_tools
 
 __all__ = ["list_pins", "pin_prefix", "prefetch_pin", "unpin_prefix"]
-
-SOURCES = ("messages", "prompt", "conversation_id")
 
 
 async def pin_prefix(context: ServingContext, request: Request) -> dict[str, Any]:
@@ -30,9 +27,7 @@ async def pin_prefix(context: ServingContext, request: Request) -> dict[str, Any
     body, fields = await read_body(request, PinFields)
     context.check_model(fields.model)
     refuse_unserved(body, fields)
-    given = [name for name in SOURCES if getattr(fields, name) is not None]
-    if len(given) != 1:
-        raise RequestError(f"Give exactly one of {', '.join(SOURCES)}; got {len(given)}.", param=SOURCES[0])
+    check_exactly_one(fields, "messages")
     scope = context.cache_scope(request, fields.cache_salt)
     key = key_of(request)
     pinned = PinRequest(

@@ -24,6 +24,7 @@ from tandem.router.openai.answer_shapes import (
 )
 from tandem.router.openai.planning import CONVERSATION_HEADER
 from tandem.router.openai.schema import (
+    EXACTLY_ONE,
     MAX_CONVERSATION_ID_CHARS,
     UNSERVED,
     ChatRequest,
@@ -119,6 +120,7 @@ SERVE_OPERATIONS: Operations = SHARED_OPERATIONS | {
     ("POST", "/tokenize"): Operation(
         tag="tokens",
         body=TokenizeRequest,
+        exactly_one=EXACTLY_ONE,
         example={"prompt": "Hello world"},
         answer=Tokenized,
         errors=(404,),
@@ -130,6 +132,7 @@ SERVE_OPERATIONS: Operations = SHARED_OPERATIONS | {
     ("POST", "/v1/cache/pin"): Operation(
         tag="cache",
         body=PinFields,
+        exactly_one=EXACTLY_ONE,
         refused=UNSERVED,
         example={"prompt": "A long text", "ttl_s": 60},
         answer=Pin,

@@ -31,6 +31,7 @@ from tandem.router.openai.tool_fields import NamedToolChoice, Tool
 
 __all__ = [
     "ABSENT",
+    "EXACTLY_ONE",
     "UNSERVED",
     "CacheSalt",
     "ChatMessage",
@@ -59,6 +60,7 @@ __all__ = [
     "UnpinFields",
     "absent",
     "check_cache_salt",
+    "check_exactly_one",
     "decode_body",
     "refuse_unserved",
 ]
@@ -158,7 +160,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True):
-    """What the answer matches, as vLLM spells it: exactly one of these."""
+    """What the answer matches, as vLLM spells it: one of these."""
 
     json: Annotated[msgspec.Raw, Doc("A JSON schema, as an object or as text.")] = msgspec.field(default_factory=absent)
     json_object: Annotated[bool | None, Doc("Any JSON object.")] = None
@@ -330,6 +332,13 @@ class PrefetchFields(msgspec.Struct, kw_only=True, frozen=True):
     to: Annotated[Literal["host", "pool"] | None, Doc("How far up to bring its blocks; by default `pool`.")] = None
 
 
+# Of some structs exactly one of these fields must be given; null is as if it were left out.
+EXACTLY_ONE: dict[str, tuple[str, ...]] = {
+    TokenizeRequest.__name__: ("prompt", "messages"),
+    PinFields.__name__: ("messages", "prompt", "conversation_id"),
+}
+
+
 # Field -> values that ask for nothing (null always does).
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
@@ -377,6 +386,14 @@ def refuse_unserved(body: bytes, request: GenerationFields | PinFields) -> None:
             if raw is ABSENT or name in request.__struct_fields__ or _is_neutral(name, raw):
                 continue
             raise RequestError(f"'{name}' is not supported by this server.", param=name, code="unsupported_parameter")
+
+
+def check_exactly_one(fields: msgspec.Struct, param: str) -> None:
+    """Raise `RequestError` unless exactly one of those fields is given that `EXACTLY_ONE` names for this struct."""
+    names = EXACTLY_ONE[type(fields).__name__]
+    num_given = sum(getattr(fields, name) is not None for name in names)
+    if num_given != 1:
+        raise RequestError(f"Give exactly one of {', '.join(names)}; got {num_given}.", param=param)
 
 
 def check_cache_salt(salt: str | None) -> None:

@@ -6,10 +6,9 @@ from typing import Any
 
 from starlette.requests import Request
 
-from tandem.protocol.errors import RequestError
 from tandem.router.openai.chat import tokenize_chat
 from tandem.router.openai.sampling import check_token_ids
-from tandem.router.openai.schema import DetokenizeRequest, TokenizeRequest
+from tandem.router.openai.schema import DetokenizeRequest, TokenizeRequest, check_exactly_one
 from tandem.router.openai.serving_context import ServingContext, read_body
 from tandem.router.openai.tool_fields import requested_tools
 
@@ -22,8 +21,7 @@ async def tokenize(context: ServingContext, request: Request) -> dict[str, Any]:
     context.check_model(fields.model)
     scope = context.cache_scope(request, None)
     tokenizer = context.tokenizer
-    if (fields.prompt is None) == (fields.messages is None):
-        raise RequestError("Give either 'prompt' or 'messages'.", param="prompt")
+    check_exactly_one(fields, "prompt")
     if fields.prompt is not None:
         prompt = fields.prompt
         add_special_tokens = fields.add_special_tokens is not False

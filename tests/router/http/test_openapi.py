@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
@@ -18,9 +20,10 @@ from tandem.protocol.config import RouterConfig
 from tandem.router.http.answer_shapes import Error, MessagesError
 from tandem.router.http.app import RouterApp
 from tandem.router.http.openapi import documented_routes
+from tandem.router.http.request_id import REQUEST_ID_HEADER
 from tandem.router.openai.app import create_app
 from tandem.router.openai.operations import SERVE_OPERATIONS
-from tandem.router.openai.schema import UNSERVED
+from tandem.router.openai.schema import EXACTLY_ONE, UNSERVED
 from tandem.router.text.tokenizer import Tokenizer
 from tests.router.conftest import build_tokenizer
 from tests.support.fake_backend import FakeBackend, closing, make_app
@@ -58,8 +61,9 @@ def test_every_route_is_in_the_document_and_nothing_else(command: str) -> None:
 def test_the_document_holds_together(command: str) -> None:
     document = APPS[command].openapi()
     assert json.loads(json.dumps(document)) == document
-    schemas = document["components"]["schemas"]
-    assert {name.removeprefix("#/components/schemas/") for name in references(document)} <= schemas.keys()
+    schemas, headers = (document["components"][kind] for kind in ("schemas", "headers"))
+    known = {f"#/components/schemas/{name}" for name in schemas} | {f"#/components/headers/{name}" for name in headers}
+    assert set(references(document)) <= known
     operations = [one for methods in document["paths"].values() for one in methods.values()]
     ids = [one["operationId"] for one in operations]
     assert len(set(ids)) == len(ids)
@@ -196,6 +200,40 @@ async def test_the_other_answers_have_the_documented_shape(tokenizer: Tokenizer)
     structs = {one for one in SERVE_OPERATIONS if not isinstance(SERVE_OPERATIONS[one].answer, dict | None)}
     tried = {(method, route) for method, route, *_ in asked} | {("POST", path) for path, _ in BODIES}
     assert structs - tried == {("GET", "/ready")}, "its fake has no worker"
+
+
+@pytest.mark.parametrize("command", APPS)
+def test_every_request_may_have_an_id_and_every_answer_has_one(command: str) -> None:
+    for methods in APPS[command].openapi()["paths"].values():
+        for operation in methods.values():
+            names = [one["name"] for one in operation["parameters"]]
+            assert REQUEST_ID_HEADER in names
+            assert len(set(names)) == len(names)
+            for response in operation["responses"].values():
+                assert REQUEST_ID_HEADER in response["headers"]
+
+
+def fits(schema: Any, value: Any) -> bool:
+    """Whether a value fits a schema that has `oneOf` beside other rules."""
+    validator = jsonschema.Draft202012Validator(schema | {"components": APPS["serve"].openapi()["components"]})
+    return bool(validator.is_valid(value))
+
+
+@pytest.mark.parametrize("name", EXACTLY_ONE)
+async def test_exactly_one_is_a_rule_of_the_schema_and_of_the_server(name: str, tokenizer: Tokenizer) -> None:
+    texts: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "conversation_id": "c"}
+    names = EXACTLY_ONE[name]
+    given: list[tuple[bool, Any]] = [(True, {one: texts[one]}) for one in names]
+    given += [(True, {one: texts[one]} | dict.fromkeys(set(names) - {one})) for one in names]
+    given += [(False, {one: texts[one] for one in pair}) for pair in itertools.combinations(names, 2)]
+    given += [(False, {}), (False, dict.fromkeys(names))]
+    path = {"TokenizeRequest": "/tokenize", "PinFields": "/v1/cache/pin"}[name]
+    backend = FakeBackend(tokenizer)
+    async with closing(backend) as client:
+        for is_right, value in given:
+            assert fits({"$ref": f"#/components/schemas/{name}"}, value) == is_right, value
+            error = (await client.post(path, json=value)).json().get("error") or {"message": ""}
+            assert ("exactly one of" in error["message"]) == (not is_right), (value, error)
 
 
 # -- the page
