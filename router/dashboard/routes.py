@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.router.dashboard.feed import SnapshotFeed
 from tandem.router.dashboard.snapshot import SnapshotBuilder
-from tandem.router.http.app import RouterApp
+from tandem.router.http.app import RouterApp, is_head
 from tandem.router.http.authentication import check_operator
 from tandem.router.http.disconnect import cancel_on_disconnect
 from tandem.router.http.errors import ClientDisconnected
@@ -62,6 +62,10 @@ class _SnapshotStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, as an ASGI app."""
+        if is_head(scope):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
         with self._feed.viewing() as events:
             try:
                 async with cancel_on_disconnect(receive), aclosing(events):

@@ -32,10 +32,11 @@ from tandem.router.keys.api_keys import ApiKeys
 if TYPE_CHECKING:
     from tandem.router.tracing.tracing import Tracing
 
-__all__ = ["RouterApp", "json_response"]
+__all__ = ["RouterApp", "is_head", "json_response"]
 
 
 _DOCS_PAGE = Path(__file__).parent / "static"
+_IS_HEAD = "tandem.is_head"  # in the ASGI scope
 
 
 class RouterApp(FastAPI):
@@ -136,7 +137,7 @@ class RouterApp(FastAPI):
         method = scope["method"] if scope["type"] == "http" else ""
         raw = self._raw.get(scope["path"]) if method == "POST" else None
         if method == "HEAD":  # answered like a GET; the server knows the method and leaves out the body
-            scope = {**scope, "method": "GET"}
+            scope = {**scope, "method": "GET", _IS_HEAD: True}
         await (super().__call__(scope, receive, send) if raw is None else raw(scope, receive, send))
 
 
@@ -149,6 +150,11 @@ class _RawRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.answer(scope, receive, send)
+
+
+def is_head(scope: Scope) -> bool:
+    """Whether only the head of the answer is wanted: a body that never ends would be dropped for ever."""
+    return bool(scope.get(_IS_HEAD))
 
 
 def json_response(body: dict[str, Any], status: int = 200) -> Response:

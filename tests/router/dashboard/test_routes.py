@@ -118,6 +118,17 @@ async def test_one_too_many_is_told_so() -> None:
                         break
 
 
+async def test_a_request_for_the_head_takes_no_viewers_place() -> None:
+    async with served(api_keys_of(KEYS)) as (client, _):
+        for _ in range(MAX_VIEWERS + 1):
+            response = await client.head("/v1/dashboard", headers=OPERATOR)
+            assert (response.status_code, response.content) == (200, b"")
+            assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert (await client.head("/v1/dashboard")).status_code == 401
+        async with client.stream("GET", "/v1/dashboard", headers=OPERATOR) as stream:
+            assert stream.status_code == 200
+
+
 async def test_open_streams_do_not_keep_a_server_from_stopping() -> None:
     async with served(ApiKeys()) as (client, server), client.stream("GET", "/v1/dashboard") as response:
         lines = response.aiter_lines()
