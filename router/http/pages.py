@@ -29,6 +29,7 @@ PAGE_HEADERS = {
 }
 
 _INDEX = "index.html"
+_SHARED = Path(__file__).parent / "style"  # files that all pages have
 _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
@@ -48,10 +49,11 @@ class PageNotFound(RequestError):
 def add_page(app: FastAPI, path: str, folder: Path, summary: str) -> None:
     """Serve `index.html` of a folder at `path`, and the folder's other files below it. `summary` says what is shown.
 
-    Relative links of the page begin with the last part of `path`. The files are read now, and never again. Raises
-    `FileNotFoundError` without an `index.html`, and `KeyError` for a type of file that pages do not have.
+    Below it are also the files that all pages share: `base.css` and `icon.svg`. Relative links of the page begin with
+    the last part of `path`. The files are read now, and never again. Raises `FileNotFoundError` without an
+    `index.html`, and `KeyError` for a type of file that pages do not have.
     """
-    files = {file.name: _response(file) for file in sorted(folder.iterdir())}
+    files = {file.name: _response(file) for file in (*sorted(_SHARED.iterdir()), *sorted(folder.iterdir()))}
     if _INDEX not in files:
         raise FileNotFoundError(f"{folder} has no {_INDEX}")
 

@@ -15,9 +15,10 @@ const KEY = "tandem.key"; // in sessionStorage
 const OLD_MS = 4000; // snapshots come once a second
 const PANELS = [showTraffic, showFlow, showDecisions, showAutoscaler, showCache, showTenants, showMembers];
 
-let lastTimeMs = 0; // when the snapshot came that is shown
+let lastTimeMs = 0; // when the snapshot came that is shown, by the clock on the wall
+let lastSeenMs = 0; // the same by a clock that nobody can set
 let shownState = "";
-let retryAtMs = 0;
+let retryAtMs = 0; // by that clock too
 let problem = "";
 let isPaused = false;
 
@@ -33,11 +34,12 @@ const stream = new EventStream("v1/dashboard", {
     byId("forget").hidden = !sessionStorage.getItem(KEY);
     if (isPaused) return showState("paused");
     lastTimeMs = Date.now();
+    lastSeenMs = performance.now();
     show(data);
     showState("live");
   },
   lost(retryMs) {
-    retryAtMs = Date.now() + retryMs;
+    retryAtMs = performance.now() + retryMs;
     showState("disconnected");
   },
   problem(message) {
@@ -73,16 +75,16 @@ function showState(state) {
     setText(byId("status"), shownState);
     document.title = state === "live" ? "Tandem dashboard" : `${shownState} – Tandem dashboard`;
   }
-  const isOld = state === "old" || state === "disconnected";
+  const hasWarning = state === "old" || state === "disconnected";
   const banner = byId("banner");
-  banner.hidden = !isOld;
-  setText(banner, isOld ? `${texts[state]}. ${lastTimeMs ? "All figures below are of then. " : ""}${problem}` : "");
+  banner.hidden = !hasWarning;
+  setText(banner, hasWarning ? `${texts[state]}. ${lastTimeMs ? "All figures below are of then. " : ""}${problem}` : "");
   showDetail(state);
 }
 
 /** What changes every second is not read out by screen readers. */
 function showDetail(state) {
-  const wait = Math.max(0, Math.round((retryAtMs - Date.now()) / 1000));
+  const wait = Math.max(0, Math.round((retryAtMs - performance.now()) / 1000));
   const detail = {
     live: lastTimeMs ? timeOfDay(lastTimeMs / 1000) : "",
     disconnected: stream.isOpen && wait ? `trying again in ${wait} s` : "trying again …",
@@ -133,9 +135,14 @@ document.addEventListener("visibilitychange", () => {
 });
 window.addEventListener("online", () => byId("key-form").hidden && open());
 
+/** Whether no snapshot came for a while. One clock may be set back, and the other one may stop while a laptop sleeps. */
+function isOld() {
+  return Math.max(Date.now() - lastTimeMs, performance.now() - lastSeenMs) > OLD_MS;
+}
+
 setInterval(() => {
   const state = document.body.dataset.state;
-  if (state === "live" && Date.now() - lastTimeMs > OLD_MS) showState("old");
+  if (state === "live" && isOld()) showState("old");
   else if (state === "live" || state === "disconnected") showDetail(state);
 }, 1000);
 

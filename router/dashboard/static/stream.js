@@ -83,7 +83,7 @@ export class EventStream {
   async refusal(response) {
     const body = await response.json().catch(() => ({}));
     const message = body.error?.message ?? `The server answered with status ${response.status}.`;
-    if (response.status === 401 || response.status === 403) {
+    if (response.status === 401 || body.error?.code === "operator_key_required") {
       this.on.refused(response.status, message);
       return null;
     }
