@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import signal
 import time
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import httpx
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from tandem.cli.http_client import error_message, server_client
@@ -56,11 +57,35 @@ def top(
     with server_client(url, api_key, read_timeout_s=_SILENT_S, lost_error=TopError) as client:
         if once or not console.is_terminal:
             console.width = console.width if console.is_terminal else _ONCE_WIDTH
-            console.print(render(_with_rates(client), url=_url(client), sort=sort, height=_ALL_LINES))
+            console.print(_screen(_with_rates(client), _url(client), sort, console.width, _ALL_LINES))
         else:
-            with contextlib.suppress(KeyboardInterrupt):  # the way to leave
+            with contextlib.suppress(KeyboardInterrupt), _leaving_on_sigterm():  # Ctrl-C is the way to leave
                 _watch(client, console, sort)
     return 0
+
+
+@contextlib.contextmanager
+def _leaving_on_sigterm() -> Iterator[None]:
+    """SIGTERM is as Ctrl-C: the terminal must not be left with another screen and no cursor."""
+
+    def leave(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _screen(snapshot: Json, url: str, sort: str, width: int, height: int, notice: str = "") -> RenderableType:
+    """As `render`. Raises `TopError` for a snapshot that is not as this version makes it."""
+    try:
+        return render(snapshot, url=url, sort=sort, width=width, height=height, notice=notice)
+    except (LookupError, TypeError, ValueError, AttributeError) as exc:
+        raise TopError(
+            f"the server's snapshots are not of this version of Tandem ({type(exc).__name__}: {exc})"
+        ) from exc
 
 
 def _url(client: httpx.Client) -> str:
@@ -71,7 +96,7 @@ def _with_rates(client: httpx.Client) -> Json:
     """A snapshot with rates. If nobody watched the server before, the first has none yet."""
     snapshots = _snapshots(client)
     first = next(snapshots)
-    return first if first["traffic"]["window_s"] else next(snapshots)
+    return first if first.get("traffic", {}).get("window_s", 1) else next(snapshots)
 
 
 def _watch(client: httpx.Client, console: Console, sort: str) -> None:
@@ -83,7 +108,7 @@ def _watch(client: httpx.Client, console: Console, sort: str) -> None:
     notice = ""
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(render(latest, url=url, sort=sort, height=console.height, notice=notice), refresh=True)
+            live.update(_screen(latest, url, sort, *console.size, notice), refresh=True)
             if notice:
                 time.sleep(next(pauses_s))
                 snapshots = _snapshots(client)
@@ -104,11 +129,21 @@ def _snapshots(client: httpx.Client) -> Iterator[Json]:
             if line.startswith("event:"):
                 kind = line.removeprefix("event:").strip()
             elif line.startswith("data:"):
-                content = json.loads(line.removeprefix("data:"))
+                content = _object(line.removeprefix("data:"))
                 if kind != "snapshot":
                     raise TopError(str(content.get("message", "the server could not make a snapshot")))
                 yield content
     raise TopError("the server ended the connection")
+
+
+def _object(text: str) -> Json:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise TopError("the server sent an event that is no JSON object: it is not Tandem's")
+    return content
 
 
 def _refusal(status: int, body: bytes) -> str:

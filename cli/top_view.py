@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 __all__ = ["SORT_KEYS", "render"]
@@ -16,11 +16,12 @@ Json = dict[str, Any]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _BAR_WIDTH = 12
-_NO_BREAK = "\N{NO-BREAK SPACE}"
 _CURVE_WIDTH = 30
-_FIXED_LINES = 17  # of header, traffic and headings
+_GAP = 2  # between columns
+_LEAST_MEMBERS = 3  # are shown before anything that can be left out
 _NUM_DECISIONS = 6
-_TEXTS = {"role", "state", "tenant", "outcome", "in use", "pool in use", "circuit"}  # headings of columns of text
+_LEAST_DECISIONS = 2
+_LEAST_NAME, _LEAST_TEXT = 12, 7  # characters to which the first column and other texts are shortened
 _STATE_STYLES = {"ready": "green", "draining": "yellow", "dead": "red", "lost": "red"}
 # What `--sort` and the keys order the members by, largest first.
 SORT_KEYS: dict[str, Callable[[Json], float]] = {
@@ -31,24 +32,46 @@ SORT_KEYS: dict[str, Callable[[Json], float]] = {
 }
 
 
-def render(snapshot: Json, *, url: str, sort: str, height: int, notice: str = "") -> RenderableType:
-    """A screen of at most `height` lines. `notice` is shown instead of the time: the snapshot is not live."""
+class _Column(NamedTuple):
+    """One column of a table. Texts are shortened where there is no room; then the columns of the highest rank go."""
+
+    heading: str
+    cells: Sequence[Text]
+    rank: int = 0  # 0 = it never goes
+    is_text: bool = False
+
+
+def render(snapshot: Json, *, url: str, sort: str, width: int, height: int, notice: str = "") -> RenderableType:
+    """A screen of at most `height` lines of `width` characters. `notice` says why the snapshot is not live; "" = it is.
+
+    What matters most comes first where there is room for some of it only: traffic, pools and the worst workers.
+    """
     members = _members(snapshot)
-    parts = [
-        _header(snapshot, url, notice),
-        _traffic(snapshot),
-        _pools(snapshot),
-        *([_tiers(snapshot)] if snapshot.get("tiers") else []),
-        *_autoscaler(snapshot),
-    ]
-    num_used = _FIXED_LINES + len(snapshot["pools"]) + len(snapshot.get("tiers", ()))
-    num_decisions = min(_NUM_DECISIONS, len(snapshot["decisions"]["rows"]))
-    num_members = max(2, height - num_used - num_decisions)
+    is_own = snapshot["kind"] == "workers"
+    head = [*_header(snapshot, url, notice), *_traffic(snapshot, width)[: max(height // 5, 1)]]
+    pools = _pools(snapshot, width)
+    num_left = height - len(head) - len(pools) - 1 - min(len(members), _LEAST_MEMBERS)
+    tiers, decisions, move = [], [], []
+    if snapshot.get("tiers") and 1 + len(snapshot["tiers"]) <= num_left:
+        tiers = _tiers(snapshot, width)
+    num_left -= len(tiers)
+    num_decisions = min(_NUM_DECISIONS, len(snapshot["decisions"]["rows"]), num_left // 2 - 1)
+    if num_decisions >= _LEAST_DECISIONS:
+        decisions = _decisions(snapshot, num_decisions, width)
+    num_left -= len(decisions)
+    if num_left > 0:
+        move = [*_latest_move(snapshot)]
+    num_left -= len(move)
+    num_blanks = sum(map(bool, (pools, tiers, move, decisions))) + 1
+    has_blanks = num_left >= num_blanks
+    num_members = min(len(members), _LEAST_MEMBERS) + max(num_left - num_blanks * has_blanks, 0)
     shown = sorted(members, key=SORT_KEYS[sort], reverse=True)[:num_members] if len(members) > num_members else members
-    parts.append(_member_table(shown, len(members), sort, is_own=snapshot["kind"] == "workers"))
-    if num_decisions:
-        parts.append(_decisions(snapshot, num_decisions))
-    return Group(*(piece for part in parts for piece in (part, "")))
+    table = _member_table(shown, len(members), sort, width, is_own=is_own)
+    sections = [section for section in (head, pools, tiers, move, table, decisions) if section]
+    lines = [line for section in sections for line in (*section, *([Text()] if has_blanks else []))]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return Group(*lines[:height])
 
 
 def _members(snapshot: Json) -> list[Json]:
@@ -57,136 +80,197 @@ def _members(snapshot: Json) -> list[Json]:
     return [dict(zip(columns, row, strict=True)) for row in snapshot["members"]["rows"]]
 
 
-def _header(snapshot: Json, url: str, notice: str) -> Text:
+def _header(snapshot: Json, url: str, notice: str) -> list[Text]:
+    """One line, and one before it if the snapshot is not live: that must be seen on every screen."""
     clock = time.strftime("%H:%M:%S", time.localtime(snapshot["time"]))
-    text = Text.assemble(("tandem ", "bold"), snapshot["version"], "  ", _clean(", ".join(snapshot["models"])))
-    text.append(f"  {url}  ", style="dim")
-    return text.append_text(_clean(notice, "bold red")) if notice else text.append(clock)
+    text = Text.assemble(("tandem ", "bold"), _clean(snapshot["version"]), f"  {clock}  ")
+    text.append_text(_clean(", ".join(snapshot["models"])))
+    text.append_text(_clean(f"  {url}", "dim"))
+    text.no_wrap = True
+    return [_clean(notice, "bold red"), text] if notice else [text]
 
 
-def _traffic(snapshot: Json) -> Text:
-    """The last minute in two lines, or more on a narrow terminal."""
+def _traffic(snapshot: Json, width: int) -> list[Text]:
+    """The last minute, in as few lines as the width allows; what matters most comes first."""
     traffic, history = snapshot["traffic"], snapshot["history"]
     ttft_s, itl_s = (traffic.get(name) or [None] * 3 for name in ("ttft_s", "itl_s"))
-    rates = ("finished_per_s", "refused_per_s", "failed_per_s")
     facts = [
-        *zip(("requests/s", "refused/s", "failed/s"), (_number(traffic.get(name), 2) for name in rates), strict=True),
-        *((name, _number(traffic[name])) for name in ("waiting", "running")),
+        ("requests/s", _number(traffic.get("finished_per_s"), 2)),
         ("TTFT p50", _duration(ttft_s[0])),
         ("p99", _duration(ttft_s[2])),
         ("ITL p50", _duration(itl_s[0])),
         ("p99", _duration(itl_s[2])),
         ("hits", _percent(traffic.get("hit_ratio"))),
+        ("waiting", _number(traffic["waiting"])),
+        ("running", _number(traffic["running"])),
+        ("refused/s", _number(traffic.get("refused_per_s"), 2)),
+        ("failed/s", _number(traffic.get("failed_per_s"), 2)),
         ("tok/s out", _number(traffic.get("output_tokens_per_s"))),
     ]
-    text = Text()
+    lines = [Text(no_wrap=True)]
     for name, value in facts:
-        text.append(f"{name} ".replace(" ", _NO_BREAK), style="dim")
-        text.append(value.replace(" ", _NO_BREAK), style="bold").append("   ")
+        fact = Text.assemble((f"{name} ", "dim"), (value, "bold"))
+        if lines[-1] and lines[-1].cell_len + 3 + fact.cell_len > width:
+            lines.append(Text(no_wrap=True))
+        lines[-1].append("   " if lines[-1] else "").append_text(fact)
     place = history["columns"].index("output_tokens_per_s")
-    return text.append(_curve([row[place] for row in history["rows"]]), style="cyan")
+    num_points = min(_CURVE_WIDTH, width - lines[-1].cell_len - 3)
+    if num_points > 0:
+        lines[-1].append("   ").append(_curve([row[place] for row in history["rows"]][-num_points:]), style="cyan")
+    return lines
 
 
-def _pools(snapshot: Json) -> Table:
-    table = _table("pool", "ready", "prompts", "queued tok", "queue", "running", "for room", "sent/s", "MB/s")
-    for role, pool in snapshot["pools"].items():
-        table.add_row(
-            _clean(role, "bold"),
-            f"{pool['num_ready']}/{pool['num_workers']}",
-            _number(pool["prompts"]),
-            _number(pool["queued_tokens"]),
-            _duration(pool["queue_s"]),
-            f"{pool['running']}/{pool['seats']}",
-            _number(pool["for_room"]),
-            _number(pool.get("handoffs_per_s"), 2),
-            _number(None if pool.get("bytes_per_s") is None else pool["bytes_per_s"] / 1e6, 1),
-        )
-    return table
+def _pools(snapshot: Json, width: int) -> list[Text]:
+    pools = snapshot["pools"].values()
+    return _table(
+        [
+            _Column("pool", [_clean(role, "bold") for role in snapshot["pools"]], is_text=True),
+            _Column("ready", [Text(f"{pool['num_ready']}/{pool['num_workers']}") for pool in pools]),
+            _Column("prompts", [Text(_number(pool["prompts"])) for pool in pools], rank=2),
+            _Column("queued tok", [Text(_number(pool["queued_tokens"])) for pool in pools], rank=3),
+            _Column("queue", [Text(_duration(pool["queue_s"])) for pool in pools]),
+            _Column(
+                "running", [Text(f"{_number(pool['running'])}/{_number(pool['seats'])}") for pool in pools], rank=1
+            ),
+            _Column("for room", [Text(_number(pool["for_room"])) for pool in pools], rank=4),
+            _Column("sent/s", [Text(_number(pool.get("handoffs_per_s"), 2)) for pool in pools], rank=6),
+            _Column("MB/s", [Text(_megabytes(pool.get("bytes_per_s"))) for pool in pools], rank=5),
+        ],
+        width,
+    )
 
 
-def _tiers(snapshot: Json) -> Table:
-    table = _table("tier", "in use", "blocks", "of", "share of prompt tokens")
+def _tiers(snapshot: Json, width: int) -> list[Text]:
+    tiers = snapshot["tiers"]
     hits = {hit["source"]: hit["share"] for hit in snapshot["hits"]}
-    for tier in snapshot["tiers"]:
-        share = _share(tier["num_blocks"], tier["capacity_blocks"])
-        table.add_row(
-            _clean(tier["name"], "bold"),
-            _bar(share),
-            _number(tier["num_blocks"]),
-            _number(tier["capacity_blocks"]),
-            _percent(hits.get(tier["name"])),
-        )
-    return table
+    shares = [_share(tier["num_blocks"], tier["capacity_blocks"]) for tier in tiers]
+    return _table(
+        [
+            _Column("tier", [_clean(tier["name"], "bold") for tier in tiers], is_text=True),
+            _Column("in use", [Text(_percent(share)) for share in shares]),
+            _Column("", [_bar(share) for share in shares], rank=3),
+            _Column("blocks", [Text(_number(tier["num_blocks"])) for tier in tiers], rank=1),
+            _Column("of", [Text(_number(tier["capacity_blocks"])) for tier in tiers], rank=1),
+            _Column("of prompt tokens", [Text(_percent(hits.get(tier["name"]))) for tier in tiers], rank=2),
+        ],
+        width,
+    )
 
 
-def _autoscaler(snapshot: Json) -> Iterable[RenderableType]:
-    """The latest move, in one line."""
+def _latest_move(snapshot: Json) -> Iterable[Text]:
+    """The autoscaler's latest move, in one line."""
     for flip in snapshot["autoscaler"].get("flips", [])[:1]:
         words = _clean(f"{flip['worker']} from {flip['from']} to {flip['to']}: {flip['reason']}")
-        yield Text("latest move  ", style="dim", no_wrap=True, overflow="ellipsis") + words
+        yield Text("latest move  ", style="dim", no_wrap=True) + words
 
 
-def _member_table(members: Sequence[Json], num_all: int, sort: str, *, is_own: bool) -> Table:
+def _member_table(members: Sequence[Json], num_all: int, sort: str, width: int, *, is_own: bool) -> list[Text]:
     kind = "worker" if is_own else "engine"
-    name = f"{kind}s" if len(members) == num_all else f"{len(members)} of {num_all} {kind}s by {sort}"
-    last = ("pool in use", "errors") if is_own else ("circuit", "failures")
-    table = _table(name, "role", "state", "running", "prompts", "queue", *last)
-    for member in members:
-        style = _STATE_STYLES.get(member["state"], "")
-        table.add_row(
-            _clean(member["name"], "bold"),
-            _clean(member["role"] or ""),
-            _clean(member["state"], style),
-            f"{_number(member['running'])}/{_number(member['seats'])}",
-            _number(member["prompts"]),
-            _duration(member["queue_s"]),
-            _bar(_share(member["used_blocks"], member["num_blocks"])) if is_own else _clean(str(member["circuit"])),
-            _number(member["problems"] if is_own else member["failures"]),
-        )
-    return table
+    name = f"{kind}s" if len(members) == num_all else f"{len(members)} of {num_all} by {sort}"
+    columns = [
+        _Column(name, [_clean(one["name"], "bold") for one in members], is_text=True),
+        _Column("role", [_clean(one["role"] or "") for one in members], rank=4, is_text=True),
+        _Column(
+            "state", [_clean(one["state"], _STATE_STYLES.get(one["state"], "")) for one in members], 1, is_text=True
+        ),
+        _Column("running", [_of(one["running"], one["seats"]) for one in members], rank=2),
+        _Column("prompts", [Text(_number(one["prompts"])) for one in members], rank=5),
+        _Column("queue", [Text(_duration(one["queue_s"])) for one in members]),
+    ]
+    if is_own:
+        shares = [_share(one["used_blocks"], one["num_blocks"]) for one in members]
+        columns += [
+            _Column("pool", [Text(_percent(share)) for share in shares]),
+            _Column("", [_bar(share) for share in shares], rank=6),
+            _Column("errors", [Text(_number(one["problems"])) for one in members], rank=3),
+        ]
+    else:
+        columns += [
+            _Column("circuit", [_clean(str(one["circuit"])) for one in members], rank=3, is_text=True),
+            _Column("failures", [Text(_number(one["failures"])) for one in members]),
+        ]
+    return _table(columns, width)
 
 
-def _decisions(snapshot: Json, num_shown: int) -> Table:
-    table = _table("latest decisions", "tenant", "prompt", "cached", "TTFT said", "was", "outcome")
-    for decision in snapshot["decisions"]["rows"][:num_shown]:
-        chosen = decision["chosen"] or {}
-        route = " > ".join(dict.fromkeys(name for name in (chosen.get("prefill"), chosen.get("decode")) if name))
-        table.add_row(
-            _clean(route or "-"),
-            _clean(decision["tenant"]),
-            _number(decision["num_prompt_tokens"]),
-            _number(chosen.get("num_cached_tokens")),
-            _duration(decision["predicted_ttft_s"]),
-            _duration(decision["actual_ttft_s"]),
-            _clean(decision["error"] or decision["outcome"]),
-        )
-    return table
+def _decisions(snapshot: Json, num_shown: int, width: int) -> list[Text]:
+    rows = snapshot["decisions"]["rows"][:num_shown]
+    chosen = [row["chosen"] or {} for row in rows]
+    routes = [
+        " > ".join(dict.fromkeys(name for name in (one.get("prefill"), one.get("decode")) if name)) for one in chosen
+    ]
+    return _table(
+        [
+            _Column("latest decisions", [_clean(route or "-") for route in routes], is_text=True),
+            _Column("tenant", [_clean(row["tenant"]) for row in rows], rank=3, is_text=True),
+            _Column("prompt", [Text(_number(row["num_prompt_tokens"])) for row in rows], rank=2),
+            _Column("cached", [Text(_number(one.get("num_cached_tokens"))) for one in chosen], rank=5),
+            _Column("TTFT said", [Text(_duration(row["predicted_ttft_s"])) for row in rows], rank=4),
+            _Column("was", [Text(_duration(row["actual_ttft_s"])) for row in rows]),
+            _Column("outcome", [_clean(row["error"] or row["outcome"]) for row in rows], rank=1, is_text=True),
+        ],
+        width,
+    )
 
 
-def _table(first: str, *headings: str) -> Table:
-    """A narrow terminal shortens texts, never numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim underline")
-    table.add_column(first, overflow="ellipsis", min_width=8)
-    for heading in headings:
-        is_text = heading in _TEXTS
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text, overflow="ellipsis")
-    return table
+def _table(columns: Sequence[_Column], width: int) -> list[Text]:
+    """A heading and rows of one line each. Numbers are whole: what does not fit is left out."""
+    kept = list(columns)
+    while _least_width(kept) > width and (last := max(kept, key=lambda one: one.rank)).rank:
+        kept.remove(last)
+    num_spare = width - _least_width(kept)
+    widths = []
+    for place, column in enumerate(kept):
+        least = _least_of(column, is_first=place == 0)
+        more = max(min(_natural(column) - least, num_spare), 0)
+        widths.append(least + more)
+        num_spare -= more
+    heads = [Text(column.heading, style="dim underline") for column in kept]
+    rows = [heads, *zip_longest(*(column.cells for column in kept))]
+    return [_line(row, kept, widths) for row in rows]
+
+
+def _line(cells: Iterable[Text], columns: Iterable[_Column], widths: Iterable[int]) -> Text:
+    line = Text(no_wrap=True)
+    for cell, column, width in zip(cells, columns, widths, strict=True):
+        shown = cell.copy()
+        shown.truncate(width, overflow="ellipsis")
+        blank = " " * (width - shown.cell_len)
+        parts = (shown, blank) if column.is_text else (blank, shown)
+        line.append(" " * _GAP if line else "")
+        for part in parts:
+            line.append(part)
+    line.rstrip()
+    return line
+
+
+def _least_width(columns: Sequence[_Column]) -> int:
+    leasts = (_least_of(column, is_first=place == 0) for place, column in enumerate(columns))
+    return sum(leasts) + _GAP * (len(columns) - 1)
+
+
+def _least_of(column: _Column, *, is_first: bool) -> int:
+    natural = _natural(column)
+    return min(natural, _LEAST_NAME if is_first else _LEAST_TEXT) if column.is_text else natural
+
+
+def _natural(column: _Column) -> int:
+    return max(len(column.heading), *(cell.cell_len for cell in column.cells), 0)
 
 
 def _curve(values: Sequence[float | None]) -> str:
     """A line of block characters, the latest value at the right."""
-    shown = [value or 0.0 for value in values][-_CURVE_WIDTH:]
+    shown = [value or 0.0 for value in values]
     top = max(shown, default=0.0)
     return "".join(_BARS[round(value / top * (len(_BARS) - 1))] if top else _BARS[0] for value in shown)
 
 
 def _bar(share: float | None) -> Text:
-    """A share as a bar with its percentage: the figure does not depend on colour."""
+    """A share as a bar; its figure is in the column before it."""
     if share is None:
         return Text("-")
-    filled = round(min(share, 1.0) * _BAR_WIDTH)
+    filled = round(min(max(share, 0.0), 1.0) * _BAR_WIDTH)
     style = "red" if share > 0.95 else "yellow" if share > 0.8 else "green"
-    return Text.assemble(("█" * filled, style), ("░" * (_BAR_WIDTH - filled), "dim"), f" {_percent(share):>4}")
+    return Text.assemble(("█" * filled, style), ("░" * (_BAR_WIDTH - filled), "dim"))
 
 
 def _clean(text: str, style: str = "") -> Text:
@@ -201,6 +285,14 @@ def _share(part: float | None, whole: float | None) -> float | None:
 
 def _number(value: float | None, digits: int = 0) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _of(part: float | None, whole: float | None) -> Text:
+    return Text(f"{_number(part)}/{_number(whole)}")
+
+
+def _megabytes(num_bytes: float | None) -> str:
+    return _number(None if num_bytes is None else num_bytes / 1e6, 1)
 
 
 def _percent(share: float | None) -> str:

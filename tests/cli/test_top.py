@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from io import StringIO
 from typing import Any
 
 import httpx
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from tandem.cli import top
@@ -36,7 +39,7 @@ def snapshot_of(world: DashboardWorld, num_requests: int = 8) -> dict[str, Any]:
 def screen(snapshot: dict[str, Any], *, width: int = 120, height: int = 40, sort: str = "queue") -> str:
     console = Console(width=width, file=StringIO())
     with console.capture() as captured:
-        console.print(render(snapshot, url=URL, sort=sort, height=height))
+        console.print(render(snapshot, url=URL, sort=sort, width=width, height=height))
     return captured.get()
 
 
@@ -65,7 +68,7 @@ def test_two_workers_and_two_hundred_fit_a_screen(sort: str) -> None:
     few, many = (screen(snapshot_of(DashboardWorld(count)), sort=sort, height=44) for count in (2, 200))
     assert len(few.splitlines()) < len(many.splitlines()) <= 44
     assert "prefill-0" in few
-    assert f"of 200 workers by {sort}" in many
+    assert f"of 200 by {sort}" in many
 
 
 def test_a_narrow_terminal_gets_every_number_whole() -> None:
@@ -77,6 +80,43 @@ def test_a_narrow_terminal_gets_every_number_whole() -> None:
         assert f"{pool['queued_tokens']:,}" in narrow
     for tier in snapshot["tiers"]:
         assert f"{tier['capacity_blocks']:,}" in narrow
+
+
+@pytest.mark.parametrize("num_workers", [0, 2, 200])
+def test_every_size_of_a_terminal_is_kept_to(num_workers: int) -> None:
+    """No line wraps, and what matters most is on the smallest screen."""
+    world = DashboardWorld(max(num_workers, 2), names=[f"a-rather-long-name-{i}" for i in range(max(num_workers, 2))])
+    world.fill(1)
+    snapshot = snapshot_of(world) if num_workers else snapshot_of(DashboardWorld(0, tenants=()), num_requests=0)
+    for width, height in itertools.product([1, 20, 40, 60, 80, 81, 132, 300], [1, 5, 10, 16, 24, 25, 50, 400]):
+        lines = screen(snapshot, width=width, height=height).splitlines()
+        assert len(lines) <= height
+        assert max(map(cell_len, lines)) <= width
+        if num_workers and width >= 40 and height >= 10:
+            assert any(re.match("prefill +[0-9]+/[0-9]+ ", line) for line in lines), lines
+            assert any(line.startswith("a-rather-lo") for line in lines[-height:]), lines
+
+
+@pytest.mark.parametrize("size", [(80, 24), (40, 10)])
+def test_a_standard_terminal_cuts_no_number(size: tuple[int, int]) -> None:
+    snapshot = snapshot_of(DashboardWorld(200), num_requests=60)
+    prefill = snapshot["pools"]["prefill"]
+    shown = screen(snapshot, width=size[0], height=size[1])
+    (line,) = [line for line in shown.splitlines() if line.startswith("prefill ")]
+    assert line.split()[1] == f"{prefill['num_ready']}/{prefill['num_workers']}"
+    assert f"{prefill['running']:,}/{prefill['seats']:,}" in line
+    assert "…" not in line
+    if size[0] == 80:
+        assert f"{prefill['queued_tokens']:,}" in line
+
+
+def test_a_snapshot_that_is_not_live_says_so_on_the_smallest_screen() -> None:
+    snapshot = snapshot_of(DashboardWorld(2))
+    shown = render(snapshot, url=URL, sort="queue", width=40, height=3, notice="not live since 12:00:00: gone")
+    console = Console(width=40, file=StringIO())
+    with console.capture() as captured:
+        console.print(shown)
+    assert captured.get().startswith("not live since 12:00:00: gone\n")
 
 
 def test_names_of_others_reach_the_terminal_as_text() -> None:
@@ -111,6 +151,15 @@ def test_once_prints_one_screen(answers: list[Any], capsys: pytest.CaptureFixtur
         (httpx.Response(502, content=b"<html>\x1b[2J"), "HTTP 502: <html>"),
         (httpx.Response(200, content=b'event: problem\ndata: {"message": "no hub"}\n\n'), "no hub"),
         (httpx.Response(200, content=b": no news\n\n"), "ended the connection"),
+        (httpx.Response(200, content=b"event: snapshot\ndata: {not JSON\n\n"), "no JSON object"),
+        (httpx.Response(200, content=b"event: snapshot\ndata: [" + b"[" * 100_000 + b"\n\n"), "no JSON object"),
+        (httpx.Response(200, content=b'event: snapshot\ndata: "text"\n\n'), "no JSON object"),
+        (httpx.Response(200, content=b'data: "x"\n\n'), "no JSON object"),
+        (httpx.Response(200, content=b"event: snapshot\ndata: {}\n\n"), "not of this version"),
+        (
+            httpx.Response(200, content=b'event: snapshot\ndata: {"traffic": {"window_s": 1}}\n\n'),
+            "not of this version",
+        ),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(
