@@ -273,7 +273,13 @@ def _candidate(candidate: Json) -> Json:
 
 def _latest_moves(autoscaler: Mapping[str, Any]) -> Json:
     """The autoscaler's latest decision, and the latest moves of workers, newest first."""
-    return {**autoscaler, "flips": list(reversed(autoscaler.get("flips", [])))[:_NUM_MOVES]}
+    flips = list(reversed(autoscaler.get("flips", [])))[:_NUM_MOVES]
+    return _cut(autoscaler) | {"flips": [_cut(flip) for flip in flips]}
+
+
+def _cut(fields: Mapping[str, Any]) -> Json:
+    """With texts of bounded length: what went wrong with a move may be a long story."""
+    return {name: value[:_MAX_CHARS] if isinstance(value, str) else value for name, value in fields.items()}
 
 
 def _tenants(admission: AdmissionSource, tenants: Tenants) -> list[Json]:

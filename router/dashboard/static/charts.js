@@ -4,14 +4,16 @@ import { element, reconcile, setAttribute, setText, setWidth, svg } from "./dom.
 
 const WIDTH = 120;
 const HEIGHT = 32;
+const LONGEST_STEP_S = 4; // between two points that a line joins; they come once a second
 
-/** A line without axes. `points` are pairs of a Unix time and a value; null = not known. */
+/** A line without axes. `points` are pairs of a Unix time and a value; null = not known. It has a gap where nobody looked. */
 export function drawSparkline(chart, points, now, spanSeconds) {
   const known = points.filter(([, value]) => value !== null);
   const highest = Math.max(...known.map(([, value]) => value), 1e-9);
   const x = (time) => WIDTH - 4 - ((now - time) / spanSeconds) * (WIDTH - 8);
   const y = (value) => HEIGHT - 4 - (value / highest) * (HEIGHT - 8);
-  const path = known.map(([time, value], place) => `${place ? "L" : "M"}${x(time).toFixed(1)} ${y(value).toFixed(1)}`);
+  const follows = (place) => place > 0 && known[place][0] - known[place - 1][0] < LONGEST_STEP_S;
+  const path = known.map(([time, value], place) => `${follows(place) ? "L" : "M"}${x(time).toFixed(1)} ${y(value).toFixed(1)}`);
   if (!chart.firstChild) {
     chart.append(svg("path", { class: "line" }), svg("path", { class: "end" }));
   }

@@ -3,8 +3,10 @@
 import { setText, svg } from "./dom.js";
 import { bytes, percent } from "./format.js";
 
-const HEIGHT = 240;
-const MARGIN = { top: 22, right: 16, bottom: 28, left: 44 };
+const HEIGHT = 218; // without the names of the levels
+const MARGIN = { right: 16, bottom: 28, left: 44 };
+const ROW = 13; // height of a row of names
+const CHAR = 6.8; // about the width of a character
 const NAMES = { pool: "pool", host: "host", disk: "NVMe", object: "object store" };
 
 /** Draw it in the width that there is; null = there was no traffic yet. */
@@ -17,17 +19,22 @@ export function drawCurve(node, curve) {
   const low = Math.log2(curve.points[0][0]);
   const high = Math.log2(curve.points.at(-1)[0]);
   const x = (size) => MARGIN.left + ((Math.log2(size) - low) / (high - low)) * (width - MARGIN.left - MARGIN.right);
-  const y = (misses) => MARGIN.top + (1 - misses) * (HEIGHT - MARGIN.top - MARGIN.bottom);
+  const levels = [...curve.levels].sort((one, other) => one.num_bytes - other.num_bytes);
+  const names = placeNames(levels, x, width);
+  const top = ROW * (1 + Math.max(0, ...names.map(({ row }) => row)));
+  const height = HEIGHT + top;
+  const bottom = height - MARGIN.bottom;
+  const y = (misses) => top + 8 + (1 - misses) * (bottom - top - 8);
   const line = curve.points.map(([size, hits], place) => `${place ? "L" : "M"}${x(size).toFixed(1)} ${y(1 - hits).toFixed(1)}`);
   const label = curve.levels.map((level) => `${NAMES[level.name] ?? level.name} misses ${percent(1 - level.hit_ratio)}`);
   node.replaceChildren(
     svg(
       "svg",
-      { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `Miss-ratio curve: ${label.join(", ")}` },
+      { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Miss-ratio curve: ${label.join(", ")}` },
       ...verticalAxis(y, width),
-      ...horizontalAxis(curve.points, x, width),
+      ...horizontalAxis(curve.points, x, width, height),
       svg("path", { class: "line", d: line.join("") }),
-      ...markers([...curve.levels].sort((one, other) => one.num_bytes - other.num_bytes), x, y, width),
+      ...levels.flatMap((level, place) => marker(level, names[place], x, y, bottom)),
     ),
   );
 }
@@ -39,26 +46,36 @@ function verticalAxis(y, width) {
   ]);
 }
 
-function horizontalAxis(points, x, width) {
+function horizontalAxis(points, x, width, height) {
   const sizes = [];
   for (let size = 10 ** Math.ceil(Math.log10(points[0][0])); size <= points.at(-1)[0]; size *= 10) sizes.push(size);
   return sizes
     .filter((size) => x(size) < width - 24)
-    .map((size) => svg("text", { x: x(size), y: HEIGHT - 8, "text-anchor": "middle" }, bytes(size)));
+    .map((size) => svg("text", { x: x(size), y: height - 8, "text-anchor": "middle" }, bytes(size)));
+}
+
+/** Where the name of each level is written: about its line, in the first row in which it overlaps no other name. */
+function placeNames(levels, x, width) {
+  const ends = []; // of the latest name of each row
+  return levels.map((level) => {
+    const name = NAMES[level.name] ?? level.name;
+    const length = CHAR * name.length;
+    const left = Math.max(Math.min(x(level.num_bytes) - length / 2, width - length - 2), 0);
+    const free = ends.findIndex((end) => end + CHAR < left);
+    const row = free < 0 ? ends.length : free;
+    ends[row] = left + length;
+    return { name, left, length, row };
+  });
 }
 
 /** A full dot where a level is now, and an empty one where twice its size would be. */
-function markers(levels, x, y, width) {
-  return levels.flatMap((level, place) => {
-    const [now, twice] = [x(level.num_bytes), x(2 * level.num_bytes)];
-    const name = NAMES[level.name] ?? level.name;
-    const isNearEnd = now > width - 50;
-    const top = MARGIN.top - 8 + (place % 2) * 13;
-    return [
-      svg("line", { class: "level", x1: now, x2: now, y1: top + 3, y2: HEIGHT - MARGIN.bottom }),
-      svg("circle", { class: "now", cx: now, cy: y(1 - level.hit_ratio), r: 5 }),
-      svg("circle", { class: "twice", cx: twice, cy: y(1 - level.twice_hit_ratio), r: 4.5 }),
-      svg("text", isNearEnd ? { x: width - 2, y: top, "text-anchor": "end" } : { x: now, y: top, "text-anchor": "middle" }, name),
-    ];
-  });
+function marker(level, { name, left, length, row }, x, y, bottom) {
+  const [now, twice] = [x(level.num_bytes), x(2 * level.num_bytes)];
+  const base = ROW * (row + 1) - 2;
+  return [
+    svg("line", { class: "level", x1: now, x2: now, y1: base + 3, y2: bottom }),
+    svg("circle", { class: "now", cx: now, cy: y(1 - level.hit_ratio), r: 5 }),
+    svg("circle", { class: "twice", cx: twice, cy: y(1 - level.twice_hit_ratio), r: 4.5 }),
+    svg("text", { class: "name", x: left + length / 2, y: base, "text-anchor": "middle" }, name),
+  ];
 }

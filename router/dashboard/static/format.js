@@ -2,15 +2,17 @@
 
 const NONE = "–";
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const cents = new Intl.NumberFormat("en", { maximumFractionDigits: 2 });
 const short = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
 
 export function count(value) {
   return isKnown(value) ? whole.format(value) : NONE;
 }
 
-/** A number with at most three digits that matter: 0.25, 12.5, 12,300. */
+/** A number with at most three digits that matter: 0.25, 12.5, 12,300. Less than a hundredth is no news. */
 export function rate(value) {
   if (!isKnown(value)) return NONE;
+  if (Math.abs(value) < 1) return value > 0 && value < 0.01 ? "<0.01" : cents.format(value);
   return Math.abs(value) >= 1000 ? whole.format(value) : short.format(value);
 }
 

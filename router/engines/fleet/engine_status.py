@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import orjson
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -43,7 +43,9 @@ _LOAD_NAMES = (*_RUNNING, *_WAITING, *_USAGE)
 _CACHE_CONFIG = "vllm:cache_config_info"
 _PAGE_SIZE, _NUM_PAGES = "sglang:page_size", "sglang:num_pages"
 MAX_ADAPTERS = 1024  # of one engine; later ones in alphabetical order are not served
-MAX_ADAPTER_CHARS = 512
+MAX_NAME_CHARS = 512  # of a model or an adapter
+MAX_COUNT = 1 << 40  # of requests, tokens or blocks
+MAX_DIGITS = 20
 MAX_CAPABILITIES_CHARS = 8192
 _RANK_LABELS = ("engine", "dp_rank")  # of vLLM and SGLang
 
@@ -100,7 +102,8 @@ def parse_load(text: str, rank: int | None = None) -> ReportedLoad | None:
     running = _first(values, _RUNNING)
     if running is None:
         return None
-    return ReportedLoad(int(running), int(_first(values, _WAITING) or 0), _first(values, _USAGE) or 0.0)
+    usage = min(max(_first(values, _USAGE) or 0.0, 0.0), 1.0)
+    return ReportedLoad(_count(running), _count(_first(values, _WAITING) or 0.0), usage)
 
 
 def parse_cache_size(text: str, rank: int | None = None) -> CacheSize:
@@ -109,29 +112,37 @@ def parse_cache_size(text: str, rank: int | None = None) -> CacheSize:
     for sample in _samples(text, (_CACHE_CONFIG, _PAGE_SIZE, _NUM_PAGES), rank):
         if sample.name == _CACHE_CONFIG:
             return CacheSize(_whole(sample.labels.get("block_size")), _whole(sample.labels.get("num_gpu_blocks")))
-        pages[sample.name] = max(int(sample.value), 0)
+        pages[sample.name] = _count(sample.value)
     return CacheSize(pages.get(_PAGE_SIZE, 0), pages.get(_NUM_PAGES, 0))
 
 
 def served_model(catalog: Any, wanted: str) -> ServedModel:
     """The model in the body of `/v1/models`: the wanted one, or the first that is no adapter. Raises `LookupError`."""
     cards = catalog.get("data") if isinstance(catalog, dict) else None
-    named = [card for card in cards or () if isinstance(card, dict) and isinstance(card.get("id"), str)]
+    named = [card for card in cards or () if isinstance(card, dict) and _is_name(card.get("id"))]
     bases = [card for card in named if not _is_adapter(card)]
     card = next((card for card in bases if not wanted or card["id"] == wanted), None)
     if card is None:
         raise LookupError(f"it serves {', '.join(card['id'] for card in bases) or 'no model'}")
     length = card.get("max_model_len")
-    adapters = sorted(card["id"] for card in named if _is_adapter(card) and 0 < len(card["id"]) <= MAX_ADAPTER_CHARS)
-    length = length if isinstance(length, int) else 0
+    adapters = sorted(card["id"] for card in named if _is_adapter(card))
+    length = _count(length) if isinstance(length, int) else 0
     return ServedModel(card["id"], length, tuple(adapters[:MAX_ADAPTERS]), _capabilities(card))
 
 
 def _capabilities(card: dict[str, Any]) -> dict[str, Any] | None:
     """The capabilities on a card, unless they are larger than any that are meant."""
     found = card.get("capabilities")
-    is_usable = isinstance(found, dict) and len(json.dumps(found)) <= MAX_CAPABILITIES_CHARS
+    try:
+        is_usable = isinstance(found, dict) and len(orjson.dumps(found)) <= MAX_CAPABILITIES_CHARS
+    except orjson.JSONEncodeError:  # it could not be shown to clients
+        is_usable = False
     return found if is_usable else None
+
+
+def _is_name(name: object) -> bool:
+    """Whether a name can be shown and sent on: others would break lines of logs, or could not be encoded."""
+    return isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.isprintable()
 
 
 def _is_adapter(card: dict[str, Any]) -> bool:
@@ -169,4 +180,9 @@ def _first(values: dict[str, float], names: Iterable[str]) -> float | None:
 
 
 def _whole(text: str | None) -> int:
-    return int(text) if text and text.isdecimal() else 0
+    return min(int(text), MAX_COUNT) if text and len(text) <= MAX_DIGITS and text.isdecimal() else 0
+
+
+def _count(value: float) -> int:
+    """A number of things, within bounds: an engine may report anything, and its numbers are added up and shown."""
+    return int(min(max(value, 0.0), MAX_COUNT))

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tandem.router.engines.fleet.engine_status import (
     MAX_ADAPTERS,
+    MAX_COUNT,
     CacheSize,
     ReportedLoad,
     parse_cache_size,
@@ -91,3 +94,29 @@ def test_the_wanted_model_or_the_first() -> None:
 def test_capabilities_are_those_on_the_card_if_they_can_be(capabilities: object, is_used: bool) -> None:
     catalog = {"data": [{"id": "a", "capabilities": capabilities}]}
     assert served_model(catalog, "").capabilities == (capabilities if is_used else None)
+
+
+@pytest.mark.parametrize("value", ["1e300", "1e308", "-5", "-1e300", "NaN", "+Inf", "9" * 400, "1"])
+def test_any_number_that_an_engine_reports_can_be_added_up_and_shown(value: str) -> None:
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    load = parse_load("".join(f'{name}{{engine="{rank}"}} {value}\n' for name in names for rank in range(3)))
+    if load is not None:
+        assert 0 <= load.num_running <= MAX_COUNT
+        assert 0 <= load.num_waiting <= MAX_COUNT
+        assert 0 <= load.kv_usage <= 1
+    sizes = f'vllm:cache_config_info{{block_size="{"9" * 5000}",num_gpu_blocks="16"}} 1\n'
+    assert parse_cache_size(sizes) == (0, 16)
+    assert all(0 <= number <= MAX_COUNT for number in parse_cache_size(f"sglang:num_pages {value}\n"))
+
+
+@pytest.mark.parametrize("name", ["", "\ud800", "a\nb", "\x1b[2J", "m" * 10_000, 7, None])
+def test_a_model_whose_name_cannot_be_shown_is_not_served(name: Any) -> None:
+    cards = [{"id": name, "object": "model"}, {"id": "good", "max_model_len": 10**30}]
+    assert served_model({"data": cards}, "") == ("good", MAX_COUNT, (), None)
+    with pytest.raises(LookupError, match="no model"):
+        served_model({"data": cards[:1]}, "")
+
+
+@pytest.mark.parametrize("found", [{"a": "\ud800"}, {"a": 10**30}, {"a": "b" * 10_000}, ["a"]])
+def test_capabilities_that_cannot_be_shown_are_left_out(found: Any) -> None:
+    assert served_model({"data": [{"id": "m", "capabilities": found}]}, "").capabilities is None
