@@ -164,7 +164,8 @@ class _Builder:
         for name, schema in self._schemas.items():
             _complete(schema, refused.get(name) or {})
             if name in exactly_one:
-                schema["oneOf"] = [_given(field) for field in exactly_one[name]]
+                # Within `allOf`: for generators of clients, `oneOf` beside `properties` would be all there is.
+                schema["allOf"] = [{"oneOf": [_given(field) for field in exactly_one[name]]}]
 
     def components(self) -> Json:
         """Schemas and security schemes."""
@@ -261,11 +262,22 @@ def _complete(schema: Json, refused: Mapping[str, tuple[Any, ...]]) -> None:
     if properties is None:
         return
     schema["additionalProperties"] = True
-    for field in properties.values():
+    for name, field in properties.items():
         if field.get("default", 0) is None:  # that optional fields may be null is in their types
             del field["default"]
+        if field.get("enum") in ([True], [False]):
+            properties[name] = {key: value for key, value in field.items() if key != "enum"} | _only(field["enum"][0])
     for name, values in refused.items():
-        properties.setdefault(name, {"description": "Not served: other values are refused.", "enum": [*values, None]})
+        allowed = [*map(_only, values), {"type": "null"}]
+        properties.setdefault(name, {"description": "Not served: other values are refused.", "anyOf": allowed})
+
+
+def _only(value: Any) -> Json:
+    """The schema of one value. Generators of clients know no `enum` of lists or truth values."""
+    if not isinstance(value, list):
+        return {"const": value}
+    items = {"const": value[0]} if value else {}
+    return {"type": "array", "items": items, "minItems": len(value), "maxItems": len(value)}
 
 
 def _given(field: str) -> Json:

@@ -44,7 +44,7 @@ export class Schemas {
     const rows = Object.entries(whole.properties).flatMap(([name, field]) => this.rows(name, field, required.has(name)));
     const head = ["Field", "Type", "Meaning"].map((title) => element("th", { scope: "col" }, title));
     const table = element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows));
-    const only = whole.oneOf?.map((one) => `\`${one.required[0]}\``).join(", ");
+    const only = whole.allOf?.[0].oneOf.map((one) => `\`${one.required[0]}\``).join(", ");
     const rule = only ? [element("p", {}, ...prose(`Exactly one of ${only} is given.`))] : [];
     return [element("p", {}, ...prose(whole.description)), ...rule, element("div", { className: "scroll" }, table)];
   }

@@ -98,7 +98,34 @@ def test_bodies_have_the_bounds_the_meanings_and_the_tolerance_of_what_decodes_t
 def test_fields_that_are_not_served_have_the_values_that_are_accepted(name: str) -> None:
     fields = APPS["serve"].openapi()["components"]["schemas"][name]["properties"]
     assert UNSERVED.keys() <= fields.keys()
-    assert fields["best_of"]["enum"] == [1, None]
+    assert fields["best_of"]["anyOf"] == [{"const": 1}, {"type": "null"}]
+
+
+@pytest.mark.parametrize("name", ["ChatRequest", "CompletionRequest", "PinFields"])
+def test_the_schema_of_a_field_that_is_not_served_takes_just_those_values(name: str) -> None:
+    fields = APPS["serve"].openapi()["components"]["schemas"][name]["properties"]
+    tried = [None, 0, 1, 2, "", "x", "none", "auto", [], ["text"], ["audio"], ["text", "text"], False, True, {}]
+    for field, values in UNSERVED.items():
+        if fields[field].get("description", "").startswith("Not served"):
+            for value in tried:
+                expected = any(type(value) is type(one) and value == one for one in (None, *values))
+                assert fits(fields[field], value) == expected, (field, value)
+
+
+@pytest.mark.parametrize("command", APPS)
+def test_no_enum_has_what_generators_of_clients_do_not_know(command: str) -> None:
+    def enums(value: Any) -> Iterator[list[Any]]:
+        if isinstance(value, dict):
+            if isinstance(value.get("enum"), list):
+                yield value["enum"]
+            for one in value.values():
+                yield from enums(one)
+        elif isinstance(value, list):
+            for one in value:
+                yield from enums(one)
+
+    for values in enums(APPS[command].openapi()):
+        assert all(isinstance(value, str | None) or type(value) is int for value in values), values
 
 
 def test_the_document_of_a_router_says_what_it_forwards() -> None:
