@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tandem.protocol.messages import WorkerState
+from tandem.router.dashboard.feed import MAX_VIEWERS
 from tests.browser.conftest import Windows
 from tests.cluster.test_route import fakes, routing
 from tests.support.dashboard_server import dashboard_server
@@ -309,6 +311,65 @@ def test_a_hidden_tab_costs_nothing(windows: Windows) -> None:
         page.evaluate(hide, False)
         live(page)
         assert world.num_requests > num_requests
+
+
+def test_a_viewer_too_many_is_told_so_and_gets_the_next_free_place(windows: Windows) -> None:
+    with dashboard_server(LiveWorld()) as url, ExitStack() as stack:
+        for _ in range(MAX_VIEWERS):
+            stack.enter_context(httpx.stream("GET", f"{url}/v1/dashboard", timeout=60, trust_env=False))
+        with windows.open(url, expects_errors=True) as page:
+            expect(page.locator("#status")).to_have_text("Not connected")
+            expect(page.locator("#banner")).to_contain_text(f"{MAX_VIEWERS} dashboards are open")
+            stack.close()
+            expect(page.locator("#status")).to_have_text("Live", timeout=40_000)
+            expect(page.locator("#banner")).to_be_hidden()
+
+
+def test_a_clock_that_is_set_back_does_not_make_old_figures_look_new(windows: Windows) -> None:
+    class SilentWorld(LiveWorld):
+        async def overview(self) -> dict[str, Any]:
+            await asyncio.to_thread(may_answer.wait, 60)
+            return await super().overview()
+
+    world, may_answer = SilentWorld(), threading.Event()
+    may_answer.set()
+    with dashboard_server(world) as url, windows.open(url) as page:
+        live(page)
+        page.evaluate("{ const now = Date.now; Date.now = () => now() - 3_600_000; }")
+        may_answer.clear()
+        expect(page.locator("#status")).to_have_text(re.compile("^No new data since"), timeout=20_000)
+        may_answer.set()
+        live(page)
+
+
+def test_a_small_curve_has_a_gap_where_nobody_looked(windows: Windows) -> None:
+    draw = """async () => {
+        const { drawSparkline, sparkline } = await import("./dashboard/charts.js");
+        const chart = sparkline();
+        drawSparkline(chart, [[0, 1], [1, 2], [40, 1], [41, 3]], 41, 60);
+        return chart.querySelector(".line").getAttribute("d").replace(/[^ML]/g, "");
+    }"""
+    with dashboard_server(LiveWorld()) as url, windows.open(url) as page:
+        assert live(page).evaluate(draw) == "MLML"
+
+
+@pytest.mark.parametrize("width", [320, 768, 1440])
+def test_nothing_is_cut_and_no_names_overlap(windows: Windows, width: int) -> None:
+    boxes = "nodes => nodes.map(node => node.getBoundingClientRect()).map(({left, right, top}) => [top, left, right])"
+    world = LiveWorld(8)
+    world.fill(5)
+    with dashboard_server(world) as url, windows.open(url, width=width) as page:
+        live(page)
+        until_second_window(page)
+        found = sorted(page.locator(".curve .name").evaluate_all(boxes))
+        assert len(found) == 4
+        for (top, left, right), (next_top, next_left, _) in pairwise(found):
+            assert left < right
+            assert next_top > top or next_left > right
+        right_edge = page.locator("#curve").evaluate("node => node.getBoundingClientRect().right")
+        assert all(right <= right_edge + 1 for _, _, right in found)
+        for table in ("#tenants", "#members"):
+            assert page.locator(table).evaluate("node => node.scrollWidth <= node.parentElement.clientWidth"), table
 
 
 # -- whole servers, and pictures
