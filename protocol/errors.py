@@ -55,9 +55,11 @@ __all__ = [
 class ServingError(Exception):
     """Base of every error that this product raises on purpose.
 
-    `status`, `error_type`, `code` and `param` go into an OpenAI-shaped error response.
+    `status`, `error_type`, `code` and `param` go into an OpenAI-shaped error response. `may_quote`: its message may
+    have text of a client or of another server in it, which is for that client only.
     """
 
+    may_quote = False
     status = 500
     error_type = "server_error"
     code: str | None = None
@@ -73,6 +75,7 @@ class ServingError(Exception):
 class RequestError(ServingError):
     """The request is invalid; sending it again cannot help."""
 
+    may_quote = True
     status = 400
     error_type = "invalid_request_error"
 

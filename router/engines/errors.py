@@ -24,6 +24,7 @@ class EngineFailed(WorkerError):
     `is_absent`: nothing listens there.
     """
 
+    may_quote = True
     code = "engine_failed"
 
     def __init__(self, engine: str, message: str, *, is_absent: bool = False) -> None:
@@ -49,6 +50,7 @@ class AnswerRefused(WorkerError):
 class EngineBusy(Overloaded):
     """An engine has no room now."""
 
+    may_quote = True
     code = "engine_busy"
 
     def __init__(self, message: str, *, retry_after_s: float, engine: str = "") -> None:

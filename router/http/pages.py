@@ -71,8 +71,15 @@ def add_page(app: FastAPI, path: str, folder: Path, summary: str) -> None:
     async def show_file(request: Request, name: str) -> Response:
         return answer(request, name)
 
-    show_page.__doc__, show_file.__doc__ = summary, f"A file of the page `{path}`."  # for the reference of all routes
+    async def lead_to_page() -> Response:
+        # Relative: behind a proxy, scheme and path are other ones than this server knows.
+        return Response(status_code=307, headers={**PAGE_HEADERS, "location": f"../{path.rpartition('/')[2]}"})
+
+    # For the reference of all routes.
+    show_page.__doc__, show_file.__doc__ = summary, f"A file of the page `{path}`."
+    lead_to_page.__doc__ = f"Leads to the page `{path}`."
     app.get(path, include_in_schema=False)(show_page)
+    app.get(f"{path}/", include_in_schema=False)(lead_to_page)
     app.get(f"{path}/{{name}}", include_in_schema=False)(show_file)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Attributes", "SpanNode", "error_type"]
+from tandem.protocol.errors import ServingError
+
+__all__ = ["Attributes", "SpanNode", "error_message", "error_type"]
 
 Attributes = dict[str, str | bool | int | float | Sequence[str]]
 
@@ -19,13 +21,13 @@ class SpanNode:
     end_s: float
     attributes: Attributes = field(default_factory=dict)
     error: str = ""  # code or class of the error that ended it; "" = none
-    message: str = ""  # of that error
+    message: str = ""  # of that error, if it may be shown
     events: list[tuple[str, float]] = field(default_factory=list)  # name and time
     children: list[SpanNode] = field(default_factory=list)
 
     def fail(self, error: BaseException) -> None:
         """It ended with this error."""
-        self.error, self.message = error_type(error), str(error)[:500]
+        self.error, self.message = error_type(error), error_message(error)
 
     def child(
         self, name: str, start_s: float | None, end_s: float | None, attributes: Attributes | None = None
@@ -45,3 +47,8 @@ class SpanNode:
 def error_type(error: BaseException) -> str:
     """The code of one of our errors, or the name of the exception's class."""
     return getattr(error, "code", None) or type(error).__name__
+
+
+def error_message(error: BaseException) -> str:
+    """The message of an error that quotes nobody; "" for others. A part of a prompt must not get into a trace."""
+    return str(error)[:500] if isinstance(error, ServingError) and not error.may_quote else ""

@@ -24,7 +24,7 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from tandem.router.tracing.client_context import client_trace_headers
-from tandem.router.tracing.span_node import Attributes, SpanNode, error_type
+from tandem.router.tracing.span_node import Attributes, SpanNode, error_message, error_type
 
 __all__ = ["LiveSpan", "Tracing"]
 
@@ -96,7 +96,7 @@ class LiveSpan:
 
     def fail(self, error: BaseException) -> None:
         """It ends with this error."""
-        _set_error(self._span, error_type(error), str(error))
+        _set_error(self._span, error_type(error), error_message(error))
 
     def child(self, name: str, attributes: Attributes) -> LiveSpan:
         """Begin a span within this one, of a request to another server."""

@@ -82,6 +82,8 @@ async def test_nothing_else_is_served(folder: Path, path: str) -> None:
 
 async def test_a_slash_at_the_end_leads_to_the_page(folder: Path) -> None:
     async with client_of(folder) as client:
+        response = await client.get("/dashboard/")
+        assert response.headers["location"] == "../dashboard", "it holds behind a proxy that adds a prefix and TLS"
         response = await client.get("/dashboard/", follow_redirects=True)
         assert (response.status_code, response.content) == (200, PAGE)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import httpx
@@ -187,3 +188,41 @@ async def test_without_tracing_nothing_is_told(tokenizer: Tokenizer) -> None:
         response = await client.post(PATH, json=CHAT, headers={"traceparent": TRACEPARENT})
     assert "traceresponse" not in response.headers
     assert [request.traceparent for request in backend.requests] == [""]
+
+
+SECRET = "a-secret-of-the-prompt"
+HELLO = [{"role": "user", "content": SECRET}]
+QUOTED: list[dict[str, Any]] = [
+    {"messages": SECRET},
+    {"messages": [{"role": SECRET, "content": "x"}]},
+    {"messages": [{"role": "user", "content": [{"type": SECRET, "text": SECRET}]}]},
+    {"messages": HELLO, "model": SECRET},
+    {"messages": HELLO, "tool_choice": SECRET},
+    {"messages": HELLO, "logit_bias": {SECRET: 1}},
+    {"messages": HELLO, "tools": [{"type": "function", "function": {"name": f"{SECRET} !"}}]},
+    {"messages": HELLO, "structured_outputs": {"regex": f"({SECRET}"}},
+    {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": SECRET}}}},
+]
+
+
+@pytest.mark.parametrize("body", QUOTED)
+async def test_no_part_of_a_refused_request_is_in_its_trace_or_in_the_log(
+    tokenizer: Tokenizer, body: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="tandem")
+    kept = KeptSpans()
+    async with client_of(FakeBackend(tokenizer), kept) as client:
+        response = await client.post(PATH, json=body)
+        assert 400 <= response.status_code < 500
+    assert "error.type" in kept.attributes(f"POST {PATH}")
+    assert SECRET not in "".join(span.to_json() for span in kept.all)
+    assert SECRET not in caplog.text
+
+
+async def test_no_part_of_a_bugs_message_is_in_a_trace(tokenizer: Tokenizer) -> None:
+    kept, backend = KeptSpans(), FakeBackend(tokenizer)
+    backend.script = lambda request: [ValueError(SECRET)]
+    async with client_of(backend, kept) as client:
+        await client.post(PATH, json=CHAT)
+    assert kept.attributes(f"POST {PATH}")["error.type"] == "ValueError"
+    assert SECRET not in "".join(span.to_json() for span in kept.all)
