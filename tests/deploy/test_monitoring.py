@@ -126,7 +126,7 @@ def test_wrong_values_are_refused() -> None:
 def test_promtool_agrees(tmp_path: Path) -> None:
     assert PROMTOOL is not None
     shutil.copy(MONITORING / "alerts.yaml", tmp_path / "alerts.yaml")
-    (tmp_path / "cases.yaml").write_text(CASES)
+    (tmp_path / "cases.yaml").write_text(yaml.safe_dump(cases()))
     for command in (["check", "rules", "alerts.yaml"], ["test", "rules", "cases.yaml"]):
         finished = subprocess.run(
             [PROMTOOL, *command], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
@@ -134,46 +134,102 @@ def test_promtool_agrees(tmp_path: Path) -> None:
         assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
-# Series that must raise an alert, and healthy ones that must raise none.
-CASES = """
-rule_files: [alerts.yaml]
-evaluation_interval: 1m
-tests:
-  - interval: 1m
-    input_series:
-      - {series: 'tandem_api_keys{state="active"}', values: '1x30'}
-      - {series: 'tandem_api_key_file_damaged', values: '0x10 1x20'}
-      - {series: 'tandem_router_requests_total{endpoint="/v1/completions",status="200"}', values: '0+60x30'}
-      - {series: 'tandem_router_requests_total{endpoint="/v1/completions",status="503"}', values: '0+10x30'}
-      - {series: 'tandem_router_dropped_spans_total{reason="queue_full"}', values: '0x30'}
-      - {series: 'tandem_worker_errors_total{worker="decode-0",role="decode"}', values: '0x10 1x20'}
-    alert_rule_test:
-      - {eval_time: 9m, alertname: TandemApiKeyFileDamaged, exp_alerts: []}
-      - eval_time: 15m
-        alertname: TandemApiKeyFileDamaged
-        exp_alerts:
-          - exp_labels: {severity: critical}
-            exp_annotations: {summary: "The file of API keys cannot be used: revocations have no effect."}
-      - eval_time: 20m
-        alertname: TandemServerErrors
-        exp_alerts:
-          - exp_labels: {severity: critical}
-            exp_annotations: {summary: "More than 5 % of requests end with a server error."}
-      - eval_time: 12m
-        alertname: TandemWorkerErrors
-        exp_alerts:
-          - exp_labels: {severity: warning, worker: decode-0, role: decode}
-            exp_annotations: {summary: "A worker met an internal error."}
-      - {eval_time: 29m, alertname: TandemWorkerErrors, exp_alerts: []}
-      - {eval_time: 29m, alertname: TandemSpansDropped, exp_alerts: []}
-      - {eval_time: 29m, alertname: TandemNotScraped, exp_alerts: []}
-  - interval: 1m
-    input_series:
-      - {series: 'other', values: '1x30'}
-    alert_rule_test:
-      - eval_time: 10m
-        alertname: TandemNotScraped
-        exp_alerts:
-          - exp_labels: {severity: critical}
-            exp_annotations: {summary: "Prometheus gets no metrics of Tandem."}
-"""
+# By alert: series that raise it, and when. Counters that rise by N a minute are "0+Nx60".
+RAISED: dict[str, tuple[dict[str, str], str]] = {
+    "TandemNotScraped": ({"other": "1x60"}, "10m"),
+    "TandemServerErrors": (
+        {
+            'tandem_router_requests_total{endpoint="/v1/completions",status="200"}': "0+60x60",
+            'tandem_router_requests_total{endpoint="/v1/completions",status="503"}': "0+10x60",
+            'tandem_router_requests_total{endpoint="/health",status="200"}': "0+6000x60",
+        },
+        "20m",
+    ),
+    "TandemStreamErrors": ({"tandem_router_stream_errors_total": "0+2x60"}, "30m"),
+    "TandemSlowFirstToken": (
+        {
+            'tandem_router_ttft_seconds_bucket{le="6.0"}': "0+90x60",
+            'tandem_router_ttft_seconds_bucket{le="12.0"}': "0+91x60",
+            'tandem_router_ttft_seconds_bucket{le="30.0"}': "0+100x60",
+            'tandem_router_ttft_seconds_bucket{le="+Inf"}': "0+100x60",
+        },
+        "30m",
+    ),
+    "TandemRefusesRequests": (
+        {
+            'tandem_router_rejected_total{tenant="a",reason="too_late"}': "0+20x60",
+            'tandem_router_admitted_total{tenant="a"}': "0+80x60",
+        },
+        "30m",
+    ),
+    "TandemPreemptions": ({'tandem_worker_preemptions_total{worker="w",role="decode"}': "0+12x60"}, "30m"),
+    "TandemWorkerErrors": ({'tandem_worker_errors_total{worker="w",role="decode"}': "0x10 1x50"}, "12m"),
+    "TandemRecomputedPrompts": ({'tandem_worker_recomputed_total{worker="w",role="decode"}': "0x10 9x50"}, "12m"),
+    "TandemQuarantinedBlocks": ({'tandem_worker_quarantined_blocks{worker="w",role="decode"}': "3x60"}, "20m"),
+    "TandemLinkResets": ({'tandem_link_resets_total{worker="w",peer="v"}': "0x10 5x50"}, "12m"),
+    "TandemDroppedMessages": (
+        {'tandem_dropped_messages_total{worker="w",at="router",reason="stranger"}': "0x10 20x50"},
+        "12m",
+    ),
+    "TandemEngineNotReady": ({'tandem_engine_ready{engine="e"}': "0x60"}, "10m"),
+    "TandemApiKeyFileDamaged": ({"tandem_api_key_file_damaged": "1x60"}, "10m"),
+    "TandemTlsFilesDamaged": ({'tandem_engine_tls_files_damaged{engine="e"}': "1x60"}, "10m"),
+    "TandemCertificateExpires": ({"tandem_tls_certificate_expiry_timestamp_seconds": "600000x120"}, "90m"),
+    "TandemAuditLinesLost": ({"tandem_router_lost_audit_lines_total": "0x10 1x50"}, "12m"),
+    "TandemSpansDropped": ({'tandem_hub_dropped_spans_total{reason="queue_full"}': "0+1x60"}, "40m"),
+}
+# What raises none of them, whenever it is asked: 501 is the model's, and probes get 503 while a server starts.
+HEALTHY = {
+    'tandem_api_keys{state="active"}': "1x120",
+    "tandem_api_key_file_damaged": "0x120",
+    'tandem_router_requests_total{endpoint="/v1/completions",status="200"}': "0+60x120",
+    'tandem_router_requests_total{endpoint="/v1/embeddings",status="501"}': "0+60x120",
+    'tandem_router_requests_total{endpoint="/ready",status="503"}': "0+60x120",
+    'tandem_router_dropped_spans_total{reason="queue_full"}': "0x120",
+    'tandem_worker_errors_total{worker="w",role="decode"}': "3x120",
+    'tandem_engine_ready{engine="e"}': "1x120",
+    "tandem_tls_files_damaged": "0x120",
+    "tandem_tls_certificate_expiry_timestamp_seconds": "9000000x120",
+}
+
+
+def cases() -> dict[str, Any]:
+    """A file of `promtool test rules`: each alert is raised by its series, and healthy series raise none."""
+
+    def given(series: dict[str, str]) -> list[dict[str, str]]:
+        return [{"series": name, "values": values} for name, values in series.items()]
+
+    def expected(alert: str, series: dict[str, str]) -> list[dict[str, Any]]:
+        (rule,) = [rule for rule in RULES if rule["alert"] == alert]
+        return [{"exp_labels": rule["labels"] | _labels_of(alert, series), "exp_annotations": rule["annotations"]}]
+
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": given(series),
+            "alert_rule_test": [{"eval_time": at, "alertname": alert, "exp_alerts": expected(alert, series)}],
+        }
+        for alert, (series, at) in RAISED.items()
+    ]
+    times = ["1m", "15m", "61m", "119m"]
+    asked = [{"eval_time": at, "alertname": rule["alert"], "exp_alerts": []} for rule in RULES for at in times]
+    healthy = {"interval": "1m", "input_series": given(HEALTHY), "alert_rule_test": asked}
+    return {"rule_files": ["alerts.yaml"], "evaluation_interval": "1m", "tests": [*tests, healthy]}
+
+
+def _labels_of(alert: str, series: dict[str, str]) -> dict[str, str]:
+    """Labels of the alert: those of its first series that the rule keeps."""
+    (rule,) = [rule for rule in RULES if rule["alert"] == alert]
+    labels = dict(re.findall(r'(\w+)="([^"]*)"', next(iter(series))))
+    grouped = re.search(r"sum by \(([^)]*)\)", rule["expr"])
+    if grouped:
+        return {name: labels[name] for name in grouped[1].split(", ") if name != "le"}
+    return {} if "sum(" in rule["expr"] or "absent" in rule["expr"] else labels
+
+
+def test_each_alert_has_a_case_that_raises_it() -> None:
+    assert list(RAISED) == [rule["alert"] for rule in RULES]
+    for series, _ in [*RAISED.values(), (HEALTHY, "")]:
+        for name in series:
+            if name != "other":
+                assert set(re.findall(r'(\w+)="', name)) - {"le"} <= set(known()[name.partition("{")[0]])
