@@ -24,6 +24,7 @@ from tandem.cli.options import (
     check_writable,
     no_server,
     print_whole,
+    printable,
     progress_bars,
     write_report,
     write_result,
@@ -122,12 +123,13 @@ def bench(
     try:
         runs = run_measured(_measure_all(client, settings))
     except WarmupError as exc:
-        sys.stderr.write(f"tandem: {exc.message}\n")
+        sys.stderr.write(f"tandem: {printable(exc.message)}\n")
         return 1
     summaries = [run.summary for run in runs]
     _report(settings, summaries, output)
     if report is not None:
-        page = bench_report(f"Load on {settings.model}", _facts(settings), _one_line(_HEADINGS), _rows(summaries), runs)
+        facts = _facts(settings) | _errors(summaries)
+        page = bench_report(f"Load on {settings.model}", facts, _one_line(_HEADINGS), _rows(summaries), runs)
         write_report(report, page)
     return 1 if any(summary.num_errors for summary in summaries) else 0
 
@@ -227,8 +229,9 @@ def _report(settings: BenchSettings, summaries: list[LoadSummary], output: Path 
 
 def print_summaries(settings: BenchSettings, summaries: list[LoadSummary], console: Console) -> None:
     """Print the table of all runs, and the first error of each that had any."""
+    model = printable(settings.model)
     console.print(
-        f"\n{settings.model}: {settings.dataset}, {settings.input_tokens} tokens in, {settings.output_tokens} out",
+        f"\n{model}: {settings.dataset}, {settings.input_tokens} tokens in, {settings.output_tokens} out",
         highlight=False,
         markup=False,
     )
@@ -237,7 +240,7 @@ def print_summaries(settings: BenchSettings, summaries: list[LoadSummary], conso
     for summary in summaries:
         if summary.num_errors:
             console.print(f"[red]concurrency {summary.concurrency}: {summary.num_errors} errors, the first:[/red]")
-            console.print(f"  {_readable(summary.first_error)}", markup=False)
+            console.print(f"  {printable(_readable(summary.first_error))}", markup=False)
 
 
 _HEADINGS = (
@@ -253,6 +256,15 @@ def _table(summaries: list[LoadSummary]) -> Table:
     for row in _rows(summaries):
         table.add_row(*row)
     return table
+
+
+def _errors(summaries: Sequence[LoadSummary]) -> dict[str, str]:
+    """The first error of each run that had any, for a page."""
+    return {
+        f"{summary.num_errors} errors at {summary.concurrency}": f"the first: {_readable(summary.first_error)}"
+        for summary in summaries
+        if summary.num_errors
+    }
 
 
 def _rows(summaries: Sequence[LoadSummary]) -> list[list[str]]:

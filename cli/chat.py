@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem.cli.http_client import error_message, server_client
-from tandem.cli.options import ApiKey, ServedModel, ServerUrl
+from tandem.cli.options import ApiKey, ServedModel, ServerUrl, printable, without_controls
 from tandem.protocol.errors import ConfigError, ServingError
 
 __all__ = ["Conversation", "chat"]
@@ -152,7 +152,9 @@ def _talk(conversation: Conversation, system: str) -> int:
     if is_terminal:
         with contextlib.suppress(ImportError):  # some builds of Python lack it
             import readline  # noqa: F401  # gives input() editing and a history
-        console.print(f"[bold]{escape(conversation.model)}[/bold]  [dim]Ctrl-C stops an answer, /exit leaves[/dim]")
+        console.print(
+            f"[bold]{escape(printable(conversation.model))}[/bold]  [dim]Ctrl-C stops an answer, /exit leaves[/dim]"
+        )
     while (line := _read_line(is_terminal)) is not None and line not in _LEAVE:
         if line == "/reset":
             conversation.messages = list(beginning)
@@ -163,7 +165,7 @@ def _talk(conversation: Conversation, system: str) -> int:
             except ChatError as exc:
                 if not is_terminal:
                     raise
-                console.print(f"[red]{escape(exc.message)}[/red]")
+                console.print(f"[red]{escape(printable(exc.message))}[/red]")
     return 0
 
 
@@ -189,7 +191,7 @@ def _answer(conversation: Conversation, text: str, console: Console) -> None:
     try:
         for piece in pieces:
             speed.count_event()
-            console.out(piece, end="", highlight=False)
+            console.out(without_controls(piece) if console.is_terminal else piece, end="", highlight=False)
             console.file.flush()
     except KeyboardInterrupt:
         is_stopped = True

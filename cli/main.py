@@ -13,6 +13,7 @@ import typer
 from typer import rich_utils
 
 from tandem.cli import bench, chat, keys, model, replay, route, serve, top, version
+from tandem.cli.options import printable
 from tandem.protocol.errors import ServingError
 from tandem.protocol.settings import rule_of
 from tandem.runtime.no_torch import keep_torch_out
@@ -99,8 +100,7 @@ def _complain(message: str) -> None:
     """Write one line of bounded length, whatever a user's file or flag has put into the message."""
     if len(message) > _MAX_MESSAGE:
         message = f"{message[: _MAX_MESSAGE * 2 // 3]} ... {message[-_MAX_MESSAGE // 3 :]}"
-    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
-    sys.stderr.write(f"tandem: {line}\n")
+    sys.stderr.write(f"tandem: {printable(message)}\n")
 
 
 def _wrong_value(error: typer.BadParameter) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -27,9 +28,13 @@ __all__ = [
     "check_writable",
     "no_server",
     "print_whole",
+    "printable",
+    "without_controls",
     "write_report",
     "write_result",
 ]
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 ServerUrl = Annotated[
     str, typer.Option(help="Server, with or without /v1; of https:// one, SSL_CERT_FILE may name a CA of your own.")
@@ -84,6 +89,16 @@ def progress_bars() -> Progress:
     console = Console(stderr=True)
     columns = (SpinnerColumn(), "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, refresh_per_second=2, disable=not console.is_terminal)
+
+
+def printable(text: str) -> str:
+    """One line of a text that a server sent: escape sequences, which would reach the terminal, become visible."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def without_controls(text: str) -> str:
+    """An answer for the terminal: with its line ends and tabs, without the characters that begin escape sequences."""
+    return _CONTROLS.sub("", text)
 
 
 def print_whole(table: Table, console: Console) -> None:

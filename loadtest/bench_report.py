@@ -81,9 +81,9 @@ def _draw_itl(axes: Axes, runs: Sequence[BenchRun]) -> None:
 def _draw_tradeoff(axes: Axes, runs: Sequence[BenchRun]) -> None:
     summaries = [run.summary for run in runs]
     throughput = [summary.output_tokens_per_s for summary in summaries]
-    for name, style in (("p50", "-"), ("p99", "--")):
+    for name, style, marker in (("p50", "-", "o"), ("p99", "--", "^")):
         values = [getattr(summary.tpot_s, name) * 1e3 for summary in summaries]
-        axes.plot(throughput, values, style, marker="o", color=_PALETTE[0], label=f"TPOT {name}")
+        axes.plot(throughput, values, style, marker=marker, color=_PALETTE[0], label=f"TPOT {name}")
     for summary, x in zip(summaries, throughput, strict=True):
         place = (x, summary.tpot_s.p50 * 1e3)
         axes.annotate(f"{summary.concurrency}", place, xytext=(5, 5), textcoords="offset points", fontsize=9)

@@ -74,6 +74,10 @@ def _finish(figure: Figure) -> None:
         axes.spines[side].set_visible(False)
     axes.title.set_fontweight("bold")
     axes.margins(x=0.01)
+    if not _has_values(axes):  # ticks of a made-up scale would look like a measurement
+        axes.set(xticks=[], yticks=[])
+        axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", va="center", color="#666666")
+        return
     for axis in (axes.xaxis, axes.yaxis):
         if axis.get_scale() == "log":
             axis.set_major_formatter("{x:g}")
@@ -82,6 +86,13 @@ def _finish(figure: Figure) -> None:
                 axis.set_minor_formatter("{x:g}")
     if axes.get_legend_handles_labels()[1]:
         figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+
+
+def _has_values(axes: Axes) -> bool:
+    import numpy as np
+
+    has_lines = any(np.isfinite(np.asarray(line.get_ydata(), float)).any() for line in axes.lines)
+    return has_lines or bool(axes.patches or axes.collections)
 
 
 def _figure(name: str, png: bytes) -> str:
@@ -101,6 +112,7 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
+h1 {{ overflow-wrap: anywhere; }}
 body {{ font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1500px; margin: 2em auto; padding: 0 1em; }}
 .wide {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; margin: 1.5em 0; }}

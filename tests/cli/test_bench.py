@@ -8,6 +8,7 @@ from rich.console import Console
 from tandem.cli.bench import BenchSettings, print_summaries
 from tandem.cli.main import run
 from tandem.loadtest.client import StreamTiming
+from tandem.loadtest.html_report import png_plots
 from tandem.loadtest.stats import summarize
 from tests.support.fake_openai import FakeServer
 
@@ -51,7 +52,36 @@ def test_a_report_of_failed_requests_is_a_report(server: FakeServer, tmp_path: P
     report = tmp_path / "report.html"
     sizes = "--concurrency 1 --requests 2 --warmup 0"
     assert run(["bench", "--url", server.url, *sizes.split(), "--report", str(report)]) == 1
-    assert "<h1>Load on fake-model</h1>" in report.read_text()
+    page = report.read_text()
+    assert "<h1>Load on fake-model</h1>" in page
+    assert "<dt>2 errors at 1</dt><dd>the first: not today" in page
+
+
+def test_no_escape_sequence_of_a_server_reaches_the_terminal(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.model = "m\x1b[2J"
+    server.status, server.error = 500, {"message": "no\x1b]0;title\x07"}
+    for warmup, code in ((0, 1), (1, 1)):
+        assert run(["bench", "--url", server.url, "--requests", "1", "--warmup", str(warmup)]) == code
+    shown = "".join(capsys.readouterr())
+    assert "m\\x1b[2J" in shown
+    assert "no\\x1b]0;title" in shown
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+
+
+def test_a_plot_without_values_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
+    texts: list[list[str]] = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig",
+        lambda figure, image, format: texts.append([text.get_text() for text in figure.axes[0].texts]),
+    )
+    values: list[list[float]] = [[], [float("nan")], [1.0]]
+    for one in values:
+        png_plots({"a": lambda axes, one=one: axes.plot(one)})  # type: ignore[misc]
+    assert texts == [["no data"], ["no data"], []]
 
 
 def test_a_report_that_cannot_be_drawn_is_refused_before_the_run(

@@ -12,6 +12,7 @@ import pytest
 
 from tandem.cli.chat import ChatError, Conversation
 from tandem.cli.main import run
+from tandem.cli.options import without_controls
 from tests.support.fake_openai import FakeServer
 
 
@@ -143,3 +144,7 @@ def test_ctrl_c_stops_the_answer_and_a_second_one_leaves(server: FakeServer) -> 
             process.kill()
             guard.cancel()
             terminal.close()
+
+
+def test_an_answer_keeps_its_lines_and_loses_escape_sequences() -> None:
+    assert without_controls("a\tb\n\x1b[2J\x9b2Jé\u200d\r") == "a\tb\n[2J2Jé\u200d"
