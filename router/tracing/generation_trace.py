@@ -166,7 +166,7 @@ class GenerationTrace:
         ends_s = [*self._moved_until_s, *[node.end_s] * (len(self._moves) - len(self._moved_until_s))]
         for move, end_s in zip(self._moves, ends_s, strict=True):
             attributes: Attributes = {"tandem.output_tokens": move.num_tokens, "tandem.move.reason": str(move.error)}
-            node.child("move", move.lost_s, end_s, attributes | _placement_attributes(move.decision))
+            node.child("move", move.lost_s, end_s, attributes | _placement_attributes(move.decision.placement))
 
     def _add_decode(self, node: SpanNode) -> None:
         if self._first_token_s is None or self._num_tokens < 2:
@@ -197,21 +197,22 @@ def admission_node(
     if (forecast := decision.forecast) is not None:
         node.attributes["tandem.queue.place"] = forecast.ahead.num_requests
         node.attributes["tandem.predicted_ttft_s"] = forecast.ttft_s
-    attributes = _placement_attributes(decision.placement) if decision.placement else {}
-    node.child("placement", decision.decided_s, decision.booked_s, attributes)
+    node.child("placement", decision.decided_s, decision.booked_s, _placement_attributes(decision.placement))
     return node
 
 
 def placement_node(start_s: float, end_s: float, placement: Placement | None, error: BaseException | None) -> SpanNode:
     """The span of a decision outside of the queue: a request that failed at its first place goes elsewhere."""
-    node = SpanNode("placement", start_s, end_s, _placement_attributes(placement) if placement else {})
+    node = SpanNode("placement", start_s, end_s, _placement_attributes(placement))
     if error is not None:
         node.fail(error)
     return node
 
 
-def _placement_attributes(placement: Placement) -> Attributes:
+def _placement_attributes(placement: Placement | None) -> Attributes:
     """The workers that were chosen, the terms of the cost, and the cost of the runner-up."""
+    if placement is None:
+        return {}
     best, runner_up = placement.best, placement.runner_up
     attributes: Attributes = {
         "tandem.placement.prefill_worker": best.prefill.worker_id,
