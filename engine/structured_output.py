@@ -22,12 +22,19 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from tandem.protocol.fault_boundary import error_of, outcome_of
-from tandem.protocol.grammar import GrammarError, check_matcher, compile_grammar, make_grammar_tokenizer
+from tandem.protocol.grammar import (
+    GrammarError,
+    check_matcher,
+    compile_grammar,
+    make_grammar_tokenizer,
+    num_forced_bytes,
+)
 
 __all__ = ["GrammarMatcher", "StructuredOutput", "TokenMask"]
 
 _MAX_COMPILED = 64  # grammars that are kept: requests of one application share theirs
 _MAX_THREADS = 8  # that compute masks
+_MAX_RUN_BYTES = 512  # of a forced text whose tokens are looked for one by one: each time the rest of it is cut anew
 
 TokenMask = np.ndarray[Any, Any]  # [ceil(vocab / 32)], int32; bit i of word w allows token 32 w + i
 
@@ -82,8 +89,17 @@ class GrammarMatcher:
         llguidance finds bytes that are the only ones which fit, and cuts them into tokens as the tokenizer does. Its
         mask allows the first of these tokens and no other.
         """
-        forced: list[int] = self.follow(new_ids).compute_ff_tokens()
+        matcher = self.follow(new_ids)
+        if not 0 < num_forced_bytes(matcher) <= _MAX_RUN_BYTES:
+            return None
+        forced: list[int] = matcher.compute_ff_tokens()
         return forced[0] if forced else None
+
+    def before_mask(self, new_ids: list[int]) -> llguidance.LLMatcher:
+        """The matcher behind these tokens, if its mask does not cost too much. Raises `GrammarError`."""
+        matcher = self.follow(new_ids)
+        num_forced_bytes(matcher)
+        return matcher
 
     def is_complete(self, new_ids: list[int]) -> bool:
         """Whether nothing may follow these tokens. Raises `GrammarError` as `follow` does."""
@@ -144,7 +160,7 @@ class StructuredOutput:
                 self._kept.popitem(last=False)
 
     def _compute_masks(self, rows: list[tuple[GrammarMatcher, list[int]]]) -> list[TokenMask | Exception]:
-        followed = [outcome_of(matcher.follow, new_ids) for matcher, new_ids in rows]
+        followed = [outcome_of(matcher.before_mask, new_ids) for matcher, new_ids in rows]
         masks = np.empty((len(rows), len(self._no_end)), dtype=np.int32)
         matchers = [(one, row) for row, one in enumerate(followed) if not isinstance(one, Exception)]
         if matchers:

@@ -21,7 +21,13 @@ import llguidance
 import msgspec
 from llguidance.gbnf_to_lark import any_to_lark
 
-from tandem.protocol.grammar import GrammarError, check_matcher, compile_grammar, make_grammar_tokenizer
+from tandem.protocol.grammar import (
+    GrammarError,
+    check_matcher,
+    compile_grammar,
+    make_grammar_tokenizer,
+    num_forced_bytes,
+)
 from tandem.router.structured_output.structural_tag import structural_tag_grammar
 
 __all__ = ["MAX_CPU_S", "Compiled", "Question", "answer_of_fork", "make_grammar", "read_frame", "write_frame"]
@@ -126,6 +132,7 @@ def _answer(tokenizer: llguidance.LLTokenizer, question: Question) -> Compiled:
     try:
         grammar = make_grammar(question.kind, question.text)
         matcher = compile_grammar(tokenizer, grammar)
+        num_forced_bytes(matcher)
         matcher.compute_bitmask()
         check_matcher(matcher)
     except GrammarError as exc:

@@ -214,6 +214,8 @@ def test_tokens_on_a_late_device_are_those_alone(folder: Path, seed: int) -> Non
         ('{"grammars": [{"json_schema": {"type": 7}}]}', "cannot be used"),
         ("", None),
         (COSTLY, "items"),
+        (regex_grammar("[ab]c{20000}"), "no choice for 20000 bytes"),
+        (regex_grammar("[ab]{3}" + "c" * 5000), "no choice for 5000 bytes"),
     ],
 )
 def test_a_grammar_that_cannot_be_used_fails_its_own_request(engine: Engine, grammar: str, message: str | None) -> None:

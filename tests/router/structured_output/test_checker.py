@@ -80,6 +80,22 @@ async def test_what_cannot_be_kept_is_refused_by_name(
     assert error.value.param == "x"
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "taken", "refused"),
+    [
+        ("json", '{"const": "%s"}', 4000, 5000),
+        ("json", '{"enum": ["%s", "%s1"]}', 4000, 5000),
+        ("grammar", 'start: "%s" /[0-9]/', 4000, 5000),
+        ("regex", "%s", 4096, 4097),
+    ],
+)
+async def test_a_fixed_text_is_bounded(checker: GrammarChecker, kind: str, text: str, taken: int, refused: int) -> None:
+    """Each token within it would take as long as the rest of the text is."""
+    assert await checker.grammar(Constraint(kind, text.replace("%s", "a" * taken), "x"), "t")
+    with pytest.raises(GrammarError, match=r"no choice for \d+ bytes"):
+        await checker.grammar(Constraint(kind, text.replace("%s", "a" * refused), "x"), "t")
+
+
 async def test_a_grammar_that_takes_too_long_is_refused_and_others_go_on(checker: GrammarChecker) -> None:
     asked = [checker.grammar(one, "t") for one in (HOSTILE, OBJECT, HOSTILE)]
     first, second, third = await asyncio.gather(*asked, return_exceptions=True)
