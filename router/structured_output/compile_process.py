@@ -19,7 +19,6 @@ from typing import BinaryIO
 
 import llguidance
 import msgspec
-from llguidance.gbnf_to_lark import any_to_lark
 
 from tandem.protocol.grammar import (
     GrammarError,
@@ -28,6 +27,7 @@ from tandem.protocol.grammar import (
     make_grammar_tokenizer,
     num_forced_bytes,
 )
+from tandem.router.structured_output.lark_rules import lark_of
 from tandem.router.structured_output.structural_tag import structural_tag_grammar
 
 __all__ = ["MAX_CPU_S", "Compiled", "Question", "answer_of_fork", "make_grammar", "read_frame", "write_frame"]
@@ -103,7 +103,7 @@ def make_grammar(kind: str, text: str) -> str:
         choices = json.loads(text)
         return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices))
     if kind == "grammar":
-        return matcher.grammar_from_lark(any_to_lark(text))
+        return matcher.grammar_from_lark(lark_of(text))
     assert kind == "structural_tag", f"unknown kind {kind}"
     return structural_tag_grammar(text, WHITESPACE)
 
@@ -141,6 +141,8 @@ def _answer(tokenizer: llguidance.LLTokenizer, question: Question) -> Compiled:
         return Compiled(error=_CAUSES[signal.SIGABRT])
     except (ValueError, msgspec.MsgspecError, RecursionError) as exc:
         return Compiled(error=f"It is malformed: {' '.join(str(exc).split())[:300]}")
+    except BaseException as exc:  # a panic of llguidance is no Exception; without a verdict it would be asked for again
+        return Compiled(error=f"It cannot be used: {' '.join(str(exc).split())[:300]}")
     return Compiled(grammar=grammar)
 
 

@@ -7,9 +7,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
 from tandem.protocol.sampling import MAX_GRAMMAR_CHARS
 
-__all__ = ["ANY_TEXT", "LarkRules", "one_of", "quoted", "regex", "row"]
+__all__ = ["ANY_TEXT", "LarkRules", "lark_of", "one_of", "quoted", "regex", "row"]
 
 ANY_TEXT = "/(?s:.*)/"
 
@@ -55,6 +57,17 @@ class LarkRules:
     def grammar(self, start: str) -> str:
         """The whole grammar."""
         return "\n".join([f"start: {start}", *self._rules, ""])
+
+
+def lark_of(grammar: str) -> str:
+    """A grammar in Lark's form, which is given in that or in GBNF. Raises `ValueError`."""
+    if "::=" not in grammar:  # every rule of GBNF has it
+        return grammar
+    try:
+        lark: str = any_to_lark(grammar)
+    except GbnfToLarkError as exc:
+        raise ValueError(str(exc)) from exc
+    return lark
 
 
 def row(*parts: str) -> str:

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from llguidance.gbnf_to_lark import any_to_lark
 from msgspec import UNSET, Meta, UnsetType
 
-from tandem.router.structured_output.lark_rules import ANY_TEXT, LarkRules, one_of, quoted, regex
+from tandem.router.structured_output.lark_rules import ANY_TEXT, LarkRules, lark_of, one_of, quoted, regex
 
 __all__ = ["structural_tag_grammar"]
 
@@ -196,7 +195,7 @@ class _Writer:
                 return regex(pattern)
             case Grammar(grammar):
                 name = f"g{len(self._grammars)}"
-                self._grammars.append({"name": name, "lark_grammar": any_to_lark(grammar)})
+                self._grammars.append({"name": name, "lark_grammar": lark_of(grammar)})
                 return f"@{name}"
             case Row(elements):
                 return self._row(elements, is_last=is_last)

@@ -49,6 +49,8 @@ async def until_forked(pid: int) -> psutil.Process:
         ("choice", '["a", "say \\"b\\"", "é🎉", ""]'),
         ("grammar", 'root ::= "a" | "b" root'),
         ("grammar", 'start: "a"+'),
+        ("grammar", "start[max_tokens=3]: /a*/ b\nb[lazy]: /a+/"),
+        ("grammar", 'start: "::=" b\nb: "b"'),
         ("structural_tag", TAG),
     ],
 )
@@ -67,6 +69,8 @@ async def test_what_can_be_kept_becomes_a_grammar(checker: GrammarChecker, kind:
         ("json", "{", "malformed"),
         ("regex", "(((", "unclosed group"),
         ("grammar", "start: ((", "Expected token"),
+        ("grammar", 'a: "b"', "start"),
+        ("grammar", 'root ::= "a" )', "malformed"),
         ("structural_tag", TAG.replace('["<f="]', '["<g="]'), "none of the triggers"),
         ("structural_tag", "{}", "structures"),
     ],
@@ -112,6 +116,19 @@ def test_a_grammar_that_takes_too_much_time_is_refused(tokenizer: Tokenizer, mon
         make_grammar_tokenizer(tokenizer.to_json(), None, ()), compile_process.Question(SLOW.kind, SLOW.text)
     )
     assert "takes more than 1 s" in msgspec.msgpack.decode(compiled, type=compile_process.Compiled).error
+
+
+def test_a_panic_is_a_verdict(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        """As Rust's panics come to Python."""
+
+    def panic(*_: object) -> None:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(compile_process, "compile_grammar", panic)
+    grammars = make_grammar_tokenizer(tokenizer.to_json(), None, ())
+    frame = compile_process.answer_of_fork(grammars, compile_process.Question("regex", "a"))
+    assert "index out of bounds" in msgspec.msgpack.decode(frame, type=compile_process.Compiled).error
 
 
 async def test_refused_grammars_do_not_end_the_process(checker: GrammarChecker) -> None:
