@@ -63,6 +63,8 @@ def ray_running(
     """
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would let everything else on the machine go first
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA_VISIBLE_DEVICES as it is on CPU actors
+    # Ray would start a process for every core before one is asked for. Our workers' variables fit none of them.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     if address:
         return _joined_ray(address, progress)
     return _private_ray(folder, progress)
