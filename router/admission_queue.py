@@ -14,7 +14,7 @@ from tandem.protocol.errors import NoWorker, ServingError
 from tandem.protocol.messages import PrefillPriority
 from tandem.scheduling.admission.admission import Admission, Drop
 from tandem.scheduling.admission.queued_request import QueuedRequest
-from tandem.scheduling.placement.decisions import DecisionLog, RoutingDecision
+from tandem.scheduling.decisions import DecisionLog, RoutingDecision
 from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.request import PlacementRequest
 from tandem.scheduling.workers.registry import Registry

@@ -21,7 +21,7 @@ from tandem.protocol.errors import Overloaded
 from tandem.protocol.timeline import Ages
 from tandem.router.tracing.itl import ItlSummary
 from tandem.router.tracing.span_node import Attributes, SpanNode
-from tandem.scheduling.placement.decisions import RoutingDecision
+from tandem.scheduling.decisions import RoutingDecision
 from tandem.scheduling.placement.placement import Placement
 
 if TYPE_CHECKING:

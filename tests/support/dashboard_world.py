@@ -23,7 +23,7 @@ from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tandem.scheduling.admission.work import NO_WORK, Work
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.placement.decisions import DecisionLog, RoutingDecision
+from tandem.scheduling.decisions import DecisionLog, RoutingDecision
 from tandem.scheduling.placement.placement import Candidate, Placement, Terms
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.request import ServiceClass

@@ -21,7 +21,7 @@ from tandem.router.engines.fleet.fleet import EngineFleet
 from tandem.scheduling.admission.admission import Admission
 from tandem.scheduling.admission.stats import TenantStats
 from tandem.scheduling.admission.work import Work
-from tandem.scheduling.placement.decisions import MAX_DECISIONS
+from tandem.scheduling.decisions import MAX_DECISIONS
 from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.request import PlacementRequest
 
