@@ -1,8 +1,4 @@
 """The decode role: receive prompts' KV and decode."""
 
-from tandem.decode_worker.role import DecodeRole
-
 if __name__ != "tandem.decode_worker":
     raise ImportError("import tandem.decode_worker: tandem is the one import root")
-
-__all__ = ["DecodeRole"]

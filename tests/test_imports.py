@@ -101,30 +101,25 @@ def test_nothing_is_importable_past_the_root(package: str) -> None:
     assert f"ImportError: import tandem.{package}" in result.stderr
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
+def test_the_router_runs_without_torch() -> None:
+    run_without(
+        ["torch", "ray", "nixl"],
         "tandem.router.openai.app",
         "tandem.router.engines.app",
         "tandem.router.workers.flow",
         "tandem.router.workers.client",
         "tandem.scheduling.placement.placer",
         "tandem.cluster.route",
-    ],
-)
-def test_the_router_runs_without_torch(module: str) -> None:
-    run_without(["torch", "ray", "nixl"], module)
+    )
 
 
-@pytest.mark.parametrize("module", ["tandem.cli.main", "tandem.cluster.route"])
-def test_commands_and_a_router_of_engines_start_without_transformers(module: str) -> None:
+def test_commands_and_a_router_of_engines_start_without_transformers() -> None:
     """transformers brings torch where that is installed: seconds and 200 MB."""
-    run_without(["torch", "ray", "nixl", "transformers"], module)
+    run_without(["torch", "ray", "nixl", "transformers"], "tandem.cli.main", "tandem.cluster.route")
 
 
-@pytest.mark.parametrize("module", ["tandem.router.engines.app", "tandem.router.processes.remote_dispatcher"])
-def test_edge_processes_of_engines_run_without_what_decides(module: str) -> None:
-    run_without(["numpy", "httpx"], module)
+def test_edge_processes_of_engines_run_without_what_decides() -> None:
+    run_without(["numpy", "httpx"], "tandem.router.engines.app", "tandem.router.processes.remote_dispatcher")
 
 
 def test_the_supervisor_needs_no_torch() -> None:
@@ -133,12 +128,11 @@ def test_the_supervisor_needs_no_torch() -> None:
 
 def test_the_pure_core_loads_no_io_library() -> None:
     blocked = sorted(FOREIGN["scheduling"] - {"asyncio", "socket", "threading"})  # the standard library uses these
-    for module in modules_of("scheduling"):
-        run_without(blocked, module)
+    run_without(blocked, *modules_of("scheduling"))
 
 
-def run_without(blocked: list[str], module: str) -> None:
-    code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import {module}"
+def run_without(blocked: list[str], *modules: str) -> None:
+    code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import {', '.join(modules)}"
     result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=110)
     assert result.returncode == 0, result.stderr
 

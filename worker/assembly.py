@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import zmq
 
-from tandem.decode_worker import DecodeRole
+from tandem.decode_worker.role import DecodeRole
 from tandem.engine.engine import Engine
 from tandem.kv_transfer.handshake import compatibility_fields
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.base import Transport
 from tandem.kv_transfer.transport.factory import create_transport
 from tandem.kv_transfer.transport.in_process import InProcessHub
-from tandem.prefill_worker import PrefillRole
+from tandem.prefill_worker.role import PrefillRole
 from tandem.protocol.config import WorkerConfig
 from tandem.protocol.fault_boundary import undone_on_error
 from tandem.protocol.messages import PeerAddress

@@ -22,12 +22,12 @@ import msgspec
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tandem.decode_worker import DecodeRole
+from tandem.decode_worker.role import DecodeRole
 from tandem.engine.engine import Engine, SequenceOutput
 from tandem.kv_transfer.handshake import compatibility_fields
 from tandem.kv_transfer.links import LinkChange, LinkState, PeerLinks
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport, InProcessWrite, Verdict
-from tandem.prefill_worker import PrefillRole
+from tandem.prefill_worker.role import PrefillRole
 from tandem.protocol.config import EngineConfig, TransferConfig
 from tandem.protocol.errors import ServingError
 from tandem.protocol.messages import (

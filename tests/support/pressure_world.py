@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from tandem.decode_worker import DecodeRole
+from tandem.decode_worker.role import DecodeRole
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.device import HostStream
 from tandem.engine.scheduler import Scheduler

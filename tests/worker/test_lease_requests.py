@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.decode_worker import DecodeRole
+from tandem.decode_worker.role import DecodeRole
 from tandem.engine.engine import Engine, SequenceOutput
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport
-from tandem.prefill_worker import PrefillRole
 from tandem.prefill_worker.block_writes import LinkTotals
+from tandem.prefill_worker.role import PrefillRole
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.messages import (
     Decode,
