@@ -27,6 +27,7 @@ from tandem.router.audit_log import check_audit_log
 from tandem.router.http.listening import listening
 from tandem.router.http.tls import check_server_tls
 from tandem.router.keys.key_file import KeyFile
+from tandem.router.tracing.setup import check_tracing
 from tandem.scheduling.admission.tenants import load_tenants
 from tandem.worker.kv.tier_check import check_tiers
 
@@ -91,6 +92,7 @@ def serve(values: Values) -> int:
     policies, key_file = load_tenants(files.tenants), KeyFile(files.api_key_file, config.router.audit_log)
     check_audit_log(config.router.audit_log)
     check_server_tls(config.router)
+    check_tracing(is_on=config.router.tracing)
     with listening(config.router.host, config.router.port):
         pass  # a port in use is reported before anything is fetched or started
     model = config.engine.model

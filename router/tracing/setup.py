@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator
@@ -13,7 +14,12 @@ if TYPE_CHECKING:
     from tandem.router.tracing.export import SpanExport
     from tandem.router.tracing.tracing import Tracing
 
-__all__ = ["begin_tracing", "close_tracing", "closing_tracing", "tracing_of"]
+__all__ = ["begin_tracing", "check_tracing", "close_tracing", "closing_tracing", "tracing_of"]
+
+
+def check_tracing(*, is_on: bool) -> None:
+    """Raise `ConfigError` for what would keep tracing from beginning: no OpenTelemetry, or unusable variables."""
+    asyncio.run(close_tracing(begin_tracing("check", is_on=is_on)))
 
 
 def begin_tracing(process: str, *, is_on: bool) -> SpanExport | None:

@@ -11,15 +11,13 @@ import venv
 import zipfile
 from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.support.server import REPOSITORY, started
+from tests.support.server import HTTP, REPOSITORY, started
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
-PAGE_SUFFIXES = {".html", ".css", ".js", ".svg"}
-NOT_COPIED = (".*", "build", "dist", "*.egg-info", "*.so", "__pycache__", "bench-results")
+NOT_COPIED = (".git", ".venv*", ".*_cache", ".hypothesis", "build", "dist", "*.egg-info", "*.so", "__pycache__", "bench-results")
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +32,20 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tandem(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The command of a new environment that has the wheel. The wheel's dependencies are those of this environment."""
+    """The command of a new environment that has the wheel, and our dependencies without those of the extra `otel`."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)
     python = str(folder / "bin" / "python")
     paths = {"base": str(folder), "platbase": str(folder)}
     (packages,) = {Path(sysconfig.get_path(name, vars=paths)) for name in ("purelib", "platlib")}
     pip("--python", python, "install", "--no-deps", "--no-index", str(wheel))
+    dependencies = folder / "dependencies"
+    dependencies.mkdir()
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if not path.name.startswith("opentelemetry"):
+            (dependencies / path.name).symlink_to(path)
     # Python does not read the path files of a folder that a path file adds. So it finds no editable Tandem there.
-    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (packages / "dependencies.pth").write_text(f"{dependencies}\n")
     return str(folder / "bin" / "tandem")
 
 
@@ -80,11 +83,12 @@ def test_its_one_top_level_name_is_tandem_and_nothing_is_missing(wheel: Path) ->
         str(Path("tandem", path.relative_to(REPOSITORY)))
         for folder in folders
         for path in (REPOSITORY / folder).rglob("*")
-        if path.is_file()
-        and path.suffix in {".py", ".pyi", ".c", ".cpp", ".h", ".yaml", ".tpl", ".json", *PAGE_SUFFIXES}
+        if path.is_file() and path.suffix not in {".pyc", ".so"}
     }
     assert sources - names == set()
-    assert {"tandem/py.typed", "tandem/helm/tandem/Chart.yaml", "tandem/engine/cpu/common.h"} <= names
+    some = ("py.typed", "engine/cpu/common.h", "helm/tandem/Chart.yaml", "helm/tandem/templates/NOTES.txt")
+    some += ("helm/tandem/.helmignore", "router/http/static/main.js", "router/dashboard/static/index.html")
+    assert {f"tandem/{name}" for name in some} <= names
 
 
 def test_router_and_workers_start_beside_modules_of_the_same_names(
@@ -101,7 +105,17 @@ def test_router_and_workers_start_beside_modules_of_the_same_names(
     ) as server:
         server.wait_ready()
         body = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        answer = HTTP.post(f"{server.url}/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         assert {server.worker(role)["state"] for role in ("prefill", "decode")} == {"ready"}
         assert server.stop() == 0
+
+
+def test_without_the_extra_tracing_is_refused_before_anything_starts(
+    tandem: str, text_model: Path, tmp_path: Path
+) -> None:
+    with started(text_model, tmp_path, "--tracing", tandem=[tandem], cwd=tmp_path, env={"PYTHONPATH": ""}) as server:
+        assert server.wait_ended() == 2
+    (line,) = server.output.strip().splitlines()
+    assert line.startswith("tandem: --tracing needs the extra otel")
+    assert line.endswith("pip install 'tandem-serve[otel]'")
