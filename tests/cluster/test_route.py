@@ -8,9 +8,8 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,18 +22,12 @@ import pytest
 from tandem.cli.main import run
 from tests.support.fake_openai import FakeServer, fake_openai
 from tests.support.key_scenario import Keys, exercise_keys
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 BODY: dict[str, Any] = {"prompt": "a b c", "max_tokens": 3, "stream": False}
 ADMIN = {"authorization": "Bearer secret"}
-
-
-def until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 @contextmanager
@@ -87,10 +80,10 @@ class Running:
             pools = self.pools()
             return pools["num_requests"] == 0 and pools["queued_prompt_tokens"] == 0
 
-        until(is_idle, "something is left")
+        until(is_idle)
 
     def assert_gone(self) -> None:
-        until(lambda: not any(map(psutil.pid_exists, self.ever)), f"some of {self.ever} are left")
+        until(lambda: not any(map(psutil.pid_exists, self.ever)), explain=lambda: f"some of {self.ever} are left")
 
 
 @contextmanager
@@ -123,7 +116,7 @@ def routing(
         assert f"Routing to {len(engines)} engine(s) on http://" in line, line + process.stderr.read()
         assert (f"by {count} processes" in line) == (count > 1)
         running = Running(process, line.split()[5], headers or {})
-        until(lambda: running.are_there(count), "not all see each other and their engines")
+        until(lambda: running.are_there(count))
         yield running
         running.ever |= set(running.children()) if process.poll() is None else set()
     finally:
@@ -146,7 +139,6 @@ def burst(running: Running, num_requests: int, **fields: Any) -> Counter[str]:
 def test_keys_are_made_limited_and_revoked_under_load(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys.json", tmp_path / "audit.jsonl")
     operator, _ = keys.create("--operator")
-    keys.audit_log.unlink()
     flags = (f"--api-key-file={keys.path}", f"--audit-log={keys.audit_log}")
     headers = {"authorization": f"Bearer {operator}"}
     with fakes(1) as engines, routing(tmp_path, engines, 2, *flags, headers=headers) as running:
@@ -154,7 +146,7 @@ def test_keys_are_made_limited_and_revoked_under_load(tmp_path: Path) -> None:
         assert running.get("/v1/engines", headers=ADMIN).status_code == 200
         drained = httpx.delete(f"{running.url}/v1/engines/e0", headers=ADMIN, timeout=20.0)
         assert drained.status_code == 202
-        until(lambda: keys.audited()["engine.drain", "ok"] == 1, "the audit log has no line")
+        until(lambda: keys.audited()["engine.drain", "ok"] == 1)
 
 
 def test_one_port_one_total_and_a_clean_end(tmp_path: Path) -> None:
@@ -181,7 +173,7 @@ def test_requests_of_all_processes_at_once_go_evenly_over_equal_engines(tmp_path
             fake.headers_pause.clear()  # no engine answers before all requests are placed
         with ThreadPoolExecutor(num_requests) as pool:
             answers = [pool.submit(running.complete, prompt=f"{i} {'x' * 400}") for i in range(num_requests)]
-            until(lambda: sum(len(fake.requests) for fake in engines) == num_requests, "not all are placed")
+            until(lambda: sum(len(fake.requests) for fake in engines) == num_requests)
             counts = sorted(len(fake.requests) for fake in engines)
             for fake in engines:
                 fake.resume()
@@ -200,20 +192,20 @@ def test_a_process_that_dies_is_replaced_and_its_load_forgotten(tmp_path: Path) 
             fake.headers_pause.clear()
         with ThreadPoolExecutor(12) as pool:
             answers = [pool.submit(running.complete) for _ in range(12)]
-            until(lambda: running.pools()["num_requests"] == 12, "not all are placed")
+            until(lambda: running.pools()["num_requests"] == 12)
             shares = {name: one["num_requests"] for name, one in running.pools()["processes"].items()}
             victim = running.children()[0]
             os.kill(victim, signal.SIGKILL)
             broken = [answer for answer in answers if _is_broken(answer)]
             assert len(broken) in shares.values()
-            until(lambda: running.pools()["num_requests"] == 12 - len(broken), "its load is still counted")
-            until(lambda: victim not in running.children() and len(running.children()) == 2, "it was not replaced")
+            until(lambda: running.pools()["num_requests"] == 12 - len(broken))
+            until(lambda: victim not in running.children() and len(running.children()) == 2)
             for fake in engines:
                 fake.resume()
             assert sum(answer.exception() is None and answer.result().status_code == 200 for answer in answers) == (
                 12 - len(broken)
             )
-        until(lambda: running.are_there(2), "the new one did not join")
+        until(lambda: running.are_there(2))
         running.ever |= set(running.children())
         running.assert_idle()
         assert running.totals("tandem_engine_requests_total") >= before
@@ -227,8 +219,8 @@ def test_a_process_that_takes_anothers_place_has_the_tenants_of_the_others(tmp_p
         tenants.write_text("[being edited")
         killed = running.children()[0]
         os.kill(killed, signal.SIGKILL)
-        until(lambda: killed not in running.children(), "it lives")
-        until(lambda: running.are_there(2), "the new one did not join")
+        until(lambda: killed not in running.children())
+        until(lambda: running.are_there(2))
         running.ever |= set(running.children())
         burst(running, 8)
 
@@ -237,8 +229,8 @@ def test_a_process_that_hangs_is_replaced(tmp_path: Path) -> None:
     with fakes(1) as engines, routing(tmp_path, engines, 2, "--worker-timeout-s=2") as running:
         hung = running.children()[0]
         os.kill(hung, signal.SIGSTOP)
-        until(lambda: hung not in running.children() and len(running.children()) == 2, "it was not replaced")
-        until(lambda: running.are_there(2), "the new one did not join")
+        until(lambda: hung not in running.children() and len(running.children()) == 2)
+        until(lambda: running.are_there(2))
         burst(running, 8)
 
 
@@ -247,17 +239,17 @@ def test_a_hub_that_hangs_ends_no_answer_that_has_begun_and_goes_on_where_it_was
         engine.pause.clear()
         with ThreadPoolExecutor(4) as pool:
             streams = [pool.submit(running.complete, stream=True) for _ in range(4)]
-            until(lambda: running.totals("tandem_engine_running_requests") == 4, "not all are placed")
-            until(lambda: engine.num_running == 4, "not all run")
+            until(lambda: running.totals("tandem_engine_running_requests") == 4)
+            until(lambda: engine.num_running == 4)
             os.kill(running.process.pid, signal.SIGSTOP)
-            until(lambda: running.get("/ready").status_code == 503, "nobody has noticed")
+            until(lambda: running.get("/ready").status_code == 503)
             assert running.complete().status_code == 503
             engine.resume()
             for stream in streams:
                 answer = stream.result()
                 assert (answer.status_code, answer.text.endswith("data: [DONE]\n\n")) == (200, True)
             os.kill(running.process.pid, signal.SIGCONT)
-        until(lambda: all(running.get("/ready").status_code == 200 for _ in range(4)), "it did not go on")
+        until(lambda: all(running.get("/ready").status_code == 200 for _ in range(4)))
         assert set(running.children()) <= running.ever  # nobody was replaced
         running.assert_idle()
         burst(running, 8)
@@ -283,7 +275,7 @@ def test_engines_added_and_removed_through_one_process_are_so_for_all(tmp_path: 
             trust_env=False,
         )
         assert added.status_code == 201
-        until(lambda: all(_names(running) == {"e0", "late"} for _ in range(6)), "it did not reach all")
+        until(lambda: all(_names(running) == {"e0", "late"} for _ in range(6)))
         twice = httpx.post(
             f"{running.url}/v1/engines", json={"name": "late", "url": engines[1].url}, headers=ADMIN, trust_env=False
         )
@@ -291,11 +283,11 @@ def test_engines_added_and_removed_through_one_process_are_so_for_all(tmp_path: 
         for name in ("e0", "late"):
             url = f"{running.url}/v1/engines/{name}"
             assert httpx.delete(url, headers=ADMIN, trust_env=False).status_code == 202
-        until(lambda: all(_names(running) == set() for _ in range(6)), "it was not removed everywhere")
+        until(lambda: all(_names(running) == set() for _ in range(6)))
         killed = running.children()[0]
         os.kill(killed, signal.SIGKILL)  # its successor reads the file, which still lists e0
-        until(lambda: killed not in running.children(), "it lives")  # connections in its queue are lost
-        until(lambda: running.are_there(3), "the new one did not join")
+        until(lambda: killed not in running.children())  # connections in its queue are lost
+        until(lambda: running.are_there(3))
         running.ever |= set(running.children())
         assert all(_names(running) == set() for _ in range(12))
 
@@ -311,10 +303,10 @@ def test_ctrl_c_lets_answers_end_and_a_second_one_does_not(tmp_path: Path, num_s
         engine.headers_pause.clear()
         with ThreadPoolExecutor(4) as pool:
             answers = [pool.submit(running.complete) for _ in range(4)]
-            until(lambda: len(engine.requests) == 4, "not all are placed")
+            until(lambda: len(engine.requests) == 4)
             for _ in range(num_signals):
                 running.process.send_signal(signal.SIGINT)
-                until(lambda: not _is_listening(running.url), "it still listens")
+                until(lambda: not _is_listening(running.url))
             if num_signals == 1:
                 assert running.process.poll() is None
                 engine.resume()
@@ -332,7 +324,7 @@ def test_answers_that_do_not_end_in_time_do_not_hold_up_the_end(tmp_path: Path, 
         engine.headers_pause.clear()
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(running.complete)
-            until(lambda: len(engine.requests) == 1, "it is not placed")
+            until(lambda: len(engine.requests) == 1)
             running.process.send_signal(signal.SIGTERM)
             assert running.process.wait(5) == 0
             engine.resume()
@@ -358,7 +350,7 @@ def test_nothing_outlives_a_parent_that_was_killed(tmp_path: Path) -> None:
         running.process.kill()
         running.process.wait()
         running.assert_gone()
-        until(lambda: not folder.exists(), "the folder of the sockets is left")
+        until(lambda: not folder.exists())
 
 
 def _socket_paths(pid: int) -> list[str]:

@@ -10,7 +10,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.server import Server, started, until
+from tests.support.server import Server, started
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -1,37 +1,91 @@
-"""API keys of a real server with two router processes: created, used, limited and revoked while it runs."""
+"""API keys, tenants and traces of a real server with two router processes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx
 import openai
 import pytest
 
-from tests.support.key_scenario import Keys, exercise_keys
-from tests.support.server import started, until
+from tests.support.collector import collecting
+from tests.support.key_scenario import Asker, Keys, exercise_keys
+from tests.support.keys import make_key_file
+from tests.support.served_trace import authorization, check_trace, tracing_to
+from tests.support.server import HTTP, Server, started
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
+PROMPT = "The ferry leaves from the north pier at noon. " * 8
+TENANTS = "[tenants.c]\nshared_cache = true\n[tenants.d]\nshared_cache = true\n"
+TENANT_KEYS = {"sk-a": "a", "sk-b": "b", "sk-c": "c", "sk-d": "d", "sk-ops": "*"}
 
-def test_keys_are_made_limited_and_revoked_under_load(text_model: Path, tmp_path: Path) -> None:
-    keys = Keys(tmp_path / "keys.json", tmp_path / "audit.jsonl")
+
+class Operated(NamedTuple):
+    server: Server
+    keys: Keys
+    operator: str  # the key of an operator
+    operator_id: str
+
+
+@pytest.fixture(scope="module")
+def operated(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
+    """The tests use it one after the other; the last one stops it."""
+    folder = tmp_path_factory.mktemp("operated")
+    tenants, keys = folder / "tenants.toml", Keys(folder / "keys.json", folder / "audit.jsonl")
+    tenants.write_text(TENANTS)
+    make_key_file(keys.path, TENANT_KEYS)
     operator, operator_id = keys.create("--operator")
-    keys.audit_log.unlink()
-    flags = ("--api-key-file", str(keys.path), "--audit-log", str(keys.audit_log), "--pool-bytes", "20000000")
-    with started(text_model, tmp_path, "--router-processes", "2", *flags) as server:
-        url = server.wait_ready().url
-        took_s = exercise_keys(url, keys, operator)
-        print(f"a revoked key was last accepted after {took_s:.2f} s")
+    flags = ("--api-key-file", str(keys.path), "--audit-log", str(keys.audit_log), "--tenants", str(tenants))
+    flags += ("--router-processes", "2", "--tracing", "--no-local-prefill", "--pool-bytes", "20000000")
+    with collecting() as collector, started(text_model, folder, *flags, env=tracing_to(collector)) as server:
+        server.wait_ready()
+        check_trace(server, collector, num_processes=2, key=operator)
+        yield Operated(server, keys, operator, operator_id)
 
-        an_openai_client_waits_as_told(url, keys)
-        headers = {"authorization": f"Bearer {operator}"}
-        change = {"worker": "prefill-0", "role": "decode"}
-        changed = httpx.post(f"{url}/v1/pools/roles", json=change, headers=headers, timeout=60)
-        pin = httpx.post(f"{url}/v1/cache/pin", json={"prompt": "secret words " * 20}, headers=headers, timeout=60)
-        assert pin.status_code == 200, pin.text
-        assert server.stop() == 0
-    audited = keys.audited()
+
+def test_tenants_find_nothing_of_each_other(operated: Operated) -> None:
+    def ask(method: str, path: str, key: str, body: Any = None) -> httpx.Response:
+        return HTTP.request(method, operated.server.url + path, json=body, headers=authorization(key))
+
+    def cached(key: str, **fields: Any) -> int:
+        body = {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True} | fields
+        answer = ask("POST", "/v1/completions", key, body)
+        assert answer.status_code == 200, answer.text
+        return int((answer.json()["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0))
+
+    assert cached("sk-a") == 0
+    assert min(cached("sk-a") for _ in range(4)) >= 256
+    assert [cached("sk-b"), cached("sk-b", cache_salt="a"), cached("sk-c")] == [0, 0, 0]
+    assert cached("sk-d") >= 256
+    pin = ask("POST", "/v1/cache/pin", "sk-a", {"prompt": PROMPT}).json()["id"]
+    assert {ask("POST", "/v1/cache/unpin", "sk-b", {"id": pin}).status_code for _ in range(4)} == {404}
+    shown = [ask("GET", "/v1/cache/pins", key).json()["data"] for key in ("sk-a", "sk-b", "sk-ops")]
+    assert [[one["id"] for one in pins] for pins in shown] == [[pin], [], [pin]]
+    decisions = ask("GET", "/v1/route/decisions", "sk-b").json()["data"]
+    assert {decision["tenant"] for decision in decisions} == {"b"}
+    assert 'tenant="' not in ask("GET", "/metrics", "sk-a").text
+    assert 'tenant="c"' in ask("GET", "/metrics", "sk-ops").text
+
+
+def test_keys_are_made_limited_and_revoked_under_load(operated: Operated) -> None:
+    server, keys, operator, operator_id = operated
+    before = keys.audited()
+    took_s = exercise_keys(server.url, keys, operator)
+    print(f"a revoked key was last accepted after {took_s:.2f} s")
+
+    an_openai_client_waits_as_told(server.url, keys)
+    headers = authorization(operator)
+    change = {"worker": "prefill-0", "role": "decode"}
+    changed = HTTP.post(f"{server.url}/v1/pools/roles", json=change, headers=headers)
+    pin = HTTP.post(f"{server.url}/v1/cache/pin", json={"prompt": "secret words " * 20}, headers=headers)
+    assert pin.status_code == 200, pin.text
+    assert server.stop() == 0
+    audited = keys.audited() - before
     result = "ok" if changed.status_code == 200 else changed.json()["error"]["code"]
     assert audited["role.change", result] == audited["pin.create", "ok"] == 1
     text = keys.audit_log.read_text()
@@ -44,21 +98,15 @@ def test_keys_are_made_limited_and_revoked_under_load(text_model: Path, tmp_path
 def an_openai_client_waits_as_told(url: str, keys: Keys) -> None:
     """A key of 60 requests a minute: once they are used, the client's own retry comes a second later, and is served."""
     secret, key_id = keys.create("--requests-per-minute", "60")
+    until(lambda: Asker(url).seen(secret) == {200})
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=secret, max_retries=0, timeout=60) as client:
 
-    def client(max_retries: int) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{url}/v1", api_key=secret, max_retries=max_retries, timeout=60)
+        def complete(_: int) -> openai.types.Completion:
+            return client.completions.create(model="tiny", prompt="a b c", max_tokens=1)
 
-    def complete(max_retries: int) -> openai.types.Completion:
-        with client(max_retries) as one:
-            return one.completions.create(model=one.models.list().data[0].id, prompt="a b c", max_tokens=1)
-
-    def use_up() -> None:
-        for _ in range(1000):
-            complete(0)
-
-    until(lambda: httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {secret}"}).is_success, 20.0)
-    with pytest.raises(openai.RateLimitError) as refused:
-        use_up()
-    assert refused.value.code == "rate_limit_exceeded"
-    assert f"The API key {key_id} has used up its limit requests_per_minute=60" in str(refused.value)
-    assert complete(5).choices[0].text
+        with ThreadPoolExecutor(4) as pool, pytest.raises(openai.RateLimitError) as refused:
+            list(pool.map(complete, range(200)))
+        assert refused.value.code == "rate_limit_exceeded"
+        assert f"The API key {key_id} has used up its limit requests_per_minute=60" in str(refused.value)
+        patient = client.with_options(max_retries=5)
+        assert patient.completions.create(model="tiny", prompt="a b c", max_tokens=1).choices[0].text

@@ -16,7 +16,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.support.server import START_S, started, until
+from tests.support.server import START_S, started
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.server import START_S, started, until
+from tests.support.server import START_S, started
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

@@ -17,7 +17,8 @@ from tests.support.server import HTTP, REPOSITORY, started
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
-NOT_COPIED = (".git", ".venv*", ".*_cache", ".hypothesis", "build", "dist", "*.egg-info", "*.so", "__pycache__", "bench-results")
+HIDDEN = (".git", ".venv*", ".*_cache", ".hypothesis")
+NOT_COPIED = (*HIDDEN, "build", "dist", "*.egg-info", "*.so", "__pycache__", "bench-results")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,15 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.support.waiting import until
+
 REPOSITORY = Path(__file__).parents[2]
 START_S = 180.0  # deadlines, several times what a quiet machine needs
 STOP_S = 45.0
 URL = re.compile(r"Serving .* on (http://\S+)")
+# Each request has a connection of its own, so that any router process may get it. Making a TLS context for each one, as
+# `httpx.get` does, would keep a core busy.
+HTTP = httpx.Client(headers={"connection": "close"}, timeout=60, trust_env=False, verify=False)
 
 
 class Server:
@@ -75,11 +80,11 @@ class Server:
         return self._seen
 
     def worker(self, role: str) -> dict[str, Any]:
-        workers = httpx.get(f"{self.url}/v1/pools", timeout=30).json()["roles"][role]
+        workers = HTTP.get(f"{self.url}/v1/pools").json()["roles"][role]
         return workers[0] if workers else {}
 
     def is_ready(self) -> bool:
-        return httpx.get(f"{self.url}/ready", timeout=30).status_code == 200
+        return HTTP.get(f"{self.url}/ready").status_code == 200
 
     def wait_recovered(self, role: str, old_epoch: int) -> None:
         until(lambda: self.worker(role).get("epoch", old_epoch) != old_epoch, START_S, lambda: self.output)
@@ -123,10 +128,3 @@ def started(model: Path | str, folder: Path, *flags: str, **options: Any) -> Ite
             with suppress(subprocess.TimeoutExpired):
                 server.process.wait(STOP_S)
         server.kill()
-
-
-def until(condition: Callable[[], Any], timeout_s: float, explain: Callable[[], str] = str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s. {explain()}"
-        time.sleep(0.05)
