@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import RequestError
+from tandem.router.openai.chat_template import TemplateTraits, template_traits
 from tandem.router.openai.tool_fields import RequestedTools
 from tandem.router.text.tokenizer import Tokenizer
-from tandem.router.tool_calls.detection import (
-    detect_reasoning_format,
-    detect_tool_format,
-    renders_calls,
-    renders_tools,
-)
+from tandem.router.tool_calls.detection import detect_reasoning_format, detect_tool_format
 from tandem.router.tool_calls.formats import TOOL_FORMATS, ToolFormat
 from tandem.router.tool_calls.grammar import tool_call_grammar
 from tandem.router.tool_calls.parser import AnswerParser
-from tandem.router.tool_calls.prompt import with_calls_as_text, with_tools_as_text
+from tandem.router.tool_calls.prompt import TEXT_FORMATS, with_calls_as_text, with_tools_as_text
 from tandem.router.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat
 from tandem.router.tool_calls.response_template import ResponseTemplateParser, load_template
 
@@ -38,6 +34,7 @@ class AnswerParsing:
 
     new_parser: Callable[[], Parser]
     special_ids: frozenset[int] = frozenset()  # special tokens that the parser must see
+    marks: Mapping[int, str] = field(default_factory=dict)  # those of which it must know the places, and their texts
     has_reasoning: bool = False  # it tells reasoning from content
 
 
@@ -48,9 +45,8 @@ class AnswerFormats:
     tools: ToolFormat | None
     reasoning: ReasoningFormat | None
     template: Any  # the checkpoint's response template, instead of both; None = not used
-    shows_tools: bool  # the chat template shows the model the tools
-    shows_calls: bool  # and the calls it made before
-    refuses_roles: bool  # and may refuse a system message
+    traits: TemplateTraits
+    shows_calls: bool  # the chat template shows the calls that the model made before, in this format
 
     def check_tools(self, tools: RequestedTools | None) -> None:
         """Raise `RequestError` if these tools cannot be served."""
@@ -66,13 +62,14 @@ class AnswerFormats:
         self, messages: list[dict[str, Any]], tools: RequestedTools | None
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The messages for the chat template, and its variables about tools."""
-        if not self.shows_calls:
-            messages = with_calls_as_text(messages)
+        messages = self.traits.adapted(messages) if self.shows_calls else with_calls_as_text(messages)
         if tools is None:
             return messages, {}
-        if self.shows_tools:
+        if self.traits.shows_tools:
             return messages, {"tools": tools.tools}
-        return with_tools_as_text(messages, tools.tools, adds_system=not self.refuses_roles), {}
+        name = self.tools.name if self.tools is not None else ""
+        adds_system = not self.traits.refuses_roles
+        return with_tools_as_text(messages, tools.tools, format=name, adds_system=adds_system), {}
 
     def prompt_end(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
         """The end of a prompt, which may open the reasoning."""
@@ -89,6 +86,9 @@ class AnswerFormats:
             return None
         tool_format = self.tools if tools is not None else None
         special = self._special_ids(tokenizer, tool_format)
+        # NOTE: in text between these markers anything goes, so a quoted marker is known by its tokens alone.
+        is_harmony = "harmony" in {one.name for one in (tool_format, self.reasoning) if one is not None}
+        marks = {i: text for text, i in special.items()} if is_harmony else {}
         new_parser = partial(
             AnswerParser,
             tool_format,
@@ -96,9 +96,10 @@ class AnswerFormats:
             tools=tools.schemas if tools is not None else {},
             prompt_end=prompt_end,
             hidden=special if hides_special else (),
+            tokens=frozenset(marks.values()),
             max_calls=tools.max_calls if tools is not None else None,
         )
-        return AnswerParsing(new_parser, frozenset(special.values()), self.reasoning is not None)
+        return AnswerParsing(new_parser, frozenset(special.values()), marks, self.reasoning is not None)
 
     def _template_parsing(self, tokenizer: Tokenizer, prompt_end: str, tools: RequestedTools | None) -> AnswerParsing:
         new_parser = partial(
@@ -155,19 +156,20 @@ class AnswerFormats:
 
 def choose_formats(config: RouterConfig, tokenizer: Tokenizer) -> AnswerFormats:
     """The formats that the configuration names, or that the model's chat template shows."""
-    template = tokenizer.chat_template
-    shows_tools = renders_tools(template)
-    shown = (shows_tools, renders_calls(template), "raise_exception" in template)
-    if config.tool_parser == "auto":
-        tools = detect_tool_format(template) if shows_tools else TOOL_FORMATS["hermes"]
-    else:
+    template, traits = tokenizer.chat_template, template_traits(tokenizer)
+    detected = detect_tool_format(template)
+    if config.tool_parser != "auto":
         tools = TOOL_FORMATS.get(config.tool_parser)
+    elif traits.shows_tools or (traits.shows_calls and detected is not None and detected.name in TEXT_FORMATS):
+        tools = detected
+    else:
+        tools = TOOL_FORMATS["hermes"]
+    shows_calls = traits.shows_calls and (traits.shows_tools or tools is detected)
     has_template = tokenizer.response_template is not None
     if config.tool_parser == "response_template" or (config.tool_parser == "auto" and tools is None and has_template):
-        loaded = load_template(tokenizer.response_template)
-        return AnswerFormats(None, None, loaded, *shown)
+        return AnswerFormats(None, None, load_template(tokenizer.response_template), traits, shows_calls)
     if config.reasoning_parser == "auto":
         reasoning = detect_reasoning_format(template)
     else:
         reasoning = REASONING_FORMATS.get(config.reasoning_parser)
-    return AnswerFormats(tools, reasoning, None, *shown)
+    return AnswerFormats(tools, reasoning, None, traits, shows_calls)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import orjson
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -121,7 +122,8 @@ async def tokenize_chat(
 
     def encode() -> list[int]:
         try:
-            rendered, tool_options = context.formats.rendered(template_messages(messages), tools)
+            shown = template_messages(messages, argument_texts=context.formats.traits.takes_argument_texts)
+            rendered, tool_options = context.formats.rendered(shown, tools)
         except RecursionError as exc:
             raise RequestError("The messages are nested too deeply.", param="messages") from exc
         return context.tokenizer.encode_chat(
@@ -135,9 +137,12 @@ async def tokenize_chat(
     return await context.pool.run(encode, num_bytes=num_bytes)
 
 
-def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them. Raises `RequestError` that names the wrong one."""
-    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+def template_messages(messages: Sequence[ChatMessage], *, argument_texts: bool = False) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them. Raises `RequestError` that names the wrong one.
+
+    With `argument_texts` the arguments of calls are JSON text, and otherwise objects.
+    """
+    return [_template_message(message, f"messages[{i}]", argument_texts) for i, message in enumerate(messages)]
 
 
 def template_options(kwargs: dict[str, Any] | None, add_generation_prompt: bool | None) -> dict[str, Any]:
@@ -148,7 +153,7 @@ def template_options(kwargs: dict[str, Any] | None, add_generation_prompt: bool 
     return {"add_generation_prompt": add_generation_prompt is not False, **options}
 
 
-def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
+def _template_message(message: ChatMessage, where: str, argument_texts: bool) -> dict[str, Any]:
     if message.role not in ROLES:
         raise RequestError(f"Unknown role '{message.role[:50]}'.", param=f"{where}.role")
     if message.content is None and message.role != "assistant":
@@ -163,9 +168,10 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
         result["tool_call_id"] = message.tool_call_id
     reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
     if reasoning is not None:
-        result["reasoning_content"] = reasoning
+        result["reasoning_content"] = result["reasoning"] = reasoning  # templates know one name or the other
     if message.tool_calls:
-        result["tool_calls"] = [_template_tool_call(call) for call in message.tool_calls]
+        shown = _with_argument_text if argument_texts else _with_decoded_arguments
+        result["tool_calls"] = [shown(call) for call in message.tool_calls]
     return result
 
 
@@ -183,17 +189,41 @@ def _content_text(message: ChatMessage, where: str) -> str:
     return "\n".join(texts)
 
 
-def _template_tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call with decoded arguments: OpenAI sends them as JSON text, but templates render objects."""
+def _with_argument_text(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call with its arguments as JSON text: as the model wrote them, where the client sends them back so."""
     function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict) or (isinstance(function.get("arguments"), str) and function["arguments"]):
         return call
-    check_brackets(function["arguments"], "messages")
+    return {**call, "function": {**function, "arguments": orjson.dumps(function.get("arguments") or {}).decode()}}
+
+
+def _with_decoded_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call with its arguments as an object: OpenAI sends them as JSON text, but most templates show objects."""
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return call
+    return {**call, "function": {**function, "arguments": _decoded(function.get("arguments"))}}
+
+
+def _decoded(arguments: Any) -> dict[str, Any]:
+    """Arguments as an object. Of those that are broken or cut short it has what can be read.
+
+    Templates refuse anything else, and a conversation with it could never go on.
+    """
+    if isinstance(arguments, str):
+        check_brackets(arguments, "messages")
+        try:
+            arguments = orjson.loads(arguments)
+        except orjson.JSONDecodeError:
+            arguments = _decoded_beginning(arguments)
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _decoded_beginning(text: str) -> Any:
     try:
-        arguments = orjson.loads(function["arguments"])
-    except orjson.JSONDecodeError:
-        return call  # models sometimes write broken JSON; the template gets it unchanged
-    return {**call, "function": {**function, "arguments": arguments}}
+        return from_json(text, allow_inf_nan=False, allow_partial=True)
+    except ValueError:
+        return None
 
 
 async def _grammar(

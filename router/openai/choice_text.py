@@ -15,6 +15,7 @@ from tandem.router.openai.logprobs import ScoredPrompt, TokenEntry, token_entry
 from tandem.router.text.stop_strings import StopMatcher, StopStrings
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tool_calls.events import Event, content_events, joined_events
+from tandem.router.tool_calls.parser import AnswerParser
 
 __all__ = ["ChoiceDelta", "ChoicePlan", "ChoiceText"]
 
@@ -74,6 +75,8 @@ class ChoiceText:
             shown_ids=plan.parsing.special_ids if plan.parsing is not None else frozenset(),
         )
         self._parser = plan.parsing.new_parser() if plan.parsing is not None else None
+        self._marks = plan.parsing.marks if plan.parsing is not None else {}
+        self._mark_positions: list[int] = []  # that the parser was not told of yet
         self._counts_reasoning = plan.parsing is not None and plan.parsing.has_reasoning
         self._matcher = StopMatcher(plan.stops)
         self._num_tokens = 0
@@ -105,6 +108,10 @@ class ChoiceText:
             result.finish_reason, result.stop_reason = "stop", stop
         self._release_entries(result)
         if self._parser is not None:
+            if self._mark_positions:
+                assert isinstance(self._parser, AnswerParser), "a response template knows no marks"
+                self._parser.add_marks(self._mark_positions)
+                self._mark_positions = []
             _parse(self._parser, result, ends or ())
         return result
 
@@ -119,11 +126,14 @@ class ChoiceText:
             bool(self._plan.stops)  # tokens behind the one that completes a stop string are not counted
             or logprobs is not None
             or ends is not None
+            or bool(self._marks)
             or self._num_tokens < self._sampling.min_tokens
         )
         runs = [[i] for i in token_ids] if one_by_one else [token_ids]
         for position, run in enumerate(runs):
             text = self._detokenizer.push(run)
+            if self._marks and (mark := self._marks.get(run[0])) is not None and text.endswith(mark):
+                self._mark_positions.append(self._num_decoded_chars + len(text) - len(mark))
             if logprobs is not None:
                 self._hold_entry(text, logprobs[position])
             self._num_tokens += len(run)

@@ -119,7 +119,7 @@ def _checked(tools: Sequence[Tool], by_name: dict[str, Tool]) -> list[dict[str, 
                 param=f"tools[{i}].function.name",
             )
     try:
-        shown: list[dict[str, Any]] = msgspec.to_builtins(tools)
+        shown = [_shown(tool) for tool in tools]
         num_bytes = len(msgspec.json.encode(shown))
     except RecursionError as exc:
         raise RequestError("The 'tools' are nested too deeply.", param="tools") from exc
@@ -128,3 +128,10 @@ def _checked(tools: Sequence[Tool], by_name: dict[str, Tool]) -> list[dict[str, 
             f"The 'tools' have {num_bytes} bytes as JSON; the limit is {MAX_TOOLS_BYTES}.", param="tools"
         )
     return shown
+
+
+def _shown(tool: Tool) -> dict[str, Any]:
+    """A tool with all fields: many chat templates fail for one without a description or parameters."""
+    function: dict[str, Any] = {"name": tool.function.name, "description": "", **msgspec.to_builtins(tool.function)}
+    function["parameters"] = tool.function.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}

@@ -28,4 +28,4 @@ def detect_tool_format(chat_template: str) -> ToolFormat | None:
 def detect_reasoning_format(chat_template: str) -> ReasoningFormat | None:
     """The format in which a model with this template writes its reasoning; None if it has none that is known."""
     formats = REASONING_FORMATS.values()
-    return next((one for one in formats if one.opening in chat_template or one.closing in chat_template), None)
+    return next((one for one in formats if any(mark in chat_template for mark in one.template_marks)), None)

@@ -104,10 +104,12 @@ class EventWriter:
         self._new_id = new_id
         self._events: list[ToolCallBegin | tuple[type[Content] | type[Reasoning] | int, list[str]]] = []
         self.num_calls = 0
+        self.has_content = False
         self._ids: set[str] = set()
 
     def content(self, text: str) -> None:
         """Add a piece of content."""
+        self.has_content = self.has_content or bool(text.strip())
         self._add(Content, text)
 
     def reasoning(self, text: str) -> None:

@@ -47,6 +47,7 @@ class ToolFormat:
     read: Callable[[TextReader, EventWriter, Tools], Reading[None]]  # an answer, behind its reasoning
     markers: tuple[str, ...]  # strings that the reader must see, also where they are special tokens
     template_mark: str  # a pattern; a chat template in which it is found tells that the model writes this format
+    ends_reasoning: str = ""  # a marker that may stand in place of the one that closes the reasoning
     num_id_chars: int = DEFAULT_ID_CHARS  # the chat templates of Mistral refuse ids of another length than 9
 
 
@@ -143,12 +144,17 @@ def _tagged(name: str, tags: Tags, template_mark: str, *tokens: str) -> ToolForm
     return ToolFormat(name, partial(read_tagged_calls, tags), markers, template_mark)
 
 
-def _marked(name: str, marks: Marks, template_mark: str) -> ToolFormat:
+def _marked(name: str, marks: Marks, template_mark: str, *, ends_reasoning: str = "") -> ToolFormat:
     def read(reader: TextReader, writer: EventWriter, _: Tools) -> Reading[None]:
         yield from read_marked_calls(marks, reader, writer)
 
     markers = (marks.opening, marks.call, marks.separator, marks.call_end, marks.closing)
-    return ToolFormat(name, read, markers, template_mark)
+    return ToolFormat(name, read, markers, template_mark, ends_reasoning)
+
+
+def _without(other: str, mark: str) -> str:
+    """A pattern for templates with this mark that have none of another format."""
+    return rf"^(?![\s\S]*(?:{other}))[\s\S]*(?:{mark})"
 
 
 # In the order in which templates are looked through: the marks of the later ones are in templates of earlier ones too.
@@ -157,19 +163,22 @@ _ALL = (
     ToolFormat("mistral", _read_mistral, (_TOOL_CALLS, _CALL_ID, _ARGS), r"\[TOOL_CALLS\]", num_id_chars=9),
     _marked("deepseek_v3", DEEPSEEK_V3_MARKS, r"<｜tool▁sep｜>[^`]*```json"),
     _marked("deepseek_v31", DEEPSEEK_V3_MARKS, r"<｜tool▁sep｜>"),
-    _tagged("deepseek_v4", DEEPSEEK_V4_TAGS, r"｜DSML｜tool_calls", DSML),
+    _tagged("deepseek_v4", DEEPSEEK_V4_TAGS, r"｜DSML｜[\s\S]*tool_calls>", DSML),
     _tagged("deepseek_v32", DEEPSEEK_V3_2_TAGS, DSML, DSML),
-    _marked("kimi_k2", KIMI_K2_MARKS, r"<\|tool_calls_section_begin\|>"),
+    _marked("kimi_k2", KIMI_K2_MARKS, r"<\|tool_calls_section_begin\|>", ends_reasoning=KIMI_K2_MARKS.opening),
     _tagged("glm45", GLM45_TAGS, "<arg_key>"),
     _tagged("minimax_m2", MINIMAX_M2_TAGS, "<minimax:tool_call>"),
     _tagged("seed_oss", SEED_OSS_TAGS, "<seed:tool_call>"),
-    _tagged("qwen3_coder", QWEN3_CODER_TAGS, "<function="),
-    ToolFormat("hermes", _read_hermes, (_OPENING, _CLOSING), _OPENING),
+    _tagged("qwen3_coder", QWEN3_CODER_TAGS, _without(r"<function=\w+>\{", "<function=")),
+    ToolFormat("hermes", _read_hermes, (_OPENING, _CLOSING), _without(r"<tool_calls>|minimax\[>\[", _OPENING)),
     ToolFormat(
         "pythonic", _read_pythonic, (_PYTHON_START, _PYTHON_END), r"<\|python_start\|>|\[func_name1\(params_name1="
     ),
     ToolFormat(
-        "llama3_json", _read_llama3_json, (_PYTHON_TAG,), r'<\|python_tag\|>|\{"name": function name, "parameters":'
+        "llama3_json",
+        _read_llama3_json,
+        (_PYTHON_TAG,),
+        _without("<function=", r'<\|python_tag\|>|\{"name": function name, "parameters":'),
     ),
 )
 TOOL_FORMATS = {format.name: format for format in _ALL}

@@ -6,10 +6,11 @@ the text is lost but markers and the white space beside them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import json
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
-from tandem.router.tool_calls.events import Event, EventWriter, new_call_id
+from tandem.router.tool_calls.events import Event, EventWriter, ToolCallArguments, ToolCallBegin, new_call_id
 from tandem.router.tool_calls.formats import TOOL_FORMATS, ToolFormat, Tools
 from tandem.router.tool_calls.reader import Markers, Reading, TextReader
 from tandem.router.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat, read_reasoning
@@ -25,8 +26,8 @@ class AnswerParser:
 
     `tools` are the parameters' schemas of the tools that may be called. Without `tool_format` there are no calls, and
     without `reasoning_format` no reasoning. `prompt_end` is the end of the prompt, which may open the reasoning.
-    `hidden` are the markers that are special tokens, which never become content. Calls beyond
-    `max_calls` are dropped.
+    `hidden` are the markers that are special tokens, which never become content. Of those in `tokens` the parser must
+    know the places, from `add_marks`. Calls beyond `max_calls` are dropped.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class AnswerParser:
         tools: Tools,
         prompt_end: str = "",
         hidden: Collection[str] = (),
+        tokens: Collection[str] = (),
         max_calls: int | None = None,
         new_id: Callable[[], str] | None = None,
     ) -> None:
@@ -48,7 +50,7 @@ class AnswerParser:
             has_reasoning=reasoning_format is not None,
             max_calls=max_calls,
         )
-        self._reader = TextReader(self._writer, hidden)
+        self._reader = TextReader(self._writer, hidden, tokens)
         self._reading = self._read(tool_format, reasoning_format, tools, prompt_end)
         next(self._reading)
 
@@ -66,6 +68,10 @@ class AnswerParser:
     def num_unread_chars(self) -> int:
         """Characters at the end of the text that may be the beginning of a marker."""
         return self._reader.num_unread_chars
+
+    def add_marks(self, positions: Iterable[int]) -> None:
+        """Markers that are special tokens begin at these characters of the answer's text, of the part not fed yet."""
+        self._reader.add_marks(positions)
 
     def feed(self, text: str) -> list[Event]:
         """What more text adds."""
@@ -87,8 +93,65 @@ class AnswerParser:
         if _HARMONY is tool_format or reasoning is REASONING_FORMATS["harmony"]:
             yield from _HARMONY.read(reader, writer, tools)
             return
+        calls = _LastCalls(tool_format, tools) if reasoning is not None and tool_format is not None else None
         if reasoning is not None:
-            yield from read_reasoning(reader, writer, reasoning, is_open=reasoning.is_open(prompt_end))
+            yield from read_reasoning(
+                reader,
+                writer,
+                reasoning,
+                is_open=reasoning.is_open(prompt_end),
+                ended_by=tool_format.ends_reasoning if tool_format is not None else "",
+                sink=calls.add if calls is not None else None,
+            )
         if tool_format is not None:
             yield from tool_format.read(reader, writer, tools)
         yield from reader.content_until(_NOTHING)
+        if calls is not None and not writer.num_calls and not writer.has_content:
+            calls.write(writer)
+
+
+class _LastCalls:
+    """The calls that a text ends with.
+
+    Some models call a tool within their reasoning and stop. They also draft calls there, and write them again behind
+    it. So these calls count only where nothing follows them.
+    """
+
+    def __init__(self, tool_format: ToolFormat, tools: Tools) -> None:
+        self._parser = AnswerParser(tool_format, None, tools=tools)
+        self._tools = tools
+        self._events: list[ToolCallBegin | ToolCallArguments] = []
+
+    def add(self, text: str) -> None:
+        """Add text."""
+        self._fold(self._parser.feed(text))
+
+    def write(self, writer: EventWriter) -> None:
+        """Pass on the calls, if all are complete and of known tools. Call it once, behind the last `add`."""
+        self._fold(self._parser.finish())
+        calls: list[tuple[ToolCallBegin, list[str]]] = []
+        for event in self._events:
+            if isinstance(event, ToolCallBegin):
+                calls.append((event, []))
+            else:
+                calls[-1][1].append(event.text)
+        if all(begin.name in self._tools and _is_json("".join(pieces)) for begin, pieces in calls):
+            for begin, pieces in calls:
+                writer.begin_call(begin.name, begin.id)
+                for piece in pieces:
+                    writer.arguments(piece)
+
+    def _fold(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, ToolCallBegin | ToolCallArguments):
+                self._events.append(event)
+            elif event.text.strip():
+                self._events.clear()
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (RecursionError, ValueError):
+        return False
+    return True

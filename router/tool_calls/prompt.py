@@ -1,6 +1,7 @@
 """Tools, calls and their results as plain text, for models whose chat template does not show them.
 
-Calls are asked for, and shown, in the format `hermes`, which most models have seen.
+Calls are asked for in the model's own format where that is known, and otherwise in the format `hermes`, which most
+models have seen.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["with_calls_as_text", "with_tools_as_text"]
+__all__ = ["TEXT_FORMATS", "with_calls_as_text", "with_single_calls", "with_tools_as_text"]
 
 Message = dict[str, Any]
 
@@ -18,21 +19,34 @@ You can call the tools below. Each line between <tools> and </tools> describes o
 <tools>
 {tools}
 </tools>
-To call a tool, answer with its name and its arguments as JSON, between <tool_call> and </tool_call>:
+To call a tool, answer with its name and its arguments as JSON, {call}"""
+
+_HERMES_CALL = """between <tool_call> and </tool_call>:
 <tool_call>
-{{"name": "NAME", "arguments": {{...}}}}
+{"name": "NAME", "arguments": {...}}
 </tool_call>"""
+
+# Formats of models whose chat templates show calls, but no tools.
+TEXT_FORMATS = {
+    "deepseek_v3": """in this form, with several calls in a row if you need them:
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
+```json
+{...}
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜>""",
+    "deepseek_v31": """in this form, with several calls in a row if you need them:
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜><｜tool▁calls▁end｜>""",
+}
 
 
 def with_tools_as_text(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, adds_system: bool
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, format: str, adds_system: bool
 ) -> list[Message]:
-    """The messages with a description of the tools at the end of the system message.
+    """The messages with a description of the tools, and of calls in this format, at the end of the system message.
 
     If there is none, it gets one of its own with `adds_system`, and otherwise begins the first message.
     """
     shown = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    text = _INSTRUCTIONS.format(tools=shown)
+    text = _INSTRUCTIONS.format(tools=shown, call=TEXT_FORMATS.get(format, _HERMES_CALL))
     first, *others = messages
     if first["role"] == "system":
         return [{**first, "content": f"{first['content']}\n\n{text}"}, *others]
@@ -59,6 +73,28 @@ def with_calls_as_text(messages: Sequence[Message]) -> list[Message]:
             shown.append({**rest, "content": "\n".join(texts)})
         else:
             shown.append(message)
+    return shown
+
+
+def with_single_calls(messages: Sequence[Message]) -> list[Message]:
+    """The messages with several calls of one message as a row of messages, each with its result behind it."""
+    shown: list[Message] = []
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        calls = message.get("tool_calls") or ()
+        at += 1
+        if len(calls) < 2:
+            shown.append(message)
+            continue
+        results: dict[Any, list[Message]] = {}
+        while at < len(messages) and messages[at]["role"] == "tool":
+            results.setdefault(messages[at].get("tool_call_id"), []).append(messages[at])
+            at += 1
+        for number, call in enumerate(calls):
+            said = message if number == 0 else {"role": "assistant", "content": ""}
+            shown += [{**said, "tool_calls": [call]}, *results.pop(call.get("id"), ())]
+        shown += [one for rest in results.values() for one in rest]
     return shown
 
 

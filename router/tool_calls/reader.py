@@ -9,7 +9,7 @@ NOTE: at most one marker of text is ever looked at again when more arrives. So t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterable
 from functools import lru_cache
 from typing import TypeVar
 
@@ -56,10 +56,16 @@ class TextReader:
     follows.
     """
 
-    def __init__(self, writer: EventWriter, hidden: Collection[str]) -> None:
-        """`hidden` markers are special tokens: they never become content."""
+    def __init__(self, writer: EventWriter, hidden: Collection[str], tokens: Collection[str] = ()) -> None:
+        """`hidden` markers are special tokens: they never become content.
+
+        `tokens` are those that `until` finds only where `add_marks` says so; elsewhere the model quotes them.
+        """
         self._writer = writer
         self._hidden = frozenset(hidden)
+        self._tokens = frozenset(tokens)
+        self._marks: set[int] = set()  # where they begin in the whole text
+        self._num_dropped_chars = 0  # of the text that was read
         self._text = ""  # not read yet from `_pos` on
         self._pos = 0
         self._has_ended = False
@@ -75,8 +81,13 @@ class TextReader:
 
     def add(self, text: str) -> None:
         """More text has arrived."""
+        self._num_dropped_chars += self._pos
         self._text = self._text[self._pos :] + text
         self._pos = 0
+
+    def add_marks(self, positions: Iterable[int]) -> None:
+        """Special tokens begin at these characters of the whole text, which may not have arrived yet."""
+        self._marks.update(positions)
 
     def end(self) -> None:
         """No more text will arrive."""
@@ -96,7 +107,12 @@ class TextReader:
     def reject(self) -> None:
         """Let what is held be content: it is no call after all."""
         held, self._held = "".join(self._held or ()), None
-        self._writer.content(markers_of(self._hidden).pattern.sub("", held) if self._hidden else held)
+        hidden = self._hidden - self._tokens  # of `tokens` none is held: `until` drops them
+        self._writer.content(markers_of(hidden).pattern.sub("", held) if hidden else held)
+
+    def unread(self, marker: str) -> None:
+        """Let the marker that `until` has just read come next again."""
+        self._pos -= len(marker)
 
     # -- reading
 
@@ -155,7 +171,7 @@ class TextReader:
     def until(self, markers: Markers, sink: Callable[[str], None]) -> Reading[str]:
         """Read up to and with a marker, and pass on the text before it; the marker, or "" at the end."""
         while True:
-            match = markers.pattern.search(self._text, self._pos)
+            match = self._search(markers)
             end = match.start() if match else len(self._text)
             if not self._has_ended:
                 open_at = len(self._text) - markers.num_held(self._text[self._pos :])
@@ -202,6 +218,15 @@ class TextReader:
         if not marker:
             self._pass_space(sink)
         return marker
+
+    def _search(self, markers: Markers) -> re.Match[str] | None:
+        """The next marker, without those that are only quoted."""
+        start = self._pos
+        while (match := markers.pattern.search(self._text, start)) is not None:
+            if match.group() not in self._tokens or self._num_dropped_chars + match.start() in self._marks:
+                break
+            start = match.start() + 1
+        return match
 
     def _pass_space(self, sink: Callable[[str], None]) -> None:
         for space in self._space:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandem.router.tool_calls.events import EventWriter
@@ -20,13 +21,36 @@ class ReasoningFormat:
     closing: str
     markers: tuple[str, ...]  # strings that the reader must see, also where they are special tokens
 
+    @property
+    def template_marks(self) -> tuple[str, ...]:
+        """Strings of which a chat template of this format has one. Other formats have the mark that ends a header."""
+        return (self.opening,) if self.opening in HARMONY_MARKERS else (self.opening, self.closing)
+
     def is_open(self, prompt_end: str) -> bool:
         """Whether a prompt with this end leaves the model within its reasoning."""
         return prompt_end.rstrip().endswith(self.opening)
 
 
-def read_reasoning(reader: TextReader, writer: EventWriter, format: ReasoningFormat, *, is_open: bool) -> Reading[None]:
-    """Read the reasoning at the beginning of an answer, and the white space behind it."""
+def read_reasoning(
+    reader: TextReader,
+    writer: EventWriter,
+    format: ReasoningFormat,
+    *,
+    is_open: bool,
+    ended_by: str = "",
+    sink: Callable[[str], None] | None = None,
+) -> Reading[None]:
+    """Read the reasoning at the beginning of an answer, and the white space behind it.
+
+    The marker `ended_by` of calls ends it too, and comes next. `sink` gets a copy of the reasoning's text.
+    """
+
+    def add(text: str) -> None:
+        writer.reasoning(text)
+        if sink is not None:
+            sink(text)
+
+    ends = Markers(*filter(None, (format.closing, ended_by)))
     writer.is_reasoning = is_open
     while True:
         yield from reader.skip_space()
@@ -34,8 +58,11 @@ def read_reasoning(reader: TextReader, writer: EventWriter, format: ReasoningFor
             return
         is_open, writer.is_reasoning = False, True
         yield from reader.drop_space()
-        yield from reader.text_until(Markers(format.closing), writer.reasoning)
+        marker = yield from reader.text_until(ends, add)
         writer.is_reasoning = False
+        if marker and marker == ended_by:
+            reader.unread(marker)
+            return
         yield from reader.drop_space()
 
 

@@ -68,7 +68,7 @@ CALL_AS_CHAT = {"id": "c1", "type": "function", "function": {"name": "weather", 
         (
             [HI, assistant([{"type": "thinking", "thinking": "Hm.", "signature": "s"}, text("a"), CALL])],
             {},
-            [HI, {**assistant("a"), "reasoning_content": "Hm.", "tool_calls": [CALL_AS_CHAT]}],
+            [HI, {**assistant("a"), "reasoning_content": "Hm.", "reasoning": "Hm.", "tool_calls": [CALL_AS_CHAT]}],
         ),
         ([HI, assistant([{"type": "redacted_thinking", "data": "x"}, text("a")])], {}, [HI, assistant("a")]),
         (

@@ -205,7 +205,11 @@ async def test_results_of_tools_go_back_to_the_model(tokenizer: Tokenizer) -> No
     await plain_of(backend, tools=[WEATHER, NOW], messages=history, system="Be brief.")
     prompt = tokenizer.decode(backend.requests[-1].token_ids)
     assert prompt.startswith("<s><system>Be brief.\n\nYou can call")
-    assert prompt.endswith("<user>hi<assistant>I look.[weather Zürich 🎉][now ]<tool>result 0<tool>result 1<assistant>")
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🎉"}}\n</tool_call>'
+    assert f"<user>hi<assistant>I look.\n{call}\n<tool_call>" in prompt
+    assert prompt.endswith(
+        "<user><tool_response>\nresult 0\n</tool_response>\n<tool_response>\nresult 1\n</tool_response><assistant>"
+    )
 
 
 async def test_fields_reach_the_backend(tokenizer: Tokenizer) -> None:

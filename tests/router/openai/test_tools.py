@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -10,11 +11,13 @@ import pytest
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import ConfigError
+from tandem.protocol.messages import FinishReason
+from tandem.router.backend import GenerateRequest, TokenDelta
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tool_calls.formats import TOOL_FORMATS
 from tandem.router.tool_calls.reasoning import REASONING_FORMATS
 from tests.router.conftest import build_tokenizer
-from tests.support.fake_backend import FakeBackend, closing, events, make_app
+from tests.support.fake_backend import FakeBackend, Step, closing, events, make_app
 
 CHAT = "/v1/chat/completions"
 ROLES = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
@@ -27,6 +30,10 @@ WEATHER: Any = {
     },
 }
 NOW: Any = {"type": "function", "function": {"name": "now"}}
+NOW_WITH_ALL = {
+    "type": "function",
+    "function": {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🎉"}}\n</tool_call>'
 TWO_CALLS = f'I look.\n{CALL}\n<tool_call>\n{{"name": "now"}}\n</tool_call>'
 
@@ -131,7 +138,7 @@ async def test_a_template_without_tools_gets_them_as_text(tokenizer: Tokenizer, 
     assert choice["message"] == {"role": "assistant", "content": "hello"}
     assert choice["finish_reason"] == "stop"
     assert prompt_of(backend).startswith("<s><system>Be brief.\n\nYou can call")
-    assert '{"name": "now"}' in prompt_of(backend)
+    assert '{"name": "now", "description": "", "parameters": {"type": "object"' in prompt_of(backend)
     await choice_of(backend, chat())
     assert prompt_of(backend).startswith("<s><user>You can call")
     assert prompt_of(backend).endswith("</tool_call>\n\nhi<assistant>")
@@ -165,8 +172,130 @@ async def test_a_template_without_calls_gets_them_as_text(tmp_path: Path) -> Non
         '<user>Weather?<assistant>I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n'
         '</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
         "<user><tool_response>\nsunny\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"
-        '<assistant><tool_call>\n{"name": "now", "arguments": null}\n</tool_call>'
+        '<assistant><tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     )
+
+
+CALLS = (
+    "{# tools #}{% for message in messages %}<{{ message.role }}>{% for call in message.tool_calls %}"
+    "{{ call.function.name CALL }}{% endfor %}{{ message.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        ("+ ' ' + call.function.arguments", ['{"city":"Rome"}', "{}"]),  # DeepSeek: an object cannot be joined
+        ("}} {{ call.function.arguments", ['{"city":"Rome"}', "{}"]),  # an object would be shown as Python does
+        ("}} {{ call.function.arguments | tojson", ['{"city": "Rome"}', "{}"]),
+        (
+            "}} {{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson",
+            ['{"city": "Rome"}', "{}"],
+        ),
+        ("}} {{ call.function.arguments.items() | list", ["[('city', 'Rome')]", "[]"]),
+    ],
+)
+async def test_a_template_gets_arguments_in_the_form_that_it_shows(
+    tmp_path: Path, shown: str, expected: list[str]
+) -> None:
+    tokenizer = Tokenizer(build_tokenizer(tmp_path, CALLS.replace("CALL", shown)))
+    for given in ('{"city":"Rome"}', {"city": "Rome"}):  # /v1/messages has objects
+        backend = backend_of(tokenizer, "hello")
+        function = {"name": "weather", "arguments": given}
+        calls = [{"id": "1", "function": function}, {"id": "2", "function": {"name": "now", "arguments": "{}"}}]
+        await choice_of(backend, {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": calls}]})
+        assert prompt_of(backend) == f"<user>Weather?<assistant>weather {expected[0]}now {expected[1]}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"city": "Rome", "days": 3', {"city": "Rome", "days": 3}),  # cut by max_tokens
+        ('{"city": "Ro', {}),
+        ("Rome", {}),
+        ("", {}),
+        ("[1]", {}),
+        ('"Rome"', {}),
+        (None, {}),
+        ([], {}),
+    ],
+)
+async def test_a_call_with_broken_arguments_does_not_end_a_conversation(
+    tmp_path: Path, arguments: Any, shown: dict[str, Any]
+) -> None:
+    """Many templates refuse arguments that are no object, and the client would send them again for ever."""
+    template = CALLS.replace("CALL", "}} {{ call.function.arguments.items() | list")
+    backend = backend_of(Tokenizer(build_tokenizer(tmp_path, template)), "hello")
+    call = {"id": "1", "function": {"name": "weather", "arguments": arguments}}
+    await choice_of(backend, {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]})
+    assert prompt_of(backend) == f"<user>Weather?<assistant>weather {list(shown.items())}"
+
+
+async def test_a_template_that_takes_one_call_a_message_gets_one_after_the_other(tmp_path: Path) -> None:
+    template = (
+        "{# tools #}{% for message in messages %}<{{ message.role }}>{% if message.tool_calls | length > 1 %}"
+        "{{ raise_exception('one call only') }}{% endif %}{{ message.content }}"
+        "{% for call in message.tool_calls %} {{ call.function.name }}{% endfor %}{% endfor %}"
+    )
+    backend = backend_of(Tokenizer(build_tokenizer(tmp_path, template)), "hello")
+    results = [{"role": "tool", "tool_call_id": id, "content": f"result {id}"} for id in ("2", "other", "1")]
+    await choice_of(backend, {"messages": [*HISTORY[:2], *results, USER]})
+    assert prompt_of(backend) == (
+        "<user>Weather?<assistant>I look. weather<tool>result 1<assistant> now<tool>result 2<tool>result other"
+        "<user>Weather?"
+    )
+
+
+async def test_a_format_that_the_template_shows_calls_in_is_used_where_it_shows_no_tools(tmp_path: Path) -> None:
+    """DeepSeek V3.1: its chat template knows calls, and whoever uses it describes the tools in the system message."""
+    template = CALLS.replace("CALL", "+ '<｜tool▁sep｜>' + call.function.arguments + '<｜tool▁call▁end｜>'")
+    template = template.removeprefix("{# tools #}")
+    call = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city":"Rome"}<｜tool▁call▁end｜>'
+    backend = backend_of(Tokenizer(build_tokenizer(tmp_path, template)), call)
+    choice = await choice_of(backend, chat())
+    assert "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>" in prompt_of(backend)
+    message = choice["message"]
+    assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city":"Rome"}'}
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "sunny"}
+    await choice_of(backend, chat(messages=[USER, message, result]))
+    assert prompt_of(backend).endswith('<assistant>weather<｜tool▁sep｜>{"city":"Rome"}<｜tool▁call▁end｜><tool>sunny')
+
+
+async def test_calls_that_a_template_cannot_show_are_text(tmp_path: Path) -> None:
+    """DeepSeek R1 shows calls beside null content alone, which transformers leaves out."""
+    template = (
+        "{# <｜tool▁sep｜> #}{% for message in messages %}<{{ message.role }}>{% if message.content is none %}"
+        "{{ message.tool_calls }}{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    )
+    backend = backend_of(Tokenizer(build_tokenizer(tmp_path, template)), CALL)
+    choice = await choice_of(backend, chat(messages=HISTORY[:2]))
+    assert choice["finish_reason"] == "tool_calls"
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>' in prompt_of(backend)
+
+
+@pytest.mark.parametrize("content", ["I look.", None])
+async def test_a_template_that_refuses_content_beside_reasoning_gets_both_as_one(
+    tmp_path: Path, content: str | None
+) -> None:
+    """That of gpt-oss, which calls reasoning `thinking`."""
+    template = (
+        "{# tools #}{% for message in messages %}{% if message.tool_calls and message.content and message.thinking %}"
+        "{{ raise_exception('not both') }}{% endif %}<{{ message.thinking or '' }}>{{ message.content }}"
+        "{% for call in message.tool_calls %} {{ call.function.name }}{% endfor %}{% endfor %}"
+    )
+    backend = backend_of(Tokenizer(build_tokenizer(tmp_path, template)), "ok")
+    answer = {"role": "assistant", "content": "It is sunny.", "reasoning": "So."}
+    await choice_of(backend, {"messages": [{**HISTORY[1], "content": content, "reasoning": "Why?"}, answer]})
+    shown = "Why?" if content is None else f"Why?\n{content}"
+    assert prompt_of(backend) == f"<{shown}> weather now<So.>It is sunny."
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+async def test_templates_know_reasoning_by_either_name(tmp_path: Path, name: str) -> None:
+    template = f"{{% for message in messages %}}<{{{{ message.{name} }}}}>{{{{ message.content }}}}{{% endfor %}}"
+    backend = backend_of(Tokenizer(build_tokenizer(tmp_path, template)), "ok")
+    await choice_of(backend, {"messages": [{"role": "assistant", "content": "a", "reasoning": "why"}]})
+    assert prompt_of(backend) == "<why>a"
 
 
 MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}" + ROLES + "{# [TOOL_CALLS][THINK] #}"
@@ -185,7 +314,7 @@ async def test_tools_reach_a_template_that_shows_them_and_markers_are_special_to
     assert call["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
     assert (len(call["id"]), call["id"].isalnum()) == (9, True)
     assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("ok", "Rome.")
-    assert json.loads(prompt_of(backend).split("[AVAILABLE_TOOLS]")[1].split("<user>")[0]) == [WEATHER, NOW]
+    assert json.loads(prompt_of(backend).split("[AVAILABLE_TOOLS]")[1].split("<user>")[0]) == [WEATHER, NOW_WITH_ALL]
 
 
 async def test_special_tokens_are_not_shown_where_there_is_no_call(mistral: Tokenizer) -> None:
@@ -195,6 +324,39 @@ async def test_special_tokens_are_not_shown_where_there_is_no_call(mistral: Toke
     assert shown["message"]["content"] == "[TOOL_CALLS]no call</s>"
     without_tools = await choice_of(backend_of(mistral, reply), {"messages": [USER]})
     assert without_tools["message"]["content"] == "no call"
+
+
+HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+HARMONY_REPLY = (
+    "<|channel|>analysis<|message|>They ask of «<|end|>».<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.weather<|message|>{"city": "«<|channel|>final<|message|>»"}<|call|>'
+)
+
+
+@pytest.mark.parametrize("run", [1, 3, 1000])
+@pytest.mark.parametrize("stop", ["never", "<|channel|>never", "<|message|>»"])
+async def test_a_quoted_marker_of_harmony_is_text(tmp_path: Path, run: int, stop: str) -> None:
+    """A marker between « and » consists of ordinary tokens, as a model writes one that it quotes."""
+    tokenizer = Tokenizer(build_tokenizer(tmp_path, f"{{{{ tools }}}}{ROLES}<|start|>assistant", HARMONY))
+    backend = backend_of(tokenizer, "", run=run)
+
+    def ids_of(text: str, *, quoted: bool) -> list[int]:
+        parts = text if quoted else [text]
+        return [i for part in parts for i in tokenizer.encode(part, add_special_tokens=False)]
+
+    parts = re.split("([«»])", HARMONY_REPLY)
+    ids = [i for n, part in enumerate(parts) for i in ids_of(part, quoted=n % 4 == 2)]
+    assert tokenizer.decode(ids) == HARMONY_REPLY
+
+    def script(_: GenerateRequest) -> list[Step]:
+        runs = [ids[start : start + run] for start in range(0, len(ids), run)]
+        return [*map(TokenDelta, runs), TokenDelta([], FinishReason.STOP)]
+
+    backend.script = script
+    choice = await choice_of(backend, chat(stop=stop), tool_parser="harmony", reasoning_parser="harmony")
+    assert choice["message"]["reasoning"] == "They ask of «<|end|>»."
+    arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
+    assert arguments == '{"city": "«<|channel|>final' + ('<|message|>»"}' if stop.endswith("never") else "")
 
 
 async def test_reasoning_that_the_template_opens_is_told_apart(tmp_path: Path) -> None:

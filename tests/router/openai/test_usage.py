@@ -114,3 +114,13 @@ async def test_tokens_that_come_together_with_those_of_a_stop_string_are_not_cou
     expected = await usage_of(FakeBackend(tokenizer, reply), "/v1/completions", body)
     assert expected["completion_tokens"] == len(tokenizer.encode(reply[: reply.index(stop) + len(stop)])) - 1
     assert await usage_of(FakeBackend(tokenizer, reply, run=run), "/v1/completions", body) == expected
+
+
+@pytest.mark.parametrize("run", [1, 100])
+async def test_reasoning_ends_for_usage_at_a_stop_string(tmp_path: Path, run: int) -> None:
+    tokenizer = Tokenizer(build_tokenizer(tmp_path, ROLES + "<assistant><think>\n"))
+    backend = FakeBackend(tokenizer, f"{REASONING} Yes.", run=run)
+    usage = await usage_of(backend, "/v1/chat/completions", {"messages": MESSAGES, "stop": "</think>"})
+    num_tokens = len(tokenizer.encode(REASONING, add_special_tokens=False))
+    assert usage["completion_tokens"] == num_tokens
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": num_tokens}

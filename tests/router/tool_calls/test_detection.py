@@ -24,6 +24,17 @@ TEMPLATES = [
     ('{% set dsml_token = "｜DSML｜" %}<{{ dsml_token }}function_calls>', "deepseek_v32", None),
     ("<｜DSML｜tool_calls>", "deepseek_v4", None),
     ("{{ '<|im_start|>' + message['role'] }}", None, None),
+    (
+        "{%- set dsml_token = '｜DSML｜' -%}{{ '<' + dsml_token + 'function_calls>' }}{{ tool_calls }}",
+        "deepseek_v32",
+        None,
+    ),
+    ("{%- set dsml_token = '｜DSML｜' -%}{{ '<' + dsml_token + 'tool_calls>' }}", "deepseek_v4", None),
+    # Formats that are not known: their marks contain those of others.
+    ("{{ '<function=example>{\"a\": 1}</function>' }}<|python_tag|>", None, None),
+    ("{%- set ns_token = ']<]minimax[>[' -%}{{ ns_token ~ '<tool_call>' }}", None, None),
+    ("within <tool_call></tool_call> tags: <tool_calls>[{}]</tool_calls>", None, None),
+    ("{{ '<|start|>system<|message|>' }}", None, None),
 ]
 
 

@@ -241,6 +241,43 @@ def test_reasoning_that_never_ends_is_reasoning() -> None:
     assert parsed(["<think>and so on"], "hermes", "think").reasoning == "and so on"
 
 
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (f"<think>I call.\n{CALL}\n", ["add"]),
+        (f"<think>I call.\n{CALL}\n{CALL}", ["add", "add"]),
+        (f"<think>{CALL}</think>\n\n", ["add"]),
+        (f"<think>{CALL[:-12]}", ["add"]),  # without its end
+        (f"<think>First {CALL}, then\n{CALL}", ["add"]),
+        (f"<think>{CALL} is a draft.", []),
+        (f"<think>{CALL}</think>It is 1.", []),
+        (f"<think>Either {CALL}</think>{CALL.replace('add', 'now')}", ["now"]),
+        (f"<think>{CALL[:-20]}", []),  # cut
+        (f"<think>{CALL.replace('add', 'unknown')}", []),
+        ("<think><tool_call>", []),
+    ],
+)
+def test_calls_at_the_end_of_the_reasoning_count_if_nothing_follows_it(text: str, calls: list[str]) -> None:
+    answer = parsed([text], "hermes", "think")
+    assert [name for name, _ in answer.calls] == calls
+    assert all(arguments == '{"a": 1}' for _, arguments in answer.calls)
+    assert answer.reasoning.strip() == text.removeprefix("<think>").partition("</think>")[0].strip()
+    assert parsed(text, "hermes", "think") == answer
+    assert parsed([text], None, "think").calls == []
+
+
+def test_the_calls_of_kimi_k2_end_its_reasoning() -> None:
+    call = "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    text = f"Hm. <|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
+    one = parser("kimi_k2", "think", prompt_end="<think>")
+    events = [event for char in text for event in one.feed(char)]  # all before the end
+    assert joined(events) == Joined(reasoning="Hm.", calls=[("add", "{}")])
+    assert one.finish() == []
+
+
 def test_without_formats_all_is_content() -> None:
     text = "<think>a</think> <tool_call>{}</tool_call>"
     assert parsed([text], None) == joined([Content(text)])

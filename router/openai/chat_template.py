@@ -1,0 +1,100 @@
+"""What the model's chat template shows and how it wants messages: found when the server starts, by its text and by
+rendering a conversation with a tool call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.protocol.errors import RequestError
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.router.tool_calls.detection import renders_calls, renders_tools
+from tandem.router.tool_calls.prompt import with_single_calls
+
+__all__ = ["TemplateTraits", "template_traits"]
+
+_OBJECT, _TEXT, _AS_PYTHON = {"city": "Rome"}, '{"city": "Rome"}', "{'city': 'Rome'}"
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """One chat template."""
+
+    shows_tools: bool  # the tools of a request
+    shows_calls: bool  # the calls that the model made before
+    refuses_roles: bool  # it may refuse a system message
+    takes_argument_texts: bool  # it shows the arguments of calls only if they are JSON text
+    takes_single_calls: bool  # it refuses a message with several calls
+    refuses_reasoning: bool  # it refuses a message with calls, content and reasoning
+
+    def adapted(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages in the form that it takes."""
+        shown = with_single_calls(messages) if self.takes_single_calls else list(messages)
+        return [_with_one_text(message) for message in shown] if self.refuses_reasoning else shown
+
+
+def template_traits(tokenizer: Tokenizer) -> TemplateTraits:
+    """What the tokenizer's chat template shows and takes."""
+    template = tokenizer.chat_template
+    shown = _ShownCalls(tokenizer)
+    return TemplateTraits(
+        shows_tools=renders_tools(template),
+        shows_calls=renders_calls(template) and shown.has_calls(),
+        refuses_roles="raise_exception" in template,
+        takes_argument_texts=shown.takes_argument_texts(),
+        takes_single_calls=shown.takes_single_calls(),
+        refuses_reasoning=shown.refuses_reasoning(),
+    )
+
+
+class _ShownCalls:
+    """How a chat template shows calls, found by rendering some."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def has_calls(self) -> bool:
+        """Whether it shows calls. Some do only beside content that is null, which transformers has no way to pass."""
+        return any("weather" in self._text([one]) for one in (_OBJECT, _TEXT))
+
+    def takes_argument_texts(self) -> bool:
+        """Most templates write an object as JSON. Some join it to a string, which fails, or show it as Python does."""
+        by_object = self._text([_OBJECT])
+        return (not by_object or _AS_PYTHON in by_object) and _TEXT in self._text([_TEXT])
+
+    def takes_single_calls(self) -> bool:
+        """Some templates refuse a message with several calls."""
+        return any(self._text([one]) and not self._text([one, one]) for one in (_OBJECT, _TEXT))
+
+    def refuses_reasoning(self) -> bool:
+        """That of gpt-oss refuses it beside content, which it would show as reasoning too."""
+        texts = {"content": "I look.", "reasoning_content": "Why?"}
+        return any(self._text([one]) and not self._text([one], **texts) for one in (_OBJECT, _TEXT))
+
+    def _text(self, arguments: Sequence[Any], **texts: str) -> str:
+        """A conversation with a call for each of these arguments; empty if the template refuses it."""
+        calls: list[Message] = [
+            {"id": f"call0000{i}", "type": "function", "function": {"name": "weather", "arguments": one}}
+            for i, one in enumerate(arguments)
+        ]
+        messages: list[Message] = [
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": "", "tool_calls": calls, **texts},
+            *({"role": "tool", "tool_call_id": call["id"], "content": "sunny"} for call in calls),
+        ]
+        try:
+            return self._tokenizer.render_chat(messages, {"add_generation_prompt": True})
+        except RequestError:
+            return ""
+
+
+def _with_one_text(message: Message) -> Message:
+    """A message with calls whose content stands at the end of its reasoning."""
+    reasoning, content = message.get("reasoning_content"), message.get("content")
+    if not message.get("tool_calls") or not reasoning or not content:
+        return message
+    both = f"{reasoning}\n{content}"
+    return {**message, "content": "", "reasoning_content": both, "reasoning": both}
