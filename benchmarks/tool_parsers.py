@@ -5,8 +5,8 @@
     python -m benchmarks.tool_parsers compare texts.jsonl results.jsonl [--show KIND]
 
 `benchmarks.tool_formats` says how to get the cases. Each of them is written as models write it (kind `plain`). Every
-fifth is also written with text around it, with hostile values, cut short, broken, or with reasoning before it. For each
-format and kind the comparison prints:
+twentieth is also written with text around it, with hostile values, cut short, broken, or with reasoning before it. For
+each format and kind the comparison prints:
 - texts, and of them:
 - ours, whole, streamed: the calls, content and reasoning that the text was made of came out: of our parser (from the
   whole text and from the pieces alike), of vLLM's parser from the whole text, and of vLLM's from the pieces. Only where
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -30,11 +31,12 @@ from typing import Any, NamedTuple
 from benchmarks.tool_texts import FORMS, Call, CallForm, Case, read_cases
 from tandem.router.tool_calls.events import Content, Reasoning, ToolCallArguments, ToolCallBegin
 from tandem.router.tool_calls.formats import TOOL_FORMATS
+from tandem.router.tool_calls.harmony import HARMONY_MARKERS
 from tandem.router.tool_calls.parser import AnswerParser
 from tandem.router.tool_calls.reasoning import REASONING_FORMATS
 
 SEED = 1
-VARIED = 5  # one case in so many is also written in all other ways
+VARIED = 20  # one case in so many is also written in all other ways
 COLUMNS = ("texts", "ours", "whole", "streamed", "=whole", "=streamed", "~whole", "~streamed", "vLLM's", "raised")
 
 
@@ -75,6 +77,10 @@ STRINGS = (
     "12",
     "null",
 )
+
+
+_MARK = "|".join(map(re.escape, HARMONY_MARKERS))
+_QUOTED = re.compile(f"a({_MARK})b")  # as `_hostile` writes them: ordinary tokens, not those of the marks
 
 
 class Answer(NamedTuple):
@@ -147,6 +153,7 @@ def _item(form: str, kind: str, case: Case, text: Text) -> dict[str, Any]:
         "made_of": text.made_of,
         "prompt_end": text.prompt_end,
         "tools": [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in case.tools.items()],
+        "quoted": [found.start(1) for found in _QUOTED.finditer(text.text)] if form == "harmony" else [],
         "marks": [] if form == "harmony" else [one for one in markers if one not in peer.left_out],
         "tool_parser": peer.tool_parser,
         "reasoning_parser": peer.reasoning_parser if has_reasoning else None,
@@ -268,7 +275,17 @@ def _parsed(item: dict[str, Any], pieces: list[str]) -> Answer:
     tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in item["tools"]}
     reasoning = REASONING_FORMATS.get(item["reasoning"] or "")
     tool_format = TOOL_FORMATS[FORMS[item["form"]].format]
-    parser = AnswerParser(tool_format, reasoning, tools=tools, prompt_end=item["prompt_end"], hidden=item["marks"])
+    is_harmony = item["form"] == "harmony"
+    parser = AnswerParser(
+        tool_format,
+        reasoning,
+        tools=tools,
+        prompt_end=item["prompt_end"],
+        hidden=item["marks"],
+        tokens=HARMONY_MARKERS if is_harmony else (),
+    )
+    if is_harmony:
+        parser.add_marks({found.start() for found in re.finditer(_MARK, item["text"])} - set(item["quoted"]))
     texts = {Content: "", Reasoning: ""}
     calls: list[tuple[str, str]] = []
     for event in [event for piece in pieces for event in parser.feed(piece)] + parser.finish():
