@@ -140,7 +140,7 @@ def _read_pythonic_calls(reader: TextReader, writer: EventWriter) -> Reading[Non
 def _tagged(name: str, tags: Tags, template_mark: str, *tokens: str) -> ToolFormat:
     """A format in tags. `tokens` are marks within its texts that vocabularies have as tokens."""
     texts = (tags.opening, tags.key, *tags.key_ends, tags.value, tags.value_end, tags.call_end, tags.closing)
-    markers = tokens or tuple(dict.fromkeys(filter(None, texts)))
+    markers = tokens or tuple(dict.fromkeys(text for text in texts if text.startswith("<") and text.endswith(">")))
     return ToolFormat(name, partial(read_tagged_calls, tags), markers, template_mark)
 
 

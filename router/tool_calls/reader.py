@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from tandem.router.tool_calls.events import EventWriter
 
-__all__ = ["Markers", "Reading", "TextReader", "ignore", "markers_of"]
+__all__ = ["SPACE", "Markers", "Reading", "TextReader", "ignore", "markers_of"]
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]  # of a result, which may have to wait for text
@@ -133,6 +133,16 @@ class TextReader:
             yield
         self._read(self._pos + len(literal), literal in self._hidden)
         return True
+
+    def comes_next(self, texts: Collection[str]) -> Reading[bool]:
+        """Whether one of these texts comes next, or the end. Reads nothing."""
+        while True:
+            rest = self._text[self._pos : self._pos + max(map(len, texts))]
+            if any(rest.startswith(text) for text in texts) or (self._has_ended and not rest):
+                return True
+            if self._has_ended or not any(text.startswith(rest) for text in texts):
+                return False
+            yield
 
     def each_of(self, pattern: re.Pattern[str], sink: Callable[[str], None]) -> Reading[None]:
         """Read as long as the pattern, which is of the form `[...]+`, matches; pass on each piece."""

@@ -2,7 +2,8 @@
 
     <tool_call><function=f><parameter=city>Paris</parameter></function></tool_call>
 
-Strings are passed on as they come. What other values are, is known at their end.
+Strings are passed on as they come. What other values are, is known at their end. A closing tag ends a string only if
+another parameter or the end of the call follows: a model may quote one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.router.tool_calls.events import EventWriter
-from tandem.router.tool_calls.reader import Markers, Reading, TextReader, markers_of
+from tandem.router.tool_calls.reader import SPACE, Markers, Reading, TextReader, markers_of
 
 __all__ = [
     "DEEPSEEK_V3_2_TAGS",
@@ -121,6 +122,8 @@ def _read_call(
         yield from reader.drop_space()
         has_parameter = yield from reader.literal(tags.key)
         if not has_parameter and not (yield from _read_end(tags, reader)):
+            if separator != "{" and (yield from reader.next_char()):
+                writer.arguments("}")  # something else follows, so no more parameters will
             return
         if separator == "{":
             reader.release()
@@ -168,22 +171,29 @@ class _Parameter:
 
     def _read_string(self, key: str) -> Reading[bool]:
         self._writer.arguments(f'{self._separator}{_quoted(key)}: "')
-        has_ended = yield from self._read_until_end(lambda text: self._writer.arguments(_quoted(text)[1:-1]))
-        if has_ended:
-            self._writer.arguments('"')
-        return has_ended
+        tags, reader = self._tags, self._reader
+        while marker := (yield from self._read_until_end(self._add_text)):
+            space = yield from reader.run(SPACE)
+            if (yield from reader.comes_next([one for one in (tags.key, tags.call_end, tags.closing) if one])):
+                self._writer.arguments('"')
+                return True
+            self._add_text(marker + space)  # the string quotes the marker
+        return False
 
     def _read_value(self, key: str, types: set[str]) -> Reading[bool]:
         pieces: list[str] = []
         has_ended = yield from self._read_until_end(pieces.append)
         if has_ended:
             self._writer.arguments(f"{self._separator}{_quoted(key)}: {_json_value(''.join(pieces), types)}")
-        return has_ended
+        return bool(has_ended)
 
-    def _read_until_end(self, sink: Callable[[str], None]) -> Reading[bool]:
+    def _read_until_end(self, sink: Callable[[str], None]) -> Reading[str]:
         end = self._tags.value_end
         markers = markers_of(frozenset((end, self._tags.value_space + end)))
-        return bool((yield from self._reader.until(markers, sink)))
+        return (yield from self._reader.until(markers, sink))
+
+    def _add_text(self, text: str) -> None:
+        self._writer.arguments(_quoted(text)[1:-1])
 
 
 def value_types(schema: object) -> set[str]:

@@ -173,7 +173,39 @@ def test_a_call_cut_short_keeps_what_came_of_it() -> None:
 def test_a_call_in_tags_that_is_broken_leaves_no_white_space() -> None:
     text = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n/function>\n</tool_call>"
     answer = parsed([text], "qwen3_coder")
-    assert (answer.calls, answer.content) == ([("add", '{"a": 1')], "/function>\n</tool_call>")
+    assert (answer.calls, answer.content) == ([("add", '{"a": 1}')], "/function>\n</tool_call>")
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=get_weather>\n<parameter=city>\n{}\n</parameter>\n"
+            "<parameter=zip>\nx\n</parameter>\n</function>\n</tool_call>",
+        ),
+        (
+            "glm45",
+            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n<arg_key>zip</arg_key>\n"
+            "<arg_value>x</arg_value>\n</tool_call>",
+        ),
+        (
+            "deepseek_v32",
+            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+            '<｜DSML｜parameter name="city" string="true">{}</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="zip" string="true">x</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+            "</｜DSML｜function_calls>",
+        ),
+    ],
+)
+def test_a_string_may_quote_the_tag_that_closes_it(format: str, text: str) -> None:
+    for closing in ("</parameter>", "</arg_value>", "</｜DSML｜parameter>", "\n</parameter>\n\n"):
+        city = f"a {closing} b{closing}</x>\n{closing}\n\nc"
+        whole = parsed([text.format(city)], format)
+        assert [(name, json.loads(arguments)) for name, arguments in whole.calls] == [
+            ("get_weather", {"city": city, "zip": "x"})
+        ]
+        assert parsed(text.format(city), format) == whole
 
 
 @pytest.mark.parametrize(
