@@ -40,13 +40,14 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--data", type=Path, required=True, help="folder of the BFCL_v4_*.json files")
     arguments.add_argument("--model", type=Path, required=True, help="folder of a model, for its tokenizer")
+    arguments.add_argument("--format", nargs="*", choices=FORMS, default=list(FORMS), help="only these")
     options = arguments.parse_args()
     cases = list(read_cases(options.data))
     tokenizer = Tokenizer(options.model)
     text = (options.model / "tokenizer.json").read_text()
     grammars = make_grammar_tokenizer(text, None, [tokenizer.special_tokens["<|im_end|>"]])
     print(f"{len(cases)} cases, {sum(len(case.calls) for case in cases)} calls")
-    for format in FORMS:
+    for format in options.format:
         counts, seconds = _run(format, cases, tokenizer, grammars)
         tokens, written = max(1, counts.pop("tokens", 0)), max(1, counts.pop("written", 0))
         forced, runs = counts.pop("forced", 0), max(1, counts.pop("runs", 0))

@@ -4,7 +4,8 @@
 
 Each text is parsed as a whole, and in pieces of 1 to 4 tokens. The model's tokenizer gets the marks of all formats as
 tokens. For gpt-oss the parser is its authors', openai_harmony, within vLLM's; it needs TIKTOKEN_ENCODINGS_BASE to name
-a folder with o200k_base.tiktoken.
+a folder with o200k_base.tiktoken. With `--mistral-common` the texts of Mistral are parsed by its authors' library
+instead: calls only, and as a whole.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import logging
 import random
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,9 +28,10 @@ def main() -> None:
     arguments.add_argument("texts", type=Path)
     arguments.add_argument("results", type=Path)
     arguments.add_argument("--model", type=Path, required=True, help="folder of a model, for its tokenizer")
+    arguments.add_argument("--mistral-common", action="store_true")
     options = arguments.parse_args()
     logging.disable(logging.CRITICAL)  # parsers log each text that they cannot read
-    parsers = Parsers(options.model)
+    parsers = MistralParsers() if options.mistral_common else Parsers(options.model)
     rng = random.Random(SEED)
     with options.texts.open() as texts, options.results.open("w", buffering=1) as results:
         for line in texts:
@@ -94,6 +97,51 @@ class Parsers:
                 tokenizer.decode = _harmony_decode  # the parser shows with it what it cannot read
             self._tokenizers[marks] = tokenizer
         return self._tokenizers[marks]
+
+
+class MistralParsers:
+    """The parser of mistral_common, by the tokenizer that comes with it."""
+
+    def __init__(self) -> None:
+        import mistral_common
+        from mistral_common.tokens.tokenizers.base import TokenizerVersion
+        from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+        data = json.loads((Path(mistral_common.__file__).parent / "data" / "tekken_240911.json").read_text())
+        old = Tekkenizer.DEPRECATED_SPECIAL_TOKENS
+        marks = ("[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
+        new = [{"rank": len(old) + i, "token_str": mark, "is_control": True} for i, mark in enumerate(marks)]
+        config = data["config"]
+        self._tokenizers = {
+            form: Tekkenizer(
+                data["vocab"],
+                [*old, *new],
+                config["pattern"],
+                config["default_vocab_size"],
+                config["default_num_special_tokens"],
+                TokenizerVersion(version),
+            )
+            for form, version in (("mistral", "v7"), ("mistral_v11", "v11"))
+        }
+
+    def result(self, item: dict[str, Any], _: random.Random) -> dict[str, Any]:
+        """What it makes of the calls of a text, or the error it raises."""
+        from mistral_common.experimental.tools import _decode_tool_calls, _split_content_and_tool_calls
+
+        tokenizer = self._tokenizers[item["form"]]
+        try:
+            ids: list[int] = []
+            for part in re.split(r"(\[TOOL_CALLS\]|\[ARGS\])", item["text"]):
+                is_mark = part.startswith("[") and part.isupper() and (part != "[ARGS]" or item["form"] != "mistral")
+                ids += [tokenizer.get_special_token(part)] if is_mark else tokenizer.encode(part, bos=False, eos=False)
+            _, parts = _split_content_and_tool_calls(ids, tokenizer.get_special_token("[TOOL_CALLS]"))
+            calls = _decode_tool_calls(parts, tokenizer)
+            shown = [[call.function.name, call.function.arguments] for call in calls]
+            answer: dict[str, Any] = {"reasoning": "", "content": "", "calls": shown}
+        except Exception as exc:  # whatever a parser raises is its result
+            answer = {"error": f"{type(exc).__name__}: {exc}"}
+        return {"id": item["id"], "pieces": [item["text"]], "whole": answer, "streamed": answer,
+                "whole_s": 0.0, "streamed_s": 0.0}  # fmt: skip
 
 
 def _request(item: dict[str, Any]) -> Any:

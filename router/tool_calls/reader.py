@@ -125,13 +125,21 @@ class TextReader:
         return self._text[self._pos]
 
     def literal(self, literal: str) -> Reading[bool]:
-        """Read this string if it comes next; whether it does."""
-        while not self._text.startswith(literal, self._pos):
-            rest = self._text[self._pos : self._pos + len(literal)]
-            if self._has_ended or not literal.startswith(rest):
+        """Read this string if it comes next; whether it does. The beginning of a hidden marker is no such string."""
+        for marker in self._hidden:
+            if marker != literal and marker.startswith(literal) and (yield from self._is_next(marker)):
+                return False
+        if not (yield from self._is_next(literal)):
+            return False
+        self._read(self._pos + len(literal), literal in self._hidden)
+        return True
+
+    def _is_next(self, text: str) -> Reading[bool]:
+        while not self._text.startswith(text, self._pos):
+            rest = self._text[self._pos : self._pos + len(text)]
+            if self._has_ended or not text.startswith(rest):
                 return False
             yield
-        self._read(self._pos + len(literal), literal in self._hidden)
         return True
 
     def comes_next(self, texts: Collection[str]) -> Reading[bool]:

@@ -122,8 +122,8 @@ def _read_call(
         yield from reader.drop_space()
         has_parameter = yield from reader.literal(tags.key)
         if not has_parameter and not (yield from _read_end(tags, reader)):
-            if separator != "{" and (yield from reader.next_char()):
-                writer.arguments("}")  # something else follows, so no more parameters will
+            if separator != "{":
+                writer.arguments("}")  # the end is missing, but its parameters are complete
             return
         if separator == "{":
             reader.release()

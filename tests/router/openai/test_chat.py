@@ -252,7 +252,8 @@ async def test_messages_reach_the_template(tokenizer: Tokenizer) -> None:
         response = await client.post(CHAT, json=chat(messages=messages))
     assert response.status_code == 200, response.text
     assert tokenizer.decode(backend.requests[0].token_ids) == (
-        "<s><system>be brief<user>one\ntwo<assistant>[weather Rome]<tool>sunny<assistant>"
+        '<s><system>be brief<user>one\ntwo<assistant><tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n'
+        "</tool_call><user><tool_response>\nsunny\n</tool_response><assistant>"
     )
 
 

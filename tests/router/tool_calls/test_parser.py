@@ -145,6 +145,8 @@ def test_special_tokens_never_become_content() -> None:
 
     assert parsed(["hello[ARGS] there"], "mistral", hidden=hidden).content == "hello there"
     assert parsed(["a [TOOL_CALLS]", '{"[ARGS]b": 1}'], "mistral", hidden=hidden).content == 'a {"b": 1}'
+    for pieces in (["x[TOOL_CALLS][ARGS]1"], "x[TOOL_CALLS][ARGS]1"):
+        assert parsed(pieces, "mistral", hidden=hidden).content == "x1"
 
 
 @pytest.mark.parametrize(
@@ -168,6 +170,8 @@ def test_a_call_cut_short_keeps_what_came_of_it() -> None:
     assert parsed([text], "hermes").calls == [("get_weather", '{"city": "Par')]
     text = "<tool_call>\n<function=get_weather>\n<parameter=days>\n3\n</parameter>\n<parameter=city>\nPar\n"
     assert parsed([text], "qwen3_coder") == Joined(calls=[("get_weather", '{"days": 3, "city": "Par\\n')])
+    text = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
+    assert parsed([text], "glm45") == Joined(calls=[("add", '{"a": 1}')])
 
 
 def test_a_call_in_tags_that_is_broken_leaves_no_white_space() -> None:
