@@ -171,26 +171,30 @@ class _Parameter:
 
     def _read_string(self, key: str) -> Reading[bool]:
         self._writer.arguments(f'{self._separator}{_quoted(key)}: "')
-        tags, reader = self._tags, self._reader
-        while marker := (yield from self._read_until_end(self._add_text)):
-            space = yield from reader.run(SPACE)
-            if (yield from reader.comes_next([one for one in (tags.key, tags.call_end, tags.closing) if one])):
-                self._writer.arguments('"')
-                return True
-            self._add_text(marker + space)  # the string quotes the marker
-        return False
+        has_ended = yield from self._read_until_end(self._add_text, may_quote=True)
+        if has_ended:
+            self._writer.arguments('"')
+        return has_ended
 
     def _read_value(self, key: str, types: set[str]) -> Reading[bool]:
         pieces: list[str] = []
-        has_ended = yield from self._read_until_end(pieces.append)
+        has_ended = yield from self._read_until_end(pieces.append, may_quote=not types or "string" in types)
         if has_ended:
             self._writer.arguments(f"{self._separator}{_quoted(key)}: {_json_value(''.join(pieces), types)}")
-        return bool(has_ended)
+        return has_ended
 
-    def _read_until_end(self, sink: Callable[[str], None]) -> Reading[str]:
-        end = self._tags.value_end
-        markers = markers_of(frozenset((end, self._tags.value_space + end)))
-        return (yield from self._reader.until(markers, sink))
+    def _read_until_end(self, sink: Callable[[str], None], *, may_quote: bool) -> Reading[bool]:
+        """Read up to the closing tag, and pass on the text before it; whether there is one."""
+        tags, reader = self._tags, self._reader
+        markers = markers_of(frozenset((tags.value_end, tags.value_space + tags.value_end)))
+        while marker := (yield from reader.until(markers, sink)):
+            if not may_quote:
+                return True
+            space = yield from reader.run(SPACE)
+            if (yield from reader.comes_next([one for one in (tags.key, tags.call_end, tags.closing) if one])):
+                return True
+            sink(marker + space)
+        return False
 
     def _add_text(self, text: str) -> None:
         self._writer.arguments(_quoted(text)[1:-1])

@@ -210,6 +210,8 @@ def test_a_string_may_quote_the_tag_that_closes_it(format: str, text: str) -> No
             ("get_weather", {"city": city, "zip": "x"})
         ]
         assert parsed(text.format(city), format) == whole
+        unknown = text.replace("city", "not_in_its_schema").format(city)
+        assert json.loads(parsed([unknown], format).calls[0][1]) == {"not_in_its_schema": city, "zip": "x"}
 
 
 @pytest.mark.parametrize(
