@@ -49,7 +49,7 @@ async def until_forked(pid: int) -> psutil.Process:
         ("choice", '["a", "say \\"b\\"", "é🎉", ""]'),
         ("grammar", 'root ::= "a" | "b" root'),
         ("grammar", 'start: "a"+'),
-        ("grammar", "start[max_tokens=3]: /a*/ b\nb[lazy]: /a+/"),
+        ("grammar", "start[lazy]: /(a|c)*b/"),
         ("grammar", 'start: "::=" b\nb: "b"'),
         ("structural_tag", TAG),
     ],
