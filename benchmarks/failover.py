@@ -1,0 +1,146 @@
+"""What clients see when workers are killed: 16 streams on 1 + 2 workers, and the time until each has its next token.
+
+- a decode worker: the prefill worker has the KV of the prompts, and the answers so far are computed again;
+- a decode worker and the prefill worker at once: nothing is left of the KV, and the other decode worker goes on alone;
+- the prefill worker, while it computes the prompts: the decode workers go on alone.
+
+Each stream's text is compared with that of the same request sent again later, undisturbed.
+
+    python -m benchmarks.failover
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from benchmarks.common import (
+    Server,
+    Setup,
+    arguments,
+    console,
+    print_table,
+    serving,
+    until_idle,
+    write_result,
+)
+from tandem.loadtest.client import StreamTiming, run_measured
+from tandem.loadtest.stats import Distribution
+
+_TOKEN_IDS = range(1000, 4000)  # valid in any model with a vocabulary of a few thousand
+_POOL = "--pool-gb=0.5"
+_READY_S = 120.0  # for the victim's successor
+
+
+_ONE_AND_TWO = Setup("1P2D", ("--prefill=1", "--decode=2", "--no-local-prefill"))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Which workers die, and when."""
+
+    name: str
+    roles: tuple[str, ...]
+    is_early: bool = False  # while prompts are computed, and not once all streams have tokens
+
+
+_CASES = (
+    Case("decode worker", ("decode",)),
+    Case("decode and prefill worker", ("decode", "prefill")),
+    Case("prefill worker, computing", ("prefill",), is_early=True),
+)
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--input-tokens", type=int, default=200)
+    parser.add_argument("--output-tokens", type=int, default=200)
+    parser.add_argument("--kill-after-s", type=float, default=8.0, help="from the first request (default: %(default)s)")
+    settings = parser.parse_args()
+    if settings.quick:
+        settings.streams, settings.output_tokens, settings.kill_after_s = 4, 60, 2.0
+    results = {}
+    for case in _CASES:
+        with serving(_ONE_AND_TWO, settings.model, _POOL) as server:
+            results[case.name] = run_measured(measure(server, case, settings))
+    _show(results)
+    write_result("failover", settings, results)
+    return 1 if any(one["num_failed"] or one["num_wrong"] for one in results.values()) else 0
+
+
+async def measure(server: Server, case: Case, settings: argparse.Namespace) -> dict[str, Any]:
+    """Kill the worker under the streams, then send the same requests again."""
+    rng = random.Random(settings.seed)
+    prompts = [rng.choices(_TOKEN_IDS, k=settings.input_tokens) for _ in range(settings.streams)]
+
+    async def send(number: int) -> StreamTiming:
+        return await server.client.stream_completion(
+            prompts[number],
+            model=server.model,
+            max_tokens=settings.output_tokens,
+            ignore_eos=True,
+            temperature=0.8 if number % 2 else 0.0,
+            seed=number,
+        )
+
+    streams = [asyncio.create_task(send(number)) for number in range(settings.streams)]
+    await asyncio.sleep(settings.kill_after_s / 8 if case.is_early else settings.kill_after_s)
+    pools = await server.client.request_json("GET", "/v1/pools")
+    victims = [pools["roles"][role][0] for role in case.roles]
+    for victim in victims:
+        psutil.Process(victim["pid"]).kill()
+    killed_s = time.perf_counter()
+    timings = await asyncio.gather(*streams)
+    decisions = await server.client.request_json("GET", "/v1/route/decisions")
+    num_moved = sum(decision["outcome"] == "moved" for decision in decisions["data"])
+    await _until_replaced(server, victims)
+    again = [await send(number) for number in range(settings.streams)]
+    _, held = await until_idle(server, _READY_S)
+    pauses_s = sorted((pause for timing in timings if (pause := _pause_s(timing, killed_s)) is not None), reverse=True)
+    return {
+        "num_moved": num_moved,
+        "num_failed": sum(bool(timing.error) for timing in (*timings, *again)),
+        "first_error": next((timing.error for timing in (*timings, *again) if timing.error), ""),
+        "num_wrong": sum(one.text != other.text for one, other in zip(timings, again, strict=True)),
+        "held": held,
+        "pause_s": Distribution.of(pauses_s[:num_moved]),  # those that moved paused longest
+    }
+
+
+async def _until_replaced(server: Server, victims: list[dict[str, Any]]) -> None:
+    async with asyncio.timeout(_READY_S):
+        while True:
+            pools = await server.client.request_json("GET", "/v1/pools")
+            epochs = {worker["worker_id"]: worker["epoch"] for workers in pools["roles"].values() for worker in workers}
+            if all(epochs.get(victim["worker_id"], victim["epoch"]) != victim["epoch"] for victim in victims):
+                return
+            await asyncio.sleep(0.2)
+
+
+def _pause_s(timing: StreamTiming, killed_s: float) -> float | None:
+    """From the kill to the next token; None if the answer had ended."""
+    return next((time_s - killed_s for time_s in timing.event_times_s if time_s > killed_s), None)
+
+
+def _show(results: dict[str, dict[str, Any]]) -> None:
+    rows = [
+        [name, one["num_moved"], one["pause_s"].p50, one["pause_s"].max, one["num_failed"], one["num_wrong"]]
+        for name, one in results.items()
+    ]
+    headings = ["killed", "streams moved", "next token p50, s", "max, s", "failed", "wrong"]
+    print_table("kill -9 of a worker under its streams", headings, rows)
+    for name, one in results.items():
+        if one["held"] or one["first_error"]:
+            console.print(f"[red]{name}[/]: {one['first_error']} {one['held']}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
