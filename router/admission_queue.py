@@ -168,6 +168,23 @@ class AdmissionQueue(Generic[R, B]):
         finally:
             self._displaced.pop(displaced, None)
 
+    def place_elsewhere(
+        self, request: R, placement_request: PlacementRequest, former: AdmittedRequest[R, B], *, excluded: str = ""
+    ) -> AdmittedRequest[R, B] | None:
+        """Book another placement, not on the worker `excluded`, for an admitted request; None if there is none."""
+        now = self.now()
+        try:
+            placement = self._admission.place_again(placement_request, now, excluded=excluded)
+        except NoWorker:
+            return None
+        booking = self._book(request, placement_request, placement, former.prefill_priority)
+        decision = RoutingDecision(request.request_id, placement_request.service_class, former.decision.arrived_s)
+        decision.outcome, decision.placement = "moved", placement
+        decision.decided_s, decision.booked_s = now, self.now()
+        decision.actual_ttft_s = former.decision.actual_ttft_s
+        self.log.add(decision)
+        return AdmittedRequest(placement, booking, decision, former.prefill_priority, self)
+
     def explain(self, request: PlacementRequest) -> dict[str, Any]:
         """The decision that would be taken now, as JSON. Nothing is sent or booked. Raises a `ServingError`."""
         now = self.now()
@@ -221,19 +238,10 @@ class AdmissionQueue(Generic[R, B]):
 
     def _place_again(self, displaced: _Displaced[R, B]) -> None:
         """Book a placement for a displaced request, if there is a worker for it."""
-        now, former, request = self.now(), displaced.former, displaced.placement_request
-        try:
-            placement = self._admission.place_again(request, now)
-        except NoWorker:
-            return
-        booking = self._book(displaced.request, request, placement, former.prefill_priority)
-        decision = RoutingDecision(displaced.request.request_id, request.service_class, former.decision.arrived_s)
-        decision.outcome, decision.placement = "moved", placement
-        decision.decided_s, decision.booked_s = now, self.now()
-        decision.actual_ttft_s = former.decision.actual_ttft_s
-        self.log.add(decision)
-        del self._displaced[displaced]
-        displaced.admitted.set_result(AdmittedRequest(placement, booking, decision, former.prefill_priority, self))
+        admitted = self.place_elsewhere(displaced.request, displaced.placement_request, displaced.former)
+        if admitted is not None:
+            del self._displaced[displaced]
+            displaced.admitted.set_result(admitted)
 
     def _leave(self, queued: QueuedRequest, waiter: _Waiter[R, B], exc: BaseException) -> None:
         """Free what the request has, whatever was decided meanwhile."""

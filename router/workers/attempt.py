@@ -53,6 +53,11 @@ class Attempt:
         """Tokens of the answer so far."""
         return self._order.num_tokens
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether tokens come from the worker that decodes."""
+        return self.has_spoken and not self._awaits_handoff
+
     def begin(self, request: GenerateRequest, *, is_traced: bool) -> None:
         """Send each worker its part. Raises `WorkerError` if one is gone. NOTE: `end` cancels what was sent."""
         best = self.placement.best

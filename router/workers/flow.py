@@ -33,6 +33,7 @@ from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.request import PlacementRequest
 from tandem.scheduling.workers.bookings import Booking
 from tandem.scheduling.workers.registry import Registry
+from tandem.scheduling.workers.workers import WorkerChange
 
 if TYPE_CHECKING:
     from tandem.router.tracing.tracing import Tracing
@@ -89,6 +90,7 @@ class RequestFlow:
             max_moves=config.max_moves,
             tracing=tracing,
         )
+        registry.listen(self._on_worker_change)
         is_hub = config.router_processes > 1
         self._scheduler = CallbackScheduler(HUB_CALLS, HUB_CALLS) if is_hub else CallbackScheduler()
 
@@ -119,7 +121,7 @@ class RequestFlow:
 
     @property
     def num_moves(self) -> Counter[str]:
-        """How often a request went on with other workers, by the code of the error that ended it on the former ones."""
+        """How often a request went on with other workers, by cause: the code of an error, or why it left them."""
         return self._context.num_moves
 
     @property
@@ -198,6 +200,10 @@ class RequestFlow:
     async def check(self) -> dict[str, str]:
         """By worker, what is wrong with it or what it holds although it should be idle; "" = nothing."""
         return await self._manager.check_integrity() if self._manager is not None else {}
+
+    def _on_worker_change(self, _: WorkerChange) -> None:
+        for generation in list(self._context.running):
+            generation.leave_pool()
 
     def _book(
         self, request: GenerateRequest, placed: PlacementRequest, placement: Placement, priority: PrefillPriority

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tandem.protocol.errors import NoWorker, ServingError, TransferError, WorkerError, WorkerLost
-from tandem.protocol.messages import FinishReason, SequenceDelta
+from tandem.protocol.messages import FinishReason, SequenceDelta, WorkerState
 from tandem.router.admission_queue import AdmissionQueue, AdmittedRequest
 from tandem.router.backend import GenerateRequest, TokenDelta
 from tandem.router.streams import DeltaQueue, QueueStream
@@ -34,6 +34,7 @@ from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.request import CommonDigests, PlacementRequest
 from tandem.scheduling.workers.bookings import Booking
+from tandem.scheduling.workers.workers import RegisteredWorker, can_decode
 
 if TYPE_CHECKING:
     from tandem.router.tracing.tracing import Tracing
@@ -60,7 +61,7 @@ class GenerationContext:
     tracing: Tracing | None = None
     running: set[Generation] = field(default_factory=set)  # requests that were dispatched
     num_handoffs: int = 0  # requests that both workers of a pair sent tokens for
-    num_moves: Counter[str] = field(default_factory=Counter)  # attempts that followed a failed one, by its error's code
+    num_moves: Counter[str] = field(default_factory=Counter)  # by cause: an error's code, or why a worker was left
     poisoned: PoisonedRequests = field(default_factory=PoisonedRequests)
     is_shut_down: bool = False
 
@@ -93,6 +94,10 @@ class GenerationContext:
         )
 
 
+class _Displaced(ServingError):
+    """A request leaves its workers for others, where its place is booked."""
+
+
 class Generation(QueueStream[SequenceDelta, TokenDelta]):
     """The tokens of one request."""
 
@@ -106,7 +111,9 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         self._digests: list[bytes] = []
         self._attempt: Attempt | None = None
         self._error: ServingError | None = None  # with which it ends, whatever its workers do
-        self._num_moves = 0
+        self._next: AdmittedRequest[GenerateRequest, Booking] | None = None  # where it is about to go on
+        self._num_attempts = 0
+        self._num_failures = 0  # attempts that others followed
         self._lost_workers: list[str] = []  # that died while they had the request, since the last token
         self._output: list[int] = []
         self._num_cached_tokens = 0
@@ -118,9 +125,41 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         self._error = error
         self._queue.fail(error)
 
+    @property
+    def decode_worker(self) -> RegisteredWorker | None:
+        """Where its answer is decoded; None before its tokens come from there."""
+        attempt = self._attempt
+        return attempt.placement.best.decode if attempt is not None and attempt.is_decoding else None
+
+    def leave_pool(self) -> None:
+        """Move if its worker is to decode no more: there it would get one token for each chunk of a prompt."""
+        worker = self.decode_worker
+        if worker is not None and worker.state is not WorkerState.DEAD and not can_decode(worker):
+            self.move("drain" if worker.state is WorkerState.DRAINING else "role_change")
+
+    def move(self, cause: str) -> bool:
+        """Go on with another decode worker, if there is a place. The place is booked before the present one is left.
+
+        The other worker reads the KV from this one, which keeps it in its cache. Tokens that have arrived come first.
+        """
+        worker, attempt = self.decode_worker, self._attempt
+        if worker is None or attempt is None or self._error is not None or self._next is not None:
+            return False
+        placement_request = self._context.placement_request(
+            self._request, self._all_digests(attempt), len(self._output)
+        )
+        self._next = self._context.admission_queue.place_elsewhere(
+            self._request, placement_request, attempt.admitted, excluded=worker.worker_id
+        )
+        if self._next is not None:
+            self._queue.fail(_Displaced(cause))
+        return self._next is not None
+
     def close(self) -> None:
         """Release the booking and cancel the legs that still run."""
         self._end_trace()
+        if self._next is not None:
+            self._next.end()
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return
@@ -149,8 +188,8 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         self._send(attempt)
 
     def _new_attempt(self, admitted: AdmittedRequest[GenerateRequest, Booking]) -> Attempt:
-        output = list(self._output)
-        return Attempt(admitted, self._context.workers, self._queue, number=self._num_moves, output=output)
+        number, self._num_attempts = self._num_attempts, self._num_attempts + 1
+        return Attempt(admitted, self._context.workers, self._queue, number=number, output=list(self._output))
 
     def _send(self, attempt: Attempt) -> None:
         """Begin an attempt. Its workers may have died just now: that is told as any later death."""
@@ -162,44 +201,46 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
     async def _recover(self, error: ServingError) -> None:
         """Go on with another attempt, behind the tokens that were passed on. Raises the error where that is no help."""
         former = self._attempt
-        if former is None or self._error is not None or not isinstance(error, WorkerError | TransferError):
-            raise error
-        self._check_may_move(error, former)
-        self._num_moves += 1
-        context = self._context
-        context.num_moves[error.code or ""] += 1
-        logger.warning(
-            "request %s is moved (%d of at most %d times) behind %d tokens: %s",
-            self._request.request_id, self._num_moves, context.max_moves, len(self._output), error,
-        )  # fmt: skip
-        lost_s = context.admission_queue.now()
+        if former is None or self._error is not None:
+            raise self._error or error
+        lost_s = self._context.admission_queue.now()
+        admitted, self._next = self._next, None
+        if not isinstance(error, _Displaced):
+            if admitted is not None:  # the worker was lost on the way out
+                admitted.end()
+                admitted = None
+            self._check_may_move(error, former)
+        self._context.num_moves[error.code or error.message] += 1
         former.end()
         self._queue = self._make_queue()
-        admitted = await self._place_again(former, can_hand_over=not isinstance(error, TransferError))
+        if admitted is None:
+            admitted = await self._place_again(former, can_hand_over=not isinstance(error, TransferError))
         attempt = self._attempt = self._new_attempt(admitted)
         if self._trace is not None:
             self._trace.moved(lost_s, error, admitted.decision)
         self._send(attempt)
 
     def _check_may_move(self, error: ServingError, attempt: Attempt) -> None:
-        """Raise an error if the request has cost too much already."""
+        """Raise the error if no other attempt may follow this one, or one that names the workers that died of it."""
+        if not isinstance(error, WorkerError | TransferError):
+            raise error
+        context = self._context
         if isinstance(error, WorkerLost):
             if attempt.has_spoken:  # a request that ends its workers gets no further than the first time
                 self._lost_workers.clear()
             self._lost_workers.append(error.worker_id)
             if len(self._lost_workers) >= MAX_DEATHS:
-                now = self._context.admission_queue.now()
-                raise self._context.poisoned.add(self._request, self._lost_workers, now) from error
-        if self._num_moves >= self._context.max_moves:
+                raise context.poisoned.add(self._request, self._lost_workers, context.admission_queue.now()) from error
+        if self._num_failures >= context.max_moves:
             raise error
+        self._num_failures += 1
+        name, num_tokens = self._request.request_id, len(self._output)
+        logger.warning("request %s goes on elsewhere behind %d tokens: %s", name, num_tokens, error)
 
     async def _place_again(self, former: Attempt, *, can_hand_over: bool) -> AdmittedRequest[GenerateRequest, Booking]:
         """Wait for a worker that can go on, `request_timeout_s` at most."""
-        context, card = self._context, former.placement.best.decode.card
-        answer = context.hasher.answer_digests(
-            self._request, self._digests, self._output, card.namespace, card.block_size
-        )
-        placement_request = context.placement_request(self._request, [*self._digests, *answer], len(self._output))
+        context = self._context
+        placement_request = context.placement_request(self._request, self._all_digests(former), len(self._output))
         placement_request = msgspec.structs.replace(placement_request, is_resumed=True, can_hand_over=can_hand_over)
         try:
             async with asyncio.timeout(context.request_timeout_s):
@@ -207,18 +248,29 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         except TimeoutError:
             raise self._idle_error() from None
 
+    def _all_digests(self, attempt: Attempt) -> list[bytes]:
+        """Of the prompt and the answer so far."""
+        hasher, card = self._context.hasher, attempt.placement.best.decode.card
+        answer = hasher.answer_digests(self._request, self._digests, self._output, card.namespace, card.block_size)
+        return [*self._digests, *answer]
+
     def _convert(self, deltas: list[SequenceDelta]) -> list[TokenDelta]:
         attempt = self._attempt
         if attempt is None:  # the reader has closed the stream
             return []
+        is_new = not attempt.has_spoken
         if attempt.take_handoff():
             self._context.num_handoffs += 1
+            is_new = True
         if self._trace is not None:
             for delta in deltas:
                 if delta.timeline is not None:
                     self._trace.worker_told(delta.timeline, self._context.admission_queue.now(), offset=delta.offset)
         due = attempt.in_order(deltas)
-        return [self._recorded(_merged(due), attempt)] if due else []
+        tokens = [self._recorded(_merged(due), attempt)] if due else []
+        if is_new:
+            self.leave_pool()  # its worker's role may have changed since it was placed
+        return tokens
 
     def _recorded(self, delta: TokenDelta, attempt: Attempt) -> TokenDelta:
         if not attempt.has_spoken:

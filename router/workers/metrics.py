@@ -106,11 +106,11 @@ class MoveCollector:
         """All metrics, as they are now."""
         moves = CounterMetricFamily(
             "tandem_request_moves",
-            "Times that a request went on with other workers, by the error that ended it on the former ones",
-            labels=["error"],
+            "Times that a request went on with other workers, by the error on the former ones, or why it left them",
+            labels=["cause"],
         )
-        for code, count in sorted(self._flow.num_moves.items()):
-            moves.add_metric([code], count)
+        for cause, count in sorted(self._flow.num_moves.items()):
+            moves.add_metric([cause], count)
         yield moves
         yield CounterMetricFamily(
             "tandem_poisoned_requests",

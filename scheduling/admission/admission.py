@@ -152,12 +152,12 @@ class Admission:
         self._deadlines.add(queued)
         return queued
 
-    def place_again(self, request: PlacementRequest, now: float) -> Placement:
-        """Where a request goes on whose worker is gone: before all others, as it was admitted and counted already.
+    def place_again(self, request: PlacementRequest, now: float, *, excluded: str = "") -> Placement:
+        """Where a request goes on, but on the worker `excluded`: before all others, as it was admitted and counted.
 
         Raises `NoWorker`.
         """
-        return self._placer.place(request, now, order=-math.inf)
+        return self._placer.place(request, now, order=-math.inf, excluded=(excluded,) if excluded else ())
 
     def next(self, now: float) -> Dispatch | Drop | None:
         """The next decision; None when all waiting requests have to wait on. Call it after each change of load."""

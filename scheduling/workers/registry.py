@@ -81,7 +81,7 @@ class Registry:
         return self._table
 
     def listen(self, listener: Callable[[WorkerChange], None]) -> None:
-        """Call `listener` after each change of a worker's state."""
+        """Call `listener` after each change of a worker's state or role."""
         self._listeners.append(listener)
 
     def listen_steps(self, listener: Callable[[], None]) -> None:
@@ -123,6 +123,7 @@ class Registry:
         logger.info("worker %s flips from %s to %s", worker_id, worker.role, role)
         worker.role = role
         self._table = None
+        self._notify(WorkerChange(worker, f"plays {role}"))
 
     def set_adapters(self, worker_id: str, adapters: Sequence[str]) -> None:
         """Change the LoRA adapters that a worker serves, from the next decision on."""

@@ -343,7 +343,7 @@ def test_an_answer_goes_on_when_its_decode_worker_is_lost(server: Server, coloca
     print(f"longest silence: {longest_s:.2f} s")
     server.wait_recovered("decode", victim["epoch"])
     assert not psutil.pid_exists(victim["pid"])
-    assert 'tandem_request_moves_total{error="worker_lost"}' in httpx.get(f"{server.url}/metrics").text
+    assert 'tandem_request_moves_total{cause="worker_lost"}' in httpx.get(f"{server.url}/metrics").text
     assert_idle(server)
 
 

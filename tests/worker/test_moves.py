@@ -120,3 +120,22 @@ async def test_deaths_among_many_streams_change_no_token(
         print(dict(cluster.flow.num_moves))
         assert cluster.flow.num_moves["worker_lost"] > 3
         await cluster.becomes_idle()
+
+
+async def test_answers_follow_the_roles_of_workers_without_losing_a_token(tiny_model: Path, oracle: Oracle) -> None:
+    rng = random.Random(3)
+    async with running_cluster(tiny_model, ROLES) as cluster:
+        requests = []
+        for number in range(16):
+            sampling = {"max_tokens": 60, "ignore_eos": True} | SAMPLING[rng.choice(list(SAMPLING))]
+            requests.append((make_prompt(rng.choice([40, 150, 300]), number), sampling))
+        answers = [asyncio.create_task(cluster.generate(prompt, **sampling)) for prompt, sampling in requests]
+        while not all(answer.done() for answer in answers):
+            for worker_id, role in (("p", Role.DECODE), ("d", Role.PREFILL), ("d", Role.DECODE), ("p", Role.PREFILL)):
+                await cluster.call(worker_id, lambda name=worker_id, role=role: cluster.worker(name).set_role(role))
+                cluster.registry.set_role(worker_id, role)
+                await asyncio.sleep(rng.uniform(0.01, 0.05))  # how far the answers get meanwhile is left to chance
+        for answer, (prompt, sampling) in zip(answers, requests, strict=True):
+            assert (await answer).token_ids == oracle.answer(prompt, **sampling)
+        assert cluster.flow.num_moves["role_change"] > 3
+        await cluster.becomes_idle()

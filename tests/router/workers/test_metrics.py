@@ -106,5 +106,5 @@ def test_moves_are_counted_by_their_cause() -> None:
     metrics = CollectorRegistry()
     metrics.register(MoveCollector(SimpleNamespace(num_moves={"worker_lost": 3}, num_poisoned=1)))  # type: ignore[arg-type]
     text = generate_latest(metrics).decode()
-    assert 'tandem_request_moves_total{error="worker_lost"} 3.0' in text
+    assert 'tandem_request_moves_total{cause="worker_lost"} 3.0' in text
     assert "tandem_poisoned_requests_total 1.0" in text

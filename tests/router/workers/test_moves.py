@@ -270,3 +270,86 @@ async def test_a_move_is_among_the_decisions() -> None:
         assert (moved["outcome"], first["outcome"]) == ("moved", "dispatched")
         assert moved["request_id"] == first["request_id"] == "r0"
         assert moved["placement"]["candidates"][0]["decode_worker"] == "d2"
+
+
+async def test_answers_leave_a_worker_that_is_to_decode_no_more() -> None:
+    async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
+        streams = [Pulled(cluster.flow.serve(make_request(request_id=f"r{i}"))) for i in range(4)]
+        for stream in streams:
+            assert await read(stream, 2) == [100, 101]
+        second = await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
+        cluster.registry.set_role("d", Role.PREFILL)
+        assert [await rest(stream) for stream in streams] == [[102, 103]] * 4
+        await eventually(lambda: len(cluster.workers["d"].of_type(Cancel)) == 4)
+        assert len(second.of_type(Decode)) + len(second.of_type(Generate)) == 4
+        assert dict(cluster.flow.num_moves) == {"role_change": 4}
+        cluster.assert_nothing_left()
+
+
+async def test_they_stay_while_no_other_worker_decodes() -> None:
+    async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
+        stream = Pulled(cluster.flow.serve(make_request()))
+        assert await read(stream, 2) == [100, 101]
+        cluster.registry.set_role("d", Role.PREFILL)
+        cluster.workers["d"].output(SequenceDelta("r0", 2, [102, 103], FinishReason.LENGTH))
+        assert await rest(stream) == [102, 103]
+        assert cluster.flow.num_moves.total() == 0
+        cluster.assert_nothing_left()
+
+
+async def test_an_answer_whose_handoff_is_under_way_moves_after_it() -> None:
+    async with fake_cluster(prefill=first_token, decode=silent) as cluster:
+        stream = Pulled(cluster.flow.serve(make_request()))
+        assert await read(stream, 1) == [100]
+        second = await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
+        cluster.registry.set_role("d", Role.PREFILL)
+        assert cluster.flow.num_moves.total() == 0
+        cluster.workers["d"].output(SequenceDelta("r0", 1, [101]))
+        assert await rest(stream) == [101, 102, 103]
+        assert len(second.of_type(Decode)) + len(second.of_type(Generate)) == 1
+        cluster.assert_nothing_left()
+
+
+async def test_answers_that_a_prefill_worker_took_over_go_to_the_next_decode_worker() -> None:
+    def one_more(worker: FakeWorker, message: Message) -> None:
+        first_token(worker, message)
+        if isinstance(message, Generate):
+            offset = len(message.output_ids)
+            worker.output(SequenceDelta(message.request_id, offset, [100 + offset]))
+
+    async with fake_cluster(prefill=one_more, decode=one_token) as cluster:
+        stream = Pulled(cluster.flow.serve(make_request(max_tokens=6)))
+        assert await read(stream, 2) == [100, 101]
+        cluster.client.mark_dead("d", "exit code -9")
+        assert await read(stream, 1) == [102]
+        await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
+        assert await rest(stream) == [103, 104, 105]
+        assert dict(cluster.flow.num_moves) == {"worker_lost": 1, "role_change": 1}
+        cluster.assert_nothing_left()
+
+
+@pytest.mark.parametrize("end", ["death", "last token", "client", "shutdown"])
+async def test_whatever_happens_on_the_way_out_leaves_nothing_booked(end: str) -> None:
+    """The next place is booked before the reader has left the former one."""
+    async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
+        stream = Pulled(cluster.flow.serve(make_request()))
+        assert await read(stream, 2) == [100, 101]
+        await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
+        (generation,) = cluster.flow._context.running
+        if end == "last token":
+            cluster.workers["d"].output(SequenceDelta("r0", 2, [102, 103], FinishReason.LENGTH))
+            await eventually(lambda: generation._queue.num_items == 1)
+        assert generation.move("test")
+        assert cluster.registry.num_bookings == 2
+        if end == "death":
+            cluster.client.mark_dead("d", "exit code -9")
+        if end == "shutdown":
+            cluster.flow.shut_down()
+        if end == "client":
+            await stream.aclose()
+        elif end == "shutdown":
+            with pytest.raises(NoWorker):
+                await rest(stream)
+        else:
+            assert await rest(stream) == [102, 103]
+        cluster.assert_nothing_left()
