@@ -75,7 +75,9 @@ class _ShownCalls:
         return any(self._text([one]) and not self._text([one], **texts) for one in (_OBJECT, _TEXT))
 
     def _text(self, arguments: Sequence[Any], **texts: str) -> str:
-        """A conversation with a call for each of these arguments; empty if the template refuses it."""
+        """A conversation with a call for each of these arguments; empty if the template refuses it, or if none is."""
+        if not self._tokenizer.chat_template:
+            return ""
         calls: list[Message] = [
             {"id": f"call0000{i}", "type": "function", "function": {"name": "weather", "arguments": one}}
             for i, one in enumerate(arguments)
