@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
-from tests.support.managed import TIMEOUT_S, ask, engines, flip, managed, process_of, roles
-from tests.support.server import START_S, Server, until
+from tests.support.managed import ask, engines, flip, managed, process_of, roles
+from tests.support.server import HTTP, START_S, Server
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_a_server_flips_and_back(server: Server) -> None:
     assert flip(server, "prefill-0", "both").status_code == 400
     assert ask(server).headers["x-tandem-engine"] == "decode-0"
     assert flip(server, "decode-1", "decode").status_code == 200
-    flips = httpx.get(f"{server.url}/v1/pools", timeout=TIMEOUT_S).json()["autoscaler"]["flips"]
+    flips = HTTP.get(f"{server.url}/v1/pools").json()["autoscaler"]["flips"]
     assert [one["worker"] for one in flips] == ["decode-1", "decode-1"]
 
 
@@ -67,7 +67,7 @@ def test_without_decode_servers_a_prefill_server_answers_until_one_is_back(serve
     until(lambda: ask(server).status_code == 200, START_S, lambda: server.output)
     back = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
     until(lambda: roles(server) == back, START_S, lambda: f"{roles(server)} {server.output}")
-    flips = httpx.get(f"{server.url}/v1/pools", timeout=TIMEOUT_S).json()["autoscaler"]["flips"]
+    flips = HTTP.get(f"{server.url}/v1/pools").json()["autoscaler"]["flips"]
     assert [(one["worker"], one["to"]) for one in flips[-2:]] == [("prefill-0", "decode"), ("prefill-0", "prefill")]
 
 

@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from tests.support.managed import ask, engines, flip, managed, process_of, roles
-from tests.support.server import START_S, Server, until
+from tests.support.server import START_S, Server
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,14 @@ from threading import Timer
 from typing import Annotated, Any
 
 import anthropic
-import httpx
 import openai
 import psutil
 import pydantic
 import pytest
 
-from tests.support.server import Server, started, until
+from tests.support.hostile_check import check_hostile_inputs
+from tests.support.server import HTTP, Server, started
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -41,11 +42,14 @@ def server(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def colocated(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Started in a folder with modules that have the names of others: none of its processes may import them."""
+    """Started in a folder with modules that have the names of others: none of its processes may import them.
+
+    It serves until its worker dies, which the last test does to it.
+    """
     folder = tmp_path_factory.mktemp("folder")
     for name in ("http", "msgspec", "numpy", "queue", "random", "tandem", "torch"):
         (folder / f"{name}.py").write_text("raise SystemExit('a module of the current folder was imported')")
-    flags = ("--colocated", "--router-processes", "2", *POOL)
+    flags = ("--colocated", "--router-processes", "2", "--max-restarts", "0", *POOL)
     tandem = (sys.executable, "-P", "-m", "tandem")  # as the installed command does, without the folder in the path
     with started(text_model, tmp_path_factory.mktemp("log"), *flags, tandem=tandem, cwd=folder) as server:
         yield server.wait_ready()
@@ -62,7 +66,7 @@ def complete(server: Server, prompt: str, **fields: Any) -> str:
 
 
 def assert_idle(server: Server) -> None:
-    check = lambda: httpx.post(f"{server.url}/v1/pools/check", timeout=30).json()  # noqa: E731
+    check = lambda: HTTP.post(f"{server.url}/v1/pools/check").json()  # noqa: E731
     until(lambda: check()["idle"], 30, lambda: str(check()))
 
 
@@ -249,6 +253,12 @@ def test_nothing_listens_beyond_loopback(server: Server, colocated: Server) -> N
     assert not outer
 
 
+def test_ray_starts_no_process_that_no_worker_uses(server: Server) -> None:
+    names = [process.name() for process in server.children() if process.is_running()]
+    assert "ray::IDLE" not in names
+    assert sum(name.startswith("ray::WorkerActor") for name in names) == 2
+
+
 def test_workers_open_no_port_but_that_of_ray(server: Server) -> None:
     """KV goes from process to process: through a port of UCX any user of the machine could write into a pool."""
     workers = [process for process in server.children() if process.name().startswith("ray::WorkerActor")]
@@ -314,7 +324,7 @@ def test_the_openai_client_chats_with_and_without_a_stream(server: Server) -> No
 
 def test_disaggregated_over_nixl_is_colocated_token_for_token(server: Server, colocated: Server) -> None:
     random_ = random.Random(1)
-    before = httpx.get(f"{server.url}/v1/pools").json()["num_handoffs"]
+    before = HTTP.get(f"{server.url}/v1/pools").json()["num_handoffs"]
     lengths = [1, 14, 15, 16, 17, 31, 200, 511, 512, 600, 1500]  # in bytes, which are tokens; <s> comes before them
     prompts = ["".join(random_.choices("abcdefgh wor", k=length)) for length in lengths]
     prompts += [prompt + " and more" for prompt in prompts[-4:]]  # prefix hits
@@ -322,7 +332,12 @@ def test_disaggregated_over_nixl_is_colocated_token_for_token(server: Server, co
     for idx, prompt in enumerate(prompts):
         fields = {} if idx % 2 else {"temperature": 0.8, "top_p": 0.9, "seed": idx}
         assert complete(server, prompt, **fields) == complete(colocated, prompt, **fields), (idx, len(prompt))
-    assert httpx.get(f"{server.url}/v1/pools").json()["num_handoffs"] - before >= len(prompts) // 2
+    assert HTTP.get(f"{server.url}/v1/pools").json()["num_handoffs"] - before >= len(prompts) // 2
+    assert_idle(server)
+
+
+def test_some_hostile_inputs_of_each_group_get_no_5xx_and_cost_no_worker(server: Server) -> None:
+    check_hostile_inputs(server, step=12)
     assert_idle(server)
 
 
@@ -343,7 +358,7 @@ def test_an_answer_goes_on_when_its_decode_worker_is_lost(server: Server, coloca
     print(f"longest silence: {longest_s:.2f} s")
     server.wait_recovered("decode", victim["epoch"])
     assert not psutil.pid_exists(victim["pid"])
-    assert 'tandem_request_moves_total{cause="worker_lost"}' in httpx.get(f"{server.url}/metrics").text
+    assert 'tandem_request_moves_total{cause="worker_lost"}' in HTTP.get(f"{server.url}/metrics").text
     assert_idle(server)
 
 
@@ -373,19 +388,16 @@ def test_a_prompt_goes_on_when_its_prefill_worker_is_killed(server: Server, colo
     assert_idle(server)
 
 
-def test_a_server_that_no_worker_is_left_for_ends_with_the_reason(text_model: Path, tmp_path: Path) -> None:
-    with started(text_model, tmp_path, "--colocated", "--max-restarts", "0", *POOL) as server:
-        server.wait_ready()
-        children = server.children()
-        psutil.Process(server.worker("colocated")["pid"]).kill()
-        assert server.wait_ended(children) not in (0, None)
-        assert "no worker is left that could serve: colocated-0 died 1 times" in server.output
-
-
 def test_ctrl_c_ends_one_of_two_servers_and_all_it_started(server: Server, colocated: Server) -> None:
     children = server.children()
     assert len(children) > 3
     assert server.stop() == 0
     assert "Traceback" not in server.output
     assert complete(colocated, "the other one is untouched")
-    assert colocated.stop(signal.SIGTERM) == 0
+
+
+def test_a_server_that_no_worker_is_left_for_ends_with_the_reason(colocated: Server) -> None:
+    children = colocated.children()
+    psutil.Process(colocated.worker("colocated")["pid"]).kill()
+    assert colocated.wait_ended(children) not in (0, None)
+    assert "no worker is left that could serve: colocated-0 died 1 times" in colocated.output

@@ -18,8 +18,11 @@ import psutil
 import pytest
 
 from tandem.protocol.config import cache_folder
+from tandem.router.text.tokenizer import Tokenizer
+from tests.support.cluster_harness import Oracle
 from tests.support.ray_nodes import JOIN, RayNode
-from tests.support.server import START_S, Server, started, until
+from tests.support.server import HTTP, START_S, Server, started
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -27,6 +30,7 @@ HEAD, *NODES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 # The cache has the compiled kernels, which would take each node ten seconds.
 ENVIRONMENT = {"TANDEM_CACHE": str(cache_folder()), "UCX_TLS": "tcp"}
 SMALL = ("--pool-bytes", "20000000")
+MAX_TOKENS = 12
 PROMPTS = [f"{number} bottles of beer on the wall, " * 12 for number in range(4)]
 
 
@@ -58,9 +62,9 @@ def serving(nodes: list[RayNode], folder: Path, *flags: str, model: str = "~/m")
         yield server
 
 
-def ask(server: Server, prompt: str, timeout_s: float = 60) -> httpx.Response:
-    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=timeout_s)
+def ask(server: Server, prompt: str) -> httpx.Response:
+    body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
+    return HTTP.post(f"{server.url}/v1/completions", json=body)
 
 
 def answers(server: Server) -> list[str]:
@@ -74,14 +78,20 @@ def hosts(server: Server) -> set[str]:
 
 
 def num_handoffs(server: Server) -> int:
-    return int(httpx.get(f"{server.url}/v1/pools", timeout=30).json()["num_handoffs"])
+    return int(HTTP.get(f"{server.url}/v1/pools").json()["num_handoffs"])
 
 
-def test_two_nodes_answer_as_one_worker_does_and_so_do_they_behind_a_new_router(
+def oracle_answers(model: Path) -> list[str]:
+    """What one engine alone answers."""
+    oracle, tokenizer = Oracle(model), Tokenizer(str(model))
+    answered = [oracle.answer(tokenizer.encode(prompt), max_tokens=MAX_TOKENS) for prompt in PROMPTS]
+    return [tokenizer.decode(token_ids, skip_special_tokens=True) for token_ids in answered]
+
+
+def test_two_nodes_answer_as_one_engine_does_behind_a_new_router_and_after_the_death_of_a_node(
     nodes: list[RayNode], text_model: Path, tmp_path: Path
 ) -> None:
-    with started(text_model, tmp_path, "--colocated", *SMALL) as alone:
-        expected = answers(alone.wait_ready())
+    expected = oracle_answers(text_model)
     with serving(nodes, tmp_path, "--no-local-prefill", "--disk-cache-path=~/kv") as server:
         assert answers(server.wait_ready()) == expected
         assert (hosts(server), num_handoffs(server)) == (set(NODES), len(PROMPTS))
@@ -93,35 +103,31 @@ def test_two_nodes_answer_as_one_worker_does_and_so_do_they_behind_a_new_router(
             assert answers(new.wait_ready()) == expected
             assert (hosts(new), num_handoffs(new)) == (set(NODES), len(PROMPTS))
             assert not psutil.wait_procs(workers, timeout=30)[1], "they ended with their router"
-            assert new.stop() == 0
+            a_node_dies_and_comes_back(new, nodes, text_model, expected)
+            assert new.stop(signal.SIGTERM) == 0
 
 
-def test_clients_get_an_error_then_the_survivor_then_both_nodes_when_a_node_dies_and_comes_back(
-    nodes: list[RayNode], text_model: Path, tmp_path: Path
-) -> None:
-    with serving(nodes, tmp_path) as server:
-        server.wait_ready()
-        expected = answers(server)
-        [number] = [i for i, node in enumerate(nodes) if node.ip == server.worker("decode")["host"]]
-        body = {"prompt": "tell me", "max_tokens": 1500, "temperature": 0, "stream": True, "ignore_eos": True}
-        events: list[str] = []
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
-            for line in stream.iter_lines():
-                if not events:
-                    threading.Thread(target=nodes[number].kill).start()
-                events += [line] if line else []
-        assert "it died; the answer is lost, send the request again" in events[-1]
+def a_node_dies_and_comes_back(server: Server, nodes: list[RayNode], model: Path, expected: list[str]) -> None:
+    """Clients get an error, then answers of the survivor, then of both nodes."""
+    [number] = [i for i, node in enumerate(nodes) if node.ip == server.worker("decode")["host"]]
+    body = {"prompt": "tell me", "max_tokens": 1500, "temperature": 0, "stream": True, "ignore_eos": True}
+    events: list[str] = []
+    with HTTP.stream("POST", f"{server.url}/v1/completions", json=body) as stream:
+        for line in stream.iter_lines():
+            if not events:
+                threading.Thread(target=nodes[number].kill).start()
+            events += [line] if line else []
+    assert "it died; the answer is lost, send the request again" in events[-1]
 
-        until(lambda: ask(server, PROMPTS[0]).status_code == 200, START_S, lambda: server.output)
-        assert answers(server) == expected
-        assert hosts(server) == {"", server.worker("decode")["host"]} == {"", *NODES} - {nodes[number].ip}
-        nodes[number] = make_node(nodes[number].ip, nodes[0].address, text_model)
-        until(lambda: hosts(server) == set(NODES), START_S, lambda: server.output)
-        before = num_handoffs(server)
-        assert answers(server) == expected
-        assert num_handoffs(server) >= before
-        assert "did not start" not in server.output, "a node's death is one death of its worker"
-        assert server.stop(signal.SIGTERM) == 0
+    until(lambda: ask(server, PROMPTS[0]).status_code == 200, START_S, lambda: server.output)
+    assert answers(server) == expected
+    assert hosts(server) == {"", server.worker("decode")["host"]} == {"", *NODES} - {nodes[number].ip}
+    nodes[number] = make_node(nodes[number].ip, nodes[0].address, model)
+    until(lambda: hosts(server) == set(NODES), START_S, lambda: server.output)
+    before = num_handoffs(server)
+    assert answers(server) == expected
+    assert num_handoffs(server) == before + len(PROMPTS)
+    assert "did not start" not in server.output, "a node's death is one death of its worker"
 
 
 def test_a_folder_that_one_node_lacks_is_one_line_that_names_the_node(

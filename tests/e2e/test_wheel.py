@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import sysconfig
 import venv
 import zipfile
 from pathlib import Path
+from urllib.parse import urljoin
 
 import pytest
 
@@ -109,7 +111,22 @@ def test_router_and_workers_start_beside_modules_of_the_same_names(
         answer = HTTP.post(f"{server.url}/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         assert {server.worker(role)["state"] for role in ("prefill", "decode")} == {"ready"}
+        assert files_of_page(f"{server.url}/docs") > 5
+        assert files_of_page(f"{server.url}/dashboard") > 10
         assert server.stop() == 0
+
+
+def files_of_page(url: str) -> int:
+    """Get a page, and every file that it links to or imports. Returns the number of files."""
+    found, left = set[str](), [url]
+    while left:
+        file = left.pop()
+        answer = HTTP.get(file)
+        assert answer.status_code == 200, (file, answer.text)
+        found.add(file)
+        links = re.findall(r'(?:src=|href=|from )"([^#"]+)"', answer.text)
+        left += [one for one in (urljoin(file, link) for link in links) if one not in found]
+    return len(found)
 
 
 def test_without_the_extra_tracing_is_refused_before_anything_starts(

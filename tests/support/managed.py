@@ -11,12 +11,11 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.support.server import Server, started
+from tests.support.server import HTTP, Server, started
 
-__all__ = ["TIMEOUT_S", "ask", "engine_python", "engines", "flip", "managed", "process_of", "roles"]
+__all__ = ["ask", "engine_python", "engines", "flip", "managed", "process_of", "roles"]
 
 BODY: dict[str, Any] = {"model": "toy", "prompt": "a b c " * 40, "max_tokens": 3, "stream": False}
-TIMEOUT_S = 60.0
 
 
 def engine_python(folder: Path, fake: str) -> Path:
@@ -38,7 +37,7 @@ def managed(model: Path, folder: Path, engine: str, *flags: str) -> Iterator[Ser
 
 def engines(server: Server) -> dict[str, dict[str, Any]]:
     """The router's engines by name."""
-    pools = httpx.get(f"{server.url}/v1/pools", timeout=TIMEOUT_S).json()
+    pools = HTTP.get(f"{server.url}/v1/pools").json()
     return {engine["name"]: engine for engine in pools["engines"]}
 
 
@@ -48,11 +47,11 @@ def roles(server: Server) -> dict[str, str]:
 
 
 def ask(server: Server, **fields: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json=BODY | fields, timeout=TIMEOUT_S)
+    return HTTP.post(f"{server.url}/v1/completions", json=BODY | fields)
 
 
 def flip(server: Server, worker: str, role: str) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/pools/roles", json={"worker": worker, "role": role}, timeout=TIMEOUT_S)
+    return HTTP.post(f"{server.url}/v1/pools/roles", json={"worker": worker, "role": role})
 
 
 def process_of(server: Server, engine: str) -> psutil.Process:
