@@ -45,7 +45,12 @@ def tandem(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     dependencies = folder / "dependencies"
     dependencies.mkdir()
     for path in Path(sysconfig.get_path("purelib")).iterdir():
-        if not path.name.startswith("opentelemetry"):
+        if path.name == "opentelemetry":  # FastAPI requires its API
+            (dependencies / path.name).mkdir()
+            for part in path.iterdir():
+                if part.name not in ("exporter", "proto", "sdk"):
+                    (dependencies / path.name / part.name).symlink_to(part)
+        elif not path.name.startswith(("opentelemetry_exporter", "opentelemetry_proto", "opentelemetry_sdk")):
             (dependencies / path.name).symlink_to(path)
     # Python does not read the path files of a folder that a path file adds. So it finds no editable Tandem there.
     (packages / "dependencies.pth").write_text(f"{dependencies}\n")
