@@ -1,4 +1,4 @@
-"""What clients see when workers are killed: 16 streams on 1 + 2 workers, and the time until each has its next token.
+"""What clients see when workers are killed: 16 streams on 1 + 2 workers, and the longest silence of each.
 
 - a decode worker: the prefill worker has the KV of the prompts, and the answers so far are computed again;
 - a decode worker and the prefill worker at once: nothing is left of the KV, and the other decode worker goes on alone;
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import sys
 import time
@@ -126,8 +127,10 @@ async def _until_replaced(server: Server, victims: list[dict[str, Any]]) -> None
 
 
 def _pause_s(timing: StreamTiming, killed_s: float) -> float | None:
-    """From the kill to the next token; None if the answer had ended."""
-    return next((time_s - killed_s for time_s in timing.event_times_s if time_s > killed_s), None)
+    """The longest silence that ended after the kill; None if the answer had ended. Tokens on their way still come."""
+    times_s = [timing.started_s, *timing.event_times_s]
+    gaps_s = [later - max(earlier, killed_s) for earlier, later in itertools.pairwise(times_s) if later > killed_s]
+    return max(gaps_s, default=None)
 
 
 def _show(results: dict[str, dict[str, Any]]) -> None:
@@ -135,7 +138,7 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
         [name, one["num_moved"], one["pause_s"].p50, one["pause_s"].max, one["num_failed"], one["num_wrong"]]
         for name, one in results.items()
     ]
-    headings = ["killed", "streams moved", "next token p50, s", "max, s", "failed", "wrong"]
+    headings = ["killed", "streams moved", "silence p50, s", "max, s", "failed", "wrong"]
     print_table("kill -9 of a worker under its streams", headings, rows)
     for name, one in results.items():
         if one["held"] or one["first_error"]:
