@@ -57,10 +57,19 @@ def no_server(url: str, reason: Exception, remedy: str) -> ConfigError:
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raise `ConfigError` for a path whose folder does not exist: before a measurement, not after it."""
+    """Raise `ConfigError` for a path that cannot be written: before a measurement, not after it."""
     for path in paths:
-        if path is not None and not path.resolve().parent.is_dir():
+        if path is None:
+            continue
+        if not path.resolve().parent.is_dir():
             raise ConfigError(f"{path}: its folder does not exist")
+        is_new = not path.exists()
+        try:
+            path.open("a").close()
+        except OSError as exc:
+            raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc
+        if is_new:
+            path.unlink()
 
 
 def write_result(output: Path, content: Mapping[str, Any]) -> None:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 15.0
 _GONE_TIMEOUT_S = 5.0  # how long a replacement waits for the memory that a dead worker's process may still take
-_LOST = "it died; the answer is lost, send the request again"  # told to the clients of a dead worker
+_LOST = "it died"  # told to the clients of a dead worker, if their requests do not go on with others
 
 
 class Supervisor:

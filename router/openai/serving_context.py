@@ -50,7 +50,8 @@ class ServingContext:
     def check_model(self, name: str | None) -> None:
         """Raise `ModelNotFound` if a request names a model, and it is not the one that is served."""
         if name and name != self.backend.model:
-            raise ModelNotFound(f"The model '{name[:200]}' does not exist.", param="model")
+            text = f"The model '{name[:200]}' does not exist; this server has '{self.backend.model}'."
+            raise ModelNotFound(text, param="model")
 
     async def grammar_of(self, fields: GenerationFields, tenant: str, num_prompts: int = 1) -> str:
         """The grammar that each answer must match, checked; empty if there is none. Raises `RequestError`."""

@@ -183,7 +183,8 @@ class TextReader:
             return
         self._held = None
         yield from self.drop_space()
-        yield from self.literal(closing)
+        if not (yield from self.literal(closing)) and self._has_ended and closing.startswith(self._text[self._pos :]):
+            self._read(len(self._text))  # the answer was cut within the marker
         yield from self.drop_space()
 
     def until(self, markers: Markers, sink: Callable[[str], None]) -> Reading[str]:

@@ -61,6 +61,7 @@ def test_replay_writes_a_report(trace: Path, tmp_path: Path) -> None:
         (["--requests=1"], "has 1 requests"),
         (["--reference", "--report=x.html"], "needs the full simulation"),
         (["--output=/nowhere/at/all.json"], "its folder does not exist"),
+        (["--report=/proc/report.html"], "/proc/report.html cannot be written: No such file or directory"),
     ],
 )
 def test_wrong_flags_are_reported_in_one_line(

@@ -45,6 +45,13 @@ def test_pieces_of_any_size_give_the_same_result(answer: Answer) -> None:
         assert parsed(cut(text, rng), answer.format, answer.reasoning_format, **options) == whole
 
 
+@pytest.mark.parametrize("length", range(len("</tool_call>")))
+def test_an_answer_cut_within_the_closing_marker_shows_nothing_of_it(length: int) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n'
+    result = parsed([call + "</tool_call>"[:length]], "hermes")
+    assert (result.content, [name for name, _ in result.calls]) == ("", ["add"])
+
+
 FRAGMENTS = [
     "<tool_call>", "</tool_call>", "<tool", "<function=add>", "<parameter=a>", "</parameter>", "</function>",
     "<|python_tag|>", "<|python_start|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|channel|>", "<|message|>",
