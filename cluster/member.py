@@ -60,7 +60,6 @@ class Member(ABC):
     load_timeout_s = _LOAD_TIMEOUT_S
     can_cover = True  # whether it can serve alone, so that it may take over for a pool without workers
     fixed_role = ""  # why it cannot change its role; "" = it can
-    covers_at_once = False  # whether it takes over for a pool without workers although one will soon be back
     ends_if_given_up = True  # whether its process is ended when the router has lost it
 
     def __init__(self, worker_id: str, role: Role, restarts: RestartBudget) -> None:

@@ -187,9 +187,8 @@ class Supervisor:
         self._cover()
 
     def _cover(self) -> None:
-        """Let a prefill worker do both where no worker can decode and none will before long.
+        """Let a prefill worker do both as soon as the last decode worker is gone, and where none will come.
 
-        One that flips at no cost (`covers_at_once`) does it as soon as the last decode worker is gone.
         It goes back once the pool that it left has no worker and another one can decode.
         """
         up = [member for member in self._members.values() if member.is_up.is_set()]
@@ -198,7 +197,7 @@ class Supervisor:
         coming = [member for member in down if not (member.restarts.is_used_up or member.waits_for_room)]
         is_one_coming = any(member.role is not Role.PREFILL for member in coming)
         is_missed = any(member.role is not Role.PREFILL and member.has_served for member in down)
-        if up and not decoders and up[0].can_cover and (not is_one_coming or (is_missed and up[0].covers_at_once)):
+        if up and not decoders and up[0].can_cover and (is_missed or not is_one_coming):
             up[0].home_role = up[0].role
             flip = Flip(up[0].worker_id, Role.DECODE)
             self.flips.begin(flip, "no decode worker is left: it serves alone until one is back")

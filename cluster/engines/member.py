@@ -41,7 +41,6 @@ class EngineFacts:
 class EngineMember(Member):
     """A server of vLLM or SGLang."""
 
-    covers_at_once = True  # a flip costs nothing, and a server takes a minute to start
     ends_if_given_up = False  # the router's probes find it again, and its actor notices if it has stalled
 
     def __init__(

@@ -363,6 +363,14 @@ async def test_without_decode_workers_a_prefill_worker_serves_alone_until_one_is
         assert not cluster.supervisor.failure.done()
 
 
+async def test_it_does_so_at_once_though_the_decode_worker_will_be_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=9) as cluster:
+        cluster.die("decode-0")
+        await cluster.is_served("decode-0", 2)
+        await eventually(lambda: cluster.roles() == {"prefill-0": "prefill", "decode-0": "decode"})
+        assert [flip["to"] for flip in cluster.supervisor.flips.latest] == ["decode", "prefill"]
+
+
 async def test_no_worker_covers_for_a_pool_if_it_could_not_serve_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerMember, "can_cover", False)
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=0) as cluster:

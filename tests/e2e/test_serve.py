@@ -356,7 +356,7 @@ def test_an_answer_goes_on_when_its_decode_worker_is_lost(server: Server, coloca
             text += chunk.choices[0].text
         assert text == "".join(chunk.choices[0].text for chunk in undisturbed.completions.create(**body))
     print(f"longest silence: {longest_s:.2f} s")
-    server.wait_recovered("decode", victim["epoch"])
+    server.wait_recovered(victim)
     assert not psutil.pid_exists(victim["pid"])
     assert 'tandem_request_moves_total{cause="worker_lost"}' in HTTP.get(f"{server.url}/metrics").text
     assert_idle(server)
@@ -372,7 +372,7 @@ def test_an_answer_with_a_grammar_goes_on_when_its_worker_is_killed(server: Serv
         text = "".join(next(stream).choices[0].text for _ in range(4))
         psutil.Process(victim["pid"]).kill()
         assert text + "".join(chunk.choices[0].text for chunk in stream) == undisturbed
-        server.wait_recovered("decode", victim["epoch"])
+        server.wait_recovered(victim)
         assert client.completions.create(**fields).choices[0].text == undisturbed
     assert undisturbed.endswith(", and no more" * 3)
     assert_idle(server)
@@ -384,7 +384,7 @@ def test_a_prompt_goes_on_when_its_prefill_worker_is_killed(server: Server, colo
     process.suspend()  # so that the prompt is on its way, whatever its speed
     Timer(1.0, process.kill).start()
     assert complete(server, "y" * 1900) == complete(colocated, "y" * 1900)
-    server.wait_recovered("prefill", victim["epoch"])
+    server.wait_recovered(victim)
     assert_idle(server)
 
 

@@ -86,8 +86,16 @@ class Server:
     def is_ready(self) -> bool:
         return HTTP.get(f"{self.url}/ready").status_code == 200
 
-    def wait_recovered(self, role: str, old_epoch: int) -> None:
-        until(lambda: self.worker(role).get("epoch", old_epoch) != old_epoch, START_S, lambda: self.output)
+    def wait_recovered(self, victim: dict[str, Any]) -> None:
+        """Until the worker is replaced, and no other one does its work any more."""
+
+        def is_back() -> bool:
+            roles = HTTP.get(f"{self.url}/v1/pools").json()["roles"]
+            away = [one for role, workers in roles.items() for one in workers if not one["worker_id"].startswith(role)]
+            epochs = {one["worker_id"]: one["epoch"] for workers in roles.values() for one in workers}
+            return epochs.get(victim["worker_id"], victim["epoch"]) != victim["epoch"] and not away
+
+        until(is_back, START_S, lambda: self.output)
         until(self.is_ready, START_S, lambda: self.output)
         self.children()
 
