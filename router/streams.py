@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from tandem.protocol.errors import ServingError
 from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.runtime.idle_timeout import IdleTimeout
 
@@ -179,7 +178,7 @@ class QueueStream(Stream[T], Generic[I, T]):
                 try:
                     await self._queue.read_into(convert, self._idle)
                     is_read = True
-                except ServingError as exc:
+                except Exception as exc:
                     await self._recover(exc)
             is_paused = not self._has_ended
         except BaseException as exc:
@@ -195,7 +194,7 @@ class QueueStream(Stream[T], Generic[I, T]):
         self._has_ended = True
         self.close()
 
-    async def _recover(self, error: ServingError) -> None:
+    async def _recover(self, error: Exception) -> None:
         """Replace the queue, which has failed, by one with the items that would have come. Raises if that cannot be."""
         raise error
 

@@ -94,8 +94,8 @@ class GenerationContext:
         )
 
 
-class _Displaced(ServingError):
-    """A request leaves its workers for others, where its place is booked."""
+class _Displaced(Exception):
+    """A request leaves its workers for others, where its place is booked. Its text is the cause."""
 
 
 class Generation(QueueStream[SequenceDelta, TokenDelta]):
@@ -198,19 +198,21 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         except WorkerError as exc:
             self._queue.fail(exc)
 
-    async def _recover(self, error: ServingError) -> None:
+    async def _recover(self, error: Exception) -> None:
         """Go on with another attempt, behind the tokens that were passed on. Raises the error where that is no help."""
         former = self._attempt
         if former is None or self._error is not None:
             raise self._error or error
         lost_s = self._context.admission_queue.now()
         admitted, self._next = self._next, None
-        if not isinstance(error, _Displaced):
+        if isinstance(error, _Displaced):
+            cause = str(error)
+        else:
             if admitted is not None:  # the worker was lost on the way out
                 admitted.end()
                 admitted = None
-            self._check_may_move(error, former)
-        self._context.num_moves[error.code or error.message] += 1
+            cause = self._check_may_move(error, former)
+        self._context.num_moves[cause] += 1
         former.end()
         self._queue = self._make_queue()
         if admitted is None:
@@ -220,8 +222,8 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
             self._trace.moved(lost_s, error, admitted.decision)
         self._send(attempt)
 
-    def _check_may_move(self, error: ServingError, attempt: Attempt) -> None:
-        """Raise the error if no other attempt may follow this one, or one that names the workers that died of it."""
+    def _check_may_move(self, error: Exception, attempt: Attempt) -> str:
+        """The cause to count. Raises the error, or one that blames the request, if no attempt may follow this one."""
         if not isinstance(error, WorkerError | TransferError):
             raise error
         context = self._context
@@ -236,6 +238,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         self._num_failures += 1
         name, num_tokens = self._request.request_id, len(self._output)
         logger.warning("request %s goes on elsewhere behind %d tokens: %s", name, num_tokens, error)
+        return error.code or ""
 
     async def _place_again(self, former: Attempt, *, can_hand_over: bool) -> AdmittedRequest[GenerateRequest, Booking]:
         """Wait for a worker that can go on, `request_timeout_s` at most."""
