@@ -76,7 +76,7 @@ async def list_pins(context: ServingContext, request: Request) -> dict[str, Any]
 
 async def _token_ids(context: ServingContext, fields: PinFields, scope: CacheScope) -> list[int]:
     """Token ids of the prefix, as a request with this prompt or these messages would have them."""
-    tokenizer = context.tokenizer
+    tokenizer, tools = context.tokenizer, requested_tools(fields)
     if fields.prompt is not None:
         prompt, add_special_tokens = fields.prompt, fields.add_special_tokens is not False
         limit = context.prompt_limit("prompt")
@@ -95,7 +95,7 @@ async def _token_ids(context: ServingContext, fields: PinFields, scope: CacheSco
         fields.chat_template_kwargs,
         opens_answer,
         scope,
-        tools=requested_tools(fields),
+        tools=tools,
         add_special_tokens=bool(fields.add_special_tokens),
     )
 

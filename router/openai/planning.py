@@ -57,13 +57,13 @@ class PreparedRequest:
 
 def conversation_of(request: Request, fields: GenerationFields) -> str:
     """The conversation that a request belongs to, by its body or its header; "" = none. Raises `RequestError`."""
-    conversation_id = fields.conversation_id or request.headers.get(CONVERSATION_HEADER, "")
-    if len(conversation_id) > MAX_CONVERSATION_ID_CHARS:
+    named = request.headers.get(CONVERSATION_HEADER, "")
+    if len(named) > MAX_CONVERSATION_ID_CHARS:
         raise RequestError(
-            f"The header {CONVERSATION_HEADER} has {len(conversation_id)} characters, over the limit of "
+            f"The header {CONVERSATION_HEADER} has {len(named)} characters, over the limit of "
             f"{MAX_CONVERSATION_ID_CHARS}."
         )
-    return conversation_id
+    return fields.conversation_id or named
 
 
 def plan_answer(context: ServingContext, request: PreparedRequest) -> PlannedAnswer:

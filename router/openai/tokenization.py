@@ -22,6 +22,7 @@ async def tokenize(context: ServingContext, request: Request) -> dict[str, Any]:
     scope = context.cache_scope(request, None)
     tokenizer = context.tokenizer
     check_exactly_one(fields, "prompt")
+    tools = requested_tools(fields)
     if fields.prompt is not None:
         prompt = fields.prompt
         add_special_tokens = fields.add_special_tokens is not False
@@ -37,7 +38,7 @@ async def tokenize(context: ServingContext, request: Request) -> dict[str, Any]:
             fields.chat_template_kwargs,
             fields.add_generation_prompt,
             scope,
-            tools=requested_tools(fields),
+            tools=tools,
             add_special_tokens=bool(fields.add_special_tokens),
         )
     strings = await context.pool.run(lambda: tokenizer.token_strings(ids)) if fields.return_token_strs else None

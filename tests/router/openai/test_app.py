@@ -81,6 +81,9 @@ async def test_tokenize_agrees_with_usage_and_detokenize_round_trips(tokenizer: 
         chat = (await client.post("/tokenize", json={"messages": messages, "return_token_strs": True})).json()
         usage = (await client.post(CHAT, json={"messages": messages})).json()["usage"]
         assert chat["count"] == usage["prompt_tokens"] == len(chat["token_strs"])
+        unknown = {"prompt": "a", "tool_choice": "AAA"}
+        for path in ("/tokenize", "/v1/cache/pin"):
+            assert "tool_choice" in (await client.post(path, json=unknown)).json()["error"]["message"]
         for path, body in (("/tokenize", {}), ("/detokenize", {"tokens": [10**6]}), ("/detokenize", {"tokens": [-1]})):
             assert (await client.post(path, json=body)).status_code == 400
         assert (await client.post("/tokenize", json={"model": "nope", "prompt": "a"})).status_code == 404

@@ -138,8 +138,9 @@ async def test_an_unknown_model_is_not_pinned(tokenizer: Tokenizer) -> None:
 async def test_a_header_that_is_too_long_is_refused(tokenizer: Tokenizer) -> None:
     async with closing(FakeBackend(tokenizer)) as client:
         headers = {"x-tandem-conversation": "x" * 257}
-        response = await client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
-        assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
+        for body in ({"prompt": "a"}, {"prompt": "a", "conversation_id": "c"}):  # the body's is the one that counts
+            response = await client.post("/v1/completions", json=body, headers=headers)
+            assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
 async def test_above_the_quota_is_429_with_a_retry_time(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
