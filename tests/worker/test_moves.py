@@ -64,27 +64,31 @@ class Deaths:
         return Answer(out, reason, 0)
 
 
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize("name", SAMPLING)
 async def test_the_death_of_the_decode_worker_at_any_token_changes_none(
-    tiny_model: Path, oracle: Oracle, name: str
+    tiny_model: Path, oracle: Oracle, name: str, every: int
 ) -> None:
     sampling = {"max_tokens": NUM_TOKENS, "ignore_eos": True} | SAMPLING[name]
     async with running_cluster(tiny_model, ROLES, router={"max_moves": 3}) as cluster:
         deaths = Deaths(cluster)
-        for count in range(1, NUM_TOKENS):
+        for count in range(1, NUM_TOKENS, every):
             prompt = make_prompt(3 * BLOCK_SIZE - 5, count)
             answer = await deaths.answer(prompt, {count: "decode"}, **sampling)
             assert answer.token_ids == oracle.answer(prompt, **sampling), f"death after {count} tokens"
-        assert cluster.flow.num_moves["worker_lost"] > NUM_TOKENS / 4, "hardly any death met a running answer"
+        assert cluster.flow.num_moves["worker_lost"] > 0, "no death met a running answer"
         await cluster.becomes_idle()
 
 
+@pytest.mark.parametrize("num_seeds", [3, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SAMPLING)
-async def test_several_deaths_of_either_side_change_no_token(tiny_model: Path, oracle: Oracle, name: str) -> None:
+async def test_several_deaths_of_either_side_change_no_token(
+    tiny_model: Path, oracle: Oracle, name: str, num_seeds: int
+) -> None:
     sampling = {"max_tokens": NUM_TOKENS, "ignore_eos": True} | SAMPLING[name]
     async with running_cluster(tiny_model, ROLES, router={"max_moves": 9}) as cluster:
         deaths = Deaths(cluster)
-        for seed in range(12):
+        for seed in range(num_seeds):
             rng = random.Random(seed)
             prompt = make_prompt(rng.choice([5, 16, 70, 200]), seed)
             plan = {rng.randrange(1, NUM_TOKENS): rng.choice(["decode", "prefill"]) for _ in range(2)}
