@@ -145,11 +145,8 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         worker, attempt = self.decode_worker, self._attempt
         if worker is None or attempt is None or self._error is not None or self._next is not None:
             return False
-        placement_request = self._context.placement_request(
-            self._request, self._all_digests(attempt), len(self._output)
-        )
         self._next = self._context.admission_queue.place_elsewhere(
-            self._request, placement_request, attempt.admitted, excluded=worker.worker_id
+            self._request, self._rest(attempt), attempt.admitted, excluded=worker.worker_id
         )
         if self._next is not None:
             self._queue.fail(_Displaced(cause))
@@ -243,19 +240,22 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
     async def _place_again(self, former: Attempt, *, can_hand_over: bool) -> AdmittedRequest[GenerateRequest, Booking]:
         """Wait for a worker that can go on, `request_timeout_s` at most."""
         context = self._context
-        placement_request = context.placement_request(self._request, self._all_digests(former), len(self._output))
-        placement_request = msgspec.structs.replace(placement_request, is_resumed=True, can_hand_over=can_hand_over)
+        placement_request = msgspec.structs.replace(self._rest(former), is_resumed=True, can_hand_over=can_hand_over)
         try:
             async with asyncio.timeout(context.request_timeout_s):
                 return await context.admission_queue.enter_again(self._request, placement_request, former.admitted)
         except TimeoutError:
             raise self._idle_error() from None
 
-    def _all_digests(self, attempt: Attempt) -> list[bytes]:
-        """Of the prompt and the answer so far."""
-        hasher, card = self._context.hasher, attempt.placement.best.decode.card
-        answer = hasher.answer_digests(self._request, self._digests, self._output, card.namespace, card.block_size)
-        return [*self._digests, *answer]
+    def _rest(self, attempt: Attempt) -> PlacementRequest:
+        """What placement needs to know of the request behind the answer so far."""
+        digests = [*self._digests, *self._answer_digests(attempt.placement)]
+        return self._context.placement_request(self._request, digests, len(self._output))
+
+    def _answer_digests(self, placement: Placement) -> list[bytes]:
+        """Digests of the full blocks that the answer so far adds to the prompt's."""
+        hasher, card = self._context.hasher, placement.best.decode.card
+        return hasher.answer_digests(self._request, self._digests, self._output, card.namespace, card.block_size)
 
     def _convert(self, deltas: list[SequenceDelta]) -> list[TokenDelta]:
         attempt = self._attempt
@@ -314,7 +314,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         Scored prompts do not either, because they use no cache.
         """
         request, digests, card = self._request, self._digests, placement.best.decode.card
-        answer = self._context.hasher.answer_digests(request, digests, self._output, card.namespace, card.block_size)
+        answer = self._answer_digests(placement)
         self._record_turn([*digests, *answer])
         if digests and request.sampling.num_prompt_logprobs is None:
             self._context.sizing.observe(

@@ -40,7 +40,7 @@ from tandem.protocol.messages import (
     encode_message,
 )
 from tandem.protocol.sampling import SamplingParams
-from tandem.router.backend import GenerateRequest, WorkerManager
+from tandem.router.backend import GenerateRequest, TokenDelta, WorkerManager
 from tandem.router.tracing.tracing import Tracing
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
@@ -52,6 +52,7 @@ from tandem.scheduling.placement.placer import Placer
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import NAMESPACE, make_card
+from tests.support.streams import Pulled
 
 Script = Callable[["FakeWorker", Message], None]
 
@@ -287,3 +288,20 @@ def fails(worker: FakeWorker, message: Message) -> None:
     if not isinstance(message, Cancel):
         assert isinstance(message, Prefill | Decode | Generate)
         worker.send(RequestFailed(request_id=message.request_id, message="pool is on fire", code="kv_peer_lost"))
+
+
+async def collect(cluster: FakeCluster, request: GenerateRequest) -> list[TokenDelta]:
+    async with asyncio.timeout(10):
+        return [delta async for delta in Pulled(cluster.flow.serve(request))]
+
+
+def tokens(deltas: list[TokenDelta]) -> list[int]:
+    return [token_id for delta in deltas for token_id in delta.token_ids]
+
+
+async def take(stream: Pulled[TokenDelta], count: int) -> list[int]:
+    """So many tokens, in however many deltas they come."""
+    taken: list[int] = []
+    while len(taken) < count:
+        taken += (await anext(stream)).token_ids
+    return taken

@@ -37,7 +37,7 @@ from tandem.protocol.messages import (
     SequenceDelta,
 )
 from tandem.protocol.sampling import SamplingParams
-from tandem.router.backend import GenerateRequest, TokenDelta
+from tandem.router.backend import GenerateRequest
 from tandem.router.workers.attempt import DeltaOrder
 from tandem.scheduling.request import ServiceClass
 from tests.support.builders import NAMESPACE
@@ -45,6 +45,7 @@ from tests.support.fake_worker import (
     FakeCluster,
     FakeWorker,
     Script,
+    collect,
     fails,
     fake_cluster,
     first_token,
@@ -52,26 +53,11 @@ from tests.support.fake_worker import (
     one_token,
     remaining_tokens,
     silent,
+    take,
+    tokens,
 )
 from tests.support.streams import Pulled
 from tests.support.waiting import eventually
-
-
-async def collect(cluster: FakeCluster, request: GenerateRequest) -> list[TokenDelta]:
-    async with asyncio.timeout(10):
-        return [delta async for delta in Pulled(cluster.flow.serve(request))]
-
-
-def tokens(deltas: list[TokenDelta]) -> list[int]:
-    return [token_id for delta in deltas for token_id in delta.token_ids]
-
-
-async def take(stream: Pulled[TokenDelta], count: int) -> list[int]:
-    """So many tokens, in however many deltas they come."""
-    taken: list[int] = []
-    while len(taken) < count:
-        taken += (await anext(stream)).token_ids
-    return taken
 
 
 async def test_both_legs_make_one_stream() -> None:

@@ -23,38 +23,24 @@ from tandem.protocol.messages import (
     Role,
     SequenceDelta,
 )
-from tandem.router.backend import GenerateRequest, TokenDelta
+from tandem.router.backend import TokenDelta
 from tandem.router.workers.poisoned import MAX_DEATHS, MAX_REMEMBERED, REFUSED_S, PoisonedRequests
 from tests.support.fake_worker import (
-    FakeCluster,
     FakeWorker,
+    collect,
     fake_cluster,
     first_token,
     make_request,
     one_token,
     remaining_tokens,
     silent,
+    take,
+    tokens,
 )
 from tests.support.streams import Pulled
 from tests.support.waiting import eventually
 
 Part = Generate | Prefill | Decode
-
-
-async def collect(cluster: FakeCluster, request: GenerateRequest) -> list[TokenDelta]:
-    async with asyncio.timeout(10):
-        return [delta async for delta in Pulled(cluster.flow.serve(request))]
-
-
-def tokens(deltas: list[TokenDelta]) -> list[int]:
-    return [token_id for delta in deltas for token_id in delta.token_ids]
-
-
-async def read(stream: Pulled[TokenDelta], count: int) -> list[int]:
-    taken: list[int] = []
-    while len(taken) < count:
-        taken += (await anext(stream)).token_ids
-    return taken
 
 
 async def rest(stream: Pulled[TokenDelta]) -> list[int]:
@@ -71,7 +57,7 @@ def part(worker: FakeWorker, kind: type[Part]) -> Part:
 async def test_a_stream_goes_on_behind_the_tokens_that_the_client_has() -> None:
     async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
         stream = Pulled(cluster.flow.serve(make_request(max_tokens=6)))
-        assert await read(stream, 2) == [100, 101]
+        assert await take(stream, 2) == [100, 101]
         second = await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
         cluster.client.mark_dead("d", "exit code -9")
         assert await rest(stream) == [102, 103, 104, 105]
@@ -125,7 +111,7 @@ async def test_where_no_worker_decodes_a_prefill_worker_goes_on() -> None:
 
     async with fake_cluster(prefill=either, decode=one_token) as cluster:
         stream = Pulled(cluster.flow.serve(make_request()))
-        assert await read(stream, 2) == [100, 101]
+        assert await take(stream, 2) == [100, 101]
         cluster.client.mark_dead("d", "exit code -9")
         assert await rest(stream) == [102, 103]
         assert part(cluster.workers["p"], Generate).output_ids == [100, 101]
@@ -138,7 +124,7 @@ async def test_without_any_worker_streams_wait_for_the_next_one() -> None:
     async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
         streams = [Pulled(cluster.flow.serve(make_request(request_id=f"r{i}"))) for i in range(8)]
         for stream in streams:
-            assert await read(stream, 2) == [100, 101]
+            assert await take(stream, 2) == [100, 101]
         readers = [asyncio.create_task(rest(stream)) for stream in streams]
         cluster.client.mark_dead("p", "exit code -9")
         cluster.client.mark_dead("d", "exit code -9")
@@ -262,7 +248,7 @@ def test_what_is_refused_is_forgotten_after_a_while_and_never_grows() -> None:
 async def test_a_move_is_among_the_decisions() -> None:
     async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
         stream = Pulled(cluster.flow.serve(make_request()))
-        await read(stream, 2)
+        await take(stream, 2)
         await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
         cluster.client.mark_dead("d", "exit code -9")
         await rest(stream)
@@ -276,7 +262,7 @@ async def test_answers_leave_a_worker_that_is_to_decode_no_more() -> None:
     async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
         streams = [Pulled(cluster.flow.serve(make_request(request_id=f"r{i}"))) for i in range(4)]
         for stream in streams:
-            assert await read(stream, 2) == [100, 101]
+            assert await take(stream, 2) == [100, 101]
         second = await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
         cluster.registry.set_role("d", Role.PREFILL)
         assert [await rest(stream) for stream in streams] == [[102, 103]] * 4
@@ -289,7 +275,7 @@ async def test_answers_leave_a_worker_that_is_to_decode_no_more() -> None:
 async def test_they_stay_while_no_other_worker_decodes() -> None:
     async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
         stream = Pulled(cluster.flow.serve(make_request()))
-        assert await read(stream, 2) == [100, 101]
+        assert await take(stream, 2) == [100, 101]
         cluster.registry.set_role("d", Role.PREFILL)
         cluster.workers["d"].output(SequenceDelta("r0", 2, [102, 103], FinishReason.LENGTH))
         assert await rest(stream) == [102, 103]
@@ -300,7 +286,7 @@ async def test_they_stay_while_no_other_worker_decodes() -> None:
 async def test_an_answer_whose_handoff_is_under_way_moves_after_it() -> None:
     async with fake_cluster(prefill=first_token, decode=silent) as cluster:
         stream = Pulled(cluster.flow.serve(make_request()))
-        assert await read(stream, 1) == [100]
+        assert await take(stream, 1) == [100]
         second = await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
         cluster.registry.set_role("d", Role.PREFILL)
         assert cluster.flow.num_moves.total() == 0
@@ -319,9 +305,9 @@ async def test_answers_that_a_prefill_worker_took_over_go_to_the_next_decode_wor
 
     async with fake_cluster(prefill=one_more, decode=one_token) as cluster:
         stream = Pulled(cluster.flow.serve(make_request(max_tokens=6)))
-        assert await read(stream, 2) == [100, 101]
+        assert await take(stream, 2) == [100, 101]
         cluster.client.mark_dead("d", "exit code -9")
-        assert await read(stream, 1) == [102]
+        assert await take(stream, 1) == [102]
         await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
         assert await rest(stream) == [103, 104, 105]
         assert dict(cluster.flow.num_moves) == {"worker_lost": 1, "role_change": 1}
@@ -333,7 +319,7 @@ async def test_whatever_happens_on_the_way_out_leaves_nothing_booked(end: str) -
     """The next place is booked before the reader has left the former one."""
     async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
         stream = Pulled(cluster.flow.serve(make_request()))
-        assert await read(stream, 2) == [100, 101]
+        assert await take(stream, 2) == [100, 101]
         await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
         (generation,) = cluster.flow._context.running
         if end == "last token":
