@@ -15,6 +15,7 @@ generate
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.protocol.errors import Overloaded
@@ -41,13 +42,15 @@ class _Told(NamedTuple):
         return {f"tandem.{name}": number for name, number in self.counts.items()}
 
 
-class _Move(NamedTuple):
+@dataclass(slots=True)
+class _Move:
     """The loss of a sequence's workers."""
 
     lost_s: float
     error: BaseException
     num_tokens: int  # before it
     decision: RoutingDecision
+    next_token_s: float | None = None
 
 
 class GenerationTrace:
@@ -67,7 +70,6 @@ class GenerationTrace:
         self._error: BaseException | None = None
         self._first = self._later = _Told({}, {})  # by the worker of the prompt, and by the one it was handed to
         self._moves: list[_Move] = []
-        self._moved_until_s: list[float] = []  # the first token after each
 
     def entered(self, now: float) -> None:
         """It asks to be admitted."""
@@ -93,8 +95,8 @@ class GenerationTrace:
 
     def tokens(self, count: int, num_cached_tokens: int | None, finish_reason: str | None, now: float) -> None:
         """Tokens came."""
-        if len(self._moved_until_s) < len(self._moves):
-            self._moved_until_s += [now] * (len(self._moves) - len(self._moved_until_s))
+        for move in self._moves:
+            move.next_token_s = now if move.next_token_s is None else move.next_token_s
         if self._first_token_s is None:
             self._first_token_s = now
         else:
@@ -163,8 +165,8 @@ class GenerationTrace:
         self._add_decode(node)
 
     def _add_moves(self, node: SpanNode) -> None:
-        ends_s = [*self._moved_until_s, *[node.end_s] * (len(self._moves) - len(self._moved_until_s))]
-        for move, end_s in zip(self._moves, ends_s, strict=True):
+        for move in self._moves:
+            end_s = node.end_s if move.next_token_s is None else move.next_token_s
             attributes: Attributes = {"tandem.output_tokens": move.num_tokens, "tandem.move.reason": str(move.error)}
             node.child("move", move.lost_s, end_s, attributes | _placement_attributes(move.decision.placement))
 
