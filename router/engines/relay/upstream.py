@@ -212,6 +212,7 @@ class _UpstreamConnection(asyncio.Protocol):
         self._upstream = upstream
         self._reply: Reply | None = None
         self._is_lost = False
+        self._is_tls = False
         self._has_answered = False
         self._num_head_bytes = 0  # received since the last complete head or byte of a body
         self._lingering: asyncio.TimerHandle | None = None
@@ -225,7 +226,7 @@ class _UpstreamConnection(asyncio.Protocol):
         self._can_stay = False
         self._num_head_bytes = 0
         if self._is_lost:
-            reply.fail(ConnectionResetError("the engine closed the connection"))
+            reply.fail(self._loss(None))
         else:
             self._transport.write(request)
         return reply
@@ -258,6 +259,7 @@ class _UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not inherit from it
+        self._is_tls = transport.get_extra_info("ssl_object") is not None
         self._upstream.note_open(self)
 
     def data_received(self, data: bytes) -> None:
@@ -295,9 +297,10 @@ class _UpstreamConnection(asyncio.Protocol):
     def _loss(self, exc: Exception | None) -> OSError:
         if isinstance(exc, ssl.SSLError):  # TLS 1.3: an engine refuses our certificate after the handshake
             return ConnectionError(tls_reason(exc))
-        if isinstance(exc, OSError):
+        if isinstance(exc, OSError) and not isinstance(exc, ConnectionError):
             return exc
-        is_new_tls = not self._has_answered and self._transport.get_extra_info("ssl_object") is not None
+        # A server that wants another certificate may hang up or reset the connection: which one is seen is chance.
+        is_new_tls = self._is_tls and not self._has_answered
         hint = " before any answer; it may ask for another certificate of ours" if is_new_tls else ""
         return ConnectionResetError(f"the engine closed the connection{hint}")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
+import struct
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -108,6 +111,23 @@ async def test_an_engine_that_refuses_our_certificate_is_named(certificates: Cer
         reason = await failure_of(fake.url, tls_ca=ca)
         assert "closed the connection before any answer; it may ask for another certificate of ours" in reason
         assert not fake.requests
+
+
+async def test_an_engine_that_resets_a_new_connection_is_named(certificates: Certificates) -> None:
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(*certificates.engines.issue("engine"))
+
+    def reset_one(listener: socket.socket) -> None:
+        with tls.wrap_socket(listener.accept()[0], server_side=True) as connection:
+            connection.recv(1)  # the request has arrived, and is not answered
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as thread:
+        resetting = thread.submit(reset_one, listener)
+        port = listener.getsockname()[1]
+        reason = await failure_of(f"https://127.0.0.1:{port}", tls_ca=str(certificates.engines.ca_file))
+        resetting.result(10)
+    assert "closed the connection before any answer; it may ask for another certificate of ours" in reason
 
 
 def test_what_an_engine_says_of_our_certificate_is_named() -> None:
