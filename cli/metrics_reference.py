@@ -17,7 +17,7 @@ from tandem.router.http.tls import TlsMetrics
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.keys.metrics import KeyCollector
 from tandem.router.tracing.export import SpanExport
-from tandem.router.workers.metrics import CacheSizingCollector, MoveCollector, WorkerCollector
+from tandem.router.workers.metrics import CacheSizingCollector, LoadCollector, MoveCollector, WorkerCollector
 from tandem.router.workers.pin_metrics import PinCollector
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.workers.registry import Registry
@@ -102,7 +102,7 @@ def _parts() -> dict[str, list[Any]]:
     registry = Registry()
     pins = SimpleNamespace(num_pins=0, num_blocks=0, max_blocks=0, num_refused={})
     shared: list[Any] = [
-        WorkerCollector(registry),
+        LoadCollector(registry),
         AdmissionCollector(cast(Any, SimpleNamespace(stats={}, queued=dict))),
         KeyCollector(ApiKeys()),
         *_registered(EdgeMetrics),
@@ -111,6 +111,7 @@ def _parts() -> dict[str, list[Any]]:
         *_registered(SpanExport("hub").register),
     ]
     serve = [
+        WorkerCollector(registry),
         MoveCollector(cast(Any, SimpleNamespace(num_moves={}, num_poisoned=0))),
         CacheSizingCollector(CacheSizing(registry)),
         PinCollector(cast(Any, SimpleNamespace(summary=lambda: pins)), registry),

@@ -22,7 +22,7 @@ from tandem.router.openai.readiness import Readiness, Ready
 from tandem.router.processes.backend_service import BackendService
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.workers.flow import RequestFlow
-from tandem.router.workers.metrics import CacheSizingCollector, MoveCollector, WorkerCollector
+from tandem.router.workers.metrics import CacheSizingCollector, LoadCollector, MoveCollector, WorkerCollector
 from tandem.router.workers.pin_metrics import PinCollector
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cache_sizing import CacheSizing
@@ -72,6 +72,7 @@ async def serve_http(
 def metrics_of(flow: RequestFlow, registry: Registry, sizing: CacheSizing) -> CollectorRegistry:
     """The metrics of the deciding process, without those of HTTP."""
     metrics = CollectorRegistry()
+    metrics.register(LoadCollector(registry))
     metrics.register(WorkerCollector(registry))
     metrics.register(MoveCollector(flow))
     metrics.register(CacheSizingCollector(sizing))

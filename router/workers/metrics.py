@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from tandem.protocol.messages import WorkerLoad
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import RegisteredWorker
@@ -14,17 +15,20 @@ from tandem.scheduling.workers.workers import RegisteredWorker
 if TYPE_CHECKING:
     from tandem.router.workers.flow import RequestFlow
 
-__all__ = ["CacheSizingCollector", "MoveCollector", "WorkerCollector"]
+__all__ = ["CacheSizingCollector", "LoadCollector", "MoveCollector", "WorkerCollector"]
 
 # Fixed, so that the series do not depend on the configuration: 256 to 16 million blocks.
 _CAPACITIES = [2**power for power in range(8, 25)]
 
+# What servers of other kinds report of themselves, too.
 _LOAD = {
     "num_waiting": "Sequences on the worker that wait to be computed",
     "num_running": "Sequences in the worker's batch",
-    "num_waiting_tokens": "Prompt tokens not computed yet",
     "num_kv_tokens": "KV tokens of running sequences",
     "num_free_blocks": "Blocks of the pool that are unused or evictable",
+}
+_OWN_LOAD = {
+    "num_waiting_tokens": "Prompt tokens not computed yet",
     "num_free_seats": "Sequences that the batch still has room for, less those promised",
     "num_open_leases": "Leases of blocks that other workers write into",
     "num_quarantined_blocks": "Blocks of ended leases and reads into which a lost write might still land",
@@ -73,8 +77,24 @@ _FETCH_COUNTERS = {
 }
 
 
+class LoadCollector:
+    """Load of every worker or engine in the registry, and failed listeners."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, as they are now."""
+        yield from _fields(GaugeMetricFamily, "worker", _LOAD, ["worker", "role"], _loads(list(self._registry)))
+        yield CounterMetricFamily(
+            "tandem_listener_failures",
+            "Errors raised by listeners to changes of workers; each is logged",
+            value=self._registry.num_listener_failures,
+        )
+
+
 class WorkerCollector:
-    """Load, tiers, fetches and links of every worker in the registry, labelled by worker, tier and peer."""
+    """What only Tandem's own workers report: more of their load, their tiers, fetches and links, dropped messages."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -82,17 +102,12 @@ class WorkerCollector:
     def collect(self) -> Iterator[Metric]:
         """All metrics, as they are now."""
         workers = list(self._registry)
-        loads = [([worker.worker_id, worker.role.value], worker.load) for worker in workers]
-        yield from _fields(GaugeMetricFamily, "worker", _LOAD, ["worker", "role"], loads)
+        loads = _loads(workers)
+        yield from _fields(GaugeMetricFamily, "worker", _OWN_LOAD, ["worker", "role"], loads)
         yield from _fields(CounterMetricFamily, "worker", _LOAD_COUNTERS, ["worker", "role"], loads)
         yield from _tier_metrics(workers)
         yield from _fetch_metrics(workers)
         yield from _link_metrics(workers)
-        yield CounterMetricFamily(
-            "tandem_listener_failures",
-            "Errors raised by listeners to changes of workers; each is logged",
-            value=self._registry.num_listener_failures,
-        )
         yield _dropped_metric(workers)
 
 
@@ -146,6 +161,10 @@ class CacheSizingCollector:
             "Prompt tokens that the predictions are based on",
             value=self._sizing.num_tokens,
         )
+
+
+def _loads(workers: list[RegisteredWorker]) -> list[tuple[list[str], WorkerLoad]]:
+    return [([worker.worker_id, worker.role.value], worker.load) for worker in workers]
 
 
 def _tier_metrics(workers: list[RegisteredWorker]) -> Iterator[Metric]:

@@ -38,6 +38,25 @@ async def test_a_router_of_engines_exports_what_is_documented() -> None:
     assert names <= known("route")
 
 
+async def test_a_router_of_engines_shows_of_their_load_what_engines_report() -> None:
+    """It has no series for what only Tandem's own workers have: a 0 there would look like a measurement."""
+    with fake_openai() as fake:
+        fake.metrics = "vllm:num_requests_running 2.0\nvllm:num_requests_waiting 1.0\nvllm:kv_cache_usage_perc 0.25\n"
+        fake.metrics += 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n'
+        async with routing(spec_of(fake, "a")) as router:
+            await router.all_ready("a")
+            families = text_string_to_metric_families((await router.client.get("/metrics")).text)
+            samples = {one.name: one.value for family in families for one in family.samples if "worker" in one.labels}
+    assert samples == {
+        "tandem_worker_running": 2.0,
+        "tandem_worker_waiting": 1.0,
+        "tandem_worker_kv_tokens": 400.0,
+        "tandem_worker_free_blocks": 75.0,
+    }
+    own = ("tandem_worker_", "tandem_tier_", "tandem_fetch_", "tandem_link_", "tandem_dropped_")
+    assert {name for name in known("route") if name.startswith(own)} == samples.keys()
+
+
 async def test_the_edge_exports_what_is_documented(tmp_path: Path) -> None:
     async with make_client(FakeBackend(Tokenizer(build_tokenizer(tmp_path)))) as client:
         await client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 3})

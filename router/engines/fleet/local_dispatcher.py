@@ -29,7 +29,7 @@ from tandem.router.engines.fleet.overview import fleet_overview
 from tandem.router.engines.fleet.queues import ModelQueue, Queues
 from tandem.router.engines.fleet.stored_answers import StoredAnswers
 from tandem.router.tracing.generation_trace import admission_node, placement_node
-from tandem.router.workers.metrics import WorkerCollector
+from tandem.router.workers.metrics import LoadCollector
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.request import PlacementRequest
@@ -73,7 +73,7 @@ class LocalDispatcher:
     def register_metrics(self, registry: CollectorRegistry) -> None:
         """Add the metrics of engines and queues to a registry."""
         registry.register(EngineCollector(self.fleet, lambda: self.num_retries))
-        registry.register(WorkerCollector(self.fleet.registry))
+        registry.register(LoadCollector(self.fleet.registry))
         registry.register(AdmissionCollector(self.queues))
 
     @asynccontextmanager

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tandem.protocol.messages import FetchStats, LinkLoad, TierLoad, WorkerLoad
-from tandem.router.workers.metrics import CacheSizingCollector, MoveCollector, WorkerCollector
+from tandem.router.workers.metrics import CacheSizingCollector, LoadCollector, MoveCollector, WorkerCollector
 from tandem.scheduling.cache_sizing import CacheSizing
 from tests.support.builders import make_registry
 
@@ -55,6 +55,7 @@ def test_what_workers_tell_is_in_the_metrics() -> None:
     )
     registry.note_links("a", [link])
     metrics = CollectorRegistry()
+    metrics.register(LoadCollector(registry))
     metrics.register(WorkerCollector(registry))
     text = generate_latest(metrics).decode()
     for line in (
