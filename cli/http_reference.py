@@ -153,6 +153,7 @@ _RESPONSE_HEADERS = {
 _OTHER_ERRORS = [
     (400, "missing_required_parameter", "A required field is missing."),
     (400, "unsupported_parameter", "The field is not served, or not for clients to set."),
+    (409, "not_managed", "The workers or engines are not run by this server, so it cannot end them."),
     (400, "invalid_engine", "The body of `POST /v1/engines` does not describe an engine that may be added."),
     (404, "", "There is no such route."),
     (405, "", "The route has no such method."),

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from typer import rich_utils
 
-from tandem.cli import bench, chat, keys, model, replay, route, serve, top, version
+from tandem.cli import bench, chat, departures, keys, model, replay, route, serve, top, version
 from tandem.cli.options import printable
 from tandem.protocol.errors import ServingError
 from tandem.protocol.settings import rule_of
@@ -62,7 +62,17 @@ def _paragraphs(command: Callable[..., int]) -> str:
     return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
 
 
-for command in (serve.serve, route.route, chat.chat, top.top, bench.bench, replay.replay):
+COMMANDS = (
+    serve.serve,
+    route.route,
+    chat.chat,
+    top.top,
+    departures.drain,
+    departures.restart,
+    bench.bench,
+    replay.replay,
+)
+for command in COMMANDS:
     app.command(help=_paragraphs(command))(command)
 app.add_typer(keys.app, name="keys")
 app.add_typer(model.app, name="model")

@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayActorError, RayError
@@ -73,6 +73,7 @@ class Member(ABC):
         self.up_since = math.inf
         self.has_served = False
         self.waits_for_room = False  # Ray has no node for it now
+        self.departs: Literal["", "leave", "restart"] = ""  # what follows when its process ends on purpose
         self.home_role: Role | None = None  # what it was before it took over for a pool without workers
         self.is_up = asyncio.Event()
 
@@ -100,6 +101,15 @@ class Member(ABC):
     async def leave(self, reason: str) -> None:
         """Let the router forget the worker: its requests end with an error. Later calls change nothing."""
 
+    @property
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether the router places requests on it."""
+
+    @abstractmethod
+    def withdraw(self, reason: str) -> None:
+        """Let the router place nothing more on it; what runs there goes on, or moves."""
+
     @abstractmethod
     async def play(self, role: Role, reason: str) -> Requests:
         """Let the worker serve in this role from now on; the requests that it still has from its old one."""
@@ -115,6 +125,10 @@ class Member(ABC):
     @abstractmethod
     async def tell(self, address: PeerAddress | None, method: str, peer: PeerAddress) -> None:
         """Tell the process at `address` of another's death until it has heard it or is dead itself."""
+
+    async def is_idle(self) -> bool:
+        """Whether it has nothing to do, for clients or for other workers."""
+        return not await self.running()
 
     async def finish(self, requests: Requests) -> None:
         """Wait until the worker has nothing left of these requests. Raises WorkerError if that takes too long."""
@@ -238,6 +252,21 @@ class WorkerMember(Member):
         if self.address is not None:
             self._workers.mark_dead(self.worker_id, reason)
         self.address = None
+
+    @property
+    def is_ready(self) -> bool:
+        """As `Member.is_ready`."""
+        worker = self._registry.get(self.worker_id)
+        return worker is not None and worker.state is WorkerState.READY
+
+    def withdraw(self, reason: str) -> None:
+        """As `Member.withdraw`: its answers move to other workers that have room."""
+        self._registry.set_state(self.worker_id, WorkerState.DRAINING, reason)
+
+    async def is_idle(self) -> bool:
+        """As `Member.is_idle`: peers may still read KV of answers that moved, or write some into it."""
+        status: WorkerStatus = await call(self.actor.status)
+        return not (status.request_ids or status.num_open_handoffs or status.num_open_leases or status.num_open_reads)
 
     async def play(self, role: Role, reason: str) -> Requests:
         """As `Member.play`."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
-from ray.exceptions import RayError
-
-from tandem.cluster.member import Member, first_line
-from tandem.protocol.errors import ServingError
-from tandem.protocol.messages import WorkerState
+from tandem.cluster.departures import Departures
+from tandem.cluster.member import Member
+from tandem.protocol.errors import DrainRefused
 from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["watch_quarantines"]
@@ -21,14 +20,18 @@ logger = logging.getLogger(__name__)
 _MAX_QUARANTINED_SHARE = 0.05
 _QUARANTINE_S = 60.0
 _LOOK_S = 5.0
+_GRACE_S = 120.0
+_REASON = "its lost writes keep too many blocks of its peers in quarantine"
 
 
-async def watch_quarantines(members: Collection[Member], registry: Registry, kill: Callable[[Member], None]) -> None:
-    """Look at what the workers report every few seconds, for ever; `kill` ends the process of one that is replaced."""
+async def watch_quarantines(members: Collection[Member], registry: Registry, departures: Departures) -> None:
+    """Look at what the workers report every few seconds, for ever."""
     while True:
         await asyncio.sleep(_LOOK_S)
         for sender in _senders_to_replace(members, registry):
-            await _replace(sender, registry, kill)
+            with contextlib.suppress(DrainRefused):  # it leaves already, or is asked again in a moment
+                departures.begin(sender.worker_id, _GRACE_S, restart=True, reason=_REASON)
+                logger.warning("%s is replaced: %s", sender.worker_id, _REASON)
 
 
 def _senders_to_replace(members: Collection[Member], registry: Registry) -> list[Member]:
@@ -46,16 +49,3 @@ def _senders_to_replace(members: Collection[Member], registry: Registry) -> list
         and quarantine.num_blocks >= _MAX_QUARANTINED_SHARE * worker.card.num_blocks
     ]
     return list(dict.fromkeys(member for member in found if member is not None))
-
-
-async def _replace(member: Member, registry: Registry, kill: Callable[[Member], None]) -> None:
-    """Let a worker finish its requests, then end it; the supervisor starts a new one."""
-    address = member.address
-    logger.warning("%s is replaced: its lost writes keep too many blocks of its peers in quarantine", member.worker_id)
-    registry.set_state(member.worker_id, WorkerState.DRAINING, "its lost writes keep blocks in quarantine")
-    try:
-        await member.finish(await member.running())
-    except (RayError, ServingError, TimeoutError) as exc:
-        logger.warning("%s is replaced before it has finished: %s", member.worker_id, first_line(exc))
-    if member.address == address:
-        kill(member)

@@ -72,7 +72,7 @@ class RoleFlips:
         beside that: any worker can do both, and placement counts what it delays there.
         """
         member = member_of(self._members, flip.worker_id)
-        if member is None or not member.is_up.is_set():
+        if member is None or not member.is_up.is_set() or member.departs:
             return
         record = self._record(member, flip.to_role, reason)
         left = await self._play(member, flip.to_role, record)
@@ -84,6 +84,8 @@ class RoleFlips:
         name = member.worker_id
         if not member.is_up.is_set():
             raise RoleRefused(f"{name} is not up; ask again when it is.")
+        if member.departs:
+            raise RoleRefused(f"{name} is leaving.")
         if member.role is Role.COLOCATED:
             raise RoleRefused(f"{name} does both: start the server with --prefill and --decode for roles.")
         if member.role is role:

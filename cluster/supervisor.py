@@ -13,6 +13,7 @@ from functools import partial
 
 from ray.exceptions import RayError
 
+from tandem.cluster.departures import Departures
 from tandem.cluster.member import Member, first_line, member_of
 from tandem.cluster.placement import Bundle, WorkerBundles
 from tandem.cluster.process_end import ProcessIdentity, until_gone
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 15.0
 _GONE_TIMEOUT_S = 5.0  # how long a replacement waits for the memory that a dead worker's process may still take
+_LEFT = "it has left"
 _LOST = "it died"  # told to the clients of a dead worker, if their requests do not go on with others
 
 
@@ -57,6 +59,7 @@ class Supervisor:
         self._bundles: WorkerBundles | None = None
         self._background = BackgroundTasks()
         self.flips = RoleFlips(self._members, registry, costs, self._background)
+        self.departures = Departures(self._members, self._background, cover=self._cover, kill=self._kill)
         self._is_stopping = False
         self._is_ray_dead = False
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -77,7 +80,7 @@ class Supervisor:
         if self._failure.done():
             ups.cancel()
             self._failure.result()
-        watch = partial(watch_quarantines, self._members.values(), self._registry, self._kill)
+        watch = partial(watch_quarantines, self._members.values(), self._registry, self.departures)
         self._background.keep("the watch of quarantines", watch)
         if self._config.autoscale:
             autoscale = partial(self.flips.autoscale, self._config.autoscale_interval_s, mean_output_tokens)
@@ -95,12 +98,16 @@ class Supervisor:
 
     @property
     def autoscaler_status(self) -> dict[str, object]:
-        """What the autoscaler decided last, and the latest flips."""
-        return self.flips.status
+        """What the autoscaler decided last, the latest flips, and the latest departures."""
+        return self.flips.status | {"departures": self.departures.latest}
 
     async def set_role(self, worker: str, role: Role) -> dict[str, object]:
         """As `WorkerManager.set_role`."""
         return await self.flips.set_role(worker, role)
+
+    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, object]:
+        """As `WorkerManager.drain`."""
+        return self.departures.begin(worker, grace_s, restart=restart, reason="an operator asked for it")
 
     def ray_died(self, error: WorkerError) -> None:
         """Give up: Ray cannot be asked any more, every call would only block. Call it in the event loop."""
@@ -146,7 +153,17 @@ class Supervisor:
             if self._is_stopping:
                 return
             was_up = member.is_up.is_set()
-            gone = await self._bury(member)
+            departs, member.departs = member.departs, ""
+            gone = await self._bury(member, _LEFT if departs else _LOST)
+            if departs == "leave":
+                del self._members[member.worker_id]
+            if departs:
+                self._on_progress(f"{member.role} worker {member.worker_id} has left")
+                self._cover()
+                await asyncio.wait({gone}, timeout=_GONE_TIMEOUT_S)
+                if departs == "leave":
+                    return
+                continue
             if not was_up and not member.has_served and not member.restarts.num_deaths:
                 self._fail(ConfigError(f"worker {member.worker_id} did not start: {ended}"))
                 return
@@ -178,6 +195,7 @@ class Supervisor:
 
     async def _bring_up(self, member: Member, bundle: Bundle) -> None:
         await member.start(bundle, on_no_room=self._no_room)
+        self.departures.note_up(member)
         self._cover()
         self._on_progress(f"{member.role} worker {member.worker_id} is ready")
 
@@ -191,8 +209,8 @@ class Supervisor:
 
         It goes back once the pool that it left has no worker and another one can decode.
         """
-        up = [member for member in self._members.values() if member.is_up.is_set()]
-        down = [member for member in self._members.values() if not member.is_up.is_set()]
+        up = [member for member in self._members.values() if member.is_up.is_set() and not member.departs]
+        down = [member for member in self._members.values() if member not in up]
         decoders = [member for member in up if member.role is not Role.PREFILL]
         coming = [member for member in down if not (member.restarts.is_used_up or member.waits_for_room)]
         is_one_coming = any(member.role is not Role.PREFILL for member in coming)
@@ -208,7 +226,7 @@ class Supervisor:
                 flip = Flip(covering.worker_id, home)
                 self.flips.begin(flip, f"a decode worker is back, and no {home} worker is there")
 
-    async def _bury(self, member: Member) -> asyncio.Task[None]:
+    async def _bury(self, member: Member, reason: str) -> asyncio.Task[None]:
         """Give the worker up: its requests end now. What it may still write to is freed when its process is gone.
 
         The task ends when the process is known to be gone.
@@ -217,7 +235,7 @@ class Supervisor:
         self._kill(member)
         process, member.process = member.process, None
         address = member.address
-        await member.leave(_LOST)
+        await member.leave(reason)
         name = f"the end of {member.worker_id}"
         gone = self._background.keep(name, partial(_prove_gone, process))
         if address is not None:

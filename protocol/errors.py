@@ -8,6 +8,7 @@ ServingError
  |   |- PoisonedRequest        422: workers died of it
  |   |- WorkerNotFound         404
  |   |- RoleRefused            409
+ |   |- DrainRefused           409
  |- Overloaded                 429, with a Retry-After
  |   |- PinQuotaExceeded
  |   |- DeadlineUnmet          the first token would come too late
@@ -30,6 +31,7 @@ __all__ = [
     "ConfigError",
     "ContextLengthExceeded",
     "DeadlineUnmet",
+    "DrainRefused",
     "IncompatiblePeer",
     "InternalError",
     "ModelNotFound",
@@ -105,6 +107,13 @@ class RoleRefused(RequestError):
 
     status = 409
     code = "role_refused"
+
+
+class DrainRefused(RequestError):
+    """The worker cannot leave now."""
+
+    status = 409
+    code = "drain_refused"
 
 
 class PinNotFound(RequestError):

@@ -60,6 +60,9 @@ class Backend(Protocol):
     async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
         """As `WorkerManager.set_role`. Raises `RoleRefused` where the workers are run by others."""
 
+    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
+        """As `WorkerManager.drain`. Raises `DrainRefused` where the workers are run by others."""
+
     async def check(self) -> dict[str, str]:
         """By worker, what is wrong with it or what it holds although it should be idle; "" = nothing."""
 
@@ -75,6 +78,12 @@ class WorkerManager(Protocol):
         """Let a worker serve in another role from now on; the flip as JSON.
 
         Raises `WorkerNotFound`, `RoleRefused`, or a `WorkerError` if the worker does not answer.
+        """
+
+    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
+        """Begin to let a worker leave: its work ends or moves within `grace_s`, then its process ends.
+
+        With `restart` it is started again. Returns what has begun, as JSON. Raises `WorkerNotFound` or `DrainRefused`.
         """
 
     async def check_integrity(self) -> dict[str, str]:

@@ -83,6 +83,7 @@ class StatusReporter:
             load=self.load(),
             num_open_handoffs=parts.prefill.num_open + parts.decode.num_open,
             num_open_leases=parts.decode.num_leases,
+            num_open_reads=parts.lender.num_open,
             num_used_blocks=parts.engine.pool.num_used,
             num_preemptions=parts.engine.scheduler.num_preemptions,
             request_ids=parts.replies.request_ids,

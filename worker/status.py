@@ -18,6 +18,7 @@ class WorkerStatus:
     load: WorkerLoad
     num_open_handoffs: int  # sent and received
     num_open_leases: int
+    num_open_reads: int  # by peers, of its blocks
     num_used_blocks: int
     num_preemptions: int
     request_ids: frozenset[str]  # of requests this worker still has something to say about

@@ -79,6 +79,17 @@ class EngineMember(Member):
         for engine in self._engines():
             await self._fleet.lose(engine.name, reason)
 
+    @property
+    def is_ready(self) -> bool:
+        """As `Member.is_ready`."""
+        engines = self._engines()
+        return bool(engines) and all(engine.state is WorkerState.READY for engine in engines)
+
+    def withdraw(self, reason: str) -> None:
+        """As `Member.withdraw`. Answers of other engines do not move."""
+        for engine in self._engines():
+            engine.set_state(WorkerState.DRAINING, reason)
+
     async def play(self, role: Role, reason: str) -> Requests:
         """As `Member.play`. A server of vLLM can do both, so it serves in its new role at once.
 

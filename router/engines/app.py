@@ -33,7 +33,7 @@ from tandem.router.http.shared_routes import (
     add_decision_routes,
     add_model_routes,
     add_operation_routes,
-    add_role_route,
+    add_worker_routes,
     product_version,
 )
 from tandem.router.keys.api_keys import ApiKeys
@@ -118,7 +118,7 @@ def create_engines_app(
     )
     add_operation_routes(app, not_ready=lambda: dispatcher.unready, scrape=scrape, pools=dispatcher.pools)
     add_dashboard(app, overview=dispatcher.overview, traffic=traffic or metrics.traffic, api_keys=api_keys)
-    add_role_route(app, dispatcher.set_role)
+    add_worker_routes(app, dispatcher)
     _add_admin_routes(app, dispatcher, admin_token)
     return app
 

@@ -180,6 +180,9 @@ class Dispatcher(Protocol):
     async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
         """As `WorkerManager.set_role`. Raises `RoleRefused` where the servers are run by others."""
 
+    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
+        """As `WorkerManager.drain`. Raises `DrainRefused` where the servers are run by others."""
+
     async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Add an engine, or each rank of a server; returns it as JSON. Raises `RequestError`."""
 

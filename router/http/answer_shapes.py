@@ -13,6 +13,7 @@ from msgspec import Meta
 
 __all__ = [
     "Deleted",
+    "Drain",
     "Error",
     "ErrorBody",
     "Health",
@@ -103,6 +104,22 @@ class RoleChange(msgspec.Struct, frozen=True):
 
     worker: Annotated[str, Meta(description="Its id in `/v1/pools`.")]
     role: Literal["prefill", "decode"]
+
+
+class Drain(msgspec.Struct, frozen=True):
+    """A worker that shall leave: it gets nothing new, and its work ends or goes on with others."""
+
+    worker: Annotated[str, Meta(description="Its id in `/v1/pools`.")]
+    grace_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=3600,
+            description="Seconds for its work to end or to move. What is left then goes on with other workers behind "
+            "the tokens that were sent (with `--engine`: it ends with an error).",
+        ),
+    ] = 30.0
+    restart: Annotated[bool, Meta(description="Start it again in a new process; false = it is gone for good.")] = False
 
 
 class Deleted(msgspec.Struct):

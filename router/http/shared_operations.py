@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandem.router.http.answer_shapes import Health, ModelCard, ModelList, Readiness, RoleChange, Version
+from tandem.router.http.answer_shapes import Drain, Health, ModelCard, ModelList, Readiness, RoleChange, Version
 from tandem.router.http.openapi import Operation
 
 __all__ = ["SHARED_OPERATIONS"]
@@ -33,6 +33,13 @@ SHARED_OPERATIONS = {
         tag="operations",
         body=RoleChange,
         example={"worker": "prefill-0", "role": "decode"},
+        answer=_ANY_OBJECT,
+        errors=(404, 409, 502),
+    ),
+    ("POST", "/v1/pools/drain"): Operation(
+        tag="operations",
+        body=Drain,
+        example={"worker": "decode-0", "grace_s": 30, "restart": True},
         answer=_ANY_OBJECT,
         errors=(404, 409, 502),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import FastAPI
@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from tandem.protocol.errors import ModelNotFound, RequestError
 from tandem.protocol.messages import Role
-from tandem.router.http.answer_shapes import RoleChange
+from tandem.router.http.answer_shapes import Drain, RoleChange
 from tandem.router.http.app import json_response
 from tandem.router.http.audit import audited
 from tandem.router.http.authentication import check_operator
@@ -21,9 +21,10 @@ from tandem.router.http.errors import error_body, error_response
 from tandem.router.http.json_body import read_json
 from tandem.router.http.visibility import metrics_response, visible_decisions, visible_pools
 
-__all__ = ["add_decision_routes", "add_model_routes", "add_operation_routes", "add_role_route", "product_version"]
+__all__ = ["add_decision_routes", "add_model_routes", "add_operation_routes", "add_worker_routes", "product_version"]
 
 Json = dict[str, Any]
+T = TypeVar("T")
 
 
 def add_operation_routes(
@@ -64,8 +65,18 @@ def add_operation_routes(
         return json_response({"version": product_version()})
 
 
-def add_role_route(app: FastAPI, set_role: Callable[[str, Role], Awaitable[Json]]) -> None:
-    """Add the route that changes a worker's role."""
+class Managed(Protocol):
+    """Workers that an operator can change: as `WorkerManager`."""
+
+    async def set_role(self, worker: str, role: Role) -> Json:
+        """As `WorkerManager.set_role`."""
+
+    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> Json:
+        """As `WorkerManager.drain`."""
+
+
+def add_worker_routes(app: FastAPI, managed: Managed) -> None:
+    """Add the routes that change the workers which the server runs."""
 
     @app.post("/v1/pools/roles")
     async def change_role(request: Request) -> Response:
@@ -73,15 +84,28 @@ def add_role_route(app: FastAPI, set_role: Callable[[str, Role], Awaitable[Json]
 
         Answers when it serves in its new role; requests of its old role end there. Needs an operator's key.
         """
-        check_operator(request)
-        try:
-            change = msgspec.json.decode(await read_json(request), type=RoleChange)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-            raise RequestError(
-                f'Invalid request body: {exc}. Send {{"worker": NAME, "role": "prefill" or "decode"}}.'
-            ) from exc
+        change = await _read(request, RoleChange, '{"worker": NAME, "role": "prefill" or "decode"}')
         with audited(request, "role.change", f"{change.worker} -> {change.role}"):
-            return json_response(await set_role(change.worker, Role(change.role)))
+            return json_response(await managed.set_role(change.worker, Role(change.role)))
+
+    @app.post("/v1/pools/drain")
+    async def drain_worker(request: Request) -> Response:
+        """Let a worker leave, or start it again with `"restart": true`, without a request failing.
+
+        Answers when it has begun; `/v1/pools` tells of its end. Needs an operator's key.
+        """
+        drain = await _read(request, Drain, '{"worker": NAME, "grace_s": SECONDS, "restart": true or false}')
+        with audited(request, "worker.restart" if drain.restart else "worker.drain", drain.worker):
+            return json_response(await managed.drain(drain.worker, drain.grace_s, restart=drain.restart))
+
+
+async def _read(request: Request, shape: type[T], hint: str) -> T:
+    """An operator's body. Raises `RequestError`, or `Forbidden` for other keys."""
+    check_operator(request)
+    try:
+        return msgspec.json.decode(await read_json(request), type=shape)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise RequestError(f"Invalid request body: {exc}. Send {hint}.") from exc
 
 
 def add_decision_routes(

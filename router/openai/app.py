@@ -26,7 +26,7 @@ from tandem.router.http.shared_routes import (
     add_decision_routes,
     add_model_routes,
     add_operation_routes,
-    add_role_route,
+    add_worker_routes,
     product_version,
 )
 from tandem.router.keys.api_keys import ApiKeys
@@ -126,7 +126,7 @@ def _add_api_routes(app: RouterApp, context: ServingContext, created_s: int) -> 
     _add_embeddings_route(app, context.backend)
     _add_cache_routes(app, context)
     _add_pool_check(app, context.backend)
-    add_role_route(app, context.backend.set_role)
+    add_worker_routes(app, context.backend)
     add_decision_routes(app, explain=partial(explain, context), decisions=context.backend.decisions)
     add_model_routes(
         app,

@@ -66,6 +66,14 @@ class SetRole(_Question, frozen=True):
     role: Role
 
 
+class DrainWorker(_Question, frozen=True):
+    """`Backend.drain`."""
+
+    worker: str
+    grace_s: float
+    restart: bool
+
+
 class Check(_Question, frozen=True):
     """`Backend.check`."""
 
@@ -126,7 +134,9 @@ class ForgetResponse(_Question, frozen=True):
 
 PinQuestion = MakePin | EndPin | FetchPin | ListPins
 ResponseQuestion = KeepResponse | GetResponse | ForgetResponse
-Question = Explain | Decisions | Pools | Overview | SetRole | Check | Scrape | PinQuestion | ResponseQuestion
+Question = (
+    Explain | Decisions | Pools | Overview | SetRole | DrainWorker | Check | Scrape | PinQuestion | ResponseQuestion
+)
 Answer = dict[str, Any] | list[Any] | str | PinState | list[PinState] | StoredResponse | None
 
 
@@ -172,6 +182,8 @@ class BackendService:
                 return await self._overview()
             case SetRole(worker, role):
                 return await backend.set_role(worker, role)
+            case DrainWorker(worker, grace_s, restart):
+                return await backend.drain(worker, grace_s, restart=restart)
             case Check():
                 return dict(await backend.check())
             case Scrape():

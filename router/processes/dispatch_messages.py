@@ -161,6 +161,14 @@ class SetEngineRole(_DispatchMessage, frozen=True):
     role: Role
 
 
+class DrainEngine(_DispatchMessage, frozen=True):
+    """`Dispatcher.drain`."""
+
+    worker: str
+    grace_s: float
+    restart: bool
+
+
 class AddEngine(_DispatchMessage, frozen=True):
     """`Dispatcher.add_engine`."""
 
@@ -181,6 +189,7 @@ Question = (
     | FleetPools
     | ScrapeHub
     | SetEngineRole
+    | DrainEngine
     | AddEngine
     | RemoveEngine
 )

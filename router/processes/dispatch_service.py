@@ -18,6 +18,7 @@ from tandem.router.processes.dispatch_messages import (
     AddEngine,
     AnswerOwner,
     DispatchDecisions,
+    DrainEngine,
     Ended,
     EngineAdded,
     EngineAnswered,
@@ -86,6 +87,8 @@ class DispatchService:
                 return self._scrape().decode()
             case SetEngineRole(worker, role):
                 return await dispatcher.set_role(worker, role)
+            case DrainEngine(worker, grace_s, restart):
+                return await dispatcher.drain(worker, grace_s, restart=restart)
             case AddEngine(fields):
                 return await dispatcher.add_engine(fields)
             case RemoveEngine(name):

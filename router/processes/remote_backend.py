@@ -118,6 +118,10 @@ class RemoteBackend:
         """As `WorkerManager.set_role`."""
         return await self._hub.ask(service.SetRole(worker, role), dict[str, Any])
 
+    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
+        """As `WorkerManager.drain`."""
+        return await self._hub.ask(service.DrainWorker(worker, grace_s, restart), dict[str, Any])
+
     async def check(self) -> dict[str, str]:
         """What is wrong with, or held by, each worker that should be idle."""
         return await self._hub.ask(service.Check(), dict[str, str])

@@ -141,6 +141,10 @@ class RemoteDispatcher:
         """As `Dispatcher.set_role`."""
         return await self._hub.ask(messages.SetEngineRole(worker, role), dict[str, Any])
 
+    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
+        """As `Dispatcher.drain`."""
+        return await self._hub.ask(messages.DrainEngine(worker, grace_s, restart), dict[str, Any])
+
     async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Add an engine; returns it as JSON. Raises `RequestError`."""
         return await self._hub.ask(messages.AddEngine(fields), dict[str, Any])

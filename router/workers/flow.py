@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tandem.protocol.config import RouterConfig
-from tandem.protocol.errors import RoleRefused
+from tandem.protocol.errors import DrainRefused, RoleRefused
 from tandem.protocol.messages import PrefillPriority, Role
 from tandem.router.admission_queue import AdmissionQueue
 from tandem.router.backend import GenerateRequest, TokenDelta, WorkerManager
@@ -196,6 +196,12 @@ class RequestFlow:
         if self._manager is None:
             raise RoleRefused("The workers are not run by this server, so it cannot change their roles.")
         return await self._manager.set_role(worker, role)
+
+    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
+        """As `WorkerManager.drain`. Raises `DrainRefused` where the workers are run by others."""
+        if self._manager is None:
+            raise DrainRefused("The workers are not run by this server, so it cannot end them.", code="not_managed")
+        return await self._manager.drain(worker, grace_s, restart=restart)
 
     async def check(self) -> dict[str, str]:
         """By worker, what is wrong with it or what it holds although it should be idle; "" = nothing."""

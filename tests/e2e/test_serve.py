@@ -11,8 +11,10 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Timer
 from typing import Annotated, Any
@@ -385,6 +387,46 @@ def test_a_prompt_goes_on_when_its_prefill_worker_is_killed(server: Server, colo
     Timer(1.0, process.kill).start()
     assert complete(server, "y" * 1900) == complete(colocated, "y" * 1900)
     server.wait_recovered(victim)
+    assert_idle(server)
+
+
+@pytest.mark.parametrize(
+    ("what", "roles"),
+    [("decode-0", ["decode"]), pytest.param("--rolling", ["prefill", "decode"], marks=pytest.mark.slow)],
+)
+def test_a_restart_of_workers_fails_no_answer(server: Server, colocated: Server, what: str, roles: list[str]) -> None:
+    before = {role: server.worker(role) for role in roles}
+    fields = [{"prompt": f"{n}" * (50 + 70 * n), "seed": n, "temperature": 0.8 * (n > 0)} for n in range(3)]
+    common: dict[str, Any] = {"model": "tiny", "max_tokens": 400, "stream": True, "extra_body": {"ignore_eos": True}}
+    is_over = threading.Event()
+
+    def ask(one: Server, number: int) -> str:
+        with client_of(one) as client:
+            chunks = client.completions.create(**common, **fields[number])
+            return "".join(chunk.choices[0].text for chunk in chunks)
+
+    def ask_until_over(number: int) -> list[str]:
+        texts = [ask(server, number)]
+        while not is_over.is_set():
+            texts.append(ask(server, number))
+        return texts
+
+    with ThreadPoolExecutor(len(fields)) as threads:
+        undisturbed = list(threads.map(lambda number: ask(colocated, number), range(len(fields))))
+        asking = [threads.submit(ask_until_over, number) for number in range(len(fields))]
+        try:
+            command = [sys.executable, "-m", "tandem", "restart", what, "--url", server.url]
+            restarted = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        finally:
+            is_over.set()
+        answers = [one.result() for one in asking]
+    assert restarted.returncode == 0, restarted.stderr
+    print(restarted.stderr, f"{sum(map(len, answers))} answers")
+    assert [set(texts) for texts in answers] == [{text} for text in undisturbed]
+    for worker in before.values():
+        server.wait_recovered(worker)
+    assert all(server.worker(role)["pid"] != worker["pid"] for role, worker in before.items())
+    assert 'tandem_request_moves_total{cause="drain"}' in HTTP.get(f"{server.url}/metrics").text
     assert_idle(server)
 
 

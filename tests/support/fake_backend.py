@@ -134,6 +134,11 @@ class FakeBackend:
             raise WorkerNotFound(f"There is no worker '{worker}'.")
         return {"worker": worker, "to": role}
 
+    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
+        if worker not in ("p", "d"):
+            raise WorkerNotFound(f"There is no worker '{worker}'.")
+        return {"worker": worker, "grace_s": grace_s, "restart": restart}
+
     async def check(self) -> dict[str, str]:
         return self.held
 

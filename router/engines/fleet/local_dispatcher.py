@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from tandem.protocol.errors import ConfigError, ModelNotFound, NoWorker, RequestError, RoleRefused, ServingError
+from tandem.protocol.errors import (
+    ConfigError,
+    DrainRefused,
+    ModelNotFound,
+    NoWorker,
+    RequestError,
+    RoleRefused,
+    ServingError,
+)
 from tandem.protocol.messages import Role
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.admission_queue import AdmittedRequest
@@ -182,6 +190,16 @@ class LocalDispatcher:
                 "file, or remove the engine and add it again."
             )
         return await self._manager.set_role(worker, role)
+
+    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
+        """As `WorkerManager.drain`. Raises `DrainRefused` where the servers are run by others."""
+        if self._manager is None:
+            raise DrainRefused(
+                f"The engines are not run by this router, so it cannot end the process of '{worker[:100]}': remove the "
+                "engine, and its running requests end before it is forgotten.",
+                code="not_managed",
+            )
+        return await self._manager.drain(worker, grace_s, restart=restart)
 
     async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Add an engine, or each rank of a server; returns it as JSON. Raises `RequestError`."""

@@ -1,0 +1,125 @@
+"""Lets workers leave without a request failing: nothing new, then their work ends or moves, then their process ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from ray.exceptions import RayError
+
+from tandem.cluster.member import Member, first_line
+from tandem.protocol.errors import DrainRefused, ServingError, WorkerNotFound
+from tandem.protocol.messages import Role
+from tandem.runtime.background import BackgroundTasks
+
+__all__ = ["Departures"]
+
+logger = logging.getLogger(__name__)
+
+_STOP_TIMEOUT_S = 15.0
+_POLL_S = 0.1
+# A worker must have had nothing to do for this long: an answer that has just left reads its KV from here in a moment.
+_QUIET_S = 0.5
+_NUM_REMEMBERED = 20
+
+
+class Departures:
+    """All planned departures of one cluster. What follows the end of a process is up to its member's supervision."""
+
+    def __init__(
+        self,
+        members: Mapping[str, Member],
+        background: BackgroundTasks,
+        *,
+        cover: Callable[[], None],
+        kill: Callable[[Member], None],
+    ) -> None:
+        """`cover` lets others take over for a pool whose last worker is leaving."""
+        self._members = members
+        self._background = background
+        self._cover = cover
+        self._kill = kill
+        self._num_begun = 0
+        self._latest: deque[dict[str, object]] = deque(maxlen=_NUM_REMEMBERED)
+
+    @property
+    def latest(self) -> list[dict[str, object]]:
+        """The latest departures, oldest first, as `/v1/pools` shows them."""
+        return list(self._latest)
+
+    def begin(self, worker: str, grace_s: float, *, restart: bool, reason: str) -> dict[str, object]:
+        """Begin to let a worker leave; the departure as JSON. Raises `WorkerNotFound` or `DrainRefused`."""
+        member = self._members.get(worker)
+        if member is None:
+            raise WorkerNotFound(f"There is no worker '{worker[:100]}'; there are: {', '.join(self._members)}.")
+        self._check(member, restart=restart)
+        member.departs = "restart" if restart else "leave"
+        self._num_begun += 1
+        record: dict[str, object] = {
+            "id": self._num_begun,
+            "worker": worker,
+            "pid": member.pid,
+            "restart": restart,
+            "reason": reason,
+            "began": round(time.time(), 3),  # Unix time
+        }
+        self._latest.append(record)
+        self._background.start(f"the departure of {worker}", partial(self._depart, member, grace_s, record))
+        return record
+
+    def note_up(self, member: Member) -> None:
+        """A worker serves again: note it in the departure that was to be followed by this."""
+        for record in self._latest:
+            if record["worker"] == member.worker_id and record["restart"]:
+                record.setdefault("back_after_s", round(time.time() - float(str(record["began"])), 3))
+
+    def _check(self, member: Member, *, restart: bool) -> None:
+        name = member.worker_id
+        if not member.is_up.is_set():
+            raise DrainRefused(f"{name} is not up; ask again when it is.")
+        if member.departs:
+            raise DrainRefused(f"{name} is leaving already.")
+        if not member.is_ready:
+            raise DrainRefused(f"{name} is about to play another role; ask again in a moment.")
+        if restart:
+            return  # requests that nothing else can serve wait for it
+        others = [one for one in self._members.values() if one.is_up.is_set() and one is not member and not one.departs]
+        can_decode = any(one.role is not Role.PREFILL or one.can_cover for one in others)
+        can_prefill = any(one.role is not Role.DECODE or one.can_cover for one in others)
+        if not (can_decode and can_prefill):
+            raise DrainRefused(f"Without {name} nothing could answer: add another worker first, or restart it.")
+
+    async def _depart(self, member: Member, grace_s: float, record: dict[str, object]) -> None:
+        began_s, actor = time.monotonic(), member.actor
+        member.withdraw(str(record["reason"]))
+        self._cover()
+        try:
+            record["finished"] = await _is_at_rest(member, grace_s)
+            if member.actor is actor:
+                await asyncio.wait_for(member.stop(), _STOP_TIMEOUT_S)
+        except (RayError, ServingError, TimeoutError) as exc:
+            logger.warning("%s is ended, as it does not leave: %s", member.worker_id, first_line(exc))
+            record["ended_by_force"] = first_line(exc)
+        finally:
+            record["left_after_s"] = round(time.monotonic() - began_s, 3)
+            if member.actor is actor:
+                self._kill(member)
+
+
+async def _is_at_rest(member: Member, grace_s: float) -> bool:
+    """Wait until a worker has nothing left to do, `grace_s` at most; whether it has nothing. It may die meanwhile."""
+    deadline_s, actor = time.monotonic() + grace_s, member.actor
+    idle_since_s: float | None = None
+    while member.actor is actor:
+        is_idle, now = await member.is_idle(), time.monotonic()
+        idle_since_s = (idle_since_s or now) if is_idle else None
+        if idle_since_s is not None and now - idle_since_s >= _QUIET_S:
+            return True
+        if now > deadline_s:
+            return is_idle
+        await asyncio.sleep(_POLL_S)
+    return False

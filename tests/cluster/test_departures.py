@@ -1,0 +1,138 @@
+"""Workers that leave on purpose: what they wait for, what follows, and which may not. Ray is a fake."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tandem.cluster.member import WorkerMember
+from tandem.protocol.errors import DrainRefused, RoleRefused, WorkerNotFound
+from tandem.protocol.messages import Role, WorkerState
+from tests.support.supervised import Supervised, supervised
+from tests.support.waiting import eventually
+
+
+@pytest.fixture(autouse=True)
+def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.cluster.departures._POLL_S", 0.005)
+    monkeypatch.setattr("tandem.cluster.departures._QUIET_S", 0.02)
+
+
+def busy(**fields: Any) -> SimpleNamespace:
+    idle = {"request_ids": frozenset(), "num_open_handoffs": 0, "num_open_leases": 0, "num_open_reads": 0}
+    return SimpleNamespace(**(idle | fields))
+
+
+def state_of(cluster: Supervised, worker_id: str) -> WorkerState | None:
+    worker = cluster.registry.get(worker_id)
+    return None if worker is None else worker.state
+
+
+@pytest.mark.parametrize("work", [{"request_ids": {"r"}}, {"num_open_handoffs": 1}, {"num_open_reads": 1}])
+async def test_a_worker_is_restarted_once_it_has_nothing_to_do(
+    monkeypatch: pytest.MonkeyPatch, work: dict[str, Any]
+) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=2, max_restarts=0) as cluster:
+        first = cluster.ray.latest("decode-1")
+        first.status_ = busy(**work)
+        record = await cluster.supervisor.drain("decode-1", 60, restart=True)
+        await eventually(lambda: state_of(cluster, "decode-1") is WorkerState.DRAINING)
+        assert not first.num_stops
+        with pytest.raises(DrainRefused, match="decode-1 is leaving already"):
+            await cluster.supervisor.drain("decode-1", 60, restart=True)
+        with pytest.raises(RoleRefused, match="decode-1 is leaving"):
+            await cluster.supervisor.set_role("decode-1", Role.PREFILL)
+        first.status_ = busy()
+        await cluster.is_served("decode-1", first.card.address.epoch)
+        assert (record["finished"], first.num_stops) == (True, 1)
+        await eventually(lambda: "back_after_s" in record)
+        assert not cluster.supervisor._members["decode-1"].restarts.num_deaths, "it did not die"
+        await eventually(lambda: ("decode-0", "peer_died", first.card.address, True) in cluster.ray.told)
+        assert cluster.supervisor.autoscaler_status["departures"] == [record]
+
+
+async def test_a_drained_worker_is_gone_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
+        left = cluster.ray.latest("decode-1")
+        await cluster.supervisor.drain("decode-1", 60, restart=False)
+        await eventually(lambda: left.is_gone and "decode-1" not in cluster.supervisor._members)
+        assert cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
+        assert len(cluster.ray.actors) == 3
+        assert "back_after_s" not in cluster.supervisor.departures.latest[0]
+        with pytest.raises(WorkerNotFound, match="no worker 'decode-1'; there are: prefill-0, decode-0"):
+            await cluster.supervisor.drain("decode-1", 60, restart=False)
+        assert not cluster.supervisor.failure.done()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_one_that_does_not_finish_is_ended_after_its_grace(
+    monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    monkeypatch.setattr("tandem.cluster.departures._STOP_TIMEOUT_S", 0.05)
+    async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
+        first = cluster.ray.latest("decode-1")
+        first.status_ = busy(request_ids={"r"})
+        if not answers:
+            cluster.ray.stops.clear()
+        record = await cluster.supervisor.drain("decode-1", 0.05, restart=True)
+        await cluster.is_served("decode-1", first.card.address.epoch)
+        assert (record["finished"], "ended_by_force" in record) == (False, not answers)
+        cluster.ray.stops.set()
+
+
+async def test_others_cover_for_the_last_worker_of_a_pool_before_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
+        first = cluster.ray.latest("decode-0")
+        first.status_ = busy(request_ids={"r"})
+        await cluster.supervisor.drain("decode-0", 60, restart=True)
+        await eventually(lambda: cluster.roles()["prefill-0"] is Role.DECODE)
+        assert not first.num_stops
+        first.status_ = busy()
+        await cluster.is_served("decode-0", first.card.address.epoch)
+        await eventually(lambda: cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE})
+
+
+async def test_the_last_one_that_can_answer_may_be_restarted_but_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
+        await cluster.supervisor.drain("prefill-0", 60, restart=False)
+        await eventually(lambda: "prefill-0" not in cluster.supervisor._members)
+        with pytest.raises(DrainRefused, match="Without decode-0 nothing could answer"):
+            await cluster.supervisor.drain("decode-0", 60, restart=False)
+        epoch = cluster.ray.latest("decode-0").card.address.epoch
+        await cluster.supervisor.drain("decode-0", 60, restart=True)
+        await cluster.is_served("decode-0", epoch)
+
+
+async def test_half_of_a_pair_stays_while_it_is_the_only_one_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerMember, "can_cover", False)
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
+        for worker in ("prefill-0", "decode-0"):
+            with pytest.raises(DrainRefused, match=f"Without {worker}"):
+                await cluster.supervisor.drain(worker, 60, restart=False)
+
+
+async def test_one_that_is_down_or_flipping_is_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with supervised(monkeypatch, num_prefill=2, num_decode=1) as cluster:
+        cluster.registry.set_state("prefill-0", WorkerState.DRAINING, "it flips")
+        with pytest.raises(DrainRefused, match="about to play another role"):
+            await cluster.supervisor.drain("prefill-0", 60, restart=True)
+        cluster.ray.loaded.clear()
+        cluster.die("prefill-1")
+        await eventually(lambda: state_of(cluster, "prefill-1") is None)
+        with pytest.raises(DrainRefused, match="prefill-1 is not up"):
+            await cluster.supervisor.drain("prefill-1", 60, restart=True)
+
+
+async def test_one_that_dies_on_its_way_out_is_replaced_as_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
+        first = cluster.ray.latest("decode-1")
+        first.status_ = busy(request_ids={"r"})
+        record = await cluster.supervisor.drain("decode-1", 60, restart=True)
+        await eventually(lambda: state_of(cluster, "decode-1") is WorkerState.DRAINING)
+        cluster.die("decode-1")
+        await cluster.is_served("decode-1", first.card.address.epoch)
+        await eventually(lambda: "left_after_s" in record)
+        assert not cluster.ray.latest("decode-1").num_stops, "the new process is not the one that was to leave"
+        assert state_of(cluster, "decode-1") is WorkerState.READY
