@@ -34,9 +34,9 @@ from tandem.router.messages.schema import (
     Thinking,
 )
 from tandem.router.openai.app import create_app
+from tandem.router.openai.other_fields import UNSERVED
 from tandem.router.openai.planning import CONVERSATION_HEADER
 from tandem.router.openai.schema import (
-    UNSERVED,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
@@ -152,6 +152,7 @@ _RESPONSE_HEADERS = {
 # Errors without a class of their own: status, code and reason.
 _OTHER_ERRORS = [
     (400, "missing_required_parameter", "A required field is missing."),
+    (400, "unknown_parameter", "A field whose name is almost that of another one, which the message names."),
     (400, "unsupported_parameter", "The field is not served, or not for clients to set."),
     (409, "not_managed", "The workers or engines are not run by this server, so it cannot end them."),
     (400, "invalid_engine", "The body of `POST /v1/engines` does not describe an engine that may be added."),
@@ -168,9 +169,10 @@ _INTRODUCTION = """\
 `tandem serve` and `tandem route` speak the OpenAI API, and Anthropic's Messages API on `/v1/messages`
 ([messages.md](messages.md)), with the routes, fields, headers and errors below. Streams are server-sent events that end
 with `data: [DONE]` (of `/v1/responses` and `/v1/messages`: with an event whose type says so); other bodies are JSON. In
-a request body every optional field may be null, and unknown fields are ignored (`tandem route` passes them on to the
-engine). A server tells the same of itself as an OpenAPI document (`/openapi.json`), with the shapes of answers, and
-shows it as a page (`/docs`), which uses nothing of any other host.
+a request body every optional field may be null. `tandem serve` refuses a field whose name is almost that of one it has
+(`temprature`) and passes over other unknown ones; `tandem route` passes all of them on to the engine. A server tells
+the same of itself as an OpenAPI document (`/openapi.json`), with the shapes of answers, and shows it as a page
+(`/docs`), which uses nothing of any other host.
 """
 _BODIES = """\
 ## Request bodies

@@ -116,7 +116,9 @@ def tenant_of(request: Request) -> str:
 def check_tenant(name: str) -> str:
     """The tenant that a header names. Raises `RequestError`."""
     if not TENANT_NAME.fullmatch(name):
-        raise RequestError(f"The header {TENANT_HEADER} must be 1 to 64 letters, digits, '.', '_' or '-'.")
+        raise RequestError(
+            f"The header {TENANT_HEADER} must be 1 to 64 letters, digits, '.', '_' or '-', not '{name[:80]}'."
+        )
     return name
 
 

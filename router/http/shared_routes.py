@@ -17,6 +17,7 @@ from tandem.router.http.answer_shapes import Drain, RoleChange
 from tandem.router.http.app import json_response
 from tandem.router.http.audit import audited
 from tandem.router.http.authentication import check_operator
+from tandem.router.http.decoding import decode_body
 from tandem.router.http.errors import error_body, error_response
 from tandem.router.http.json_body import read_json
 from tandem.router.http.visibility import metrics_response, visible_decisions, visible_pools
@@ -24,7 +25,7 @@ from tandem.router.http.visibility import metrics_response, visible_decisions, v
 __all__ = ["add_decision_routes", "add_model_routes", "add_operation_routes", "add_worker_routes", "product_version"]
 
 Json = dict[str, Any]
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 def add_operation_routes(
@@ -103,9 +104,10 @@ async def _read(request: Request, shape: type[T], hint: str) -> T:
     """An operator's body. Raises `RequestError`, or `Forbidden` for other keys."""
     check_operator(request)
     try:
-        return msgspec.json.decode(await read_json(request), type=shape)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise RequestError(f"Invalid request body: {exc}. Send {hint}.") from exc
+        return decode_body(await read_json(request), shape)
+    except RequestError as exc:
+        exc.message += f" Send {hint}."
+        raise
 
 
 def add_decision_routes(

@@ -20,6 +20,7 @@ from tandem.router.messages.schema import (
     OutputConfig,
     Thinking,
 )
+from tandem.router.openai.other_fields import unsupported
 from tandem.router.openai.schema import (
     ChatMessage,
     ChatRequest,
@@ -68,7 +69,7 @@ def chat_prompt(request: CountTokensRequest) -> ChatRequest:
     """A request of chat with the same prompt. Raises `RequestError` that names the wrong field."""
     for name in UNSERVED_FIELDS:
         if getattr(request, name):
-            raise RequestError(f"'{name}' is not supported by this server.", param=name, code="unsupported_parameter")
+            raise unsupported(name, msgspec.json.encode(getattr(request, name)))
     check_cache_salt(request.cache_salt)
     messages = [part for i, message in enumerate(request.messages) for part in _chat_messages(message, i)]
     if system := _system_content(request.system):
@@ -150,7 +151,9 @@ def _text_parts(blocks: Sequence[ContentBlock], where: str) -> list[ContentPart]
 
 def _text_part(block: ContentBlock, where: str) -> ContentPart:
     if block.type != "text":
-        raise RequestError(f"Content of type '{block.type[:50]}' is not supported here.", param=f"{where}.type")
+        raise RequestError(
+            f"Content of type '{block.type[:50]}' is not supported here; only 'text' is.", param=f"{where}.type"
+        )
     return ContentPart("text", _given(block.text, "text", block, where))
 
 

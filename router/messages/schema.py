@@ -1,4 +1,4 @@
-"""Request bodies of the Messages API. Rules as for OpenAI's: strict types, unknown fields ignored, null is allowed."""
+"""Request bodies of the Messages API. Rules as for OpenAI's: strict types, null is allowed."""
 
 from __future__ import annotations
 

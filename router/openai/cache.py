@@ -15,7 +15,7 @@ from tandem.router.http.authentication import visible_tenant
 from tandem.router.http.request_options import key_of, tenant_of
 from tandem.router.openai.chat import tokenize_chat
 from tandem.router.openai.completions import check_prompt, tokenize_prompt
-from tandem.router.openai.schema import PinFields, PrefetchFields, UnpinFields, check_exactly_one, refuse_unserved
+from tandem.router.openai.schema import PinFields, PrefetchFields, UnpinFields, check_cache_salt, check_exactly_one
 from tandem.router.openai.serving_context import ServingContext, read_body
 from tandem.router.openai.tool_fields import requested_tools
 
@@ -24,9 +24,9 @@ __all__ = ["list_pins", "pin_prefix", "prefetch_pin", "unpin_prefix"]
 
 async def pin_prefix(context: ServingContext, request: Request) -> dict[str, Any]:
     """Body of `POST /v1/cache/pin`: the pin, and where its blocks are now. Raises a `ServingError`."""
-    body, fields = await read_body(request, PinFields)
+    _, fields = await read_body(request, PinFields)
     context.check_model(fields.model)
-    refuse_unserved(body, fields)
+    check_cache_salt(fields.cache_salt)
     check_exactly_one(fields, "messages")
     scope = context.cache_scope(request, fields.cache_salt)
     key = key_of(request)

@@ -20,7 +20,7 @@ from tandem.router.openai.formats import ChatFormat
 from tandem.router.openai.planned_answer import AnswerFormat, PlannedAnswer
 from tandem.router.openai.planning import PreparedRequest, Prompt, conversation_of, plan_answer
 from tandem.router.openai.request_limits import check_fields, check_grammar, check_messages
-from tandem.router.openai.schema import ROLES, ChatMessage, ChatRequest, refuse_unserved
+from tandem.router.openai.schema import ROLES, ChatMessage, ChatRequest, check_cache_salt
 from tandem.router.openai.serving_context import ServingContext, read_body
 from tandem.router.openai.tool_fields import RequestedTools, requested_tools
 from tandem.router.structured_output.constraint import Constraint
@@ -47,7 +47,7 @@ async def create_chat_completion(context: ServingContext, request: Request) -> R
 async def plan_chat(context: ServingContext, request: Request, arrived_s: float) -> PlannedAnswer:
     """The answer to generate for a conversation. Raises a `ServingError`."""
     body, fields = await read_body(request, ChatRequest)
-    refuse_unserved(body, fields)
+    check_cache_salt(fields.cache_salt)
     answer_format = ChatFormat(_num_logprobs(fields))
     return await plan_conversation(context, request, fields, answer_format, num_bytes=len(body), arrived_s=arrived_s)
 
@@ -155,7 +155,9 @@ def template_options(kwargs: dict[str, Any] | None, add_generation_prompt: bool 
 
 def _template_message(message: ChatMessage, where: str, argument_texts: bool) -> dict[str, Any]:
     if message.role not in ROLES:
-        raise RequestError(f"Unknown role '{message.role[:50]}'.", param=f"{where}.role")
+        raise RequestError(
+            f"Unknown role '{message.role[:50]}'; expected one of {', '.join(ROLES)}.", param=f"{where}.role"
+        )
     if message.content is None and message.role != "assistant":
         raise RequestError(f"A {message.role} message needs content.", param=f"{where}.content")
     result: dict[str, Any] = {
@@ -182,7 +184,9 @@ def _content_text(message: ChatMessage, where: str) -> str:
     texts: list[str] = []
     for i, part in enumerate(message.content):
         if part.type != "text":
-            raise RequestError(f"Content of type '{part.type[:50]}' is not supported.", param=f"{where}[{i}].type")
+            raise RequestError(
+                f"Content of type '{part.type[:50]}' is not supported; only 'text' is.", param=f"{where}[{i}].type"
+            )
         if part.text is None:
             raise RequestError("A text part needs 'text'.", param=f"{where}[{i}].text")
         texts.append(part.text)
@@ -246,5 +250,8 @@ async def _grammar(
 
 def _num_logprobs(fields: ChatRequest) -> int | None:
     if fields.top_logprobs and not fields.logprobs:
-        raise RequestError("'top_logprobs' is only allowed with 'logprobs'.", param="top_logprobs")
+        raise RequestError(
+            f"'top_logprobs' is {fields.top_logprobs}, which is only allowed with 'logprobs': true.",
+            param="top_logprobs",
+        )
     return (fields.top_logprobs or 0) if fields.logprobs else None

@@ -17,7 +17,7 @@ from tandem.router.openai.planned_answer import PlannedAnswer
 from tandem.router.openai.planning import PreparedRequest, Prompt, conversation_of, plan_answer
 from tandem.router.openai.request_limits import check_echo, check_fields, check_scored_prompts
 from tandem.router.openai.sampling import check_token_ids
-from tandem.router.openai.schema import CompletionRequest, refuse_unserved
+from tandem.router.openai.schema import CompletionRequest, check_cache_salt
 from tandem.router.openai.serving_context import ServingContext, read_body
 from tandem.router.text.token_lengths import PromptLimit
 from tandem.router.text.tokenizer import Tokenizer
@@ -37,9 +37,11 @@ async def plan_completion(context: ServingContext, request: Request, arrived_s: 
     """The answer to generate for each prompt. Raises a `ServingError`."""
     body, fields = await read_body(request, CompletionRequest)
     context.check_model(fields.model)
-    refuse_unserved(body, fields)
+    check_cache_salt(fields.cache_salt)
     if fields.max_tokens == 0 and not fields.echo:
-        raise RequestError("Invalid value for 'max_tokens': expected at least 1.", param="max_tokens")
+        raise RequestError(
+            "Invalid value for 'max_tokens': expected at least 1 without 'echo', got 0.", param="max_tokens"
+        )
     options = request_options(request, fields.priority)
     limit = context.prompt_limit("prompt")
     given = _separate_prompts(fields, limit)
@@ -95,7 +97,9 @@ def _separate_prompts(fields: CompletionRequest, limit: PromptLimit) -> list[str
     if kinds == {int}:
         return [cast(list[int], prompt)]
     if int in kinds:
-        raise RequestError("'prompt' mixes token ids with prompts.", param="prompt")
+        raise RequestError(
+            "'prompt' mixes token ids with prompts; send one list of token ids, or a list of prompts.", param="prompt"
+        )
     return cast(list[str | list[int]], prompt)
 
 

@@ -22,11 +22,11 @@ from tandem.router.openai.answer_shapes import (
     Tokenized,
     Unpinned,
 )
+from tandem.router.openai.other_fields import UNSERVED
 from tandem.router.openai.planning import CONVERSATION_HEADER
 from tandem.router.openai.schema import (
     EXACTLY_ONE,
     MAX_CONVERSATION_ID_CHARS,
-    UNSERVED,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -43,9 +43,9 @@ __all__ = ["SERVE_DESCRIPTION", "SERVE_OPERATIONS"]
 SERVE_DESCRIPTION = """\
 The HTTP API of `tandem serve`: OpenAI's API, Anthropic's Messages API, and what operators need.
 
-Every optional field may be null. Unknown fields are ignored, because clients send new ones all the time; fields that \
-would change the answer and are not served are refused. Streams are server-sent events; after the first token an error \
-is the last event."""
+Every optional field may be null. Unknown fields are passed over, because clients send new ones all the time; a name \
+that is almost that of a field is refused, and so are fields that would change the answer and are not served. Streams \
+are server-sent events; after the first token an error is the last event."""
 
 _CONVERSATION = Parameter(
     CONVERSATION_HEADER,

@@ -71,7 +71,9 @@ def plan_answer(context: ServingContext, request: PreparedRequest) -> PlannedAns
     fields = request.fields
     stream_options = fields.stream_options
     if stream_options is not None and not fields.stream:
-        raise RequestError("'stream_options' is only allowed with 'stream'.", param="stream_options")
+        raise RequestError(
+            "'stream_options' is only allowed with 'stream': true; send both, or leave it out.", param="stream_options"
+        )
     check_prompt_tokens((len(prompt.token_ids) for prompt in request.prompts), fields.n or 1)
     choices = _choices(context, request)
     if request.num_logprobs is not None and not fields.stream and context.backend.max_model_len is not None:

@@ -1,19 +1,14 @@
-"""Request bodies, and the errors a client gets for a body that does not fit them.
+"""Request bodies.
 
-Types are strict and ranges are checked while decoding. Every optional field may be null. Unknown fields are ignored,
-because OpenAI adds new ones all the time. Fields that would change the answer but are not served are listed in
-`UNSERVED` and refused: dropping them silently would answer another question than the one asked.
+Types are strict and ranges are checked while decoding. Every optional field may be null. `field_names.py` has what
+becomes of fields that are not in these structs.
 
 `docs/http_api.md` is generated from these structs.
 """
 
 from __future__ import annotations
 
-import gc
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -32,7 +27,6 @@ from tandem.router.openai.tool_fields import NamedToolChoice, Tool
 __all__ = [
     "ABSENT",
     "EXACTLY_ONE",
-    "UNSERVED",
     "CacheSalt",
     "ChatMessage",
     "ChatRequest",
@@ -61,8 +55,6 @@ __all__ = [
     "absent",
     "check_cache_salt",
     "check_exactly_one",
-    "decode_body",
-    "refuse_unserved",
 ]
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
@@ -79,11 +71,7 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 
 ConversationId = Annotated[str, Meta(min_length=1, max_length=MAX_CONVERSATION_ID_CHARS)]
 
-MAX_NEUTRAL_BYTES = 256  # of a value that asks for nothing
 ABSENT = msgspec.Raw(b"null")  # of a field whose JSON is kept as it is
-LARGE_BODY_BYTES = 64 * 1024  # their objects are too many for the garbage collector to walk again and again
-
-R = TypeVar("R", bound=msgspec.Struct)
 
 
 def absent() -> msgspec.Raw:
@@ -339,61 +327,14 @@ EXACTLY_ONE: dict[str, tuple[str, ...]] = {
 }
 
 
-# Field -> values that ask for nothing (null always does).
-UNSERVED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "ebnf": (),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
-    "json_schema": (),
-    "modalities": (["text"],),
-    "prompt_logprobs": (),
-    "regex": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "web_search_options": (),
-}
-
-
-_Unserved = msgspec.defstruct("_Unserved", [(name, msgspec.Raw, ABSENT) for name in UNSERVED])
-
-
-def decode_body(body: bytes, request_type: type[R]) -> R:
-    """Decode a body. Raises `RequestError` that names the wrong field."""
-    with _decoding_errors(), _collector_paused(body):
-        return msgspec.json.decode(body, type=request_type)
-
-
-def refuse_unserved(body: bytes, request: GenerationFields | PinFields) -> None:
-    """Raise `RequestError` for a field that would change the answer and is not served, and for a salt too long."""
-    check_cache_salt(request.cache_salt)
-    with _decoding_errors(), _collector_paused(body):
-        fields = msgspec.json.decode(body, type=_Unserved)
-        for name, raw in zip(UNSERVED, msgspec.structs.astuple(fields), strict=True):
-            if raw is ABSENT or name in request.__struct_fields__ or _is_neutral(name, raw):
-                continue
-            raise RequestError(f"'{name}' is not supported by this server.", param=name, code="unsupported_parameter")
-
-
 def check_exactly_one(fields: msgspec.Struct, param: str) -> None:
     """Raise `RequestError` unless exactly one of those fields is given that `EXACTLY_ONE` names for this struct."""
     names = EXACTLY_ONE[type(fields).__name__]
-    num_given = sum(getattr(fields, name) is not None for name in names)
-    if num_given != 1:
-        raise RequestError(f"Give exactly one of {', '.join(names)}; got {num_given}.", param=param)
+    given = [name for name in names if getattr(fields, name) is not None]
+    if len(given) != 1:
+        raise RequestError(
+            f"Give exactly one of {', '.join(names)}; got {' and '.join(given) or 'none of them'}.", param=param
+        )
 
 
 def check_cache_salt(salt: str | None) -> None:
@@ -402,56 +343,3 @@ def check_cache_salt(salt: str | None) -> None:
         raise RequestError(
             f"'cache_salt' has {len(salt)} characters; at most {MAX_CACHE_SALT_CHARS} are allowed.", param="cache_salt"
         )
-
-
-def _is_neutral(name: str, raw: msgspec.Raw) -> bool:
-    if len(raw) > MAX_NEUTRAL_BYTES:
-        return False
-    value = msgspec.json.decode(raw)
-    # In Python 0 is False, but in JSON it is not.
-    return any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in (None, *UNSERVED[name]))
-
-
-@contextmanager
-def _collector_paused(body: bytes) -> Iterator[None]:
-    """Pause the garbage collector: it would find nothing among the million lists that are being created."""
-    if len(body) < LARGE_BODY_BYTES or not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-@contextmanager
-def _decoding_errors() -> Iterator[None]:
-    """Turn msgspec's errors into ours, with the field as `param`."""
-    try:
-        yield
-    except msgspec.ValidationError as exc:
-        raise _field_error(str(exc)) from exc
-    except RecursionError as exc:
-        raise RequestError("The request body is nested too deeply.") from exc
-    except UnicodeDecodeError as exc:
-        raise RequestError("The request body is not valid UTF-8.") from exc
-    except msgspec.DecodeError as exc:
-        raise RequestError(f"The request body is not valid JSON: {exc}") from exc
-
-
-_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
-_MISSING = re.compile(r"^Object missing required field `(.*?)`")
-
-
-def _field_error(message: str) -> RequestError:
-    """msgspec's `Expected X, got Y - at $.path` in OpenAI's words."""
-    path = _PATH.search(message)
-    param = path.group(1).removesuffix("[...]") if path else None
-    problem = (message[: path.start()] if path else message).replace(" | null", "").replace("`", "'")
-    missing = _MISSING.match(message)
-    if missing:
-        param = f"{param}.{missing.group(1)}" if param else missing.group(1)
-        return RequestError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
-    where = f"Invalid value for '{param}'" if param else "Invalid request body"
-    return RequestError(f"{where}: {problem[0].lower()}{problem[1:]}.", param=param)

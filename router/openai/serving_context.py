@@ -11,13 +11,15 @@ from starlette.requests import Request
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import ModelNotFound
 from tandem.router.backend import Backend
+from tandem.router.http.decoding import decode_body
 from tandem.router.http.json_body import read_json
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.request_options import tenant_of
 from tandem.router.openai.answer_formats import AnswerFormats
+from tandem.router.openai.other_fields import check_other_fields
 from tandem.router.openai.request_limits import check_grammar
 from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
-from tandem.router.openai.schema import GenerationFields, decode_body
+from tandem.router.openai.schema import GenerationFields
 from tandem.router.responses.store import ResponseStore
 from tandem.router.structured_output.checker import GrammarChecker
 from tandem.router.structured_output.constraint import constraint_of
@@ -68,6 +70,7 @@ class ServingContext:
 
 
 async def read_body(request: Request, request_type: type[R]) -> tuple[bytes, R]:
-    """The body of a request, raw and decoded. Raises `RequestError`."""
+    """The body of a request, raw and decoded. Raises `RequestError`, also for fields misspelt or not served."""
     body = await read_json(request)
+    check_other_fields(body, request_type)
     return body, decode_body(body, request_type)

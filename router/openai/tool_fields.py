@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
@@ -111,7 +112,8 @@ def _checked(tools: Sequence[Tool], by_name: dict[str, Tool]) -> list[dict[str, 
     if len(tools) > MAX_TOOLS:
         raise RequestError(f"The request has {len(tools)} tools; the limit is {MAX_TOOLS}.", param="tools")
     if len(by_name) < len(tools):
-        raise RequestError("Two of the 'tools' have the same name.", param="tools")
+        twice = next(name for name, number in Counter(tool.function.name for tool in tools).items() if number > 1)
+        raise RequestError(f"Two of the 'tools' have the same name, {twice[:50]!r}; rename one.", param="tools")
     for i, name in enumerate(by_name):
         if not _NAME.fullmatch(name):
             raise RequestError(

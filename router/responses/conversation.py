@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 
 from tandem.protocol.errors import RequestError
+from tandem.router.http.wrong_value import shown
+from tandem.router.openai.other_fields import unsupported
 from tandem.router.openai.schema import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
 from tandem.router.openai.tool_fields import FunctionName, NamedToolChoice, Tool, ToolFunction
 from tandem.router.responses.schema import FunctionTool, NamedFunction, ResponsesRequest, TextFormat
@@ -15,7 +17,7 @@ from tandem.router.responses.schema import FunctionTool, NamedFunction, Response
 __all__ = ["FIELD_NAMES", "chat_request", "input_messages", "output_messages", "refuse_unserved", "stored_messages"]
 
 _UNSERVED = ("background", "conversation", "prompt", "include", "max_tool_calls", "top_logprobs")
-_ROLES = {"system", "developer", "user", "assistant"}
+_ROLES = ("system", "developer", "user", "assistant")
 # What checks of the chat request call a field -> what it is called here.
 FIELD_NAMES = {
     "messages": "input",
@@ -31,7 +33,7 @@ def refuse_unserved(request: ResponsesRequest) -> None:
     """Raise `RequestError` for a field that would change the answer and is not served."""
     for name in _UNSERVED:
         if getattr(request, name):
-            raise RequestError(f"'{name}' is not supported by this server.", param=name, code="unsupported_parameter")
+            raise unsupported(name, msgspec.json.encode(getattr(request, name)))
 
 
 def chat_request(request: ResponsesRequest, messages: list[ChatMessage], conversation_id: str | None) -> ChatRequest:
@@ -114,7 +116,9 @@ def _message(item: dict[str, Any], where: str) -> ChatMessage:
         case "message":
             role = _string(item, "role", where)
             if role not in _ROLES:
-                raise RequestError(f"Unknown role {role[:50]!r}.", param=f"{where}.role")
+                raise RequestError(
+                    f"Unknown role {role[:50]!r}; expected one of {', '.join(_ROLES)}.", param=f"{where}.role"
+                )
             return ChatMessage(role=role, content=_text(item.get("content"), f"{where}.content"))
         case "function_call":
             function = {"name": _string(item, "name", where), "arguments": _string(item, "arguments", where)}
@@ -135,7 +139,9 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestError("Content must be a string or a list of parts.", param=where)
+        raise RequestError(
+            f"Content must be a string or a list of parts, not {shown(msgspec.json.encode(content))}.", param=where
+        )
     texts: list[str] = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -147,8 +153,12 @@ def _text(content: Any, where: str) -> str:
 
 def _string(item: dict[str, Any], name: str, where: str) -> str:
     value = item.get(name)
+    param = f"{where}.{name}"
+    if value is None:
+        raise RequestError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     if not isinstance(value, str):
-        raise RequestError(f"Missing required parameter: '{where}.{name}'.", param=f"{where}.{name}")
+        got = shown(msgspec.json.encode(value))
+        raise RequestError(f"Invalid value for '{param}': expected a string, got {got}.", param=param)
     return value
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from tandem.protocol.errors import RequestError
+from tandem.router.http.wrong_value import shown
 from tandem.router.openai.schema import ABSENT, ResponseFormat, StructuredOutputs
 
 __all__ = ["Constraint", "constraint_of"]
@@ -75,7 +76,10 @@ def _schema_text(raw: msgspec.Raw, param: str) -> str:
     """The JSON of a schema, which may also be given as a string of JSON."""
     text = _object_text(raw)
     if text[:1] not in ("{", "t", "f"):
-        raise RequestError(f"Invalid value for '{param}': a JSON schema is an object.", param=param)
+        raise RequestError(
+            f"Invalid value for '{param}': expected a JSON schema, which is an object, got {shown(bytes(raw))}.",
+            param=param,
+        )
     return text
 
 

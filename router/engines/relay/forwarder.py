@@ -28,6 +28,7 @@ from tandem.router.http.json_body import read_json
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.request_options import EXPLAIN_HEADER, key_use_of, request_options, trace_headers_of
 from tandem.router.http.response_writer import ResponseWriter
+from tandem.router.http.wrong_value import shown
 from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
 from tandem.router.text.tokenizer import TokenizerPool
 from tandem.scheduling.admission.tenants import CacheScopes
@@ -165,7 +166,9 @@ class Forwarder:
                 raise ModelNotFound(f"The model '{model[:200]}' does not exist.", param="model")
             return model, ""
         if model is not None and not isinstance(model, str):
-            raise RequestError("Invalid value for 'model': expected a string.", param="model")
+            raise RequestError(
+                f"Invalid value for 'model': expected a string, got {shown(orjson.dumps(model))}.", param="model"
+            )
         if not known:
             has_engines = bool(self._dispatcher.unknown_engines)
             raise NoWorker("no engine has told its model yet" if has_engines else "there is no engine")
@@ -213,7 +216,7 @@ async def read_object(request: Request) -> tuple[bytes, dict[str, Any]]:
     except orjson.JSONDecodeError as exc:
         raise RequestError(f"The request body is not valid JSON: {exc}") from exc
     if not isinstance(body, dict):
-        raise RequestError("Invalid request body: expected an object.")
+        raise RequestError(f"Invalid request body: expected an object, got {shown(raw.strip())}.")
     if raw.count(b"[") + raw.count(b"{") > _MAX_BRACKETS:
         try:
             orjson.dumps(body)

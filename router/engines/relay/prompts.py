@@ -17,9 +17,11 @@ import orjson
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import ConfigError, RequestError
 from tandem.router.engines.relay.prompt_forms import PromptForm
+from tandem.router.http.decoding import decode_body
+from tandem.router.http.wrong_value import shown
 from tandem.router.openai.chat import template_messages, template_options
 from tandem.router.openai.request_limits import check_messages
-from tandem.router.openai.schema import ChatRequest, check_cache_salt, decode_body
+from tandem.router.openai.schema import ChatRequest, check_cache_salt
 from tandem.router.text.token_lengths import PromptLimit
 from tandem.router.text.tokenizer import Tokenizer
 
@@ -142,7 +144,9 @@ def cache_salt_of(body: dict[str, Any]) -> str:
     """The client's own salt, "" if there is none. Raises `RequestError`, because no engine ever sees this salt."""
     salt = body.get("cache_salt")
     if not isinstance(salt, str | None):
-        raise RequestError("Invalid value for 'cache_salt': expected a string.", param="cache_salt")
+        raise RequestError(
+            f"Invalid value for 'cache_salt': expected a string, got {shown(orjson.dumps(salt))}.", param="cache_salt"
+        )
     check_cache_salt(salt)
     return salt or ""
 

@@ -23,7 +23,8 @@ from tandem.router.http.openapi import documented_routes
 from tandem.router.http.request_id import REQUEST_ID_HEADER
 from tandem.router.openai.app import create_app
 from tandem.router.openai.operations import SERVE_OPERATIONS
-from tandem.router.openai.schema import EXACTLY_ONE, UNSERVED
+from tandem.router.openai.other_fields import UNSERVED
+from tandem.router.openai.schema import EXACTLY_ONE
 from tandem.router.text.tokenizer import Tokenizer
 from tests.router.conftest import build_tokenizer
 from tests.support.fake_backend import FakeBackend, closing, make_app

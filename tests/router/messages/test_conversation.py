@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from tandem.protocol.errors import RequestError
+from tandem.router.http.decoding import decode_body
 from tandem.router.messages.conversation import chat_prompt, chat_request
 from tandem.router.messages.schema import CountTokensRequest, MessagesRequest
 from tandem.router.openai.chat import template_messages
-from tandem.router.openai.schema import decode_body
 
 WEATHER = {"name": "weather", "description": "Of a city.", "input_schema": {"type": "object"}}
 

@@ -61,7 +61,7 @@ async def test_the_pool_check_says_what_each_worker_holds(
         ({"worker": "nobody", "role": "decode"}, 404, "worker_not_found"),
         ({"worker": "p", "role": "both"}, 400, 'Send {\\"worker\\": NAME'),
         ({"role": "decode"}, 400, "worker"),
-        ([], 400, "Expected `object`"),
+        ([], 400, "expected an object, got []"),
     ],
 )
 async def test_a_worker_is_given_another_role(tokenizer: Tokenizer, body: Any, status: int, part: str) -> None:

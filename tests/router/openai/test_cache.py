@@ -108,8 +108,8 @@ async def test_a_conversation_is_pinned_by_its_id(tokenizer: Tokenizer) -> None:
     [
         ({}, "messages", "exactly one of"),
         ({"prompt": "a", "conversation_id": "b"}, "messages", "exactly one of"),
-        ({"prompt": "a", "ttl_s": 0}, "ttl_s", "> 0"),
-        ({"prompt": "a", "ttl_s": "soon"}, "ttl_s", "float"),
+        ({"prompt": "a", "ttl_s": 0}, "ttl_s", "expected a number above 0, got 0"),
+        ({"prompt": "a", "ttl_s": "soon"}, "ttl_s", 'got "soon"'),
         ({"prompt": "a", "prefetch": "moon"}, "prefetch", "moon"),
         ({"prompt": []}, "prompt", "must not be empty"),
         ({"prompt": [10**6]}, "prompt", "outside the vocabulary"),

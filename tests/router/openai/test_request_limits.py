@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from tandem.router.http.decoding import LARGE_BODY_BYTES, decode_body
 from tandem.router.openai import request_limits
-from tandem.router.openai.schema import LARGE_BODY_BYTES, CompletionRequest, decode_body
+from tandem.router.openai.schema import CompletionRequest
 from tandem.router.text.stop_strings import StopStrings
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tandem.protocol.errors import RequestError
 from tandem.protocol.sampling import SamplingParams
+from tandem.router.http.decoding import decode_body
 from tandem.router.openai.sampling import sampling_params
-from tandem.router.openai.schema import CompletionRequest, decode_body
+from tandem.router.openai.schema import CompletionRequest
 
 VOCAB = 64
 NUMBERS = (0, 1, 2, -1, -2, 20, 21, 100, 101, 1024, 2**31 - 1, 2**31, 2**63 - 1, -(2**63), 2**64, 10**30)

@@ -430,7 +430,7 @@ async def test_the_other_routes_see_the_same_prompt(tokenizer: Tokenizer) -> Non
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"tools": [{"type": "code"}]}, "tools[0].type", "enum"),
+        ({"tools": [{"type": "code"}]}, "tools[0].type", "'function', got"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "'a b'"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "1 to 256"),
         ({"tools": [NOW, NOW]}, "tools", "same name"),
