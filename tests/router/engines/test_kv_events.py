@@ -119,7 +119,11 @@ def test_events_of_older_versions_are_arrays() -> None:
     assert make_translator().apply(maps[:1]).stored == block_digests(ROOT, IDS[:16], 16)
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", msgspec.msgpack.encode({}), pack("text"), pack(["Unknown"])])
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"\xc1", msgspec.msgpack.encode({}), pack("text"), pack(["Unknown"])],
+    ids=["nothing", "no msgpack", "a map", "a text", "an unknown event"],
+)
 def test_other_payloads_are_refused(payload: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode_batch(payload)
