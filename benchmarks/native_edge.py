@@ -151,7 +151,7 @@ class _Worker:
     def beat(self) -> None:
         """Send a heartbeat."""
         beat = Heartbeat(
-            worker_id=self.address.worker_id, epoch=1, step_age_s=0.0, load=WorkerLoad(num_free_blocks=1 << 16)
+            worker_id=self.address.worker_id, epoch=1, progress_age_s=0.0, load=WorkerLoad(num_free_blocks=1 << 16)
         )
         self._beats.send(encode_message(beat))
 

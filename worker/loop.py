@@ -160,7 +160,7 @@ class Worker:
         parts = self.parts
         # NOTE: two clock readings. Everything that came before `began` is read below, so a deadline is missed only if
         # it lies before `began`. Everything that is read was sent before `now`, so granted time counts from `now`.
-        began = time.monotonic()
+        began = self.reporter.turned = time.monotonic()
         messages = parts.sockets.receive(self._poll_ms())
         now = time.monotonic()
         for identity, message in messages:

@@ -40,6 +40,7 @@ class StatusReporter:
         self.role = parts.config.role
         self.num_errors = 0  # each ended a request, or a message, and nothing else
         self.step_started = 0.0  # of the oldest step that is computed; 0 between two steps
+        self.turned = time.monotonic()  # when the loop last came round
         self._parts = parts
         self._load = parts.engine.load()
         self._live_handoffs: list[tuple[str, int]] = []
@@ -118,11 +119,11 @@ class StatusReporter:
 
     def heartbeat(self) -> Heartbeat:
         """The heartbeat to send now."""
-        started, (tiers, fetches, pins) = self.step_started, self._tiers
+        (tiers, fetches, pins), now = self._tiers, time.monotonic()
         return Heartbeat(
             worker_id=self._parts.config.worker_id,
             epoch=self._parts.address.epoch,
-            step_age_s=time.monotonic() - started if started else 0.0,
+            progress_age_s=now - min(self.turned, self.step_started or now),
             load=self._load,
             handoffs=self._live_handoffs,
             tiers=tiers,

@@ -198,6 +198,14 @@ class RouterConfig:
     worker_timeout_s: Annotated[
         Seconds, Setting("Seconds of silence after which a worker or an engine counts as dead.", LIMITS)
     ] = 8.0
+    worker_stall_timeout_s: Annotated[
+        Seconds,
+        Setting(
+            "A worker that lives, but whose loop or step does not get on for this long, is replaced.",
+            LIMITS,
+            own_workers_only=True,
+        ),
+    ] = 60.0
     request_timeout_s: Annotated[
         Seconds, Setting("Longest time between two tokens of an answer, in seconds.", LIMITS)
     ] = 600.0

@@ -184,13 +184,14 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """I am alive. Sent from a thread of its own, so a long step does not silence it.
 
     `handoffs` names the handoffs that the sender still works on, as (request_id, generation), with generation 0 before
-    their lease: receiving it extends their leases. `step_age_s` is the age of the running step, 0 when idle: it
-    distinguishes a stuck loop from a slow one.
+    their lease: receiving it extends their leases. `progress_age_s` is the time since the loop last came round, or
+    since the oldest unfinished step began, whichever is longer: a worker that is stuck still sends heartbeats, with a
+    growing age.
     """
 
     worker_id: Name
     epoch: Number
-    step_age_s: Seconds
+    progress_age_s: Seconds
     load: WorkerLoad
     handoffs: list[tuple[Name, Number]] = []
     tiers: list[TierLoad] = []

@@ -322,7 +322,7 @@ class WorkerClient:
             link.dropped.add(DropReason.IMPOSTOR, text)
 
     async def _watch(self) -> None:
-        """Give up silent workers, and request snapshots again that did not arrive."""
+        """Give up workers that are silent or stuck, and request snapshots again that did not arrive."""
         timeout_s = self._config.worker_timeout_s
         idle_clock = IdleClock(timeout_s)
         idle_clock.check(self._clock(), timeout_s / CHECKS)
@@ -333,5 +333,7 @@ class WorkerClient:
             for worker in list(self._registry):
                 if idle_clock.is_idle(worker.last_seen_s, now):
                     self.mark_dead(worker.worker_id, f"silent for {idle_clock.idle_s(worker.last_seen_s, now):.1f} s")
+                elif worker.progress_age_s > self._config.worker_stall_timeout_s:
+                    self.mark_dead(worker.worker_id, f"stuck: its step or loop began {worker.progress_age_s:.1f} s ago")
             for link in self._links.values():
                 self._feed.request_overdue(link, now, timeout_s)

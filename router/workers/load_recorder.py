@@ -35,7 +35,7 @@ class LoadRecorder:
     def record_heartbeat(self, heartbeat: Heartbeat, dropped_here: Mapping[str, int], now: float) -> None:
         """A worker lives. `dropped_here`: its messages that the router did not act upon, by reason."""
         worker_id = heartbeat.worker_id
-        self._registry.note_load(worker_id, heartbeat.load, now, step_age_s=heartbeat.step_age_s)
+        self._registry.note_load(worker_id, heartbeat.load, now, progress_age_s=heartbeat.progress_age_s)
         self._registry.note_tiers(worker_id, heartbeat.tiers, heartbeat.fetches)
         self._registry.note_pins(worker_id, heartbeat.pins)
         self._registry.note_quarantines(worker_id, heartbeat.quarantines)

@@ -39,7 +39,7 @@ def worker_report(
         "num_preemptions": load.num_preemptions,
         "num_errors": load.num_errors,
         "num_recomputed": load.num_recomputed,
-        "step_age_s": worker.step_age_s,
+        "progress_age_s": worker.progress_age_s,
         "silent_s": max(now - worker.last_seen_s, 0.0),
         "queued_prompt_tokens": worker.uncomputed_tokens,
         "num_booked_seqs": worker.num_booked_seqs,

@@ -132,12 +132,12 @@ class Registry:
         self._table = None
         self._notify(WorkerChange(worker, "other adapters"))
 
-    def note_load(self, worker_id: str, load: WorkerLoad, now: float, *, step_age_s: float = 0.0) -> None:
+    def note_load(self, worker_id: str, load: WorkerLoad, now: float, *, progress_age_s: float = 0.0) -> None:
         """Store a sign of life and the load that came with it."""
         worker = self._workers.get(worker_id)
         if worker is not None:
             worker.load = load
-            worker.step_age_s = step_age_s
+            worker.progress_age_s = progress_age_s
             worker.last_seen_s = now
 
     def note_tiers(self, worker_id: str, tiers: Sequence[TierLoad], fetches: FetchStats | None) -> None:

@@ -51,7 +51,7 @@ class RegisteredWorker:
     state: WorkerState
     last_seen_s: float
     load: WorkerLoad = field(default_factory=WorkerLoad)
-    step_age_s: float = 0.0
+    progress_age_s: float = 0.0
     tiers: Sequence[TierLoad] = ()
     fetches: FetchStats | None = None
     links: Sequence[LinkLoad] = ()

@@ -85,7 +85,7 @@ EXAMPLES: list[Message] = [
     RequestFailed(request_id="r", message="gone", code="worker_failed"),
     BlockEvents(worker_id="d0", epoch=7, sequence=1, stored=[b"a" * 16], removed=[b"b" * 16]),
     BlockSnapshot(worker_id="d0", epoch=7, sequence=1, digests=[b"a" * 16]),
-    Heartbeat(worker_id="d0", epoch=7, step_age_s=0.0, load=LOAD, handoffs=[("r", 3)]),
+    Heartbeat(worker_id="d0", epoch=7, progress_age_s=0.0, load=LOAD, handoffs=[("r", 3)]),
     PeerHello(sender=PEER, compatibility={"codec": "raw"}, transport_metadata=b"\x00\x01", is_reply=True),
     PeerRefused(sender=PEER, reason="codec"),
     LeaseGrant(sender=PEER, request_id="r", generation=1, first_block=2, block_ids=[3, 4], ttl_s=1.5),

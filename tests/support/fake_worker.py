@@ -127,9 +127,13 @@ class FakeWorker:
             )
         )
 
-    def beat(self, load: WorkerLoad, *links: LinkLoad) -> None:
+    def beat(self, load: WorkerLoad, *links: LinkLoad, progress_age_s: float = 0.5) -> None:
         beat = Heartbeat(
-            worker_id=self.worker_id, epoch=self.address.epoch, step_age_s=0.5, load=load, links=list(links)
+            worker_id=self.worker_id,
+            epoch=self.address.epoch,
+            progress_age_s=progress_age_s,
+            load=load,
+            links=list(links),
         )
         self.beat_raw(encode_message(beat))
 

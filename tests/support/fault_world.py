@@ -311,7 +311,7 @@ class _Worker:
             heartbeat = Heartbeat(
                 worker_id=self.address.worker_id,
                 epoch=self.address.epoch,
-                step_age_s=0.0,
+                progress_age_s=0.0,
                 load=WorkerLoad(),
                 handoffs=self.prefill.live_handoffs,
             )

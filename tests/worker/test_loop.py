@@ -262,7 +262,7 @@ def test_late_and_unknown_messages_change_nothing(worker: Worker, client: Client
             LeaseRevoked(sender=peer, request_id="x", generation=9),
             LeaseClosed(sender=peer, request_id="x", generation=9),
             PeerRefused(sender=peer, reason="?"),
-            Heartbeat(worker_id="x", epoch=1, step_age_s=0, load=worker.status().load, handoffs=[("x", 9)]),
+            Heartbeat(worker_id="x", epoch=1, progress_age_s=0, load=worker.status().load, handoffs=[("x", 9)]),
         ):
             other.send(message)
             other.send(message)
@@ -442,10 +442,23 @@ async def test_heartbeats_keep_a_lease_through_a_step_longer_than_it(tiny_model:
         await eventually(is_stuck.is_set)
         state = cluster.registry.get("p")
         assert state is not None
-        await eventually(lambda: state.step_age_s > 2.0)  # more than three leases long
+        await eventually(lambda: state.progress_age_s > 2.0)  # more than three leases long
         go_on.set()
         assert (await request).token_ids == oracle.answer(prompt)
         await cluster.becomes_idle()
+
+
+async def test_a_loop_that_is_stuck_beside_its_steps_is_seen_in_heartbeats(tiny_model: Path) -> None:
+    go_on = threading.Event()
+    async with running_cluster(tiny_model, transfer={"heartbeat_interval_s": 0.05}) as cluster:
+        state = cluster.registry.get("p")
+        assert state is not None
+        await eventually(lambda: 0 <= state.progress_age_s < 0.5)
+        stuck = asyncio.create_task(cluster.call("p", lambda: go_on.wait(DEADLINE_S)))
+        await eventually(lambda: state.progress_age_s > 1.0)
+        go_on.set()
+        await stuck
+        await eventually(lambda: state.progress_age_s < 0.5)
 
 
 async def test_a_flip_keeps_the_cache(tiny_model: Path, oracle: Oracle) -> None:
@@ -567,7 +580,7 @@ def test_a_holder_counts_from_after_a_request_came_however_long_it_waited_for_it
 def test_a_call_between_two_turns_makes_nothing_late_that_lies_unread(long_steps: LongSteps) -> None:
     worker, peer = long_steps.worker, long_steps.peer
     heartbeat = Heartbeat(
-        worker_id=peer.worker_id, epoch=peer.epoch, step_age_s=0.0, load=worker.reporter.load(), handoffs=[("r", 0)]
+        worker_id=peer.worker_id, epoch=peer.epoch, progress_age_s=0.0, load=worker.reporter.load(), handoffs=[("r", 0)]
     )
     long_steps.turn(Decode(request_id="r", token_ids=make_prompt(20), sampling=GREEDY, prefill_worker=peer))
 
@@ -618,7 +631,7 @@ def test_a_grant_that_came_during_a_long_step_is_in_time(long_steps: LongSteps) 
 def test_a_heartbeat_that_came_during_a_long_step_is_in_time(long_steps: LongSteps) -> None:
     worker, peer = long_steps.worker, long_steps.peer
     heartbeat = Heartbeat(
-        worker_id=peer.worker_id, epoch=peer.epoch, step_age_s=0.0, load=worker.reporter.load(), handoffs=[("r", 0)]
+        worker_id=peer.worker_id, epoch=peer.epoch, progress_age_s=0.0, load=worker.reporter.load(), handoffs=[("r", 0)]
     )
     long_steps.coming += [heartbeat, LeaseRequest(sender=peer, request_id="r")]
     tokens = make_prompt(20)

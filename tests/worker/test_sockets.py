@@ -46,7 +46,7 @@ class Side:
         self.keys = make_keys()
         endpoint = socket_endpoint(folder, host, worker_id)
         self.sockets = WorkerSockets(self.context, endpoint, self.keys, ROUTER.public, self.dropped)
-        self.beat = Heartbeat(worker_id=worker_id, epoch=1, step_age_s=0.0, load=WorkerLoad())
+        self.beat = Heartbeat(worker_id=worker_id, epoch=1, progress_age_s=0.0, load=WorkerLoad())
         endpoint = socket_endpoint(folder, host, f"{worker_id}.beats")
         self.heartbeats = HeartbeatThread(self.context, endpoint, self.keys, 0.01)
         self.heartbeats.start(lambda: self.beat)

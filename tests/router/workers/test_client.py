@@ -110,7 +110,7 @@ async def test_steps_teach_the_cost_model_and_beats_carry_the_load() -> None:
             return state.load.num_waiting == 5
 
         await eventually(has_beaten)
-        assert state.step_age_s == 0.5
+        assert state.progress_age_s == 0.5
 
 
 async def test_beats_teach_what_handoffs_cost_each_of_them_once() -> None:
@@ -175,7 +175,7 @@ async def test_a_worker_speaks_in_its_own_name_only() -> None:
 
         def is_told() -> bool:
             worker.beat(WorkerLoad(num_waiting=5))
-            forged = Heartbeat(worker_id="e", epoch=1, step_age_s=0.0, load=WorkerLoad(num_waiting=9))
+            forged = Heartbeat(worker_id="e", epoch=1, progress_age_s=0.0, load=WorkerLoad(num_waiting=9))
             worker.beat_raw(encode_message(forged))
             return state.num_dropped_here.get("impostor", 0) > 1
 
@@ -241,6 +241,26 @@ async def test_a_silent_worker_is_given_up() -> None:
         cluster.client.open_leg("d", make_generate("r0"), queue)
         assert "silent for" in str(await error_of(queue))
         assert len(cluster.registry) == 0
+
+
+async def test_a_worker_that_lives_but_does_not_get_on_is_given_up() -> None:
+    config = RouterConfig(worker_timeout_s=0.3, worker_stall_timeout_s=20.0)
+    async with fake_cluster(prefill=silent, decode=silent, config=config) as cluster:
+        queue = make_queue()
+        cluster.client.open_leg("d", make_generate("r0"), queue)
+        workers = cluster.workers
+        beating = asyncio.create_task(beat({workers["p"]: 19.0, workers["d"]: 21.0}))
+        assert "stuck: its step or loop began 21.0 s ago" in str(await error_of(queue))
+        assert [worker.worker_id for worker in cluster.registry] == ["p"]
+        beating.cancel()
+
+
+async def beat(ages_s: dict[FakeWorker, float]) -> None:
+    """Send heartbeats of these workers, for ever."""
+    while True:
+        for worker, age_s in ages_s.items():
+            worker.beat(WorkerLoad(), progress_age_s=age_s)
+        await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("fails", ["a listener", "the index"])
