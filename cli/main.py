@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import itertools
 import re
@@ -94,9 +95,10 @@ def run(args: Sequence[str]) -> int:
         _complain(f"{_wrong_value(exc)}. See: tandem {' '.join(_words(args))}--help")
         return EXIT_USER_ERROR
     except typer.TyperException as exc:
-        message = exc.format_message()
+        message = _no_such_option(exc) or exc.format_message()
         if message:
-            _complain(f"{message.rstrip('.')}. See: tandem {' '.join(_words(args))}--help")
+            end = "" if message.endswith("?") else "."
+            _complain(f"{message.rstrip('.')}{end} See: tandem {' '.join(_words(args))}--help")
         return EXIT_USER_ERROR
     except ServingError as exc:
         _complain(exc.message)
@@ -122,6 +124,19 @@ def _wrong_value(error: typer.BadParameter) -> str:
     if name in SETTINGS:
         return f"{name}={value!r} must be {rule_of(SETTINGS[name], value)}"
     return f"{name}={value!r}: {error.message.removeprefix('Value error, ').rstrip('.')}"
+
+
+def _no_such_option(error: typer.TyperException) -> str:
+    """What is wrong with a flag that the command does not have; "" for other errors. Short names are offered too."""
+    name, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if not isinstance(name, str) or getattr(error, "possibilities", None) is None or context is None:
+        return ""
+    options = (flag for param in context.command.params for flag in (*param.opts, *param.secondary_opts))
+    flags = {flag.lstrip("-") for flag in options}
+    flags |= {alias for alias, flag in ALIASES.items() if flag in flags}
+    close = difflib.get_close_matches(name.lstrip("-"), sorted(flags), n=2, cutoff=0.7)
+    meant = f"; did you mean {' or '.join(f'--{flag}' for flag in close)}?" if close else ""
+    return f"No such option: {name}{meant}"
 
 
 def _words(args: Sequence[str]) -> list[str]:

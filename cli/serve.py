@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem.cli.config_flags import Values, fields_by_panel, with_settings
-from tandem.cluster.model_store import resolve_model, served_name
+from tandem.cluster.model_store import check_model, resolve_model, served_name
 from tandem.cluster.node_config import name_for_nodes
 from tandem.protocol.config import (
     ClusterConfig,
@@ -93,8 +93,7 @@ def serve(values: Values) -> int:
     check_audit_log(config.router.audit_log)
     check_server_tls(config.router)
     check_tracing(is_on=config.router.tracing)
-    with listening(config.router.host, config.router.port):
-        pass  # a port in use is reported before anything is fetched or started
+    _check_model_and_port(config)
     model = config.engine.model
     console = Console(stderr=True, highlight=False)
     with console.status(f"model {escape(model)}"):
@@ -109,6 +108,22 @@ def serve(values: Values) -> int:
     from tandem.cluster.serve import serve as launch  # late: it imports Ray, and --help need not wait
 
     return launch(config, policies, key_file, name_for_nodes(model))
+
+
+def _check_model_and_port(config: ClusterConfig) -> None:
+    """Raise `ConfigError` for what is wrong with either, or both, before anything is fetched or started."""
+    reasons = []
+    try:
+        check_model(config.engine.model, needs_weights=not config.ray_address)
+    except ConfigError as exc:
+        reasons.append(exc.message)
+    try:
+        with listening(config.router.host, config.router.port):
+            pass
+    except ConfigError as exc:
+        reasons.append(exc.message)
+    if reasons:
+        raise ConfigError("; and ".join(reasons))
 
 
 def build_config(values: Values) -> ClusterConfig:

@@ -25,7 +25,7 @@ from tandem.protocol.errors import ConfigError
 from tandem.protocol.python_module import module_command, module_environment
 from tandem.protocol.user_file import expanded
 
-__all__ = ["DEFAULT_MODEL", "PackagedModel", "is_path", "resolve_model", "served_name"]
+__all__ = ["DEFAULT_MODEL", "PackagedModel", "check_model", "is_path", "resolve_model", "served_name"]
 
 Report = Callable[[str], None]
 
@@ -66,15 +66,24 @@ def resolve_model(
     A router needs only the tokenizer, so with `needs_weights` False a hub's weights are not fetched.
     May block for minutes on the network, or on another process preparing the same model. Raises `ConfigError`.
     """
+    check_model(name, needs_weights=needs_weights)
     report = report or _ignore
     folder = Path(expanded("model", name))
     if os.path.isdir(folder):
-        check_model_folder(folder, needs_weights=needs_weights)
         return folder.resolve()
     if name in _PACKAGED_MODELS:
         return _resolve_packaged(_PACKAGED_MODELS[name], cache or cache_folder(), report)
-    if _HUB_ID.fullmatch(name):
-        return _resolve_hub(name, report, needs_weights=needs_weights)
+    return _resolve_hub(name, report, needs_weights=needs_weights)
+
+
+def check_model(name: str, *, needs_weights: bool = True) -> None:
+    """Raise `ConfigError` for a name that can be no model, or a folder that is none. Fetches nothing."""
+    folder = Path(expanded("model", name))
+    if os.path.isdir(folder):
+        check_model_folder(folder, needs_weights=needs_weights)
+        return
+    if name in _PACKAGED_MODELS or _HUB_ID.fullmatch(name):
+        return
     if is_path(name):
         raise ConfigError(f"model folder {name} does not exist")
     raise ConfigError(

@@ -108,7 +108,14 @@ def test_no_flag_means_the_defaults_of_the_config() -> None:
         ("serve --lease-ttl-s=", "lease_ttl_s='' must be a number above 0 and at most 86400 seconds"),
         ("bench --seed x", "seed='x': Input should be a valid integer"),
         ("serve --dtype int3", "dtype='int3' must be one of auto, float32, bfloat16"),
-        ("serve --bogus", "No such option: --bogus"),
+        ("serve --bogus", "No such option: --bogus. See: tandem serve --help"),
+        (
+            "serve --prefil 2",
+            "No such option: --prefil; did you mean --prefill or --num-prefill? See: ",
+        ),
+        ("serve --no-autoscal", "No such option: --no-autoscal; did you mean --no-autoscale or --autoscale? See: "),
+        ("bench --prefil 2", "No such option: --prefil. See: tandem bench --help"),
+        ("srve", "No such command 'srve'. Did you mean 'serve'? See: tandem --help"),
         ("serve --prefill 0", "num_prefill=0 must be at least 1"),
         ("serve --colocated --prefill 2", "num_prefill=2 has no use with it"),
         ("serve --num-decode 1 --colocated", "num_decode=1 has no use with it"),
@@ -118,6 +125,7 @@ def test_no_flag_means_the_defaults_of_the_config() -> None:
             "serve --disk-cache-path /dev/null/a",
             "/dev/null/a cannot be a folder: /dev/null is not one",
         ),
+        ("serve --disk-cache-path /proc/kv", "disk_cache_path: /proc/kv cannot be written to: /proc takes no folders"),
         ("serve --eviction-policy fifo", "eviction_policy='fifo' must be one of hit-density, lru, s3-fifo"),
         ("serve --object-cache-url s4://bucket", "object store 's4://bucket' cannot be opened"),
         ("serve --object-cache-url file://kv/a", "names the host 'kv'; a folder has three slashes: file:///kv/a"),
@@ -168,6 +176,16 @@ def test_busy_port_is_reported_before_anything_starts(
         assert run(["serve", "--port", str(port), "--model", str(model)]) == 2
     assert f"port={port} (Address already in use)" in capsys.readouterr().err
     assert launched == []
+
+
+def test_a_wrong_model_and_a_busy_port_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert run(["serve", "--port", str(port), "--model", "/no/such/folder"]) == 2
+    assert capsys.readouterr().err == (
+        f"tandem: model folder /no/such/folder does not exist; and cannot listen on host=127.0.0.1 port={port} "
+        "(Address already in use); choose another with --port or --host\n"
+    )
 
 
 def test_error_of_the_launcher_is_one_line_too(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 def check_tiers(config: TierConfig, *, is_local: bool) -> None:
     """Raise `ConfigError` for settings with which no worker could open its tiers.
 
-    `is_local` says that the workers run on this machine: then files and folders are checked too. None is created.
+    `is_local` says that the workers run on this machine: then files and folders are checked too. None is left behind.
     """
     if is_local and config.kv_key_file:
         from tandem.kv_transfer.tiers.key import load_key
@@ -56,3 +57,9 @@ def _check_folder(name: str, folder: Path) -> None:
         raise ConfigError(f"{name}: {folder} cannot be a folder: {there} is not one; choose another place")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"{name}: {folder} cannot be written to: {there} is closed to this user; choose another")
+    try:  # root may write everywhere by its rights, also where the file system takes nothing, as /proc
+        os.rmdir(tempfile.mkdtemp(prefix=".tandem-", dir=there))
+    except OSError as exc:
+        raise ConfigError(
+            f"{name}: {folder} cannot be written to: {there} takes no folders ({exc.strerror}); choose another place"
+        ) from exc
