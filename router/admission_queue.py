@@ -6,7 +6,7 @@ A request that enters gets a booked placement or an error. Every way out frees i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -169,9 +169,14 @@ class AdmissionQueue(Generic[R, B]):
             self._displaced.pop(displaced, None)
 
     def place_elsewhere(
-        self, request: R, placement_request: PlacementRequest, former: AdmittedRequest[R, B], *, excluded: str = ""
+        self,
+        request: R,
+        placement_request: PlacementRequest,
+        former: AdmittedRequest[R, B],
+        *,
+        excluded: Collection[str] = (),
     ) -> AdmittedRequest[R, B] | None:
-        """Book another placement, not on the worker `excluded`, for an admitted request; None if there is none."""
+        """Book another placement, on none of the workers `excluded`, for an admitted request; None if there is none."""
         now = self.now()
         try:
             placement = self._admission.place_again(placement_request, now, excluded=excluded)

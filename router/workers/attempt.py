@@ -14,7 +14,7 @@ from tandem.router.workers.link import Leg
 from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.workers.bookings import Booking
 
-__all__ = ["Attempt", "DeltaOrder"]
+__all__ = ["Attempt", "DeltaOrder", "kv_holder"]
 
 
 class Attempt:
@@ -71,11 +71,11 @@ class Attempt:
             "is_traced": is_traced,
             "priority": self.admitted.prefill_priority,
         }
-        kv_holder = _kv_holder(self.placement)
+        holder = kv_holder(self.placement)
         if not best.is_pair:
-            self._open_leg(decode.worker_id, Generate(**common, kv_holder=kv_holder))
+            self._open_leg(decode.worker_id, Generate(**common, kv_holder=holder))
             return
-        self._open_leg(prefill.worker_id, Prefill(**common, kv_holder=kv_holder, decode_worker=decode))
+        self._open_leg(prefill.worker_id, Prefill(**common, kv_holder=holder, decode_worker=decode))
         self._open_leg(decode.worker_id, Decode(**common, prefill_worker=prefill))
         self._awaits_handoff = True
 
@@ -122,6 +122,7 @@ class DeltaOrder:
         return due
 
 
-def _kv_holder(placement: Placement) -> KvHolder | None:
+def kv_holder(placement: Placement) -> KvHolder | None:
+    """The worker to read KV from, where that is worthwhile."""
     holder = placement.best.holder
     return None if holder is None else KvHolder(holder.worker.card.address, holder.num_blocks)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from tandem.protocol.errors import NoWorker, ServingError, TransferError, WorkerError, WorkerLost
+from tandem.protocol.fault_boundary import async_error_of
 from tandem.protocol.messages import FinishReason, SequenceDelta, WorkerState
 from tandem.router.admission_queue import AdmissionQueue, AdmittedRequest
 from tandem.router.backend import GenerateRequest, TokenDelta
@@ -24,6 +25,7 @@ from tandem.router.streams import DeltaQueue, QueueStream
 from tandem.router.tracing.generation_trace import GenerationTrace
 from tandem.router.workers.attempt import Attempt
 from tandem.router.workers.client import WorkerClient
+from tandem.router.workers.copy_ahead import copy_ahead, is_worthwhile
 from tandem.router.workers.pin_ledger import Owner
 from tandem.router.workers.pins import PinService
 from tandem.router.workers.poisoned import MAX_DEATHS, PoisonedRequests
@@ -112,6 +114,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         self._attempt: Attempt | None = None
         self._error: ServingError | None = None  # with which it ends, whatever its workers do
         self._next: AdmittedRequest[GenerateRequest, Booking] | None = None  # where it is about to go on
+        self._copying: asyncio.Future[None] | None = None  # its KV, to there
         self._num_attempts = 0
         self._num_failures = 0  # attempts that others followed
         self._lost_workers: list[str] = []  # that died while they had the request, since the last token
@@ -137,24 +140,45 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         if worker is not None and worker.state is not WorkerState.DEAD and not can_decode(worker):
             self.move("drain" if worker.state is WorkerState.DRAINING else "role_change")
 
-    def move(self, cause: str) -> bool:
-        """Go on with another decode worker, if there is a place. The place is booked before the present one is left.
+    def move(self, cause: str, *, excluded: Collection[str] = ()) -> bool:
+        """Go on with another decode worker, but not with those `excluded`; False if there is no place.
 
-        The other worker reads the KV from this one, which keeps it in its cache. Tokens that have arrived come first.
+        The place is booked first. Then the KV is copied there while the present worker decodes on, where that takes
+        long. Only then is the present one left: it keeps the KV in its cache, from where the rest is read.
         """
         worker, attempt = self.decode_worker, self._attempt
         if worker is None or attempt is None or self._error is not None or self._next is not None:
             return False
-        self._next = self._context.admission_queue.place_elsewhere(
-            self._request, self._rest(attempt), attempt.admitted, excluded=worker.worker_id
+        rest = msgspec.structs.replace(self._rest(attempt), can_hand_over=False)  # no third worker has more of the KV
+        admitted = self._next = self._context.admission_queue.place_elsewhere(
+            self._request, rest, attempt.admitted, excluded={worker.worker_id, *excluded}
         )
-        if self._next is not None:
+        if admitted is None:
+            return False
+        if is_worthwhile(admitted):
+            self._copying = asyncio.ensure_future(self._copy_and_leave(admitted, cause))
+        else:
             self._queue.fail(_Displaced(cause))
-        return self._next is not None
+        return True
+
+    async def _copy_and_leave(self, admitted: AdmittedRequest[GenerateRequest, Booking], cause: str) -> None:
+        context, name = self._context, f"{self._request.request_id}/{self._num_attempts}"
+        copy = copy_ahead(context.workers, self._request, self._output, admitted, self._make_queue, name=name)
+        error = await async_error_of(copy)
+        self._copying = None
+        if isinstance(error, WorkerError):  # the next worker is gone: this one goes on, unless there is yet another
+            admitted.end()
+            self._next = None
+            self.leave_pool()
+            return
+        if error is not None:
+            logger.warning("the KV of request %s could not be copied ahead: %r", self._request.request_id, error)
+        self._queue.fail(_Displaced(cause))
 
     def close(self) -> None:
         """Release the booking and cancel the legs that still run."""
         self._end_trace()
+        self._stop_copying()
         if self._next is not None:
             self._next.end()
         attempt, self._attempt = self._attempt, None
@@ -201,6 +225,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         if former is None or self._error is not None:
             raise self._error or error
         lost_s = self._context.admission_queue.now()
+        self._stop_copying()
         admitted, self._next = self._next, None
         if isinstance(error, _Displaced):
             cause = str(error)
@@ -218,6 +243,11 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         if self._trace is not None:
             self._trace.moved(lost_s, error, admitted.decision)
         self._send(attempt)
+
+    def _stop_copying(self) -> None:
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.cancel()
 
     def _check_may_move(self, error: Exception, attempt: Attempt) -> str:
         """The cause to count. Raises the error, or one that blames the request, if no attempt may follow this one."""

@@ -11,6 +11,7 @@ registry before it asks for the next decision.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from tandem.protocol.config import RouterConfig
@@ -152,12 +153,12 @@ class Admission:
         self._deadlines.add(queued)
         return queued
 
-    def place_again(self, request: PlacementRequest, now: float, *, excluded: str = "") -> Placement:
-        """Where a request goes on, but on the worker `excluded`: before all others, as it was admitted and counted.
+    def place_again(self, request: PlacementRequest, now: float, *, excluded: Collection[str] = ()) -> Placement:
+        """Where a request goes on, but on none of the workers `excluded`.
 
-        Raises `NoWorker`.
+        It goes before all others, as it was admitted and counted. Raises `NoWorker`.
         """
-        return self._placer.place(request, now, order=-math.inf, excluded=(excluded,) if excluded else ())
+        return self._placer.place(request, now, order=-math.inf, excluded=excluded)
 
     def next(self, now: float) -> Dispatch | Drop | None:
         """The next decision; None when all waiting requests have to wait on. Call it after each change of load."""

@@ -54,6 +54,11 @@ def part(worker: FakeWorker, kind: type[Part]) -> Part:
     return message
 
 
+def resumed(worker: FakeWorker) -> list[Message]:
+    """Requests that go on there; others only copy their KV ahead."""
+    return [one for one in worker.of_type(Decode) + worker.of_type(Generate) if one.output_ids]  # type: ignore[attr-defined]
+
+
 async def test_a_stream_goes_on_behind_the_tokens_that_the_client_has() -> None:
     async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
         stream = Pulled(cluster.flow.serve(make_request(max_tokens=6)))
@@ -267,7 +272,7 @@ async def test_answers_leave_a_worker_that_is_to_decode_no_more() -> None:
         cluster.registry.set_role("d", Role.PREFILL)
         assert [await rest(stream) for stream in streams] == [[102, 103]] * 4
         await eventually(lambda: len(cluster.workers["d"].of_type(Cancel)) == 4)
-        assert len(second.of_type(Decode)) + len(second.of_type(Generate)) == 4
+        assert len(resumed(second)) == 4
         assert dict(cluster.flow.num_moves) == {"role_change": 4}
         cluster.assert_nothing_left()
 
@@ -292,7 +297,7 @@ async def test_an_answer_whose_handoff_is_under_way_moves_after_it() -> None:
         assert cluster.flow.num_moves.total() == 0
         cluster.workers["d"].output(SequenceDelta("r0", 1, [101]))
         assert await rest(stream) == [101, 102, 103]
-        assert len(second.of_type(Decode)) + len(second.of_type(Generate)) == 1
+        assert len(resumed(second)) == 1
         cluster.assert_nothing_left()
 
 
@@ -311,6 +316,105 @@ async def test_answers_that_a_prefill_worker_took_over_go_to_the_next_decode_wor
         await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
         assert await rest(stream) == [103, 104, 105]
         assert dict(cluster.flow.num_moves) == {"worker_lost": 1, "role_change": 1}
+        cluster.assert_nothing_left()
+
+
+def copies_when_told(worker: FakeWorker, message: Message) -> None:
+    """Go on with answers at once; the test answers the requests that copy KV ahead."""
+    if isinstance(message, Decode | Generate) and message.output_ids:
+        remaining_tokens(worker, message)
+
+
+async def is_copying(worker: FakeWorker, number: int = 0) -> Generate:
+    await eventually(lambda: len(worker.of_type(Generate)) == number + 1)
+    copy = worker.of_type(Generate)[number]
+    assert isinstance(copy, Generate)
+    assert (copy.sampling.max_tokens, copy.output_ids) == (1, [])
+    return copy
+
+
+def is_copied(worker: FakeWorker, copy: Generate) -> None:
+    worker.output(SequenceDelta(copy.request_id, 0, [9], FinishReason.LENGTH))
+
+
+async def test_an_answer_is_decoded_where_it_is_until_its_kv_is_elsewhere() -> None:
+    async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
+        stream = Pulled(cluster.flow.serve(make_request(max_tokens=100)))
+        assert await take(stream, 2) == [100, 101]
+        second = await cluster.add(FakeWorker("d2", Role.DECODE, copies_when_told))
+        cluster.registry.set_role("d", Role.PREFILL)
+        copy = await is_copying(second)
+        assert copy.token_ids == [*make_request().token_ids, 100, 101]
+        cluster.workers["d"].output(SequenceDelta("r0", 2, list(range(102, 142))))
+        assert await take(stream, 1) == list(range(102, 142)), "meanwhile it goes on"
+        is_copied(second, copy)
+        copy = await is_copying(second, 1)  # of what has come since
+        assert copy.token_ids == [*make_request().token_ids, *range(100, 142)]
+        cluster.workers["d"].output(SequenceDelta("r0", 42, [142]))
+        assert await take(stream, 1) == [142]
+        is_copied(second, copy)
+        assert await rest(stream) == list(range(143, 200))
+        (part,) = resumed(second)
+        assert isinstance(part, Generate)
+        assert part.output_ids == list(range(100, 143))
+        assert dict(cluster.flow.num_moves) == {"role_change": 1}
+        cluster.assert_nothing_left()
+
+
+async def test_an_answer_whose_next_worker_dies_stays_where_it_is() -> None:
+    async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
+        stream = Pulled(cluster.flow.serve(make_request(max_tokens=6)))
+        assert await take(stream, 2) == [100, 101]
+        second = await cluster.add(FakeWorker("d2", Role.DECODE, copies_when_told))
+        cluster.registry.set_role("d", Role.PREFILL)
+        await is_copying(second)
+        cluster.client.mark_dead("d2", "exit code -9")
+        cluster.workers["d"].output(SequenceDelta("r0", 2, [102]))
+        assert await take(stream, 1) == [102]
+        assert cluster.registry.num_bookings == 1
+        third = await cluster.add(FakeWorker("d3", Role.DECODE, copies_when_told))  # it leaves for the next one
+        is_copied(third, await is_copying(third))
+        assert await rest(stream) == [103, 104, 105]
+        cluster.assert_nothing_left()
+
+
+async def test_a_copy_that_fails_is_done_without() -> None:
+    def refuses_copies(worker: FakeWorker, message: Message) -> None:
+        copies_when_told(worker, message)
+        if isinstance(message, Generate) and not message.output_ids:
+            worker.send(RequestFailed(request_id=message.request_id, message="no room", code=INVALID_REQUEST))
+
+    async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
+        stream = Pulled(cluster.flow.serve(make_request()))
+        assert await take(stream, 2) == [100, 101]
+        await cluster.add(FakeWorker("d2", Role.DECODE, refuses_copies))
+        cluster.registry.set_role("d", Role.PREFILL)
+        assert await rest(stream) == [102, 103]
+        cluster.assert_nothing_left()
+
+
+@pytest.mark.parametrize("end", ["death", "last token", "client", "shutdown"])
+async def test_whatever_happens_during_a_copy_ends_it(end: str) -> None:
+    async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
+        stream = Pulled(cluster.flow.serve(make_request()))
+        assert await take(stream, 2) == [100, 101]
+        second = await cluster.add(FakeWorker("d2", Role.DECODE, copies_when_told))
+        cluster.registry.set_role("d", Role.PREFILL)
+        copy = await is_copying(second)
+        if end == "last token":
+            cluster.workers["d"].output(SequenceDelta("r0", 2, [102, 103], FinishReason.LENGTH))
+        if end == "death":
+            cluster.client.mark_dead("d", "exit code -9")
+        if end == "shutdown":
+            cluster.flow.shut_down()
+        if end == "client":
+            await stream.aclose()
+        elif end == "shutdown":
+            with pytest.raises(NoWorker):
+                await rest(stream)
+        else:
+            assert await rest(stream) == [102, 103]
+        await eventually(lambda: Cancel(request_id=copy.request_id) in second.of_type(Cancel))
         cluster.assert_nothing_left()
 
 
