@@ -135,7 +135,8 @@ class MessageDispatcher:
             case PeerRefused():
                 self.link_changed(parts.links.refused(message), now)
             case Hello():
-                parts.replies.welcome(identity, message, self._reporter.card)
+                for request_id in parts.replies.welcome(identity, message, self._reporter.card):
+                    self._cancel(request_id)
             case SnapshotRequest():
                 self._send_snapshots(identity, message.places)
             case Pin():

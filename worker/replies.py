@@ -47,15 +47,20 @@ class RouterReplies:
         """Answer the router that is connected under this identity."""
         self._sockets.reply(identity, message)
 
-    def welcome(self, identity: bytes, hello: Hello, card: WorkerCard) -> None:
-        """Tell a router who this is. From then on it gets every step's statistics and all block events."""
-        refusal = ""
+    def welcome(self, identity: bytes, hello: Hello, card: WorkerCard) -> list[str]:
+        """Tell a router who this is. From then on it gets every step's statistics and all block events.
+
+        Returns requests that nobody waits for any more: the router sent them by a connection that it has given up.
+        """
         if hello.wire_version != WIRE_VERSION:
             refusal = f"wire version {hello.wire_version} there, {WIRE_VERSION} here"
-        else:
-            self._routers = {i: r for i, r in self._routers.items() if r != hello.router_id}  # it reconnected
-            self._routers[identity] = hello.router_id
-        self.send(identity, Welcome(card=card, refusal=refusal))
+            self.send(identity, Welcome(card=card, refusal=refusal))
+            return []
+        former = {one for one, router_id in self._routers.items() if router_id == hello.router_id and one != identity}
+        self._routers = {one: router_id for one, router_id in self._routers.items() if one not in former}
+        self._routers[identity] = hello.router_id
+        self.send(identity, Welcome(card=card))
+        return [request_id for request_id, one in self._requests.items() if one in former]
 
     def open(self, request_id: str, identity: bytes) -> bool:
         """Remember which router sent a request; False if the request is known already."""

@@ -236,6 +236,26 @@ def test_a_second_request_of_the_same_id_does_not_touch_the_first(worker: Worker
     worker.call(lambda: worker.check_integrity(idle=True))
 
 
+def test_what_a_router_asked_for_before_it_connected_again_is_ended(worker: Worker, client: Client) -> None:
+    endless = SamplingParams(max_tokens=400, ignore_eos=True)
+    with contextlib.closing(Client(worker)) as stranger, contextlib.closing(Client(worker)) as again:
+        for one, router_id in ((client, "r"), (stranger, "s")):
+            one.send(Hello(router_id=router_id))
+            one.send(Generate(request_id=f"of {router_id}", token_ids=[5] * 40, sampling=endless))
+            one.receive(StepOutput)
+        client.send(Hello(router_id="r"))  # by the same connection: nothing is lost
+        client.receive(Welcome)
+        assert worker.call(worker.status).request_ids == {"of r", "of s"}
+        again.send(Hello(router_id="r"))
+        again.receive(Welcome)
+        assert worker.call(worker.status).request_ids == {"of s"}
+        stranger.send(Cancel(request_id="of s"))
+        deadline = time.monotonic() + DEADLINE_S
+        while worker.call(worker.status).request_ids:
+            assert time.monotonic() < deadline
+        worker.call(lambda: worker.check_integrity(idle=True))
+
+
 def test_events_have_no_gap_and_a_snapshot_holds_them_all(client: Client) -> None:
     client.send(Hello(router_id="r"))
     stored: list[bytes] = []

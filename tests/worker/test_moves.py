@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tandem.protocol.messages import Role
-from tandem.router.workers import generation
+from tandem.router.workers import copy_ahead, generation
 from tests.support.cluster_harness import BLOCK_SIZE, DEADLINE_S, Answer, Cluster, Oracle, running_cluster
 from tests.support.streams import Pulled
 from tests.support.tiny_llama import VOCAB_SIZE
@@ -104,9 +104,7 @@ async def test_deaths_among_many_streams_change_no_token(
     """Workers die and come back at any moment, also before the first token and while KV is on its way."""
     monkeypatch.setattr(generation, "MAX_DEATHS", 1000)  # no request is to blame here
     rng = random.Random(7)
-    # A worker that is dead to the router only is told of no cancellation: what it waits for has to time out.
-    transfer = {"handoff_timeout_s": 3.0}
-    async with running_cluster(tiny_model, roles, router={"max_moves": 50}, transfer=transfer) as cluster:
+    async with running_cluster(tiny_model, roles, router={"max_moves": 50}) as cluster:
         requests = []
         for number in range(24):
             sampling = {"max_tokens": 40, "ignore_eos": True} | SAMPLING[rng.choice(list(SAMPLING))]
@@ -126,7 +124,11 @@ async def test_deaths_among_many_streams_change_no_token(
         await cluster.becomes_idle()
 
 
-async def test_answers_follow_the_roles_of_workers_without_losing_a_token(tiny_model: Path, oracle: Oracle) -> None:
+@pytest.mark.parametrize("min_copy_s", [0.0, 1e9], ids=["copied ahead", "at once"])
+async def test_answers_follow_the_roles_of_workers_without_losing_a_token(
+    tiny_model: Path, oracle: Oracle, min_copy_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_ahead, "_MIN_COPY_S", min_copy_s)
     rng = random.Random(3)
     async with running_cluster(tiny_model, ROLES) as cluster:
         requests = []
