@@ -63,6 +63,12 @@ class Backend(Protocol):
     async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
         """As `WorkerManager.drain`. Raises `DrainRefused` where the workers are run by others."""
 
+    async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
+        """Let the answers that a worker decodes go on with another one, `to` it if given, or only that of a request.
+
+        Returns the ids of those that are `moving` and of those `staying`. Raises `WorkerNotFound`.
+        """
+
     async def check(self) -> dict[str, str]:
         """By worker, what is wrong with it or what it holds although it should be idle; "" = nothing."""
 

@@ -183,6 +183,9 @@ class Dispatcher(Protocol):
     async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
         """As `WorkerManager.drain`. Raises `DrainRefused` where the servers are run by others."""
 
+    async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
+        """Refused with 501. Raises `NotServed`."""
+
     async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Add an engine, or each rank of a server; returns it as JSON. Raises `RequestError`."""
 

@@ -19,6 +19,8 @@ __all__ = [
     "Health",
     "MessagesError",
     "MessagesErrorBody",
+    "Migrated",
+    "Migration",
     "ModelCard",
     "ModelList",
     "Readiness",
@@ -120,6 +122,21 @@ class Drain(msgspec.Struct, frozen=True):
         ),
     ] = 30.0
     restart: Annotated[bool, Meta(description="Start it again in a new process; false = it is gone for good.")] = False
+
+
+class Migration(msgspec.Struct, frozen=True):
+    """Answers that shall go on with another worker."""
+
+    worker: Annotated[str, Meta(description="Where they are decoded: its id in `/v1/pools`.")]
+    to: Annotated[str, Meta(description="The worker that takes them over; empty = the cheapest for each.")] = ""
+    request_id: Annotated[str, Meta(description="Only this request, as in `x-request-id`; empty = all there.")] = ""
+
+
+class Migrated(msgspec.Struct):
+    """Requests, by what became of them."""
+
+    moving: Annotated[list[str], Meta(description="These go on elsewhere once their KV is there.")]
+    staying: Annotated[list[str], Meta(description="For these there is no place, or they move already.")]
 
 
 class Deleted(msgspec.Struct):

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandem.router.http.answer_shapes import Drain, Health, ModelCard, ModelList, Readiness, RoleChange, Version
+from tandem.router.http.answer_shapes import (
+    Drain,
+    Health,
+    Migrated,
+    Migration,
+    ModelCard,
+    ModelList,
+    Readiness,
+    RoleChange,
+    Version,
+)
 from tandem.router.http.openapi import Operation
 
 __all__ = ["SHARED_OPERATIONS"]
@@ -42,6 +52,13 @@ SHARED_OPERATIONS = {
         example={"worker": "decode-0", "grace_s": 30, "restart": True},
         answer=_ANY_OBJECT,
         errors=(404, 409, 502),
+    ),
+    ("POST", "/v1/pools/migrate"): Operation(
+        tag="operations",
+        body=Migration,
+        example={"worker": "decode-0", "to": "decode-1"},
+        answer=Migrated,
+        errors=(404, 501, 502),
     ),
     ("POST", "/v1/route/explain"): Operation(
         tag="operations", body=_QUESTION, answer=_DECISIONS, errors=(404, 429, 502)

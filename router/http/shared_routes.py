@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from tandem.protocol.errors import ModelNotFound, RequestError
 from tandem.protocol.messages import Role
-from tandem.router.http.answer_shapes import Drain, RoleChange
+from tandem.router.http.answer_shapes import Drain, Migration, RoleChange
 from tandem.router.http.app import json_response
 from tandem.router.http.audit import audited
 from tandem.router.http.authentication import check_operator
@@ -75,6 +75,9 @@ class Managed(Protocol):
     async def drain(self, worker: str, grace_s: float, *, restart: bool) -> Json:
         """As `WorkerManager.drain`."""
 
+    async def migrate(self, worker: str, to: str, request_id: str) -> Json:
+        """As `Backend.migrate`."""
+
 
 def add_worker_routes(app: FastAPI, managed: Managed) -> None:
     """Add the routes that change the workers which the server runs."""
@@ -98,6 +101,18 @@ def add_worker_routes(app: FastAPI, managed: Managed) -> None:
         drain = await _read(request, Drain, '{"worker": NAME, "grace_s": SECONDS, "restart": true or false}')
         with audited(request, "worker.restart" if drain.restart else "worker.drain", drain.worker):
             return json_response(await managed.drain(drain.worker, drain.grace_s, restart=drain.restart))
+
+    @app.post("/v1/pools/migrate")
+    async def migrate_answers(request: Request) -> Response:
+        """Let answers that a worker decodes go on with another one: `{"worker": "decode-0", "to": "decode-1"}`.
+
+        Their KV is copied while they are decoded on. Answers at once. Needs an operator's key.
+        """
+        migration = await _read(
+            request, Migration, '{"worker": NAME, "to": NAME or nothing, "request_id": ID or nothing}'
+        )
+        with audited(request, "answers.migrate", f"{migration.worker} -> {migration.to or 'any'}"):
+            return json_response(await managed.migrate(migration.worker, migration.to, migration.request_id))
 
 
 async def _read(request: Request, shape: type[T], hint: str) -> T:

@@ -74,6 +74,14 @@ class DrainWorker(_Question, frozen=True):
     restart: bool
 
 
+class Migrate(_Question, frozen=True):
+    """`Backend.migrate`."""
+
+    worker: str
+    to: str
+    request_id: str
+
+
 class Check(_Question, frozen=True):
     """`Backend.check`."""
 
@@ -135,7 +143,17 @@ class ForgetResponse(_Question, frozen=True):
 PinQuestion = MakePin | EndPin | FetchPin | ListPins
 ResponseQuestion = KeepResponse | GetResponse | ForgetResponse
 Question = (
-    Explain | Decisions | Pools | Overview | SetRole | DrainWorker | Check | Scrape | PinQuestion | ResponseQuestion
+    Explain
+    | Decisions
+    | Pools
+    | Overview
+    | SetRole
+    | DrainWorker
+    | Migrate
+    | Check
+    | Scrape
+    | PinQuestion
+    | ResponseQuestion
 )
 Answer = dict[str, Any] | list[Any] | str | PinState | list[PinState] | StoredResponse | None
 
@@ -184,6 +202,8 @@ class BackendService:
                 return await backend.set_role(worker, role)
             case DrainWorker(worker, grace_s, restart):
                 return await backend.drain(worker, grace_s, restart=restart)
+            case Migrate(worker, to, request_id):
+                return await backend.migrate(worker, to, request_id)
             case Check():
                 return dict(await backend.check())
             case Scrape():

@@ -122,6 +122,10 @@ class RemoteBackend:
         """As `WorkerManager.drain`."""
         return await self._hub.ask(service.DrainWorker(worker, grace_s, restart), dict[str, Any])
 
+    async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
+        """As `Backend.migrate`."""
+        return await self._hub.ask(service.Migrate(worker, to, request_id), dict[str, Any])
+
     async def check(self) -> dict[str, str]:
         """What is wrong with, or held by, each worker that should be idle."""
         return await self._hub.ask(service.Check(), dict[str, str])

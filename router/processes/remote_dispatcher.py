@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tandem.protocol.errors import NoWorker, ServingError
+from tandem.protocol.errors import NotServed, NoWorker, ServingError
 from tandem.protocol.messages import Role
 from tandem.router.engines.dispatcher import GAP_INTERVAL_S, Abort, DispatchRequest, EngineListener, EngineTarget
 from tandem.router.keys.api_keys import ApiKeys
@@ -144,6 +144,10 @@ class RemoteDispatcher:
     async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
         """As `Dispatcher.drain`."""
         return await self._hub.ask(messages.DrainEngine(worker, grace_s, restart), dict[str, Any])
+
+    async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
+        """As `Dispatcher.migrate`."""
+        raise NotServed(f"Answers of other engines, such as '{worker[:100]}', cannot be moved while the engine lives.")
 
     async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Add an engine; returns it as JSON. Raises `RequestError`."""

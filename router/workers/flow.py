@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tandem.protocol.config import RouterConfig
-from tandem.protocol.errors import DrainRefused, RoleRefused
+from tandem.protocol.errors import DrainRefused, RoleRefused, WorkerNotFound
 from tandem.protocol.messages import PrefillPriority, Role
 from tandem.router.admission_queue import AdmissionQueue
 from tandem.router.backend import GenerateRequest, TokenDelta, WorkerManager
@@ -202,6 +202,19 @@ class RequestFlow:
         if self._manager is None:
             raise DrainRefused("The workers are not run by this server, so it cannot end them.", code="not_managed")
         return await self._manager.drain(worker, grace_s, restart=restart)
+
+    async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
+        """As `Backend.migrate`."""
+        for name in filter(None, (worker, to)):
+            if self._registry.get(name) is None:
+                raise WorkerNotFound(f"There is no worker '{name[:100]}'.")
+        others = {one.worker_id for one in self._registry} - {to} if to else set()
+        moves: dict[bool, list[str]] = {True: [], False: []}
+        for generation in list(self._context.running):
+            decoding = generation.decode_worker
+            if decoding is not None and decoding.worker_id == worker and generation.is_of(request_id):
+                moves[generation.move("operator", excluded=others)].append(generation.request_id)
+        return {"moving": moves[True], "staying": moves[False]}
 
     async def check(self) -> dict[str, str]:
         """By worker, what is wrong with it or what it holds although it should be idle; "" = nothing."""

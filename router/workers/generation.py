@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -122,6 +123,15 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         self._num_cached_tokens = 0
         is_traced = context.tracing is not None and bool(request.traceparent)
         self._trace = GenerationTrace(request, context.admission_queue.now()) if is_traced else None
+
+    @property
+    def request_id(self) -> str:
+        """Its name in logs and on the workers."""
+        return self._request.request_id
+
+    def is_of(self, request_id: str) -> bool:
+        """Whether it belongs to this request, by the id that its client was told; all do to ""."""
+        return not request_id or re.match(rf"{re.escape(request_id)}([-.]|$)", self.request_id) is not None
 
     def fail(self, error: ServingError) -> None:
         """End the request with this error, after the tokens that have arrived."""

@@ -139,6 +139,11 @@ class FakeBackend:
             raise WorkerNotFound(f"There is no worker '{worker}'.")
         return {"worker": worker, "grace_s": grace_s, "restart": restart}
 
+    async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
+        if worker not in ("p", "d"):
+            raise WorkerNotFound(f"There is no worker '{worker}'.")
+        return {"moving": ["r1"], "staying": []}
+
     async def check(self) -> dict[str, str]:
         return self.held
 

@@ -15,6 +15,7 @@ from tandem.protocol.errors import (
     ConfigError,
     DrainRefused,
     ModelNotFound,
+    NotServed,
     NoWorker,
     RequestError,
     RoleRefused,
@@ -200,6 +201,10 @@ class LocalDispatcher:
                 code="not_managed",
             )
         return await self._manager.drain(worker, grace_s, restart=restart)
+
+    async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
+        """Refused with 501: other engines cannot be asked for their KV. Raises `NotServed`."""
+        raise NotServed(f"Answers of other engines, such as '{worker[:100]}', cannot be moved while the engine lives.")
 
     async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Add an engine, or each rank of a server; returns it as JSON. Raises `RequestError`."""

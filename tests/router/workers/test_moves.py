@@ -9,7 +9,15 @@ import msgspec
 import pytest
 
 from tandem.protocol.config import RouterConfig
-from tandem.protocol.errors import InternalError, NoWorker, PoisonedRequest, RequestError, ServingError, WorkerError
+from tandem.protocol.errors import (
+    InternalError,
+    NoWorker,
+    PoisonedRequest,
+    RequestError,
+    ServingError,
+    WorkerError,
+    WorkerNotFound,
+)
 from tandem.protocol.messages import (
     INVALID_REQUEST,
     Cancel,
@@ -358,6 +366,28 @@ async def test_an_answer_is_decoded_where_it_is_until_its_kv_is_elsewhere() -> N
         assert isinstance(part, Generate)
         assert part.output_ids == list(range(100, 143))
         assert dict(cluster.flow.num_moves) == {"role_change": 1}
+        cluster.assert_nothing_left()
+
+
+async def test_an_operator_moves_answers() -> None:
+    async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
+        streams = [Pulled(cluster.flow.serve(make_request(request_id=f"r{i}-0"))) for i in range(3)]
+        for stream in streams:
+            assert await take(stream, 2) == [100, 101]
+        assert await cluster.flow.migrate("d", "", "") == {"moving": [], "staying": ["r0-0", "r1-0", "r2-0"]}
+        second, third = [await cluster.add(FakeWorker(name, Role.DECODE, remaining_tokens)) for name in ("d2", "d3")]
+        assert await cluster.flow.migrate("d", "d3", "r1") == {"moving": ["r1-0"], "staying": []}
+        assert await rest(streams[1]) == [102, 103]
+        assert (len(resumed(second)), len(resumed(third))) == (0, 1)
+        assert await cluster.flow.migrate("d", "d2", "") == {"moving": ["r0-0", "r2-0"], "staying": []}
+        assert await cluster.flow.migrate("d", "", "r0") == {"moving": [], "staying": ["r0-0"]}, "it moves already"
+        assert [await rest(streams[i]) for i in (0, 2)] == [[102, 103]] * 2
+        assert (len(resumed(second)), len(resumed(third))) == (2, 1)
+        assert await cluster.flow.migrate("d2", "d", "") == {"moving": [], "staying": []}
+        assert dict(cluster.flow.num_moves) == {"operator": 3}
+        for worker, to in (("x", "d"), ("d", "x")):
+            with pytest.raises(WorkerNotFound, match="no worker 'x'"):
+                await cluster.flow.migrate(worker, to, "")
         cluster.assert_nothing_left()
 
 
