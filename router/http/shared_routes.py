@@ -109,7 +109,7 @@ def add_worker_routes(app: FastAPI, managed: Managed) -> None:
         Their KV is copied while they are decoded on. Answers at once. Needs an operator's key.
         """
         migration = await _read(
-            request, Migration, '{"worker": NAME, "to": NAME or nothing, "request_id": ID or nothing}'
+            request, Migration, '{"worker": NAME}, and "to" or "request_id" if only some shall move'
         )
         with audited(request, "answers.migrate", f"{migration.worker} -> {migration.to or 'any'}"):
             return json_response(await managed.migrate(migration.worker, migration.to, migration.request_id))

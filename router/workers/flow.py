@@ -214,7 +214,7 @@ class RequestFlow:
             decoding = generation.decode_worker
             if decoding is not None and decoding.worker_id == worker and generation.is_of(request_id):
                 moves[generation.move("operator", excluded=others)].append(generation.request_id)
-        return {"moving": moves[True], "staying": moves[False]}
+        return {"moving": sorted(moves[True]), "staying": sorted(moves[False])}
 
     async def check(self) -> dict[str, str]:
         """By worker, what is wrong with it or what it holds although it should be idle; "" = nothing."""
