@@ -85,7 +85,8 @@ class Placement:
     """The decision, and the alternatives that cost more."""
 
     best: Candidate
-    runner_up: Candidate | None  # the best of the other shape: one worker if `best` is a pair, else a pair
+    # One worker if `best` is a pair, else the best pair; where there are no pairs, the next best worker.
+    runner_up: Candidate | None
     others: tuple[Candidate, ...]  # the next best of any shape, where requested
     num_prompt_tokens: int
     expected_output_tokens: int

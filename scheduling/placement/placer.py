@@ -81,7 +81,12 @@ class Placer:
         if pair is not None and not self._config.local_prefill:
             standalone = decoders & table.is_colocated
         alone = costs.best_alone(standalone)
-        candidates = sorted((c for c in (pair, alone) if c is not None), key=preference)
+        other = pair
+        if pair is None and alone is not None:
+            standalone = standalone.copy()
+            standalone[table.rows[alone.decode.worker_id]] = False
+            other = costs.best_alone(standalone)
+        candidates = sorted((c for c in (alone, other) if c is not None), key=preference)
         if not candidates:
             raise NoWorker("no worker can take this request: none computes prompts, and those that decode need one")
         others = costs.next_best(candidates[0], prefillers, decoders, standalone, num_others)

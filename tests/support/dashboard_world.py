@@ -120,7 +120,9 @@ class DashboardWorld:
         self.num_requests += 1
         placement = self._placement()
         ttft_s = placement.best.terms.ttft_s
-        error = self.num_requests % 20 == 0 and Overloaded("The queue is too long.", retry_after_s=2.0, code="too_late")
+        error = self.num_requests % 20 == 0 and Overloaded(
+            "The queue is too long.", retry_after_s=2.0, code="queue_full"
+        )
         forecast = Forecast(placement, NO_WORK, NO_WORK, 0.0, ttft_s, math.inf, error or None)
         decision = RoutingDecision(f"cmpl-{self.num_requests:08d}", ServiceClass(tenant, 0), time.monotonic(), forecast)
         self.log.add(decision)

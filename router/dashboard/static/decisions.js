@@ -99,7 +99,7 @@ function whatOf(row) {
 function whyOf(row, terms) {
   if (row.error) return `Refused: ${row.error}`;
   if (!row.chosen) return "";
-  if (!row.runner_up) return isPair(row.chosen) ? "No worker alone could take it." : "No pair of workers could take it.";
+  if (!row.runner_up) return isPair(row.chosen) ? "No worker alone could take it." : "No other worker could take it.";
   const differences = terms.map((name, place) => [name, row.runner_up.terms[place] - row.chosen.terms[place]]);
   const saved = wordsOf(differences, 1);
   const paid = wordsOf(differences, -1);

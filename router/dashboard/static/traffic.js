@@ -2,7 +2,7 @@
 
 import { drawSparkline, sparkline } from "./charts.js";
 import { byId, element, reconcile, setText } from "./dom.js";
-import { count, duration, percent, rate } from "./format.js";
+import { count, duration, percent, plural, rate } from "./format.js";
 
 const [P50, P90, P99] = [0, 1, 2];
 
@@ -48,7 +48,7 @@ const TILES = [
     column: "waiting",
     value: (t) => count(t.waiting),
     unit: "in the router",
-    detail: (t) => `${count(t.running)} answers running`,
+    detail: (t) => `${plural(t.running, "answer")} running`,
   },
 ];
 

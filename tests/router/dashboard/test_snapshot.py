@@ -62,7 +62,7 @@ async def test_decisions_are_the_latest_with_their_runner_up_and_all_terms() -> 
     assert decisions["terms"] == ["queue", "fetch", "prefill", "delay", "transfer", "memory", "decode"]
     assert [row["id"] for row in decisions["rows"]] == [f"cmpl-{number:08d}" for number in range(40, 20, -1)]
     refused = decisions["rows"][0]
-    assert (refused["outcome"], refused["error"]) == ("rejected", "too_late: The queue is too long.")
+    assert (refused["outcome"], refused["error"]) == ("rejected", "queue_full: The queue is too long.")
     for row in decisions["rows"]:
         assert len(row["chosen"]["terms"]) == len(row["runner_up"]["terms"]) == 7
         assert sum(row["chosen"]["terms"]) <= sum(row["runner_up"]["terms"])

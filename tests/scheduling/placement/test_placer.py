@@ -123,6 +123,18 @@ def test_prompts_that_come_together_are_computed_on_both_workers_of_a_pair() -> 
     assert (placed[0], placed.count(("p", "d")), placed.count(("d", "d"))) == (("p", "d"), 6, 2)
 
 
+def test_where_there_are_no_pairs_the_runner_up_is_the_next_best_worker() -> None:
+    pool = Pool()
+    for name in "abc":
+        pool.add(name, Role.COLOCATED)
+    pool.book("a", "a", new=500)
+    pool.book("b", "b", new=5000)
+    placement = pool.place(64)
+    assert placement.runner_up is not None
+    assert (chosen(placement), placement.runner_up.decode.worker_id) == (("c", "c"), "a")
+    assert placement.best.terms.total_s < placement.runner_up.terms.total_s
+
+
 def test_excluded_workers_take_nothing_and_are_not_counted_as_skipped() -> None:
     pool = make_pair(batch=4)
     placement = pool.placer.place(make_request(2048), 0.0, excluded={"p"})
@@ -484,6 +496,8 @@ def test_decides_as_an_exhaustive_search_does(seed: int, num_workers: int, num_p
             if len(same) == 1:
                 assert placement.best == first
             others = [c for c in expected if c.is_pair != placement.best.is_pair]
+            if not any(c.is_pair for c in expected):  # the next best worker alone
+                others = [c for c in expected if c.decode is not placement.best.decode]
             assert (placement.runner_up is None) == (not others)
             if placement.runner_up is not None:
                 assert preference(placement.runner_up) == pytest.approx(preference(others[0]), rel=1e-12)
