@@ -32,7 +32,9 @@ Generated from the code by `make generated`. `GET /metrics` has them in Promethe
 their own: what they report is in the router's metrics, under the label `worker`. Samples that name a tenant need an
 operator's key if the server has API keys.
 
-Counters only rise, and begin anew when the server starts. A histogram has the samples `_bucket`, `_sum` and `_count`.
+Counters only rise, and begin anew when the server starts. Those with the label `worker` begin anew when that worker is
+replaced, and have no samples while it is away; `rate` and `increase` of Prometheus allow for that. A histogram has the
+samples `_bucket`, `_sum` and `_count`.
 `serve` is `tandem serve` with Tandem's own engine. With `--engine` it has the metrics of `route`.
 """
 # Metrics of parts that a server has with these flags only.

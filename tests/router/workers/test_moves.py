@@ -241,6 +241,7 @@ async def test_a_request_that_workers_die_of_is_refused_by_name_and_spares_the_o
         with pytest.raises(PoisonedRequest, match="like this one"):
             await collect(cluster, again)
         assert cluster.workers[left].of_type(Generate) == []
+        assert cluster.flow.num_poisoned == 1, "what workers died of counts, what is like it does not"
         assert tokens(await collect(cluster, make_request(request_id="r2"))) == [100, 101, 102, 103]
         cluster.assert_nothing_left()
 
