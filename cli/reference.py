@@ -173,4 +173,10 @@ def _value_schema(field: Field) -> dict[str, Any]:
     schema = msgspec.json.schema(field.setting.flag_type or field.checked_type)
     if field.type is float:
         schema |= _NUMBER
+    # typing makes one type of `Annotated[float, Meta(le=10)]` and of the same with 10.0: the first one imported.
+    schema = {key: _whole(value) for key, value in schema.items()}
     return {"description": _meaning(field), **schema, **_CHART_RULES.get(field.name, {})}
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value

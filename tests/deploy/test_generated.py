@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,26 @@ def generated_files() -> dict[Path, Callable[[], str]]:
 @pytest.mark.parametrize("path", generated_files(), ids=lambda path: path.name)
 def test_a_committed_file_is_what_the_code_generates(path: Path) -> None:
     assert path.read_text() == generated_files()[path](), "run: make generated"
+
+
+def test_bounds_are_written_alike_whoever_annotated_a_type_first() -> None:
+    script = (  # the types of messages come before those of the configuration
+        "import sys, typing, msgspec\n"
+        "typing.Annotated[float, msgspec.Meta(gt=0, le=1e6)], typing.Annotated[float, msgspec.Meta(ge=0, le=1e6)]\n"
+        "from tandem.cli.reference import values_schema\n"
+        "sys.stdout.write(values_schema(sys.stdin.read()))\n"
+    )
+    committed = (ROOT / "helm" / "tandem" / "values.schema.json").read_text()
+    shown = subprocess.run(
+        [sys.executable, "-c", script],
+        input=committed,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert shown.stdout == committed
 
 
 def test_every_environment_variable_of_ours_is_in_the_reference() -> None:
