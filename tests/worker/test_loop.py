@@ -63,7 +63,7 @@ from tests.support.cluster_harness import (
     worker_config,
 )
 from tests.support.late_device import LateDevice
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 from tests.worker.test_roles import make_prompt
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
@@ -291,11 +291,9 @@ def test_late_and_unknown_messages_change_nothing(worker: Worker, client: Client
             client.send(message)
         client.send(Hello(router_id="r"))
         client.receive(Welcome)
-        deadline = time.monotonic() + DEADLINE_S
         # Nobody sends a heartbeat or a welcome to a worker's ROUTER.
-        while worker.parts.dropped.counts != {"malformed": 4}:
-            assert time.monotonic() < deadline, worker.parts.dropped.counts
-            time.sleep(0.01)
+        counts = worker.parts.dropped.counts
+        until(lambda: counts == {"malformed": 4}, explain=lambda: str(counts))
     worker.call(lambda: worker.check_integrity(idle=True))
 
 

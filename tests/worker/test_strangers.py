@@ -44,6 +44,7 @@ from tandem.runtime.curve import KeyPair, make_keys
 from tandem.worker.loop import Worker
 from tests.protocol.test_messages import EXAMPLES
 from tests.support.cluster_harness import DEADLINE_S, ROUTER_KEYS, Client, RunningWorker, worker_config
+from tests.support.waiting import until
 
 REPOSITORY = Path(__file__).parents[2]
 NOBODY = 65534
@@ -136,10 +137,7 @@ def test_a_key_that_nobody_introduced_is_counted(world: World) -> None:
     address = world.worker.address
     with contextlib.closing(Client(world.worker, make_keys())) as stranger:
         stranger.send(PeerHello(sender=address, compatibility={}))
-        deadline = time.monotonic() + DEADLINE_S
-        while not world.dropped.get("stranger"):
-            assert time.monotonic() < deadline, world.dropped
-            time.sleep(0.01)
+        until(lambda: world.dropped.get("stranger"), explain=lambda: str(world.dropped))
         assert stranger.poll(0) == 0
 
 

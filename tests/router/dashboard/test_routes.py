@@ -135,5 +135,6 @@ async def test_open_streams_do_not_keep_a_server_from_stopping() -> None:
         await anext(lines)
         server.drain()
         async with asyncio.timeout(10):
-            _ = [line async for line in lines]
+            rest = [line async for line in lines]
             await server.serving
+    assert rest == [] or rest[-1] == "", "the stream ended with a whole event"

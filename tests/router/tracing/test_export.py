@@ -16,6 +16,7 @@ from tandem.router.tracing.span_node import SpanNode
 from tests.support.collector import collecting
 from tests.support.engines_harness import dead_url
 from tests.support.tracing import CLIENT_SPAN, CLIENT_TRACE, TRACEPARENT
+from tests.support.waiting import eventually
 
 
 def record(export: SpanExport, count: int) -> None:
@@ -93,9 +94,7 @@ async def test_the_event_loop_turns_while_the_last_spans_are_sent(monkeypatch: p
         export = SpanExport("router")
         record(export, 1)
         closing = asyncio.create_task(export.close(20.0))
-        async with asyncio.timeout(15):
-            while not collector.num_requests:  # noqa: ASYNC110 - set by a thread
-                await asyncio.sleep(0.01)
+        await eventually(lambda: collector.num_requests)
         assert not closing.done()
         collector.is_open.set()
         await closing

@@ -185,7 +185,9 @@ def test_a_key_that_is_gone_is_forgotten_and_its_request_may_end() -> None:
     usage = limiter.begin(KEY, limits, 0.0)
     limiter.keep({"other"})
     limiter.end(usage, 5, 5, 0.0)
-    limiter.begin(KEY, limits, 0.0)  # it is back
+    limiter.begin(KEY, limits, 0.0)  # it is back, and limited as a new one
+    with pytest.raises(RateLimitExceeded, match="requests_per_minute=1"):
+        limiter.begin(KEY, limits, 0.0)
 
 
 @pytest.mark.parametrize("seed", range(5))
