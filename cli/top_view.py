@@ -60,7 +60,7 @@ def render(snapshot: Json, *, url: str, sort: str, width: int, height: int, noti
         decisions = _decisions(snapshot, num_decisions, width)
     num_left -= len(decisions)
     if num_left > 0:
-        move = [*_latest_move(snapshot)]
+        move = [*_latest_role_change(snapshot)]
     num_left -= len(move)
     num_blanks = sum(map(bool, (pools, tiers, move, decisions))) + 1
     has_blanks = num_left >= num_blanks
@@ -157,11 +157,11 @@ def _tiers(snapshot: Json, width: int) -> list[Text]:
     )
 
 
-def _latest_move(snapshot: Json) -> Iterable[Text]:
-    """The autoscaler's latest move, in one line."""
+def _latest_role_change(snapshot: Json) -> Iterable[Text]:
+    """The latest change of a worker's role, in one line."""
     for flip in snapshot["autoscaler"].get("flips", [])[:1]:
         words = _clean(f"{flip['worker']} from {flip['from']} to {flip['to']}: {flip['reason']}")
-        yield Text("latest move  ", style="dim", no_wrap=True) + words
+        yield Text("latest role change  ", style="dim", no_wrap=True) + words
 
 
 def _member_table(members: Sequence[Json], num_all: int, sort: str, width: int, *, is_own: bool) -> list[Text]:

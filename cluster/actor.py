@@ -19,6 +19,7 @@ from tandem.protocol.config import WorkerConfig
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import PeerAddress, Role
 from tandem.runtime.gc_tuning import freeze_startup_heap
+from tandem.runtime.log_format import show_warnings
 from tandem.worker.status import WorkerStatus
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class WorkerActor:
     _thread: threading.Thread
 
     def __init__(self, config: WorkerConfig) -> None:
-        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+        show_warnings()
         self._config = config
         self._failure: BaseException | None = None
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import shutil
 import socket
@@ -26,6 +25,7 @@ from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.errors import ServingError
 from tandem.router.http.listening import listening
 from tandem.router.tracing.setup import begin_tracing, close_tracing, tracing_of
+from tandem.runtime.log_format import show_warnings
 from tandem.runtime.no_torch import keep_torch_out
 from tandem.scheduling.admission.tenants import Tenants
 
@@ -76,7 +76,7 @@ class EdgeSettings:
 
 def main() -> None:
     """Serve until the parent, a signal or the end of the parent stops it."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    show_warnings()
     pipe, parent = ParentPipe(), os.getppid()
     if not pipe.setup:
         return  # the parent ended before it said anything

@@ -24,7 +24,8 @@ class Bundle(NamedTuple):
         return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "scheduling_strategy": self.strategy}
 
     def __str__(self) -> str:
-        return f"{self.num_cpus:g} cores and {self.num_gpus:g} GPUs"
+        needs = [_counted(self.num_cpus, "core"), _counted(self.num_gpus, "GPU")]
+        return " and ".join(need for need in needs if need) or "a place"
 
 
 class WorkerBundles:
@@ -51,3 +52,9 @@ class WorkerBundles:
     def remove(self) -> None:
         """Give all bundles back. Ray ends actors that still run in them."""
         remove_placement_group(self._group)
+
+
+def _counted(number: float, name: str) -> str:
+    if not number:
+        return ""
+    return f"{number:g} {name}" if number == 1 else f"{number:g} {name}s"

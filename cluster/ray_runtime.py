@@ -13,11 +13,12 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import ray
 from ray._private import ray_constants
+from ray._private import worker as ray_worker
 from ray.exceptions import AuthenticationError
 from ray.job_config import JobConfig
 
@@ -33,6 +34,8 @@ _RAY_AUTH_MODE = "RAY_AUTH_MODE"
 _RAY_LOGS = {"logging_level": logging.ERROR, "log_to_driver": True, "configure_logging": True}
 # The daemons of a private Ray. It is of no use without one of them, and does not start them again.
 _DAEMONS = {"gcs_server": "which knows all workers", "raylet": "which starts the workers"}
+# What Ray prints of each actor that died, and a paragraph of guesses: the supervisor tells of it in one line.
+_DEATH_NOTICE = "A worker died or was killed"
 _PROBE_TIMEOUT_S = 2.0  # Ray itself would try an address for a minute
 
 
@@ -61,6 +64,7 @@ def ray_running(
 
     Yields the processes that a private Ray cannot do without.
     """
+    _print_no_deaths()
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would let everything else on the machine go first
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA_VISIBLE_DEVICES as it is on CPU actors
     # Ray would start a process for every core before one is asked for. Our workers' variables fit none of them.
@@ -68,6 +72,18 @@ def ray_running(
     if address:
         return _joined_ray(address, progress)
     return _private_ray(folder, progress)
+
+
+def _print_no_deaths() -> None:
+    """Keep Ray's notices of dead actors from the terminal. Other lines of Ray and of our workers are printed."""
+    shown = ray_worker.print_to_stdstream
+
+    def show(data: dict[str, Any], ignore_prefix: bool) -> None:
+        if data.get("pid") != "raylet" or not all(_DEATH_NOTICE in line for line in data["lines"]):
+            shown(data, ignore_prefix)
+
+    if shown.__module__ == ray_worker.__name__:  # once a process
+        ray_worker.print_to_stdstream = show
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from tandem.router.http.tls import scheme_of
 from tandem.router.keys.key_file import KeyFile
 from tandem.router.tracing.setup import begin_tracing, closing_tracing, tracing_of
 from tandem.runtime.gc_tuning import freeze_startup_heap
+from tandem.runtime.log_format import show_warnings
 from tandem.runtime.ports import bracketed
 from tandem.runtime.signals import stop_events, wait_for_any
 
@@ -26,6 +27,7 @@ __all__ = ["serve_engines"]
 
 def serve_engines(setup: RouterSetup, key_file: KeyFile) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code. Raises `ConfigError` for what the user can correct."""
+    show_warnings()
     with (
         listening(setup.router.host, setup.router.port) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,

@@ -34,6 +34,7 @@ from tandem.router.http.tls import scheme_of
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.keys.key_file import KeyFile
 from tandem.runtime.gc_tuning import freeze_startup_heap
+from tandem.runtime.log_format import show_warnings
 from tandem.runtime.ports import bracketed
 from tandem.runtime.signals import stop_events, wait_for_any
 from tandem.scheduling.admission.tenants import Tenants
@@ -78,6 +79,7 @@ def serve(config: ClusterConfig, tenants: Tenants, key_file: KeyFile, model: str
     `config` has the model's folder on this machine; `model` is the name under which the nodes of a cluster look for it.
     Raises ConfigError for what the user can mend.
     """
+    show_warnings()
     console = Console(stderr=True, highlight=False)
     started = time.monotonic()
 

@@ -24,6 +24,7 @@ from tandem.cluster.engines.stall import StallWatch
 from tandem.cluster.node_config import model_on_node
 from tandem.cluster.process_end import ProcessIdentity, own_identity
 from tandem.protocol.errors import WorkerError
+from tandem.runtime.log_format import show_warnings
 from tandem.runtime.ports import bracketed, free_ports
 
 __all__ = ["EngineActor", "EngineEnd", "EngineStarted"]
@@ -59,7 +60,7 @@ class EngineActor:
     """Owns one server. Its methods run on Ray's threads; one more thread starts and watches the server."""
 
     def __init__(self, server: EngineServer) -> None:
-        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+        show_warnings()
         self._server = server
         self._end = EngineEnd("it was not started")
         self._is_stopping = threading.Event()

@@ -272,7 +272,7 @@ def _candidate(candidate: Json) -> Json:
 
 
 def _latest_moves(autoscaler: Mapping[str, Any]) -> Json:
-    """The autoscaler's latest decision, and the latest moves of workers, newest first."""
+    """The autoscaler's latest decision, and the latest role changes of workers, newest first."""
     flips = list(reversed(autoscaler.get("flips", [])))[:_NUM_MOVES]
     return _cut(autoscaler) | {"flips": [_cut(flip) for flip in flips]}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
+from collections.abc import Callable
 from contextlib import aclosing
 from types import TracebackType
 from typing import Protocol, Self
@@ -22,7 +24,6 @@ logger = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 60.0  # the first generation may have to warm the workers up
 POLL_INTERVAL_S = 0.2
 MAX_RETRY_DELAY_S = 5.0
-NO_WORKERS = "No workers are ready yet."
 
 
 class Ready(Protocol):
@@ -39,11 +40,14 @@ class Readiness:
     It probes while it is entered as a context manager.
     """
 
-    def __init__(self, backend: Backend, token_id: int) -> None:
+    def __init__(self, backend: Backend, token_id: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._backend = backend
         self._token_id = token_id
         self._is_proven = False
-        self._reason = NO_WORKERS
+        self._reason = ""
+        self._has_served = False
+        self._down_since_s = clock()
+        self._clock = clock
         self._background = BackgroundTasks()
 
     async def __aenter__(self) -> Self:
@@ -59,8 +63,14 @@ class Readiness:
     def reason(self) -> str | None:
         """Why requests should not be sent here now; None if they should."""
         if not self._backend.ready:
-            return NO_WORKERS
-        return None if self._is_proven else self._reason
+            return self._no_workers()
+        return None if self._is_proven else self._reason or self._no_workers()
+
+    def _no_workers(self) -> str:
+        down_s = f"{self._clock() - self._down_since_s:.0f} s"
+        if self._has_served:
+            return f"No workers are ready: the last one was lost {down_s} ago."
+        return f"No workers are ready yet: the first ones have been loading for {down_s}."
 
     async def _run(self) -> None:
         delay_s = POLL_INTERVAL_S
@@ -70,7 +80,10 @@ class Readiness:
                 delay_s = POLL_INTERVAL_S
             elif not self._is_proven:
                 self._is_proven = await self._probe(f"ready-{attempt}")
+                self._has_served |= self._is_proven
                 delay_s = POLL_INTERVAL_S if self._is_proven else min(2 * delay_s, MAX_RETRY_DELAY_S)
+            if self._is_proven:
+                self._down_since_s = self._clock()
             await asyncio.sleep(delay_s)
 
     async def _probe(self, request_id: str) -> bool:

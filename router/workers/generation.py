@@ -27,6 +27,7 @@ from tandem.router.tracing.generation_trace import GenerationTrace
 from tandem.router.workers.attempt import Attempt
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.copy_ahead import copy_ahead, is_worthwhile
+from tandem.router.workers.move_log import MoveLog
 from tandem.router.workers.pin_ledger import Owner
 from tandem.router.workers.pins import PinService
 from tandem.router.workers.poisoned import MAX_DEATHS, PoisonedRequests
@@ -65,12 +66,14 @@ class GenerationContext:
     running: set[Generation] = field(default_factory=set)  # requests that were dispatched
     num_handoffs: int = 0  # requests that both workers of a pair sent tokens for
     num_moves: Counter[str] = field(default_factory=Counter)  # by cause: an error's code, or why a worker was left
+    move_log: MoveLog = field(default_factory=MoveLog)
     poisoned: PoisonedRequests = field(default_factory=PoisonedRequests)
     is_shut_down: bool = False
 
     def shut_down(self) -> None:
         """End every request with an error and refuse new ones."""
         self.is_shut_down = True
+        self.move_log.tell()
         self.admission_queue.close(lambda: NoWorker(SHUTTING_DOWN))
         for generation in self.running:
             generation.fail(NoWorker(SHUTTING_DOWN))
@@ -274,7 +277,8 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
             raise error
         self._num_failures += 1
         name, num_tokens = self._request.request_id, len(self._output)
-        logger.warning("request %s goes on elsewhere behind %d tokens: %s", name, num_tokens, error)
+        logger.debug("request %s goes on elsewhere behind %d tokens: %s", name, num_tokens, error)
+        context.move_log.add(str(error))
         return error.code or ""
 
     async def _place_again(self, former: Attempt, *, can_hand_over: bool) -> AdmittedRequest[GenerateRequest, Booking]:

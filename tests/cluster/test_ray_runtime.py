@@ -14,8 +14,10 @@ import pytest
 import ray
 import uvloop
 from ray._private import ray_constants
+from ray._private import worker as ray_worker
 from ray.exceptions import AuthenticationError
 
+from tandem.cluster import ray_runtime
 from tandem.cluster.ray_runtime import RayDaemon, daemons_watched, probe_address, ray_running
 from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.process import process_of
@@ -41,6 +43,32 @@ def test_a_ray_address_that_answers_or_has_no_port_passes(monkeypatch: pytest.Mo
     monkeypatch.setattr(socket, "create_connection", addresses.append)
     probe_address("auto")
     assert addresses == []
+
+
+def test_rays_paragraph_about_a_dead_worker_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[str] = []
+
+    def show(data: dict[str, Any], ignore_prefix: bool) -> None:
+        assert not ignore_prefix
+        printed.extend(data["lines"])
+
+    monkeypatch.setattr(show, "__module__", ray_worker.__name__)
+    monkeypatch.setattr(ray_worker, "print_to_stdstream", show)
+    for _ in range(2):
+        ray_runtime._print_no_deaths()
+    notice = f"{ray_runtime._DEATH_NOTICE} while executing a task by an unexpected system error. To troubleshoot ..."
+    for data in (
+        {"pid": "raylet", "lines": [notice]},
+        {"pid": "raylet", "lines": ["no room for an actor"]},
+        {"pid": 7, "lines": [f"a worker's own line: {notice}"]},
+    ):
+        ray_worker.print_to_stdstream(data, ignore_prefix=False)
+    assert printed == ["no room for an actor", f"a worker's own line: {notice}"]
+
+
+def test_ray_still_writes_that_notice() -> None:
+    raylet = Path(ray.__file__).parent / "core" / "src" / "ray" / "raylet" / "raylet"
+    assert ray_runtime._DEATH_NOTICE.encode() in raylet.read_bytes()
 
 
 @pytest.mark.parametrize(

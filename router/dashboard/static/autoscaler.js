@@ -1,4 +1,4 @@
-// What the autoscaler sees, what it decided last, and the latest moves with their reasons.
+// What the autoscaler sees, what it decided last, and the latest changes of roles with their reasons.
 
 import { barRow, updateBarRow } from "./charts.js";
 import { byId, element, reconcile, setText } from "./dom.js";
@@ -13,7 +13,7 @@ export function showAutoscaler(snapshot) {
     node.append(
       element("p", { class: "reason" }),
       element("ul", { class: "bars" }),
-      element("h3", {}, "Latest moves"),
+      element("h3", {}, "Latest role changes"),
       element("ol", { class: "moves" }),
     );
   }

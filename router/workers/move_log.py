@@ -1,0 +1,40 @@
+"""Tells the log of requests that go on elsewhere: a worker's death moves hundreds of them, which is one event."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+
+__all__ = ["MoveLog"]
+
+logger = logging.getLogger(__name__)
+
+GATHER_S = 1.0  # moves within this time are told together
+MAX_REASONS = 5  # lines at one time
+
+
+class MoveLog:
+    """Counts moves by their reason, and logs each reason once with its number of requests."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, reason: str) -> None:
+        """Note a move. Call it in the event loop."""
+        self._counts[reason] += 1
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(GATHER_S, self.tell)
+
+    def tell(self) -> None:
+        """Log what was noted, without waiting for more."""
+        counts, self._counts = self._counts, Counter()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for reason, number in counts.most_common(MAX_REASONS):
+            logger.warning("%d %s on elsewhere: %s", number, "request goes" if number == 1 else "requests go", reason)
+        if len(counts) > MAX_REASONS:
+            rest = counts.total() - sum(number for _, number in counts.most_common(MAX_REASONS))
+            logger.warning("%d requests go on elsewhere for %d other reasons", rest, len(counts) - MAX_REASONS)

@@ -1,0 +1,14 @@
+"""How log lines look in every process: with the time."""
+
+from __future__ import annotations
+
+import logging
+
+__all__ = ["show_warnings"]
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def show_warnings() -> None:
+    """Write warnings and errors to stderr, unless the program that uses us has set up its logs already."""
+    logging.basicConfig(level=logging.WARNING, format=_FORMAT)
