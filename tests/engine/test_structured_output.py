@@ -266,16 +266,27 @@ def test_an_aborted_sequence_leaves_nothing(engine: Engine) -> None:
 
 # Compiling.
 
+HeldCompiler = tuple[threading.Event, list[str]]
 
-def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.fixture
+def held_compiler(monkeypatch: pytest.MonkeyPatch) -> HeldCompiler:
+    """Grammars are compiled once the event is set; the list has them in their order."""
     may_go_on = threading.Event()
+    compiled: list[str] = []
     compile_grammar = structured_output.compile_grammar
 
-    def slow(*arguments: Any) -> Any:
+    def slow(tokenizer: Any, grammar: str) -> Any:
         assert may_go_on.wait(60)
-        return compile_grammar(*arguments)
+        compiled.append(grammar)
+        return compile_grammar(tokenizer, grammar)
 
     monkeypatch.setattr(structured_output, "compile_grammar", slow)
+    return may_go_on, compiled
+
+
+def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, held_compiler: HeldCompiler) -> None:
+    may_go_on, _ = held_compiler
     slow_one = ask(engine, "slow", regex_grammar("[ab]{5}"))
     other = ask(engine, "other", "", max_tokens=30, ignore_eos=True)
     while other.finish_reason is None:
@@ -288,17 +299,9 @@ def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, monkeypatch: p
     assert re.fullmatch("[ab]{5}", text_of(engine, slow_one))
 
 
-def test_grammars_are_compiled_in_the_order_of_their_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_are_compiled_in_the_order_of_their_requests(engine: Engine, held_compiler: HeldCompiler) -> None:
     """A tenant with many grammars has later orders than one with a few: a flood does not delay others."""
-    may_go_on, compiled = threading.Event(), []
-    compile_grammar = structured_output.compile_grammar
-
-    def slow(tokenizer: Any, grammar: str) -> Any:
-        assert may_go_on.wait(60)
-        compiled.append(grammar)
-        return compile_grammar(tokenizer, grammar)
-
-    monkeypatch.setattr(structured_output, "compile_grammar", slow)
+    may_go_on, compiled = held_compiler
     orders = [0.0, *(float(i) for i in range(1, 20)), 0.5]  # the first one is being compiled when the others come
     matchers = [engine.structured_output.matcher(regex_grammar(f"a{{{i + 1}}}"), one) for i, one in enumerate(orders)]
     may_go_on.set()
@@ -308,16 +311,8 @@ def test_grammars_are_compiled_in_the_order_of_their_requests(engine: Engine, mo
     assert compiled[2:] == [regex_grammar(f"a{{{i + 1}}}") for i in range(1, 20)]
 
 
-def test_grammars_of_requests_that_have_left_are_not_compiled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_go_on, compiled = threading.Event(), []
-    compile_grammar = structured_output.compile_grammar
-
-    def slow(tokenizer: Any, grammar: str) -> Any:
-        assert may_go_on.wait(60)
-        compiled.append(grammar)
-        return compile_grammar(tokenizer, grammar)
-
-    monkeypatch.setattr(structured_output, "compile_grammar", slow)
+def test_grammars_of_requests_that_have_left_are_not_compiled(engine: Engine, held_compiler: HeldCompiler) -> None:
+    may_go_on, compiled = held_compiler
     grammars = [regex_grammar(f"a{{{i + 1}}}") for i in range(200)]
     asked = [ask(engine, str(i), grammar) for i, grammar in enumerate(grammars)]
     never_queued = engine.make_sequence("101", make_prompt(20), make_sampling(grammar=grammars[101]))
@@ -332,17 +327,9 @@ def test_grammars_of_requests_that_have_left_are_not_compiled(engine: Engine, mo
 
 
 def test_a_grammar_that_somebody_more_urgent_asks_for_too_is_compiled_earlier(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, held_compiler: HeldCompiler
 ) -> None:
-    may_go_on, compiled = threading.Event(), []
-    compile_grammar = structured_output.compile_grammar
-
-    def slow(tokenizer: Any, grammar: str) -> Any:
-        assert may_go_on.wait(60)
-        compiled.append(grammar)
-        return compile_grammar(tokenizer, grammar)
-
-    monkeypatch.setattr(structured_output, "compile_grammar", slow)
+    may_go_on, compiled = held_compiler
     grammars = [regex_grammar(f"a{{{i + 1}}}") for i in range(5)]
     matchers = [engine.structured_output.matcher(grammar, float(i)) for i, grammar in enumerate(grammars)]
     matchers.append(engine.structured_output.matcher(grammars[4], 0.5))

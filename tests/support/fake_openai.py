@@ -108,7 +108,7 @@ def fake_openai(port: int = 0, **tls: Any) -> Iterator[FakeServer]:
 
 
 def _app(fake: FakeServer) -> FastAPI:
-    app = FastAPI()
+    app, answer = FastAPI(), _Answers(fake).answer
 
     @app.get("/v1/models")
     async def models() -> Any:
@@ -155,92 +155,100 @@ def _app(fake: FakeServer) -> FastAPI:
     async def other(request: Request) -> Response:
         return await answer(request, None, None, "")
 
-    async def answer(request: Request, choice: Any, first: Any, kind: str) -> Response:
+    return app
+
+
+class _Answers:
+    """Answers of the generation routes, whole or streamed, with the faults that the fake is told to have."""
+
+    def __init__(self, fake: FakeServer) -> None:
+        self._fake = fake
+
+    async def answer(self, request: Request, choice: Any, first: Any, kind: str) -> Response:
+        """`choice` makes an item of text, `first` the items before it. Without `choice` the path has only replies."""
         content = await request.body()
         body = json.loads(content) if content else {}
-        fake.requests.append(body)
-        fake.paths.append(
+        self._fake.requests.append(body)
+        self._fake.paths.append(
             f"{request.method} {request.url.path}" + (f"?{request.url.query}" if request.url.query else "")
         )
-        fake.request_headers.append(dict(request.headers))
-        fake.authorization.append(request.headers.get("authorization", ""))
-        if fake.key and request.headers.get("authorization") != f"Bearer {fake.key}":
+        self._fake.request_headers.append(dict(request.headers))
+        self._fake.authorization.append(request.headers.get("authorization", ""))
+        if self._fake.key and request.headers.get("authorization") != f"Bearer {self._fake.key}":
             return JSONResponse({"error": {"message": "no key", "type": "auth"}}, 401)
-        while not fake.headers_pause.is_set():
-            await asyncio.to_thread(fake.headers_pause.wait, 0.01)
+        while not self._fake.headers_pause.is_set():
+            await asyncio.to_thread(self._fake.headers_pause.wait, 0.01)
             if await request.is_disconnected():
-                fake.num_left += 1
+                self._fake.num_left += 1
                 return Response()
-        if body.get("model") in fake.unloaded:
+        if body.get("model") in self._fake.unloaded:
             message = f"The model `{body['model']}` does not exist."
             return JSONResponse({"error": {"message": message, "type": "NotFoundError", "code": 404}}, 404)
-        if fake.status != 200:
-            if isinstance(fake.error, str):
-                return Response(fake.error, fake.status, fake.headers)
-            return JSONResponse({"error": fake.error}, fake.status, fake.headers)
-        if (reply := fake.replies.get(request.url.path)) is not None:
+        if self._fake.status != 200:
+            if isinstance(self._fake.error, str):
+                return Response(self._fake.error, self._fake.status, self._fake.headers)
+            return JSONResponse({"error": self._fake.error}, self._fake.status, self._fake.headers)
+        if (reply := self._fake.replies.get(request.url.path)) is not None:
             return reply(request.method, body)
         if choice is None:
             return JSONResponse({"detail": "Not Found"}, 404)
         if body.get("stream") is False:
-            return JSONResponse(plain(body, choice, kind))
-        return StreamingResponse(events(body, choice, first()), media_type="text/event-stream")
+            return JSONResponse(self._plain(body, choice, kind))
+        return StreamingResponse(self._events(body, choice, first()), media_type="text/event-stream")
 
-    def plain(body: dict[str, Any], choice: Any, kind: str) -> dict[str, Any]:
+    def _plain(self, body: dict[str, Any], choice: Any, kind: str) -> dict[str, Any]:
         num_tokens = body["max_tokens"]
         item = choice("word " * num_tokens)
         if "delta" in item:
             item["message"] = {"role": "assistant"} | item.pop("delta")
-        result = {"id": "fake-1", "object": kind, "model": fake.model}
+        result = {"id": "fake-1", "object": kind, "model": self._fake.model}
         result["choices"] = [item | {"index": 0, "finish_reason": "length"}]
-        result["usage"] = prompt_usage(body) | {"completion_tokens": num_tokens}
+        result["usage"] = self._prompt_usage(body) | {"completion_tokens": num_tokens}
         wants_kv = (body.get("kv_transfer_params") or {}).get("do_remote_decode")
-        if wants_kv and fake.has_kv_params:
+        if wants_kv and self._fake.has_kv_params:
             result["kv_transfer_params"] = {"do_remote_prefill": True, "remote_block_ids": [1], "remote_host": "h"}
-        return result | fake.whole
+        return result | self._fake.whole
 
-    def prompt_usage(body: dict[str, Any]) -> dict[str, Any]:
+    def _prompt_usage(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt = body.get("prompt") or " ".join(message["content"] for message in body["messages"])
         count = len(prompt if isinstance(prompt, list) else prompt.split())
-        return {"prompt_tokens": count, "prompt_tokens_details": {"cached_tokens": fake.num_cached}}
+        return {"prompt_tokens": count, "prompt_tokens_details": {"cached_tokens": self._fake.num_cached}}
 
-    async def events(body: dict[str, Any], choice: Any, first: list[Any]) -> AsyncIterator[str]:
-        fake.num_running += 1
-        fake.max_running = max(fake.max_running, fake.num_running)
+    async def _events(self, body: dict[str, Any], choice: Any, first: list[Any]) -> AsyncIterator[str]:
+        self._fake.num_running += 1
+        self._fake.max_running = max(self._fake.max_running, self._fake.num_running)
         is_whole = False
         try:
-            usage = prompt_usage(body)
-            if fake.first_event_error is not None:
-                yield event(fake, {"error": fake.first_event_error})
+            usage = self._prompt_usage(body)
+            if self._fake.first_event_error is not None:
+                yield event(self._fake, {"error": self._fake.first_event_error})
                 return
             for item in first:
-                yield event(fake, {"choices": [item | {"index": 0, "finish_reason": None}]})
+                yield event(self._fake, {"choices": [item | {"index": 0, "finish_reason": None}]})
             total, sent = body["max_tokens"], 0
-            for index in range(0, total, fake.words_per_event):
-                if index and not fake.pause.is_set():
-                    await asyncio.to_thread(fake.pause.wait)
-                while index == fake.comments_after:
-                    yield f": still here{fake.line_end * 2}"
+            for index in range(0, total, self._fake.words_per_event):
+                if index and not self._fake.pause.is_set():
+                    await asyncio.to_thread(self._fake.pause.wait)
+                while index == self._fake.comments_after:
+                    yield f": still here{self._fake.line_end * 2}"
                     await asyncio.sleep(0.005)
-                if fake.break_after is not None and index >= fake.break_after:
-                    if fake.is_reset:
+                if self._fake.break_after is not None and index >= self._fake.break_after:
+                    if self._fake.is_reset:
                         raise ConnectionResetError("the fake breaks the connection")
                     return
-                count = min(fake.words_per_event, total - index)
+                count = min(self._fake.words_per_event, total - index)
                 sent += count
                 finish = "length" if sent == total else None
-                running = usage | {"completion_tokens": sent} if fake.has_running_usage else None
+                running = usage | {"completion_tokens": sent} if self._fake.has_running_usage else None
                 content = choice("word " * count) | {"index": 0, "finish_reason": finish}
-                yield event(fake, {"choices": [content], "usage": running})
+                yield event(self._fake, {"choices": [content], "usage": running})
                 await asyncio.sleep(0)
-            yield event(fake, {"choices": [], "usage": usage | {"completion_tokens": sent}} | fake.whole)
-            yield f"data: [DONE]{fake.line_end * 2}"
+            yield event(self._fake, {"choices": [], "usage": usage | {"completion_tokens": sent}} | self._fake.whole)
+            yield f"data: [DONE]{self._fake.line_end * 2}"
             is_whole = True
         finally:
-            fake.num_running -= 1
-            fake.num_hung_up += not is_whole
-
-    return app
+            self._fake.num_running -= 1
+            self._fake.num_hung_up += not is_whole
 
 
 def event(fake: FakeServer, body: dict[str, Any]) -> str:
