@@ -36,7 +36,7 @@ from tandem.router.tool_calls.parser import AnswerParser
 from tandem.router.tool_calls.reasoning import REASONING_FORMATS
 
 SEED = 1
-VARIED = 20  # one case in so many is also written in all other ways
+VARIED = 20  # every 20th case is also written in all other ways
 COLUMNS = ("texts", "ours", "whole", "streamed", "=whole", "=streamed", "~whole", "~streamed", "vLLM's", "raised")
 
 
@@ -46,7 +46,7 @@ class Peer(NamedTuple):
     tool_parser: str
     reasoning_parser: str = "qwen3"
     reasoning: str = "think"  # the name that we have for the latter
-    left_out: tuple[str, ...] = ()  # marks that the form's vocabulary does not have
+    left_out: tuple[str, ...] = ()  # marks that are missing in the form's vocabulary
 
 
 PEERS = {
@@ -84,7 +84,7 @@ _QUOTED = re.compile(f"a({_MARK})b")  # as `_hostile` writes them: ordinary toke
 
 
 class Answer(NamedTuple):
-    """What a text consists of. Calls are names and arguments as text."""
+    """The parts of a text. Calls are names and arguments as text."""
 
     reasoning: str
     content: str
@@ -92,12 +92,12 @@ class Answer(NamedTuple):
 
     @property
     def compared(self) -> tuple[str, str, list[tuple[str, Any]]]:
-        """The same without what is not compared."""
+        """The same without the parts that are not compared."""
         return self.reasoning.strip(), self.content.strip(), [(name, _decoded(text)) for name, text in self.calls]
 
 
 class Text(NamedTuple):
-    """A text, and what it was made of; None = something broken."""
+    """A text, and the parts that it was made of; None = the text was broken on purpose."""
 
     text: str
     made_of: Answer | None
@@ -162,7 +162,7 @@ def _item(form: str, kind: str, case: Case, text: Text) -> dict[str, Any]:
 
 
 def _texts(name: str, case: Case, rng: random.Random, *, is_varied: bool) -> Iterator[tuple[str, Text]]:
-    """A case in all ways that it is written in."""
+    """The texts of a case, one for each way to write it."""
     form = FORMS[name]
     calls = case.calls[: form.max_calls]
     text = form.text(calls)
@@ -271,7 +271,7 @@ def _count(item: dict[str, Any], result: dict[str, Any], counts: Counter[str], *
 
 
 def _parsed(item: dict[str, Any], pieces: list[str]) -> Answer:
-    """What our parser makes of a text in these pieces."""
+    """The parts that our parser finds in a text that comes in these pieces."""
     tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in item["tools"]}
     reasoning = REASONING_FORMATS.get(item["reasoning"] or "")
     tool_format = TOOL_FORMATS[FORMS[item["form"]].format]

@@ -49,7 +49,7 @@ class Deaths:
             await self.cluster.client.add_worker(self.cluster.worker(self.killed.pop()).address)
 
     async def answer(self, prompt: list[int], deaths: dict[int, str], **sampling: Any) -> Answer:
-        """The answer; once the client has so many tokens, the worker that does this part dies."""
+        """The answer. The worker that does this part dies once the client has this many tokens."""
         out: list[int] = []
         reason = None
         left = dict(deaths)

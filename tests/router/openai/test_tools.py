@@ -247,7 +247,7 @@ async def test_a_template_that_takes_one_call_a_message_gets_one_after_the_other
 
 
 async def test_a_format_that_the_template_shows_calls_in_is_used_where_it_shows_no_tools(tmp_path: Path) -> None:
-    """DeepSeek V3.1: its chat template knows calls, and whoever uses it describes the tools in the system message."""
+    """DeepSeek V3.1: its chat template shows calls but no tools; the client describes those in the system message."""
     template = CALLS.replace("CALL", "+ '<｜tool▁sep｜>' + call.function.arguments + '<｜tool▁call▁end｜>'")
     template = template.removeprefix("{# tools #}")
     call = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city":"Rome"}<｜tool▁call▁end｜>'
@@ -262,7 +262,7 @@ async def test_a_format_that_the_template_shows_calls_in_is_used_where_it_shows_
 
 
 async def test_calls_that_a_template_cannot_show_are_text(tmp_path: Path) -> None:
-    """DeepSeek R1 shows calls beside null content alone, which transformers leaves out."""
+    """DeepSeek R1 shows calls only beside null content, which transformers leaves out."""
     template = (
         "{# <｜tool▁sep｜> #}{% for message in messages %}<{{ message.role }}>{% if message.content is none %}"
         "{{ message.tool_calls }}{% else %}{{ message.content }}{% endif %}{% endfor %}"
@@ -277,7 +277,7 @@ async def test_calls_that_a_template_cannot_show_are_text(tmp_path: Path) -> Non
 async def test_a_template_that_refuses_content_beside_reasoning_gets_both_as_one(
     tmp_path: Path, content: str | None
 ) -> None:
-    """That of gpt-oss, which calls reasoning `thinking`."""
+    """The template of gpt-oss calls reasoning `thinking`."""
     template = (
         "{# tools #}{% for message in messages %}{% if message.tool_calls and message.content and message.thinking %}"
         "{{ raise_exception('not both') }}{% endif %}<{{ message.thinking or '' }}>{{ message.content }}"
