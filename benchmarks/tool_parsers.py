@@ -45,7 +45,7 @@ class Peer(NamedTuple):
 
     tool_parser: str
     reasoning_parser: str = "qwen3"
-    reasoning: str = "think"  # the name that we have for the latter
+    reasoning: str = "think"  # our name of the reasoning format
     left_out: tuple[str, ...] = ()  # marks that are missing in the form's vocabulary
 
 
@@ -92,7 +92,7 @@ class Answer(NamedTuple):
 
     @property
     def compared(self) -> tuple[str, str, list[tuple[str, Any]]]:
-        """The same without the parts that are not compared."""
+        """The parts in the form in which they are compared."""
         return self.reasoning.strip(), self.content.strip(), [(name, _decoded(text)) for name, text in self.calls]
 
 

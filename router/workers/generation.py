@@ -86,7 +86,7 @@ class GenerationContext:
     def placement_request(
         self, request: GenerateRequest, digests: Sequence[bytes], num_outputs: int = 0
     ) -> PlacementRequest:
-        """What admission and placement need to know of a request whose answer has this many tokens.
+        """What admission and placement need to know of a request whose answer has `num_outputs` tokens so far.
 
         A scored prompt finds nothing cached.
         """

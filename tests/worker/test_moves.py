@@ -49,7 +49,7 @@ class Deaths:
             await self.cluster.client.add_worker(self.cluster.worker(self.killed.pop()).address)
 
     async def answer(self, prompt: list[int], deaths: dict[int, str], **sampling: Any) -> Answer:
-        """The answer. The worker that does this part dies once the client has this many tokens."""
+        """The answer. The worker that does this part dies once the client has as many tokens as `deaths` says."""
         out: list[int] = []
         reason = None
         left = dict(deaths)
