@@ -192,7 +192,9 @@ class Member(ABC):
                     raise WorkerError("no node of the Ray cluster is alive")
                 if not self.waits_for_room:
                     self.waits_for_room = True
-                    on_no_room(f"waiting for {needs}; the cluster has {await asyncio.to_thread(_resources)}")
+                    on_no_room(
+                        f"waiting for a process with {needs}; the cluster has {await asyncio.to_thread(_resources)}"
+                    )
             process: ProcessIdentity = await identity
         except TimeoutError:
             raise WorkerError(
@@ -330,4 +332,6 @@ def _has_nodes() -> bool:
 def _resources() -> str:
     """What Ray has for new workers."""
     total, free = ray.cluster_resources(), ray.available_resources()
-    return " and ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s free" for kind in ("CPU", "GPU"))
+    return " and ".join(
+        f"{round(free.get(kind, 0), 2):g} of {total.get(kind, 0):g} {kind}s free" for kind in ("CPU", "GPU")
+    )

@@ -57,4 +57,4 @@ class WorkerBundles:
 def _counted(number: float, name: str) -> str:
     if not number:
         return ""
-    return f"{number:g} {name}" if number == 1 else f"{number:g} {name}s"
+    return f"{number:.3g} {name}" if number == 1 else f"{number:.3g} {name}s"

@@ -13,7 +13,7 @@ from tandem.cluster.placement import Bundle
         (1.0, 0.0, "1 core"),
         (2.0, 0.0, "2 cores"),
         (1.0, 1.0, "1 core and 1 GPU"),
-        (0.5, 2.0, "0.5 cores and 2 GPUs"),
+        (0.66667, 2.0, "0.667 cores and 2 GPUs"),
         (0.0, 0.0, "a place"),
     ],
 )
