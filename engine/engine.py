@@ -407,7 +407,7 @@ class Engine:
     def _give_up(self, sequence: Sequence, error: Exception) -> SequenceFailure:
         """End a sequence that raised. A PREFILL_ONLY one keeps its blocks, as when it leaves with its first token."""
         if isinstance(error, RequestError):
-            logger.warning("request %s cannot go on: %s", sequence.request_id, error)
+            logger.warning("request %s cannot go on: %s", sequence.request_id, error.log_text)
         else:
             logger.error("request %s failed", sequence.request_id, exc_info=error)
         sequence.finish_reason = FinishReason.ABORT

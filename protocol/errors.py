@@ -73,6 +73,11 @@ class ServingError(Exception):
         if code is not None:
             self.code = code
 
+    @property
+    def log_text(self) -> str:
+        """What a log may have of it: its message, or its code only if the message may quote somebody."""
+        return (self.code or type(self).__name__) if self.may_quote else self.message
+
 
 class RequestError(ServingError):
     """The request is invalid; sending it again cannot help."""

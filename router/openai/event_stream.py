@@ -65,7 +65,7 @@ class EventStream(Response):
             last = await self._send_deltas(writer)
         except ServingError as exc:
             # No warning: one dead worker fails many streams.
-            logger.info("the stream of request %s failed: %s", self._answer.request_id, exc)
+            logger.info("the stream of request %s failed: %s", self._answer.request_id, exc.log_text)
             last = self._error_event(serving_error_body(exc))
         except ClientDisconnected:
             raise

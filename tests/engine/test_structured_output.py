@@ -231,6 +231,15 @@ def test_a_grammar_that_cannot_be_used_fails_its_own_request(engine: Engine, gra
     assert message in str(failures[0].error)
 
 
+def test_the_log_does_not_quote_a_grammar(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """What a client sends is in no log, and a grammar's error quotes the grammar."""
+    ask(engine, "bad", 'start: "hunter2" (((')
+    [failure] = run(engine)
+    assert "hunter2" in str(failure.error)
+    assert "request bad cannot go on: invalid_grammar" in caplog.text
+    assert "hunter2" not in caplog.text
+
+
 def test_a_model_without_a_tokenizer_refuses_grammars(tmp_path: Path) -> None:
     engine = make_engine(save_tiny_model(tmp_path))
     ask(engine, "a", regex_grammar("a"))
