@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from typer import rich_utils
 
-from tandem.cli import bench, chat, departures, keys, model, replay, route, serve, top, version
+from tandem.cli import bench, chaos, chat, departures, keys, model, replay, route, serve, top, version
 from tandem.cli.options import printable
 from tandem.protocol.errors import ServingError
 from tandem.protocol.settings import rule_of
@@ -72,6 +72,7 @@ COMMANDS = (
     departures.restart,
     bench.bench,
     replay.replay,
+    chaos.chaos,
 )
 for command in COMMANDS:
     app.command(help=_paragraphs(command))(command)

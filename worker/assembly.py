@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from tandem.kv_transfer.handshake import compatibility_fields
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.base import Transport
 from tandem.kv_transfer.transport.factory import create_transport
+from tandem.kv_transfer.transport.faulty import with_faults
 from tandem.kv_transfer.transport.in_process import InProcessHub
 from tandem.prefill_worker.role import PrefillRole
 from tandem.protocol.config import WorkerConfig
@@ -31,6 +33,8 @@ from tandem.worker.replies import RouterReplies
 from tandem.worker.sockets import HeartbeatThread, WorkerSockets, socket_endpoint
 
 __all__ = ["WorkerParts", "assemble"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,6 +85,9 @@ def _connect(config: WorkerConfig, engine: Engine, hub: InProcessHub | None) -> 
         mailbox=endpoint(".kv") if config.socket_folder else "",
     )
 
+    if config.transfer.inject_faults:
+        logger.warning("%s injects faults into its writes: %s", config.worker_id, config.transfer.inject_faults)
+        transport = with_faults(transport, engine.kv.shards[0], config.transfer.inject_faults, name=config.worker_id)
     context, dropped, keys = zmq.Context(), DroppedMessages(), make_keys()
     sockets = WorkerSockets(context, endpoint(), keys, config.router_key, dropped)
     heartbeats = HeartbeatThread(context, endpoint(".beats"), keys, config.transfer.heartbeat_interval_s)

@@ -19,6 +19,7 @@ from tandem.protocol.config.panels import (
     Megabytes,
     Seconds,
 )
+from tandem.protocol.faults import parse_faults
 from tandem.protocol.messages import Role
 from tandem.protocol.settings import Setting, check_settings, require
 
@@ -51,6 +52,14 @@ def _has_room_for_an_answer(max_model_len: int) -> bool:
 
 def _is_served_name(name: str) -> bool:
     return name.isprintable() and name == name.strip()
+
+
+def _are_faults(text: str) -> bool:
+    try:
+        parse_faults(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_store_url(url: str) -> bool:
@@ -180,6 +189,17 @@ class TransferConfig:
         Seconds, Setting("Seconds between two heartbeats; at most a third of the lease.", TRANSFER)
     ] = 1.0
     handoff_timeout_s: Annotated[Seconds, Setting("Seconds to wait for another worker's answer.", TRANSFER)] = 30.0
+    inject_faults: Annotated[
+        str,
+        Setting(
+            "For trials only: faults in writes of KV and their rates, such as flip=0.01,delay=0.05,seed=1 "
+            "(docs/chaos.md). Empty = none.",
+            TRANSFER,
+            metavar="RATES",
+            is_valid=_are_faults,
+            rule="faults and rates such as flip=0.01,delay=0.05; docs/chaos.md lists them",
+        ),
+    ] = ""
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -19,10 +19,12 @@ from tandem.kv_transfer.checksum import append_checksum, block_checksums, strip_
 from tandem.kv_transfer.links import LinkState, PeerLinks
 from tandem.kv_transfer.outbox import LeaseEnded, Outbox
 from tandem.kv_transfer.transport.base import Notification, TransferState
+from tandem.kv_transfer.transport.faulty import FaultyTransport
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport
 from tandem.prefill_worker.role import PrefillRole
 from tandem.protocol.config import EngineConfig, TransferConfig
 from tandem.protocol.errors import PeerLost
+from tandem.protocol.faults import Fault
 from tandem.protocol.messages import (
     ChunkArrived,
     Decode,
@@ -38,7 +40,6 @@ from tandem.protocol.messages import (
 )
 from tandem.protocol.sampling import SamplingParams
 from tests.support.fault_world import Faults, run, save_tiny_model
-from tests.support.faulty_transport import Fault, FaultyTransport
 from tests.support.late_device import LateDevice, LateStream
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)

@@ -26,10 +26,12 @@ from tandem.decode_worker.role import DecodeRole
 from tandem.engine.engine import Engine, SequenceOutput
 from tandem.kv_transfer.handshake import compatibility_fields
 from tandem.kv_transfer.links import LinkChange, LinkState, PeerLinks
+from tandem.kv_transfer.transport.faulty import FaultyTransport
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport, InProcessWrite, Verdict
 from tandem.prefill_worker.role import PrefillRole
 from tandem.protocol.config import EngineConfig, TransferConfig
 from tandem.protocol.errors import ServingError
+from tandem.protocol.faults import Fault
 from tandem.protocol.messages import (
     Cancel,
     Decode,
@@ -51,7 +53,6 @@ from tandem.protocol.messages import (
     encode_message,
 )
 from tandem.protocol.sampling import SamplingParams
-from tests.support.faulty_transport import Fault, FaultyTransport
 from tests.support.late_device import LateDevice, touched_early
 
 __all__ = ["DEADLINE_S", "Faults", "Report", "run", "save_tiny_model"]

@@ -1,4 +1,4 @@
-"""A transport that wraps another one and injects faults into its writes. For tests and benchmarks.
+"""A transport that wraps another one and injects faults into its writes: for tests, and for `tandem chaos`.
 
 All faults come from one random source and one clock, both passed in, so a run over the in-process transport with a
 virtual clock repeats exactly.
@@ -6,9 +6,9 @@ virtual clock repeats exactly.
 
 from __future__ import annotations
 
-import enum
 import math
 import random
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,22 +20,11 @@ from typing_extensions import override
 
 from tandem.kv_transfer.transport.base import Notification, Transfer, TransferState, Transport, pool_shape
 from tandem.protocol.errors import PeerLost, TransferError
+from tandem.protocol.faults import Fault, parse_faults
 
-__all__ = ["Fault", "FaultyTransport"]
+__all__ = ["FaultyTransport", "with_faults"]
 
-
-class Fault(enum.Enum):
-    """The faults of a write."""
-
-    DELAY = "write delayed"  # it stays pending, and later writes of this link queue behind it
-    STICK = "write stuck"  # it stays pending, and so do later writes of this link, until the link is reset
-    FAIL = "write failed"  # nothing lands
-    LOSE = "link lost"  # some blocks landed, others land much later; the link is down until the peer is added again
-    TEAR = "write torn"  # reported done although one block never landed
-    FLIP = "bit flipped in a block"
-    GARBLE = "bit flipped in a notification"
-    DROP = "notification dropped"
-    REPEAT = "notification repeated"
+_MAX_DELAY_S = 2.0
 
 
 _NEED_BLOCKS = {Fault.TEAR, Fault.FLIP}
@@ -264,6 +253,13 @@ class FaultyTransport(Transport):
         flipped = bytearray(notification)
         flipped[self._source.randrange(len(flipped))] ^= 1 << self._source.randrange(8)
         return bytes(flipped)
+
+
+def with_faults(inner: Transport, pool: Tensor, faults: str, *, name: str) -> FaultyTransport:
+    """A worker's transport with the faults of a text as `parse_faults` reads it. `name` makes workers differ."""
+    rates, seed = parse_faults(faults)
+    source = random.Random(f"{seed} {name}")
+    return FaultyTransport(inner, pool, rates=rates, source=source, clock=time.monotonic, max_delay_s=_MAX_DELAY_S)
 
 
 def _settled(state: TransferState) -> Transfer:
