@@ -1,4 +1,4 @@
-"""What a trial does to a server, and what it calls lost. The server is a fake; tests/e2e/test_chaos.py has real ones."""
+"""What a trial does to a server, and what it calls lost. The server is a fake; a real one is in tests/e2e."""
 
 from __future__ import annotations
 
