@@ -86,7 +86,7 @@ class _LaunchedStep:
     scheduled: list[ScheduledChunk]
     chunks: list[ScheduledChunk]  # without those that could not be computed
     computed: list[ComputedBlocks]
-    sampling: list[Sequence]
+    sampling: list[Sequence | None]  # None: its mask is late, so the token is not used
     sample: LaunchedSample | None  # a token for each of them
     scores: LaunchedScores | None
     failures: list[SequenceFailure]
@@ -296,14 +296,17 @@ class Engine:
         if not scheduled:
             return
         before_compute()
-        masks = self._begin_masks(scheduled)
+        self._begin_masks(scheduled)
         chunks, logits, failures = self._compute(scheduled, between_layers)
-        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        sampling = _sampling(chunks)
+        late: set[Sequence] = set()
         sample = scores = None
         if logits is not None and len(logits) > len(sampling):
             scores, logits = self.sampler.score(logits, chunks)
         if logits is not None and sampling:
-            sample = self.sampler.launch(logits, self.sampler.plan(sampling, logits.shape[1], masks()))
+            masks, late = self._take_masks(sampling)
+            chunks = [one for chunk in chunks if (one := _without_late_token(chunk, late)) is not None]
+            sample = self.sampler.launch(logits, self.sampler.plan(sampling, logits.shape[1], masks))
         end = self.stream.record()
         if any(sequence.sampling.depends_on_output for sequence in sampling):
             self.stream.wait(end)
@@ -318,17 +321,28 @@ class Engine:
                     chunk.sequence.prompt_scores.num_launched += chunk.num_scored
                 if chunk.samples:
                     self._add_pending_token(chunk.sequence)
-        self._launched.append(
-            _LaunchedStep(scheduled, chunks, computed, sampling, sample, scores, failures, begin, end)
+        used = [None if sequence in late else sequence for sequence in sampling]
+        self._launched.append(_LaunchedStep(scheduled, chunks, computed, used, sample, scores, failures, begin, end))
+
+    def _begin_masks(self, chunks: list[ScheduledChunk]) -> None:
+        """Begin to compute what the grammars of a step's sequences allow."""
+        self.structured_output.begin_masks(
+            [(s.matcher, s.unmatched_ids) for s in _sampling(chunks) if s.matcher is not None]
         )
 
-    def _begin_masks(self, chunks: list[ScheduledChunk]) -> Callable[[], dict[Sequence, TokenMask | Exception]]:
-        """Begin to compute what the grammars of a step's sequences allow; the result waits for it."""
-        sampling = [chunk.sequence for chunk in chunks if chunk.samples and chunk.sequence.matcher is not None]
-        if not sampling:
-            return dict
-        masks = self.structured_output.masks([(s.matcher, s.unmatched_ids) for s in sampling if s.matcher is not None])
-        return lambda: dict(zip(sampling, masks.result(), strict=True))
+    def _take_masks(self, sampling: list[Sequence]) -> tuple[dict[Sequence, TokenMask | Exception], set[Sequence]]:
+        """What the grammars of these sequences allow, and the sequences for which that is not known yet."""
+        matchers = {sequence: sequence.matcher for sequence in sampling if sequence.matcher is not None}
+        if not matchers:
+            return {}, set()
+        self.structured_output.wait_masks(list(matchers.values()))
+        masks, late = {}, set()
+        for sequence, matcher in matchers.items():
+            if (mask := matcher.take_mask()) is None:
+                late.add(sequence)
+            else:
+                masks[sequence] = mask
+        return masks, late
 
     def _take_complete(self) -> list[StepResult]:
         """The results of the launched steps that are complete."""
@@ -350,7 +364,7 @@ class Engine:
             failures += self._take_scores(step.scores)
         sampled = [] if step.sample is None else step.sample.read()
         for sequence, token in zip(step.sampling, sampled, strict=True):
-            if sequence in step.void or self.sequences.get(sequence.request_id) is not sequence:
+            if sequence is None or sequence in step.void or self.sequences.get(sequence.request_id) is not sequence:
                 continue
             error = token if isinstance(token, Exception) else error_of(self._take_token, sequence, token, outputs)
             if error is not None:
@@ -422,7 +436,8 @@ class Engine:
         """The tokens of the step before, if they are not read yet."""
         if not self._launched or (sample := self._launched[-1].sample) is None:
             return None
-        return LateTokens(sample.token_ids, {s: row for row, s in enumerate(self._launched[-1].sampling)})
+        rows = {s: row for row, s in enumerate(self._launched[-1].sampling) if s is not None}
+        return LateTokens(sample.token_ids, rows)
 
     def _take_token(self, sequence: Sequence, sampled: SampledToken, outputs: list[SequenceOutput]) -> None:
         """Note a sampled token, and those that its grammar forces behind it; it ends with one of them or goes on."""
@@ -456,7 +471,7 @@ class Engine:
         if sampling.num_logprobs is not None:
             return None
         assert not sequence.num_pending_tokens, "steps of sequences with a grammar are waited for"
-        forced = matcher.forced_token(sequence.unmatched_ids)
+        forced = matcher.forced_token(sequence.unprobed_ids)
         return None if forced in self.model.eos_token_ids else forced
 
     def _remove(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
@@ -487,6 +502,17 @@ class Engine:
 
 def _threads_of_a_rank(config: EngineConfig) -> int:
     return max((config.num_threads or torch.get_num_threads()) // config.tensor_parallel_size, 1)
+
+
+def _sampling(chunks: list[ScheduledChunk]) -> list[Sequence]:
+    return [chunk.sequence for chunk in chunks if chunk.samples]
+
+
+def _without_late_token(chunk: ScheduledChunk, late: set[Sequence]) -> ScheduledChunk | None:
+    """The chunk as computed. Without its mask a sequence's last token does not count: it is computed again with it."""
+    if chunk.sequence not in late:
+        return chunk
+    return replace(chunk, num_tokens=chunk.num_tokens - 1, samples=False) if chunk.num_tokens > 1 else None
 
 
 def _stats(chunks: list[ScheduledChunk], duration_s: float) -> StepStats:

@@ -111,12 +111,16 @@ class Sequence:
     @property
     def unmatched_ids(self) -> list[int]:
         """Tokens of the output that the matcher has not seen."""
-        seen = 0 if self.matcher is None else self.matcher.num_consumed
-        return self.token_ids[self.num_prompt_tokens + seen : len(self.token_ids) - self.num_pending_tokens]
+        return self._output_from(0 if self.matcher is None else self.matcher.num_consumed)
+
+    @property
+    def unprobed_ids(self) -> list[int]:
+        """Tokens of the output that were not looked behind for forced ones."""
+        return self._output_from(0 if self.matcher is None else self.matcher.num_probed)
 
     @property
     def can_sample(self) -> bool:
-        """Whether its next token may be sampled, once all before it are computed: its grammar is compiled."""
+        """Whether its next token may be sampled, once all before it are computed: its grammar is ready."""
         return self.matcher is None or self.matcher.is_ready
 
     @property
@@ -174,6 +178,10 @@ class Sequence:
     def order(self) -> float:
         """Its place among waiting or computed sequences; those with their first token go before all others."""
         return self.priority.order if self.num_output_tokens == 0 else -math.inf
+
+    def _output_from(self, offset: int) -> list[int]:
+        """The tokens of the output from this one on, without those that are not read yet."""
+        return self.token_ids[self.num_prompt_tokens + offset : len(self.token_ids) - self.num_pending_tokens]
 
     @property
     def is_decoding(self) -> bool:

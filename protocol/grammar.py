@@ -11,7 +11,14 @@ import llguidance
 
 from tandem.protocol.errors import RequestError
 
-__all__ = ["GrammarError", "check_matcher", "compile_grammar", "make_grammar_tokenizer", "num_forced_bytes"]
+__all__ = [
+    "GrammarError",
+    "check_matcher",
+    "compile_grammar",
+    "compile_probe",
+    "make_grammar_tokenizer",
+    "num_forced_bytes",
+]
 
 MAX_FORCED_BYTES = (
     4096  # each mask within them cuts those that are left into tokens: a millisecond for each 1,000 or so
@@ -25,6 +32,18 @@ _LIMITS = llguidance.LLParserLimits(
     max_lexer_states=50_000,
     verbose_errors=False,
 )
+
+# Of a probe. Looking for forced bytes makes lexer states, one or more for each byte. With the limits above it may take
+# 50 ms, with these about 3 ms.
+_PROBE_LIMITS = llguidance.LLParserLimits(
+    step_max_items=2_000,
+    step_lexer_fuel=50_000,
+    max_items_in_row=500,
+    max_lexer_states=4_000,
+    precompute_large_lexemes=False,
+    verbose_errors=False,
+)
+_MAX_FIXED_START = 512  # tokens of a fixed text with which a probe's grammar may begin
 
 
 class GrammarError(RequestError):
@@ -53,6 +72,23 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidan
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
     check_matcher(matcher)
     return matcher
+
+
+def compile_probe(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher | None:
+    """A matcher for looking for forced tokens only: no call of it takes long. None for a grammar that is too large."""
+    probe = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=_PROBE_LIMITS)
+    # NOTE: the lexer has no limits before the first mask of a place with a choice; behind it, what that left of them.
+    for num_tokens in range(_MAX_FIXED_START):
+        mask = int.from_bytes(probe.compute_bitmask(), "little")
+        if probe.is_error():
+            return None
+        if not probe.compute_ff_bytes():
+            probe.rollback(num_tokens)
+            return None if probe.is_error() else probe
+        probe.consume_tokens([(mask & -mask).bit_length() - 1])  # the only token
+        if probe.is_stopped():
+            break
+    return None
 
 
 def num_forced_bytes(matcher: llguidance.LLMatcher) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,8 @@ def merging(tmp_path_factory: pytest.TempPathFactory) -> StructuredOutput:
     texts = ['{"description": "ab", "quantity": 12}, {"description": "the middle of it, "', "hello, world", "celsius"]
     bpe.train_from_iterator([*texts * 5, *GRAMMARS], trainer)
     structured_output = StructuredOutput(Path("nowhere"), bpe.get_vocab_size(), frozenset({0}))
-    structured_output._tokenizer = make_grammar_tokenizer(bpe.to_str(), None, [0])
+    structured_output._tokenizer = Future()
+    structured_output._tokenizer.set_result(make_grammar_tokenizer(bpe.to_str(), None, [0]))
     return structured_output
 
 
@@ -159,7 +161,7 @@ def walk(
     for _ in range(150):
         if matcher.is_complete(new_ids):
             return
-        forced = matcher.forced_token([])
+        forced = matcher.forced_token(new_ids)
         mask = np.frombuffer(matcher.follow([]).compute_bitmask(), dtype=np.uint8)
         allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
         yield forced, allowed

@@ -17,7 +17,7 @@ from tandem.engine import structured_output
 from tandem.engine.engine import Engine, SequenceFailure, StepResult
 from tandem.engine.sequence import Phase, Sequence
 from tandem.protocol.config import EngineConfig
-from tandem.protocol.grammar import GrammarError
+from tandem.protocol.grammar import GrammarError, compile_probe
 from tandem.protocol.messages import FinishReason
 from tests.engine.test_engine import add, make_prompt, make_sampling, output
 from tests.support.late_device import LateDevice
@@ -271,6 +271,98 @@ def test_an_aborted_sequence_leaves_nothing(engine: Engine) -> None:
         engine.step()
     assert all(engine.abort(sequence.request_id) for sequence in asked)
     assert run(engine) == []
+
+
+# A step waits for nothing of a grammar that takes long.
+
+
+def test_the_tokenizer_is_loaded_before_there_are_requests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(folder)
+    monkeypatch.delattr(structured_output, "AutoTokenizer")
+    sequence = ask(engine, "a", regex_grammar("[ab]{5}"))
+    assert run(engine) == []
+    assert len(output(sequence)) == 5
+    engine.close()
+
+
+def hold_masks(engine: Engine, grammar: str, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let masks of this grammar wait for the event."""
+    may_go_on, compute_masks = threading.Event(), engine.structured_output._compute_masks
+
+    def compute(rows: list[tuple[Any, list[int]]]) -> Any:
+        if any(matcher._compilation.grammar == grammar for matcher, _ in rows):
+            assert may_go_on.wait(60)
+        return compute_masks(rows)
+
+    monkeypatch.setattr(engine.structured_output, "_compute_masks", compute)
+    return may_go_on
+
+
+@pytest.mark.parametrize("num_prompt", [1, 20, 150])  # one token of it is left out, and computed again
+def test_others_go_on_while_a_mask_is_computed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, num_prompt: int
+) -> None:
+    slow = regex_grammar("[a-z]{9}")
+    expected = ask(engine, "alone", slow, temperature=1.0, seed=1)
+    assert run(engine) == []
+    may_go_on = hold_masks(engine, slow, monkeypatch)
+    sampling = {"grammar": slow, "max_tokens": 200, "ignore_eos": False, "temperature": 1.0, "seed": 1}
+    late = add(engine, "late", make_prompt(num_prompt), **sampling)
+    other = ask(engine, "other", "", max_tokens=30, ignore_eos=True)
+    while other.finish_reason is None:
+        engine.step()
+        engine.check_integrity()
+    assert output(late) == []
+    assert late.num_computed_tokens == num_prompt - 1
+    may_go_on.set()
+    assert run(engine) == []
+    assert re.fullmatch("[a-z]{9}", text_of(engine, late))
+    if num_prompt == 20:
+        assert output(late) == output(expected)
+
+
+def test_an_aborted_sequence_whose_mask_is_late_leaves_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = regex_grammar("[a-z]{9}")
+    may_go_on = hold_masks(engine, grammar, monkeypatch)
+    sequence = ask(engine, "a", grammar)
+    while sequence.matcher is None or not sequence.matcher.is_slow:
+        engine.step()
+    assert engine.abort("a")
+    engine.check_integrity(idle=not engine.has_work)
+    may_go_on.set()
+    assert run(engine) == []
+
+
+ALTERNATIVES = "|".join(f"(ab){{{2000 + i}}}q{i}" for i in range(1000))
+
+
+@pytest.mark.parametrize("start", ["", "fixed: "])
+@pytest.mark.parametrize("regex", ["[xy](ab){20000}", "[xy]" + "lorem ipsum " * 4000, f"[xy]({ALTERNATIVES})"])
+def test_no_step_looks_for_the_end_of_a_long_text(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, start: str, regex: str
+) -> None:
+    """That takes as long as the text is. So it is done beside the steps, and a probe gives up."""
+    threads, grammar = set(), regex_grammar(start + regex)
+    num_forced_bytes = structured_output.num_forced_bytes
+
+    def note(matcher: llguidance.LLMatcher) -> int:
+        threads.add(threading.current_thread().name.rpartition("_")[0])
+        return num_forced_bytes(matcher)
+
+    monkeypatch.setattr(structured_output, "num_forced_bytes", note)
+    sequence = ask(engine, "a", grammar)
+    other = ask(engine, "other", "", max_tokens=30, ignore_eos=True)
+    [failure] = run(engine)
+    assert failure.sequence is sequence
+    assert re.search("leaves no choice for|too many expressions", str(failure.error))
+    assert len(output(other)) == 30
+    assert threads <= {"token-masks", "slow-token-masks"}
+    tokenizer = engine.structured_output._tokenizer.result()
+    probe = compile_probe(tokenizer, grammar)
+    assert probe is not None
+    probe.consume_tokens(tokenizer.tokenize_str(start + "x"))
+    assert not probe.is_error()
+    assert len(probe.compute_ff_bytes()) <= 4000
 
 
 # Compiling.
