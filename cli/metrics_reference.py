@@ -106,6 +106,7 @@ def _parts() -> dict[str, list[Any]]:
     shared: list[Any] = [
         LoadCollector(registry),
         AdmissionCollector(cast(Any, SimpleNamespace(stats={}, queued=dict))),
+        MoveCollector(cast(Any, SimpleNamespace(num_moves={}, num_poisoned=0))),
         KeyCollector(ApiKeys()),
         *_registered(EdgeMetrics),
         *_registered(TlsMetrics),
@@ -114,7 +115,6 @@ def _parts() -> dict[str, list[Any]]:
     ]
     serve = [
         WorkerCollector(registry),
-        MoveCollector(cast(Any, SimpleNamespace(num_moves={}, num_poisoned=0))),
         CacheSizingCollector(CacheSizing(registry)),
         PinCollector(cast(Any, SimpleNamespace(summary=lambda: pins)), registry),
     ]

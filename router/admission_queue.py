@@ -183,9 +183,22 @@ class AdmissionQueue(Generic[R, B]):
         except NoWorker:
             return None
         booking = self._book(request, placement_request, placement, former.prefill_priority)
+        moved = self.moved(request, placement_request, placement, former, booking)
+        moved.decision.decided_s = now
+        return moved
+
+    def moved(
+        self,
+        request: R,
+        placement_request: PlacementRequest,
+        placement: Placement,
+        former: AdmittedRequest[R, B],
+        booking: B,
+    ) -> AdmittedRequest[R, B]:
+        """An admitted request that goes on at another placement, which was booked just now."""
         decision = RoutingDecision(request.request_id, placement_request.service_class, former.decision.arrived_s)
         decision.outcome, decision.placement = "moved", placement
-        decision.decided_s, decision.booked_s = now, self.now()
+        decision.decided_s = decision.booked_s = self.now()
         decision.actual_ttft_s = former.decision.actual_ttft_s
         self.log.add(decision)
         return AdmittedRequest(placement, booking, decision, former.prefill_priority, self)

@@ -212,7 +212,7 @@ class RouterConfig:
     max_moves: Annotated[
         int,
         Meta(ge=0, le=100),
-        Setting("Times that a request goes on with other workers after one died; 0: it ends.", LIMITS),
+        Setting("Times that a request goes on with other workers or engines after one died; 0: it ends.", LIMITS),
     ] = 3
     drain_timeout_s: Annotated[
         float, Meta(ge=0, le=DAY_S), Setting("Seconds that running answers get to finish at Ctrl-C.", LIMITS)

@@ -84,7 +84,12 @@ def create_engines_app(
     metrics = EdgeMetrics(metrics_registry)
     pool = TokenizerPool(config.tokenizer_threads)
     scopes = CacheScopes(tenants, has_keys=api_keys.is_required)
-    limits = AttemptLimits(engines_config.max_attempts, config.request_timeout_s)
+    limits = AttemptLimits(
+        engines_config.max_attempts,
+        config.request_timeout_s,
+        max_moves=config.max_moves,
+        probe_timeout_s=engines_config.probe_timeout_s,
+    )
     forwarder = Forwarder(dispatcher, connections, scopes, readers, pool, metrics, limits)
 
     @asynccontextmanager

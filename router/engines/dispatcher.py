@@ -65,6 +65,7 @@ class EngineTarget(msgspec.Struct, frozen=True, array_like=True, tag=True):
     decode: str
     num_expected_cached_tokens: int  # prompt tokens that the prefix index expects to be cached there
     decision: dict[str, Any] | None = None  # why, as JSON, if the request explains
+    gives_token_ids: bool = False  # whether the engine that answers can give the ids of its tokens
 
     @property
     def is_pair(self) -> bool:
@@ -87,11 +88,18 @@ class EngineReservation(Protocol):
         It does not wait in the queue again. Raises a `ServingError`.
         """
 
+    async def go_on(self, cause: str, prompt: bytes, num_output_tokens: int) -> EngineTarget:
+        """Give the target up and book another one, which goes on with a stream of which tokens were shown.
+
+        `prompt` is the prompt and the answer's tokens so far, packed as that of the request. `cause` says why the
+        former engine was left. The stream is neither queued nor refused again. Raises a `ServingError`.
+        """
+
     def answered(self) -> None:
         """The first byte of the answer came: the engines of the target work."""
 
-    def failed(self, engine: str, *, is_absent: bool = False) -> None:
-        """The engine failed the request. `is_absent`: nothing listens there."""
+    def failed(self, engine: str, *, is_absent: bool = False, is_lost: bool = False) -> None:
+        """The engine failed the request. `is_absent`: nothing listens there. `is_lost`: it died while it had it."""
 
     def refused(self, engine: str, retry_after_s: float) -> None:
         """The engine is busy: it gets no requests for `retry_after_s`."""

@@ -21,16 +21,27 @@ __all__ = ["AdapterGone", "AnswerNotFound", "AnswerRefused", "EngineBusy", "Engi
 class EngineFailed(WorkerError):
     """An engine failed the request; so did the others that were tried.
 
-    `is_absent`: nothing listens there.
+    `is_absent`: nothing listens there. `is_lost`: it closed the connection while it had the request.
     """
 
     may_quote = True
     code = "engine_failed"
 
-    def __init__(self, engine: str, message: str, *, is_absent: bool = False) -> None:
+    def __init__(self, engine: str, message: str, *, is_absent: bool = False, is_lost: bool = False) -> None:
         super().__init__(f"engine {engine}: {message}")
         self.engine = engine
         self.is_absent = is_absent
+        self.is_lost = is_lost
+
+    @property
+    def cause(self) -> str:
+        """Why a stream left the engine, for its metric."""
+        return "engine_lost" if self.is_lost or self.is_absent else "engine_failed"
+
+    def because(self, obstacle: str) -> EngineFailed:
+        """The same error, saying why the stream did not go on elsewhere."""
+        message = f"{self.message.removeprefix(f'engine {self.engine}: ')}; the stream cannot go on: {obstacle}"
+        return EngineFailed(self.engine, message, is_absent=self.is_absent, is_lost=self.is_lost)
 
 
 class AdapterGone(EngineFailed):

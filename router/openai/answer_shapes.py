@@ -112,6 +112,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     stop_reason: StopReason
+    token_ids: Annotated[list[int] | UnsetType, Doc("With `return_token_ids`.")] = UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -123,6 +124,7 @@ class ChatCompletion(msgspec.Struct):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: Annotated[list[int] | UnsetType, Doc("With `return_token_ids`.")] = UNSET
 
 
 class FunctionDelta(msgspec.Struct):
@@ -159,6 +161,7 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: Annotated[FinishReason | None, Doc("In the last piece of a choice.")]
     stop_reason: StopReason | UnsetType = UNSET
+    token_ids: Annotated[list[int] | UnsetType, Doc("With `return_token_ids`.")] = UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -171,6 +174,7 @@ class ChatChunk(msgspec.Struct):
     choices: Annotated[list[ChatChunkChoice], Doc("None in the chunk with the usage.")]
     usage: Annotated[Usage | UnsetType | None, Doc("With `stream_options.include_usage`.")] = UNSET
     tandem_explain: Annotated[dict[str, Any] | UnsetType, Doc("In the last chunk with choices, if asked for.")] = UNSET
+    prompt_token_ids: Annotated[list[int] | UnsetType, Doc("In the first chunk, with `return_token_ids`.")] = UNSET
 
 
 # -- completions
@@ -193,6 +197,8 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     stop_reason: StopReason
+    token_ids: Annotated[list[int] | UnsetType, Doc("With `return_token_ids`.")] = UNSET
+    prompt_token_ids: Annotated[list[int] | UnsetType, Doc("With `return_token_ids`.")] = UNSET
 
 
 class Completion(msgspec.Struct):
@@ -214,6 +220,10 @@ class CompletionChunkChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: Annotated[FinishReason | None, Doc("In the last piece of a choice.")]
     stop_reason: StopReason | UnsetType = UNSET
+    token_ids: Annotated[list[int] | UnsetType, Doc("With `return_token_ids`.")] = UNSET
+    prompt_token_ids: Annotated[
+        list[int] | UnsetType, Doc("In the first piece of a choice, with `return_token_ids`.")
+    ] = UNSET
 
 
 class CompletionChunk(msgspec.Struct):

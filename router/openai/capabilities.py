@@ -31,4 +31,5 @@ def model_capabilities(context: ServingContext) -> dict[str, Any]:
         "structured_output": list(_STRUCTURED),
         "max_logprobs": MAX_LOGPROBS,
         "prompt_logprobs": True,
+        "token_ids": True,
     }

@@ -24,6 +24,7 @@ class ChoiceFormat(ABC):
     prompt_field: str
     plain_object: str
     chunk_object: str
+    has_choice_prompts: bool  # each choice has its own prompt, and so the ids of that
 
     @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -39,7 +40,7 @@ class ChoiceFormat(ABC):
 
     def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: Usage) -> dict[str, Any]:
         """A plain answer."""
-        return {
+        body: dict[str, Any] = {
             "id": answer.answer_id,
             "object": self.plain_object,
             "created": int(time.time()),
@@ -47,6 +48,15 @@ class ChoiceFormat(ABC):
             "choices": [self.whole(choice) for choice in choices],
             "usage": usage.to_json(),
         }
+        if answer.shows_token_ids:
+            prompts = [choice.request.token_ids for choice in answer.choices]
+            for shown, prompt, choice in zip(body["choices"], prompts, choices, strict=True):
+                shown["token_ids"] = choice.token_ids or []
+                if self.has_choice_prompts:
+                    shown["prompt_token_ids"] = prompt
+            if not self.has_choice_prompts:
+                body["prompt_token_ids"] = prompts[0]
+        return body
 
     def events(self, answer: PlannedAnswer) -> AnswerEvents:
         """Chunks with pieces of choices, and `[DONE]`."""
@@ -78,16 +88,26 @@ class _ChoiceEvents:
         self._num_finished += delta.finish_reason is not None
         self._decision = self._decision or delta.decision
         events = b""
-        if delta.index not in self._opened:
+        is_new = delta.index not in self._opened
+        if is_new:
             self._opened.add(delta.index)
             opening = self._format.opening(delta.index)
             if opening is not None:
-                events = self._chunk(opening)
+                shows_prompt = self._answer.shows_token_ids and not self._format.has_choice_prompts
+                events = self._chunk(opening, self._prompt_ids(delta) if shows_prompt else None)
         if delta.is_empty:
             return events
-        for piece in self._format.pieces(delta):
+        pieces = self._format.pieces(delta)
+        if delta.token_ids is not None:
+            pieces[0]["token_ids"] = delta.token_ids
+            if is_new and self._format.has_choice_prompts:
+                pieces[0] |= self._prompt_ids(delta)
+        for piece in pieces:
             events += self._chunk(piece)
         return events
+
+    def _prompt_ids(self, delta: ChoiceDelta) -> dict[str, Any]:
+        return {"prompt_token_ids": self._answer.choices[delta.index].request.token_ids}
 
     async def ending(self) -> bytes:
         """The last events of a complete answer."""
@@ -99,11 +119,11 @@ class _ChoiceEvents:
         """The error itself, without an end behind it."""
         return _event(body)
 
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
+    def _chunk(self, choice: dict[str, Any], extra: dict[str, Any] | None = None) -> bytes:
         is_explained = self._decision and choice["finish_reason"] and self._num_finished == len(self._answer.choices)
-        if not is_explained and not self._answer.has_running_usage:
+        if not is_explained and not self._answer.has_running_usage and extra is None:
             return self._opening + orjson.dumps(choice) + self._closing
-        chunk = {**self._envelope, "choices": [choice]}
+        chunk = {**self._envelope, "choices": [choice], **(extra or {})}
         if self._answer.has_usage:
             chunk["usage"] = self._usage.to_json() if self._answer.has_running_usage else None
         if is_explained:

@@ -32,6 +32,7 @@ class ChoicePlan:
     is_first_sibling: bool = True  # computes the prompt; the other choices wait for it and share it
     scored_prompt: ScoredPrompt | None = None
     is_prompt_only: bool = False  # only the prompt and its scores are shown: `max_tokens` 0
+    shows_token_ids: bool = False
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class ChoiceDelta:
     entries: list[TokenEntry] = field(default_factory=list)
     events: list[Event] | None = None  # what the text consists of; None = all of it is content
     decision: dict[str, Any] | None = None  # with the first token, if requested
+    token_ids: list[int] | None = None  # of the tokens that are counted; None = they are not shown
 
     @property
     def parts(self) -> list[Event]:
@@ -59,7 +61,7 @@ class ChoiceDelta:
     def is_empty(self) -> bool:
         """Whether it shows nothing: all its text is held back."""
         shown = self.text if self.events is None else self.events
-        return not (shown or self.finish_reason or self.entries)
+        return not (shown or self.finish_reason or self.entries or self.token_ids)
 
 
 class ChoiceText:
@@ -106,6 +108,8 @@ class ChoiceText:
                 self._hold_entry("", delta.logprobs[-1])
         if stop is not None:
             result.finish_reason, result.stop_reason = "stop", stop
+        if self._plan.shows_token_ids:
+            result.token_ids = delta.token_ids[: result.num_tokens]
         self._release_entries(result)
         if self._parser is not None:
             if self._mark_positions:

@@ -24,6 +24,7 @@ class ChatFormat(ChoiceFormat):
     prompt_field = "messages"
     plain_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    has_choice_prompts = False
 
     def __init__(self, num_logprobs: int | None) -> None:
         self._num_logprobs = num_logprobs
@@ -102,6 +103,7 @@ class CompletionFormat(ChoiceFormat):
     prompt_field = "prompt"
     plain_object = "text_completion"
     chunk_object = "text_completion"
+    has_choice_prompts = True
 
     def __init__(
         self, num_logprobs: int | None, echoes: Sequence[str] = (), scored: Sequence[ScoredPrompt] = ()

@@ -65,6 +65,7 @@ class FinishedChoice:
     stop_reason: str | int | None = None
     entries: list[TokenEntry] = field(default_factory=list)
     events: list[Event] | None = None  # None = all text is content
+    token_ids: list[int] | None = None  # None = they are not shown
     _texts: list[str] = field(default_factory=list)
 
     @property
@@ -84,6 +85,8 @@ class FinishedChoice:
             self.events = self.events or []
             self.events += delta.events
         self.entries += delta.entries
+        if delta.token_ids is not None:
+            self.token_ids = (self.token_ids or []) + delta.token_ids
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
 
@@ -128,6 +131,11 @@ class PlannedAnswer:
     is_stream: bool = False
     has_usage: bool = False
     has_running_usage: bool = False
+
+    @property
+    def shows_token_ids(self) -> bool:
+        """Whether the token ids of prompts and answers are shown."""
+        return self.choices[0].shows_token_ids
 
     def new_usage(self) -> Usage:
         """The usage of this answer before its first token."""

@@ -195,6 +195,9 @@ class GenerationFields(msgspec.Struct, kw_only=True, frozen=True):
         Annotated[list[Count], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None, Doc("More tokens that end the answer.")
     ] = None
     skip_special_tokens: Annotated[bool | None, Doc("Leave special tokens out of the text; by default true.")] = None
+    return_token_ids: Annotated[
+        bool | None, Doc("Also the token ids, as vLLM: `prompt_token_ids`, and `token_ids` of each choice or piece.")
+    ] = None
     add_special_tokens: AddSpecialTokens = None
     response_format: Annotated[ResponseFormat | None, Doc("The form of the answer.")] = None
     structured_outputs: Annotated[StructuredOutputs | None, Doc("What the answer matches.")] = None

@@ -32,6 +32,7 @@ __all__ = [
     "FleetPools",
     "FleetStatus",
     "Gap",
+    "GoOn",
     "Item",
     "News",
     "Note",
@@ -80,6 +81,7 @@ class EngineFailure(_DispatchMessage, frozen=True):
 
     engine: str
     is_absent: bool
+    is_lost: bool
 
 
 class EngineRefusal(_DispatchMessage, frozen=True):
@@ -106,7 +108,26 @@ class PlaceElsewhere(_DispatchMessage, frozen=True):
     """The request needs another target."""
 
 
-Note = FirstToken | Gap | EngineAnswered | Prefilled | EngineFailure | EngineRefusal | Stored | Ended | PlaceElsewhere
+class GoOn(_DispatchMessage, frozen=True):
+    """A stream of which tokens were shown needs another target."""
+
+    cause: str
+    prompt: bytes
+    num_output_tokens: int
+
+
+Note = (
+    FirstToken
+    | Gap
+    | EngineAnswered
+    | Prefilled
+    | EngineFailure
+    | EngineRefusal
+    | Stored
+    | Ended
+    | PlaceElsewhere
+    | GoOn
+)
 
 
 # -- items of a call: targets and ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 from tandem.protocol.errors import ServingError
 from tandem.router.dashboard.overview import OncePerInterval
 from tandem.router.engines.config import EngineSpec
-from tandem.router.engines.dispatcher import DispatchRequest
+from tandem.router.engines.dispatcher import DispatchRequest, EngineTarget
 from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher, LocalReservation
 from tandem.router.processes.dispatch_messages import (
     WIRE_FORMAT,
@@ -31,6 +31,7 @@ from tandem.router.processes.dispatch_messages import (
     FleetPools,
     FleetStatus,
     Gap,
+    GoOn,
     Item,
     News,
     Note,
@@ -182,8 +183,8 @@ class _DispatchCall:
                 reservation.answered()
             case Ended(num_prompt_tokens, num_output_tokens):
                 reservation.ended(num_prompt_tokens, num_output_tokens)
-            case EngineFailure(engine, is_absent):
-                reservation.failed(engine, is_absent=is_absent)
+            case EngineFailure(engine, is_absent, is_lost):
+                reservation.failed(engine, is_absent=is_absent, is_lost=is_lost)
             case EngineRefusal(engine, retry_after_s):
                 reservation.refused(engine, retry_after_s)
             case Prefilled(now):
@@ -191,8 +192,13 @@ class _DispatchCall:
             case Stored(answer_id):
                 reservation.stored(answer_id)
             case PlaceElsewhere():
-                try:
-                    self._put(reservation.move())
-                except ServingError as exc:
-                    if not self._failed.done():
-                        self._failed.set_exception(exc)
+                self._put_target(reservation.move)
+            case GoOn(cause, prompt, num_output_tokens):
+                self._put_target(lambda: reservation.move_stream(cause, prompt, num_output_tokens))
+
+    def _put_target(self, place: Callable[[], EngineTarget]) -> None:
+        try:
+            self._put(place())
+        except ServingError as exc:
+            if not self._failed.done():
+                self._failed.set_exception(exc)

@@ -189,19 +189,19 @@ class RemoteReservation:
 
     async def place_elsewhere(self) -> EngineTarget:
         """Give the target up and book another one. Raises a `ServingError`."""
-        if self._call is None or not self._hub.is_open(self._call):
-            raise NoWorker("the deciding process can book no other engine for this request")
-        self._target = asyncio.get_running_loop().create_future()
-        self._note(messages.PlaceElsewhere())
-        return await self._next_target()
+        return await self._ask_for_target(messages.PlaceElsewhere())
+
+    async def go_on(self, cause: str, prompt: bytes, num_output_tokens: int) -> EngineTarget:
+        """Give the target up and book another one, which goes on with a stream. Raises a `ServingError`."""
+        return await self._ask_for_target(messages.GoOn(cause, prompt, num_output_tokens))
 
     def answered(self) -> None:
         """The first byte of the answer came."""
         self._note(messages.EngineAnswered())
 
-    def failed(self, engine: str, *, is_absent: bool = False) -> None:
+    def failed(self, engine: str, *, is_absent: bool = False, is_lost: bool = False) -> None:
         """The engine failed the request."""
-        self._note(messages.EngineFailure(engine, is_absent))
+        self._note(messages.EngineFailure(engine, is_absent, is_lost))
 
     def refused(self, engine: str, retry_after_s: float) -> None:
         """The engine is busy: it gets no requests for `retry_after_s`."""
@@ -237,6 +237,13 @@ class RemoteReservation:
         call, self._call = self._call, None
         if call is not None:
             self._hub.close_call(call)
+
+    async def _ask_for_target(self, note: messages.PlaceElsewhere | messages.GoOn) -> EngineTarget:
+        if self._call is None or not self._hub.is_open(self._call):
+            raise NoWorker("the deciding process can book no other engine for this request")
+        self._target = asyncio.get_running_loop().create_future()
+        self._note(note)
+        return await self._next_target()
 
     async def _next_target(self) -> EngineTarget:
         target = await self._target

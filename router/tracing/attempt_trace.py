@@ -10,6 +10,7 @@ from tandem.router.tracing.span_node import Attributes, SpanNode
 
 if TYPE_CHECKING:
     from tandem.router.engines.dispatcher import EngineTarget
+    from tandem.router.engines.relay.attempt import Move
     from tandem.router.engines.relay.client_request import ClientRequest
     from tandem.router.tracing.tracing import LiveSpan
 
@@ -24,15 +25,27 @@ _OPERATIONS = {
 }
 
 
-def attempt_trace(request: ClientRequest, target: EngineTarget, number: int) -> AttemptTrace | None:
-    """The trace of a request's attempt on a target; None if it is not traced. `number` counts from 0."""
-    return None if request.span is None else AttemptTrace(request.span, request, target, number)
+def attempt_trace(
+    request: ClientRequest, target: EngineTarget, number: int, move: Move | None = None
+) -> AttemptTrace | None:
+    """The trace of a request's attempt on a target; None if it is not traced.
+
+    `number` counts from 0. `move`: the attempt goes on with a stream.
+    """
+    return None if request.span is None else AttemptTrace(request.span, request, target, number, move)
 
 
 class AttemptTrace:
     """Its owner calls `end` on every path."""
 
-    def __init__(self, request_span: LiveSpan, request: ClientRequest, target: EngineTarget, number: int) -> None:
+    def __init__(
+        self,
+        request_span: LiveSpan,
+        request: ClientRequest,
+        target: EngineTarget,
+        number: int,
+        move: Move | None = None,
+    ) -> None:
         operation = _OPERATIONS.get(request.api.path, request.api.path.removeprefix("/").replace("/", "."))
         attributes: Attributes = {
             "gen_ai.operation.name": operation,
@@ -44,6 +57,7 @@ class AttemptTrace:
         }
         if target.is_pair:
             attributes["tandem.engine.prefill"] = target.prefill
+        self._move = move
         self._request_span = request_span
         self._arrived_s = request.arrived_s
         self._start_s = time.monotonic()
@@ -69,9 +83,20 @@ class AttemptTrace:
         else:
             self._first_s = now
             self._span.event("first_token")
-            self._request_span.set({"gen_ai.response.time_to_first_chunk": now - self._arrived_s})
+            if self._move is None:
+                self._request_span.set({"gen_ai.response.time_to_first_chunk": now - self._arrived_s})
+            else:
+                self._end_move(now)
         self._num_tokens += count
         self._last_s = now
+
+    def _end_move(self, now: float) -> None:
+        assert self._move is not None, "the attempt goes on with a stream"
+        reason: Attributes = {
+            "tandem.output_tokens": self._move.num_tokens,
+            "tandem.move.reason": str(self._move.error),
+        }
+        self._request_span.record(SpanNode("move", self._move.lost_s, now, reason))
 
     def usage(self, num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> None:
         """The engine reported usage of the whole answer."""

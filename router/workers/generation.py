@@ -8,20 +8,24 @@ elsewhere as if nothing had happened: the next attempt gets the tokens as known 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from tandem.protocol.errors import NoWorker, ServingError, TransferError, WorkerError, WorkerLost
 from tandem.protocol.fault_boundary import async_error_of
 from tandem.protocol.messages import FinishReason, SequenceDelta, WorkerState
 from tandem.router.admission_queue import AdmissionQueue, AdmittedRequest
 from tandem.router.backend import GenerateRequest, TokenDelta
+from tandem.router.poisoned_requests import MAX_DEATHS, PoisonedRequests
 from tandem.router.streams import DeltaQueue, QueueStream
 from tandem.router.tracing.generation_trace import GenerationTrace
 from tandem.router.workers.attempt import Attempt
@@ -30,7 +34,6 @@ from tandem.router.workers.copy_ahead import copy_ahead, is_worthwhile
 from tandem.router.workers.move_log import MoveLog
 from tandem.router.workers.pin_ledger import Owner
 from tandem.router.workers.pins import PinService
-from tandem.router.workers.poisoned import MAX_DEATHS, PoisonedRequests
 from tandem.router.workers.prompt_hasher import PromptHasher
 from tandem.runtime.idle_timeout import IdleTimeout
 from tandem.scheduling.admission.admission import Admission
@@ -206,7 +209,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
 
     async def _begin(self) -> None:
         context, request = self._context, self._request
-        context.poisoned.check(request, context.admission_queue.now())
+        context.poisoned.check(partial(_fingerprint, request), context.admission_queue.now())
         self._digests = await context.hasher.digests(request.token_ids, request.cache_scope, request.adapter)
         context.check_open()
         if self._trace is not None:
@@ -272,7 +275,8 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
                 self._lost_workers.clear()
             self._lost_workers.append(error.worker_id)
             if len(self._lost_workers) >= MAX_DEATHS:
-                raise context.poisoned.add(self._request, self._lost_workers, context.admission_queue.now()) from error
+                now = context.admission_queue.now()
+                raise context.poisoned.add(_fingerprint(self._request), self._lost_workers, now) from error
         if self._num_failures >= context.max_moves:
             raise error
         self._num_failures += 1
@@ -376,6 +380,14 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
     def _idle_error(self) -> WorkerError:
         name, timeout_s = self._request.request_id, self._context.request_timeout_s
         return WorkerError(f"request {name} got no token within request_timeout_s={timeout_s}")
+
+
+def _fingerprint(request: GenerateRequest) -> bytes:
+    """What `PoisonedRequests` knows a request by. The seed is left out: it is drawn anew each time."""
+    sampling = msgspec.structs.replace(request.sampling, seed=0)
+    hashed = hashlib.blake2b(np.array(request.token_ids, dtype=np.int64).tobytes(), digest_size=16)
+    hashed.update(msgspec.msgpack.encode([sampling, request.adapter]))
+    return hashed.digest()
 
 
 def _merged(due: list[SequenceDelta]) -> TokenDelta:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -11,9 +12,6 @@ from tandem.protocol.messages import WorkerLoad
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import RegisteredWorker
-
-if TYPE_CHECKING:
-    from tandem.router.workers.flow import RequestFlow
 
 __all__ = ["CacheSizingCollector", "LoadCollector", "MoveCollector", "WorkerCollector"]
 
@@ -111,17 +109,29 @@ class WorkerCollector:
         yield _dropped_metric(workers)
 
 
+class Moving(Protocol):
+    """Counts the requests that went on elsewhere."""
+
+    @property
+    def num_moves(self) -> Counter[str]:
+        """By cause."""
+
+    @property
+    def num_poisoned(self) -> int:
+        """Requests that were given up."""
+
+
 class MoveCollector:
     """Requests that went on with other workers, and those that no worker gets any more."""
 
-    def __init__(self, flow: RequestFlow) -> None:
+    def __init__(self, flow: Moving) -> None:
         self._flow = flow
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as they are now."""
         moves = CounterMetricFamily(
             "tandem_request_moves",
-            "Times that a request went on with other workers, by the error on the former ones, or why it left them",
+            "Times that a request went on with other workers or engines, by the error on the former ones or why it left",
             labels=["cause"],
         )
         for cause, count in sorted(self._flow.num_moves.items()):
@@ -129,7 +139,7 @@ class MoveCollector:
         yield moves
         yield CounterMetricFamily(
             "tandem_poisoned_requests",
-            "Requests that were given up because several workers died while they had them",
+            "Requests that were given up because several workers or engines died while they had them",
             value=self._flow.num_poisoned,
         )
 

@@ -44,6 +44,7 @@ class FakeServer:
     key: str = ""  # requests without it get a 401
     adapters: list[str] = field(default_factory=list)  # as `/v1/models` lists them
     capabilities: dict[str, Any] = field(default_factory=dict)  # of its model; empty = it does not tell
+    version: str = ""  # as vLLM tells it; "" = it does not
     unloaded: list[str] = field(default_factory=list)  # models that get a 404
     health: int = 200
     metrics: str = ""
@@ -125,6 +126,10 @@ def _app(fake: FakeServer) -> FastAPI:
         if not fake.health_pause.is_set():
             await asyncio.to_thread(fake.health_pause.wait)
         return Response(status_code=fake.health)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": fake.version}, 200 if fake.version else 404)
 
     @app.get("/metrics")
     async def metrics() -> Response:

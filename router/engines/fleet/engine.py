@@ -83,6 +83,7 @@ class RemoteEngine:
         self.num_failures = 0
         self.card: WorkerCard | None = None
         self.capabilities: dict[str, Any] | None = None  # None = it has not told them
+        self.gives_token_ids = False  # whether its streams have the ids of their tokens, if asked for
         self.step_timing = StepTiming(DEFAULT_BATCHED_TOKENS)
         self.cache = CacheView(spec.name, index, context, self._set_reason)
         self._registry = registry
@@ -207,6 +208,7 @@ class RemoteEngine:
             "block_size": card.block_size if card else None,
             "num_blocks": card.num_blocks if card else None,
             "max_model_len": card.max_model_len if card else None,
+            "gives_token_ids": self.gives_token_ids,
             "prefix_index": "events" if spec.kv_events else "estimated",
             "num_event_gaps": self.cache.num_event_gaps,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ __all__ = [
     "parse_load",
     "parse_progress",
     "served_model",
+    "vllm_gives_token_ids",
 ]
 
 # Names in the order of preference; the values of all label sets (data parallel ranks, say) are added up.
@@ -38,6 +40,7 @@ _WORK = (
     "sglang:prompt_tokens_total",
     "sglang:generation_tokens_total",
 )
+_VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?(\.dev)?")
 _LOAD_NAMES = (*_RUNNING, *_WAITING, *_USAGE)
 _CACHE_CONFIG = "vllm:cache_config_info"
 _PAGE_SIZE, _NUM_PAGES = "sglang:page_size", "sglang:num_pages"
@@ -128,6 +131,22 @@ def served_model(catalog: Any, wanted: str) -> ServedModel:
     adapters = sorted(card["id"] for card in named if _is_adapter(card))
     length = _count(length) if isinstance(length, int) else 0
     return ServedModel(card["id"], length, tuple(adapters[:MAX_ADAPTERS]), _capabilities(card))
+
+
+def vllm_gives_token_ids(version: bytes) -> bool:
+    """Whether a vLLM of this version, as its `/version` tells it, knows `return_token_ids`: all since 0.10.2.
+
+    Builds of no release, whose version begins with 0.1.dev, count as newer.
+    """
+    try:
+        told = orjson.loads(version)
+    except orjson.JSONDecodeError:
+        return False
+    found = _VERSION.match(str(told.get("version"))) if isinstance(told, dict) else None
+    if found is None:
+        return False
+    major, minor, patch = (min(int(part or 0), MAX_COUNT) for part in found.group(1, 2, 3))
+    return (major, minor, patch) >= (0, 10, 2) or ((major, minor) == (0, 1) and found.group(4) is not None)
 
 
 def _capabilities(card: dict[str, Any]) -> dict[str, Any] | None:

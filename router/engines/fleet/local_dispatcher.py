@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+from collections import Counter
 from collections.abc import AsyncIterator, Container, Iterable, Mapping
 from contextlib import asynccontextmanager
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +40,9 @@ from tandem.router.engines.fleet.metrics import EngineCollector
 from tandem.router.engines.fleet.overview import fleet_overview
 from tandem.router.engines.fleet.queues import ModelQueue, Queues
 from tandem.router.engines.fleet.stored_answers import StoredAnswers
+from tandem.router.poisoned_requests import MAX_DEATHS, PoisonedRequests
 from tandem.router.tracing.generation_trace import admission_node, placement_node
-from tandem.router.workers.metrics import LoadCollector
+from tandem.router.workers.metrics import LoadCollector, MoveCollector
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.request import PlacementRequest
@@ -71,6 +75,9 @@ class LocalDispatcher:
         self.fleet = fleet
         self.queues = Queues(fleet)
         self.num_retries = 0
+        self.num_moves: Counter[str] = Counter()  # of streams, by cause
+        self.poisoned = PoisonedRequests("engines")
+        self.is_shut_down = False
         self._manager = manager
         self.tracing = tracing
         self.stored_answers = StoredAnswers()
@@ -82,6 +89,7 @@ class LocalDispatcher:
     def register_metrics(self, registry: CollectorRegistry) -> None:
         """Add the metrics of engines and queues to a registry."""
         registry.register(EngineCollector(self.fleet, lambda: self.num_retries))
+        registry.register(MoveCollector(self))
         registry.register(LoadCollector(self.fleet.registry))
         registry.register(AdmissionCollector(self.queues))
 
@@ -100,10 +108,16 @@ class LocalDispatcher:
 
     def shut_down(self) -> None:
         """End every request with an error and refuse new ones: the server stops."""
+        self.is_shut_down = True
         self.queues.close()
         for engine in self.fleet.engines:
             for request in list(engine.running):
                 request.abort(engine.name, "the server stops")
+
+    @property
+    def num_poisoned(self) -> int:
+        """Requests that were given up because several engines ended while they had them."""
+        return self.poisoned.num_added
 
     # -- Dispatcher -----------------------------------------------------------------------------------------------
 
@@ -278,7 +292,8 @@ class LocalReservation:
         self._queue: ModelQueue | None = None
         self._admitted: AdmittedRequest[LocalReservation, BookedAttempt] | None = None
         self._attempt: BookedAttempt | None = None  # the latest one
-        self._tried: set[str] = set()  # engines that failed or refused it
+        self._tried: set[str] = set()  # engines that failed or refused it since its last token
+        self._lost: list[str] = []  # engines that ended while they had it, since its last token
 
     async def place(self) -> EngineTarget:
         """Wait in the queue if necessary, and book a target. Raises a `ServingError`."""
@@ -296,7 +311,9 @@ class LocalReservation:
             tracing.record(parent, admission_node(start_s, self._dispatcher.now(), decision, error))
 
     async def _place(self) -> EngineTarget:
-        queue = self._queue = self._dispatcher.queue_of(self._request.model)
+        dispatcher = self._dispatcher
+        dispatcher.poisoned.check(self._fingerprint, dispatcher.now())
+        queue = self._queue = dispatcher.queue_of(self._request.model)
         self._placement_request = queue.placement_request(self._request)
         owner = self._owner()
         if owner is not None:
@@ -322,17 +339,74 @@ class LocalReservation:
         assert self._admitted is not None, "it has been placed"
         assert self._queue is not None, "it has been placed"
         self.release()
+        self._check_lost()
+        placement = self._place_elsewhere(self._placement_request)
+        self._admitted.decision.placement = placement
+        self._dispatcher.num_retries += 1
+        return self._target(placement)
+
+    async def go_on(self, cause: str, prompt: bytes, num_output_tokens: int) -> EngineTarget:
+        """As `move`, for a stream of which tokens were shown."""
+        return self.move_stream(cause, prompt, num_output_tokens)
+
+    def move_stream(self, cause: str, prompt: bytes, num_output_tokens: int) -> EngineTarget:
+        """`go_on` without `await`."""
+        assert self._admitted is not None, "it has been placed"
+        assert self._queue is not None, "it has been placed"
+        dispatcher, former = self._dispatcher, self._admitted
+        self.release()
+        self._check_lost()
+        if dispatcher.is_shut_down:
+            raise NoWorker("the server is shutting down; send the request again")
+        allowed = self._able_engines()
+        if prompt:
+            max_tokens = max(self._request.max_tokens - num_output_tokens, 1)
+            rest = msgspec.structs.replace(self._request, prompt=prompt, is_exact=True, max_tokens=max_tokens)
+            self._placement_request = self._queue.placement_request(rest)
+        self._placement_request = msgspec.structs.replace(
+            self._placement_request, allowed_workers=allowed, is_resumed=True
+        )
+        placement = self._place_elsewhere(self._placement_request)
+        queue, request = self._queue.admission_queue, self._placement_request
+        self._admitted = queue.moved(self, request, placement, former, self._booked)
+        dispatcher.num_moves[cause] += 1
+        return self._target(placement)
+
+    def _place_elsewhere(self, placement_request: PlacementRequest) -> Placement:
+        assert self._queue is not None, "it has been placed"
         start_s = self._dispatcher.now()
         try:
-            placement = self._queue.place_elsewhere(self._placement_request, self._tried)
-            self.book(self._placement_request, placement)
+            placement = self._queue.place_elsewhere(placement_request, self._tried)
+            self.book(placement_request, placement)
         except ServingError as exc:
             self._trace_move(start_s, error=exc)
             raise
         self._trace_move(start_s, placement)
-        self._admitted.decision.placement = placement
-        self._dispatcher.num_retries += 1
-        return self._target(placement)
+        return placement
+
+    def _able_engines(self) -> tuple[str, ...]:
+        """The engines that can go on with its stream and that it may use. Raises `NoWorker`."""
+        patterns = self._placement_request.allowed_workers
+        found = tuple(
+            engine.name
+            for engine in self._dispatcher.fleet.engines
+            if engine.gives_token_ids
+            and (not patterns or any(fnmatchcase(engine.name, pattern) for pattern in patterns))
+        )
+        if not found:
+            raise NoWorker("no engine that it may use gives token ids")
+        return found
+
+    def _check_lost(self) -> None:
+        """Raise `PoisonedRequest` if one engine after the other has ended while it had the request."""
+        if len(self._lost) >= MAX_DEATHS:
+            raise self._dispatcher.poisoned.add(self._fingerprint(), self._lost, self._dispatcher.now())
+
+    def _fingerprint(self) -> bytes:
+        request = self._request
+        hashed = hashlib.blake2b(request.prompt, digest_size=16)
+        hashed.update(msgspec.msgpack.encode([request.model, request.adapter, request.max_tokens, request.generates]))
+        return hashed.digest()
 
     def _trace_move(
         self, start_s: float, placement: Placement | None = None, error: ServingError | None = None
@@ -357,9 +431,11 @@ class LocalReservation:
         """The first byte of the answer came."""
         self._booked.answered()
 
-    def failed(self, engine: str, *, is_absent: bool = False) -> None:
+    def failed(self, engine: str, *, is_absent: bool = False, is_lost: bool = False) -> None:
         """The engine failed the request."""
         self._tried.add(engine)
+        if is_lost:
+            self._lost.append(engine)
         self._booked.failed(engine, is_absent=is_absent)
 
     def refused(self, engine: str, retry_after_s: float) -> None:
@@ -374,6 +450,8 @@ class LocalReservation:
     def first_token(self, now: float) -> None:
         """The first token of a stream came."""
         assert self._admitted is not None, "it has been placed"
+        self._tried.clear()  # an engine that failed long ago may be back
+        self._lost.clear()  # a request that ends its engines gets no further than the first time
         self._booked.first_token(now)
         self._admitted.first_token()
 
@@ -423,4 +501,11 @@ class LocalReservation:
         if self.explains:
             assert self._admitted is not None, "it has been placed"
             decision = self._admitted.explain()
-        return EngineTarget(best.prefill.worker_id, best.decode.worker_id, best.num_cached_tokens, decision)
+        engine = self._dispatcher.fleet.get(best.decode.worker_id)
+        return EngineTarget(
+            best.prefill.worker_id,
+            best.decode.worker_id,
+            best.num_cached_tokens,
+            decision,
+            gives_token_ids=engine is not None and engine.gives_token_ids,
+        )

@@ -22,6 +22,7 @@ from tandem.router.engines.fleet.engine_status import (
     parse_cache_size,
     parse_load,
     served_model,
+    vllm_gives_token_ids,
 )
 from tandem.router.engines.fleet.server_metrics import ServerMetrics
 from tandem.scheduling.workers.registry import Registry
@@ -109,6 +110,7 @@ class EngineProber:
         card = engine.next_card(served, size)
         self._check_card(card)
         engine.capabilities = served.capabilities
+        engine.gives_token_ids = await self._gives_token_ids(served)
         engine.join(card, self._clock())
 
     async def _served_model(self) -> ServedModel:
@@ -116,6 +118,15 @@ class EngineProber:
         if answer.status_code != 200:
             raise ValueError(f"/v1/models answered {answer.status_code}; is its api_key_env right?")
         return served_model(answer.json(), self._engine.spec.model)
+
+    async def _gives_token_ids(self, served: ServedModel) -> bool:
+        """Whether its streams can have token ids: vLLM's since a version of it, and those of `tandem serve`."""
+        if served.capabilities is not None:
+            return served.capabilities.get("token_ids") is True
+        if self._engine.spec.kind != "vllm":
+            return False
+        answer = await self._engine.probe_client.get("/version", self._config.probe_timeout_s)
+        return answer.status_code == 200 and vllm_gives_token_ids(answer.content)
 
     def _note_load(self, load: ReportedLoad, num_ours: int, now: float) -> None:
         """Tell the registry what the engine reports, and book what others have put on it."""

@@ -155,7 +155,7 @@ class _ChoicesApi(Api):
         prefill = super().prefill_body(body) | {"max_tokens": 1}
         if "max_completion_tokens" in body:
             prefill["max_completion_tokens"] = 1
-        for name in ("stream_options", "min_tokens"):
+        for name in ("stream_options", "min_tokens", "return_token_ids"):
             prefill.pop(name, None)
         return prefill
 

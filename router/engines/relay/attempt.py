@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
@@ -26,15 +26,25 @@ from tandem.router.engines.relay.connections import EngineConnection, EngineConn
 from tandem.router.engines.relay.engine_errors import engine_errors
 from tandem.router.engines.relay.observer import AttemptObserver
 from tandem.router.engines.relay.prefill_leg import PrefillLeg, decode_leg_body, meeting_of
+from tandem.router.engines.relay.stream_ledger import StreamLedger
 from tandem.router.engines.relay.stream_relay import StreamRelay
 from tandem.router.engines.relay.upstream import Reply
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.tracing.attempt_trace import attempt_trace
 
-__all__ = ["Attempt"]
+__all__ = ["Attempt", "Move"]
 
 T = TypeVar("T")
+
+
+class Move(NamedTuple):
+    """How a stream came to an attempt after tokens of it were shown."""
+
+    observer: AttemptObserver  # of the attempts before
+    lost_s: float  # time.monotonic()
+    error: EngineFailed  # of the attempt before
+    num_tokens: int
 
 
 class Attempt:
@@ -51,15 +61,21 @@ class Attempt:
         timeout_s: float,
         now: Callable[[], float],
         number: int = 0,
+        ledger: StreamLedger | None = None,
+        rewrite: Callable[[bytes], bytes] | None = None,
+        move: Move | None = None,
     ) -> None:
         """`timeout_s` is the longest silence of an engine. `now` is the clock of the reservation.
 
-        `number` counts the attempts of the request.
+        `number` counts the attempts of the request. With a `ledger` its stream may go on elsewhere: the engine is asked
+        for token ids, and `rewrite` turns its events into those of the stream. `move`: tokens of it were shown already.
         """
         self.status = 200
         self.content: bytes | None = None  # a plain answer, or the client's own error; None for a stream
         self.content_type = "application/json"
         self.target = target
+        self.ledger = ledger
+        self._rewrite = rewrite
         self._timeout_s = timeout_s
         self._now = now
         self._reservation = reservation
@@ -74,9 +90,10 @@ class Attempt:
         self._waits_for = self._engine
         self._timeout: asyncio.Timeout | None = None  # of the wait in progress
         self._aborted: EngineFailed | None = None
-        self._trace = attempt_trace(request, target, number)
+        self._trace = attempt_trace(request, target, number, move)
         self._trace_headers = request.trace_headers if self._trace is None else self._trace.headers
-        self._observer = AttemptObserver(reservation, request, metrics, now, self._trace)
+        former = None if move is None else move.observer
+        self.observer = AttemptObserver(reservation, request, metrics, now, self._trace, former)
 
     async def open(self) -> None:
         """Send the request and wait for the whole plain answer, or the first event of a stream.
@@ -90,7 +107,7 @@ class Attempt:
             self._trace_error(exc)
             raise
         except EngineFailed as exc:
-            self._reservation.failed(exc.engine, is_absent=exc.is_absent)
+            self._reservation.failed(exc.engine, is_absent=exc.is_absent, is_lost=exc.is_lost)
             self._trace_error(exc)
             raise
         except EngineBusy as exc:
@@ -108,9 +125,14 @@ class Attempt:
         try:
             return await self._relay.run(writer, self._timeout_s, partial(self.abort, self._engine.name))
         except EngineFailed as exc:
-            self._reservation.failed(exc.engine)
+            self._reservation.failed(exc.engine, is_lost=exc.is_lost)
             self._trace_error(exc)
             raise
+
+    def end_with(self, events: bytes) -> bytes:
+        """End a stream whose answer is complete with these events; returns those that are sent."""
+        assert self._relay is not None, "it is a stream"
+        return self._relay.end_with(events)
 
     def abort(self, engine: str, reason: str) -> None:
         """End it now, with an error that names the engine. Later calls change nothing."""
@@ -126,7 +148,7 @@ class Attempt:
 
     def close(self) -> None:
         """End what still runs. Later calls change nothing."""
-        self._observer.close()
+        self.observer.close()
         if self._prefill_leg is not None:
             self._prefill_leg.close()
         if self._reply is not None:
@@ -146,6 +168,8 @@ class Attempt:
 
     async def _open(self) -> None:
         body = self._request.body_for(self._engine.spec)
+        if self.ledger is not None:
+            body = body | {"return_token_ids": True}
         if self.target.is_pair and not self._engine.spec.serves_alone:
             await self._open_both(body)
             return
@@ -232,7 +256,7 @@ class Attempt:
             with engine_errors(engine.name):
                 self.content = await self._wait(reply.read_all())
             self.content_type = content_type
-            self._observer.ended()
+            self.observer.ended()
             return
         answer, self.content = await self._read_answer(engine, reply)
         if self.status != 200:
@@ -244,17 +268,18 @@ class Attempt:
             except orjson.JSONEncodeError as exc:
                 raise EngineFailed(engine.name, f"answered with something that cannot be sent on: {exc}") from exc
         self._note_stored(answer)
-        self._observer.saw_usage(self._api.usage(answer), is_total=True)
-        self._observer.ended()
+        self.observer.saw_usage(self._api.usage(answer), is_total=True)
+        self.observer.ended()
 
     async def _read_first_event(self, engine: EngineConnection, reply: Reply) -> None:
         self._relay = relay = StreamRelay(
             engine.name,
             reply,
-            self._observer,
+            self.observer,
             self._api.events,
             shows_usage=self._request.wants_usage,
             prefill_usage=self._prefill_usage,
+            rewrite=self._rewrite,
         )
         first = await self._wait(relay.read_first_event())
         error = first.error

@@ -21,7 +21,7 @@ def engine_errors(engine: str) -> Iterator[None]:
     except Unreachable as exc:
         raise EngineFailed(engine, f"cannot be reached ({_text(exc)})", is_absent=True) from exc
     except OSError as exc:
-        raise EngineFailed(engine, f"broke the connection ({_text(exc)})") from exc
+        raise EngineFailed(engine, f"broke the connection ({_text(exc)})", is_lost=True) from exc
 
 
 def _text(exc: Exception) -> str:

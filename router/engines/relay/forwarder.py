@@ -17,7 +17,6 @@ from tandem.protocol.errors import ModelNotFound, NoWorker, RequestError, Servin
 from tandem.router.engines.dispatcher import Dispatcher, DispatchRequest, EngineTarget
 from tandem.router.engines.relay.answers import as_count
 from tandem.router.engines.relay.apis import CHAT, RESPONSES, Api
-from tandem.router.engines.relay.attempt import Attempt
 from tandem.router.engines.relay.attempts import AttemptLimits, Attempts
 from tandem.router.engines.relay.client_request import ClientRequest
 from tandem.router.engines.relay.connections import EngineConnections
@@ -106,7 +105,7 @@ class Forwarder:
                 attempt = await attempts.open()
                 headers = _headers(attempt.target)
                 if attempt.content is None:
-                    await self._relay(request, attempt, headers, writer)
+                    await self._relay(request, attempts, headers, writer)
                 else:
                     attempts.close()
                     response = Response(attempt.content, attempt.status, headers, attempt.content_type)
@@ -178,13 +177,13 @@ class Forwarder:
         return known[0], ""
 
     async def _relay(
-        self, request: ClientRequest, attempt: Attempt, headers: dict[str, str], writer: ResponseWriter
+        self, request: ClientRequest, attempts: Attempts, headers: dict[str, str], writer: ResponseWriter
     ) -> None:
         raw_headers = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         self._metrics.running_requests.inc()
         try:
             await writer.start(raw_headers + _STREAM_HEADERS)
-            last = await attempt.relay(writer)
+            last = await attempts.relay(writer)
         except ServingError as exc:
             self._metrics.stream_errors.inc()
             last = request.api.events.error(serving_error_body(exc)["error"])

@@ -25,15 +25,21 @@ class AttemptObserver:
         metrics: EdgeMetrics,
         now: Callable[[], float],
         trace: AttemptTrace | None = None,
+        former: AttemptObserver | None = None,
     ) -> None:
-        """`now` is the clock of the reservation."""
+        """`now` is the clock of the reservation. `former` saw the answer's beginning, which is not counted again."""
         self._trace = trace
         self._reservation = reservation
         self._request = request
         self._metrics = metrics
         self._now = now
-        self._clock = RequestClock(metrics, request.arrived_s, request.key_use)
-        self._num_tokens = 0
+        self._clock: RequestClock
+        self._num_tokens: int  # of the whole answer
+        if former is None:
+            self._clock, self._num_tokens = RequestClock(metrics, request.arrived_s, request.key_use), 0
+        else:
+            self._clock, self._num_tokens = former._clock, former._num_tokens
+        self._has_token = False  # of this attempt
         self._last_token_s = 0.0
         self._usage: dict[str, Any] = {}
 
@@ -44,7 +50,8 @@ class AttemptObserver:
     def saw_tokens(self, count: int) -> None:
         """Tokens came just now. Called once per read."""
         now = self._now()
-        if self._num_tokens == 0:
+        if not self._has_token:
+            self._has_token = True
             self._reservation.first_token(now)
         elif self._reservation.is_gap_due(now):
             self._reservation.gap(now - self._last_token_s, now)

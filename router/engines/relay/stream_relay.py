@@ -50,8 +50,12 @@ class StreamRelay:
         *,
         shows_usage: bool,
         prefill_usage: dict[str, Any] | None = None,
+        rewrite: Callable[[bytes], bytes] | None = None,
     ) -> None:
-        """`shows_usage`: the client asked for the usage event. `prefill_usage` is that of a pair's prefill engine."""
+        """`shows_usage`: the client asked for the usage event. `prefill_usage` is that of a pair's prefill engine.
+
+        `rewrite` turns whole events into those that are read and forwarded.
+        """
         self.is_done = False  # the last event has come
         self._events = events
         self._engine = engine
@@ -59,6 +63,7 @@ class StreamRelay:
         self._observer = observer
         self._shows_usage = shows_usage
         self._prefill_usage = prefill_usage
+        self._rewrite = rewrite
         self._splitter = EventSplitter()
         self._pending = b""  # events that came before `run`
         self._last = b""  # events that came with the end
@@ -99,11 +104,18 @@ class StreamRelay:
         finally:
             idle.close()
 
+    def end_with(self, events: bytes) -> bytes:
+        """End the stream with these events, because the engine's own last ones are lost; returns what is shown."""
+        self._rewrite, self._failure = None, None
+        return self.visible(events)
+
     def visible(self, events: bytes) -> bytes:
         """The part of these events that the client gets, all of which the observer is told of.
 
         Comments that keep a connection alive go no further.
         """
+        if self._rewrite is not None:
+            events = self._rewrite(events)
         num_pieces, end = self._events.leading_pieces(events)
         if num_pieces:
             self._observer.saw_tokens(num_pieces)

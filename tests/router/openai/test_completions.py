@@ -184,3 +184,38 @@ async def test_many_choices_start_one_per_event_loop_iteration(tokenizer: Tokeni
         counting.cancel()
     assert len(answer.json()["choices"]) == 300
     assert max(after - before for before, after in itertools.pairwise(begun)) == 1
+
+
+async def test_token_ids_are_shown_to_those_who_ask(tokenizer: Tokenizer) -> None:
+    ids, prompt_ids = ids_of(tokenizer, "abc"), tokenizer.encode("hi")
+    body: dict[str, Any] = {"prompt": ["hi", "hi"], "max_tokens": 3, "return_token_ids": True}
+    async with closing(FakeBackend(tokenizer, "abc")) as client:
+        choices = (await client.post(COMPLETIONS, json=body)).json()["choices"]
+        assert [(one["prompt_token_ids"], one["token_ids"][: len(ids)]) for one in choices] == [(prompt_ids, ids)] * 2
+        streamed = [e["choices"][0] for e in events(await client.post(COMPLETIONS, json=body | {"stream": True}))[:-1]]
+    for index in (0, 1):
+        pieces = [piece for piece in streamed if piece["index"] == index]
+        assert [piece.get("prompt_token_ids") for piece in pieces] == [prompt_ids] + [None] * (len(pieces) - 1)
+        assert [i for piece in pieces for i in piece["token_ids"]] == choices[index]["token_ids"]
+
+
+async def test_tokens_without_text_yet_are_pieces_where_their_ids_are_shown(tokenizer: Tokenizer) -> None:
+    body = {"prompt": "hi", "max_tokens": 9, "stream": True, "stop": "bcd"}
+    async with closing(FakeBackend(tokenizer, "abce")) as client:
+        plain = [e["choices"][0] for e in events(await client.post(COMPLETIONS, json=body))[:-1]]
+        body |= {"return_token_ids": True}
+        shown = [e["choices"][0] for e in events(await client.post(COMPLETIONS, json=body))[:-1]]
+    assert [piece["text"] for piece in plain if piece["text"]] == [piece["text"] for piece in shown if piece["text"]]
+    assert len(shown) > len(plain)
+    assert [i for piece in shown for i in piece["token_ids"]][:4] == ids_of(tokenizer, "abce")
+
+
+async def test_the_ids_of_a_chat_begin_with_those_of_its_prompt(tokenizer: Tokenizer) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "return_token_ids": True}
+    backend = FakeBackend(tokenizer, "abc")
+    async with closing(backend) as client:
+        plain = (await client.post("/v1/chat/completions", json=body)).json()
+        first, *others, _ = events(await client.post("/v1/chat/completions", json=body | {"stream": True}))
+    assert plain["prompt_token_ids"] == first["prompt_token_ids"] == backend.requests[0].token_ids
+    assert [i for e in others for i in e["choices"][0]["token_ids"]] == plain["choices"][0]["token_ids"]
+    assert not any("prompt_token_ids" in e for e in others)

@@ -423,13 +423,13 @@ async def test_notes_of_a_dead_edge_and_notes_about_nothing_change_nothing(
             two.join()
             two.send(wire.Open(3, routing_request()))
             await eventually(lambda: len(hub.engine("a").running) == 1)
-            for note in (messages.EngineFailure("a", False), messages.Ended(5, 5), messages.FirstToken(0.0)):
+            for note in (messages.EngineFailure("a", False, False), messages.Ended(5, 5), messages.FirstToken(0.0)):
                 one.send(wire.Notes([(3, note), (77, note)]))  # another edge's call, and none
             one.send(wire.Open(5, "no request"))
             one.send_bytes(b"\x93nonsense")
             await eventually(lambda: caplog.text.count("is no message") == 2)
             assert (hub.engine("a").num_failures, hub.hub.num_running) == (0, 1)
-            two.send(wire.Notes([(3, messages.EngineFailure("a", False))]))  # they have not been read yet
+            two.send(wire.Notes([(3, messages.EngineFailure("a", False, False))]))  # they have not been read yet
             two.send(wire.Open(9, routing_request()))
             hub.hub.drop("two")
             await eventually(lambda: two.take() is not None and two.is_closed)

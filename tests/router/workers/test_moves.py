@@ -32,7 +32,7 @@ from tandem.protocol.messages import (
     SequenceDelta,
 )
 from tandem.router.backend import TokenDelta
-from tandem.router.workers.poisoned import MAX_DEATHS, MAX_REMEMBERED, REFUSED_S, PoisonedRequests
+from tandem.router.poisoned_requests import MAX_DEATHS, MAX_REMEMBERED, REFUSED_S, PoisonedRequests
 from tests.support.fake_worker import (
     FakeWorker,
     collect,
@@ -248,14 +248,14 @@ async def test_a_request_that_workers_die_of_is_refused_by_name_and_spares_the_o
 
 def test_what_is_refused_is_forgotten_after_a_while_and_never_grows() -> None:
     poisoned = PoisonedRequests()
-    requests = [make_request(num_prompt_tokens=1 + i) for i in range(MAX_REMEMBERED + 5)]
+    requests = [make_request(request_id=f"r{i}") for i in range(MAX_REMEMBERED + 5)]
     for now, request in enumerate(requests):
-        poisoned.add(request, ["a", "b", "c"], float(now))
+        poisoned.add(request.request_id.encode(), ["a", "b", "c"], float(now))
     assert len(poisoned) == MAX_REMEMBERED
-    poisoned.check(requests[0], float(len(requests)))  # the oldest were dropped for the latest
+    poisoned.check(requests[0].request_id.encode, float(len(requests)))  # the oldest were dropped for the latest
     with pytest.raises(PoisonedRequest):
-        poisoned.check(requests[-1], float(len(requests)))
-    poisoned.check(requests[-1], len(requests) + REFUSED_S)
+        poisoned.check(requests[-1].request_id.encode, float(len(requests)))
+    poisoned.check(requests[-1].request_id.encode, len(requests) + REFUSED_S)
     assert len(poisoned) == 0
 
 
