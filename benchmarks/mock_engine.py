@@ -4,7 +4,8 @@
 
 One process serves all ports. Every stream gets one event per step, as an engine's batch does, each in a write of its
 own. The `seed` of a request is the length of its steps in milliseconds, since routers pass that field on; with 0 the
-next event follows as soon as the connection takes it. Answers are always the same, so that clients can check them.
+next event follows as soon as the connection takes it. Answers are always the same, so that clients can check them. As
+vLLM's, events have token ids if the request asks for them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _SEED = re.compile(rb'"seed":\s*(\d+)')
 _LENGTH = re.compile(rb"content-length:\s*(\d+)", re.IGNORECASE)
 _STREAM = re.compile(rb'"stream":\s*true')
 _USAGE = re.compile(rb'"include_usage":\s*true')
+_IDS = re.compile(rb'"return_token_ids":\s*true')
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 )
@@ -58,12 +60,18 @@ def _chunk(choices: list[dict[str, object]], **fields: object) -> bytes:
     return _framed(b"data: " + orjson.dumps(_envelope("chat.completion.chunk", choices=choices, **fields)) + b"\n\n")
 
 
-def _piece(delta: dict[str, str], finish_reason: str | None) -> dict[str, object]:
-    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+def _piece(word: str, finish_reason: str | None, token_ids: list[int] | None) -> dict[str, object]:
+    piece: dict[str, object] = {"index": 0, "delta": {"content": word}, "logprobs": None}
+    return piece | {"finish_reason": finish_reason, "token_ids": token_ids}
 
 
-_PIECES = [_chunk([_piece({"content": word}, None)]) for word in WORDS]
-_ENDS = [_chunk([_piece({"content": word}, "length")]) for word in WORDS]
+_PIECES = [_chunk([_piece(word, None, None)]) for word in WORDS]
+_ENDS = [_chunk([_piece(word, "length", None)]) for word in WORDS]
+_PIECES_WITH_IDS = [_chunk([_piece(word, None, [i + 1000])]) for i, word in enumerate(WORDS)]
+_ENDS_WITH_IDS = [_chunk([_piece(word, "length", [i + 1000])]) for i, word in enumerate(WORDS)]
+_FIRST_WITH_IDS = _chunk(
+    [_piece(WORDS[0], None, [1000])], prompt_token_ids=list(range(20_000, 20_000 + _PROMPT_TOKENS))
+)
 _DONE = _framed(b"data: [DONE]\n\n")
 
 
@@ -80,6 +88,7 @@ def _plain(num_tokens: int) -> bytes:
 
 _GET = {
     b"/health": _answer(b"{}"),
+    b"/version": _answer(b'{"version":"0.32.0"}'),
     b"/v1/models": _answer(
         orjson.dumps({"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 8192}]})
     ),
@@ -177,8 +186,12 @@ class _Connection(asyncio.Protocol):
                 self._plain[num_tokens] = _plain(num_tokens)
             self._transport.write(self._plain[num_tokens])
             return
-        self._unsent.extend(_PIECES[i % len(WORDS)] for i in range(num_tokens - 1))
-        self._unsent.append(_ENDS[(num_tokens - 1) % len(WORDS)])
+        has_ids = _IDS.search(body)
+        pieces, ends = (_PIECES_WITH_IDS, _ENDS_WITH_IDS) if has_ids else (_PIECES, _ENDS)
+        self._unsent.extend(pieces[i % len(WORDS)] for i in range(num_tokens - 1))
+        self._unsent.append(ends[(num_tokens - 1) % len(WORDS)])
+        if has_ids and num_tokens > 1:
+            self._unsent[0] = _FIRST_WITH_IDS
         usage = _chunk([], usage=_usage(num_tokens)) if _USAGE.search(body) else b""
         self._unsent.extend((usage + _DONE, b"0\r\n\r\n"))
         self._transport.write(_STREAM_HEAD + self._unsent.popleft())

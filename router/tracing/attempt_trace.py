@@ -94,7 +94,7 @@ class AttemptTrace:
         assert self._move is not None, "the attempt goes on with a stream"
         reason: Attributes = {
             "tandem.output_tokens": self._move.num_tokens,
-            "tandem.move.reason": str(self._move.error),
+            "tandem.move.reason": self._move.error.cause,  # its message may quote the request
         }
         self._request_span.record(SpanNode("move", self._move.lost_s, now, reason))
 

@@ -131,7 +131,7 @@ class MoveCollector:
         """All metrics, as they are now."""
         moves = CounterMetricFamily(
             "tandem_request_moves",
-            "Times that a request went on with other workers or engines, by the error on the former ones or why it left",
+            "Times that a request went on with other workers or engines, by the error, or why it left the former ones",
             labels=["cause"],
         )
         for cause, count in sorted(self._flow.num_moves.items()):

@@ -27,7 +27,7 @@ from tandem.router.engines.relay.engine_errors import engine_errors
 from tandem.router.engines.relay.observer import AttemptObserver
 from tandem.router.engines.relay.prefill_leg import PrefillLeg, decode_leg_body, meeting_of
 from tandem.router.engines.relay.stream_ledger import StreamLedger
-from tandem.router.engines.relay.stream_relay import StreamRelay
+from tandem.router.engines.relay.stream_relay import Rewrite, StreamRelay
 from tandem.router.engines.relay.upstream import Reply
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.response_writer import ResponseWriter
@@ -62,7 +62,7 @@ class Attempt:
         now: Callable[[], float],
         number: int = 0,
         ledger: StreamLedger | None = None,
-        rewrite: Callable[[bytes], bytes] | None = None,
+        rewrite: Rewrite | None = None,
         move: Move | None = None,
     ) -> None:
         """`timeout_s` is the longest silence of an engine. `now` is the clock of the reservation.

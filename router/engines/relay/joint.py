@@ -82,9 +82,9 @@ class ContinuedStream:
         self._num_shown_chars = len(known) - len(joint.pending)  # of what the matcher returns next
         self._due = self._unshown(self._stops.push(known).text)
 
-    def rewrite(self, events: bytes) -> bytes:
-        """The events that the client is shown for these."""
-        return b"".join([self._rewritten(raw) for raw in split_events(events)])
+    def rewrite(self, events: bytes) -> tuple[bytes, int]:
+        """As `Rewrite`: the events that the client is shown for these."""
+        return b"".join([self._rewritten(raw) for raw in split_events(events)]), 0
 
     def _rewritten(self, raw: bytes) -> bytes:
         if self._is_over:

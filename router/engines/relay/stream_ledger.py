@@ -24,6 +24,11 @@ DONE = b"data: [DONE]\n\n"
 
 # NOTE: quotes are escaped in JSON strings, so the text of an answer cannot contain these patterns.
 _IDS = re.compile(rb'("(?:prompt_)?token_ids":)\s*\[[^\]]*\]')
+# The usual event, which is read without parsing it: a text and the ids of its tokens, and nothing else.
+_PIECE = re.compile(
+    rb'data: \{[^{}\[\]]*"choices":\[\{"index":0,(?:"text":|"delta":\{"content":)"([^"\\]*(?:\\.[^"\\]*)*)"\}?'
+    rb'(?:,"[a-z_]+":null)*,"token_ids":\[(\d+(?:,\d+)*)\](?:,"[a-z_]+":null)*\}\](?:,"usage":null)?\}\n\n'
+)
 _OWN_FIELDS = {"choices", "usage", "prompt_token_ids", "error"}  # of one event; the others are those of every event
 
 
@@ -60,9 +65,13 @@ class StreamLedger:
         """Another engine begins the same answer, of which no token was shown."""
         self._is_restarted = bool(self._head)
 
-    def follow(self, events: bytes) -> bytes:
-        """Note these events, which the client is shown next. Returns them as it gets them."""
-        return b"".join([self._follow(raw) for raw in split_events(events)])
+    def follow(self, events: bytes) -> tuple[bytes, int]:
+        """As `Rewrite`: note these events, which the client is shown next, and take the token ids out of them."""
+        if (found := _PIECE.fullmatch(events)) is not None and self._note_piece(found):
+            if not self._shows_ids:
+                events = b"%bnull%b" % (events[: found.start(2) - 1], events[found.end(2) + 1 :])
+            return events, 1
+        return b"".join([self._follow(raw) for raw in split_events(events)]), 0
 
     def note(self, text: str, token_ids: Any, *, is_last: bool) -> None:
         """Note a piece of the answer: the text that is shown, and the ids of the tokens that came with it."""
@@ -123,6 +132,22 @@ class StreamLedger:
 
     def _without_ids(self, raw: bytes) -> bytes:
         return raw if self._shows_ids else _IDS.sub(rb"\1null", raw)
+
+    def _note_piece(self, found: re.Match[bytes]) -> bool:
+        """Note an event of the usual form. Returns whether that is all there is to do."""
+        if self._is_over or self._is_restarted or not self._head:
+            return False
+        text, ids = found.groups()
+        try:
+            shown = orjson.loads(b'"%b"' % text) if b"\\" in text else text.decode()
+            if b"," in ids:
+                self.output_ids.extend(map(int, ids.split(b",")))
+            else:
+                self.output_ids.append(int(ids))
+        except (ValueError, OverflowError):
+            return False
+        self._text.write(shown)
+        return True
 
     def _note_choices(self, body: Json, choices: Any) -> bool:
         """Note an event. Returns whether it does nothing but open the answer."""

@@ -22,7 +22,9 @@ from tandem.router.engines.relay.upstream import Reply
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.runtime.idle_timeout import IdleTimeout
 
-__all__ = ["StreamObserver", "StreamRelay"]
+__all__ = ["Rewrite", "StreamObserver", "StreamRelay"]
+
+Rewrite = Callable[[bytes], tuple[bytes, int]]
 
 
 class StreamObserver(Protocol):
@@ -50,11 +52,12 @@ class StreamRelay:
         *,
         shows_usage: bool,
         prefill_usage: dict[str, Any] | None = None,
-        rewrite: Callable[[bytes], bytes] | None = None,
+        rewrite: Rewrite | None = None,
     ) -> None:
         """`shows_usage`: the client asked for the usage event. `prefill_usage` is that of a pair's prefill engine.
 
-        `rewrite` turns whole events into those that are read and forwarded.
+        `rewrite` turns whole events into those that are read and forwarded, and tells the number of pieces of the
+        answer if they are nothing else, or else 0.
         """
         self.is_done = False  # the last event has come
         self._events = events
@@ -114,9 +117,12 @@ class StreamRelay:
 
         Comments that keep a connection alive go no further.
         """
+        num_pieces = end = 0
         if self._rewrite is not None:
-            events = self._rewrite(events)
-        num_pieces, end = self._events.leading_pieces(events)
+            events, num_pieces = self._rewrite(events)
+            end = len(events)
+        if not num_pieces:
+            num_pieces, end = self._events.leading_pieces(events)
         if num_pieces:
             self._observer.saw_tokens(num_pieces)
         if end == len(events):

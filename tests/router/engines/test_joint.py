@@ -55,7 +55,7 @@ async def run(script: Script, body: dict[str, Any], deaths: Iterable[int], *, is
     for death in [*deaths, None]:
         stream = list(events(script, sent, is_chat=chat, tokens_per_event=merged))[:death]
         for raw in stream:
-            shown += rewrite(raw)
+            shown += rewrite(raw)[0]
             if shown.endswith(b"data: [DONE]\n\n"):
                 assert not ledger.flaw
                 return shown
@@ -123,8 +123,8 @@ def test_the_client_sees_no_token_ids_unless_it_asked_for_them() -> None:
     raws = list(events(script, {"return_token_ids": True, "max_tokens": 9}, is_chat=True))
     plain = list(events(script, {"max_tokens": 9}, is_chat=True))
     hidden, shown = new_ledger(is_chat=True), new_ledger(is_chat=True, shows_ids=True)
-    assert [hidden.follow(raw) for raw in raws] == plain
-    assert [shown.follow(raw) for raw in raws] == raws
+    assert [hidden.follow(raw)[0] for raw in raws] == plain
+    assert [shown.follow(raw)[0] for raw in raws] == raws
     assert list(hidden.output_ids) == list(shown.output_ids) == script.ids
     assert list(hidden.prompt_ids or ()) == PROMPT_IDS
     assert hidden.text == 'aé"token_ids":[1]'

@@ -282,7 +282,7 @@ async def test_a_move_is_a_span(fake_a: FakeServer, fake_b: FakeServer) -> None:
         assert_whole(await ask(router, COMPLETION_BODY, traceparent=TRACEPARENT))
     move = kept.attributes("move")
     assert 0 < move["tandem.output_tokens"] < NUM_TOKENS
-    assert "broke the connection" in move["tandem.move.reason"]
+    assert move["tandem.move.reason"] == "engine_lost"
 
 
 async def test_streams_of_two_edge_processes_go_on(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:

@@ -1,0 +1,191 @@
+"""Streams of `tandem route` that go on on another engine: the silence after `kill -9`, and the cost when nothing fails.
+
+    python -m benchmarks.stream_moves [--vllm-python PATH] [--vllm-eager]
+
+Cost: two `tandem route` in front of engines that compute nothing, one with --max-moves 0, which asks for no token ids.
+They take turns; the figure is CPU seconds of the router for a chunk. Kill: two vLLM servers (with --vllm-python), of
+which one is killed under greedy streams. Their texts are compared with those of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import psutil
+
+from benchmarks.common import arguments, console, free_port, launched, print_table, write_result
+from benchmarks.edge import SHAPES, cpu_of, measure, mock_engines
+from benchmarks.engines import Fleet, routed
+from tandem.loadtest.client import run_measured
+
+__all__ = ["Seen", "kill_under_load", "main"]
+
+_NAMES = ("max_moves 0", "max_moves 3")
+_STORY = "Tell a story about {} boats, with emojis and umlauts: ä, ö, 🙂."
+
+
+@dataclass
+class Seen:
+    """What the client of one stream saw."""
+
+    text: str = ""
+    usage: tuple[int, int] = (0, 0)  # prompt, answer
+    finish_reason: str | None = None
+    error: dict[str, Any] | None = None
+    ids: set[str] = field(default_factory=set)
+    engine: str = ""
+    times_s: list[float] = field(default_factory=list)  # of its events
+    after_kill_s: float | None = None  # from the kill to its next event; None = its engine lived
+
+    @property
+    def answer(self) -> tuple[Any, ...]:
+        """All that must not depend on the kill."""
+        return self.text, self.usage, self.finish_reason, self.error
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--vllm-python", metavar="PATH", default="", help="Python of an environment with vLLM")
+    parser.add_argument("--vllm-eager", action="store_true", help="vLLM without torch.compile")
+    parser.add_argument("--rounds", type=int, default=7, help="of turns and of kills (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each turn (default: %(default)s)")
+    parser.add_argument("--streams", type=int, default=8, help="under the kill (default: %(default)s)")
+    parser.add_argument("--output-tokens", type=int, default=128)
+    settings = parser.parse_args()
+    if settings.quick:
+        settings.rounds, settings.seconds, settings.output_tokens = 1, 0.3, 32
+    results: dict[str, Any] = {"cost": measure_cost(settings)}
+    rows = []
+    for name, turns in results["cost"].items():
+        ratios = sorted(on / off for off, on in zip(*turns.values(), strict=True))
+        noise = f"{ratios[len(ratios) // 4]:.3f}-{ratios[-1 - len(ratios) // 4]:.3f}"
+        medians = [statistics.median(values) * 1e6 for values in turns.values()]
+        rows.append([name, *medians, f"{statistics.median(ratios):.3f}", noise])
+    print_table(
+        "Router CPU for a chunk, us", ["", *_NAMES, "ratio", "noise"], rows, f"{settings.rounds} rounds in turn"
+    )
+    if settings.vllm_python:
+        results["kill"] = measure_kill(settings)
+        console.print(results["kill"])
+    write_result("stream_moves", settings, results)
+    return 0
+
+
+def measure_cost(settings: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """CPU seconds of the router for a chunk in each turn, by shape, without and with token ids."""
+    shapes = [shape for shape in SHAPES if shape.is_stream]
+    found: dict[str, dict[str, list[float]]] = {shape.name: {name: [] for name in _NAMES} for shape in shapes}
+    with tempfile.TemporaryDirectory() as folder, mock_engines() as workers, contextlib.ExitStack() as stack:
+        engines = Path(folder) / "engines.toml"
+        tables = [f'[[engines]]\nname = "w{i}"\nurl = "{url}"\nkind = "vllm"\n' for i, url in enumerate(workers)]
+        engines.write_text("".join(tables))
+        routers = {name: stack.enter_context(_router(engines, f"--max-moves={name[-1]}")) for name in _NAMES}
+        for number in range(settings.rounds):
+            for shape in shapes:
+                for name in _NAMES if number % 2 else reversed(_NAMES):
+                    url, pid = routers[name]
+                    measured = run_measured(measure(url, cpu_of(pid), shape, settings.seconds))
+                    if measured.num_wrong:
+                        raise RuntimeError(f"wrong answer: {measured.first_wrong}")
+                    found[shape.name][name].append(measured.cpu_s / measured.num_chunks)
+    return found
+
+
+def measure_kill(settings: argparse.Namespace) -> dict[str, Any]:
+    """Silences after `kill -9` of a vLLM server, over some rounds with servers of their own."""
+    pauses_s: list[float] = []
+    num_wrong = num_failed = 0
+    for _ in range(settings.rounds):
+        with routed(settings, ("a", "b")) as fleet:
+            before = asyncio.run(kill_under_load(fleet, settings.streams, settings.output_tokens))
+            after = asyncio.run(kill_under_load(fleet, settings.streams, settings.output_tokens, victim="a"))
+        num_failed += sum(seen.error is not None for seen in after)
+        num_wrong += sum(one.answer != other.answer for one, other in zip(before, after, strict=True))
+        pauses_s += [seen.after_kill_s for seen in after if seen.after_kill_s is not None]
+    return {
+        "num_moved": len(pauses_s),
+        "num_failed": num_failed,
+        "num_other_answers": num_wrong,
+        "silence_p50_s": statistics.median(pauses_s),
+        "silence_max_s": max(pauses_s),
+    }
+
+
+async def kill_under_load(fleet: Fleet, num_streams: int, num_tokens: int, *, victim: str = "") -> list[Seen]:
+    """What the clients saw. The victim is killed once each stream has shown a part of its answer."""
+    started = [asyncio.Event() for _ in range(num_streams)]
+    seen = [Seen() for _ in range(num_streams)]
+    async with httpx.AsyncClient(base_url=fleet.router_url, timeout=300) as client:
+        streams = [
+            asyncio.create_task(_one_stream(client, fleet.model, i, num_tokens, seen[i], started[i]))
+            for i in range(num_streams)
+        ]
+        await asyncio.gather(*(event.wait() for event in started))
+        killed_s = time.monotonic()
+        if victim:
+            server = psutil.Process(fleet.pids[victim])
+            for process in [*server.children(recursive=True), server]:
+                process.send_signal(signal.SIGKILL)
+        await asyncio.gather(*streams)
+    for one in seen:
+        later = [at_s for at_s in one.times_s if at_s > killed_s]
+        if victim and one.engine == victim and later:
+            one.after_kill_s = max(b - a for a, b in zip([killed_s, *later], later, strict=False))
+    return seen
+
+
+async def _one_stream(
+    client: httpx.AsyncClient, model: str, number: int, num_tokens: int, seen: Seen, started: asyncio.Event
+) -> None:
+    """A greedy stream: half of them are chats, and half have a stop string that never comes."""
+    text = _STORY.format(number)
+    body: dict[str, Any] = {"model": model, "max_tokens": num_tokens, "temperature": 0, "stream": True}
+    body |= {"stop": ["never to be seen"]} if number % 4 < 2 else {"min_tokens": num_tokens}
+    body |= {"messages": [{"role": "user", "content": text}]} if number % 2 else {"prompt": text}
+    body |= {"stream_options": {"include_usage": True}}
+    async with client.stream("POST", f"/v1/{'chat/' * (number % 2)}completions", json=body) as response:
+        seen.engine = response.headers.get("x-tandem-engine", "")
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            seen.times_s.append(time.monotonic())
+            _note(seen, orjson.loads(line[6:]))
+            if len(seen.times_s) == min(10, num_tokens // 2):
+                started.set()
+    started.set()
+
+
+def _note(seen: Seen, event: dict[str, Any]) -> None:
+    seen.error = seen.error or event.get("error")
+    if "id" in event:
+        seen.ids.add(event["id"])
+    if usage := event.get("usage"):
+        seen.usage = usage["prompt_tokens"], usage["completion_tokens"]
+    for choice in event.get("choices", ()):
+        seen.text += (choice["delta"].get("content") or "") if "delta" in choice else choice["text"]
+        seen.finish_reason = choice["finish_reason"] or seen.finish_reason
+
+
+@contextlib.contextmanager
+def _router(engines: Path, *flags: str) -> Iterator[tuple[str, int]]:
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    command = [sys.executable, "-m", "tandem", "route", f"--engines={engines}", f"--port={port}", *flags]
+    with launched(command, ready=f"{url}/ready") as running:
+        yield url, running.process.pid
+
+
+if __name__ == "__main__":
+    sys.exit(main())
