@@ -69,9 +69,8 @@ _PIECES = [_chunk([_piece(word, None, None)]) for word in WORDS]
 _ENDS = [_chunk([_piece(word, "length", None)]) for word in WORDS]
 _PIECES_WITH_IDS = [_chunk([_piece(word, None, [i + 1000])]) for i, word in enumerate(WORDS)]
 _ENDS_WITH_IDS = [_chunk([_piece(word, "length", [i + 1000])]) for i, word in enumerate(WORDS)]
-_FIRST_WITH_IDS = _chunk(
-    [_piece(WORDS[0], None, [1000])], prompt_token_ids=list(range(20_000, 20_000 + _PROMPT_TOKENS))
-)
+_PROMPT_IDS = list(range(20_000, 20_000 + _PROMPT_TOKENS))
+_FIRST_WITH_IDS = _chunk([_piece(WORDS[0], None, [1000])], prompt_token_ids=_PROMPT_IDS)
 _DONE = _framed(b"data: [DONE]\n\n")
 
 

@@ -33,6 +33,7 @@ async def test_small_routes(tokenizer: Tokenizer) -> None:
         assert card["capabilities"] == {
             "completions": True, "chat": True, "embeddings": False, "tools": "hermes", "forced_tools": True,
             "reasoning": None, "max_logprobs": 20, "prompt_logprobs": True,
+            "token_ids": True,
             "structured_output": ["json_object", "json_schema", "structural_tag", "regex", "choice", "grammar"],
         }  # fmt: skip
         assert (await client.get("/v1/models/nope")).json()["error"]["code"] == "model_not_found"
