@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tandem.router.tracing.itl import ItlSummary
 from tandem.router.tracing.span_node import Attributes, SpanNode
 
 if TYPE_CHECKING:
     from tandem.router.engines.dispatcher import EngineTarget
-    from tandem.router.engines.relay.attempt import Move
     from tandem.router.engines.relay.client_request import ClientRequest
     from tandem.router.tracing.tracing import LiveSpan
 
-__all__ = ["AttemptTrace", "attempt_trace"]
+__all__ = ["AttemptTrace", "Loss", "attempt_trace"]
 
 _OPERATIONS = {
     "/v1/completions": "text_completion",
@@ -25,14 +24,22 @@ _OPERATIONS = {
 }
 
 
+class Loss(NamedTuple):
+    """A stream's engine was lost after tokens of it were shown."""
+
+    at_s: float  # time.monotonic()
+    cause: str  # NOTE: not the error's message, which may quote the request
+    num_tokens: int  # before it
+
+
 def attempt_trace(
-    request: ClientRequest, target: EngineTarget, number: int, move: Move | None = None
+    request: ClientRequest, target: EngineTarget, number: int, loss: Loss | None = None
 ) -> AttemptTrace | None:
     """The trace of a request's attempt on a target; None if it is not traced.
 
-    `number` counts from 0. `move`: the attempt goes on with a stream.
+    `number` counts from 0. `loss`: the attempt goes on with a stream.
     """
-    return None if request.span is None else AttemptTrace(request.span, request, target, number, move)
+    return None if request.span is None else AttemptTrace(request.span, request, target, number, loss)
 
 
 class AttemptTrace:
@@ -44,7 +51,7 @@ class AttemptTrace:
         request: ClientRequest,
         target: EngineTarget,
         number: int,
-        move: Move | None = None,
+        loss: Loss | None = None,
     ) -> None:
         operation = _OPERATIONS.get(request.api.path, request.api.path.removeprefix("/").replace("/", "."))
         attributes: Attributes = {
@@ -57,7 +64,7 @@ class AttemptTrace:
         }
         if target.is_pair:
             attributes["tandem.engine.prefill"] = target.prefill
-        self._move = move
+        self._loss = loss
         self._request_span = request_span
         self._arrived_s = request.arrived_s
         self._start_s = time.monotonic()
@@ -83,7 +90,7 @@ class AttemptTrace:
         else:
             self._first_s = now
             self._span.event("first_token")
-            if self._move is None:
+            if self._loss is None:
                 self._request_span.set({"gen_ai.response.time_to_first_chunk": now - self._arrived_s})
             else:
                 self._end_move(now)
@@ -91,12 +98,10 @@ class AttemptTrace:
         self._last_s = now
 
     def _end_move(self, now: float) -> None:
-        assert self._move is not None, "the attempt goes on with a stream"
-        reason: Attributes = {
-            "tandem.output_tokens": self._move.num_tokens,
-            "tandem.move.reason": self._move.error.cause,  # its message may quote the request
-        }
-        self._request_span.record(SpanNode("move", self._move.lost_s, now, reason))
+        loss = self._loss
+        assert loss is not None, "the attempt goes on with a stream"
+        attributes: Attributes = {"tandem.output_tokens": loss.num_tokens, "tandem.move.reason": loss.cause}
+        self._request_span.record(SpanNode("move", loss.at_s, now, attributes))
 
     def usage(self, num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> None:
         """The engine reported usage of the whole answer."""

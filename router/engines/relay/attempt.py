@@ -31,7 +31,7 @@ from tandem.router.engines.relay.stream_relay import Rewrite, StreamRelay
 from tandem.router.engines.relay.upstream import Reply
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.response_writer import ResponseWriter
-from tandem.router.tracing.attempt_trace import attempt_trace
+from tandem.router.tracing.attempt_trace import Loss, attempt_trace
 
 __all__ = ["Attempt", "Move"]
 
@@ -42,9 +42,7 @@ class Move(NamedTuple):
     """How a stream came to an attempt after tokens of it were shown."""
 
     observer: AttemptObserver  # of the attempts before
-    lost_s: float  # time.monotonic()
-    error: EngineFailed  # of the attempt before
-    num_tokens: int
+    loss: Loss
 
 
 class Attempt:
@@ -90,7 +88,7 @@ class Attempt:
         self._waits_for = self._engine
         self._timeout: asyncio.Timeout | None = None  # of the wait in progress
         self._aborted: EngineFailed | None = None
-        self._trace = attempt_trace(request, target, number, move)
+        self._trace = attempt_trace(request, target, number, None if move is None else move.loss)
         self._trace_headers = request.trace_headers if self._trace is None else self._trace.headers
         former = None if move is None else move.observer
         self.observer = AttemptObserver(reservation, request, metrics, now, self._trace, former)

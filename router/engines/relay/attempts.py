@@ -30,6 +30,7 @@ from tandem.router.engines.relay.joint import CannotContinue, ContinuedStream, J
 from tandem.router.engines.relay.stream_ledger import StreamLedger
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.response_writer import ResponseWriter
+from tandem.router.tracing.attempt_trace import Loss
 
 __all__ = ["AttemptLimits", "Attempts"]
 
@@ -179,7 +180,7 @@ class Attempts:
                 target = await self._reservation.go_on(failure.cause, prompt, num_tokens)
             except (NoWorker, EngineBusy) as exc:
                 raise failure.because(exc.message) from exc
-            move = Move(former.observer, lost_s, failure, num_tokens)
+            move = Move(former.observer, Loss(lost_s, failure.cause, num_tokens))
             try:
                 return await self._continued(target, ledger, move)
             except CannotContinue as exc:
