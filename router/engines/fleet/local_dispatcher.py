@@ -43,6 +43,7 @@ from tandem.router.engines.fleet.stored_answers import StoredAnswers
 from tandem.router.poisoned_requests import MAX_DEATHS, PoisonedRequests
 from tandem.router.tracing.generation_trace import admission_node, placement_node
 from tandem.router.workers.metrics import LoadCollector, MoveCollector
+from tandem.router.workers.move_log import MoveLog
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.request import PlacementRequest
@@ -76,6 +77,7 @@ class LocalDispatcher:
         self.queues = Queues(fleet)
         self.num_retries = 0
         self.num_moves: Counter[str] = Counter()  # of streams, by cause
+        self.move_log = MoveLog()
         self.poisoned = PoisonedRequests("engines")
         self.is_shut_down = False
         self._manager = manager
@@ -105,6 +107,7 @@ class LocalDispatcher:
         finally:
             self.queues.close()
             await self._removals.close()
+            self.move_log.tell()
 
     def shut_down(self) -> None:
         """End every request with an error and refuse new ones: the server stops."""
@@ -353,7 +356,7 @@ class LocalReservation:
         """`go_on` without `await`."""
         assert self._admitted is not None, "it has been placed"
         assert self._queue is not None, "it has been placed"
-        dispatcher, former = self._dispatcher, self._admitted
+        dispatcher, former, left = self._dispatcher, self._admitted, self._booked.engine
         self.release()
         self._check_lost()
         if dispatcher.is_shut_down:
@@ -370,6 +373,7 @@ class LocalReservation:
         queue, request = self._queue.admission_queue, self._placement_request
         self._admitted = queue.moved(self, request, placement, former, self._booked)
         dispatcher.num_moves[cause] += 1
+        dispatcher.move_log.add(f"{cause} on {left}")
         return self._target(placement)
 
     def _place_elsewhere(self, placement_request: PlacementRequest) -> Placement:

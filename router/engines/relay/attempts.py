@@ -174,7 +174,7 @@ class Attempts:
             num_tokens = len(ledger.output_ids)
             name, engine = self._request.routing.request_id, failure.engine
             # NOTE: not the failure's message, which may quote the request.
-            logger.warning("request %s leaves %s behind %d tokens: %s", name, engine, num_tokens, failure.cause)
+            logger.debug("request %s leaves %s behind %d tokens: %s", name, engine, num_tokens, failure.cause)
             try:
                 prompt = token_bytes([*(ledger.prompt_ids or ()), *ledger.output_ids])
                 target = await self._reservation.go_on(failure.cause, prompt, num_tokens)
