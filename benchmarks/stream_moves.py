@@ -1,10 +1,11 @@
 """Streams of `tandem route` that go on on another engine: the silence after `kill -9`, and the cost when nothing fails.
 
-    python -m benchmarks.stream_moves [--vllm-python PATH] [--vllm-eager]
+    python -m benchmarks.stream_moves [--parts relay,cost] [--vllm-python PATH] [--vllm-eager]
 
-Cost: two `tandem route` in front of engines that compute nothing, one with --max-moves 0, which asks for no token ids.
-They take turns; the figure is CPU seconds of the router for a chunk. Kill: two vLLM servers (with --vllm-python), of
-which one is killed under greedy streams. Their texts are compared with those of an undisturbed run.
+Relay: CPU time of what the router does with one event of a stream, with and without token ids. Cost: two
+`tandem route` in front of engines that compute nothing, one with --max-moves 0, which asks for no token ids. They take
+turns; the figure is CPU seconds of the router for a chunk. Kill: two vLLM servers (with --vllm-python), of which one is
+killed under greedy streams. Their texts are compared with those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import orjson
@@ -30,6 +32,10 @@ from benchmarks.common import arguments, console, free_port, launched, print_tab
 from benchmarks.edge import SHAPES, cpu_of, measure, mock_engines
 from benchmarks.engines import Fleet, routed
 from tandem.loadtest.client import run_measured
+from tandem.router.engines.relay.sse import ChunkEvents
+from tandem.router.engines.relay.stream_ledger import StreamLedger
+from tandem.router.engines.relay.stream_relay import Rewrite, StreamRelay
+from tandem.router.engines.relay.upstream import Reply
 
 __all__ = ["Seen", "kill_under_load", "main"]
 
@@ -58,6 +64,7 @@ class Seen:
 
 def main() -> int:
     parser = arguments(__doc__)
+    parser.add_argument("--parts", default="relay,cost", help="some of relay,cost (default: %(default)s)")
     parser.add_argument("--vllm-python", metavar="PATH", default="", help="Python of an environment with vLLM")
     parser.add_argument("--vllm-eager", action="store_true", help="vLLM without torch.compile")
     parser.add_argument("--rounds", type=int, default=7, help="of turns and of kills (default: %(default)s)")
@@ -67,21 +74,81 @@ def main() -> int:
     settings = parser.parse_args()
     if settings.quick:
         settings.rounds, settings.seconds, settings.output_tokens = 1, 0.3, 32
-    results: dict[str, Any] = {"cost": measure_cost(settings)}
-    rows = []
-    for name, turns in results["cost"].items():
-        ratios = sorted(on / off for off, on in zip(*turns.values(), strict=True))
-        noise = f"{ratios[len(ratios) // 4]:.3f}-{ratios[-1 - len(ratios) // 4]:.3f}"
-        medians = [statistics.median(values) * 1e6 for values in turns.values()]
-        rows.append([name, *medians, f"{statistics.median(ratios):.3f}", noise])
-    print_table(
-        "Router CPU for a chunk, us", ["", *_NAMES, "ratio", "noise"], rows, f"{settings.rounds} rounds in turn"
-    )
+    parts, results = settings.parts.split(","), dict[str, Any]()
+    if "relay" in parts:
+        results["relay"] = measure_relay()
+        rows = [[name, value] for name, value in results["relay"].items()]
+        print_table("The relay's work for one event", ["", "CPU us"], rows, "best of 7 runs")
+    if "cost" in parts:
+        results["cost"] = measure_cost(settings)
+        _show_cost(results["cost"], settings.rounds)
     if settings.vllm_python:
         results["kill"] = measure_kill(settings)
         console.print(results["kill"])
     write_result("stream_moves", settings, results)
     return 0
+
+
+def measure_relay() -> dict[str, float]:
+    """CPU microseconds for one event, which usually comes alone."""
+    plain, with_ids = _event(None), _event([12345])
+    ledger = StreamLedger(is_chat=True, shows_ids=False, shows_running_usage=False)
+    ledger.follow(plain)
+    bare, followed = _relay(None), _relay(ledger.follow)
+    found = {
+        "without token ids": _cpu_us(partial(bare.visible, plain), 20_000),
+        "with token ids": _cpu_us(partial(followed.visible, with_ids), 20_000),
+    }
+    found["without token ids, 16 at once"] = _cpu_us(partial(bare.visible, plain * 16), 2_000) / 16
+    found["with token ids, 16 at once"] = _cpu_us(partial(followed.visible, with_ids * 16), 2_000) / 16
+    for num in (4_000, 100_000):
+        first = _event([12345], prompt_token_ids=list(range(num)))
+        found[f"the first one, with a prompt of {num:,} ids"] = _cpu_us(partial(followed.visible, first), 10)
+    return found
+
+
+def _relay(rewrite: Rewrite | None) -> StreamRelay:
+    reply = Reply(cast(Any, None))
+    return StreamRelay("a", reply, _NoObserver(), ChunkEvents(), shows_usage=False, rewrite=rewrite)
+
+
+class _NoObserver:
+    def saw_tokens(self, count: int) -> None:
+        pass
+
+    def saw_usage(self, usage: dict[str, Any], *, is_total: bool) -> None:
+        pass
+
+    def ended(self) -> None:
+        pass
+
+
+def _event(token_ids: list[int] | None, **fields: Any) -> bytes:
+    body = {"id": f"chatcmpl-{'0123456789abcdef' * 2}", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+    choice = {"index": 0, "delta": {"content": " word"}, "logprobs": None, "finish_reason": None}
+    choices = [choice | {"token_ids": token_ids}]
+    return b"data: " + orjson.dumps(body | {"choices": choices} | fields) + b"\n\n"
+
+
+def _cpu_us(work: Callable[[], object], num: int) -> float:
+    def once() -> float:
+        started_s = time.process_time()
+        for _ in range(num):
+            work()
+        return (time.process_time() - started_s) / num
+
+    return min(once() for _ in range(7)) * 1e6
+
+
+def _show_cost(cost: dict[str, dict[str, list[float]]], num_rounds: int) -> None:
+    rows = []
+    for name, turns in cost.items():
+        ratios = sorted(on / off for off, on in zip(*turns.values(), strict=True))
+        noise = f"{ratios[len(ratios) // 4]:.3f}-{ratios[-1 - len(ratios) // 4]:.3f}"
+        medians = [statistics.median(values) * 1e6 for values in turns.values()]
+        rows.append([name, *medians, f"{statistics.median(ratios):.3f}", noise])
+    headings = ["", *_NAMES, "ratio", "noise"]
+    print_table("Router CPU for a chunk, us", headings, rows, f"{num_rounds} rounds in turn")
 
 
 def measure_cost(settings: argparse.Namespace) -> dict[str, dict[str, list[float]]]:

@@ -67,11 +67,19 @@ class StreamLedger:
 
     def follow(self, events: bytes) -> tuple[bytes, int]:
         """As `Rewrite`: note these events, which the client is shown next, and take the token ids out of them."""
-        if (found := _PIECE.fullmatch(events)) is not None and self._note_piece(found):
+        shown: list[bytes] = []
+        start = copied = num_pieces = 0
+        while (found := _PIECE.match(events, start)) is not None and self._note_piece(found):
             if not self._shows_ids:
-                events = b"%bnull%b" % (events[: found.start(2) - 1], events[found.end(2) + 1 :])
-            return events, 1
-        return b"".join([self._follow(raw) for raw in split_events(events)]), 0
+                shown += (events[copied : found.start(2) - 1], b"null")
+                copied = found.end(2) + 1
+            start = found.end()
+            num_pieces += 1
+        shown.append(events[copied:start])
+        if start == len(events):
+            return b"".join(shown), num_pieces
+        shown += [self._follow(raw) for raw in split_events(events[start:])]
+        return b"".join(shown), 0
 
     def note(self, text: str, token_ids: Any, *, is_last: bool) -> None:
         """Note a piece of the answer: the text that is shown, and the ids of the tokens that came with it."""

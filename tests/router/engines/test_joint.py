@@ -54,8 +54,9 @@ async def run(script: Script, body: dict[str, Any], deaths: Iterable[int], *, is
     shown = b""
     for death in [*deaths, None]:
         stream = list(events(script, sent, is_chat=chat, tokens_per_event=merged))[:death]
-        for raw in stream:
-            shown += rewrite(raw)[0]
+        reads = stream if merged == 1 else [b"".join(stream[i : i + merged]) for i in range(0, len(stream), merged)]
+        for read in reads:
+            shown += rewrite(read)[0]
             if shown.endswith(b"data: [DONE]\n\n"):
                 assert not ledger.flaw
                 return shown
@@ -125,6 +126,9 @@ def test_the_client_sees_no_token_ids_unless_it_asked_for_them() -> None:
     hidden, shown = new_ledger(is_chat=True), new_ledger(is_chat=True, shows_ids=True)
     assert [hidden.follow(raw)[0] for raw in raws] == plain
     assert [shown.follow(raw)[0] for raw in raws] == raws
+    at_once = new_ledger(is_chat=True)
+    assert at_once.follow(b"".join(raws))[0] == b"".join(plain)
+    assert at_once.output_ids == hidden.output_ids
     assert list(hidden.output_ids) == list(shown.output_ids) == script.ids
     assert list(hidden.prompt_ids or ()) == PROMPT_IDS
     assert hidden.text == 'aé"token_ids":[1]'
