@@ -20,6 +20,7 @@ from tandem.protocol.errors import (
     ModelNotFound,
     NotServed,
     NoWorker,
+    PoisonedRequest,
     RequestError,
     RoleRefused,
     ServingError,
@@ -297,6 +298,7 @@ class LocalReservation:
         self._attempt: BookedAttempt | None = None  # the latest one
         self._tried: set[str] = set()  # engines that failed or refused it since its last token
         self._lost: list[str] = []  # engines that ended while they had it, since its last token
+        self._verdict: PoisonedRequest | None = None  # it ends its engines
 
     async def place(self) -> EngineTarget:
         """Wait in the queue if necessary, and book a target. Raises a `ServingError`."""
@@ -342,7 +344,8 @@ class LocalReservation:
         assert self._admitted is not None, "it has been placed"
         assert self._queue is not None, "it has been placed"
         self.release()
-        self._check_lost()
+        if self._verdict is not None:
+            raise self._verdict
         placement = self._place_elsewhere(self._placement_request)
         self._admitted.decision.placement = placement
         self._dispatcher.num_retries += 1
@@ -358,7 +361,8 @@ class LocalReservation:
         assert self._queue is not None, "it has been placed"
         dispatcher, former, left = self._dispatcher, self._admitted, self._booked.engine
         self.release()
-        self._check_lost()
+        if self._verdict is not None:
+            raise self._verdict
         if dispatcher.is_shut_down:
             raise NoWorker("the server is shutting down; send the request again")
         allowed = self._able_engines()
@@ -401,11 +405,6 @@ class LocalReservation:
             raise NoWorker("no engine that it may use gives token ids")
         return found
 
-    def _check_lost(self) -> None:
-        """Raise `PoisonedRequest` if one engine after the other has ended while it had the request."""
-        if len(self._lost) >= MAX_DEATHS:
-            raise self._dispatcher.poisoned.add(self._fingerprint(), self._lost, self._dispatcher.now())
-
     def _fingerprint(self) -> bytes:
         request = self._request
         hashed = hashlib.blake2b(request.prompt, digest_size=16)
@@ -440,6 +439,9 @@ class LocalReservation:
         self._tried.add(engine)
         if is_lost:
             self._lost.append(engine)
+            if len(self._lost) == MAX_DEATHS:
+                dispatcher = self._dispatcher
+                self._verdict = dispatcher.poisoned.add(self._fingerprint(), self._lost, dispatcher.now())
         self._booked.failed(engine, is_absent=is_absent)
 
     def refused(self, engine: str, retry_after_s: float) -> None:

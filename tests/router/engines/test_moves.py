@@ -262,6 +262,16 @@ async def test_a_stream_that_ends_one_engine_after_the_other_is_given_up() -> No
             assert "tandem_poisoned_requests_total 1.0" in (await router.client.get("/metrics")).text
 
 
+async def test_a_request_that_ends_engines_before_its_first_byte_is_refused_the_next_time() -> None:
+    with fake_openai() as one, fake_openai() as two, fake_openai() as three:
+        fakes = [one, two, three]
+        breaks = scripts_on(*fakes)
+        async with routing(*(spec_of(fake, name) for fake, name in zip(fakes, "abc", strict=True))) as router:
+            breaks += [0] * MAX_DEATHS
+            assert (await ask(router, CHAT_BODY)).status_code == 502
+            assert (await ask(router, CHAT_BODY)).status_code == 422
+
+
 async def test_a_moved_stream_counts_once(fake_a: FakeServer, fake_b: FakeServer) -> None:
     breaks = scripts_on(fake_a, fake_b)
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
