@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from typer import rich_utils
 
-from tandem.cli import bench, chaos, chat, departures, keys, model, replay, route, serve, top, version
+from tandem.cli import bench, chaos, chat, keys, model, replay, route, serve, top, version, workers
 from tandem.cli.options import printable
 from tandem.protocol.errors import ServingError
 from tandem.protocol.settings import rule_of
@@ -68,8 +68,9 @@ COMMANDS = (
     route.route,
     chat.chat,
     top.top,
-    departures.drain,
-    departures.restart,
+    workers.drain,
+    workers.restart,
+    workers.add,
     bench.bench,
     replay.replay,
     chaos.chaos,

@@ -74,6 +74,8 @@ class Member(ABC):
         self.has_served = False
         self.waits_for_room = False  # Ray has no node for it now
         self.departs: Literal["", "leave", "restart"] = ""  # what follows when its process ends on purpose
+        self.bundle: Bundle | None = None  # where its processes run
+        self.is_added = False  # it came later: if it cannot start, the others serve on
         self.home_role: Role | None = None  # what it was before it took over for a pool without workers
         self.is_up = asyncio.Event()
 
@@ -88,6 +90,10 @@ class Member(ABC):
         await self._join(await self._loaded())
         self.up_since, self.has_served = time.monotonic(), True
         self.is_up.set()
+
+    @abstractmethod
+    def another(self, worker_id: str, role: Role) -> Member:
+        """One more worker like this one."""
 
     @abstractmethod
     def _create_actor(self, options: dict[str, Any]) -> Any:
@@ -237,6 +243,11 @@ class WorkerMember(Member):
         self._config = config
         self._workers = workers
         self._registry = registry
+
+    def another(self, worker_id: str, role: Role) -> WorkerMember:
+        """As `Member.another`. No cores are set aside for it: those of the machine are given out at the start."""
+        config = replace(self._config, worker_id=worker_id, role=role, cpu_cores=())
+        return WorkerMember(config, RestartBudget(self.restarts.max_restarts), self._workers, self._registry)
 
     def _create_actor(self, options: dict[str, Any]) -> Any:
         variables = {"OMP_NUM_THREADS": str(self._config.engine.num_threads or 1)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -39,9 +40,9 @@ class WorkerBundles:
     def __init__(self, needs: Sequence[tuple[float, float]]) -> None:
         """`needs`: cores and GPUs of each worker."""
         self._needs = needs
-        bundles = [
-            {name: number for name, number in zip(("CPU", "GPU"), need, strict=True) if number} for need in needs
-        ]
+        bundles = [_resources(*need) for need in needs]
+        self._free: list[Bundle] = []
+        self._added: list[PlacementGroup] = []
         self._group: PlacementGroup = placement_group(bundles, strategy="SPREAD", name="tandem")
 
     def bundle(self, number: int) -> Bundle:
@@ -49,9 +50,39 @@ class WorkerBundles:
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
         return Bundle(*self._needs[number], strategy)
 
+    def another(self, num_cpus: float, num_gpus: float) -> Bundle:
+        """A bundle for one more worker: one that was given back, or a new one, for which Ray finds a node."""
+        for bundle in self._free:
+            if (bundle.num_cpus, bundle.num_gpus) == (num_cpus, num_gpus):
+                self._free.remove(bundle)
+                return bundle
+        group = placement_group([_resources(num_cpus, num_gpus)], name="tandem")
+        self._added.append(group)
+        return Bundle(num_cpus, num_gpus, PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0))
+
+    def has_room_for(self, num_cpus: float, num_gpus: float) -> bool:
+        """Whether `another` finds room on the nodes that are there."""
+        free = ray.available_resources()
+        is_kept = any((bundle.num_cpus, bundle.num_gpus) == (num_cpus, num_gpus) for bundle in self._free)
+        return is_kept or (num_cpus <= free.get("CPU", 0) and num_gpus <= free.get("GPU", 0))
+
+    def give_back(self, bundle: Bundle) -> None:
+        """Nobody uses a bundle any more. Its node may be given up if it was asked for by `another`."""
+        group = bundle.strategy.placement_group
+        if group in self._added:
+            self._added.remove(group)
+            remove_placement_group(group)
+        else:
+            self._free.append(bundle)
+
     def remove(self) -> None:
         """Give all bundles back. Ray ends actors that still run in them."""
-        remove_placement_group(self._group)
+        for group in (self._group, *self._added):
+            remove_placement_group(group)
+
+
+def _resources(num_cpus: float, num_gpus: float) -> dict[str, float]:
+    return {name: number for name, number in (("CPU", num_cpus), ("GPU", num_gpus)) if number}
 
 
 def _counted(number: float, name: str) -> str:

@@ -13,6 +13,7 @@ from functools import partial
 
 from ray.exceptions import RayError
 
+from tandem.cluster.arrivals import Arrivals
 from tandem.cluster.departures import Departures
 from tandem.cluster.member import Member, first_line, member_of
 from tandem.cluster.placement import Bundle, WorkerBundles
@@ -21,7 +22,7 @@ from tandem.cluster.quarantine_watch import watch_quarantines
 from tandem.cluster.role_flips import RoleFlips
 from tandem.cluster.worker_layout import needs_of
 from tandem.protocol.config import ClusterConfig
-from tandem.protocol.errors import ConfigError, ServingError, WorkerError
+from tandem.protocol.errors import AddRefused, ConfigError, ServingError, WorkerError
 from tandem.protocol.fault_boundary import async_error_of
 from tandem.protocol.messages import PeerAddress, Role, WorkerState
 from tandem.runtime.background import BackgroundTasks
@@ -60,6 +61,7 @@ class Supervisor:
         self._background = BackgroundTasks()
         self.flips = RoleFlips(self._members, registry, costs, self._background)
         self.departures = Departures(self._members, self._background, cover=self._cover, kill=self._kill)
+        self.arrivals = Arrivals(self._members, self._supervise_another)
         self._is_stopping = False
         self._is_ray_dead = False
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -73,8 +75,7 @@ class Supervisor:
         """
         self._bundles = WorkerBundles(needs_of(self._config))
         for number, member in enumerate(self._members.values()):
-            keep_alive = partial(self._keep_alive, member, self._bundles.bundle(number))
-            self._background.start(f"the supervision of {member.worker_id}", keep_alive, self._crashed)
+            self._supervise(member, self._bundles.bundle(number))
         ups = asyncio.create_task(self._all_up())
         await asyncio.wait([ups, self._failure], return_when=asyncio.FIRST_COMPLETED)
         if self._failure.done():
@@ -98,8 +99,8 @@ class Supervisor:
 
     @property
     def autoscaler_status(self) -> dict[str, object]:
-        """What the autoscaler decided last, the latest flips, and the latest departures."""
-        return self.flips.status | {"departures": self.departures.latest}
+        """What the autoscaler decided last, the latest flips, and who left and came of late."""
+        return self.flips.status | {"departures": self.departures.latest, "arrivals": self.arrivals.latest}
 
     async def set_role(self, worker: str, role: Role) -> dict[str, object]:
         """As `WorkerManager.set_role`."""
@@ -108,6 +109,19 @@ class Supervisor:
     async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, object]:
         """As `WorkerManager.drain`."""
         return self.departures.begin(worker, grace_s, restart=restart, reason="an operator asked for it")
+
+    async def add_worker(self, role: Role) -> dict[str, object]:
+        """As `WorkerManager.add_worker`. The machine of a private Ray does not grow; a cluster may."""
+        needed, bundles = self.arrivals.like(role).bundle, self._bundles
+        assert needed is not None, "workers are supervised"
+        assert bundles is not None, "they have been started"
+        sizes = needed.num_cpus, needed.num_gpus
+        if not self._config.ray_address and not await asyncio.to_thread(bundles.has_room_for, *sizes):
+            raise AddRefused(
+                f"This machine has no room for another worker of {needed}: drain one first, or start the server with a "
+                "smaller num_cpus_per_worker."
+            )
+        return self.arrivals.begin(role, reason="an operator asked for it")
 
     def ray_died(self, error: WorkerError) -> None:
         """Give up: Ray cannot be asked any more, every call would only block. Call it in the event loop."""
@@ -146,6 +160,24 @@ class Supervisor:
         for member in self._members.values():
             await member.is_up.wait()
 
+    def _supervise(self, member: Member, bundle: Bundle) -> None:
+        member.bundle = bundle
+        keep_alive = partial(self._keep_alive, member, bundle)
+        self._background.start(f"the supervision of {member.worker_id}", keep_alive, self._crashed)
+
+    def _supervise_another(self, member: Member, like: Member) -> None:
+        """Look after one more worker, which needs what another one does."""
+        assert self._bundles is not None, "workers have been started"
+        assert like.bundle is not None, "it is supervised"
+        self._members[member.worker_id] = member
+        self._supervise(member, self._bundles.another(like.bundle.num_cpus, like.bundle.num_gpus))
+
+    def _forget(self, member: Member, bundle: Bundle) -> None:
+        """A worker is gone for good."""
+        del self._members[member.worker_id]
+        if self._bundles is not None and not self._is_ray_dead:
+            self._bundles.give_back(bundle)
+
     async def _keep_alive(self, member: Member, bundle: Bundle) -> None:
         """Start the worker; when it dies, tell everyone and start it again."""
         while not self._is_stopping:
@@ -155,16 +187,21 @@ class Supervisor:
             was_up = member.is_up.is_set()
             departs, member.departs = member.departs, ""
             gone = await self._bury(member, _LEFT if departs else _LOST)
-            if departs == "leave":
-                del self._members[member.worker_id]
             if departs:
                 self._on_progress(f"{member.role} worker {member.worker_id} has left")
                 self._cover()
                 await asyncio.wait({gone}, timeout=_GONE_TIMEOUT_S)
-                if departs == "leave":
-                    return
+            if departs == "leave":
+                self._forget(member, bundle)
+                return
+            if departs:
                 continue
             if not was_up and not member.has_served and not member.restarts.num_deaths:
+                if member.is_added:
+                    self.arrivals.withdraw(member, ended)
+                    self._on_progress(f"{member.role} worker {member.worker_id} was not added: {ended}")
+                    self._forget(member, bundle)
+                    return
                 self._fail(ConfigError(f"worker {member.worker_id} did not start: {ended}"))
                 return
             member.restarts.died(time.monotonic() - member.up_since if was_up else 0.0)
@@ -196,6 +233,7 @@ class Supervisor:
     async def _bring_up(self, member: Member, bundle: Bundle) -> None:
         await member.start(bundle, on_no_room=self._no_room)
         self.departures.note_up(member)
+        self.arrivals.note_up(member)
         self._cover()
         self._on_progress(f"{member.role} worker {member.worker_id} is ready")
 

@@ -9,6 +9,7 @@ ServingError
  |   |- WorkerNotFound         404
  |   |- RoleRefused            409
  |   |- DrainRefused           409
+ |   |- AddRefused             409
  |- Overloaded                 429, with a Retry-After
  |   |- PinQuotaExceeded
  |   |- DeadlineUnmet          the first token would come too late
@@ -28,6 +29,7 @@ ServingError
 from __future__ import annotations
 
 __all__ = [
+    "AddRefused",
     "ConfigError",
     "ContextLengthExceeded",
     "DeadlineUnmet",
@@ -112,6 +114,13 @@ class RoleRefused(RequestError):
 
     status = 409
     code = "role_refused"
+
+
+class AddRefused(RequestError):
+    """No worker can be added now."""
+
+    status = 409
+    code = "add_refused"
 
 
 class DrainRefused(RequestError):

@@ -63,6 +63,9 @@ class Backend(Protocol):
     async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
         """As `WorkerManager.drain`. Raises `DrainRefused` where the workers are run by others."""
 
+    async def add_worker(self, role: Role) -> dict[str, Any]:
+        """As `WorkerManager.add_worker`. Raises `AddRefused` where the workers are run by others."""
+
     async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
         """Let the answers that a worker decodes go on with another one, `to` it if given, or only that of a request.
 
@@ -91,6 +94,9 @@ class WorkerManager(Protocol):
 
         With `restart` it is started again. Returns what has begun, as JSON. Raises `WorkerNotFound` or `DrainRefused`.
         """
+
+    async def add_worker(self, role: Role) -> dict[str, Any]:
+        """Begin to start one more worker; what has begun, as JSON. Raises `AddRefused`."""
 
     async def check_integrity(self) -> dict[str, str]:
         """By worker, what is wrong with it or what it holds although it should be idle; "" = nothing."""

@@ -60,6 +60,11 @@ class EngineMember(Member):
         self._fleet = fleet
         self._facts = facts
 
+    def another(self, worker_id: str, role: Role) -> EngineMember:
+        """As `Member.another`."""
+        server = replace(self._server, worker_id=worker_id, cpu_cores=())
+        return EngineMember(server, role, RestartBudget(self.restarts.max_restarts), self._fleet, self._facts)
+
     def _create_actor(self, options: dict[str, Any]) -> Any:
         return ray.remote(EngineActor).options(**options).remote(replace(self._server, role=self.role))
 

@@ -191,6 +191,9 @@ class Dispatcher(Protocol):
     async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
         """As `WorkerManager.drain`. Raises `DrainRefused` where the servers are run by others."""
 
+    async def add_worker(self, role: Role) -> dict[str, Any]:
+        """As `WorkerManager.add_worker`. Raises `AddRefused` where the servers are run by others."""
+
     async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
         """Refused with 501. Raises `NotServed`."""
 

@@ -23,6 +23,7 @@ __all__ = [
     "Migration",
     "ModelCard",
     "ModelList",
+    "NewWorker",
     "Readiness",
     "RoleChange",
     "Version",
@@ -106,6 +107,12 @@ class RoleChange(msgspec.Struct, frozen=True):
 
     worker: Annotated[str, Meta(description="Its id in `/v1/pools`.")]
     role: Literal["prefill", "decode"]
+
+
+class NewWorker(msgspec.Struct, frozen=True):
+    """One more worker."""
+
+    role: Annotated[Literal["prefill", "decode", "colocated"], Meta(description="The role in which it begins.")]
 
 
 class Drain(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ from tandem.router.http.answer_shapes import (
     Migration,
     ModelCard,
     ModelList,
+    NewWorker,
     Readiness,
     RoleChange,
     Version,
@@ -52,6 +53,9 @@ SHARED_OPERATIONS = {
         example={"worker": "decode-0", "grace_s": 30, "restart": True},
         answer=_ANY_OBJECT,
         errors=(404, 409, 502),
+    ),
+    ("POST", "/v1/pools/add"): Operation(
+        tag="operations", body=NewWorker, example={"role": "decode"}, answer=_ANY_OBJECT, errors=(409, 502)
     ),
     ("POST", "/v1/pools/migrate"): Operation(
         tag="operations",

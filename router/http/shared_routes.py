@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from tandem.protocol.errors import ModelNotFound, RequestError
 from tandem.protocol.messages import Role
-from tandem.router.http.answer_shapes import Drain, Migration, RoleChange
+from tandem.router.http.answer_shapes import Drain, Migration, NewWorker, RoleChange
 from tandem.router.http.app import json_response
 from tandem.router.http.audit import audited
 from tandem.router.http.authentication import check_operator
@@ -75,6 +75,9 @@ class Managed(Protocol):
     async def drain(self, worker: str, grace_s: float, *, restart: bool) -> Json:
         """As `WorkerManager.drain`."""
 
+    async def add_worker(self, role: Role) -> Json:
+        """As `WorkerManager.add_worker`."""
+
     async def migrate(self, worker: str, to: str, request_id: str) -> Json:
         """As `Backend.migrate`."""
 
@@ -101,6 +104,18 @@ def add_worker_routes(app: FastAPI, managed: Managed) -> None:
         drain = await _read(request, Drain, '{"worker": NAME, "grace_s": SECONDS, "restart": true or false}')
         with audited(request, "worker.restart" if drain.restart else "worker.drain", drain.worker):
             return json_response(await managed.drain(drain.worker, drain.grace_s, restart=drain.restart))
+
+    @app.post("/v1/pools/add")
+    async def add_worker(request: Request) -> Response:
+        """Start one more worker, like those that are there: `{"role": "decode"}`.
+
+        Answers when it has begun; `/v1/pools` tells when it serves, or why it was withdrawn. Needs an operator's key.
+        """
+        added = await _read(request, NewWorker, '{"role": "prefill" or "decode"}')
+        with audited(request, "worker.add", added.role) as done:
+            record = await managed.add_worker(Role(added.role))
+            done.target = str(record.get("worker", added.role))
+            return json_response(record)
 
     @app.post("/v1/pools/migrate")
     async def migrate_answers(request: Request) -> Response:

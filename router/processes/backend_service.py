@@ -74,6 +74,12 @@ class DrainWorker(_Question, frozen=True):
     restart: bool
 
 
+class AddWorker(_Question, frozen=True):
+    """`Backend.add_worker`."""
+
+    role: Role
+
+
 class Migrate(_Question, frozen=True):
     """`Backend.migrate`."""
 
@@ -149,6 +155,7 @@ Question = (
     | Overview
     | SetRole
     | DrainWorker
+    | AddWorker
     | Migrate
     | Check
     | Scrape
@@ -202,6 +209,8 @@ class BackendService:
                 return await backend.set_role(worker, role)
             case DrainWorker(worker, grace_s, restart):
                 return await backend.drain(worker, grace_s, restart=restart)
+            case AddWorker(role):
+                return await backend.add_worker(role)
             case Migrate(worker, to, request_id):
                 return await backend.migrate(worker, to, request_id)
             case Check():

@@ -18,6 +18,7 @@ __all__ = [
     "WIRE_FORMAT",
     "Aborted",
     "AddEngine",
+    "AddServer",
     "AnswerOwner",
     "DispatchDecisions",
     "Ended",
@@ -190,6 +191,12 @@ class DrainEngine(_DispatchMessage, frozen=True):
     restart: bool
 
 
+class AddServer(_DispatchMessage, frozen=True):
+    """`Dispatcher.add_worker`."""
+
+    role: Role
+
+
 class AddEngine(_DispatchMessage, frozen=True):
     """`Dispatcher.add_engine`."""
 
@@ -211,6 +218,7 @@ Question = (
     | ScrapeHub
     | SetEngineRole
     | DrainEngine
+    | AddServer
     | AddEngine
     | RemoveEngine
 )

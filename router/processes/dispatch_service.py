@@ -16,6 +16,7 @@ from tandem.router.processes.dispatch_messages import (
     WIRE_FORMAT,
     Aborted,
     AddEngine,
+    AddServer,
     AnswerOwner,
     DispatchDecisions,
     DrainEngine,
@@ -88,6 +89,8 @@ class DispatchService:
                 return self._scrape().decode()
             case SetEngineRole(worker, role):
                 return await dispatcher.set_role(worker, role)
+            case AddServer(role):
+                return await dispatcher.add_worker(role)
             case DrainEngine(worker, grace_s, restart):
                 return await dispatcher.drain(worker, grace_s, restart=restart)
             case AddEngine(fields):

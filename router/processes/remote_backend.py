@@ -122,6 +122,10 @@ class RemoteBackend:
         """As `WorkerManager.drain`."""
         return await self._hub.ask(service.DrainWorker(worker, grace_s, restart), dict[str, Any])
 
+    async def add_worker(self, role: Role) -> dict[str, Any]:
+        """As `WorkerManager.add_worker`."""
+        return await self._hub.ask(service.AddWorker(role), dict[str, Any])
+
     async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
         """As `Backend.migrate`."""
         return await self._hub.ask(service.Migrate(worker, to, request_id), dict[str, Any])

@@ -145,6 +145,10 @@ class RemoteDispatcher:
         """As `Dispatcher.drain`."""
         return await self._hub.ask(messages.DrainEngine(worker, grace_s, restart), dict[str, Any])
 
+    async def add_worker(self, role: Role) -> dict[str, Any]:
+        """As `Dispatcher.add_worker`."""
+        return await self._hub.ask(messages.AddServer(role), dict[str, Any])
+
     async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
         """As `Dispatcher.migrate`."""
         raise NotServed(f"Answers of other engines, such as '{worker[:100]}', cannot be moved while the engine lives.")

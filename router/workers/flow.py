@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tandem.protocol.config import RouterConfig
-from tandem.protocol.errors import DrainRefused, RoleRefused, WorkerNotFound
+from tandem.protocol.errors import AddRefused, DrainRefused, RoleRefused, WorkerNotFound
 from tandem.protocol.messages import PrefillPriority, Role
 from tandem.router.admission_queue import AdmissionQueue
 from tandem.router.backend import GenerateRequest, TokenDelta, WorkerManager
@@ -202,6 +202,12 @@ class RequestFlow:
         if self._manager is None:
             raise DrainRefused("The workers are not run by this server, so it cannot end them.", code="not_managed")
         return await self._manager.drain(worker, grace_s, restart=restart)
+
+    async def add_worker(self, role: Role) -> dict[str, Any]:
+        """As `WorkerManager.add_worker`. Raises `AddRefused` where the workers are run by others."""
+        if self._manager is None:
+            raise AddRefused("The workers are not run by this server, so it cannot start another one.")
+        return await self._manager.add_worker(role)
 
     async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
         """As `Backend.migrate`."""

@@ -139,6 +139,9 @@ class FakeBackend:
             raise WorkerNotFound(f"There is no worker '{worker}'.")
         return {"worker": worker, "grace_s": grace_s, "restart": restart}
 
+    async def add_worker(self, role: Role) -> dict[str, Any]:
+        return {"worker": f"{role}-9"}
+
     async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
         if worker not in ("p", "d"):
             raise WorkerNotFound(f"There is no worker '{worker}'.")

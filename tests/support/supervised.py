@@ -85,11 +85,24 @@ class FakeBundles:
 
     def __init__(self, needs: Sequence[tuple[float, float]]) -> None:
         self.needs = needs
+        self.free: list[Bundle] = []
+        self.num_asked_for = 0
+        self.has_room = True
         self.is_removed = False
 
     def bundle(self, number: int) -> Bundle:
         assert number >= 0
         return Bundle(*self.needs[number], None)
+
+    def another(self, num_cpus: float, num_gpus: float) -> Bundle:
+        self.num_asked_for += not self.free
+        return self.free.pop() if self.free else Bundle(num_cpus, num_gpus, None)
+
+    def has_room_for(self, num_cpus: float, num_gpus: float) -> bool:
+        return self.has_room or bool(self.free)
+
+    def give_back(self, bundle: Bundle) -> None:
+        self.free.append(bundle)
 
     def remove(self) -> None:
         self.is_removed = True

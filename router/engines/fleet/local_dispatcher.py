@@ -15,6 +15,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from tandem.protocol.errors import (
+    AddRefused,
     ConfigError,
     DrainRefused,
     ModelNotFound,
@@ -219,6 +220,12 @@ class LocalDispatcher:
                 code="not_managed",
             )
         return await self._manager.drain(worker, grace_s, restart=restart)
+
+    async def add_worker(self, role: Role) -> dict[str, Any]:
+        """As `WorkerManager.add_worker`. Raises `AddRefused` where the servers are run by others."""
+        if self._manager is None:
+            raise AddRefused("The engines are not run by this router: start one, then add it by POST /v1/engines.")
+        return await self._manager.add_worker(role)
 
     async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
         """Refused with 501: other engines cannot be asked for their KV. Raises `NotServed`."""

@@ -1,9 +1,9 @@
-"""`tandem drain` and `tandem restart`: let workers of a running server leave, and start them again, under load."""
+"""`tandem drain`, `tandem restart`, `tandem add`: workers leave and join a running server, under load."""
 
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import typer
@@ -14,7 +14,7 @@ from tandem.cli.http_client import error_message, server_client
 from tandem.cli.options import ApiKey, ServerUrl
 from tandem.protocol.errors import ConfigError, ServingError
 
-__all__ = ["drain", "restart"]
+__all__ = ["add", "drain", "restart"]
 
 Json = dict[str, Any]
 Grace = Annotated[
@@ -31,8 +31,8 @@ _POLL_S = 0.2
 _REFUSED_S = 60.0  # how long to ask again while a worker flips or another one is on its way
 
 
-class DepartureError(ServingError):
-    """A worker did not leave, or did not come back."""
+class WorkerChangeError(ServingError):
+    """A worker did not leave, did not come back, or was not added."""
 
 
 def drain(
@@ -52,7 +52,7 @@ def drain(
     [cyan]tandem drain decode-1[/cyan]
     """
     console = Console(stderr=True, highlight=False)
-    with server_client(url, api_key, read_timeout_s=_READ_TIMEOUT_S, lost_error=DepartureError) as client:
+    with server_client(url, api_key, read_timeout_s=_READ_TIMEOUT_S, lost_error=WorkerChangeError) as client:
         _depart(client, console, worker, grace, timeout, restart=False)
     return 0
 
@@ -79,24 +79,57 @@ def restart(
     if bool(workers) == rolling:
         raise ConfigError("name the workers to restart, or give --rolling for all of them, one after the other")
     console = Console(stderr=True, highlight=False)
-    with server_client(url, api_key, read_timeout_s=_READ_TIMEOUT_S, lost_error=DepartureError) as client:
+    with server_client(url, api_key, read_timeout_s=_READ_TIMEOUT_S, lost_error=WorkerChangeError) as client:
         for worker in workers or _all_workers(client):
             _depart(client, console, worker, grace, timeout, restart=True)
+    return 0
+
+
+def add(
+    role: Annotated[Literal["prefill", "decode"], typer.Argument(help="The role in which it begins.")],
+    url: ServerUrl = "http://127.0.0.1:8000",
+    timeout: Timeout = 900.0,
+    api_key: ApiKey = "",
+) -> int:
+    """Let one more worker join a running server, and wait until it serves.
+
+    It is like the workers that are there. On a Ray cluster that has no room for it, Ray is asked for a node. Where the
+    server has API keys it needs an operator's.
+
+    [bold]Example[/bold]
+
+    [cyan]tandem add decode[/cyan]
+    """
+    console = Console(stderr=True, highlight=False)
+    with server_client(url, api_key, read_timeout_s=_READ_TIMEOUT_S, lost_error=WorkerChangeError) as client:
+        response = client.post("/v1/pools/add", json={"role": role})
+        if response.status_code != 200:
+            raise WorkerChangeError(error_message(response.status_code, response.content))
+        worker = str(response.json()["worker"])
+        deadline_s = time.monotonic() + timeout
+        with console.status(f"{worker} is being started"):
+            while "serving_after_s" not in (record := _record(client, "arrivals", "worker", worker)):
+                if "withdrawn" in record:
+                    raise WorkerChangeError(f"{worker} was not added: {record['withdrawn']}")
+                if time.monotonic() > deadline_s:
+                    raise WorkerChangeError(f"{worker} does not serve after --timeout {timeout:g} s; it may later")
+                time.sleep(_POLL_S)
+        console.print(f"{escape(worker)}: serves after {record['serving_after_s']:.1f} s", soft_wrap=True)
     return 0
 
 
 def _depart(
     client: httpx.Client, console: Console, worker: str, grace_s: float, timeout_s: float, *, restart: bool
 ) -> None:
-    """Let one worker leave and wait for what is to follow. Raises `DepartureError`."""
+    """Let one worker leave and wait for what is to follow. Raises `WorkerChangeError`."""
     number = _begin(client, {"worker": worker, "grace_s": grace_s, "restart": restart})
     end = "back_after_s" if restart else "left_after_s"
     deadline_s = time.monotonic() + grace_s + timeout_s
     with console.status(f"{worker} is leaving"):
-        while end not in (record := _departure(client, number)):
+        while end not in (record := _record(client, "departures", "id", number)):
             if time.monotonic() > deadline_s:
                 what = "come back" if "left_after_s" in record else "leave"
-                raise DepartureError(
+                raise WorkerChangeError(
                     f"{worker} did not {what} within --grace {grace_s:g} and --timeout {timeout_s:g} s; the server's "
                     "log says why"
                 )
@@ -115,16 +148,16 @@ def _begin(client: httpx.Client, body: Json) -> int:
             return int(response.json()["id"])
         is_worth_a_wait = body["restart"] and response.status_code == 409 and b'"drain_refused"' in response.content
         if not is_worth_a_wait or time.monotonic() > deadline_s:
-            raise DepartureError(error_message(response.status_code, response.content))
+            raise WorkerChangeError(error_message(response.status_code, response.content))
         time.sleep(_POLL_S)
 
 
-def _departure(client: httpx.Client, number: int) -> Json:
-    """A departure as the server tells it now. Raises `DepartureError`."""
-    for record in _pools(client)["autoscaler"]["departures"]:
-        if record["id"] == number:
+def _record(client: httpx.Client, kind: str, field: str, value: object) -> Json:
+    """What the server tells of one departure or arrival now. Raises `WorkerChangeError`."""
+    for record in _pools(client)["autoscaler"][kind]:
+        if record[field] == value:
             return dict(record)
-    raise DepartureError("the server knows nothing of it any more: it was started again, or many others followed")
+    raise WorkerChangeError("the server knows nothing of it any more: it was started again, or many others followed")
 
 
 def _all_workers(client: httpx.Client) -> list[str]:
@@ -140,8 +173,8 @@ def _all_workers(client: httpx.Client) -> list[str]:
 def _pools(client: httpx.Client) -> Json:
     response = client.get("/v1/pools")
     if response.status_code != 200:
-        raise DepartureError(error_message(response.status_code, response.content))
+        raise WorkerChangeError(error_message(response.status_code, response.content))
     pools: Json = response.json()
     if "autoscaler" not in pools:
-        raise DepartureError("this key may not see the workers: give an operator's by --api-key")
+        raise WorkerChangeError("this key may not see the workers: give an operator's by --api-key")
     return pools

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tandem.cli import departures
+from tandem.cli import workers
 from tandem.cli.main import run
 
 Json = dict[str, Any]
@@ -50,7 +50,7 @@ WORKERS = {"roles": {"prefill": [{"worker_id": "prefill-0"}], "decode": [{"worke
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     fake, client = FakeServer(WORKERS), httpx.Client
-    monkeypatch.setattr(departures, "_POLL_S", 0.001)
+    monkeypatch.setattr(workers, "_POLL_S", 0.001)
     transport = httpx.MockTransport(lambda request: fake.answer(request))
     monkeypatch.setattr(httpx, "Client", lambda **options: client(**options, transport=transport))
     return fake
@@ -86,7 +86,7 @@ def test_others_are_left_alone_when_one_does_not_come_back(
 ) -> None:
     server.comes_back = False
     now = iter(range(10**6))
-    monkeypatch.setattr(departures.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(workers.time, "monotonic", lambda: float(next(now)))
     assert run(["restart", "--rolling", "--timeout", "30"]) != 0
     assert [one["worker"] for one in server.asked] == ["prefill-0"]
     assert "prefill-0 did not come back within --grace 30 and --timeout 30 s" in capsys.readouterr().err
@@ -138,3 +138,22 @@ def test_a_tenants_key_is_told_what_it_lacks(
     monkeypatch.setattr(server, "answer", lambda _: httpx.Response(200, json=WORKERS))
     assert run(["restart", "--rolling"]) != 0
     assert "give an operator's by --api-key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("end", ["serves", "withdrawn", "refused"])
+def test_a_worker_is_added(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: str
+) -> None:
+    looks = iter([{}, {"withdrawn": "no such model"} if end == "withdrawn" else {"serving_after_s": 7.25}])
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/pools/add":
+            assert json.loads(request.content) == {"role": "decode"}
+            return refusal("add_refused", "no room") if end == "refused" else httpx.Response(200, json={"worker": "d2"})
+        arrivals = [{"worker": "d2"} | next(looks)]
+        return httpx.Response(200, json={"autoscaler": {"arrivals": arrivals, "departures": []}})
+
+    monkeypatch.setattr(server, "answer", answer)
+    assert (run(["add", "decode"]) == 0) == (end == "serves")
+    told = {"serves": "d2: serves after 7.2 s", "withdrawn": "d2 was not added: no such model", "refused": "no room"}
+    assert told[end] in capsys.readouterr().err

@@ -1,0 +1,68 @@
+"""Workers that join a running cluster. One that cannot start is withdrawn, and the others serve on."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from tandem.cluster.member import Member
+from tandem.protocol.errors import AddRefused
+from tandem.protocol.messages import Role
+
+__all__ = ["Arrivals"]
+
+_NUM_REMEMBERED = 20
+
+
+class Arrivals:
+    """All workers that were added to one cluster."""
+
+    def __init__(self, members: Mapping[str, Member], supervise: Callable[[Member, Member], None]) -> None:
+        """`supervise` starts a member and looks after it; the second one is what it is like."""
+        self._members = members
+        self._supervise = supervise
+        self._latest: deque[dict[str, object]] = deque(maxlen=_NUM_REMEMBERED)
+
+    @property
+    def latest(self) -> list[dict[str, object]]:
+        """The latest arrivals, oldest first, as `/v1/pools` shows them."""
+        return list(self._latest)
+
+    def begin(self, role: Role, *, reason: str) -> dict[str, object]:
+        """Begin to start one more worker; the arrival as JSON. Raises `AddRefused`."""
+        like = self.like(role)
+        used = {*self._members, *(str(record["worker"]) for record in self._latest)}
+        name = next(name for number in itertools.count() if (name := f"{role}-{number}") not in used)
+        record: dict[str, object] = {
+            "worker": name,
+            "role": role,
+            "reason": reason,
+            "began": round(time.time(), 3),  # Unix time
+        }
+        member = like.another(name, role)
+        member.is_added = True
+        self._supervise(member, like)
+        self._latest.append(record)
+        return record
+
+    def note_up(self, member: Member) -> None:
+        """A worker serves."""
+        if (record := self._record_of(member)) is not None:
+            record.setdefault("serving_after_s", round(time.time() - float(str(record["began"])), 3))
+
+    def withdraw(self, member: Member, reason: str) -> None:
+        """A worker could not be started, and is not tried again."""
+        if (record := self._record_of(member)) is not None:
+            record["withdrawn"] = reason
+
+    def like(self, role: Role) -> Member:
+        """A worker to copy: of this role, if there is one. Raises `AddRefused`."""
+        members = [member for member in self._members.values() if not member.departs]
+        if any(member.role is Role.COLOCATED for member in members) != (role is Role.COLOCATED):
+            raise AddRefused(f"This server has no place for a {role} worker: its workers are of other kinds.")
+        return min(members, key=lambda member: member.role is not role)
+
+    def _record_of(self, member: Member) -> dict[str, object] | None:
+        return next((record for record in self._latest if record["worker"] == member.worker_id), None)
