@@ -40,10 +40,9 @@ _PROBE_LIMITS = llguidance.LLParserLimits(
     step_lexer_fuel=50_000,
     max_items_in_row=500,
     max_lexer_states=4_000,
-    precompute_large_lexemes=False,
     verbose_errors=False,
 )
-_MAX_FIXED_START = 512  # tokens of a fixed text with which a probe's grammar may begin
+_MAX_FIXED_START = 512  # bytes of a fixed text with which a probe's grammar may begin
 
 
 class GrammarError(RequestError):
@@ -82,7 +81,10 @@ def compile_probe(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance
         mask = int.from_bytes(probe.compute_bitmask(), "little")
         if probe.is_error():
             return None
-        if not probe.compute_ff_bytes():
+        num_forced = len(probe.compute_ff_bytes())
+        if num_forced > _MAX_FIXED_START:  # each mask within it takes as long as the rest of it is
+            return None
+        if not num_forced:
             probe.rollback(num_tokens)
             return None if probe.is_error() else probe
         probe.consume_tokens([(mask & -mask).bit_length() - 1])  # the only token
