@@ -23,7 +23,7 @@ from tandem.loadtest.client import StreamTiming, run_measured
 from tandem.loadtest.stats import Distribution
 
 _TOKEN_IDS = range(1000, 4000)  # valid in any model with a vocabulary of a few thousand
-_ONE_AND_TWO = Setup("1P2D", ("--prefill=1", "--decode=2", "--pool-gb=0.5"))
+_ONE_AND_TWO = Setup("1P2D", ("--prefill=1", "--decode=2", "--pool-gb=0.5", "--no-autoscale"))
 _IDLE_S = 60.0
 
 
