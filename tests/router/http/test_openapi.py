@@ -218,6 +218,7 @@ async def test_the_other_answers_have_the_documented_shape(tokenizer: Tokenizer)
             ("GET", "/v1/responses/{response_id}", f"/v1/responses/{stored}", None),
             ("DELETE", "/v1/responses/{response_id}", f"/v1/responses/{stored}", None),
             ("POST", "/v1/pools/check", "", None),
+            ("POST", "/v1/pools/migrate", "", {"worker": "d"}),
             ("GET", "/health", "", None),
             ("GET", "/version", "", None),
         ]
