@@ -60,7 +60,7 @@ def render(snapshot: Json, *, url: str, sort: str, width: int, height: int, noti
         decisions = _decisions(snapshot, num_decisions, width)
     num_left -= len(decisions)
     if num_left > 0:
-        move = [*_latest_role_change(snapshot)]
+        move = [*_autoscaler_lines(snapshot)]
     num_left -= len(move)
     num_blanks = sum(map(bool, (pools, tiers, move, decisions))) + 1
     has_blanks = num_left >= num_blanks
@@ -157,8 +157,12 @@ def _tiers(snapshot: Json, width: int) -> list[Text]:
     )
 
 
-def _latest_role_change(snapshot: Json) -> Iterable[Text]:
-    """The latest change of a worker's role, in one line."""
+def _autoscaler_lines(snapshot: Json) -> Iterable[Text]:
+    """What the autoscaler decided last, and the latest change of a worker's role, in a line each."""
+    if reason := snapshot["autoscaler"].get("reason"):
+        yield Text("autoscaler  ", style="dim", no_wrap=True) + _clean(reason)
+    if advice := snapshot["autoscaler"].get("advice"):
+        yield Text("it advises to  ", style="dim", no_wrap=True) + _clean(advice)
     for flip in snapshot["autoscaler"].get("flips", [])[:1]:
         words = _clean(f"{flip['worker']} from {flip['from']} to {flip['to']}: {flip['reason']}")
         yield Text("latest role change  ", style="dim", no_wrap=True) + words

@@ -11,10 +11,20 @@ from collections.abc import Callable, Mapping
 from ray.exceptions import RayError
 
 from tandem.cluster.member import Member, Requests, member_of
+from tandem.cluster.scaling import Scaling, execute
 from tandem.protocol.errors import RoleRefused, ServingError, WorkerError, WorkerNotFound
 from tandem.protocol.messages import Role
 from tandem.runtime.background import BackgroundTasks
-from tandem.scheduling.autoscaler import AutoscalerState, Flip, decide, observe
+from tandem.scheduling.autoscaling.autoscaler import (
+    DEFAULT_POLICY,
+    Add,
+    AutoscalerPolicy,
+    AutoscalerState,
+    Flip,
+    Remove,
+    decide,
+    observe,
+)
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.workers.registry import Registry
 
@@ -99,10 +109,6 @@ class RoleFlips:
         if prefillers == [member] and not member.can_cover:
             raise RoleRefused(f"{name} is the only prefill worker, and no other one computes prompts: it stays.")
 
-    def _fixed_role(self, flip: Flip) -> str:
-        member = member_of(self._members, flip.worker_id)
-        return member.fixed_role if member is not None else ""
-
     def _record(self, member: Member, role: Role, reason: str) -> dict[str, object]:
         record: dict[str, object] = {
             "worker": member.worker_id,
@@ -137,20 +143,42 @@ class RoleFlips:
         else:
             record["drained_after_s"] = round(serving_after_s + time.monotonic() - began_s, 4)
 
-    async def autoscale(self, interval_s: float, mean_output_tokens: Callable[[], float]) -> None:
-        """Let the autoscaler decide every `interval_s`, for ever."""
+    async def autoscale(
+        self,
+        interval_s: float,
+        mean_output_tokens: Callable[[], float],
+        scaling: Scaling | None = None,
+        policy: AutoscalerPolicy = DEFAULT_POLICY,
+    ) -> None:
+        """Let the autoscaler decide every `interval_s`, for ever. Without `scaling` it flips, and advises the rest."""
         state = AutoscalerState()
         while True:
             await asyncio.sleep(interval_s)
             observation = observe(self._registry, self._costs, mean_output_tokens())
-            decision, state = decide(observation, time.monotonic(), state)
-            self._decision = {
-                "reason": decision.reason,
-                "prefill_wait_s": decision.prefill_wait_s,
-                "decode_wait_s": decision.decode_wait_s,
-            }
-            if decision.flip is not None and (fixed := self._fixed_role(decision.flip)):
-                self._decision["reason"] = f"{decision.reason}, but {fixed}"
-            elif decision.flip is not None:
-                logger.info("%s", decision.reason)
-                self.begin(decision.flip, decision.reason)
+            decision, state = decide(observation, time.monotonic(), state, policy)
+            reason = execute(decision, scaling or _FlipsOnly(self))
+            self._decision = decision.as_dict() | {"reason": reason}
+            if decision.move is not None:
+                logger.info("%s", reason)
+
+    def fixed_role(self, flip: Flip) -> str:
+        """Why this worker keeps its role; "" = it can flip."""
+        member = member_of(self._members, flip.worker_id)
+        return member.fixed_role if member is not None else ""
+
+
+class _FlipsOnly:
+    """As `Scaling`, where pools keep their size: the policy lets the autoscaler flip only."""
+
+    def __init__(self, flips: RoleFlips) -> None:
+        self.refusal = flips.fixed_role
+        self.flip = flips.begin
+
+    def add(self, add: Add, reason: str) -> None:
+        raise AssertionError(f"{add} is only advised: {reason}")
+
+    def remove(self, remove: Remove, reason: str) -> None:
+        raise AssertionError(f"{remove} is only advised: {reason}")
+
+    def withdraw(self, add: Add) -> None:
+        raise AssertionError(f"{add} was only advised")

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.protocol.messages import StepStats
+from tandem.scheduling.lru_dict import LruDict
 
 __all__ = [
     "CostModel",
@@ -41,6 +42,11 @@ RELATIVE_NOISE = 0.1  # relative standard deviation of one measured duration
 MAX_DEVIATION = 3.0  # standard deviations; a larger deviation counts as this one
 MAX_SURPRISES = 5  # this many larger deviations in a row, all to one side, mean that the costs have changed
 MIN_VARIANCE = 1e-12
+_NUM_KNOWN = 50  # steps of a kind of worker after which a new worker is compared with it
+_NUM_NORMAL = 3  # steps in a row within the band end a worker's warm-up
+_NORMAL_RATIO = 1.5  # the band: measured / expected
+_MAX_COLD_STEPS = 64  # then it is no warm-up: this worker, or all, have become slower
+_MAX_COLD_WORKERS = 4096
 MIN_PREDICTION_S = 1e-6
 MIN_DURATION_S, MAX_DURATION_S = 1e-9, 1e6  # range of plausible measurements
 ERROR_WEIGHT = 0.05  # weight of the newest measurement in the exported prediction error
@@ -258,12 +264,38 @@ class TransferModel:
             self.costs = TransferCosts(*self._model.coefficients)
 
 
+class WarmUps:
+    """Tells first steps that are slow (memory to map, kernels to compile) from the pace of a worker.
+
+    A model that learned from them would take each new worker for a reason to add more.
+    """
+
+    def __init__(self) -> None:
+        self._cold = LruDict[str, tuple[int, int]](_MAX_COLD_WORKERS)  # steps seen, and how many in a row were normal
+
+    def is_warm(self, worker: str, stats: StepStats, model: StepModel) -> bool:
+        """Whether to learn from this step. Nothing is known to compare the first workers of a kind with."""
+        num_seen, num_normal = self._cold.get(worker, (0, 0))
+        if num_normal >= _NUM_NORMAL or num_seen >= _MAX_COLD_STEPS:
+            return True
+        if model.num_measurements < _NUM_KNOWN:
+            self._cold[worker] = (0, _NUM_NORMAL)
+            return True
+        costs = model.costs
+        expected_s = costs.step_s(float(stats.num_decode_seqs), float(stats.num_decode_kv_tokens))
+        expected_s += costs.prefill_work_s(float(stats.num_prefill_tokens), stats.prefill_attention)
+        is_normal = stats.duration_s <= _NORMAL_RATIO * expected_s
+        self._cold[worker] = (num_seen + 1, num_normal + 1 if is_normal else 0)
+        return is_normal and num_normal + 1 >= _NUM_NORMAL
+
+
 class CostModel:
     """The models of all kinds of workers and links, made on first use and kept when workers join and leave."""
 
     def __init__(self) -> None:
         self._steps: dict[str, StepModel] = {}
         self._transfers: dict[tuple[str, str], TransferModel] = {}
+        self._warm_ups = WarmUps()
 
     def steps(self, kind: str) -> StepModel:
         """The model of the steps of this kind of worker."""
@@ -272,6 +304,12 @@ class CostModel:
             prior = CPU_PRIOR if _is_cpu(kind) else ACCELERATOR_PRIOR
             model = self._steps[kind] = StepModel(prior)
         return model
+
+    def learn(self, worker: str, kind: str, stats: StepStats) -> None:
+        """Learn from a step of this worker, once its steps take as long as those of others of its kind."""
+        model = self.steps(kind)
+        if self._warm_ups.is_warm(worker, stats, model):
+            model.observe(stats)
 
     def transfer(self, from_kind: str, to_kind: str) -> TransferModel:
         """The model of handoffs from one kind of worker to another."""

@@ -65,7 +65,7 @@ class RequestFlow:
         tracing: Tracing | None = None,
     ) -> None:
         """`manager` is None where the worker processes are run by others."""
-        self.admission = Admission(registry, costs, placer, tenants, config)
+        self.admission = Admission(registry, costs, placer, tenants, config, registry.demand)
         self._model = model
         self._registry = registry
         self._index = index

@@ -28,7 +28,7 @@ class LoadRecorder:
         """A worker has done a step."""
         if now - self._learned_s.get(kind, -math.inf) >= LEARN_INTERVAL_S:
             self._learned_s[kind] = now
-            self._costs.steps(kind).observe(output.stats)
+            self._costs.learn(worker_id, kind, output.stats)
         self._registry.note_step(worker_id, output.stats)
         self._registry.note_load(worker_id, output.load, now)
 

@@ -30,6 +30,7 @@ from tandem.scheduling.admission.stats import AdmissionStats, TenantStats
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.admission.work import NO_WORK, Work
 from tandem.scheduling.admission.worker_room import WorkerRoom
+from tandem.scheduling.autoscaling.demand import DemandMeter
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.placement import Held, Placement
 from tandem.scheduling.placement.placer import Placer
@@ -63,9 +64,16 @@ class Admission:
     """The queue of the router, and the decisions about it."""
 
     def __init__(
-        self, workers: Workers, costs: CostModel, placer: Placer, tenants: Tenants, config: RouterConfig
+        self,
+        workers: Workers,
+        costs: CostModel,
+        placer: Placer,
+        tenants: Tenants,
+        config: RouterConfig,
+        demand: DemandMeter | None = None,
     ) -> None:
         self._costs = costs
+        self._demand = demand or DemandMeter()
         self._placer = placer
         self._tenants = tenants
         self._config = config
@@ -127,6 +135,7 @@ class Admission:
         Raises `Overloaded` if it is refused.
         """
         service_class = request.service_class
+        self._note_demand(request, forecast)
         if forecast.error is not None:
             # It is late for others' work ahead. Once that is served, its tenant's next requests go before theirs.
             if forecast.placement.best.terms.ttft_s <= forecast.slo_s:
@@ -150,6 +159,7 @@ class Admission:
         self._queue.add(queued)
         self._waiting[queued] = None
         self._held.add(queued)
+        self._demand.num_waiting_tokens += forecast.work.new_tokens
         self._deadlines.add(queued)
         return queued
 
@@ -172,6 +182,7 @@ class Admission:
         """Remove a request, because its client is gone for example. One that has left already is ignored."""
         if self._queue.remove(queued):
             self._held.remove(queued)
+            self._demand.num_waiting_tokens -= queued.work.new_tokens
             del self._waiting[queued]
             self._stats.note_dropped(queued.tenant, reason)
 
@@ -230,6 +241,10 @@ class Admission:
         assert len(self._queue) == len(self._waiting), f"{len(self._queue)} queued, {len(self._waiting)} waiting"
         self._held.check_integrity(self._waiting.keys())
 
+    def _note_demand(self, request: PlacementRequest, forecast: Forecast) -> None:
+        best, policy = forecast.placement.best, self._tenants.policy(request.tenant)
+        self._demand.note(request.num_prompt_tokens, best.num_cached_tokens, forecast.slo_s, policy.itl_slo_s)
+
     def _scan(self, now: float) -> Dispatch | Drop | None:
         """Decide on the first request, in fair order, whose workers have room."""
         version = self._version - 1
@@ -279,10 +294,12 @@ class Admission:
         """Adapt the placement to the present load; `held` is the work that goes first."""
         placement = self._placer.place(queued.request, now, held=held, order=order)
         self._held.remove(queued)
+        self._demand.num_waiting_tokens -= queued.work.new_tokens
         latest_start_s = queued.latest_start_s
         queued.placement, queued.placed_s = placement, now
         self._queue.update(queued, work_of(placement, self._costs))
         self._held.add(queued)
+        self._demand.num_waiting_tokens += queued.work.new_tokens
         if queued.latest_start_s < latest_start_s:
             self._deadlines.add(queued)
 
@@ -291,6 +308,7 @@ class Admission:
         if now + queued.placement.best.terms.ttft_s > queued.deadline_s:
             return self._drop(queued, too_late(queued, now))
         self._held.remove(queued)
+        self._demand.num_waiting_tokens -= queued.work.new_tokens
         del self._waiting[queued]
         self._queue.serve(queued)
         wait_s = now - queued.arrived_s

@@ -5,6 +5,7 @@ weight = 1.0
 [tenants.search]
 weight = 4.0             # four times the worker seconds of a tenant of weight 1, while both have requests waiting
 ttft_slo_ms = 800
+itl_slo_ms = 50          # mean gap between tokens; the autoscaler aims at it
 max_queue_share = 0.5    # of max_queued_prompt_tokens
 workers = ["prefill-0", "decode-*"]  # glob patterns of the worker ids it may use; default: all workers
 shared_cache = true      # it shares cached prefixes with all other tenants that set this
@@ -37,6 +38,7 @@ class TenantPolicy:
 
     weight: float = 1.0
     ttft_slo_s: float | None = None  # for requests that set none
+    itl_slo_s: float | None = None  # mean gap between tokens, at which the autoscaler aims
     max_queue_share: float = 1.0  # share of max_queued_prompt_tokens that its requests may have in the router's queue
     workers: tuple[str, ...] = ()  # glob patterns of the worker ids it may use; () = all workers
     shared_cache: bool = False  # whether it shares cached prefixes with the other tenants that set this
@@ -104,8 +106,9 @@ def _policy(path: str, where: str, table: Any, default: TenantPolicy) -> TenantP
         if key not in _KEYS:
             raise ConfigError(f"{path}: {where}.{key} is unknown; use {', '.join(_KEYS)}")
         changes[key] = checked_as(_KEYS[key], value, f"{path}: {where}.{key} = {value!r}")
-    if "ttft_slo_ms" in changes:
-        changes["ttft_slo_s"] = changes.pop("ttft_slo_ms") / 1e3
+    for name in ("ttft", "itl"):
+        if f"{name}_slo_ms" in changes:
+            changes[f"{name}_slo_s"] = changes.pop(f"{name}_slo_ms") / 1e3
     return replace(default, **changes)
 
 
@@ -114,6 +117,9 @@ _KEYS: dict[str, Any] = {
     "weight": Annotated[float, Meta(gt=0, le=1e6, description="a number above 0, at most 1000000, such as 1.0")],
     "ttft_slo_ms": Annotated[
         float, Meta(gt=0, le=1e9, description="milliseconds above 0, such as 2000; leave it out for none")
+    ],
+    "itl_slo_ms": Annotated[
+        float, Meta(gt=0, le=1e9, description="milliseconds above 0, such as 50; leave it out for none")
     ],
     "max_queue_share": Annotated[float, Meta(gt=0, le=1, description="above 0, at most 1, such as 0.5")],
     "workers": Annotated[

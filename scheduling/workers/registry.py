@@ -24,6 +24,7 @@ from tandem.protocol.messages import (
     WorkerLoad,
     WorkerState,
 )
+from tandem.scheduling.autoscaling.demand import DemandMeter
 from tandem.scheduling.workers.bookings import Booking
 from tandem.scheduling.workers.load import RequestLoad
 from tandem.scheduling.workers.worker_table import WorkerTable
@@ -45,6 +46,7 @@ class Registry:
     """All workers that are not dead."""
 
     def __init__(self) -> None:
+        self.demand = DemandMeter()  # what clients ask of these workers
         self._workers: dict[str, RegisteredWorker] = {}
         self._bookings: set[Booking] = set()
         self._reporters: dict[str, str] = {}  # shared store -> the worker whose events the index follows

@@ -95,13 +95,13 @@ class DashboardWorld:
             "worker": "decode-3",
             "from": "decode",
             "to": "prefill",
-            "reason": "flip decode-3 from decode to prefill: prefill waits 2.10 s on 4 workers, decode 0.30 s on 4",
+            "reason": "flip decode-3 to prefill: 71.0% in time, prefill waits 2.10 s, decode 0.30 s; 99.1% after it",
             "began": time.time() - 300,
             "serving_after_s": 0.012,
             "drained_after_s": 4.2,
         }
         self.autoscaler = {
-            "reason": f"hold: waits differ by less than min_ratio=2.0; {waits}",
+            "reason": f"hold (on_target): {waits}",
             "prefill_wait_s": 0.42,
             "decode_wait_s": 0.31,
             "flips": [move] if len(self.registry) > 2 else [],

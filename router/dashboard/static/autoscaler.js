@@ -18,7 +18,8 @@ export function showAutoscaler(snapshot) {
     );
   }
   const [reason, waits, , moves] = node.children;
-  setText(reason, autoscaler.reason ?? (hasRoles ? "Off: roles change only on an operator's word." : "There are no roles to change."));
+  const advice = autoscaler.advice ? `. It advises to ${autoscaler.advice}.` : "";
+  setText(reason, autoscaler.reason ? autoscaler.reason + advice : hasRoles ? "Off: roles change only on an operator's word." : "There are no roles to change.");
   showWaits(waits, autoscaler);
   reconcile(moves, autoscaler.flips, (move) => `${move.began} ${move.worker}`, makeMove, updateMove);
   moves.hidden = autoscaler.flips.length === 0;

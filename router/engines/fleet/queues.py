@@ -51,7 +51,7 @@ class ModelQueue:
         self._placer = EnginePlacer(model, lambda: fleet.engines, workers, fleet.index, fleet.costs, fleet.config)
         # The placer knows which engines may compute prompts, group by group. To admission, all with room may.
         config = replace(fleet.config, local_prefill=True)
-        self.admission = Admission(workers, fleet.costs, self._placer, fleet.tenants, config)
+        self.admission = Admission(workers, fleet.costs, self._placer, fleet.tenants, config, fleet.registry.demand)
         self.admission_queue: AdmissionQueue[Any, BookedAttempt] = AdmissionQueue(
             self.admission, fleet.registry, _book, timeout_s=fleet.config.request_timeout_s, clock=fleet.clock
         )

@@ -1,0 +1,1 @@
+"""How many workers of which role there should be: demand, prediction and decision. No I/O and no clock."""

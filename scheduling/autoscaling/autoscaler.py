@@ -1,0 +1,550 @@
+"""Decides how many workers of which role there are: a pure function of what is observed, the clock and a little state.
+
+It predicts which share of requests will be within their SLOs for today's pools and for their neighbours: some workers
+flipped, added or removed. It moves if the gain over the next minutes outlasts the cost of moving. Flips come first. The
+caller carries decisions out; one is in flight at a time, and one that takes too long is withdrawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import NamedTuple
+
+from tandem.protocol.errors import ConfigError
+from tandem.protocol.messages import Role, WorkerState
+from tandem.scheduling.autoscaling.demand import Demand
+from tandem.scheduling.autoscaling.prediction import Backlog, Capacity, Pools, Prediction, Sizing, predict
+from tandem.scheduling.autoscaling.traffic import Traffic
+from tandem.scheduling.cost_model import CostModel, StepCosts
+from tandem.scheduling.workers.registry import Registry
+from tandem.scheduling.workers.workers import RegisteredWorker
+
+__all__ = [
+    "DEFAULT_POLICY",
+    "Add",
+    "AutoscalerPolicy",
+    "AutoscalerState",
+    "Flip",
+    "Move",
+    "Observation",
+    "Reason",
+    "Remove",
+    "ScalingDecision",
+    "WorkerView",
+    "decide",
+    "observe",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscalerPolicy:
+    """When the autoscaler acts, and within which bounds."""
+
+    min_workers: int = 2
+    max_workers: int = 2**31
+    acts: frozenset[str] = frozenset({"flip"})  # of "flip", "add", "remove"; the others are only advised
+    target: float = 0.98  # attainment that suffices
+    min_gain: float = 0.01  # least gain of a move, as a share of all requests
+    min_share: float = 0.03  # least gain of a move, as a share of the loss
+    num_agreeing: int = 2  # observations in a row that want the same
+    cooldown_s: float = 10.0  # between two moves
+    remove_after_s: float = 120.0  # for so long there must have been a worker too many
+    headroom: float = 1.25  # a worker may go if the others could serve this much more than forecast
+    start_s: float = 60.0  # until a new worker serves
+    flip_deadline_s: float = 60.0
+    move_deadline_s: float = 300.0  # of adding and removing; then the move is withdrawn
+    max_backoff_s: float = 3600.0  # longest pause after withdrawals in a row
+
+    def __post_init__(self) -> None:
+        if self.num_agreeing < 1 or self.headroom <= 1 or not 0 < self.target < 1:
+            raise ConfigError(
+                f"num_agreeing={self.num_agreeing} must be at least 1, headroom={self.headroom} above 1 and "
+                f"target={self.target} between 0 and 1; less lets pools swing"
+            )
+        if not 2 <= self.min_workers <= self.max_workers:
+            raise ConfigError(
+                f"min_workers={self.min_workers} must be at least 2 and max_workers={self.max_workers} not less"
+            )
+
+
+DEFAULT_POLICY = AutoscalerPolicy()
+
+# Predictions look so far ahead: at least this, and as many starts of a worker, so that one that is added can pay off.
+_SOON_S = 120.0
+_STARTS = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """What the autoscaler knows of one worker."""
+
+    worker_id: str
+    role: Role
+    is_ready: bool = True
+    num_running: int = 0  # requests that a flip would leave unfinished in the old role
+    num_queued_tokens: int = 0
+    num_kv_tokens: int = 0  # of the sequences there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """Workers, their work, and what clients have asked for since the start."""
+
+    workers: tuple[WorkerView, ...]
+    demand: Demand
+    capacity: Capacity
+    backlog: Backlog
+    expected_output_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """Move this worker to another role."""
+
+    worker_id: str
+    to_role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Start so many workers of this role."""
+
+    role: Role
+    num_workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Let this worker leave; what it runs moves to others."""
+
+    worker_id: str
+
+
+class Move(NamedTuple):
+    """What is done at once, all of one kind."""
+
+    kind: str  # "flip", "add" or "remove"
+    role: Role  # the role that grows, or that shrinks by a removal
+    flips: tuple[Flip, ...] = ()
+    add: Add | None = None
+    removes: tuple[Remove, ...] = ()
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that it moves."""
+        return len(self.flips) + len(self.removes) + (self.add.num_workers if self.add else 0)
+
+    def __str__(self) -> str:
+        if self.flips:
+            return f"flip {', '.join(flip.worker_id for flip in self.flips)} to {self.role}"
+        if self.removes:
+            return f"remove {', '.join(remove.worker_id for remove in self.removes)}"
+        return f"add {self.num_workers} {self.role} worker{'s' * (self.num_workers > 1)}"
+
+
+class Reason(StrEnum):
+    """Why a decision is what it is."""
+
+    NO_POOLS = "no_pools"  # fewer than one ready worker of a role, and none to flip
+    IN_FLIGHT = "in_flight"
+    WITHDRAWN = "withdrawn"  # the move in flight took longer than its deadline
+    ON_TARGET = "on_target"
+    UNREACHABLE = "unreachable"  # requests miss their SLO on an idle worker too: no move helps
+    NO_GAIN = "no_gain"  # no neighbour gains enough, or soon enough
+    AT_MAX = "at_max"  # only more workers would help
+    BACKOFF = "backoff"  # the move that helps was withdrawn a while ago
+    AGREEING = "agreeing"  # the move has to be wanted for longer
+    COOLDOWN = "cooldown"
+    ADVISED = "advised"  # the move that helps is not the autoscaler's to make
+    FLIP = "flip"
+    ADD = "add"
+    REMOVE = "remove"
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingDecision:
+    """What to do now, if anything, and why."""
+
+    code: Reason
+    detail: str
+    now: Prediction | None = None  # if nothing moves
+    after: Prediction | None = None  # after the move
+    move: Move | None = None
+    advice: Move | None = None  # a move that would help and is not made
+    withdrawn: Move | None = None
+
+    @property
+    def reason(self) -> str:
+        """In one line, with numbers."""
+        lead = str(self.move) if self.move else f"hold ({self.code})"
+        return f"{lead}: {self.detail}"
+
+    @property
+    def prefill_wait_s(self) -> float:
+        """Wait of the prompts that are queued now."""
+        return self.now.prefill_wait_s if self.now else 0.0
+
+    @property
+    def decode_wait_s(self) -> float:
+        """Wait for room on a decode worker."""
+        return self.now.decode_wait_s if self.now else 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        """As `/v1/pools` shows it."""
+        status: dict[str, object] = {
+            "outcome": str(self.code),
+            "reason": self.reason,
+            "prefill_wait_s": self.prefill_wait_s,
+            "decode_wait_s": self.decode_wait_s,
+        }
+        if self.now is not None:
+            status["predicted_attainment"] = round(self.now.attainment, 4)
+            status["predicted_itl_s"] = self.now.itl_s
+            status["prefill_load"] = round(self.now.load, 4)
+        if self.after is not None:
+            status["predicted_attainment_after"] = round(self.after.attainment, 4)
+        if self.advice is not None:
+            status["advice"] = str(self.advice)
+        return status
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    move: Move
+    deadline_s: float
+    before: frozenset[str]  # all workers at the decision
+
+
+@dataclass(frozen=True, slots=True)
+class AutoscalerState:
+    """What is remembered between two decisions. Sizes are not: they are observed anew each time."""
+
+    traffic: Traffic = field(default_factory=Traffic)
+    wanted: tuple[str, Role] | None = None  # kind and role of the move that the latest observations want
+    num_wanted: int = 0  # number of these observations in a row
+    wanted_since_s: float = 0.0
+    moving: _InFlight | None = None
+    last_move_s: float = -math.inf
+    num_withdrawn: int = 0  # in a row
+    backoff: tuple[str, float] = ("", -math.inf)  # a kind of move, and until when it is not made
+
+
+class _Candidate(NamedTuple):
+    """A neighbour of today's pools."""
+
+    move: Move
+    prediction: Prediction
+
+
+def decide(
+    observation: Observation, now: float, state: AutoscalerState, policy: AutoscalerPolicy = DEFAULT_POLICY
+) -> tuple[ScalingDecision, AutoscalerState]:
+    """Move some workers or hold, and the state for the next call."""
+    state = replace(state, traffic=state.traffic.updated(observation.demand, now))
+    view = _View.of(observation, state.traffic, policy, now)
+    if min(view.pools) < 0 or sum(view.pools) < 2:
+        return ScalingDecision(Reason.NO_POOLS, f"{view.sizes} are ready"), _calm(state)
+    hold = view.predict(view.pools)
+    if state.moving is not None:
+        if _is_in_flight(state.moving, observation):
+            if now < state.moving.deadline_s:
+                left_s = state.moving.deadline_s - now
+                detail = f"{state.moving.move}, {left_s:.0f} s are left; {view.describe(hold)}"
+                return ScalingDecision(Reason.IN_FLIGHT, detail, hold), _calm(state)
+            return _withdraw(state, hold, now, policy)
+        state = replace(state, moving=None, num_withdrawn=0)
+    return _weigh(view, hold, state)
+
+
+def observe(registry: Registry, costs: CostModel, expected_output_tokens: float) -> Observation:
+    """What `decide` needs, from the router's registry and cost model."""
+    workers = list(registry)
+    ready = [worker for worker in workers if worker.state == WorkerState.READY]
+    decoders = [worker for worker in ready if worker.role != Role.PREFILL]
+    views = tuple(
+        WorkerView(
+            worker_id=worker.worker_id,
+            role=worker.role,
+            is_ready=worker.state == WorkerState.READY,
+            num_running=worker.num_booked_seqs,
+            num_queued_tokens=worker.uncomputed_tokens,
+            num_kv_tokens=worker.booked_kv_tokens - worker.awaited_kv_tokens,
+        )
+        for worker in workers
+    )
+    num_seqs, kv_tokens = _decoding(decoders)
+    return Observation(
+        workers=views,
+        demand=registry.demand.total,
+        capacity=_capacity(ready, costs),
+        backlog=Backlog(
+            prompt_tokens=sum(worker.uncomputed_tokens for worker in workers) + registry.demand.num_waiting_tokens,
+            num_seqs=num_seqs,
+            kv_tokens_per_seq=kv_tokens / num_seqs if num_seqs else 0.0,
+        ),
+        expected_output_tokens=expected_output_tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """Today's pools, and predictions for others."""
+
+    observation: Observation
+    sizing: Sizing
+    policy: AutoscalerPolicy
+    pools: Pools
+    now: float
+
+    @classmethod
+    def of(cls, observation: Observation, traffic: Traffic, policy: AutoscalerPolicy, now: float) -> _View:
+        sizing = Sizing(
+            traffic=traffic,
+            capacity=observation.capacity,
+            backlog=observation.backlog,
+            output_tokens=observation.expected_output_tokens,
+            horizon_s=_SOON_S + _STARTS * policy.start_s,
+        )
+        pools = Pools(len(_pool(observation, Role.PREFILL)), len(_pool(observation, Role.DECODE)))
+        return cls(observation, sizing, policy, pools, now)
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.pools.num_prefill} prefill + {self.pools.num_decode} decode workers"
+
+    @property
+    def num_alive(self) -> int:
+        """Workers that are there, ready or not: bounds hold for them."""
+        return len(self.observation.workers)
+
+    def describe(self, prediction: Prediction) -> str:
+        rate = self.sizing.traffic.rate(self.now, 0.0)
+        return (
+            f"{prediction.attainment:.1%} in time on {self.sizes}, {rate:.2f} requests/s, prefill waits "
+            f"{prediction.prefill_wait_s:.2f} s at load {prediction.load:.2f}, "
+            f"decode {prediction.decode_wait_s:.2f} s, ITL {1e3 * prediction.itl_s:.0f} ms"
+        )
+
+    def predict(
+        self, pools: Pools, *, later: Pools | None = None, later_s: float = 0.0, extra_s: float = 0.0
+    ) -> Prediction:
+        return predict(self.sizing, pools, self.now, later=later, later_s=later_s, extra_s=extra_s)
+
+    def flips(self) -> Iterator[_Candidate]:
+        """Some workers of a pool play the other role at once. Those that leave prefill take their cache with them."""
+        for grow, shrink in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
+            pool = _cheapest(self.observation, shrink)
+            num_free = len(pool) - 1
+            least = 1 if self._of(grow) else 0  # an empty pool gets a worker
+            if not least and not pool:
+                continue
+            for num in _sizes(min(num_free, max(self.num_alive // 4, 1))):
+                flips = tuple(Flip(view.worker_id, grow) for view in pool[:num])
+                extra_s = self._lost_cache_s(num) if shrink == Role.PREFILL else 0.0
+                after = self.predict(self._with(grow, num, shrink), extra_s=extra_s)
+                yield _Candidate(Move("flip", grow, flips=flips), after)
+
+    def adds(self) -> Iterator[_Candidate]:
+        """New workers serve after their start."""
+        for role in (Role.PREFILL, Role.DECODE):
+            for num in _sizes(min(self.policy.max_workers - self.num_alive, 2 * self.num_alive)):
+                later = self._with(role, num)
+                after = self.predict(self.pools, later=later, later_s=self.policy.start_s)
+                yield _Candidate(Move("add", role, add=Add(role, num)), after)
+
+    def removes(self) -> Iterator[_Candidate]:
+        """Fewer workers under more traffic than forecast; the sequences of the leaving ones are computed again."""
+        roomier = replace(self, sizing=replace(self.sizing, demand_factor=self.policy.headroom))
+        for role in (Role.PREFILL, Role.DECODE):
+            pool = _cheapest(self.observation, role)
+            num_most = min(len(pool) - 1, self.num_alive - self.policy.min_workers, max(self.num_alive // 8, 1))
+            for num in _sizes(num_most):
+                gone = pool[:num]
+                moved_s = self.sizing.capacity.costs.prefill_token_s * sum(view.num_kv_tokens for view in gone)
+                extra_s = moved_s + (self._lost_cache_s(num) if role == Role.PREFILL else 0.0)
+                after = roomier.predict(self._with(role, -num), extra_s=extra_s)
+                removes = tuple(Remove(view.worker_id) for view in gone)
+                yield _Candidate(Move("remove", role, removes=removes), after)
+
+    def _of(self, role: Role) -> int:
+        return self.pools.num_prefill if role == Role.PREFILL else self.pools.num_decode
+
+    def _with(self, grow: Role, num: int, shrink: Role | None = None) -> Pools:
+        change = {grow: num} | ({shrink: -num} if shrink is not None else {})
+        return Pools(
+            self.pools.num_prefill + change.get(Role.PREFILL, 0), self.pools.num_decode + change.get(Role.DECODE, 0)
+        )
+
+    def _lost_cache_s(self, num: int) -> float:
+        """Worker-seconds to compute again what the caches of `num` prefill workers would have hit in a minute."""
+        traffic = self.sizing.traffic
+        share = num / max(self.pools.num_prefill, 1)
+        tokens_per_s = traffic.rate(self.now, 0.0) * traffic.cached_tokens
+        return 60.0 * share * tokens_per_s * self.sizing.capacity.costs.prefill_token_s
+
+
+def _weigh(view: _View, hold: Prediction, state: AutoscalerState) -> tuple[ScalingDecision, AutoscalerState]:
+    """Compare the neighbours with today's pools."""
+    policy, told = view.policy, view.describe(hold)
+    flip = _best_gain(view.flips(), hold, policy)
+    if hold.attainment >= policy.target and hold.least >= policy.target:
+        remove = _best_removal(view.removes(), policy)
+        if remove is None:
+            return ScalingDecision(Reason.ON_TARGET, told, hold), _calm(state)
+        return _settle(remove, None, hold, told, state, view)
+    add = _best_gain(view.adds(), hold, policy)
+    if flip is not None and (
+        add is None or flip.prediction.score - hold.score >= 0.5 * (add.prediction.score - hold.score)
+    ):
+        return _settle(flip, add, hold, told, state, view)
+    if add is not None and _is_free(add, state, view):
+        return _settle(add, None, hold, told, state, view)
+    if flip is not None:
+        return _settle(flip, add, hold, told, state, view)
+    if add is not None:
+        return _settle(add, None, hold, told, state, view)
+    if hold.is_unreachable:
+        code = Reason.UNREACHABLE
+    elif view.num_alive >= policy.max_workers:
+        code = Reason.AT_MAX
+    else:
+        code = Reason.NO_GAIN
+    return ScalingDecision(code, told, hold), _calm(state)
+
+
+def _settle(
+    best: _Candidate,
+    better: _Candidate | None,
+    hold: Prediction,
+    told: str,
+    state: AutoscalerState,
+    view: _View,
+) -> tuple[ScalingDecision, AutoscalerState]:
+    """Make the move if it is ours, and has been wanted for long enough. `better` would help too, or more."""
+    policy, now, move, after = view.policy, view.now, best.move, best.prediction
+    kind = (move.kind, move.role)
+    is_same = state.wanted == kind
+    num_wanted = state.num_wanted + 1 if is_same else 1
+    since_s = state.wanted_since_s if is_same else now
+    state = replace(state, wanted=kind, num_wanted=num_wanted, wanted_since_s=since_s)
+    advice = better.move if better is not None and better.move.kind not in policy.acts else None
+
+    def held(code: Reason, why: str) -> tuple[ScalingDecision, AutoscalerState]:
+        return ScalingDecision(code, f"{why}; {told}", hold, after, advice=advice or move), state
+
+    effect = f"{move} would make it {after.attainment:.1%}"
+    backoff_kind, backoff_s = state.backoff
+    if move.kind == backoff_kind and now < backoff_s:
+        return held(Reason.BACKOFF, f"{move} was withdrawn, and is tried again in {backoff_s - now:.0f} s")
+    if num_wanted < policy.num_agreeing:
+        return held(Reason.AGREEING, f"{effect}, seen {num_wanted} of num_agreeing={policy.num_agreeing} times")
+    if move.kind == "remove" and now - since_s < policy.remove_after_s:
+        return held(Reason.AGREEING, f"{effect}, for {now - since_s:.0f} of remove_after_s={policy.remove_after_s:g}")
+    if move.kind not in policy.acts:
+        return held(Reason.ADVISED, f"{effect}, but the autoscaler does not {move.kind} workers")
+    if now - state.last_move_s < policy.cooldown_s:
+        return held(Reason.COOLDOWN, f"{effect}, {now - state.last_move_s:.1f} of cooldown_s={policy.cooldown_s} over")
+    deadline_s = now + (policy.flip_deadline_s if move.kind == "flip" else policy.move_deadline_s)
+    before = frozenset(one.worker_id for one in view.observation.workers)
+    state = replace(_calm(state), moving=_InFlight(move, deadline_s, before), last_move_s=now)
+    detail = f"{told}; {after.attainment:.1%} after it"
+    return ScalingDecision(Reason(move.kind), detail, hold, after, move, advice), state
+
+
+def _withdraw(
+    state: AutoscalerState, hold: Prediction, now: float, policy: AutoscalerPolicy
+) -> tuple[ScalingDecision, AutoscalerState]:
+    """Give up the move in flight, and do not try this kind again for a while."""
+    assert state.moving is not None
+    move, num = state.moving.move, state.num_withdrawn + 1
+    pause_s = min(policy.move_deadline_s * 2.0 ** min(num - 1, 20), policy.max_backoff_s)
+    state = replace(_calm(state), moving=None, num_withdrawn=num, backoff=(move.kind, now + pause_s))
+    detail = f"{move} is not done by its deadline; no other {move.kind} for {pause_s:.0f} s"
+    return ScalingDecision(Reason.WITHDRAWN, detail, hold, withdrawn=move), state
+
+
+def _best_gain(candidates: Iterable[_Candidate], hold: Prediction, policy: AutoscalerPolicy) -> _Candidate | None:
+    """The smallest move that reaches the target; else the one that gains most. None if none gains enough."""
+    least_gain = max(policy.min_gain, policy.min_share * (1 - hold.score))
+    gaining = [one for one in candidates if one.prediction.score - hold.score >= least_gain]
+    if not gaining:
+        return None
+    best = max(one.prediction.score for one in gaining)
+    enough = [one for one in gaining if one.prediction.score >= min(best, max(policy.target, best - policy.min_gain))]
+    return min(enough, key=lambda one: (one.move.num_workers, -one.prediction.score))
+
+
+def _best_removal(candidates: Iterable[_Candidate], policy: AutoscalerPolicy) -> _Candidate | None:
+    """The largest removal that leaves the target within reach at all times."""
+    safe = [one for one in candidates if one.prediction.least >= policy.target]
+    return max(safe, key=lambda one: (one.move.num_workers, one.prediction.score), default=None)
+
+
+def _is_free(candidate: _Candidate, state: AutoscalerState, view: _View) -> bool:
+    """Whether the autoscaler may make this move now."""
+    kind, until_s = state.backoff
+    return candidate.move.kind in view.policy.acts and not (kind == candidate.move.kind and view.now < until_s)
+
+
+def _calm(state: AutoscalerState) -> AutoscalerState:
+    return replace(state, wanted=None, num_wanted=0)
+
+
+def _is_in_flight(flight: _InFlight, observation: Observation) -> bool:
+    """Whether a part of the move is still to come. A worker that is gone has nothing to come."""
+    there = {view.worker_id: view for view in observation.workers}
+    move = flight.move
+    if move.add is not None:
+        new = [view for view in there.values() if view.worker_id not in flight.before and view.is_ready]
+        return len(new) < move.add.num_workers
+    if move.removes:
+        return any(remove.worker_id in there for remove in move.removes)
+    views = [there[flip.worker_id] for flip in move.flips if flip.worker_id in there]
+    return any(not (view.role == move.role and view.is_ready) for view in views)
+
+
+def _sizes(num_most: int) -> Iterator[int]:
+    """1, 2, 4 and so on, and the largest."""
+    num = 1
+    while num < num_most:
+        yield num
+        num *= 2
+    if num_most > 0:
+        yield num_most
+
+
+def _pool(observation: Observation, role: Role) -> list[WorkerView]:
+    return [view for view in observation.workers if view.role == role and view.is_ready]
+
+
+def _cheapest(observation: Observation, role: Role) -> list[WorkerView]:
+    """The workers of a pool, those first that have least to lose."""
+    return sorted(_pool(observation, role), key=lambda one: (one.num_running, one.num_queued_tokens, one.worker_id))
+
+
+def _decoding(decoders: Collection[RegisteredWorker]) -> tuple[int, int]:
+    """Sequences that the decode pool has to serve now, running or without room, and their tokens."""
+    num_awaited = sum(worker.num_awaited_seqs for worker in decoders)
+    awaited_tokens = sum(worker.awaited_kv_tokens for worker in decoders)
+    num_for_room = sum(worker.load.num_waiting_for_room for worker in decoders)
+    num_held = min(num_for_room, num_awaited)  # their prompts are computed, so they wait for the decode pool
+    num_seqs = sum(worker.num_booked_seqs for worker in decoders) - num_awaited + num_held
+    tokens = sum(worker.booked_kv_tokens for worker in decoders) - awaited_tokens
+    return num_seqs, tokens + awaited_tokens * num_held // max(num_awaited, 1)
+
+
+def _capacity(workers: Collection[RegisteredWorker], costs: CostModel) -> Capacity:
+    """The mean worker."""
+    if not workers:
+        return Capacity(StepCosts(0.0, 0.0, 0.0, 0.0, 0.0), 1, 1, 0)
+    num = len(workers)
+    rows = [costs.steps(worker.card.kind).costs for worker in workers]
+    return Capacity(
+        costs=StepCosts(*(sum(column) / num for column in zip(*rows, strict=True))),
+        step_tokens=max(sum(worker.card.max_num_batched_tokens for worker in workers) // num, 1),
+        kv_tokens=max(sum(worker.card.num_blocks * worker.card.block_size for worker in workers) // num, 1),
+        num_seats=sum(worker.card.max_num_seqs for worker in workers) // num,
+    )

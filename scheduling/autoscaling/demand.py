@@ -1,0 +1,64 @@
+"""What clients ask for: arrivals, lengths, hits and SLOs, counted as they come. Its size does not grow with traffic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["DEFAULT_ITL_S", "DEFAULT_TTFT_S", "NUM_BUCKETS", "Bucket", "Demand", "DemandMeter"]
+
+# Where nobody has set an SLO: what people who read along take for prompt.
+DEFAULT_TTFT_S = 2.0
+DEFAULT_ITL_S = 0.1
+NUM_BUCKETS = 21  # of new prompt tokens, by powers of two; the last one has all from 2^20 on
+
+
+class Bucket(NamedTuple):
+    """Requests of similar prompts. All are sums."""
+
+    num_requests: float = 0.0
+    new_tokens: float = 0.0
+    ttft_slo_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Sums over requests since the start."""
+
+    num_requests: float = 0.0
+    cached_tokens: float = 0.0
+    prompt_tokens: float = 0.0
+    itl_slo_s: float = 0.0
+    buckets: tuple[Bucket, ...] = (Bucket(),) * NUM_BUCKETS
+
+
+class DemandMeter:
+    """Counts each request once, when it arrives, also if it has to wait or is refused."""
+
+    def __init__(self) -> None:
+        self._num_requests = self._cached_tokens = self._prompt_tokens = 0
+        self._itl_slo_s = 0.0
+        self._buckets = [Bucket()] * NUM_BUCKETS
+        self.num_waiting_tokens = 0  # prompt tokens that wait in the router, and so are booked on no worker
+
+    def note(
+        self, num_prompt_tokens: int, num_cached_tokens: int, ttft_slo_s: float | None, itl_slo_s: float | None
+    ) -> None:
+        """A request arrived. Where it has no SLO, in seconds, the default counts."""
+        ttft_slo_s = DEFAULT_TTFT_S if ttft_slo_s is None or math.isinf(ttft_slo_s) else ttft_slo_s
+        num_new = max(num_prompt_tokens - num_cached_tokens, 1)
+        self._num_requests += 1
+        self._cached_tokens += num_cached_tokens
+        self._prompt_tokens += num_prompt_tokens
+        self._itl_slo_s += itl_slo_s or DEFAULT_ITL_S
+        idx = min(math.ceil(math.log2(num_new)), NUM_BUCKETS - 1)
+        num, tokens, slo_s = self._buckets[idx]
+        self._buckets[idx] = Bucket(num + 1, tokens + num_new, slo_s + ttft_slo_s)
+
+    @property
+    def total(self) -> Demand:
+        """All requests so far."""
+        return Demand(
+            self._num_requests, self._cached_tokens, self._prompt_tokens, self._itl_slo_s, tuple(self._buckets)
+        )

@@ -1,0 +1,248 @@
+"""Predicted SLO attainment of a number of prefill and decode workers over the next minutes.
+
+A fluid model: prompts queue for the prefill pool, and sequences for room in the decode pool, while arrivals follow
+their forecast. On top of that, requests wait because arrivals and lengths vary (Sakasegawa's formula for many servers).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tandem.scheduling.autoscaling.demand import Bucket
+from tandem.scheduling.autoscaling.traffic import Traffic
+from tandem.scheduling.cost_model import StepCosts, prefill_attention
+
+__all__ = ["Backlog", "Capacity", "Pools", "Prediction", "Sizing", "predict"]
+
+_TIMES_S = (2.0, 5.0, 10.0, 20.0, 40.0, 70.0, 110.0, 160.0, 240.0, 360.0, 600.0, 900.0)
+_MAX_LOAD = 0.97  # of the part of the wait that is due to chance; above it the fluid queue tells
+_PART_CREDIT = 0.25  # worth of one SLO without the other: where both pools are short, one more of either is a gain
+_LATE_CREDIT = 0.5  # worth of an answer just beyond its SLO; it falls with the wait, so that overload has a slope
+_LEAST_LIMIT = 2.0  # limit / time on an idle worker: no number of workers makes one request faster
+_FAR_LATE_S = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """One worker."""
+
+    costs: StepCosts
+    step_tokens: int
+    kv_tokens: int  # in its pool
+    num_seats: int  # 0 = not known
+
+
+class Pools(NamedTuple):
+    """Workers that serve."""
+
+    num_prefill: int
+    num_decode: int
+
+
+class Backlog(NamedTuple):
+    """Work that waits or runs now."""
+
+    prompt_tokens: float = 0.0  # to be computed
+    num_seqs: float = 0.0  # of the decode pool
+    kv_tokens_per_seq: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizing:
+    """What a prediction depends on, beyond the number of workers."""
+
+    traffic: Traffic
+    capacity: Capacity
+    backlog: Backlog
+    output_tokens: float
+    horizon_s: float
+    demand_factor: float = 1.0  # the same for more traffic than forecast
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Means over the horizon, weighted by arrivals."""
+
+    attainment: float  # share of requests within TTFT and ITL SLO
+    score: float  # attainment, with some credit for answers that are not very late
+    least: float  # least attainment at any time
+    prefill_wait_s: float  # of the prompts that are queued now
+    decode_wait_s: float
+    itl_s: float  # now
+    load: float  # of the prefill pool, now
+    is_unreachable: bool  # whether most requests would miss their SLO on an idle worker
+
+
+class _Step(NamedTuple):
+    attainment: float
+    score: float
+    prefill_wait_s: float
+    decode_wait_s: float
+    itl_s: float
+    load: float
+
+
+def predict(
+    sizing: Sizing, pools: Pools, now: float, *, later: Pools | None = None, later_s: float = 0.0, extra_s: float = 0.0
+) -> Prediction:
+    """What clients will see. `later` serves from `later_s` on; a move costs `extra_s` worker-seconds of prefill."""
+    model = _Model.of(sizing, extra_s)
+    steps: list[tuple[float, _Step]] = []
+    begin_s = 0.0
+    ends = sorted({*(t for t in _TIMES_S if t < sizing.horizon_s), sizing.horizon_s, max(later_s, 1e-3)})
+    for end_s in (t for t in ends if t <= sizing.horizon_s):
+        serving = later if later is not None and begin_s >= later_s else pools
+        rate = max(sizing.traffic.rate(now, (begin_s + end_s) / 2), 0.0) * sizing.demand_factor
+        step = model.step(rate, serving, end_s - begin_s)
+        steps.append(((rate + 1e-6) * (end_s - begin_s), step))
+        begin_s = end_s
+    weight = sum(one for one, _ in steps)
+    first = steps[0][1]
+    return Prediction(
+        attainment=sum(one * step.attainment for one, step in steps) / weight,
+        score=sum(one * step.score for one, step in steps) / weight,
+        least=min(step.attainment for _, step in steps),
+        prefill_wait_s=first.prefill_wait_s,
+        decode_wait_s=first.decode_wait_s,
+        itl_s=first.itl_s,
+        load=first.load,
+        is_unreachable=model.is_unreachable,
+    )
+
+
+class _Class(NamedTuple):
+    """Requests of similar prompts."""
+
+    share: float
+    work_s: float  # worker-seconds of one of them
+    own_s: float  # TTFT on an idle worker
+    limit_s: float
+
+
+@dataclass(slots=True)
+class _Model:
+    """The state of the fluid queues."""
+
+    classes: Sequence[_Class]
+    capacity: Capacity
+    output_tokens: float
+    kv_tokens: float  # of one sequence
+    itl_limit_s: float
+    dispersion: float
+    is_unreachable: bool
+    queued_s: float  # worker-seconds of prompts
+    num_seqs: float
+
+    @classmethod
+    def of(cls, sizing: Sizing, extra_s: float) -> _Model:
+        traffic, capacity, backlog = sizing.traffic, sizing.capacity, sizing.backlog
+        costs = capacity.costs
+        context = traffic.hit_ratio * traffic.prompt_tokens
+        classes, num_missed = _classes(traffic.buckets, capacity, context)
+        length = backlog.kv_tokens_per_seq or traffic.prompt_tokens + sizing.output_tokens / 2
+        token_s = costs.base_s / capacity.step_tokens + costs.prefill_token_s
+        mean_s = sum(one.share * one.work_s for one in classes)
+        num_new = sum(bucket.new_tokens for bucket in traffic.buckets)
+        if num_new > 0:
+            token_s = max(token_s, mean_s / num_new)  # with attention
+        alone_s = costs.step_s(1.0, length)
+        slo_s = traffic.itl_slo_s or math.inf
+        return cls(
+            classes=classes,
+            capacity=capacity,
+            output_tokens=max(sizing.output_tokens, 1.0),
+            kv_tokens=max(length, 1.0),
+            itl_limit_s=min(max(slo_s, 1.5 * alone_s), _FAR_LATE_S),
+            dispersion=traffic.dispersion,
+            is_unreachable=num_missed > 0.5 or alone_s > slo_s,
+            queued_s=backlog.prompt_tokens * token_s + extra_s,
+            num_seqs=backlog.num_seqs,
+        )
+
+    def step(self, rate: float, pools: Pools, duration_s: float) -> _Step:
+        """Let time pass."""
+        if pools.num_prefill < 1 or pools.num_decode < 1:
+            return _Step(0.0, 0.0, _FAR_LATE_S, _FAR_LATE_S, _FAR_LATE_S, 1.0)
+        num_first, wait_s, chance, chance_s, load = self._prefill(rate, pools.num_prefill, duration_s)
+        in_time, itl_credit, decode_wait_s, itl_s = self._decode(num_first, pools.num_decode, duration_s)
+        ttft, credit = self._ttft(wait_s, chance, chance_s)
+        attainment = ttft * in_time
+        parts = ttft + _LATE_CREDIT * (1 - ttft) * credit + in_time + _LATE_CREDIT * (1 - in_time) * itl_credit
+        score = (1 - _PART_CREDIT) * attainment + _PART_CREDIT * parts / 2
+        return _Step(attainment, score, wait_s, decode_wait_s, itl_s, load)
+
+    def _prefill(self, rate: float, num: int, duration_s: float) -> tuple[float, float, float, float, float]:
+        """First tokens per second, the queue's wait, probability and mean length of a wait by chance, and the load."""
+        mean_s = sum(one.share * one.work_s for one in self.classes)
+        load = rate * mean_s / num
+        before_s = self.queued_s
+        self.queued_s = max(before_s + (load - 1) * num * duration_s, 0.0)
+        wait_s = (before_s + self.queued_s) / 2 / num
+        done_s = before_s + load * num * duration_s - self.queued_s
+        num_first = done_s / duration_s / mean_s if mean_s > 0 else 0.0
+        busy = min(load, _MAX_LOAD)
+        square = sum(one.share * one.work_s**2 for one in self.classes)
+        variation = (self.dispersion + (square / mean_s**2 - 1 if mean_s > 0 else 0.0)) / 2
+        chance = busy ** (math.sqrt(2 * (num + 1)) - 1) if busy > 0 else 0.0
+        chance_s = max(variation, 0.5) * mean_s / (num * (1 - busy))
+        return num_first, wait_s, chance, chance_s, load
+
+    def _ttft(self, wait_s: float, chance: float, chance_s: float) -> tuple[float, float]:
+        """Share of requests whose first token comes in time, and how little the others are late."""
+        in_time = credit = 0.0
+        for one in self.classes:
+            slack_s = one.limit_s - one.own_s - wait_s
+            if slack_s > 0:
+                in_time += one.share * (1 - chance * math.exp(-slack_s / chance_s) if chance_s > 0 else 1.0)
+            ttft_s = one.own_s + wait_s + chance * chance_s
+            credit += one.share * min(one.limit_s / max(ttft_s, 1e-9), 1.0)
+        return (in_time, credit) if self.classes else (1.0, 1.0)
+
+    def _decode(self, num_first: float, num: int, duration_s: float) -> tuple[float, float, float, float]:
+        """Share of answers whose gaps are in time, credit of the others, wait for room and gap between two tokens."""
+        costs, out = self.capacity.costs, self.output_tokens
+        seq_s = costs.decode_seq_s + costs.kv_token_s * self.kv_tokens
+        room = max(self.capacity.kv_tokens / self.kv_tokens, 1.0)
+        if self.capacity.num_seats:
+            room = min(room, float(self.capacity.num_seats))
+        full_rate = num * room / (out * max(costs.base_s + seq_s * room, 1e-9))  # answers per second of full workers
+        share = num_first * out * seq_s / num
+        steady = num_first * out * costs.base_s / (1 - share) if share < 1 else math.inf
+        before = self.num_seqs
+        if steady <= num * room and before <= num * room:
+            life_s = out * (costs.base_s + seq_s * before / num)
+            after = steady + (before - steady) * math.exp(-duration_s / max(life_s, 1e-6))
+        else:
+            after = max(before + (num_first - full_rate) * duration_s, 0.0)
+        self.num_seqs = after
+        mean = (before + after) / 2
+        batch = min(mean / num, room)
+        step_s = costs.step_s(batch, batch * self.kv_tokens)
+        wait_s = max(mean - num * room, 0.0) / full_rate
+        itl_s = step_s + wait_s / out
+        most = min((self.itl_limit_s - costs.base_s) / seq_s if seq_s > 0 else math.inf, 1e9)
+        deviation = (most - batch) / math.sqrt(max(batch, 1.0))
+        in_time = 0.5 * math.erfc(-deviation / math.sqrt(2)) if itl_s <= self.itl_limit_s else 0.0
+        return in_time, min(self.itl_limit_s / max(itl_s, 1e-9), 1.0), wait_s, itl_s
+
+
+def _classes(buckets: Sequence[Bucket], capacity: Capacity, context: float) -> tuple[list[_Class], float]:
+    """The requests by length, and the share of them that cannot be in time on an idle worker."""
+    costs, chunk = capacity.costs, capacity.step_tokens
+    total = sum(bucket.num_requests for bucket in buckets)
+    classes: list[_Class] = []
+    num_missed = 0.0
+    for bucket in buckets:
+        if bucket.num_requests <= 1e-9 or total <= 0:
+            continue
+        tokens, slo_s = bucket.new_tokens / bucket.num_requests, bucket.ttft_slo_s / bucket.num_requests
+        work_s = costs.prefill_work_s(tokens, prefill_attention(tokens, context))
+        own_s = math.ceil(tokens / chunk) * costs.base_s + work_s
+        share = bucket.num_requests / total
+        num_missed += share * (own_s > slo_s)
+        limit_s = max(slo_s, _LEAST_LIMIT * own_s)
+        classes.append(_Class(share, work_s + costs.base_s * tokens / chunk, own_s, limit_s))
+    return classes, num_missed

@@ -1,0 +1,135 @@
+"""Forecast of arrivals: level, trend and the time of the day, after Holt and Winters, with a state of fixed size."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from tandem.scheduling.autoscaling.demand import NUM_BUCKETS, Bucket, Demand
+
+__all__ = ["Traffic"]
+
+DAY_S = 86_400.0
+NUM_SEASONS = 48  # half hours
+LEVEL_S, TREND_S, MIX_S = 30.0, 120.0, 300.0  # time constants of smoothing
+TREND_REACH_S = 60.0  # a trend goes on for about this long
+MAX_GROWTH = 3.0  # forecast / present level
+MAX_SEASON = 4.0
+MAX_DISPERSION = 16.0
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What is known of arrivals. Rates are per second. `updated` returns the next state."""
+
+    at_s: float | None = None
+    total: Demand = field(default_factory=Demand)  # at `at_s`
+    level: float = 0.0  # requests per second without the time of the day
+    trend: float = 0.0  # its growth per second
+    dispersion: float = 1.0  # variance / mean of arrivals in a tick; 1 = Poisson
+    day_level: float = 0.0  # mean rate over a day
+    seasons: tuple[float, ...] = (1.0,) * NUM_SEASONS  # rate / mean rate, by time of the day
+    season_since: tuple[int, ...] = (-1,) * NUM_SEASONS  # day on which each was learned first; -1 = never
+    # Means of recent requests, each a share or a sum per request.
+    buckets: tuple[Bucket, ...] = (Bucket(),) * NUM_BUCKETS
+    cached_tokens: float = 0.0
+    prompt_tokens: float = 0.0
+    itl_slo_s: float = 0.0
+    num_seen: float = 0.0
+
+    @property
+    def hit_ratio(self) -> float:
+        """Share of prompt tokens that are cached."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens > 0 else 0.0
+
+    def rate(self, now: float, ahead_s: float) -> float:
+        """Expected requests per second in `ahead_s` seconds; never negative, and never a multiple of today's."""
+        growth = self.trend * TREND_REACH_S * (1 - math.exp(-ahead_s / TREND_REACH_S))
+        level = min(max(self.level + growth, 0.0), MAX_GROWTH * self.level)
+        return level * self._season(now + ahead_s, _day(now))
+
+    def updated(self, total: Demand, now: float) -> Traffic:
+        """The state after a tick. No arrivals are a rate of zero, not a missing value."""
+        if self.at_s is None or now <= self.at_s or total.num_requests < self.total.num_requests:
+            return replace(self, at_s=now, total=total)
+        elapsed_s = now - self.at_s
+        num = total.num_requests - self.total.num_requests
+        rate = num / elapsed_s
+        state = self._with_rate(rate, elapsed_s, now)
+        if num > 0:
+            state = state._with_mix(total, num, elapsed_s)
+        return replace(state, at_s=now, total=total)
+
+    def _with_rate(self, rate: float, elapsed_s: float, now: float) -> Traffic:
+        plain = rate / self._season(now, _day(now))
+        expected = max(self.level + self.trend * elapsed_s, 0.0)
+        level = expected + _weight(elapsed_s, LEVEL_S) * (plain - expected)
+        growth = (level - self.level) / elapsed_s
+        trend = self.trend + _weight(elapsed_s, TREND_S) * (growth - self.trend)
+        mean = max(expected * elapsed_s, 1.0)
+        excess = min((plain * elapsed_s - mean) ** 2 / mean, 4 * MAX_DISPERSION)
+        dispersion = self.dispersion + _weight(elapsed_s, MIX_S) * (excess - self.dispersion)
+        day_level = self.day_level or rate
+        day_level += _weight(elapsed_s, DAY_S) * (rate - day_level)
+        seasons, since = self._learned_season(rate, day_level, elapsed_s, now)
+        return replace(
+            self,
+            level=max(level, 0.0),
+            trend=trend,
+            dispersion=min(max(dispersion, 1.0), MAX_DISPERSION),
+            day_level=day_level,
+            seasons=seasons,
+            season_since=since,
+        )
+
+    def _with_mix(self, total: Demand, num: float, elapsed_s: float) -> Traffic:
+        """Recent lengths, hits and SLOs. A tick of many requests counts more than one of few."""
+        num_seen = self.num_seen * math.exp(-elapsed_s / MIX_S) + num
+        weight = num / num_seen
+
+        def mean(old: float, new_sum: float, old_sum: float) -> float:
+            return old + weight * ((new_sum - old_sum) / num - old)
+
+        old, before = self, self.total
+        buckets = tuple(
+            Bucket(*(mean(*three) for three in zip(mine, new, last, strict=True)))
+            for mine, new, last in zip(old.buckets, total.buckets, before.buckets, strict=True)
+        )
+        return replace(
+            self,
+            buckets=buckets,
+            cached_tokens=mean(old.cached_tokens, total.cached_tokens, before.cached_tokens),
+            prompt_tokens=mean(old.prompt_tokens, total.prompt_tokens, before.prompt_tokens),
+            itl_slo_s=mean(old.itl_slo_s, total.itl_slo_s, before.itl_slo_s),
+            num_seen=num_seen,
+        )
+
+    def _learned_season(
+        self, rate: float, day_level: float, elapsed_s: float, now: float
+    ) -> tuple[tuple[float, ...], tuple[int, ...]]:
+        if day_level <= 0:
+            return self.seasons, self.season_since
+        idx = _season_idx(now)
+        ratio = min(max(rate / day_level, 1 / MAX_SEASON), MAX_SEASON)
+        seasons, since = list(self.seasons), list(self.season_since)
+        seasons[idx] += _weight(elapsed_s, DAY_S / NUM_SEASONS) * (ratio - seasons[idx])
+        if since[idx] < 0:
+            since[idx] = int(_day(now))
+        return tuple(seasons), tuple(since)
+
+    def _season(self, at_s: float, today: float) -> float:
+        """Factor of the time of the day. It needs a former day: today's rates are in the level already."""
+        idx = _season_idx(at_s)
+        return self.seasons[idx] if 0 <= self.season_since[idx] < today else 1.0
+
+
+def _weight(elapsed_s: float, time_constant_s: float) -> float:
+    return 1 - math.exp(-elapsed_s / time_constant_s)
+
+
+def _season_idx(at_s: float) -> int:
+    return int(at_s % DAY_S / DAY_S * NUM_SEASONS)
+
+
+def _day(at_s: float) -> float:
+    return at_s // DAY_S
