@@ -59,7 +59,7 @@ def test_without_a_file_all_are_alike() -> None:
         ("[tenants.a]\nmax_queue_share = 1.5", "tenants.a.max_queue_share = 1.5 must be above 0, at most 1"),
         (
             "[tenants.a]\nwieght = 1",
-            "tenants.a.wieght is unknown; use weight, ttft_slo_ms, itl_slo_ms, max_queue_share",
+            "tenants.a.wieght is unknown; use weight, ttft_slo_ms, itl_slo_ms",
         ),
         (
             "[tenants.a]\nworkers = 'decode-0'",
