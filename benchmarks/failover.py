@@ -15,11 +15,13 @@ import argparse
 import asyncio
 import itertools
 import random
+import re
 import sys
 import time
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import psutil
 
 from benchmarks.common import (
@@ -37,6 +39,7 @@ from tandem.loadtest.stats import Distribution
 
 _TOKEN_IDS = range(1000, 4000)  # valid in any model with a vocabulary of a few thousand
 _POOL = "--pool-gb=0.5"
+_MOVES = re.compile(r'^tandem_request_moves_total\{cause="([^"]*)"\} (\S+)', re.MULTILINE)
 _READY_S = 120.0  # for the victim's successor
 
 
@@ -64,13 +67,15 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--input-tokens", type=int, default=200)
     parser.add_argument("--output-tokens", type=int, default=200)
+    parser.add_argument("--copy-kv-tokens", type=int, default=0, help="as of `tandem serve` (default: %(default)s)")
+    parser.add_argument("--cases", nargs="+", default=[case.name for case in _CASES], help="of the three above")
     parser.add_argument("--kill-after-s", type=float, default=8.0, help="from the first request (default: %(default)s)")
     settings = parser.parse_args()
     if settings.quick:
         settings.streams, settings.output_tokens, settings.kill_after_s = 4, 60, 2.0
     results = {}
-    for case in _CASES:
-        with serving(_ONE_AND_TWO, settings.model, _POOL) as server:
+    for case in (one for one in _CASES if one.name in settings.cases):
+        with serving(_ONE_AND_TWO, settings.model, _POOL, f"--copy-kv-tokens={settings.copy_kv_tokens}") as server:
             results[case.name] = run_measured(measure(server, case, settings))
     _show(results)
     write_result("failover", settings, results)
@@ -108,12 +113,20 @@ async def measure(server: Server, case: Case, settings: argparse.Namespace) -> d
     pauses_s = sorted((pause for timing in timings if (pause := _pause_s(timing, killed_s)) is not None), reverse=True)
     return {
         "num_moved": num_moved,
+        "moves": await _moves(server),
         "num_failed": sum(bool(timing.error) for timing in (*timings, *again)),
         "first_error": next((timing.error for timing in (*timings, *again) if timing.error), ""),
         "num_wrong": sum(one.text != other.text for one, other in zip(timings, again, strict=True)),
         "held": held,
         "pause_s": Distribution.of(pauses_s[:num_moved]),  # those that moved paused longest
     }
+
+
+async def _moves(server: Server) -> dict[str, float]:
+    """Moves of requests by cause, since the server started."""
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False) as client:
+        text = (await client.get("/metrics")).text
+    return {cause: float(count) for cause, count in _MOVES.findall(text)}
 
 
 async def _until_replaced(server: Server, victims: list[dict[str, Any]]) -> None:

@@ -214,6 +214,15 @@ class RouterConfig:
         Meta(ge=0, le=100),
         Setting("Times that a request goes on with other workers or engines after one died; 0: it ends.", LIMITS),
     ] = 3
+    copy_kv_tokens: Annotated[
+        CountOrZero,
+        Setting(
+            "An answer's KV is copied to another decode worker each time it has grown by so many tokens, so that "
+            "little is computed again if its worker dies; 0 = never.",
+            WORKERS,
+            own_workers_only=True,
+        ),
+    ] = 0
     drain_timeout_s: Annotated[
         float, Meta(ge=0, le=DAY_S), Setting("Seconds that running answers get to finish at Ctrl-C.", LIMITS)
     ] = 5.0

@@ -88,6 +88,7 @@ class RequestFlow:
             sizing=sizing,
             request_timeout_s=config.request_timeout_s,
             max_moves=config.max_moves,
+            copy_kv_tokens=config.copy_kv_tokens,
             tracing=tracing,
         )
         registry.listen(self._on_worker_change)

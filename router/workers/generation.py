@@ -30,7 +30,7 @@ from tandem.router.streams import DeltaQueue, QueueStream
 from tandem.router.tracing.generation_trace import GenerationTrace
 from tandem.router.workers.attempt import Attempt
 from tandem.router.workers.client import WorkerClient
-from tandem.router.workers.copy_ahead import copy_ahead, is_worthwhile
+from tandem.router.workers.copy_ahead import copy_ahead, copy_kv, is_worthwhile
 from tandem.router.workers.move_log import MoveLog
 from tandem.router.workers.pin_ledger import Owner
 from tandem.router.workers.pins import PinService
@@ -65,6 +65,7 @@ class GenerationContext:
     sizing: CacheSizing
     request_timeout_s: float
     max_moves: int
+    copy_kv_tokens: int
     tracing: Tracing | None = None
     running: set[Generation] = field(default_factory=set)  # requests that were dispatched
     num_handoffs: int = 0  # requests that both workers of a pair sent tokens for
@@ -121,7 +122,8 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         self._attempt: Attempt | None = None
         self._error: ServingError | None = None  # with which it ends, whatever its workers do
         self._next: AdmittedRequest[GenerateRequest, Booking] | None = None  # where it is about to go on
-        self._copying: asyncio.Future[None] | None = None  # its KV, to there
+        self._copying: asyncio.Future[None] | None = None  # its KV, to there or to another worker in case of a death
+        self._num_copied = 0  # tokens of prompt and answer, when the latest copy in case of a death began
         self._num_attempts = 0
         self._num_failures = 0  # attempts that others followed
         self._lost_workers: list[str] = []  # that died while they had the request, since the last token
@@ -166,6 +168,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         if worker is None or attempt is None or self._error is not None or self._next is not None:
             return False
         rest = msgspec.structs.replace(self._rest(attempt), can_hand_over=False)  # no third worker has more of the KV
+        self._stop_copying()
         admitted = self._next = self._context.admission_queue.place_elsewhere(
             self._request, rest, attempt.admitted, excluded={worker.worker_id, *excluded}
         )
@@ -260,6 +263,28 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
             self._trace.moved(lost_s, error, admitted.decision)
         self._send(attempt)
 
+    def _keep_copied(self, attempt: Attempt) -> None:
+        """Begin to copy the KV to another worker, if that is wanted and enough has come since the last time."""
+        every, num_tokens = self._context.copy_kv_tokens, len(self._request.token_ids) + len(self._output)
+        is_due = every and num_tokens - self._num_copied >= every
+        if is_due and self._copying is None and attempt.is_decoding and not self._has_ended:
+            self._num_copied = num_tokens
+            self._copying = asyncio.ensure_future(self._copy(attempt))
+
+    async def _copy(self, attempt: Attempt) -> None:
+        error = await async_error_of(self._copy_to_cheapest(attempt))
+        self._copying = None
+        if error is not None:  # an answer goes on without a copy
+            logger.debug("the KV of request %s was not copied: %r", self._request.request_id, error)
+
+    async def _copy_to_cheapest(self, attempt: Attempt) -> None:
+        """Where the last copy is, there is least to read: so it is the cheapest place again."""
+        context, here = self._context, attempt.placement.best.decode.worker_id
+        rest = msgspec.structs.replace(self._rest(attempt), can_hand_over=False)
+        placement = context.admission.place_again(rest, context.admission_queue.now(), excluded={here})
+        name = f"{self._request.request_id}/{self._num_attempts}.{self._num_copied}"
+        await copy_kv(context.workers, self._request, self._output, placement, self._make_queue, name=name)
+
     def _stop_copying(self) -> None:
         copying, self._copying = self._copying, None
         if copying is not None:
@@ -319,6 +344,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
                     self._trace.worker_told(delta.timeline, self._context.admission_queue.now(), offset=delta.offset)
         due = attempt.in_order(deltas)
         tokens = [self._recorded(_merged(due), attempt)] if due else []
+        self._keep_copied(attempt)
         if is_new:
             self.leave_pool()  # its worker's role may have changed since it was placed
         return tokens

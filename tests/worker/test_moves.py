@@ -97,14 +97,19 @@ async def test_several_deaths_of_either_side_change_no_token(
         await cluster.becomes_idle()
 
 
-@pytest.mark.parametrize("roles", [ROLES, {"c": Role.COLOCATED, "c2": Role.COLOCATED}], ids=["pairs", "colocated"])
+@pytest.mark.parametrize(
+    ("roles", "copy_kv_tokens"),
+    [(ROLES, 0), ({"c": Role.COLOCATED, "c2": Role.COLOCATED}, 0), (ROLES, 16)],
+    ids=["pairs", "colocated", "copied"],
+)
 async def test_deaths_among_many_streams_change_no_token(
-    tiny_model: Path, oracle: Oracle, roles: dict[str, Role], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, oracle: Oracle, roles: dict[str, Role], copy_kv_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers die and come back at any moment, also before the first token and while KV is on its way."""
     monkeypatch.setattr(generation, "MAX_DEATHS", 1000)  # no request is to blame here
     rng = random.Random(7)
-    async with running_cluster(tiny_model, roles, router={"max_moves": 50}) as cluster:
+    router = {"max_moves": 50, "copy_kv_tokens": copy_kv_tokens}
+    async with running_cluster(tiny_model, roles, router=router) as cluster:
         requests = []
         for number in range(24):
             sampling = {"max_tokens": 40, "ignore_eos": True} | SAMPLING[rng.choice(list(SAMPLING))]

@@ -424,6 +424,40 @@ async def test_a_copy_that_fails_is_done_without() -> None:
         cluster.assert_nothing_left()
 
 
+async def test_kv_is_copied_to_another_worker_as_the_answer_grows() -> None:
+    config = RouterConfig(copy_kv_tokens=30)
+    async with fake_cluster(prefill=first_token, decode=one_token, config=config) as cluster:
+        stream = Pulled(cluster.flow.serve(make_request(max_tokens=200)))
+        assert await take(stream, 2) == [100, 101]  # with no other worker there is no copy
+        second = await cluster.add(FakeWorker("d2", Role.DECODE, copies_when_told))
+        cluster.workers["d"].output(SequenceDelta("r0", 2, list(range(102, 132))))
+        assert await take(stream, 1) == list(range(102, 132))
+        copy = await is_copying(second)
+        assert copy.token_ids == [*make_request().token_ids, *range(100, 132)]
+        cluster.workers["d"].output(SequenceDelta("r0", 32, list(range(132, 170))))
+        assert await take(stream, 1) == list(range(132, 170)), "it does not wait for its copy"
+        is_copied(second, copy)
+        await eventually(lambda: cluster.client.num_open_legs == 1)
+        cluster.workers["d"].output(SequenceDelta("r0", 70, [170]))
+        assert await take(stream, 1) == [170]
+        assert (await is_copying(second, 1)).token_ids == [*make_request().token_ids, *range(100, 171)]
+        assert (cluster.registry.num_bookings, cluster.flow.num_moves.total()) == (1, 0)
+        cluster.client.mark_dead("d", "exit code -9")  # the copy that is under way is given up
+        assert await rest(stream) == list(range(171, 300))
+        cluster.assert_nothing_left()
+
+
+async def test_no_copy_is_made_unless_it_is_wanted() -> None:
+    async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
+        second = await cluster.add(FakeWorker("d2", Role.DECODE, silent))
+        stream = Pulled(cluster.flow.serve(make_request(max_tokens=60)))
+        await take(stream, 2)
+        decoding = next(worker for worker in (second, cluster.workers["d"]) if worker.of_type(Decode))
+        decoding.output(SequenceDelta("r0", 2, list(range(102, 160)), FinishReason.LENGTH))
+        assert len(await rest(stream)) == 58
+        assert not second.of_type(Generate)
+
+
 @pytest.mark.parametrize("end", ["death", "last token", "client", "shutdown"])
 async def test_whatever_happens_during_a_copy_ends_it(end: str) -> None:
     async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
