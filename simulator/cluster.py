@@ -41,11 +41,12 @@ class Cluster:
     def cards(self) -> list[WorkerCard]:
         """Every worker's description of itself."""
         if not self.num_prefill:
-            return [self._card(f"w{idx}", Role.COLOCATED) for idx in range(self.num_decode)]
-        prefill = [self._card(f"p{idx}", Role.PREFILL) for idx in range(self.num_prefill)]
-        return prefill + [self._card(f"d{idx}", Role.DECODE) for idx in range(self.num_decode)]
+            return [self.card(f"w{idx}", Role.COLOCATED) for idx in range(self.num_decode)]
+        prefill = [self.card(f"p{idx}", Role.PREFILL) for idx in range(self.num_prefill)]
+        return prefill + [self.card(f"d{idx}", Role.DECODE) for idx in range(self.num_decode)]
 
-    def _card(self, worker_id: str, role: Role) -> WorkerCard:
+    def card(self, worker_id: str, role: Role) -> WorkerCard:
+        """A worker's description of itself."""
         return make_card(
             worker_id,
             role,

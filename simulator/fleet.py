@@ -40,13 +40,19 @@ class SimulatedFleet:
     _num_messages: dict[str, int] = field(default_factory=dict)
     _num_prompts: dict[str, int] = field(default_factory=dict)
 
-    def join(self, card: WorkerCard) -> RegisteredWorker:
-        """Add a worker that is ready."""
+    def join(self, card: WorkerCard, *, is_ready: bool = True) -> RegisteredWorker:
+        """Add a worker, ready or still starting."""
         worker = self.registry.add(card, now=0.0)
-        self.registry.set_state(worker.worker_id, WorkerState.READY, "simulated")
+        if is_ready:
+            self.registry.set_state(worker.worker_id, WorkerState.READY, "simulated")
         self.index.add_worker(worker.worker_id, _EPOCH)
         self._num_messages[worker.worker_id] = self._num_prompts[worker.worker_id] = 0
         return worker
+
+    def leave(self, worker_id: str) -> None:
+        """A worker that has nothing to do is gone, with what it cached."""
+        self.registry.set_state(worker_id, WorkerState.DEAD, "simulated")
+        self.index.remove_worker(worker_id)
 
     def num_prompts(self, worker: RegisteredWorker) -> int:
         """Requests whose prompt this worker has not computed yet."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
-from tandem.protocol.messages import HOST_TIER, TierLoad
+from tandem.protocol.messages import HOST_TIER, Role, TierLoad, WorkerState
 from tandem.scheduling.admission.answer_lengths import AnswerLengths
 from tandem.scheduling.cost_model import prefill_attention
 from tandem.scheduling.workers.bookings import Booking
@@ -22,6 +22,7 @@ from tandem.simulator.cluster import Cluster
 from tandem.simulator.fleet import SimulatedFleet
 from tandem.simulator.policies import POLICIES, Choice, RoutingRequest
 from tandem.simulator.prefix_cache import PrefixCache
+from tandem.simulator.scaling import ScalingPlan, Scene
 from tandem.simulator.steps import Run
 from tandem.simulator.worker import Job, SimulatedWorker
 
@@ -55,6 +56,8 @@ class Outcome:
     wall_s: float  # real time of the simulation
     place_s: float  # real time in the policy
     step_error: float  # relative error of the router's step model at the end
+    worker_s: float = 0.0  # worker-seconds, starting and leaving ones too, until the last arrival
+    num_moves: int = 0
 
 
 def simulate(
@@ -63,12 +66,13 @@ def simulate(
     policy: str,
     seed: int = 0,
     on_arrival: Callable[[], object] = lambda: None,
+    scaling: ScalingPlan | None = None,
 ) -> Outcome:
     """Serve the requests with one of `POLICIES`. They must be in order of arrival, from second 0 on.
 
-    `on_arrival` is called for each that is served.
+    `on_arrival` is called for each that is served. With `scaling`, workers flip, come and go meanwhile.
     """
-    return _Simulation(requests, cluster, policy, seed, on_arrival).run()
+    return _Simulation(requests, cluster, policy, seed, on_arrival, scaling).run()
 
 
 @dataclass(eq=False, slots=True)
@@ -90,7 +94,12 @@ class _Simulation:
         policy: str,
         seed: int,
         on_arrival: Callable[[], object],
+        scaling: ScalingPlan | None,
     ) -> None:
+        self._scaling = scaling
+        self._num_added = self._num_moves = 0
+        self._worker_s = 0.0
+        self._changed_s = 0.0  # when the number of workers changed last
         self._on_arrival = on_arrival
         self._cluster = cluster
         self._machine = cluster.machine
@@ -112,6 +121,7 @@ class _Simulation:
         self._seed = seed
         self._policy = POLICIES[policy](self._fleet, random.Random(seed))
         self._open: dict[Job, _Open] = {}
+        self._jobs_done: list[Job] = []  # since the scaler decided last
         self._computing: set[SimulatedWorker] = set()  # workers that may have progress to report
         self._lengths = AnswerLengths()
         self._gaps: list[Gaps] = []
@@ -121,12 +131,16 @@ class _Simulation:
         self._num_refused = len(requests) - len(fitting)
         digests: dict[int, bytes] = {}
         self._jobs = [_job(number, request, digests) for number, request in enumerate(fitting)]
+        self._end_s = self._jobs[-1].arrival_s if self._jobs else 0.0
 
     def run(self) -> Outcome:
         started = time.perf_counter()
         for job in self._jobs:
             self._clock.at(job.arrival_s, self._arrive, job)
+        if self._scaling is not None:
+            self._clock.at(self._scaling.interval_s, self._scale)
         self._clock.run()
+        self._count_worker_s()
         assert not self._open, f"{len(self._open)} requests never finished"
         for worker in self._workers.values():
             worker.check_integrity()
@@ -143,7 +157,59 @@ class _Simulation:
             wall_s=time.perf_counter() - started,
             place_s=self._place_s,
             step_error=self._fleet.costs.steps(self._machine.kind).relative_error,
+            worker_s=self._worker_s,
+            num_moves=self._num_moves,
         )
+
+    def _scale(self) -> None:
+        """Let the scaler decide, and do what it decided."""
+        assert self._scaling is not None
+        plan, now, registry = self._scaling, self._clock.now, self._fleet.registry
+        for worker in self._computing:
+            self._fleet.note_computed(worker.worker_id, worker.take_progress())
+        self._let_idle_leave()
+        scene = Scene(registry, self._fleet.costs, self._lengths.mean_tokens, now, tuple(self._jobs_done))
+        for move in plan.scaler.decide(scene):
+            self._num_moves += 1
+            for flip in move.flips:
+                registry.set_role(flip.worker_id, flip.to_role)
+            for remove in move.removes:
+                registry.set_state(remove.worker_id, WorkerState.DRAINING, "the scaler removes it")
+            for _ in range(move.add.num_workers if move.add else 0):
+                self._start_worker(move.role, plan.start_s)
+        self._jobs_done.clear()
+        if now + plan.interval_s <= self._end_s:
+            self._clock.at(now + plan.interval_s, self._scale)
+
+    def _start_worker(self, role: Role, start_s: float) -> None:
+        self._count_worker_s()
+        self._num_added += 1
+        card = self._cluster.card(f"a{self._num_added}", role)
+        worker_id = card.address.worker_id
+        self._fleet.join(card, is_ready=False)
+        self._workers[worker_id] = SimulatedWorker(card, self._machine, self._clock, self)
+        self._hosts[worker_id] = PrefixCache(self._cluster.host_cache_tokens // TRACE_BLOCK_SIZE)
+        self._clock.at(self._clock.now + start_s, self._ready, worker_id)
+
+    def _ready(self, worker_id: str) -> None:
+        worker = self._fleet.registry.get(worker_id)
+        if worker is not None and worker.state == WorkerState.STARTING:
+            self._fleet.registry.set_state(worker_id, WorkerState.READY, "started")
+
+    def _let_idle_leave(self) -> None:
+        """Workers that drain leave once nothing is booked on them, and no KV of theirs is on its way."""
+        for worker in list(self._fleet.registry):
+            is_booked = worker.num_booked_seqs or worker.prompts
+            simulated = self._workers[worker.worker_id]
+            if worker.state == WorkerState.DRAINING and not is_booked and simulated.is_at_rest:
+                self._count_worker_s()
+                self._fleet.leave(worker.worker_id)
+
+    def _count_worker_s(self) -> None:
+        """Account for the time since the number of workers changed, up to the last arrival."""
+        now = min(self._clock.now, self._end_s)
+        self._worker_s += len(self._fleet.registry) * max(now - self._changed_s, 0.0)
+        self._changed_s = max(now, self._changed_s)
 
     def _arrive(self, job: Job) -> None:
         self._on_arrival()
@@ -159,6 +225,8 @@ class _Simulation:
         self._fleet.index.speculate(holders, job.digests, self._clock.now)
         self._fleet.add_prompts(prefill_id, 1)
         num_cached, num_kv = choice.num_cached_tokens, job.num_prompt_tokens + request.expected_output_tokens
+        slo = self._scaling.slo if self._scaling is not None else (None, None)
+        self._fleet.registry.demand.note(job.num_prompt_tokens, num_cached, *slo)
         load = RequestLoad(prefill_id, decode_id, job.num_prompt_tokens - num_cached, num_cached, num_kv)
         self._open[job] = _Open(choice, self._fleet.registry.reserve(load))
         self._load_and_submit(job, choice)
@@ -293,6 +361,8 @@ class _Simulation:
         """The answer is complete."""
         self._open.pop(job).booking.release()
         self._lengths.note("", job.num_output_tokens)
+        if self._scaling is not None:
+            self._jobs_done.append(job)
 
     def cached(self, worker: SimulatedWorker, stored: list[bytes], removed: list[bytes]) -> None:
         """Pass on the worker's block events."""

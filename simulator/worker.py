@@ -163,6 +163,11 @@ class SimulatedWorker:
         num_new, self._num_reported = num_done - self._num_reported, num_done
         return num_new * run.chunk_tokens
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether it has nothing to compute, to receive or to send."""
+        return self._run is None and not self._awaiting_room and not self.pool.num_in_use
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless nothing is left: no work, and no blocks in use."""
         queues = (self._waiting, self._prefilling, self._awaiting_room, self._arrived, self._endings)

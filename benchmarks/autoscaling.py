@@ -1,0 +1,199 @@
+"""Autoscalers on recorded traffic, in virtual time: SLO attainment and worker-hours. No model and no GPU.
+
+Mooncake's conversation trace on H200s with a 70B model, and Azure's bursty code trace on one-core CPU workers. For 64
+workers the conversation trace is served four times at once, with other prompts and shifted in time, and each request of
+the code trace four times within a second, which keeps its bursts. All use our routing, and differ in the pools' sizes:
+
+- every static split of 16 workers, and every eighth of 64;
+- our autoscaler with flips only, and with workers added and removed too;
+- reactive thresholds, Dynamo's planner and llm-d's rules (simulator/scaling.py says what of them is modelled).
+
+A new worker serves after 60 s. All begin with an even split of all workers. Worker-hours end with the last arrival.
+
+    python -m benchmarks.autoscaling
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import os
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from benchmarks.common import console, print_table, write_result
+from tandem.loadtest.traces import TraceRequest, read_trace
+from tandem.scheduling.autoscaling.autoscaler import AutoscalerPolicy
+from tandem.simulator.arrivals import spread
+from tandem.simulator.cluster import Cluster
+from tandem.simulator.machine import MACHINES
+from tandem.simulator.measures import Slo, quantile, ttft_s
+from tandem.simulator.scaling import DynamoPlanner, LlmdRules, Scaler, ScalingPlan, TandemScaler, Threshold
+from tandem.simulator.simulation import simulate
+
+_DATA = Path(__file__).parent / "data"
+_SLO = Slo(10.0, 0.1)
+_LIMITS = (_SLO.ttft_s, _SLO.itl_s)
+_COPY_IDS = 10_000_000  # between the block ids of two copies of a trace
+NUM_WORKERS = (16, 64)
+MACHINE_OF = {"conversation": "h200-70b", "code": "cpu-135m"}
+
+SCALERS: dict[str, Callable[[int], Scaler]] = {
+    "tandem, flips": lambda num: TandemScaler(AutoscalerPolicy(max_workers=num)),
+    "tandem": lambda num: TandemScaler(
+        AutoscalerPolicy(max_workers=num, acts=frozenset({"flip", "add", "remove"})),
+    ),
+    "thresholds": lambda num: Threshold(_LIMITS, num),
+    "dynamo": lambda num: DynamoPlanner(_LIMITS, num),
+    "llm-d": lambda num: LlmdRules(_LIMITS, num),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run: a static split of so many prefill workers if it names no scaler."""
+
+    trace: str
+    num_workers: int
+    scaler: str
+    num_prefill: int
+
+    def run(self, num_requests: int | None) -> Row:
+        """Serve the trace."""
+        requests = load(self.trace, self.num_workers // 16)[:num_requests]
+        cluster = Cluster(
+            machine=MACHINES[MACHINE_OF[self.trace]],
+            num_prefill=self.num_prefill,
+            num_decode=self.num_workers - self.num_prefill,
+        )
+        scaler = SCALERS[self.scaler](self.num_workers) if self.scaler else _Static()
+        plan = ScalingPlan(scaler=scaler, slo=_LIMITS)
+        outcome = simulate(requests, cluster, "tandem", scaling=plan)
+        hours = max(requests[-1].arrival_s, 1e-9) / 3600
+        return Row(
+            trace=self.trace,
+            num_workers=self.num_workers,
+            name=self.scaler or f"static {self.num_prefill}P{self.num_workers - self.num_prefill}D",
+            attainment=sum(_SLO.is_met(job) for job in outcome.jobs) / len(outcome.jobs),
+            worker_hours=outcome.worker_s / 3600,
+            ttft_p99_s=quantile(sorted(ttft_s(job) for job in outcome.jobs), 0.99),
+            moves_per_hour=outcome.num_moves / hours,
+            wall_s=outcome.wall_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The outcome of a run."""
+
+    trace: str
+    num_workers: int
+    name: str
+    attainment: float
+    worker_hours: float
+    ttft_p99_s: float
+    moves_per_hour: float
+    wall_s: float
+
+
+class _Static:
+    """As `Scaler`: nothing moves."""
+
+    def decide(self, _: object) -> tuple[()]:
+        """Nothing."""
+        return ()
+
+
+def load(trace: str, num_copies: int) -> list[TraceRequest]:
+    """The requests of a trace, so many times, from second 0 on."""
+    rng = random.Random(0)
+    if trace == "code":
+        rows = list(_read_azure(_DATA / "azure2023_code_a.csv.gz"))
+        copies = [replace(row, arrival_s=row.arrival_s + rng.uniform(0, 1)) for row in rows for _ in range(num_copies)]
+    else:
+        rows = spread(list(read_trace(_DATA / "mooncake_conversation_a.jsonl.gz")), rng)
+        span_s = rows[-1].arrival_s + 1.0
+        copies = [
+            _copy(row, number, number * span_s / num_copies, span_s) for row in rows for number in range(num_copies)
+        ]
+    copies.sort(key=lambda request: request.arrival_s)
+    first_s = copies[0].arrival_s
+    return [replace(request, arrival_s=request.arrival_s - first_s) for request in copies]
+
+
+def _copy(request: TraceRequest, number: int, shift_s: float, span_s: float) -> TraceRequest:
+    ids = tuple(block + number * _COPY_IDS for block in request.block_ids)
+    return replace(request, arrival_s=(request.arrival_s + shift_s) % span_s, block_ids=ids)
+
+
+def _read_azure(path: Path) -> Sequence[TraceRequest]:
+    """Lengths and times only: nothing is shared between prompts."""
+    with gzip.open(path, "rt") as lines:
+        rows = list(csv.DictReader(lines))
+    times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in rows]
+    return [
+        TraceRequest(at_s - times[0], int(row["ContextTokens"]), int(row["GeneratedTokens"]), ())
+        for at_s, row in zip(times, rows, strict=True)
+    ]
+
+
+def cells(traces: Sequence[str], sizes: Sequence[int]) -> list[Cell]:
+    """All runs."""
+    found: list[Cell] = []
+    for trace in traces:
+        for num in sizes:
+            found += [Cell(trace, num, scaler, num // 2) for scaler in SCALERS]
+            step = 1 if num <= 16 else num // 8
+            found += [Cell(trace, num, "", num_prefill) for num_prefill in range(step, num, step)]
+    return found
+
+
+def main() -> int:
+    """Run all cells on all cores."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", choices=sorted(MACHINE_OF), nargs="*", default=sorted(MACHINE_OF))
+    parser.add_argument("--workers", type=int, nargs="*", default=list(NUM_WORKERS))
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--quick", action="store_true", help="only check that it works")
+    args = parser.parse_args()
+    todo = cells(args.trace, args.workers)
+    if args.quick:
+        todo = [cell for cell in todo if cell.num_workers == min(args.workers)][::4]
+    rows: list[Row] = []
+    with ProcessPoolExecutor(args.processes) as pool:
+        for future in [pool.submit(cell.run, 300 if args.quick else None) for cell in todo]:
+            rows.append(future.result())
+            console.print(f"[dim]{rows[-1]}[/]", soft_wrap=True)
+    _print(rows)
+    write_result("autoscaling", args, {"slo": asdict(_SLO), "rows": [asdict(row) for row in rows]})
+    return 0
+
+
+def _print(rows: Sequence[Row]) -> None:
+    """A table for each trace and size, best attainment first."""
+    for trace, num in dict.fromkeys((row.trace, row.num_workers) for row in rows):
+        chosen = [row for row in rows if (row.trace, row.num_workers) == (trace, num)]
+        chosen.sort(key=lambda row: -row.attainment)
+        print_table(
+            f"{trace}, {num} workers",
+            ["", "in time %", "worker-hours", "TTFT p99 s", "moves/h"],
+            [
+                [
+                    row.name,
+                    f"{100 * row.attainment:.1f}",
+                    f"{row.worker_hours:.2f}",
+                    f"{row.ttft_p99_s:.1f}",
+                    f"{row.moves_per_hour:.0f}",
+                ]
+                for row in chosen
+            ],
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
