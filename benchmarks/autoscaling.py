@@ -1,8 +1,9 @@
 """Autoscalers on recorded traffic, in virtual time: SLO attainment and worker-hours. No model and no GPU.
 
-Mooncake's conversation trace on H200s with a 70B model, and Azure's bursty code trace on one-core CPU workers. For 64
-workers the conversation trace is served four times at once, with other prompts and shifted in time, and each request of
-the code trace four times within a second, which keeps its bursts. All use our routing, and differ in the pools' sizes:
+Mooncake's conversation trace and Azure's bursty code trace on H200s with a 70B model, and the code trace on one-core
+CPU workers, where it is an overload. For 64 workers the conversation trace is served four times at once, with other
+prompts and shifted in time. Each request of the code trace is repeated within a second, which keeps its bursts: 2 and 8
+times on H200s, 1 and 4 on CPUs. All use our routing, and differ in the sizes of the pools:
 
 - every static split of 16 workers, and every eighth of 64;
 - our autoscaler with flips only, and with workers added and removed too;
@@ -41,7 +42,8 @@ _SLO = Slo(10.0, 0.1)
 _LIMITS = (_SLO.ttft_s, _SLO.itl_s)
 _COPY_IDS = 10_000_000  # between the block ids of two copies of a trace
 NUM_WORKERS = (16, 64)
-MACHINE_OF = {"conversation": "h200-70b", "code": "cpu-135m"}
+# By name, the machine and the copies of the trace for 16 workers. On CPUs the code trace is more than 16 can serve.
+LOADS = {"conversation": ("h200-70b", 1), "code": ("h200-70b", 2), "code on CPUs": ("cpu-135m", 1)}
 
 SCALERS: dict[str, Callable[[int], Scaler]] = {
     "tandem, flips": lambda num: TandemScaler(AutoscalerPolicy(max_workers=num)),
@@ -65,9 +67,9 @@ class Cell:
 
     def run(self, num_requests: int | None) -> Row:
         """Serve the trace."""
-        requests = load(self.trace, self.num_workers // 16)[:num_requests]
+        requests = load(self.trace, self.num_workers // 16 * LOADS[self.trace][1])[:num_requests]
         cluster = Cluster(
-            machine=MACHINES[MACHINE_OF[self.trace]],
+            machine=MACHINES[LOADS[self.trace][0]],
             num_prefill=self.num_prefill,
             num_decode=self.num_workers - self.num_prefill,
         )
@@ -112,7 +114,7 @@ class _Static:
 def load(trace: str, num_copies: int) -> list[TraceRequest]:
     """The requests of a trace, so many times, from second 0 on."""
     rng = random.Random(0)
-    if trace == "code":
+    if trace.startswith("code"):
         rows = list(_read_azure(_DATA / "azure2023_code_a.csv.gz"))
         copies = [replace(row, arrival_s=row.arrival_s + rng.uniform(0, 1)) for row in rows for _ in range(num_copies)]
     else:
@@ -156,7 +158,7 @@ def cells(traces: Sequence[str], sizes: Sequence[int]) -> list[Cell]:
 def main() -> int:
     """Run all cells on all cores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", choices=sorted(MACHINE_OF), nargs="*", default=sorted(MACHINE_OF))
+    parser.add_argument("--trace", choices=sorted(LOADS), nargs="*", default=sorted(LOADS))
     parser.add_argument("--workers", type=int, nargs="*", default=list(NUM_WORKERS))
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="only check that it works")
