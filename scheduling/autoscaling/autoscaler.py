@@ -148,7 +148,7 @@ class Move(NamedTuple):
 class Reason(StrEnum):
     """Why a decision is what it is."""
 
-    NO_POOLS = "no_pools"  # fewer than one ready worker of a role, and none to flip
+    NO_POOLS = "no_pools"  # fewer than two ready workers with a role of their own
     IN_FLIGHT = "in_flight"
     WITHDRAWN = "withdrawn"  # the move in flight took longer than its deadline
     ON_TARGET = "on_target"
@@ -245,7 +245,7 @@ def decide(
     """Move some workers or hold, and the state for the next call."""
     state = replace(state, traffic=state.traffic.updated(observation.demand, now))
     view = _View.of(observation, state.traffic, policy, now)
-    if min(view.pools) < 0 or sum(view.pools) < 2:
+    if sum(view.pools) < 2:
         return ScalingDecision(Reason.NO_POOLS, f"{view.sizes} are ready"), _calm(state)
     hold = view.predict(view.pools)
     if state.moving is not None:
