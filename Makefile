@@ -24,7 +24,7 @@ serve: $(STAMP) ## serve the default model on 127.0.0.1:8000 (ARGS='--port 8001 
 	@$(BIN)/tandem serve $(ARGS)
 
 test: lint types ## lint, types, and all tests except the slow ones
-	$(BIN)/pytest -m "not slow and not clients" -n logical --maxprocesses 4 --dist loadfile
+	$(BIN)/pytest -m "not slow and not clients" -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP) ## run the tests that take minutes
 	$(BIN)/pytest -m "slow and not browser and not clients"
