@@ -196,6 +196,9 @@ def _refuse_unserved(fields: Any, request_type: type[msgspec.Struct]) -> None:
 def _is_neutral(name: str, raw: msgspec.Raw) -> bool:
     if len(raw) > MAX_NEUTRAL_BYTES:
         return False
-    value = msgspec.json.decode(raw)
+    try:
+        value = msgspec.json.decode(raw)
+    except msgspec.ValidationError:  # a number that no float can hold is no neutral value
+        return False
     # In Python 0 is False, but in JSON it is not.
     return any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in (None, *UNSERVED[name]))
