@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import ray
 
 from tandem.cluster.node_config import config_on_node
-from tandem.cluster.process_end import ProcessIdentity, own_identity
+from tandem.cluster.owned_actor import OwnedActor
+from tandem.cluster.ownership import Tenure
 from tandem.protocol.config import WorkerConfig
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import PeerAddress, Role
@@ -29,15 +30,18 @@ __all__ = ["WorkerActor"]
 
 logger = logging.getLogger(__name__)
 
+_WATCH_S = 1.0
 
-class WorkerActor:
+
+class WorkerActor(OwnedActor):
     """Owns one worker. Its methods run on Ray's threads; the worker's loop has a thread of its own."""
 
-    _worker: Worker
+    _worker: Worker | None = None
     _thread: threading.Thread
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, tenure: Tenure | None = None) -> None:
         show_warnings()
+        super().__init__(tenure)
         self._config = config
         self._failure: BaseException | None = None
 
@@ -57,45 +61,61 @@ class WorkerActor:
         self._worker = started.result()
         return self._worker.address
 
-    def identity(self) -> ProcessIdentity:
-        """Which process this is."""
-        return own_identity(ray.get_runtime_context().get_node_id())
+    def watch(self, owner: str = "") -> str | None:
+        """Block until the worker's loop has ended; the reason. If the process dies, the call raises.
 
-    def watch(self) -> str:
-        """Block until the worker's loop has ended; the reason. If the process dies, the call raises."""
-        self._thread.join()
+        None when another server than `owner` has claimed the worker. That of a dead server must not wait for ever.
+        """
+        while self._thread.is_alive():
+            if self._is_left_by(owner):
+                return None
+            self._thread.join(_WATCH_S if owner else None)
         return "stopped" if self._failure is None else f"failed: {self._failure}"
 
     def status(self) -> WorkerStatus:
         """Load and open business."""
-        return self._worker.call(self._worker.status)
+        return self._running.call(self._running.status)
 
     def set_role(self, role: Role) -> None:
         """Play another role from now on."""
-        self._worker.call(lambda: self._worker.set_role(role))
+        self._running.call(lambda: self._running.set_role(role))
 
     def peer_given_up(self, peer: PeerAddress) -> None:
         """That process is about to be ended, and may not be gone yet."""
-        self._worker.call(lambda: self._worker.peer_given_up(peer))
+        self._running.call(lambda: self._running.peer_given_up(peer))
 
     def peer_died(self, peer: PeerAddress) -> None:
         """That process is gone for certain."""
-        self._worker.call(lambda: self._worker.peer_died(peer))
+        self._running.call(lambda: self._running.peer_died(peer))
 
     def check_integrity(self, idle: bool) -> str:
         """ "" if all books agree (and, with `idle`, nothing is held), else what is wrong."""
         try:
-            self._worker.call(lambda: self._worker.check_integrity(idle=idle))
+            self._running.call(lambda: self._running.check_integrity(idle=idle))
         except AssertionError as exc:
             return str(exc)
         return ""
 
     def stop(self) -> None:
         """End the worker's loop and wait for it."""
-        self._worker.stop()
+        self._running.stop()
         self._thread.join(timeout=10.0)
         if self._thread.is_alive():
             raise WorkerError("the worker's loop did not end in 10 s")
+
+    @property
+    def _running(self) -> Worker:
+        if self._worker is None:
+            raise WorkerError(f"worker {self._config.worker_id} has not been started")
+        return self._worker
+
+    def _obey(self, router_key: str) -> tuple[WorkerConfig, PeerAddress | None, Role]:
+        """As `OwnedActor._obey`."""
+        worker = self._worker
+        if worker is None:
+            return self._config, None, self._config.role
+        worker.call(lambda: worker.obey(router_key))
+        return self._config, worker.address, worker.role
 
     def _run(self, config: WorkerConfig, started: Future[Worker]) -> None:
         # The worker is built in the thread that runs it. Each thread that computes gets an OpenMP team of its own, and

@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,9 +22,12 @@ from ray.exceptions import RayActorError, RayError
 
 from tandem.cluster.actor import WorkerActor
 from tandem.cluster.openmp import preload_of
+from tandem.cluster.owned_actor import WorkerClaim
+from tandem.cluster.ownership import Owner, Tenure
 from tandem.cluster.placement import Bundle
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.restarts import RestartBudget
+from tandem.cluster.survivors import Survivor
 from tandem.protocol.config import WorkerConfig
 from tandem.protocol.errors import ServingError, WorkerError
 from tandem.protocol.messages import PeerAddress, Role, WorkerState
@@ -76,18 +80,34 @@ class Member(ABC):
         self.departs: Literal["", "leave", "restart"] = ""  # what follows when its process ends on purpose
         self.bundle: Bundle | None = None  # where its processes run
         self.is_added = False  # it came later: if it cannot start, the others serve on
+        self.owner: Owner | None = None  # if it may outlive its server
+        self.survivor: Survivor | None = None  # the process that an earlier server left, until it is taken over
         self.home_role: Role | None = None  # what it was before it took over for a pool without workers
         self.is_up = asyncio.Event()
 
     async def start(self, bundle: Bundle, *, on_no_room: Callable[[str], None]) -> None:
-        """Start a process in this bundle, load the model and make the worker known to the router."""
-        options = bundle.options | {
-            "max_concurrency": _ACTOR_THREADS,
-            "max_restarts": 0,  # a restart is a new epoch with a new address: the supervisor does it
-        }
-        self.process = await self._first_process(options, f"{bundle} for {self.worker_id}", on_no_room)
+        """Start a process in this bundle, load the model and make the worker known to the router.
+
+        The first time, a survivor takes the place of a new process.
+        """
+        survivor, self.survivor = self.survivor, None
+        if survivor is not None:
+            self.actor, self.process = survivor.actor, survivor.claim.process
+            started = self._taken_over(survivor.claim)
+        else:
+            options = bundle.options | {
+                "max_concurrency": _ACTOR_THREADS,
+                "max_restarts": 0,  # a restart is a new epoch with a new address: the supervisor does it
+            }
+            tenure = None
+            if self.owner is not None:
+                name = f"{self.worker_id}-{uuid.uuid4().hex[:8]}"
+                options |= {"lifetime": "detached", "namespace": self.owner.namespace, "name": name}
+                tenure = Tenure(owner=self.owner, place=bundle.place, is_added=self.is_added)
+            self.process = await self._first_process(options, tenure, f"{bundle} for {self.worker_id}", on_no_room)
+            started = await self._loaded()
         self.pid = self.process.process.pid
-        await self._join(await self._loaded())
+        await self._join(started)
         self.up_since, self.has_served = time.monotonic(), True
         self.is_up.set()
 
@@ -96,7 +116,16 @@ class Member(ABC):
         """One more worker like this one."""
 
     @abstractmethod
-    def _create_actor(self, options: dict[str, Any]) -> Any:
+    def is_like(self, claim: WorkerClaim) -> bool:
+        """Whether a worker that an earlier server left is as this one would be started."""
+
+    def _taken_over(self, claim: WorkerClaim) -> Any:
+        """Go on with a worker that an earlier server left. Returns what its `start` returned."""
+        self.role = claim.role
+        return claim.started
+
+    @abstractmethod
+    def _create_actor(self, options: dict[str, Any], tenure: Tenure | None) -> Any:
         """Ask Ray for a process with these options."""
 
     @abstractmethod
@@ -145,11 +174,17 @@ class Member(ABC):
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def ended(self) -> str:
-        """Wait for the end of the worker or of its process; the reason."""
+        """Wait for the end of the worker or of its process; the reason.
+
+        Does not return for a worker that another server has claimed: the renewal of its lease tells of that.
+        """
         try:
-            return self._reason_of(await self.actor.watch.remote())
+            end = await self.actor.watch.remote(self.owner.name if self.owner is not None else "")
         except RayError as exc:
             return first_line(exc)
+        if end is None:
+            await asyncio.get_running_loop().create_future()
+        return self._reason_of(end)
 
     def _reason_of(self, end: Any) -> str:
         """The reason in what its actor's `watch` returned."""
@@ -169,14 +204,14 @@ class Member(ABC):
             logger.warning("Ray could not kill %s: %s", self.worker_id, first_line(exc))
 
     async def _first_process(
-        self, options: dict[str, Any], needs: str, on_no_room: Callable[[str], None]
+        self, options: dict[str, Any], tenure: Tenure | None, needs: str, on_no_room: Callable[[str], None]
     ) -> ProcessIdentity:
         """Have an actor created until it has a process; which one.
 
         Ray notices some seconds late that a node is dead, and may have chosen it: that is no death of the worker.
         """
         for is_last in (False, False, True):
-            self.actor = self._create_actor(options)
+            self.actor = self._create_actor(options, tenure)
             try:
                 return await self._placed(needs, on_no_room)
             except RayActorError as exc:
@@ -249,12 +284,20 @@ class WorkerMember(Member):
         config = replace(self._config, worker_id=worker_id, role=role, cpu_cores=())
         return WorkerMember(config, RestartBudget(self.restarts.max_restarts), self._workers, self._registry)
 
-    def _create_actor(self, options: dict[str, Any]) -> Any:
+    def is_like(self, claim: WorkerClaim) -> bool:
+        """As `Member.is_like`."""
+        return bool(self._comparable(self._config) == self._comparable(claim.config))
+
+    @staticmethod
+    def _comparable(config: WorkerConfig) -> WorkerConfig:
+        return replace(config, worker_id="", role=Role.COLOCATED, router_key="", cpu_cores=())
+
+    def _create_actor(self, options: dict[str, Any], tenure: Tenure | None) -> Any:
         variables = {"OMP_NUM_THREADS": str(self._config.engine.num_threads or 1)}
         if self._config.socket_folder and not options["num_gpus"] and "LD_PRELOAD" not in os.environ:
             variables |= preload_of(sys.executable)  # on this machine, whose files are known
         options |= {"runtime_env": {"env_vars": variables}}
-        return ray.remote(WorkerActor).options(**options).remote(replace(self._config, role=self.role))
+        return ray.remote(WorkerActor).options(**options).remote(replace(self._config, role=self.role), tenure)
 
     async def _join(self, started: PeerAddress) -> None:
         self.address = started

@@ -54,7 +54,8 @@ class OwnService:
         members = [
             WorkerMember(one, RestartBudget(config.max_restarts), self._workers, self._registry) for one in configs
         ]
-        self.supervisor = Supervisor(config, self._registry, costs, members, on_progress=on_progress)
+        key = self._workers.public_key
+        self.supervisor = Supervisor(config, self._registry, costs, members, router_key=key, on_progress=on_progress)
         self._flow = RequestFlow(
             model=config.engine.served_model_name,
             registry=self._registry,

@@ -177,7 +177,7 @@ async def _first_generation(frontend: HttpFrontend, readiness: Ready, ends: Iter
 
 @contextlib.asynccontextmanager
 async def _closing(service: Service, ray_daemons: list[RayDaemon]) -> AsyncIterator[None]:
-    with daemons_watched(ray_daemons, service.supervisor.ray_died):
+    with daemons_watched(ray_daemons, service.supervisor.let_go):
         try:
             yield
         finally:

@@ -16,10 +16,12 @@ from ray.exceptions import RayError
 from tandem.cluster.arrivals import Arrivals
 from tandem.cluster.departures import Departures
 from tandem.cluster.member import Member, first_line, member_of
+from tandem.cluster.ownership import owner_of
 from tandem.cluster.placement import Bundle, WorkerBundles
 from tandem.cluster.process_end import ProcessIdentity, until_gone
 from tandem.cluster.quarantine_watch import watch_quarantines
 from tandem.cluster.role_flips import RoleFlips
+from tandem.cluster.survivors import Survivor, claim_survivors, give_to_members, renew_leases
 from tandem.cluster.worker_layout import needs_of
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import AddRefused, ConfigError, ServingError, WorkerError
@@ -51,9 +53,13 @@ class Supervisor:
         costs: CostModel,
         members: Sequence[Member],
         *,
+        router_key: str = "",
         on_progress: Callable[[str], None],
     ) -> None:
+        """`router_key`: the public key of the router that workers of our own engine obey."""
         self._config = config
+        self._owner = owner_of(config)
+        self._router_key = router_key
         self._registry = registry
         self._on_progress = on_progress
         self._members = {member.worker_id: member for member in members}
@@ -63,7 +69,7 @@ class Supervisor:
         self.departures = Departures(self._members, self._background, cover=self._cover, kill=self._kill)
         self.arrivals = Arrivals(self._members, self._supervise_another)
         self._is_stopping = False
-        self._is_ray_dead = False
+        self._is_hands_off = False  # Ray is dead, or the workers are another server's by now
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())  # marks it as seen
         registry.listen(self._on_change)
@@ -71,11 +77,20 @@ class Supervisor:
     async def start(self, mean_output_tokens: Callable[[], float]) -> None:
         """Start all workers at once and return when each is connected. Raises ConfigError if one cannot be built.
 
-        `mean_output_tokens` is what the autoscaler expects of an answer.
+        `mean_output_tokens` is what the autoscaler expects of an answer. On a joined Ray cluster, workers that an
+        earlier server of this name left are taken over.
         """
-        self._bundles = WorkerBundles(needs_of(self._config))
-        for number, member in enumerate(self._members.values()):
-            self._supervise(member, self._bundles.bundle(number))
+        added = await self._claim_survivors()
+        taken = [*(member.survivor for member in self._members.values() if member.survivor is not None), *added]
+        needs = needs_of(self._config)
+        self._bundles = WorkerBundles(needs, self._owner, [survivor.claim.place for survivor in taken])
+        for number, (member, sizes) in enumerate(zip(list(self._members.values()), needs, strict=True)):
+            self._supervise(member, self._bundle_of(member.survivor, sizes) or self._bundles.bundle(number, *sizes))
+        for survivor in added:
+            self._supervise_survivor(survivor)
+        if self._owner is not None:
+            renew = partial(renew_leases, self._owner, self._members, self.let_go)
+            self._background.keep("the renewal of leases", renew)
         ups = asyncio.create_task(self._all_up())
         await asyncio.wait([ups, self._failure], return_when=asyncio.FIRST_COMPLETED)
         if self._failure.done():
@@ -123,18 +138,18 @@ class Supervisor:
             )
         return self.arrivals.begin(role, reason="an operator asked for it")
 
-    def ray_died(self, error: WorkerError) -> None:
-        """Give up: Ray cannot be asked any more, every call would only block. Call it in the event loop."""
-        self._is_stopping = self._is_ray_dead = True
+    def let_go(self, error: WorkerError) -> None:
+        """Give up, and leave Ray and the workers alone: they cannot be asked any more. Call it in the event loop."""
+        self._is_stopping = self._is_hands_off = True
         self._fail(error)
 
     async def close(self) -> None:
         """Stop every worker this supervisor started; those that do not stop in time are killed.
 
-        If Ray is dead, the cleanup of the whole server ends them.
+        If Ray is dead, the cleanup of the whole server ends them. Those of another server are left alone.
         """
         self._is_stopping = True
-        up = [] if self._is_ray_dead else [member for member in self._members.values() if member.is_up.is_set()]
+        up = [] if self._is_hands_off else [member for member in self._members.values() if member.is_up.is_set()]
         stops = [asyncio.ensure_future(member.stop()) for member in up]  # one that still loads is only killed
         if stops:
             await asyncio.wait(stops, timeout=_STOP_TIMEOUT_S)
@@ -143,7 +158,7 @@ class Supervisor:
         await asyncio.gather(self._background.close(), *stops, return_exceptions=True)
         for member in self._members.values():
             self._kill(member)
-        if self._bundles is not None and not self._is_ray_dead:
+        if self._bundles is not None and not self._is_hands_off:
             self._bundles.remove()
 
     async def check_integrity(self) -> dict[str, str]:
@@ -160,8 +175,35 @@ class Supervisor:
         for member in self._members.values():
             await member.is_up.wait()
 
+    async def _claim_survivors(self) -> list[Survivor]:
+        """Claim what an earlier server left and give it to its members; the rest are workers that had been added."""
+        if self._owner is None:
+            return []
+        survivors = await claim_survivors(self._owner, self._router_key)
+        added = await give_to_members(survivors, self._members)
+        if num_taken := len(added) + sum(member.survivor is not None for member in self._members.values()):
+            self._on_progress(f"taking over {num_taken} worker(s) that an earlier server left")
+        return added
+
+    def _bundle_of(self, survivor: Survivor | None, sizes: tuple[float, float]) -> Bundle | None:
+        assert self._bundles is not None, "workers are being started"
+        return self._bundles.at(survivor.claim.place, *sizes) if survivor is not None else None
+
+    def _supervise_survivor(self, survivor: Survivor) -> None:
+        """Look after a worker that had been added to an earlier server."""
+        like = self.arrivals.like(survivor.claim.role)
+        assert like.bundle is not None, "it is supervised"
+        member = like.another(survivor.claim.config.worker_id, survivor.claim.role)
+        member.is_added = member.has_served = True
+        member.survivor = survivor
+        self._members[member.worker_id] = member
+        bundle = self._bundle_of(survivor, like.bundle.sizes)
+        assert bundle is not None, "it has one"
+        self._supervise(member, bundle)
+
     def _supervise(self, member: Member, bundle: Bundle) -> None:
         member.bundle = bundle
+        member.owner = self._owner
         keep_alive = partial(self._keep_alive, member, bundle)
         self._background.start(f"the supervision of {member.worker_id}", keep_alive, self._crashed)
 
@@ -175,7 +217,7 @@ class Supervisor:
     def _forget(self, member: Member, bundle: Bundle) -> None:
         """A worker is gone for good."""
         del self._members[member.worker_id]
-        if self._bundles is not None and not self._is_ray_dead:
+        if self._bundles is not None and not self._is_hands_off:
             self._bundles.give_back(bundle)
 
     async def _keep_alive(self, member: Member, bundle: Bundle) -> None:
@@ -288,7 +330,7 @@ class Supervisor:
         await asyncio.gather(*(other.tell(epoch, "peer_died", address) for other, epoch in survivors))
 
     def _kill(self, member: Member) -> None:
-        if not self._is_ray_dead:
+        if not self._is_hands_off:
             member.kill()
 
     def _on_change(self, change: WorkerChange) -> None:

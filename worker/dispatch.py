@@ -79,6 +79,12 @@ class MessageDispatcher:
             if (left := error_of(cancel, request_id)) is not None:
                 logger.error("request %s left something behind", request_id, exc_info=left)
 
+    def obey(self, router_key: str) -> None:
+        """Serve another router from now on. What the one before it asked for ends: nobody waits for it."""
+        self._parts.sockets.obey(router_key)
+        for request_id in self._parts.replies.forget_routers():
+            self._cancel(request_id)
+
     def send_events(self) -> None:
         """Tell the routers, and the pins, which blocks came and went."""
         changes = self._parts.cache.take_events()

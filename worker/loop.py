@@ -123,6 +123,10 @@ class Worker:
         """Play another role from now on; the cache stays, and so do requests of the old role."""
         self.reporter.set_role(role)
 
+    def obey(self, router_key: str) -> None:
+        """Serve another router, whose public key this is. What the one before it asked for ends."""
+        self._dispatcher.obey(router_key)
+
     def peer_given_up(self, peer: PeerAddress) -> None:
         """That process is about to be ended: send nothing more to it, and fail the requests that need it.
 

@@ -62,6 +62,11 @@ class RouterReplies:
         self.send(identity, Welcome(card=card))
         return [request_id for request_id, one in self._requests.items() if one in former]
 
+    def forget_routers(self) -> list[str]:
+        """No router that was welcomed is there any more. Returns the requests that they sent."""
+        self._routers.clear()
+        return list(self._requests)
+
     def open(self, request_id: str, identity: bytes) -> bool:
         """Remember which router sent a request; False if the request is known already."""
         if request_id in self._requests:

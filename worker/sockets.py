@@ -122,6 +122,12 @@ class WorkerSockets:
                 self._take(messages, frames)
         return messages
 
+    def obey(self, router_key: str) -> None:
+        """Let another router in, in place of the one before it."""
+        self._authenticator.revoke(self._router_key)
+        self._router_key = router_key
+        self._authenticator.allow(router_key)
+
     def introduce(self, peer: PeerAddress) -> None:
         """Let this peer connect and take its messages from now on. Call it only on the router's word."""
         if peer.public_key and (peer.worker_id, peer.epoch) not in self._gone:

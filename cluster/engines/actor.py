@@ -22,8 +22,10 @@ from tandem.cluster.engines.process import ServerProcess
 from tandem.cluster.engines.server import EngineServer, Sockets
 from tandem.cluster.engines.stall import StallWatch
 from tandem.cluster.node_config import model_on_node
-from tandem.cluster.process_end import ProcessIdentity, own_identity
+from tandem.cluster.owned_actor import OwnedActor
+from tandem.cluster.ownership import Tenure
 from tandem.protocol.errors import WorkerError
+from tandem.protocol.messages import Role
 from tandem.runtime.log_format import show_warnings
 from tandem.runtime.ports import bracketed, free_ports
 
@@ -56,19 +58,17 @@ class EngineEnd:
     tail: list[str] = field(default_factory=list)  # the last lines that it wrote
 
 
-class EngineActor:
+class EngineActor(OwnedActor):
     """Owns one server. Its methods run on Ray's threads; one more thread starts and watches the server."""
 
-    def __init__(self, server: EngineServer) -> None:
+    def __init__(self, server: EngineServer, tenure: Tenure | None = None) -> None:
         show_warnings()
+        super().__init__(tenure)
         self._server = server
+        self._started: EngineStarted | EngineEnd | None = None
         self._end = EngineEnd("it was not started")
         self._is_stopping = threading.Event()
         self._has_ended, self._is_gone = threading.Event(), threading.Event()  # nothing of the server is left
-
-    def identity(self) -> ProcessIdentity:
-        """Which process this is."""
-        return own_identity(ray.get_runtime_context().get_node_id())
 
     def start(self) -> EngineStarted | EngineEnd:
         """Start the server and have it generate a token."""
@@ -80,11 +80,17 @@ class EngineActor:
             server = replace(server, host=host, model=model_on_node(server.model, host))
         outcome: Future[EngineStarted | EngineEnd] = Future()
         threading.Thread(target=self._run, args=(server, outcome), name="engine", daemon=True).start()
-        return outcome.result()
+        self._started = outcome.result()
+        return self._started
 
-    def watch(self) -> EngineEnd:
-        """Block until the server has ended; how. If this process dies, the call raises."""
-        self._has_ended.wait()
+    def watch(self, owner: str = "") -> EngineEnd | None:
+        """Block until the server has ended; how. If this process dies, the call raises.
+
+        None when another server than `owner` has claimed the worker. That of a dead server must not wait for ever.
+        """
+        while not self._has_ended.wait(_WATCH_S if owner else None):
+            if self._is_left_by(owner):
+                return None
         return self._end
 
     def stop(self) -> None:
@@ -92,6 +98,11 @@ class EngineActor:
         self._is_stopping.set()
         if not self._is_gone.wait(_STOP_TIMEOUT_S):
             raise WorkerError(f"the server did not end in {_STOP_TIMEOUT_S:g} s")
+
+    def _obey(self, router_key: str) -> tuple[EngineServer, EngineStarted | None, Role]:
+        """As `OwnedActor._obey`. The server answers whoever has its key, which is in what this returns."""
+        started = self._started if isinstance(self._started, EngineStarted) else None
+        return self._server, started, self._server.role
 
     def _run(self, server: EngineServer, outcome: Future[EngineStarted | EngineEnd]) -> None:
         try:

@@ -15,6 +15,8 @@ from tandem.cluster.engines.dialect import dialect_of
 from tandem.cluster.engines.role_switch import RoleIsLost, switch_role
 from tandem.cluster.engines.server import EngineServer
 from tandem.cluster.member import Member, Requests
+from tandem.cluster.owned_actor import WorkerClaim
+from tandem.cluster.ownership import Tenure
 from tandem.cluster.restarts import RestartBudget
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import PeerAddress, Role, WorkerState
@@ -65,8 +67,21 @@ class EngineMember(Member):
         server = replace(self._server, worker_id=worker_id, cpu_cores=())
         return EngineMember(server, role, RestartBudget(self.restarts.max_restarts), self._fleet, self._facts)
 
-    def _create_actor(self, options: dict[str, Any]) -> Any:
-        return ray.remote(EngineActor).options(**options).remote(replace(self._server, role=self.role))
+    def is_like(self, claim: WorkerClaim) -> bool:
+        """As `Member.is_like`."""
+        return bool(self._comparable(self._server) == self._comparable(claim.config))
+
+    @staticmethod
+    def _comparable(server: EngineServer) -> EngineServer:
+        return replace(server, worker_id="", role=Role.COLOCATED, cpu_cores=(), api_key="")
+
+    def _taken_over(self, claim: WorkerClaim) -> Any:
+        """As `Member._taken_over`: the server keeps the key that it was started with."""
+        self._server = replace(self._server, api_key=claim.config.api_key)
+        return super()._taken_over(claim)
+
+    def _create_actor(self, options: dict[str, Any], tenure: Tenure | None) -> Any:
+        return ray.remote(EngineActor).options(**options).remote(replace(self._server, role=self.role), tenure)
 
     async def _join(self, started: EngineStarted | EngineEnd) -> None:
         if isinstance(started, EngineEnd):

@@ -9,7 +9,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from tandem.protocol.config.managed import ManagedEngineConfig
-from tandem.protocol.config.panels import WORKERS, NumWorkers, Seconds, UnitsPerWorker
+from tandem.protocol.config.panels import DAY_S, WORKERS, NumWorkers, Seconds, UnitsPerWorker
 from tandem.protocol.config.router import RouterConfig
 from tandem.protocol.config.worker import EngineConfig, TierConfig, TransferConfig
 from tandem.protocol.settings import Setting, check_settings, require
@@ -18,9 +18,15 @@ __all__ = ["ClusterConfig"]
 
 _RAY_ADDRESS = re.compile(r"(ray://)?[^\s/:@]+:\d{1,5}|(ray://)?\[[0-9a-fA-F:.]+\]:\d{1,5}|auto")
 
+_SERVICE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
 
 def _is_whole_or_share(value: float) -> bool:
     return value < 1 or value == int(value)
+
+
+def _is_name(name: str) -> bool:
+    return _SERVICE_NAME.fullmatch(name) is not None
 
 
 def _is_ray_address(address: str) -> bool:
@@ -91,6 +97,22 @@ class ClusterConfig:
             rule="host:port, ray://host:port or auto; leave it empty to start a private Ray",
         ),
     ] = ""
+    service_name: Annotated[
+        str,
+        Setting(
+            "On a joined Ray cluster: the name under which a server that starts again finds its workers.",
+            WORKERS,
+            is_valid=_is_name,
+            rule="1 to 64 letters, digits, dots, dashes and underscores",
+        ),
+    ] = "tandem"
+    orphan_timeout_s: Annotated[
+        float,
+        Meta(ge=0, le=DAY_S),
+        Setting(
+            "On a joined Ray cluster: seconds that workers outlive a server that died; 0 = they end with it.", WORKERS
+        ),
+    ] = 300.0
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -100,7 +100,7 @@ async def test_nothing_is_asked_of_a_ray_that_died(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(cluster.ray, "kill", lambda *_, **__: asked.append("kill"))
         for actor in cluster.ray.actors:
             actor.stop = SimpleNamespace(remote=lambda: asked.append("stop"))  # type: ignore[attr-defined]
-        cluster.supervisor.ray_died(WorkerError("Ray's gcs_server has died"))
+        cluster.supervisor.let_go(WorkerError("Ray's gcs_server has died"))
         with pytest.raises(WorkerError, match="gcs_server has died"):
             await cluster.supervisor.failure
         await cluster.supervisor.close()
@@ -139,7 +139,7 @@ async def test_the_end_gives_back_what_ray_reserved_unless_ray_is_dead(monkeypat
             bundles: Any = cluster.supervisor._bundles
             assert not bundles.is_removed
             if is_dead:
-                cluster.supervisor.ray_died(WorkerError("Ray's raylet has died"))
+                cluster.supervisor.let_go(WorkerError("Ray's raylet has died"))
             await cluster.supervisor.close()
             assert bundles.is_removed is not is_dead
 

@@ -337,3 +337,33 @@ def test_misspelt_and_bad_values_are_refused(values: dict[str, Any]) -> None:
     finished = helm("template", "release", str(CHART), values=values)
     assert finished.returncode != 0
     assert "don't meet the specifications of the schema" in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("serve", "code", "num_starts"),
+    [
+        ('[ "$(wc -l <starts)" -gt 2 ] && exit 0; kill -9 $$', 0, 3),
+        ("exit 2", 2, 1),
+        ('trap "exit 0" TERM; kill -TERM $PPID; sleep 60 & wait', 0, 1),
+    ],
+    ids=["killed", "refused", "told to stop"],
+)
+def test_the_head_starts_a_server_that_was_killed_again(tmp_path: Path, serve: str, code: int, num_starts: int) -> None:
+    """Its workers run on, on other machines. The commands here stand for Ray and Tandem."""
+    for name, body in {"ray": "", "tandem": f'echo "$*" >>starts; {serve}'}.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "starts").touch()
+    script = find(render(), "ConfigMap", "release")["data"]["head.sh"]
+    finished = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "POD_IP": "127.0.0.1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    starts = (tmp_path / "starts").read_text().splitlines()
+    assert (finished.returncode, len(starts)) == (code, num_starts), finished.stderr
+    assert all(start.startswith("serve --ray-address=auto") for start in starts)

@@ -102,7 +102,7 @@ def test_two_nodes_answer_as_one_engine_does_behind_a_new_router_and_after_the_d
         with serving(nodes, tmp_path, "--no-local-prefill") as new:
             assert answers(new.wait_ready()) == expected
             assert (hosts(new), num_handoffs(new)) == (set(NODES), len(PROMPTS))
-            assert not psutil.wait_procs(workers, timeout=30)[1], "they ended with their router"
+            assert not psutil.wait_procs(workers, timeout=30)[1], "the new server starts workers in another way"
             a_node_dies_and_comes_back(new, nodes, text_model, expected)
             assert new.stop(signal.SIGTERM) == 0
 

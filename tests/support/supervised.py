@@ -74,7 +74,7 @@ class FakeRay:
             actor.process.kill()
             actor.process.wait()
 
-    def _start(self, config: WorkerConfig) -> FakeActor:
+    def _start(self, config: WorkerConfig, tenure: object) -> FakeActor:
         actor = FakeActor(self, config, epoch=len(self.actors) + 1)
         self.actors.append(actor)
         return actor
@@ -83,16 +83,16 @@ class FakeRay:
 class FakeBundles:
     """Ray's placement group."""
 
-    def __init__(self, needs: Sequence[tuple[float, float]]) -> None:
+    def __init__(self, needs: Sequence[tuple[float, float]], owner: object = None, taken: object = ()) -> None:
         self.needs = needs
         self.free: list[Bundle] = []
         self.num_asked_for = 0
         self.has_room = True
         self.is_removed = False
 
-    def bundle(self, number: int) -> Bundle:
-        assert number >= 0
-        return Bundle(*self.needs[number], None)
+    def bundle(self, number: int, num_cpus: float, num_gpus: float) -> Bundle:
+        assert self.needs[number] == (num_cpus, num_gpus)
+        return Bundle(num_cpus, num_gpus, None)
 
     def another(self, num_cpus: float, num_gpus: float) -> Bundle:
         self.num_asked_for += not self.free

@@ -320,3 +320,22 @@ def test_broken_messages_end_nothing(world: World, seed: int) -> None:
 def _renamed(message: Any, peer: PeerAddress) -> Any:
     """The same from a sender whose words count."""
     return msgspec.structs.replace(message, sender=peer) if hasattr(message, "sender") else message
+
+
+def test_another_router_takes_over_and_the_first_one_is_a_stranger(world: World) -> None:
+    """What the first one asked for ends: nobody waits for it."""
+    sampling = SamplingParams(max_tokens=100_000, temperature=0.0, ignore_eos=True)
+    world.router.send(Generate(request_id="long", token_ids=[5] * 40, sampling=sampling))
+    world.router.receive(StepOutput)
+    keys = make_keys()
+    world.worker.call(lambda: world.worker.obey(keys.public))
+    world.worker.call(lambda: world.worker.check_integrity(idle=True))
+    world.router.send(Generate(request_id="late", token_ids=[5] * 40, sampling=sampling))
+    until(lambda: world.dropped.get("stranger", 0) > 0)
+    with contextlib.closing(Client(world.worker, keys=keys)) as successor:
+        successor.send(Hello(router_id="successor"))
+        successor.receive(Welcome)
+        world.router = successor
+        assert len(world.answer("a")) == 3
+    world.worker.call(lambda: world.worker.check_integrity(idle=True))
+    assert strangers_answers(world, "given", ROUTER_KEYS) == set()

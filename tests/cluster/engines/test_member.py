@@ -107,9 +107,9 @@ class FakeRay:
     def remote(self, _: type) -> Any:
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._actor))
 
-    def _actor(self, _: EngineServer) -> Any:
+    def _actor(self, _: EngineServer, tenure: object) -> Any:
         methods = {name: SimpleNamespace(remote=lambda name=name: self._answer(name)) for name in self._answers}
-        return SimpleNamespace(**methods, watch=SimpleNamespace(remote=lambda: self._end))
+        return SimpleNamespace(**methods, watch=SimpleNamespace(remote=lambda _: self._end))
 
     async def _answer(self, name: str) -> Any:
         if name == "identity" and self.num_dead_nodes:

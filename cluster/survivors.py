@@ -1,0 +1,144 @@
+"""Workers that outlive their server on a joined Ray cluster: held while it lives, and claimed by the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError
+
+from tandem.cluster.owned_actor import WorkerClaim
+from tandem.cluster.ownership import LEASE_S, RENEW_S, Owner
+from tandem.cluster.process_end import ProcessIdentity, until_gone
+from tandem.protocol.errors import ConfigError, ServingError, WorkerError
+from tandem.protocol.messages import WIRE_VERSION
+
+if TYPE_CHECKING:
+    from tandem.cluster.member import Member
+
+__all__ = ["Survivor", "claim_survivors", "give_to_members", "renew_leases"]
+
+logger = logging.getLogger(__name__)
+
+_CLAIM_TIMEOUT_S = 10.0
+_GONE_TIMEOUT_S = 10.0
+_WAIT_FOR_LEASE_S = LEASE_S + 4.0
+_ASK_AGAIN_S = 0.5
+
+
+class Survivor(NamedTuple):
+    """A worker that another server started, and this one has claimed."""
+
+    actor: Any
+    claim: WorkerClaim
+
+
+async def claim_survivors(owner: Owner, router_key: str) -> list[Survivor]:
+    """Claim every worker of this service. Those that cannot be taken over are ended.
+
+    Raises ConfigError if another server holds them and still lives.
+    """
+    survivors = []
+    for name in sorted(await asyncio.to_thread(_names_in, owner.namespace)):  # in one order: two servers meet at once
+        actor = await asyncio.to_thread(_actor_named, name, owner.namespace)
+        claim = await _claimed(actor, name, owner, router_key) if actor is not None else None
+        if claim is None:
+            continue
+        if claim.started is None or claim.wire_version != WIRE_VERSION:
+            await _discard(Survivor(actor, claim))
+        else:
+            survivors.append(Survivor(actor, claim))
+    return survivors
+
+
+async def give_to_members(survivors: Sequence[Survivor], members: Mapping[str, Member]) -> list[Survivor]:
+    """Let each member go on with the worker of its name. Returns those that had been added beside them.
+
+    Workers that this server would not have, or would start in another way, are ended.
+    """
+    added = []
+    for survivor in survivors:
+        claim = survivor.claim
+        member = members.get(claim.config.worker_id)
+        if member is not None and member.survivor is None and member.is_like(claim):
+            member.survivor, member.has_served = survivor, True
+        elif member is None and claim.is_added and any(one.is_like(claim) for one in members.values()):
+            added.append(survivor)
+        else:
+            await _discard(survivor)
+    return added
+
+
+async def renew_leases(owner: Owner, members: Mapping[str, Member], let_go: Callable[[WorkerError], None]) -> None:
+    """Show the workers again and again that this server lives. Ends when another one has claimed them: `let_go`."""
+    while True:
+        actors = [member.actor for member in members.values() if member.process is not None]
+        renewals = (asyncio.wait_for(actor.renew.remote(owner.name), RENEW_S) for actor in actors)
+        answers = await asyncio.gather(*renewals, asyncio.sleep(RENEW_S), return_exceptions=True)
+        if any(answer is False for answer in answers):
+            let_go(
+                WorkerError(
+                    f"another server has claimed the workers of service_name={owner.service!r}: this one stood still "
+                    f"for more than {LEASE_S:g} s"
+                )
+            )
+            return
+
+
+async def _discard(survivor: Survivor) -> None:
+    """End a worker that is of no use here, and wait until what it had is free."""
+    _kill(survivor.actor)
+    await _until_gone(survivor.claim.process)
+
+
+async def _claimed(actor: Any, name: str, owner: Owner, router_key: str) -> WorkerClaim | None:
+    """The claimed worker; None for one that does not answer, which is ended. Waits until an old lease has run out."""
+    deadline_s = time.monotonic() + _WAIT_FOR_LEASE_S
+    while True:
+        try:
+            claim: WorkerClaim | str = await asyncio.wait_for(
+                actor.claim.remote(owner.name, router_key), _CLAIM_TIMEOUT_S
+            )
+        except (RayError, ServingError, TimeoutError) as exc:
+            logger.warning("worker %s of an earlier server cannot be taken over and is ended: %s", name, exc)
+            _kill(actor)
+            return None
+        if isinstance(claim, WorkerClaim):
+            return claim
+        if time.monotonic() > deadline_s:
+            raise ConfigError(
+                f"service_name={owner.service!r}: another tandem serve on this Ray cluster has this name: {claim}. "
+                "Stop that one, or give this one another --service-name"
+            )
+        await asyncio.sleep(_ASK_AGAIN_S)
+
+
+async def _until_gone(process: ProcessIdentity) -> None:
+    try:
+        await asyncio.wait_for(until_gone(process), _GONE_TIMEOUT_S)
+    except TimeoutError:
+        logger.warning("process %d of an earlier server is not known to be gone", process.process.pid)
+
+
+def _names_in(namespace: str) -> list[str]:
+    actors: list[dict[str, str]] = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in actors if actor["namespace"] == namespace]
+
+
+def _actor_named(name: str, namespace: str) -> Any:
+    """The handle of an actor; None if it has ended just now."""
+    try:
+        return ray.get_actor(name, namespace=namespace)
+    except ValueError:
+        return None
+
+
+def _kill(actor: Any) -> None:
+    try:
+        ray.kill(actor, no_restart=True)
+    except (RayError, ValueError) as exc:
+        logger.warning("Ray could not end a worker of an earlier server: %s", exc)

@@ -1,0 +1,194 @@
+"""Leases of workers that outlive their server, and what becomes of these workers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from tandem.cluster import survivors
+from tandem.cluster.member import WorkerMember
+from tandem.cluster.owned_actor import WorkerClaim
+from tandem.cluster.ownership import LEASE_S, Owner, Ownership, Place, owner_of
+from tandem.cluster.process_end import ProcessIdentity
+from tandem.cluster.restarts import RestartBudget
+from tandem.cluster.survivors import Survivor, claim_survivors, give_to_members, renew_leases
+from tandem.cluster.worker_layout import worker_configs
+from tandem.protocol.config import ClusterConfig, EngineConfig, WorkerConfig
+from tandem.protocol.errors import ConfigError, WorkerError
+from tandem.protocol.messages import Role
+from tandem.protocol.process import own_process
+
+OWNER = Owner(service="s", orphan_timeout_s=60.0, name="us")
+
+
+def test_a_worker_is_anothers_only_once_the_lease_has_run_out() -> None:
+    ownership = Ownership("a", 0.0)
+    assert ownership.claim("b", LEASE_S - 0.1) == "a"
+    assert ownership.renew("a", LEASE_S - 0.1)
+    assert ownership.claim("b", LEASE_S + 0.1) == "a", "it was renewed"
+    assert ownership.claim("b", 2 * LEASE_S) == ""
+    assert ownership.is_of("b")
+    assert not ownership.renew("a", 2 * LEASE_S + 0.1), "the one that stood still is told"
+    assert ownership.claim("a", 2 * LEASE_S + 0.1) == "b"
+    assert ownership.claim("b", 2 * LEASE_S + 0.2) == "", "an owner may claim again"
+
+
+def test_a_lease_that_ran_out_is_renewed_while_nobody_else_has_claimed_the_worker() -> None:
+    ownership = Ownership("a", 0.0)
+    assert ownership.orphaned_s(LEASE_S + 5.0) == 5.0
+    assert ownership.renew("a", LEASE_S + 5.0)
+    assert ownership.orphaned_s(LEASE_S + 5.0) == -LEASE_S
+
+
+def test_only_workers_of_a_joined_cluster_outlive_their_server() -> None:
+    config = ClusterConfig(engine=EngineConfig(model="m"))
+    assert owner_of(config) is None
+    joined = replace(config, ray_address="auto", service_name="x")
+    owner = owner_of(joined)
+    assert owner is not None
+    assert owner.namespace == "tandem/x"
+    assert owner_of(replace(joined, orphan_timeout_s=0.0)) is None
+
+
+class Actors:
+    """Named actors of a cluster, by name: what each answers to a claim."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
+        self.answers = answers
+        self.killed: list[str] = []
+        listed = [{"name": name, "namespace": "tandem/s"} for name in answers] + [{"name": "x", "namespace": "other"}]
+        fake = SimpleNamespace(
+            util=SimpleNamespace(list_named_actors=lambda all_namespaces: listed),
+            get_actor=self._get_actor,
+            kill=lambda actor, no_restart: self.killed.append(actor.name),
+        )
+        monkeypatch.setattr(survivors, "ray", fake)
+        monkeypatch.setattr(survivors, "_ASK_AGAIN_S", 0.01)
+
+    def _get_actor(self, name: str, namespace: str) -> SimpleNamespace:
+        if self.answers[name] is None:
+            raise ValueError("it has ended")
+        return SimpleNamespace(name=name, claim=SimpleNamespace(remote=lambda *_: self._claim(name)))
+
+    async def _claim(self, name: str) -> Any:
+        answer = self.answers[name]
+        if isinstance(answer, list):
+            answer = answer.pop(0) if len(answer) > 1 else answer[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def config_of(worker_id: str = "decode-0", **engine: Any) -> WorkerConfig:
+    cluster = ClusterConfig(engine=EngineConfig(model="m", **engine), ray_address="auto")
+    [config] = [one for one in worker_configs(cluster) if one.role is Role.DECODE]
+    return replace(config, worker_id=worker_id)
+
+
+def claim_of(config: WorkerConfig | None = None, **fields: Any) -> WorkerClaim:
+    claim = WorkerClaim(
+        process=ProcessIdentity("node", own_process()),
+        place=Place("ab", 1),
+        is_added=False,
+        role=Role.DECODE,
+        config=config or config_of(),
+        started="address",
+    )
+    return replace(claim, **fields)
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[ProcessIdentity]:
+    """Processes whose end was waited for."""
+    ends: list[ProcessIdentity] = []
+
+    async def until_gone(process: ProcessIdentity) -> None:
+        ends.append(process)
+
+    monkeypatch.setattr(survivors, "until_gone", until_gone)
+    return ends
+
+
+async def test_workers_of_a_dead_server_are_claimed_and_the_useless_ended(
+    monkeypatch: pytest.MonkeyPatch, ended: list[ProcessIdentity]
+) -> None:
+    good = claim_of()
+    actors = Actors(
+        monkeypatch,
+        good=["pid 7 on h", "pid 7 on h", good],  # its server's lease runs out meanwhile
+        dead=RayActorError(),
+        gone=None,
+        loading=claim_of(started=None),
+        old=claim_of(wire_version=1),
+        deaf=WorkerError("it did not answer in 10 s"),
+    )
+    [survivor] = await claim_survivors(OWNER, "key")
+    assert survivor.claim is good
+    assert sorted(actors.killed) == ["dead", "deaf", "loading", "old"]
+    assert len(ended) == 2, "of those that told their process"
+
+
+async def test_a_server_that_lives_keeps_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survivors, "_WAIT_FOR_LEASE_S", 0.05)
+    actors = Actors(monkeypatch, one="pid 7 on h")
+    with pytest.raises(ConfigError, match=r"has this name: pid 7 on h.*--service-name"):
+        await claim_survivors(OWNER, "key")
+    assert actors.killed == []
+
+
+def member(config: WorkerConfig) -> WorkerMember:
+    unused: Any = None
+    return WorkerMember(config, RestartBudget(1), unused, unused)
+
+
+async def test_a_member_goes_on_with_a_worker_of_its_name_that_is_as_it_would_start_it(
+    monkeypatch: pytest.MonkeyPatch, ended: list[ProcessIdentity]
+) -> None:
+    actors = Actors(monkeypatch)
+
+    def survivor(name: str, claim: WorkerClaim) -> Survivor:
+        return Survivor(SimpleNamespace(name=name), claim)
+
+    members: dict[str, Any] = {"decode-0": member(config_of()), "decode-1": member(config_of("decode-1"))}
+    same = replace(config_of(), router_key="another router's", role=Role.PREFILL)
+    found = [
+        survivor("same", claim_of(same, role=Role.PREFILL)),
+        survivor("twice", claim_of()),
+        survivor("other", claim_of(config_of("decode-1", block_size=8))),
+        survivor("surplus", claim_of(config_of("decode-2"))),
+        survivor("added", claim_of(config_of("decode-3"), is_added=True)),
+        survivor("added-other", claim_of(config_of("decode-4", block_size=8), is_added=True)),
+    ]
+    added = await give_to_members(found, members)
+    assert [one.actor.name for one in added] == ["added"]
+    assert members["decode-0"].survivor is found[0]
+    assert members["decode-1"].survivor is None
+    assert sorted(actors.killed) == ["added-other", "other", "surplus", "twice"]
+    assert len(ended) == 4
+
+
+async def test_a_server_lets_go_of_workers_that_were_claimed_but_not_of_those_that_are_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(survivors, "RENEW_S", 0.01)
+    one, other = member(config_of()), member(config_of("decode-1"))
+    one.process = other.process = ProcessIdentity("node", own_process())
+    answers: list[bool] = [True, True, False]
+    told: list[WorkerError] = []
+
+    async def renew(_: str) -> bool:
+        return answers.pop(0)
+
+    async def never(_: str) -> bool:
+        return await asyncio.get_running_loop().create_future()
+
+    one.actor = SimpleNamespace(renew=SimpleNamespace(remote=renew))
+    other.actor = SimpleNamespace(renew=SimpleNamespace(remote=never))
+    await asyncio.wait_for(renew_leases(OWNER, {"a": one, "b": other}, told.append), 30)
+    assert answers == []
+    assert "another server has claimed the workers of service_name='s'" in str(told[0])
