@@ -22,12 +22,11 @@ from ray.exceptions import RayActorError, RayError
 
 from tandem.cluster.actor import WorkerActor
 from tandem.cluster.openmp import preload_of
-from tandem.cluster.owned_actor import WorkerClaim
+from tandem.cluster.owned_actor import Survivor, WorkerClaim
 from tandem.cluster.ownership import Owner, Tenure
 from tandem.cluster.placement import Bundle
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.restarts import RestartBudget
-from tandem.cluster.survivors import Survivor
 from tandem.protocol.config import WorkerConfig
 from tandem.protocol.errors import ServingError, WorkerError
 from tandem.protocol.messages import PeerAddress, Role, WorkerState

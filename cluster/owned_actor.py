@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
@@ -20,7 +20,7 @@ from tandem.cluster.process_end import ProcessIdentity, own_identity
 from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.messages import WIRE_VERSION, Role
 
-__all__ = ["OwnedActor", "WorkerClaim"]
+__all__ = ["OwnedActor", "Survivor", "WorkerClaim"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,13 @@ class WorkerClaim:
     config: Any  # what it was started with
     started: Any  # what its `start` returned; None if it has not, and cannot be taken over
     wire_version: int = WIRE_VERSION
+
+
+class Survivor(NamedTuple):
+    """A worker that another server started, and this one has claimed."""
+
+    actor: Any
+    claim: WorkerClaim
 
 
 class OwnedActor(ABC):

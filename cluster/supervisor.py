@@ -16,12 +16,13 @@ from ray.exceptions import RayError
 from tandem.cluster.arrivals import Arrivals
 from tandem.cluster.departures import Departures
 from tandem.cluster.member import Member, first_line, member_of
+from tandem.cluster.owned_actor import Survivor
 from tandem.cluster.ownership import owner_of
 from tandem.cluster.placement import Bundle, WorkerBundles
 from tandem.cluster.process_end import ProcessIdentity, until_gone
 from tandem.cluster.quarantine_watch import watch_quarantines
 from tandem.cluster.role_flips import RoleFlips
-from tandem.cluster.survivors import Survivor, claim_survivors, give_to_members, renew_leases
+from tandem.cluster.survivors import claim_survivors, give_to_members, renew_leases
 from tandem.cluster.worker_layout import needs_of
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import AddRefused, ConfigError, ServingError, WorkerError

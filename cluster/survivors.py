@@ -6,21 +6,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from tandem.cluster.owned_actor import WorkerClaim
+from tandem.cluster.member import Member
+from tandem.cluster.owned_actor import Survivor, WorkerClaim
 from tandem.cluster.ownership import LEASE_S, RENEW_S, Owner
 from tandem.cluster.process_end import ProcessIdentity, until_gone
 from tandem.protocol.errors import ConfigError, ServingError, WorkerError
 from tandem.protocol.messages import WIRE_VERSION
 
-if TYPE_CHECKING:
-    from tandem.cluster.member import Member
-
-__all__ = ["Survivor", "claim_survivors", "give_to_members", "renew_leases"]
+__all__ = ["claim_survivors", "give_to_members", "renew_leases"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +26,6 @@ _CLAIM_TIMEOUT_S = 10.0
 _GONE_TIMEOUT_S = 10.0
 _WAIT_FOR_LEASE_S = LEASE_S + 4.0
 _ASK_AGAIN_S = 0.5
-
-
-class Survivor(NamedTuple):
-    """A worker that another server started, and this one has claimed."""
-
-    actor: Any
-    claim: WorkerClaim
 
 
 async def claim_survivors(owner: Owner, router_key: str) -> list[Survivor]:

@@ -12,11 +12,11 @@ from ray.exceptions import RayActorError
 
 from tandem.cluster import survivors
 from tandem.cluster.member import WorkerMember
-from tandem.cluster.owned_actor import WorkerClaim
+from tandem.cluster.owned_actor import Survivor, WorkerClaim
 from tandem.cluster.ownership import LEASE_S, Owner, Ownership, Place, owner_of
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.restarts import RestartBudget
-from tandem.cluster.survivors import Survivor, claim_survivors, give_to_members, renew_leases
+from tandem.cluster.survivors import claim_survivors, give_to_members, renew_leases
 from tandem.cluster.worker_layout import worker_configs
 from tandem.protocol.config import ClusterConfig, EngineConfig, WorkerConfig
 from tandem.protocol.errors import ConfigError, WorkerError
