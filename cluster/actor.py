@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from tandem.cluster.node_config import config_on_node
-from tandem.cluster.owned_actor import OwnedActor
+from tandem.cluster.owned_actor import WATCH_S, OwnedActor, WatchNews
 from tandem.cluster.ownership import Tenure
 from tandem.protocol.config import WorkerConfig
 from tandem.protocol.errors import WorkerError
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["WorkerActor"]
 
 logger = logging.getLogger(__name__)
-
-_WATCH_S = 1.0
 
 
 class WorkerActor(OwnedActor):
@@ -61,15 +59,12 @@ class WorkerActor(OwnedActor):
         self._worker = started.result()
         return self._worker.address
 
-    def watch(self, owner: str = "") -> str | None:
-        """Block until the worker's loop has ended; the reason. If the process dies, the call raises.
-
-        None when another server than `owner` has claimed the worker. That of a dead server must not wait for ever.
-        """
+    def watch(self, owner: str = "") -> str | WatchNews:
+        """Block until the worker's loop has ended or there is news; the reason. If the process dies, the call raises."""
         while self._thread.is_alive():
-            if self._is_left_by(owner):
-                return None
-            self._thread.join(_WATCH_S if owner else None)
+            if (news := self._news(owner)) is not None:
+                return news
+            self._thread.join(WATCH_S)
         return "stopped" if self._failure is None else f"failed: {self._failure}"
 
     def status(self) -> WorkerStatus:

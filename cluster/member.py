@@ -22,7 +22,7 @@ from ray.exceptions import RayActorError, RayError
 
 from tandem.cluster.actor import WorkerActor
 from tandem.cluster.openmp import preload_of
-from tandem.cluster.owned_actor import Survivor, WorkerClaim
+from tandem.cluster.owned_actor import Survivor, WatchNews, WorkerClaim
 from tandem.cluster.ownership import Owner, Tenure
 from tandem.cluster.placement import Bundle
 from tandem.cluster.process_end import ProcessIdentity
@@ -172,18 +172,23 @@ class Member(ABC):
                 raise WorkerError(f"{self.worker_id} did not finish its work in {_DRAIN_TIMEOUT_S} s")
             await asyncio.sleep(_DRAIN_POLL_S)
 
-    async def ended(self) -> str:
+    async def ended(self, on_asked_to_leave: Callable[[], None]) -> str:
         """Wait for the end of the worker or of its process; the reason.
 
         Does not return for a worker that another server has claimed: the renewal of its lease tells of that.
         """
-        try:
-            end = await self.actor.watch.remote(self.owner.name if self.owner is not None else "")
-        except RayError as exc:
-            return first_line(exc)
-        if end is None:
-            await asyncio.get_running_loop().create_future()
-        return self._reason_of(end)
+        owner = self.owner.name if self.owner is not None else ""
+        while True:
+            try:
+                end = await self.actor.watch.remote(owner)
+            except RayError as exc:
+                return first_line(exc)
+            if end is WatchNews.ASKED_TO_LEAVE:
+                on_asked_to_leave()
+            elif end is WatchNews.CLAIMED:
+                await asyncio.get_running_loop().create_future()
+            else:
+                return self._reason_of(end)
 
     def _reason_of(self, end: Any) -> str:
         """The reason in what its actor's `watch` returned."""

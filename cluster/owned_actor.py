@@ -1,14 +1,16 @@
-"""The part of a worker's actor that lets it outlive its server and be taken over by another one."""
+"""The part of a worker's actor that lets it outlive its server, be taken over by another one, and leave at SIGTERM."""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 import ray
@@ -20,11 +22,20 @@ from tandem.cluster.process_end import ProcessIdentity, own_identity
 from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.messages import WIRE_VERSION, Role
 
-__all__ = ["OwnedActor", "Survivor", "WorkerClaim"]
+__all__ = ["WATCH_S", "OwnedActor", "Survivor", "WatchNews", "WorkerClaim"]
 
 logger = logging.getLogger(__name__)
 
+WATCH_S = 1.0  # how often a blocking `watch` looks for news
 _LOOK_S = 1.0
+_UNHEARD_S = 10.0  # after SIGTERM; a server that lives watches
+
+
+class WatchNews(Enum):
+    """What `watch` returns for a worker that has not ended."""
+
+    ASKED_TO_LEAVE = "it got SIGTERM"
+    CLAIMED = "another server has claimed it"  # that of a dead server must not wait for ever
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +63,9 @@ class OwnedActor(ABC):
 
     def __init__(self, tenure: Tenure | None) -> None:
         """Without a tenure, Ray ends the actor with its server."""
+        self._asked_to_leave = threading.Event()
+        if ray.is_initialized():  # in an actor's process, whose main thread makes the actor
+            signal.signal(signal.SIGTERM, self._on_sigterm)
         self._tenure = tenure
         self._ownership: Ownership | None = None
         if tenure is not None:
@@ -91,9 +105,27 @@ class OwnedActor(ABC):
     def stop(self) -> None:
         """End the worker and wait for it."""
 
-    def _is_left_by(self, owner: str) -> bool:
-        """Whether another server has claimed the worker since `owner` did."""
-        return self._ownership is not None and not self._ownership.is_of(owner)
+    def _news(self, owner: str) -> WatchNews | None:
+        """What the server that watches should know of a worker that runs on."""
+        if self._ownership is not None and not self._ownership.is_of(owner):
+            return WatchNews.CLAIMED
+        if self._asked_to_leave.is_set():
+            self._asked_to_leave.clear()
+            return WatchNews.ASKED_TO_LEAVE
+        return None
+
+    def _on_sigterm(self, *_: object) -> None:
+        """Let the server drain this worker; end at once if it was asked for already, or if no server asks in time."""
+        if self._asked_to_leave.is_set():
+            os._exit(1)
+        self._asked_to_leave.set()
+        timer = threading.Timer(_UNHEARD_S, self._end_if_unheard)
+        timer.daemon = True
+        timer.start()
+
+    def _end_if_unheard(self) -> None:
+        if self._asked_to_leave.is_set():
+            os._exit(1)
 
     def _end_when_orphaned(self, tenure: Tenure) -> None:
         """End this process, and give back what Ray reserves for the service, once nobody has held it for too long.

@@ -39,6 +39,7 @@ __all__ = ["Supervisor"]
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 15.0
+_SIGTERM_GRACE_S = 30.0  # as of `tandem drain`
 _GONE_TIMEOUT_S = 5.0  # how long a replacement waits for the memory that a dead worker's process may still take
 _LEFT = "it has left"
 _LOST = "it died"  # told to the clients of a dead worker, if their requests do not go on with others
@@ -264,7 +265,7 @@ class Supervisor:
         async def live() -> None:
             nonlocal reason
             await self._bring_up(member, bundle)
-            reason = await member.ended()
+            reason = await member.ended(partial(self._asked_to_leave, member))
 
         error = await async_error_of(live())
         if error is None:
@@ -279,6 +280,13 @@ class Supervisor:
         self.arrivals.note_up(member)
         self._cover()
         self._on_progress(f"{member.role} worker {member.worker_id} is ready")
+
+    def _asked_to_leave(self, member: Member) -> None:
+        """A worker's process got SIGTERM: it leaves as if it had been drained, and a new one takes its place."""
+        try:
+            self.departures.begin(member.worker_id, _SIGTERM_GRACE_S, restart=True, reason="it got SIGTERM")
+        except ServingError as exc:
+            logger.warning("%s got SIGTERM, but does not leave: %s", member.worker_id, exc)
 
     def _no_room(self, line: str) -> None:
         """A worker waits for a node: tell the user, and let others do its work."""

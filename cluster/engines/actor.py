@@ -22,7 +22,7 @@ from tandem.cluster.engines.process import ServerProcess
 from tandem.cluster.engines.server import EngineServer, Sockets
 from tandem.cluster.engines.stall import StallWatch
 from tandem.cluster.node_config import model_on_node
-from tandem.cluster.owned_actor import OwnedActor
+from tandem.cluster.owned_actor import WATCH_S, OwnedActor, WatchNews
 from tandem.cluster.ownership import Tenure
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import Role
@@ -83,14 +83,11 @@ class EngineActor(OwnedActor):
         self._started = outcome.result()
         return self._started
 
-    def watch(self, owner: str = "") -> EngineEnd | None:
-        """Block until the server has ended; how. If this process dies, the call raises.
-
-        None when another server than `owner` has claimed the worker. That of a dead server must not wait for ever.
-        """
-        while not self._has_ended.wait(_WATCH_S if owner else None):
-            if self._is_left_by(owner):
-                return None
+    def watch(self, owner: str = "") -> EngineEnd | WatchNews:
+        """Block until the server has ended, or there is news; how. If this process dies, the call raises."""
+        while not self._has_ended.wait(WATCH_S):
+            if (news := self._news(owner)) is not None:
+                return news
         return self._end
 
     def stop(self) -> None:

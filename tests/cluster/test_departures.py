@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.cluster.member import WorkerMember
+from tandem.cluster.owned_actor import WatchNews
 from tandem.protocol.errors import DrainRefused, RoleRefused, WorkerNotFound
 from tandem.protocol.messages import Role, WorkerState
 from tests.support.supervised import Supervised, supervised
@@ -136,3 +137,18 @@ async def test_one_that_dies_on_its_way_out_is_replaced_as_promised(monkeypatch:
         await eventually(lambda: "left_after_s" in record)
         assert not cluster.ray.latest("decode-1").num_stops, "the new process is not the one that was to leave"
         assert state_of(cluster, "decode-1") is WorkerState.READY
+
+
+async def test_a_worker_that_got_sigterm_is_drained_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=2, max_restarts=0) as cluster:
+        first = cluster.ray.latest("decode-1")
+        first.status_ = busy(request_ids={"r"})
+        first.news.put_nowait(WatchNews.ASKED_TO_LEAVE)
+        await eventually(lambda: state_of(cluster, "decode-1") is WorkerState.DRAINING)
+        first.news.put_nowait(WatchNews.ASKED_TO_LEAVE)  # again, to no avail
+        assert not first.num_stops, "it has work"
+        first.status_ = busy()
+        await cluster.is_served("decode-1", first.card.address.epoch)
+        [record] = cluster.supervisor.departures.latest
+        assert (record["reason"], record["finished"]) == ("it got SIGTERM", True)
+        assert not cluster.supervisor._members["decode-1"].restarts.num_deaths

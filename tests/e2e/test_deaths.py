@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -67,3 +68,21 @@ def test_the_death_of_a_daemon_of_ray_is_told_in_our_words(text_model: Path, tmp
         until(lambda: not any(map(is_alive, children)), GONE_S, lambda: str([p for p in children if is_alive(p)]))
         assert not list(server.scratch.iterdir())
         stream.close()
+
+
+def test_a_worker_that_gets_sigterm_finishes_its_answers_elsewhere_and_is_replaced(
+    text_model: Path, tmp_path: Path
+) -> None:
+    with started(text_model, tmp_path, *POOL) as server:
+        victim = server.wait_ready().worker("decode")
+        body = {"prompt": "x" * 100, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+        expected = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()["choices"]
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=120)
+            until(lambda: server.worker("decode")["num_running"] > 0)
+            psutil.Process(victim["pid"]).send_signal(signal.SIGTERM)
+            assert answer.result().json()["choices"] == expected
+        server.wait_recovered(victim)
+        assert "decode worker decode-0 has left" in server.output
+        assert "died" not in server.output
+        assert server.stop() == 0

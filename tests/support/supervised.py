@@ -17,6 +17,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from tandem.cluster.member import WorkerMember
+from tandem.cluster.owned_actor import WatchNews
 from tandem.cluster.placement import Bundle
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.restarts import RestartBudget
@@ -116,6 +117,7 @@ class FakeActor:
         self.process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.ended.add_done_callback(lambda ended: ended.exception())
+        self.news: asyncio.Queue[WatchNews] = asyncio.Queue()
         self.num_deaf_calls = 0
         self.num_stops = 0
         self.status_ = SimpleNamespace(
@@ -143,6 +145,11 @@ class FakeActor:
             await self.ray.loaded.wait()
             return self.card.address
         if name == "watch":
+            news = asyncio.create_task(self.news.get())
+            await asyncio.wait([news, self.ended], return_when=asyncio.FIRST_COMPLETED)
+            if news.done():
+                return news.result()
+            news.cancel()
             return await asyncio.shield(self.ended)
         if name == "status":
             return self.status_
