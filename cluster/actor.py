@@ -60,7 +60,7 @@ class WorkerActor(OwnedActor):
         return self._worker.address
 
     def watch(self, owner: str = "") -> str | WatchNews:
-        """Block until the worker's loop has ended or there is news; the reason. If the process dies, the call raises."""
+        """Block until the loop has ended or there is news; the reason. The call raises if the process dies."""
         while self._thread.is_alive():
             if (news := self._news(owner)) is not None:
                 return news
