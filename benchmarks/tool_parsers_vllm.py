@@ -16,7 +16,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,7 @@ class Parsers:
         request = _request(item)
         parser = self._class(item)(tokenizer, request.tools, chat_template_kwargs={"thinking": True})
         started = time.perf_counter()
-        try:
-            answer: dict[str, Any] = parse(parser, request)
-        except Exception as exc:  # whatever a parser raises is its result
-            answer = {"error": f"{type(exc).__name__}: {exc}"}
+        answer = _answer_of(lambda: parse(parser, request))
         return answer, time.perf_counter() - started
 
     def _class(self, item: dict[str, Any]) -> Any:
@@ -126,22 +123,33 @@ class MistralParsers:
 
     def result(self, item: dict[str, Any], _: random.Random) -> dict[str, Any]:
         """What it makes of the calls of a text, or the error it raises."""
+        answer = _answer_of(lambda: self._calls(item))
+        return {"id": item["id"], "pieces": [item["text"]], "whole": answer, "streamed": answer,
+                "whole_s": 0.0, "streamed_s": 0.0}  # fmt: skip
+
+    def _calls(self, item: dict[str, Any]) -> dict[str, Any]:
         from mistral_common.experimental.tools import _decode_tool_calls, _split_content_and_tool_calls
 
         tokenizer = self._tokenizers[item["form"]]
-        try:
-            ids: list[int] = []
-            for part in re.split(r"(\[TOOL_CALLS\]|\[ARGS\])", item["text"]):
-                is_mark = part.startswith("[") and part.isupper() and (part != "[ARGS]" or item["form"] != "mistral")
-                ids += [tokenizer.get_special_token(part)] if is_mark else tokenizer.encode(part, bos=False, eos=False)
-            _, parts = _split_content_and_tool_calls(ids, tokenizer.get_special_token("[TOOL_CALLS]"))
-            calls = _decode_tool_calls(parts, tokenizer)
-            shown = [[call.function.name, call.function.arguments] for call in calls]
-            answer: dict[str, Any] = {"reasoning": "", "content": "", "calls": shown}
-        except Exception as exc:  # whatever a parser raises is its result
-            answer = {"error": f"{type(exc).__name__}: {exc}"}
-        return {"id": item["id"], "pieces": [item["text"]], "whole": answer, "streamed": answer,
-                "whole_s": 0.0, "streamed_s": 0.0}  # fmt: skip
+        ids: list[int] = []
+        for part in re.split(r"(\[TOOL_CALLS\]|\[ARGS\])", item["text"]):
+            is_mark = part.startswith("[") and part.isupper() and (part != "[ARGS]" or item["form"] != "mistral")
+            ids += [tokenizer.get_special_token(part)] if is_mark else tokenizer.encode(part, bos=False, eos=False)
+        _, parts = _split_content_and_tool_calls(ids, tokenizer.get_special_token("[TOOL_CALLS]"))
+        calls = _decode_tool_calls(parts, tokenizer)
+        return {
+            "reasoning": "",
+            "content": "",
+            "calls": [[call.function.name, call.function.arguments] for call in calls],
+        }
+
+
+def _answer_of(parse: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a parser makes of a text, or the error it raises. The Python of vLLM does not know our fault boundaries."""
+    try:
+        return parse()
+    except Exception as exc:  # whatever a parser raises is its result
+        return {"error": f"{type(exc).__name__}: {exc}"}
 
 
 def _request(item: dict[str, Any]) -> Any:

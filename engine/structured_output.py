@@ -28,6 +28,7 @@ from tandem.protocol.grammar import (
     check_matcher,
     compile_grammar,
     compile_probe,
+    grammar_errors_only,
     make_grammar_tokenizer,
     num_forced_bytes,
 )
@@ -250,12 +251,8 @@ class StructuredOutput:
         if (error := self._tokenizer.exception()) is not None:
             raise GrammarError(f"This model has no tokenizer that structured output can use: {error}")
         tokenizer = self._tokenizer.result()
-        try:
+        with grammar_errors_only():
             return _Compiled(compile_grammar(tokenizer, grammar), compile_probe(tokenizer, grammar))
-        except GrammarError:
-            raise
-        except BaseException as exc:  # a panic of llguidance is no Exception, and would end the engine
-            raise GrammarError(f"The grammar cannot be used: {exc}") from exc
 
     def _load_tokenizer(self) -> llguidance.LLTokenizer:
         tokenizer = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False, local_files_only=True)

@@ -5,7 +5,8 @@ The router checks a grammar before a request is placed; the engine masks the tok
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import llguidance
 
@@ -16,6 +17,7 @@ __all__ = [
     "check_matcher",
     "compile_grammar",
     "compile_probe",
+    "grammar_errors_only",
     "make_grammar_tokenizer",
     "num_forced_bytes",
 ]
@@ -49,6 +51,17 @@ class GrammarError(RequestError):
     """A grammar is malformed, too large, or costs too much."""
 
     code = "invalid_grammar"
+
+
+@contextmanager
+def grammar_errors_only() -> Iterator[None]:
+    """Whatever the block raises becomes a `GrammarError`."""
+    try:
+        yield
+    except GrammarError:
+        raise
+    except BaseException as exc:  # a panic of llguidance is no Exception: it would end the thread or the process
+        raise GrammarError(f"The grammar cannot be used: {' '.join(str(exc).split())[:300]}") from exc
 
 
 def make_grammar_tokenizer(

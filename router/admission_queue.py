@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.protocol.errors import NoWorker, ServingError
+from tandem.protocol.fault_boundary import undone_on_error
 from tandem.protocol.messages import PrefillPriority
 from tandem.scheduling.admission.admission import Admission, Drop
 from tandem.scheduling.admission.queued_request import QueuedRequest
@@ -158,15 +160,9 @@ class AdmissionQueue(Generic[R, B]):
         """
         displaced = _Displaced(request, placement_request, former, asyncio.get_running_loop().create_future())
         self._displaced[displaced] = None
-        try:
+        with undone_on_error(partial(self._give_up, displaced)):
             self._decide()
             return await displaced.admitted
-        except BaseException:  # raised again
-            if displaced.admitted.done() and not displaced.admitted.cancelled() and not displaced.admitted.exception():
-                displaced.admitted.result().end()
-            raise
-        finally:
-            self._displaced.pop(displaced, None)
 
     def place_elsewhere(
         self,
@@ -260,6 +256,13 @@ class AdmissionQueue(Generic[R, B]):
         if admitted is not None:
             del self._displaced[displaced]
             displaced.admitted.set_result(admitted)
+
+    def _give_up(self, displaced: _Displaced[R, B]) -> None:
+        """Free what the displaced request has, whatever was decided meanwhile."""
+        self._displaced.pop(displaced, None)
+        admitted = displaced.admitted
+        if admitted.done() and not admitted.cancelled() and not admitted.exception():
+            admitted.result().end()
 
     def _leave(self, queued: QueuedRequest, waiter: _Waiter[R, B], exc: BaseException) -> None:
         """Free what the request has, whatever was decided meanwhile."""

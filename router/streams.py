@@ -178,10 +178,10 @@ class QueueStream(Stream[T], Generic[I, T]):
                 try:
                     await self._queue.read_into(convert, self._idle)
                     is_read = True
-                except Exception as exc:
+                except Exception as exc:  # raised again unless the subclass knows a remedy for it
                     await self._recover(exc)
             is_paused = not self._has_ended
-        except BaseException as exc:
+        except BaseException as exc:  # raised again: a cancellation is noted too
             self._note_error(exc)
             raise
         finally:

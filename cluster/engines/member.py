@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,17 +130,16 @@ class EngineMember(Member):
         engines = self._engines()
         for engine in engines:
             engine.set_state(WorkerState.DRAINING, reason)
-        try:
+        with ExitStack() as at_end:
+            at_end.callback(self._serve_on, engines)
             await self.finish(await self.running())
             decoding = (one.spec for one in self._fleet.engines if one.spec.role is Role.DECODE and one not in engines)
-            await switch_role(engines[0].spec, role, next(decoding, None))
-        except RoleIsLost:
-            self.kill()  # the supervisor starts it again, in its old role
-            raise
-        except BaseException:
-            self._serve_on(engines)
-            raise
-        self._serve_on(engines)
+            try:
+                await switch_role(engines[0].spec, role, next(decoding, None))
+            except RoleIsLost:
+                at_end.pop_all()
+                self.kill()  # the supervisor starts it again, in its old role
+                raise
 
     def _serve_on(self, engines: list[RemoteEngine]) -> None:
         for engine in engines:

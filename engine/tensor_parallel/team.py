@@ -230,7 +230,7 @@ class LeadingRunner(ModelRunner):
                 logits = self.compute(loaded, before_attention)
         except (RanksLost, torch.AcceleratorError):
             raise
-        except Exception:
+        except Exception:  # raised again: of any kind, and the ranks must agree on where they are
             self._team.resync()
             raise
         assert group.num_reductions > sums_before_attention[0], (

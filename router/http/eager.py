@@ -26,7 +26,7 @@ class EagerAwaitable:
         while not self.is_done:
             try:
                 result = yield self._pending
-            except BaseException as exc:  # thrown into the work, which may handle it: a cancellation, say
+            except BaseException as exc:  # thrown into the work, as `yield from` does: a cancellation, say
                 self._advance(self._steps.throw, exc)
             else:
                 self._advance(self._steps.send, result)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Container
+from functools import partial
 from typing import Any
 
+from tandem.protocol.fault_boundary import undone_on_error
 from tandem.router.keys.api_key import ApiKey
 from tandem.router.processes import wire
 
@@ -26,11 +28,8 @@ class RemoteLimiter:
         """A request begins. Raises `RateLimitExceeded`, or a `WorkerError` if the hub does not answer."""
         number = self._next_number()
         use = _RemoteUse(number, self._next_number, self._ask, self._send)
-        try:
+        with undone_on_error(partial(use.end, 0, 0)):  # also if the client leaves: the hub may have counted the request
             await self._ask(number, wire.BeginUse(number, key.id))
-        except BaseException:  # also a client that leaves meanwhile: the hub may have counted the request
-            use.end(0, 0)
-            raise
         return use
 
     def keep(self, key_ids: Container[str]) -> None:

@@ -24,6 +24,7 @@ from tandem.protocol.grammar import (
     GrammarError,
     check_matcher,
     compile_grammar,
+    grammar_errors_only,
     make_grammar_tokenizer,
     num_forced_bytes,
 )
@@ -130,20 +131,24 @@ def _limit_this_process() -> None:
 
 def _answer(tokenizer: llguidance.LLTokenizer, question: Question) -> Compiled:
     try:
+        with grammar_errors_only():  # without a verdict it would be asked for again
+            return Compiled(_tried_grammar(tokenizer, question))
+    except GrammarError as exc:
+        return Compiled(error=exc.message)
+
+
+def _tried_grammar(tokenizer: llguidance.LLTokenizer, question: Question) -> str:
+    try:
         grammar = make_grammar(question.kind, question.text)
         matcher = compile_grammar(tokenizer, grammar)
         num_forced_bytes(matcher)
         matcher.compute_bitmask()
         check_matcher(matcher)
-    except GrammarError as exc:
-        return Compiled(error=exc.message)
-    except MemoryError:
-        return Compiled(error=_CAUSES[signal.SIGABRT])
+    except MemoryError as exc:
+        raise GrammarError(_CAUSES[signal.SIGABRT]) from exc
     except (ValueError, msgspec.MsgspecError, RecursionError) as exc:
-        return Compiled(error=f"It is malformed: {' '.join(str(exc).split())[:300]}")
-    except BaseException as exc:  # a panic of llguidance is no Exception; without a verdict it would be asked for again
-        return Compiled(error=f"It cannot be used: {' '.join(str(exc).split())[:300]}")
-    return Compiled(grammar=grammar)
+        raise GrammarError(f"It is malformed: {' '.join(str(exc).split())[:300]}") from exc
+    return grammar
 
 
 if __name__ == "__main__":

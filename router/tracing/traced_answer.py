@@ -41,7 +41,7 @@ class TracedAnswer(Stream["ChoiceDelta"]):
 
         try:
             return await self._deltas.read_into(note)
-        except Exception as exc:
+        except Exception as exc:  # raised again: the span says why the answer failed
             self._span.fail(exc)
             raise
 

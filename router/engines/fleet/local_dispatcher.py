@@ -315,7 +315,7 @@ class LocalReservation:
         start_s, error = self._dispatcher.now(), None
         try:
             return await self._place()
-        except BaseException as exc:
+        except BaseException as exc:  # raised again: the span says how the wait ended
             error = exc
             raise
         finally:

@@ -1,0 +1,55 @@
+"""The source keeps its shape: functions are short, and few handlers catch any exception, each with its reason."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGES = {path.parent.name for path in (REPOSITORY / "tandem").glob("*/__init__.py")} | {"benchmarks"}
+MAX_P90_LINES = 18
+MAX_LINES = 100
+MAX_BROAD_SHARE = 0.05
+
+
+@functools.cache
+def sources() -> dict[Path, str]:
+    paths = (path for package in sorted(PACKAGES) for path in sorted((REPOSITORY / package).rglob("*.py")))
+    return {path: path.read_text() for path in paths}
+
+
+def functions() -> Iterator[tuple[int, str]]:
+    """Length in lines with docstring, and name, of every function."""
+    for path, source in sources().items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+                yield node.end_lineno - node.lineno + 1, f"{path}:{node.lineno} {node.name}"
+
+
+def handlers() -> Iterator[tuple[bool, str, str]]:
+    """Whether it catches any exception, its place, and its line, of every handler."""
+    for path, source in sources().items():
+        lines = source.splitlines()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ExceptHandler):
+                caught = ast.unparse(node.type) if node.type else "BaseException"
+                is_broad = caught in ("Exception", "BaseException")
+                yield is_broad, f"{path}:{node.lineno}", lines[node.lineno - 1]
+
+
+def test_functions_are_short() -> None:
+    lengths = sorted(functions())
+    assert lengths[len(lengths) * 9 // 10][0] <= MAX_P90_LINES
+    assert lengths[-1][0] <= MAX_LINES, lengths[-1]
+
+
+def test_few_handlers_catch_any_exception() -> None:
+    found = list(handlers())
+    broad = [place for is_broad, place, _ in found if is_broad]
+    assert len(broad) < MAX_BROAD_SHARE * len(found), f"{len(broad)} of {len(found)}: {broad}"
+
+
+def test_a_handler_of_any_exception_says_why() -> None:
+    assert [place for is_broad, place, line in handlers() if is_broad and "#" not in line] == []
