@@ -44,14 +44,13 @@ def private_run(*, grace_s: float | None = None) -> Iterator[Path]:
     """A folder for temporary files of this process and of those that it starts within the block.
 
     At the end of the block these processes are ended, by force after `grace_s` (5 s), and the folder is removed. If
-    this process is killed, the guard does that at once. The folder has mode 0700 and a short name: the paths of the
-    sockets in it must not be long.
+    this process is killed, the guard does that at once. Raises `ConfigError` if the folder cannot be made.
     """
-    from tandem.runtime.signals import (
-        ignore_keyboard_interrupt,  # here: it brings asyncio, which the guard does not need
-    )
+    # Here: the guard needs neither, and the first brings asyncio.
+    from tandem.runtime.signals import ignore_keyboard_interrupt
+    from tandem.runtime.temporary_folder import make_temporary_folder
 
-    folder = tempfile.mkdtemp(prefix="tandem-")
+    folder = make_temporary_folder()
     mark = secrets.token_hex(16)
     guard = _start_guard(mark, folder)
     before = {name: os.environ.get(name) for name in (_MARK, "TMPDIR")}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import socket
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -23,6 +23,7 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import ConfigError
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.processes.hub import EdgeHub, HubService
+from tandem.runtime.temporary_folder import make_temporary_folder
 from tandem.scheduling.admission.tenants import Tenants
 
 __all__ = ["EdgeProcesses", "edge_processes"]
@@ -43,11 +44,12 @@ async def edge_processes(
 ) -> AsyncIterator[EdgeProcesses]:
     """Run `config.router_processes` of them while the block runs. Each serves once it has joined the hub.
 
-    Raises `ConfigError` when the hub's socket cannot be made.
+    Raises `ConfigError` when the hub's socket, or the folder that it is in, cannot be made.
     """
-    # A folder with a short name, because there is a socket in it, whose path must not be long. Only this user may
-    # enter it: a process that can write to the socket can generate, and add engines.
-    with tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as folder:
+    # Only this user may enter the folder: a process that can write to the socket can generate, and add engines.
+    folder = make_temporary_folder()
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(shutil.rmtree, folder, ignore_errors=True)
         endpoint = f"{folder}/hub"
         hub = EdgeHub(service, endpoint, api_keys)
         # Only now, so that the bind failed if another program had the port.

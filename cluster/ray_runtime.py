@@ -12,6 +12,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,7 +112,8 @@ def _private_ray(folder: Path, progress: Callable[[str], None]) -> Iterator[list
         _require_loopback_and_token()
         daemons: list[RayDaemon] = []
         stack.callback(_leave_ray, daemons)  # processes that do not end by this end with the folder
-        with defer_keyboard_interrupt():  # it forks
+        with defer_keyboard_interrupt(partial(progress, "stopping: Ray, which starts now, may take some seconds")):
+            # It forks.
             ray.init(
                 address="local",
                 num_cpus=len(os.sched_getaffinity(0)),

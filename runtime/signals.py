@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 __all__ = [
@@ -45,8 +45,10 @@ def restore_child_signals() -> None:
 
 
 @contextlib.contextmanager
-def defer_keyboard_interrupt() -> Iterator[None]:
-    """The first Ctrl-C within the block takes effect at its end; a second one takes effect at once.
+def defer_keyboard_interrupt(on_deferred: Callable[[], None]) -> Iterator[None]:
+    """The first Ctrl-C within the block is told to `on_deferred` and takes effect at the block's end.
+
+    A second one takes effect at once.
 
     Python raises KeyboardInterrupt wherever the main thread is. In the hooks that it runs around a fork, the exception
     is dropped and the rest of the hook skipped. Once that was the release of the lock of `logging`: a deadlock.
@@ -62,6 +64,7 @@ def defer_keyboard_interrupt() -> Iterator[None]:
         if is_pending:
             raise KeyboardInterrupt
         is_pending = True
+        on_deferred()
 
     signal.signal(signal.SIGINT, note)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import subprocess
 import sys
@@ -112,6 +113,26 @@ def test_a_private_ray_that_is_not_private_is_refused(
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: address)
     with pytest.raises(WorkerError, match=expected), ray_running("", tmp_path, lambda _: None):
         pass
+
+
+def test_ctrl_c_while_ray_starts_is_answered_at_once_and_stops_it_then(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[str] = []
+
+    def start(**_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        assert told[1:] == ["stopping: Ray, which starts now, may take some seconds"]
+        told.append("Ray has started")
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(ray, "init", start)
+    try:
+        with pytest.raises(KeyboardInterrupt), ray_running("", tmp_path, told.append):
+            pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert told[2:] == ["Ray has started"]
 
 
 @pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])

@@ -46,6 +46,13 @@ def test_a_missing_model_folder_is_told_before_anything_starts(tmp_path: Path) -
         assert "nothing-here" in one_error_line(server.output)
 
 
+def test_a_missing_folder_for_temporary_files_is_told_before_anything_starts(text_model: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    with started(text_model, tmp_path, env={"TMPDIR": str(missing)}) as server:
+        assert server.wait_ended() == 2
+        assert f"temporary files, {missing}, cannot be written" in one_error_line(server.output)
+
+
 @pytest.mark.parametrize(
     ("after", "number"),
     [("starting Ray", signal.SIGINT), ("starting Ray", signal.SIGTERM), ("loading tiny", signal.SIGINT)],
@@ -58,4 +65,6 @@ def test_a_signal_during_the_start_ends_everything(
         if after == "starting Ray":
             until(server.children, START_S)
         assert server.stop(number) == 0
+        if number is signal.SIGINT:
+            assert "stopping: " in server.output
         assert "Traceback" not in server.output

@@ -87,7 +87,7 @@ def python_interrupts() -> Iterator[None]:
 
 
 def run_interrupted(done: list[str], num_interrupts: int, error: Exception | None = None) -> None:
-    with defer_keyboard_interrupt():
+    with defer_keyboard_interrupt(lambda: done.append("told")):
         for number in range(num_interrupts):
             signal.raise_signal(signal.SIGINT)
             done.append(f"after {number}")
@@ -101,7 +101,7 @@ def test_an_interrupt_waits_for_the_end_of_the_block() -> None:
     run_interrupted(done, 0)
     with pytest.raises(KeyboardInterrupt):
         run_interrupted(done, 1)
-    assert done == ["after 0"]
+    assert done == ["told", "after 0"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -110,7 +110,7 @@ def test_a_second_interrupt_takes_effect_at_once() -> None:
     done: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         run_interrupted(done, 3)
-    assert done == ["after 0"]
+    assert done == ["told", "after 0"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
