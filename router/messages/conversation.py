@@ -21,6 +21,7 @@ from tandem.router.messages.schema import (
     Thinking,
 )
 from tandem.router.openai.other_fields import unsupported
+from tandem.router.openai.request_limits import check_num_parts
 from tandem.router.openai.schema import (
     ChatMessage,
     ChatRequest,
@@ -71,6 +72,7 @@ def chat_prompt(request: CountTokensRequest) -> ChatRequest:
         if getattr(request, name):
             raise unsupported(name, msgspec.json.encode(getattr(request, name)))
     check_cache_salt(request.cache_salt)
+    check_num_parts(len(request.messages), _num_blocks(request), "messages")
     messages = [part for i, message in enumerate(request.messages) for part in _chat_messages(message, i)]
     if system := _system_content(request.system):
         messages.insert(0, ChatMessage(role="system", content=system))
@@ -85,6 +87,12 @@ def chat_prompt(request: CountTokensRequest) -> ChatRequest:
         chat_template_kwargs=_template_kwargs(request) or None,
         cache_salt=request.cache_salt,
     )
+
+
+def _num_blocks(request: CountTokensRequest) -> int:
+    contents = [request.system, *(message.content for message in request.messages)]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    return len(blocks) + sum(len(block.content) for block in blocks if isinstance(block.content, list))
 
 
 def _system_content(system: str | Sequence[ContentBlock] | None) -> str | list[ContentPart]:

@@ -16,6 +16,7 @@ __all__ = [
     "check_grammar",
     "check_held_logprobs",
     "check_messages",
+    "check_num_parts",
     "check_prompt_tokens",
     "check_scored_prompts",
     "check_stops",
@@ -59,10 +60,14 @@ def check_stops(stops: Sequence[str]) -> None:
 
 def check_messages(messages: Sequence[ChatMessage], template_kwargs: dict[str, object] | None) -> None:
     """Raise `RequestError` for a conversation of too many parts: even empty ones take time to render."""
-    _check(len(messages), MAX_MESSAGES, "messages", "messages")
-    num_parts = sum(_num_parts(message) for message in messages)
-    _check(num_parts, MAX_MESSAGE_PARTS, "content parts and tool calls", "messages")
+    check_num_parts(len(messages), sum(_num_parts(message) for message in messages), "messages")
     _check(len(template_kwargs or ()), MAX_TEMPLATE_OPTIONS, "template options", "chat_template_kwargs")
+
+
+def check_num_parts(num_messages: int, num_parts: int, param: str) -> None:
+    """Raise `RequestError` for a conversation of too many parts: even to convert them to another form takes time."""
+    _check(num_messages, MAX_MESSAGES, "messages", param)
+    _check(num_parts, MAX_MESSAGE_PARTS, "content parts and tool calls", param)
 
 
 def check_prompt_tokens(lengths: Iterable[int], num_siblings: int) -> None:

@@ -10,6 +10,7 @@ import msgspec
 from tandem.protocol.errors import RequestError
 from tandem.router.http.wrong_value import shown
 from tandem.router.openai.other_fields import unsupported
+from tandem.router.openai.request_limits import check_num_parts
 from tandem.router.openai.schema import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
 from tandem.router.openai.tool_fields import FunctionName, NamedToolChoice, Tool, ToolFunction
 from tandem.router.responses.schema import FunctionTool, NamedFunction, ResponsesRequest, TextFormat
@@ -73,6 +74,7 @@ def input_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
         return [ChatMessage(role="user", content=given)]
     if not given:
         raise RequestError("'input' must not be an empty list.", param="input")
+    check_num_parts(0, len(given), "input")
     return _joined(_message(item, f"input[{i}]") for i, item in enumerate(given))
 
 
@@ -91,12 +93,14 @@ def _joined(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
     joined: list[ChatMessage] = []
     for message in messages:
         last = joined[-1] if joined else None
-        if last is not None and last.role == message.role == "assistant" and _follows(last, message):
+        if last is not None and last.tool_calls and message.tool_calls:
+            last.tool_calls.extend(message.tool_calls)  # in place: a copy for each of many calls would take seconds
+        elif last is not None and last.role == message.role == "assistant" and _follows(last, message):
             joined[-1] = msgspec.structs.replace(
                 last,
                 reasoning=last.reasoning or message.reasoning,
                 content=message.content if last.content is None else last.content,
-                tool_calls=[*(last.tool_calls or ()), *(message.tool_calls or ())] or None,
+                tool_calls=message.tool_calls,
             )
         else:
             joined.append(message)

@@ -15,6 +15,7 @@ _BODY_BYTES = 8 * 1024 * 1024 - 2048  # as large as a body may be
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENIZE, DETOKENIZE, EXPLAIN = "/tokenize", "/detokenize", "/v1/route/explain"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+RESPONSES = "/v1/responses"
 PIN, UNPIN, PREFETCH = "/v1/cache/pin", "/v1/cache/unpin", "/v1/cache/prefetch"
 
 _USER = {"role": "user", "content": "Hello"}
@@ -23,6 +24,7 @@ _BASES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [_USER], "max_tokens": 2, "stream": True},
     MESSAGES: {"messages": [_USER], "max_tokens": 2, "stream": True},
     COUNT_TOKENS: {"messages": [_USER]},
+    RESPONSES: {"input": "Hello", "max_output_tokens": 2, "stream": True},
     EXPLAIN: {"prompt": "Hello", "max_tokens": 2},
     TOKENIZE: {"prompt": "Hello"},
     DETOKENIZE: {"tokens": [1, 2]},
@@ -49,6 +51,10 @@ _FIELDS: dict[str, list[str]] = {
         *("max_tokens", "stream", "stop_sequences", "temperature", "top_p", "top_k", "seed", "priority"),
     ],
     COUNT_TOKENS: _MESSAGE_PROMPT,
+    RESPONSES: [
+        *("input", "instructions", "max_output_tokens", "previous_response_id", "store", "stream", "text", "tools"),
+        *("tool_choice", "temperature", "top_p", "top_logprobs", "include", "metadata", "reasoning", "truncation"),
+    ],
     EXPLAIN: ["prompt", "messages", "n", "stop"],
     TOKENIZE: ["prompt", *_TEMPLATE, "return_token_strs"],
     DETOKENIZE: ["tokens"],
@@ -172,6 +178,17 @@ def large_inputs() -> Iterator[Input]:
         yield Input(f"blocks {item.decode()}", COUNT_TOKENS, block % _many(item, size))
     calls = _many(b'{"type":"tool_use","id":"","name":"f","input":{}}', size)
     yield Input("calls", MESSAGES, block.replace(b"user", b"assistant", 1) % calls)
+    items = {
+        "calls": b'{"type":"function_call","call_id":"","name":"f","arguments":""}',
+        "outputs": b'{"type":"function_call_output","call_id":"","output":""}',
+        "reasoning": b'{"type":"reasoning"}',
+        "messages": message,
+        "parts": b'{"role":"user","content":[%b]}' % _many(text_part, size - 100),
+    }
+    for name, item in items.items():
+        yield Input(f"items: {name}", RESPONSES, b'{"max_output_tokens":1,"input":[%b]}' % _many(item, size))
+    many_calls = _many(items["calls"], 65_000 * (len(items["calls"]) + 1))
+    yield Input("items: calls at the limit", RESPONSES, b'{"max_output_tokens":1,"input":[%b]}' % many_calls)
     nested = b'{"type":"tool_result","tool_use_id":"","content":['
     yield Input("results in results", MESSAGES, block % (nested * 900 + b"]}" * 900))
     yield Input(

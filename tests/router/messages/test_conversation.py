@@ -10,6 +10,7 @@ from tandem.router.http.decoding import decode_body
 from tandem.router.messages.conversation import chat_prompt, chat_request
 from tandem.router.messages.schema import CountTokensRequest, MessagesRequest
 from tandem.router.openai.chat import template_messages
+from tandem.router.openai.request_limits import MAX_MESSAGE_PARTS, MAX_MESSAGES
 
 WEATHER = {"name": "weather", "description": "Of a city.", "input_schema": {"type": "object"}}
 
@@ -205,3 +206,23 @@ def test_values_that_ask_for_nothing_are_accepted() -> None:
 def test_counting_needs_no_limit() -> None:
     fields = decode_body(b'{"messages": [{"role": "user", "content": "hi"}]}', CountTokensRequest)
     assert chat_prompt(fields) == chat_prompt(request_of())
+
+
+BLOCKS = [{"type": "text", "text": ""}]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [HI] * (MAX_MESSAGES + 1)},
+        {"messages": [user(BLOCKS * (MAX_MESSAGE_PARTS + 1))]},
+        {"messages": [assistant([CALL] * (MAX_MESSAGE_PARTS // 2)), user(BLOCKS * (MAX_MESSAGE_PARTS // 2 + 1))]},
+        {"messages": [user([result("c1", content=BLOCKS * MAX_MESSAGE_PARTS)])]},
+        {"messages": [HI], "system": BLOCKS * (MAX_MESSAGE_PARTS + 1)},
+    ],
+    ids=["messages", "blocks", "blocks of two messages", "blocks of a result", "blocks of the system prompt"],
+)
+def test_too_many_parts_are_refused_before_they_are_converted(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="the limit is") as raised:
+        chat_prompt(request_of(**fields))
+    assert raised.value.param == "messages"
