@@ -345,11 +345,11 @@ def _lengths_and_chunks() -> dict[str, str]:
 def _unserved_features() -> dict[str, str]:
     return {
         "compressed": _POST + _HOST + _JSON + "Content-Encoding: gzip\r\n" + _TWO_BYTES,
-        "websocket": _POST + _HOST + _JSON + "Connection: Upgrade\r\nUpgrade: websocket\r\n"
+        "websocket": _POST + _HOST + _JSON + "Connection: Upgrade, close\r\nUpgrade: websocket\r\n"
         "Content-Length: 2\r\n\r\n{}",
         "websocket get": "GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
         "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n",
-        "h2c": "GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
+        "h2c": "GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, close\r\nUpgrade: h2c\r\n\r\n",
         "expect": _POST + _HOST + _JSON + "Expect: 100-continue\r\n" + _TWO_BYTES,
         "pipelined": ("GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2_000)
         + "GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",

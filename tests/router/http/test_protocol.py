@@ -11,6 +11,7 @@ import resource
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from starlette.responses import Response
 
 from tandem.protocol.config import RouterConfig
+from tandem.router.http import connections as http_connections_module
 from tandem.router.http import protocol as http_protocol_module
 from tandem.router.http import server as http_server_module
 from tandem.router.http.app import RouterApp
@@ -566,6 +568,24 @@ async def test_slow_clients_are_disconnected_and_quick_ones_are_not() -> None:
             if reader in (later[0], running[0]):
                 assert error_of(await reader.read())[0] == 408
             writer.close()
+
+
+async def test_an_idle_connection_is_kept_longer_than_clients_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(http_connections_module, "_MAX_TICK_S", 1e9)
+    monkeypatch.setattr(http_connections_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    async with serving_app(Echo()) as port, asyncio.timeout(30):
+        reader, writer = await connect(port)
+        for _ in range(3):
+            late = await connect(port)  # the server has looked at the clock when this one is closed
+            writer.write(GET + b"\r\n")
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+            now_s += 70.0
+            await late[0].read()
+            late[1].close()
+        now_s += 10.0
+        assert await reader.read() == b""
+        writer.close()
 
 
 async def send_for_ever(writer: asyncio.StreamWriter, part: bytes) -> None:
