@@ -10,7 +10,9 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -320,13 +322,15 @@ class _Breaker:
         folder = self._disk_folder
         if folder is None or not folder.exists():
             return ""
-        away = folder.with_name(f"{folder.name}.away")
+        # Another one may still be away, if a worker has made the folder anew.
+        away = Path(tempfile.mkdtemp(prefix=f"{folder.name}.away-", dir=folder.parent))
         os.rename(folder, away)
 
         def bring_back() -> None:
             if folder.exists():  # a worker has made it anew: what was in the old one is lost
-                return
-            os.rename(away, folder)
+                shutil.rmtree(away)
+            else:
+                os.rename(away, folder)
 
         self._later(_DISK_LOST_S, bring_back)
         return f"the folder of the disk cache is gone for {_DISK_LOST_S:g} s"

@@ -140,6 +140,26 @@ async def test_what_happens_to_workers_is_done_and_undone(
     assert result.num_requests.total() == len(result.silences_s) > 3
 
 
+async def test_a_disk_cache_that_workers_have_made_anew_can_be_lost_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chaos, "_DISK_LOST_S", 0.05)
+    folder = tmp_path / "kv"
+
+    class Storing(FakeServer):
+        def answer(self, request: httpx.Request) -> httpx.Response:
+            folder.mkdir(exist_ok=True)
+            (folder / "block").write_text("x")
+            return super().answer(request)
+
+    # To kill a worker, of which there is none, the workers are asked for.
+    kinds = ("lose disk cache", "kill", "lose disk cache")
+    result = await run(Storing([]), [Event(0.0, kind, 0.0) for kind in kinds], folder=folder, duration_s=0.0)
+    assert result.events == {"lose disk cache": 2}
+    assert list(tmp_path.iterdir()) == [folder]
+    assert result.lost == []
+
+
 @pytest.mark.parametrize(
     ("fault", "lost"),
     [
