@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import zmq
+from prometheus_client import CollectorRegistry
 
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence as EngineSequence
@@ -25,6 +26,8 @@ from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
+from tandem.router.workers.metrics import LoadCollector, WorkerCollector
+from tandem.router.workers.pin_metrics import PinCollector
 from tandem.runtime.curve import KeyPair, connect_to_worker, make_keys
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cache_sizing import CacheSizing
@@ -94,6 +97,7 @@ class Cluster:
     sizing: CacheSizing
     workers: dict[str, RunningWorker] = field(default_factory=dict)
     num_requests: int = 0
+    metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
 
     def worker(self, worker_id: str) -> Worker:
         return self.workers[worker_id].worker
@@ -127,6 +131,10 @@ class Cluster:
                 if num_deltas == cancel_after:
                     break
         return Answer(out, reason, num_cached, scores, loaded)
+
+    def sample(self, name: str, **labels: str) -> float:
+        """A sample of `/metrics` as it is now; 0 if there is none."""
+        return self.metrics.get_sample_value(name, labels) or 0.0
 
     async def call(self, worker_id: str, function: Callable[[], Any]) -> Any:
         return await asyncio.to_thread(self.worker(worker_id).call, function)
@@ -183,6 +191,8 @@ async def running_cluster(
         tenants=tenants,
     )
     cluster = Cluster(InProcessHub(judge), registry, client, index, costs, flow, sizing)
+    for collector in (LoadCollector(registry), WorkerCollector(registry), PinCollector(flow.cache, registry)):
+        cluster.metrics.register(collector)
     await client.start()
     try:
         for worker_id, role in (roles or PAIR).items():

@@ -400,19 +400,19 @@ def test_a_link_that_breaks_or_sticks_heals_without_a_death_and_shows_in_the_met
         transfer = {"lease_ttl_s": 0.5, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 1.0}
         async with running_cluster(tiny_model, judge=judge, transfer=transfer) as cluster:
             request = asyncio.create_task(cluster.generate(make_prompt(100)))
-            told = lambda: {worker.worker_id: worker for worker in cluster.registry}  # noqa: E731
+            leases = lambda: cluster.sample("tandem_worker_open_leases", worker="d", role="decode")  # noqa: E731
+            quarantined = lambda: cluster.sample("tandem_worker_quarantined_blocks", worker="d", role="decode")  # noqa: E731
             if verdict is Verdict.HOLD:
-                await eventually(lambda: told()["d"].load.num_open_leases == 1)
-                await eventually(lambda: told()["d"].load.num_quarantined_blocks == 7)
+                await eventually(lambda: leases() == 1)
+                await eventually(lambda: quarantined() == 7)
             with pytest.raises(ServingError):
                 await request
             is_broken = False
             await cluster.becomes_idle()
-            await eventually(lambda: told()["p"].links and told()["p"].links[0].num_lost)
-            assert told()["p"].links[0].num_resets == (1 if verdict is Verdict.HOLD else 0)
-            await eventually(
-                lambda: not told()["d"].load.num_open_leases and not told()["d"].load.num_quarantined_blocks
-            )
+            await eventually(lambda: cluster.sample("tandem_link_lost_total", worker="p", peer="d"))
+            num_resets = cluster.sample("tandem_link_resets_total", worker="p", peer="d")
+            assert num_resets == (1 if verdict is Verdict.HOLD else 0)
+            await eventually(lambda: not leases() and not quarantined())
             assert (await cluster.flow.pools())["roles"]["decode"][0]["num_quarantined_blocks"] == 0
             again = await cluster.generate(make_prompt(100, seed=1))
             assert len(again.token_ids) == 8, "over the same link, open again"
