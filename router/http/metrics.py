@@ -34,7 +34,7 @@ class EdgeMetrics:
         )
         self.running_requests = Gauge(
             "tandem_router_running_requests",
-            "Sequences being generated for clients",
+            "Sequences being generated for clients, or waiting for that",
             registry=registry,
             multiprocess_mode="livesum",
         )

@@ -93,13 +93,14 @@ class Forwarder:
         raw, body = await read_object(http_request)
         _check_fields(body)
         request = await self._read(http_request, api, raw, body, arrived_s)
+        num_answers = _num_answers(request)
         if request.key_use is not None:
-            num_answers = _num_answers(request)
             max_tokens = num_answers * request.routing.max_tokens
             await request.key_use.charge(request.routing.num_prompt_tokens, num_answers, max_tokens)
         attempts = Attempts(self._dispatcher, self._connections, request, self._metrics, self._limits)
         writer = ResponseWriter(scope, send)
         attempt = None
+        self._metrics.running_requests.inc(num_answers)
         try:
             async with cancel_on_disconnect(receive):
                 attempt = await attempts.open()
@@ -115,6 +116,7 @@ class Forwarder:
             if attempt is None:
                 raise
         finally:
+            self._metrics.running_requests.dec(num_answers)
             writer.close()
             attempts.close()
 
@@ -180,15 +182,12 @@ class Forwarder:
         self, request: ClientRequest, attempts: Attempts, headers: dict[str, str], writer: ResponseWriter
     ) -> None:
         raw_headers = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-        self._metrics.running_requests.inc()
         try:
             await writer.start(raw_headers + _STREAM_HEADERS)
             last = await attempts.relay(writer)
         except ServingError as exc:
             self._metrics.stream_errors.inc()
             last = request.api.events.error(serving_error_body(exc)["error"])
-        finally:
-            self._metrics.running_requests.dec()
         await writer.end(last)
 
 

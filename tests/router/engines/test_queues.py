@@ -82,6 +82,34 @@ async def test_urgent_requests_and_other_tenants_overtake_in_the_routers_queue(f
         assert 'tandem_router_admitted_total{tenant="other"} 1.0' in (await router.client.get("/metrics")).text
 
 
+async def test_what_waits_and_what_runs_is_in_the_metrics_until_it_ends(fake_a: FakeServer) -> None:
+    async with routing(small(fake_a, "a")) as router:
+
+        async def sample(name: str) -> float:
+            lines = (await router.client.get("/metrics")).text.splitlines()
+            return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+        running = await one_runs(router, fake_a)
+        plain = asyncio.create_task(router.client.post(COMPLETIONS, json=completion(prompt_of("plain"), n=2)))
+        gone = RawClient(router.app, COMPLETIONS, completion(prompt_of("gone"), stream=True))
+        await eventually(lambda: num_waiting(router) == 2)
+        assert await sample("tandem_router_queue_requests{") == 2
+        assert await sample("tandem_router_queue_tokens{") > 2000
+        assert await sample("tandem_router_queue_worker_seconds{") > 0
+        assert await sample('tandem_engine_running_requests{engine="a"}') == 1
+        assert await sample("tandem_router_running_requests ") == 4
+        assert await sample("tandem_router_dropped_total{") == 0
+        gone.leave()
+        await gone.task
+        assert await sample('tandem_router_dropped_total{reason="client_gone",tenant="default"}') == 1
+        assert await sample("tandem_router_running_requests ") == 3
+        fake_a.resume()
+        assert [(await task).status_code for task in (running, plain)] == [200, 200]
+        for name in ("queue_requests{", "queue_tokens{", "queue_worker_seconds{", "running_requests "):
+            assert await sample(f"tandem_router_{name}") == 0
+        assert await sample('tandem_engine_running_requests{engine="a"}') == 0
+
+
 async def test_a_first_token_that_would_come_too_late_is_refused_at_once(fake_a: FakeServer) -> None:
     async with routing(small(fake_a, "a")) as router:
         running = await one_runs(router, fake_a)
