@@ -18,6 +18,7 @@ from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.tracing.setup import begin_tracing, close_tracing, tracing_of
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
+from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
@@ -69,11 +70,14 @@ class OwnService:
             manager=self.supervisor,
             tracing=tracing_of(self._export),
         )
+        self._background = BackgroundTasks()
         self._http: tuple[ModuleType, Tokenizer] | None = None
 
     async def start(self) -> None:
         """As `Service.start`."""
         await self._workers.start()
+        if self._config.router.relieve_hot_spots:
+            self._background.keep("the relief of hot spots", self._flow.hot_spots.run)
 
     def load(self) -> None:
         """As `Service.load`: the tokenizer brings transformers."""
@@ -105,5 +109,6 @@ class OwnService:
 
     async def close(self) -> None:
         """As `Service.close`."""
+        await self._background.close()
         await self._workers.close()
         await close_tracing(self._export)

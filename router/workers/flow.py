@@ -20,6 +20,7 @@ from tandem.router.dashboard.overview import NUM_DECISIONS, overview_of, workers
 from tandem.router.streams import DeltaQueue, Stream
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.generation import Generation, GenerationContext
+from tandem.router.workers.hot_spots import HotSpotRelief
 from tandem.router.workers.pins import PinService
 from tandem.router.workers.pool_report import worker_report
 from tandem.router.workers.prompt_hasher import PromptHasher
@@ -91,6 +92,7 @@ class RequestFlow:
             copy_kv_tokens=config.copy_kv_tokens,
             tracing=tracing,
         )
+        self.hot_spots = HotSpotRelief(self._context.running, registry, costs)
         registry.listen(self._on_worker_change)
         is_hub = config.router_processes > 1
         self._scheduler = CallbackScheduler(HUB_CALLS, HUB_CALLS) if is_hub else CallbackScheduler()

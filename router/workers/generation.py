@@ -152,6 +152,16 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         attempt = self._attempt
         return attempt.placement.best.decode if attempt is not None and attempt.is_decoding else None
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it is about to go on elsewhere."""
+        return self._next is not None
+
+    @property
+    def remaining_tokens(self) -> int:
+        """The most tokens that its answer may still get."""
+        return self._request.sampling.max_tokens - len(self._output)
+
     def leave_pool(self) -> None:
         """Move if its worker is to decode no more: there it would get one token for each chunk of a prompt."""
         worker = self.decode_worker

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from tandem.protocol.messages import Role
-from tandem.router.workers import copy_ahead, generation
+from tandem.router.workers import copy_ahead, generation, hot_spots
+from tandem.scheduling.workers.hot_spots import HotSpotCause
 from tests.support.cluster_harness import BLOCK_SIZE, DEADLINE_S, Answer, Cluster, Oracle, running_cluster
 from tests.support.streams import Pulled
 from tests.support.tiny_llama import VOCAB_SIZE
+from tests.support.waiting import eventually
 
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "p2": Role.PREFILL, "d2": Role.DECODE}
 NUM_TOKENS = 20
@@ -149,4 +151,32 @@ async def test_answers_follow_the_roles_of_workers_without_losing_a_token(
         for answer, (prompt, sampling) in zip(answers, requests, strict=True):
             assert (await answer).token_ids == oracle.answer(prompt, **sampling)
         assert cluster.flow.num_moves["role_change"] > 3
+        await cluster.becomes_idle()
+
+
+async def test_answers_go_to_a_worker_that_joins_and_stay_there(
+    tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hot_spots, "_MIN_REMAINING_TOKENS", 1)
+    rng, num_tokens = random.Random(5), 400
+    async with running_cluster(tiny_model, {"d": Role.COLOCATED, "d2": Role.COLOCATED}) as cluster:
+        address = cluster.worker("d2").address
+        cluster.client.mark_dead("d2", "it joins later")
+        requests = []
+        for number in range(8):
+            sampling = {"max_tokens": num_tokens, "ignore_eos": True} | SAMPLING[rng.choice(list(SAMPLING)[:3])]
+            requests.append((make_prompt(rng.choice([40, 150]), number), sampling))
+        answers = [asyncio.create_task(cluster.generate(prompt, **sampling)) for prompt, sampling in requests]
+        registry = cluster.registry
+        await eventually(lambda: (d := registry.get("d")) is not None and d.load.num_running == len(requests))
+        await cluster.client.add_worker(address)
+        spots = []
+        while not all(answer.done() for answer in answers):
+            if (spot := cluster.flow.hot_spots.look()) is not None:
+                spots.append(spot)
+            await asyncio.sleep(0.005)  # whatever they do meanwhile
+        for answer, (prompt, sampling) in zip(answers, requests, strict=True):
+            assert (await answer).token_ids == oracle.answer(prompt, **sampling)
+        assert cluster.flow.num_moves[HotSpotCause.PACE] == len(spots) >= 2
+        assert {(spot.worker, spot.to) for spot in spots} == {("d", "d2")}
         await cluster.becomes_idle()
