@@ -262,6 +262,7 @@ class _Breaker:
         self._run = run
         self._say = say
         self._router_killed_s = -1e9
+        self._down: set[psutil.Process] = set()  # workers that were killed, and those that are stopped
         self._repairs: set[asyncio.Task[None]] = set()
 
     @property
@@ -292,14 +293,21 @@ class _Breaker:
                 edges = [one for one in self._server.children() if _is_edge(one)]
                 self._router_killed_s = time.monotonic()
                 return self._signal(_chosen(edges, event.drawn), "a router process", signal.SIGKILL)
-        worker = _chosen(await self._workers(), event.drawn)
-        if worker is None:
-            return ""
+        workers = await self._workers()
+        worker = _chosen(workers, event.drawn)
+        if worker is None or not any(one != worker and one[1] not in self._down for one in workers):
+            return ""  # without any worker requests are refused: that is no trial
         name, process = worker
+        self._down.add(process)
         if event.kind == "kill":
             return self._signal(process, name, signal.SIGKILL)
         stopped_s = float(event.kind.split()[1])
-        self._later(stopped_s, lambda: self._signal(process, name, signal.SIGCONT))
+
+        def go_on() -> None:
+            self._down.discard(process)
+            self._signal(process, name, signal.SIGCONT)
+
+        self._later(stopped_s, go_on)
         return self._signal(process, f"{name} for {stopped_s:g} s", signal.SIGSTOP)
 
     async def _workers(self) -> list[tuple[str, psutil.Process]]:

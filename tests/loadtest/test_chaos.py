@@ -81,7 +81,7 @@ def _events(body: Json, fault: str = "") -> str:
 
 @pytest.fixture
 def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
-    children = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(2)]
+    children = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(3)]
     yield children
     for child in children:
         child.kill()
@@ -133,11 +133,19 @@ async def test_what_happens_to_workers_is_done_and_undone(
     result = await run(server, events, folder=folder)
     assert result.events == {"lose disk cache": 1, "stop 0.2 s": 1, "kill": 1}
     assert processes[0].wait(10) == -signal.SIGKILL
-    await eventually(lambda: psutil.Process(processes[1].pid).status() != psutil.STATUS_STOPPED)
+    await eventually(lambda: psutil.Process(processes[2].pid).status() != psutil.STATUS_STOPPED)
     assert (folder / "block").read_text() == "x"
     assert result.lost == []
     assert result.moves == {"worker_lost": 3.0}
     assert result.num_requests.total() == len(result.silences_s) > 3
+
+
+async def test_the_last_worker_that_runs_is_left_alone(processes: list[subprocess.Popen[bytes]]) -> None:
+    server = FakeServer([child.pid for child in processes])
+    events = [Event(0.0, "kill", 0.1), Event(0.0, "stop 0.2 s", 0.9), Event(0.0, "kill", 0.5), Event(0.0, "kill", 0.9)]
+    result = await run(server, events, duration_s=0.0)
+    assert result.events == {"kill": 2, "stop 0.2 s": 1}
+    assert [child.poll() for child in processes] == [-signal.SIGKILL, None, -signal.SIGKILL]
 
 
 async def test_a_disk_cache_that_workers_have_made_anew_can_be_lost_again(
