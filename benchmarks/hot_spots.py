@@ -1,7 +1,7 @@
 """Streams on one decode worker while a second one joins: their pace before and after, with and without relief.
 
 Streams run on 1 + 1 workers; after a quarter of their tokens a decode worker is added. The servers with
---relieve-hot-spots and without run one after the other, and give the same texts. Shown is the median time between two
+--rebalance and without run one after the other, and give the same texts. Shown is the median time between two
 tokens of a stream, before the worker has joined and in the last quarter of the answer.
 
     python -m benchmarks.hot_spots
@@ -22,7 +22,7 @@ from tandem.loadtest.client import StreamTiming, run_measured
 
 _TOKEN_IDS = range(1000, 4000)  # valid in any model with a vocabulary of a few thousand
 _FLAGS = ("--prefill=1", "--decode=1", "--pool-gb=0.5", "--no-autoscale", "--num-cpus-per-worker=0.6")
-_SETUPS = (Setup("relief", _FLAGS), Setup("none", (*_FLAGS, "--no-relieve-hot-spots")))
+_SETUPS = (Setup("relief", _FLAGS), Setup("none", (*_FLAGS, "--no-rebalance")))
 _JOIN_TIMEOUT_S = 120.0
 _IDLE_S = 60.0
 

@@ -76,7 +76,7 @@ class OwnService:
     async def start(self) -> None:
         """As `Service.start`."""
         await self._workers.start()
-        if self._config.router.relieve_hot_spots:
+        if self._config.router.rebalance:
             self._background.keep("the relief of hot spots", self._flow.hot_spots.run)
 
     def load(self) -> None:

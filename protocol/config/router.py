@@ -223,7 +223,7 @@ class RouterConfig:
             own_workers_only=True,
         ),
     ] = 0
-    relieve_hot_spots: Annotated[
+    rebalance: Annotated[
         bool,
         Setting(
             "Move answers off a decode worker that lacks memory or is slow beside another one with room.",
