@@ -53,7 +53,7 @@ class Arrivals:
             record.setdefault("serving_after_s", round(time.time() - float(str(record["began"])), 3))
 
     def withdraw(self, member: Member, reason: str) -> None:
-        """A worker could not be started, and is not tried again."""
+        """A worker could not be started, or is not waited for, and is not tried again."""
         if (record := self._record_of(member)) is not None:
             record["withdrawn"] = reason
 

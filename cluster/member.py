@@ -81,14 +81,17 @@ class Member(ABC):
         self.is_added = False  # it came later: if it cannot start, the others serve on
         self.owner: Owner | None = None  # if it may outlive its server
         self.survivor: Survivor | None = None  # the process that an earlier server left, until it is taken over
+        self.given_up = ""  # why it is not waited for any more, before it served
+        self.start_s = 0.0  # from the request for a place until it served, the last time
         self.home_role: Role | None = None  # what it was before it took over for a pool without workers
         self.is_up = asyncio.Event()
 
-    async def start(self, bundle: Bundle, *, on_no_room: Callable[[str], None]) -> None:
+    async def start(self, bundle: Bundle, *, on_no_room: Callable[[str], None], on_placed: Callable[[], None]) -> None:
         """Start a process in this bundle, load the model and make the worker known to the router.
 
         The first time, a survivor takes the place of a new process.
         """
+        began_s = time.monotonic()
         survivor, self.survivor = self.survivor, None
         if survivor is not None:
             self.actor, self.process = survivor.actor, survivor.claim.process
@@ -104,10 +107,12 @@ class Member(ABC):
                 options |= {"lifetime": "detached", "namespace": self.owner.namespace, "name": name}
                 tenure = Tenure(owner=self.owner, place=bundle.place, is_added=self.is_added)
             self.process = await self._first_process(options, tenure, f"{bundle} for {self.worker_id}", on_no_room)
+            on_placed()
             started = await self._loaded()
         self.pid = self.process.process.pid
         await self._join(started)
         self.up_since, self.has_served = time.monotonic(), True
+        self.start_s = self.up_since - began_s
         self.is_up.set()
 
     @abstractmethod
@@ -219,7 +224,7 @@ class Member(ABC):
             try:
                 return await self._placed(needs, on_no_room)
             except RayActorError as exc:
-                if is_last or _NEVER_RAN not in str(exc):
+                if is_last or self.given_up or _NEVER_RAN not in str(exc):
                     raise
             await asyncio.sleep(_PLACE_AGAIN_S)
         raise AssertionError("the last try returns or raises")
@@ -233,6 +238,8 @@ class Member(ABC):
         try:
             notice_s = _REPLACE_NOTICE_S if self.has_served else _PLACE_NOTICE_S
             while not (await asyncio.wait({identity}, timeout=notice_s))[0]:
+                if self.given_up:
+                    raise WorkerError(self.given_up)
                 if not await asyncio.to_thread(_has_nodes):
                     raise WorkerError("no node of the Ray cluster is alive")
                 if not self.waits_for_room:

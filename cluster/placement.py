@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -41,6 +42,11 @@ class Bundle(NamedTuple):
     def sizes(self) -> tuple[float, float]:
         """Cores and GPUs."""
         return self.num_cpus, self.num_gpus
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """What Ray's autoscaler is asked for."""
+        return _resources(self.num_cpus, self.num_gpus)
 
     def __str__(self) -> str:
         needs = [_counted(self.num_cpus, "core"), _counted(self.num_gpus, "GPU")]
@@ -88,7 +94,8 @@ class WorkerBundles:
         return self.bundle(-1, num_cpus, num_gpus)
 
     def _new(self, num_cpus: float, num_gpus: float) -> Bundle:
-        group = placement_group([_resources(num_cpus, num_gpus)], **self._options)
+        options = self._options | {"name": f"{self._options['name']}/{uuid.uuid4().hex}"}  # Ray takes each name once
+        group = placement_group([_resources(num_cpus, num_gpus)], **options)
         self._added.append(group)
         return _bundle_of(group, 0, num_cpus, num_gpus)
 
@@ -123,7 +130,7 @@ def _left_groups(
     used = {place.group for place in taken}
     main, added = None, []
     for group_id, group in placement_group_table().items():
-        if group["state"] == "REMOVED" or group["name"] not in (name, f"{name}/added"):
+        if group["state"] == "REMOVED" or not (group["name"] == name or group["name"].startswith(f"{name}/added/")):
             continue
         bundles = [group["bundles"][number] for number in sorted(group["bundles"])]
         if main is None and group["name"] == name and bundles == [_resources(*need) for need in needs]:

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from ray.exceptions import RayError
 
 from tandem.cluster.member import Member, Requests, member_of
-from tandem.cluster.scaling import Scaling, execute
 from tandem.protocol.errors import RoleRefused, ServingError, WorkerError, WorkerNotFound
 from tandem.protocol.messages import Role
 from tandem.runtime.background import BackgroundTasks
-from tandem.scheduling.autoscaling.autoscaler import (
-    DEFAULT_POLICY,
-    Add,
-    AutoscalerPolicy,
-    AutoscalerState,
-    Flip,
-    Remove,
-    decide,
-    observe,
-)
-from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.workers.registry import Registry
+from tandem.scheduling.autoscaling.autoscaler import Flip
 
 __all__ = ["RoleFlips"]
 
@@ -38,20 +25,10 @@ _NUM_REMEMBERED_FLIPS = 20
 class RoleFlips:
     """All flips of one cluster."""
 
-    def __init__(
-        self, members: Mapping[str, Member], registry: Registry, costs: CostModel, background: BackgroundTasks
-    ) -> None:
-        self._decision: dict[str, object] = {}  # the autoscaler's latest
+    def __init__(self, members: Mapping[str, Member], background: BackgroundTasks) -> None:
         self._members = members
-        self._registry = registry
-        self._costs = costs
         self._background = background
         self._flips: deque[dict[str, object]] = deque(maxlen=_NUM_REMEMBERED_FLIPS)
-
-    @property
-    def status(self) -> dict[str, object]:
-        """What the autoscaler decided last, if it is on, and the latest flips."""
-        return self._decision | {"flips": self.latest}
 
     @property
     def latest(self) -> list[dict[str, object]]:
@@ -142,43 +119,3 @@ class RoleFlips:
             record["not_drained"] = str(exc) or type(exc).__name__
         else:
             record["drained_after_s"] = round(serving_after_s + time.monotonic() - began_s, 4)
-
-    async def autoscale(
-        self,
-        interval_s: float,
-        mean_output_tokens: Callable[[], float],
-        scaling: Scaling | None = None,
-        policy: AutoscalerPolicy = DEFAULT_POLICY,
-    ) -> None:
-        """Let the autoscaler decide every `interval_s`, for ever. Without `scaling` it flips, and advises the rest."""
-        state = AutoscalerState()
-        while True:
-            await asyncio.sleep(interval_s)
-            observation = observe(self._registry, self._costs, mean_output_tokens())
-            decision, state = decide(observation, time.monotonic(), state, policy)
-            reason = execute(decision, scaling or _FlipsOnly(self))
-            self._decision = decision.as_dict() | {"reason": reason}
-            if decision.move is not None:
-                logger.info("%s", reason)
-
-    def fixed_role(self, flip: Flip) -> str:
-        """Why this worker keeps its role; "" = it can flip."""
-        member = member_of(self._members, flip.worker_id)
-        return member.fixed_role if member is not None else ""
-
-
-class _FlipsOnly:
-    """As `Scaling`, where pools keep their size: the policy lets the autoscaler flip only."""
-
-    def __init__(self, flips: RoleFlips) -> None:
-        self.refusal = flips.fixed_role
-        self.flip = flips.begin
-
-    def add(self, add: Add, reason: str) -> None:
-        raise AssertionError(f"{add} is only advised: {reason}")
-
-    def remove(self, remove: Remove, reason: str) -> None:
-        raise AssertionError(f"{remove} is only advised: {reason}")
-
-    def withdraw(self, add: Add) -> None:
-        raise AssertionError(f"{add} was only advised")

@@ -24,14 +24,14 @@ class Scaling(Protocol):
     def remove(self, remove: Remove, reason: str) -> None:
         """Begin to let a worker leave."""
 
-    def withdraw(self, add: Add) -> None:
-        """Give up the workers of this role that have not come up."""
+    def withdraw(self, add: Add, reason: str) -> None:
+        """Give up the workers that were to be added and do not serve yet."""
 
 
 def execute(decision: ScalingDecision, scaling: Scaling) -> str:
     """Begin what was decided; the reason to show, with what is refused."""
     if decision.withdrawn is not None and decision.withdrawn.add is not None:
-        scaling.withdraw(decision.withdrawn.add)
+        scaling.withdraw(decision.withdrawn.add, decision.reason)
     move, refusals = decision.move, []
     if move is None:
         return decision.reason

@@ -14,8 +14,10 @@ from functools import partial
 from ray.exceptions import RayError
 
 from tandem.cluster.arrivals import Arrivals
+from tandem.cluster.autoscale import Autoscale
 from tandem.cluster.departures import Departures
 from tandem.cluster.member import Member, first_line, member_of
+from tandem.cluster.node_requests import NodeRequests
 from tandem.cluster.owned_actor import Survivor
 from tandem.cluster.ownership import owner_of
 from tandem.cluster.placement import Bundle, WorkerBundles
@@ -67,9 +69,21 @@ class Supervisor:
         self._members = {member.worker_id: member for member in members}
         self._bundles: WorkerBundles | None = None
         self._background = BackgroundTasks()
-        self.flips = RoleFlips(self._members, registry, costs, self._background)
+        self.flips = RoleFlips(self._members, self._background)
         self.departures = Departures(self._members, self._background, cover=self._cover, kill=self._kill)
         self.arrivals = Arrivals(self._members, self._supervise_another)
+        self.autoscale = Autoscale(
+            config,
+            registry,
+            costs,
+            self._members,
+            self.flips,
+            self.departures,
+            self._background,
+            add=self._add,
+            give_up=self._give_up,
+        )
+        self._requests = NodeRequests() if config.ray_address else None
         self._is_stopping = False
         self._is_hands_off = False  # Ray is dead, or the workers are another server's by now
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -100,9 +114,12 @@ class Supervisor:
             self._failure.result()
         watch = partial(watch_quarantines, self._members.values(), self._registry, self.departures)
         self._background.keep("the watch of quarantines", watch)
+        if self._requests is not None:
+            if self._config.max_workers:
+                self._requests.forget()  # a server that was killed may have left one
+            self._background.keep("the requests for nodes", self._requests.run)
         if self._config.autoscale:
-            autoscale = partial(self.flips.autoscale, self._config.autoscale_interval_s, mean_output_tokens)
-            self._background.keep("the autoscaler", autoscale)
+            self._background.keep("the autoscaler", partial(self.autoscale.run, mean_output_tokens))
 
     @property
     def num_members(self) -> int:
@@ -117,7 +134,12 @@ class Supervisor:
     @property
     def autoscaler_status(self) -> dict[str, object]:
         """What the autoscaler decided last, the latest flips, and who left and came of late."""
-        return self.flips.status | {"departures": self.departures.latest, "arrivals": self.arrivals.latest}
+        moves = {
+            "flips": self.flips.latest,
+            "departures": self.departures.latest,
+            "arrivals": self.arrivals.latest,
+        }
+        return self.autoscale.decision | moves
 
     async def set_role(self, worker: str, role: Role) -> dict[str, object]:
         """As `WorkerManager.set_role`."""
@@ -128,17 +150,8 @@ class Supervisor:
         return self.departures.begin(worker, grace_s, restart=restart, reason="an operator asked for it")
 
     async def add_worker(self, role: Role) -> dict[str, object]:
-        """As `WorkerManager.add_worker`. The machine of a private Ray does not grow; a cluster may."""
-        needed, bundles = self.arrivals.like(role).bundle, self._bundles
-        assert needed is not None, "workers are supervised"
-        assert bundles is not None, "they have been started"
-        sizes = needed.num_cpus, needed.num_gpus
-        if not self._config.ray_address and not await asyncio.to_thread(bundles.has_room_for, *sizes):
-            raise AddRefused(
-                f"This machine has no room for another worker of {needed}: drain one first, or start the server with a "
-                "smaller num_cpus_per_worker."
-            )
-        return self.arrivals.begin(role, reason="an operator asked for it")
+        """As `WorkerManager.add_worker`."""
+        return await self._add(role, "an operator asked for it")
 
     def let_go(self, error: WorkerError) -> None:
         """Give up, and leave Ray and the workers alone: they cannot be asked any more. Call it in the event loop."""
@@ -160,6 +173,8 @@ class Supervisor:
         await asyncio.gather(self._background.close(), *stops, return_exceptions=True)
         for member in self._members.values():
             self._kill(member)
+        if self._requests is not None and not self._is_hands_off:
+            await self._requests.close()
         if self._bundles is not None and not self._is_hands_off:
             self._bundles.remove()
 
@@ -172,6 +187,26 @@ class Supervisor:
             worker_id: f"no answer: {first_line(answer)}" if isinstance(answer, BaseException) else answer
             for worker_id, answer in zip(up, answers, strict=True)
         }
+
+    async def _add(self, role: Role, reason: str) -> dict[str, object]:
+        """Begin to start one more worker. The machine of a private Ray does not grow; a cluster may."""
+        needed, bundles = self.arrivals.like(role).bundle, self._bundles
+        assert needed is not None, "workers are supervised"
+        assert bundles is not None, "they have been started"
+        sizes = needed.num_cpus, needed.num_gpus
+        if not self._config.ray_address and not await asyncio.to_thread(bundles.has_room_for, *sizes):
+            raise AddRefused(
+                f"This machine has no room for another worker of {needed}: drain one first, or start the server with a "
+                "smaller num_cpus_per_worker."
+            )
+        return self.arrivals.begin(role, reason=reason)
+
+    def _give_up(self, worker: str, reason: str) -> None:
+        """Wait no longer for a worker that was added and does not serve yet."""
+        member = self._members.get(worker)
+        if member is not None and member.is_added and not member.has_served:
+            member.given_up = reason
+            self._kill(member)
 
     async def _all_up(self) -> None:
         for member in self._members.values():
@@ -213,14 +248,25 @@ class Supervisor:
         """Look after one more worker, which needs what another one does."""
         assert self._bundles is not None, "workers have been started"
         assert like.bundle is not None, "it is supervised"
+        bundle = self._bundles.another(like.bundle.num_cpus, like.bundle.num_gpus)
         self._members[member.worker_id] = member
-        self._supervise(member, self._bundles.another(like.bundle.num_cpus, like.bundle.num_gpus))
+        self._supervise(member, bundle)
+        self._request_nodes()
 
     def _forget(self, member: Member, bundle: Bundle) -> None:
         """A worker is gone for good."""
         del self._members[member.worker_id]
         if self._bundles is not None and not self._is_hands_off:
             self._bundles.give_back(bundle)
+        self._request_nodes()
+
+    def _request_nodes(self) -> None:
+        """Ask a Ray cluster for room for all workers while one that was added has none; else for nothing."""
+        if self._requests is None:
+            return
+        waits = any(one.is_added and one.process is None and not one.has_served for one in self._members.values())
+        bundles = [one.bundle for one in self._members.values() if one.bundle is not None]
+        self._requests.want([bundle.resources for bundle in bundles] if waits else [])
 
     async def _keep_alive(self, member: Member, bundle: Bundle) -> None:
         """Start the worker; when it dies, tell everyone and start it again."""
@@ -240,10 +286,11 @@ class Supervisor:
                 return
             if departs:
                 continue
-            if not was_up and not member.has_served and not member.restarts.num_deaths:
+            if member.given_up or (not was_up and not member.has_served and not member.restarts.num_deaths):
                 if member.is_added:
-                    self.arrivals.withdraw(member, ended)
-                    self._on_progress(f"{member.role} worker {member.worker_id} was not added: {ended}")
+                    why = member.given_up or ended
+                    self.arrivals.withdraw(member, why)
+                    self._on_progress(f"{member.role} worker {member.worker_id} was not added: {why}")
                     self._forget(member, bundle)
                     return
                 self._fail(ConfigError(f"worker {member.worker_id} did not start: {ended}"))
@@ -275,7 +322,7 @@ class Supervisor:
         return first_line(error)
 
     async def _bring_up(self, member: Member, bundle: Bundle) -> None:
-        await member.start(bundle, on_no_room=self._no_room)
+        await member.start(bundle, on_no_room=self._no_room, on_placed=self._request_nodes)
         self.departures.note_up(member)
         self.arrivals.note_up(member)
         self._cover()

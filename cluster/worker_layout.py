@@ -29,7 +29,9 @@ def resolve(config: ClusterConfig, num_ranks: int = 1) -> ClusterConfig:
     ranks = [max(num_ranks, _ranks_of(config, role)) for role in roles_of(config)]
     num_workers = len(ranks)
     resources = ray.cluster_resources()
-    num_cpus = config.num_cpus_per_worker or _share_of_cores(num_workers)
+    # A private Ray does not grow: the autoscaler's workers need a share too.
+    num_shares = num_workers if config.ray_address else max(num_workers, config.max_workers)
+    num_cpus = config.num_cpus_per_worker or _share_of_cores(num_shares)
     num_gpus = config.num_gpus_per_worker
     if not num_gpus and config.engine.device != "cpu":
         num_gpus = _share_of_gpus(int(resources.get("GPU", 0)), ranks)

@@ -60,6 +60,16 @@ class ClusterConfig:
         bool, Setting("Move workers between prefill and decode by load; needs three or more.", WORKERS)
     ] = True
     autoscale_interval_s: Annotated[Seconds, Setting("Seconds between two decisions of the autoscaler.", WORKERS)] = 2.0
+    min_workers: Annotated[
+        NumWorkers,
+        Setting(
+            "Workers that the autoscaler leaves at least, two or more; 0 = it removes none, and advises it.", WORKERS
+        ),
+    ] = 0
+    max_workers: Annotated[
+        NumWorkers,
+        Setting("Workers up to which the autoscaler adds some; 0 = it adds none, and advises it.", WORKERS),
+    ] = 0
     num_gpus_per_worker: Annotated[
         UnitsPerWorker,
         Setting(
@@ -121,9 +131,24 @@ class ClusterConfig:
                 self.colocated or getattr(self, name) >= 1,
                 f"{name}={getattr(self, name)} must be at least 1; use colocated for one worker that does both",
             )
+        self._check_bounds()
         heartbeat_s, timeout_s = self.transfer.heartbeat_interval_s, self.router.worker_timeout_s
         require(
             heartbeat_s * 2 <= timeout_s,
             f"worker_timeout_s={timeout_s} must be at least two heartbeats (heartbeat_interval_s={heartbeat_s}), "
             "or healthy workers would count as dead; raise it",
         )
+
+    def _check_bounds(self) -> None:
+        """Raise `ConfigError` if the autoscaler could not keep to its bounds."""
+        least, most, num = self.min_workers, self.max_workers, self.num_prefill + self.num_decode
+        if not (least or most):
+            return
+        bounds = f"min_workers={least} and max_workers={most}"
+        require(not self.colocated, f"{bounds} are for prefill and decode workers; leave them out with colocated")
+        require(self.autoscale, f"{bounds} are the autoscaler's, which is off; leave out autoscale=false")
+        require(least != 1, "min_workers=1 must be at least 2: a prefill and a decode worker; 0 = none is removed")
+        require(not most or least <= most, f"min_workers={least} must not be above max_workers={most}")
+        started = f"num_prefill={self.num_prefill} + num_decode={self.num_decode}"
+        require(least <= num, f"min_workers={least} must not be above {started}, which are started")
+        require(not most or num <= most, f"max_workers={most} must not be below {started}, which are started")

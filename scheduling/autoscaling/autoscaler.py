@@ -8,7 +8,7 @@ caller carries decisions out; one is in flight at a time, and one that takes too
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -27,6 +27,7 @@ __all__ = [
     "Add",
     "AutoscalerPolicy",
     "AutoscalerState",
+    "Fleet",
     "Flip",
     "Move",
     "Observation",
@@ -36,6 +37,7 @@ __all__ = [
     "WorkerView",
     "decide",
     "observe",
+    "server_of",
 ]
 
 
@@ -56,6 +58,7 @@ class AutoscalerPolicy:
     start_s: float = 60.0  # until a new worker serves
     flip_deadline_s: float = 60.0
     move_deadline_s: float = 300.0  # of adding and removing; then the move is withdrawn
+    start_deadlines: float = 3.0  # starts of a worker that adding may take, if that is longer
     max_backoff_s: float = 3600.0  # longest pause after withdrawals in a row
 
     def __post_init__(self) -> None:
@@ -68,6 +71,12 @@ class AutoscalerPolicy:
             raise ConfigError(
                 f"min_workers={self.min_workers} must be at least 2 and max_workers={self.max_workers} not less"
             )
+
+    def deadline_s(self, kind: str) -> float:
+        """Seconds until a move of this kind is withdrawn."""
+        if kind == "flip":
+            return self.flip_deadline_s
+        return max(self.move_deadline_s, self.start_deadlines * self.start_s if kind == "add" else 0.0)
 
 
 DEFAULT_POLICY = AutoscalerPolicy()
@@ -88,6 +97,21 @@ class WorkerView:
     num_queued_tokens: int = 0
     num_kv_tokens: int = 0  # of the sequences there
 
+    @property
+    def server(self) -> str:
+        """The process that moves as one: it may have several data-parallel ranks, each of which is a worker here."""
+        return server_of(self.worker_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """What the router does not know: processes that do not serve yet, and how the move in flight fares."""
+
+    coming: frozenset[str] = frozenset()  # servers that are being started, also anew after a death
+    num_unplaced: int = 0  # of these, those that were added and have no room
+    setback: str = ""  # why the move in flight cannot be completed; "" = it can
+    spared: frozenset[str] = frozenset()  # servers that leave last: their machines would stay reserved
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
@@ -98,6 +122,12 @@ class Observation:
     capacity: Capacity
     backlog: Backlog
     expected_output_tokens: float
+    fleet: Fleet = field(default_factory=Fleet)
+
+    @property
+    def servers(self) -> frozenset[str]:
+        """All processes that are there or come."""
+        return self.fleet.coming.union(view.server for view in self.workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +180,8 @@ class Reason(StrEnum):
 
     NO_POOLS = "no_pools"  # fewer than two ready workers with a role of their own
     IN_FLIGHT = "in_flight"
-    WITHDRAWN = "withdrawn"  # the move in flight took longer than its deadline
+    WITHDRAWN = "withdrawn"  # the move in flight failed, or took longer than its deadline
+    UNWANTED = "unwanted"  # workers that were to be added have found no room, and are not needed any more
     ON_TARGET = "on_target"
     UNREACHABLE = "unreachable"  # requests miss their SLO on an idle worker too: no move helps
     NO_GAIN = "no_gain"  # no neighbour gains enough, or soon enough
@@ -215,7 +246,14 @@ class ScalingDecision:
 class _InFlight:
     move: Move
     deadline_s: float
-    before: frozenset[str]  # all workers at the decision
+    before: frozenset[str]  # all servers at the decision
+
+
+class _Pause(NamedTuple):
+    """A kind of move is not made for a while after withdrawals."""
+
+    num_withdrawn: int = 0  # in a row
+    until_s: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +266,11 @@ class AutoscalerState:
     wanted_since_s: float = 0.0
     moving: _InFlight | None = None
     last_move_s: float = -math.inf
-    num_withdrawn: int = 0  # in a row
-    backoff: tuple[str, float] = ("", -math.inf)  # a kind of move, and until when it is not made
+    pauses: Mapping[str, _Pause] = field(default_factory=dict)  # by kind of move
+
+    def pause(self, kind: str) -> _Pause:
+        """Whether and how long a kind of move is not made."""
+        return self.pauses.get(kind, _Pause())
 
 
 class _Candidate(NamedTuple):
@@ -250,17 +291,22 @@ def decide(
     hold = view.predict(view.pools)
     if state.moving is not None:
         if _is_in_flight(state.moving, observation):
-            if now < state.moving.deadline_s:
-                left_s = state.moving.deadline_s - now
-                detail = f"{state.moving.move}, {left_s:.0f} s are left; {view.describe(hold)}"
-                return ScalingDecision(Reason.IN_FLIGHT, detail, hold), _calm(state)
-            return _withdraw(state, hold, now, policy)
-        state = replace(state, moving=None, num_withdrawn=0)
+            return _follow(view, hold, state, state.moving)
+        pauses = {kind: pause for kind, pause in state.pauses.items() if kind != state.moving.move.kind}
+        state = replace(state, moving=None, pauses=pauses)
     return _weigh(view, hold, state)
 
 
-def observe(registry: Registry, costs: CostModel, expected_output_tokens: float) -> Observation:
-    """What `decide` needs, from the router's registry and cost model."""
+def server_of(worker_id: str) -> str:
+    """The name of a worker's process. NAME.dp1 is a data-parallel rank of NAME."""
+    name, _, rank = worker_id.rpartition(".dp")
+    return name if name and rank.isdecimal() else worker_id
+
+
+def observe(
+    registry: Registry, costs: CostModel, expected_output_tokens: float, fleet: Fleet | None = None
+) -> Observation:
+    """What `decide` needs, from the router's registry and cost model, and from those who start workers."""
     workers = list(registry)
     ready = [worker for worker in workers if worker.state == WorkerState.READY]
     decoders = [worker for worker in ready if worker.role != Role.PREFILL]
@@ -286,6 +332,7 @@ def observe(registry: Registry, costs: CostModel, expected_output_tokens: float)
             kv_tokens_per_seq=kv_tokens / num_seqs if num_seqs else 0.0,
         ),
         expected_output_tokens=expected_output_tokens,
+        fleet=fleet or Fleet(),
     )
 
 
@@ -317,8 +364,13 @@ class _View:
 
     @property
     def num_alive(self) -> int:
-        """Workers that are there, ready or not: bounds hold for them."""
-        return len(self.observation.workers)
+        """Processes that are there or come: no more than `max_workers` may be."""
+        return len(self.observation.servers)
+
+    @property
+    def num_ready(self) -> int:
+        """Processes that serve, without those that leave: no fewer than `min_workers` may be left."""
+        return len({view.server for view in self.observation.workers if view.is_ready})
 
     def describe(self, prediction: Prediction) -> str:
         rate = self.sizing.traffic.rate(self.now, 0.0)
@@ -336,38 +388,50 @@ class _View:
     def flips(self) -> Iterator[_Candidate]:
         """Some workers of a pool play the other role at once. Those that leave prefill take their cache with them."""
         for grow, shrink in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
-            pool = _cheapest(self.observation, shrink)
-            num_free = len(pool) - 1
+            servers = _cheapest(self.observation, shrink)
+            num_free = len(servers) - 1
             least = 1 if self._of(grow) else 0  # an empty pool gets a worker
-            if not least and not pool:
+            if not least and not servers:
                 continue
             for num in _sizes(min(num_free, max(self.num_alive // 4, 1))):
-                flips = tuple(Flip(view.worker_id, grow) for view in pool[:num])
-                extra_s = self._lost_cache_s(num) if shrink == Role.PREFILL else 0.0
-                after = self.predict(self._with(grow, num, shrink), extra_s=extra_s)
+                flips = tuple(Flip(server.name, grow) for server in servers[:num])
+                num_ranks = sum(server.num_ranks for server in servers[:num])
+                extra_s = self._lost_cache_s(num_ranks) if shrink == Role.PREFILL else 0.0
+                after = self.predict(self._with(grow, num_ranks, shrink), extra_s=extra_s)
                 yield _Candidate(Move("flip", grow, flips=flips), after)
 
     def adds(self) -> Iterator[_Candidate]:
         """New workers serve after their start."""
         for role in (Role.PREFILL, Role.DECODE):
             for num in _sizes(min(self.policy.max_workers - self.num_alive, 2 * self.num_alive)):
-                later = self._with(role, num)
+                later = self._with(role, num * self._num_ranks(role))
                 after = self.predict(self.pools, later=later, later_s=self.policy.start_s)
                 yield _Candidate(Move("add", role, add=Add(role, num)), after)
 
     def removes(self) -> Iterator[_Candidate]:
         """Fewer workers under more traffic than forecast; the sequences of the leaving ones are computed again."""
-        roomier = replace(self, sizing=replace(self.sizing, demand_factor=self.policy.headroom))
+        roomier = self.with_headroom
         for role in (Role.PREFILL, Role.DECODE):
-            pool = _cheapest(self.observation, role)
-            num_most = min(len(pool) - 1, self.num_alive - self.policy.min_workers, max(self.num_alive // 8, 1))
+            servers = _cheapest(self.observation, role)
+            num_most = min(len(servers) - 1, self.num_ready - self.policy.min_workers, max(self.num_alive // 8, 1))
             for num in _sizes(num_most):
-                gone = pool[:num]
-                moved_s = self.sizing.capacity.costs.prefill_token_s * sum(view.num_kv_tokens for view in gone)
-                extra_s = moved_s + (self._lost_cache_s(num) if role == Role.PREFILL else 0.0)
-                after = roomier.predict(self._with(role, -num), extra_s=extra_s)
-                removes = tuple(Remove(view.worker_id) for view in gone)
+                gone = servers[:num]
+                num_ranks = sum(server.num_ranks for server in gone)
+                moved_s = self.sizing.capacity.costs.prefill_token_s * sum(server.num_kv_tokens for server in gone)
+                extra_s = moved_s + (self._lost_cache_s(num_ranks) if role == Role.PREFILL else 0.0)
+                after = roomier.predict(self._with(role, -num_ranks), extra_s=extra_s)
+                removes = tuple(Remove(server.name) for server in gone)
                 yield _Candidate(Move("remove", role, removes=removes), after)
+
+    @property
+    def with_headroom(self) -> _View:
+        """The same under more traffic than forecast."""
+        return replace(self, sizing=replace(self.sizing, demand_factor=self.policy.headroom))
+
+    def _num_ranks(self, role: Role) -> int:
+        """Ranks of one more process, if it is like those of its role."""
+        servers = _cheapest(self.observation, role) or [_Server("", 1)]
+        return max(sum(server.num_ranks for server in servers) // len(servers), 1)
 
     def _of(self, role: Role) -> int:
         return self.pools.num_prefill if role == Role.PREFILL else self.pools.num_decode
@@ -436,9 +500,8 @@ def _settle(
         return ScalingDecision(code, f"{why}; {told}", hold, after, advice=advice or move), state
 
     effect = f"{move} would make it {after.attainment:.1%}"
-    backoff_kind, backoff_s = state.backoff
-    if move.kind == backoff_kind and now < backoff_s:
-        return held(Reason.BACKOFF, f"{move} was withdrawn, and is tried again in {backoff_s - now:.0f} s")
+    if now < (until_s := state.pause(move.kind).until_s):
+        return held(Reason.BACKOFF, f"{move} was withdrawn, and is tried again in {until_s - now:.0f} s")
     if num_wanted < policy.num_agreeing:
         return held(Reason.AGREEING, f"{effect}, seen {num_wanted} of num_agreeing={policy.num_agreeing} times")
     if move.kind == "remove" and now - since_s < policy.remove_after_s:
@@ -447,22 +510,43 @@ def _settle(
         return held(Reason.ADVISED, f"{effect}, but the autoscaler does not {move.kind} workers")
     if now - state.last_move_s < policy.cooldown_s:
         return held(Reason.COOLDOWN, f"{effect}, {now - state.last_move_s:.1f} of cooldown_s={policy.cooldown_s} over")
-    deadline_s = now + (policy.flip_deadline_s if move.kind == "flip" else policy.move_deadline_s)
-    before = frozenset(one.worker_id for one in view.observation.workers)
-    state = replace(_calm(state), moving=_InFlight(move, deadline_s, before), last_move_s=now)
+    moving = _InFlight(move, now + policy.deadline_s(move.kind), view.observation.servers)
+    state = replace(_calm(state), moving=moving, last_move_s=now)
     detail = f"{told}; {after.attainment:.1%} after it"
     return ScalingDecision(Reason(move.kind), detail, hold, after, move, advice), state
 
 
-def _withdraw(
-    state: AutoscalerState, hold: Prediction, now: float, policy: AutoscalerPolicy
+def _follow(
+    view: _View, hold: Prediction, state: AutoscalerState, flight: _InFlight
 ) -> tuple[ScalingDecision, AutoscalerState]:
-    """Give up the move in flight, and do not try this kind again for a while."""
-    assert state.moving is not None
-    move, num = state.moving.move, state.num_withdrawn + 1
+    """Wait for the move in flight, or give it up."""
+    fleet, move, left_s = view.observation.fleet, flight.move, flight.deadline_s - view.now
+    if fleet.setback:
+        return _withdraw(view, hold, state, flight, fleet.setback)
+    if left_s <= 0:
+        why = "Ray has found no room" if fleet.num_unplaced else "it is not done"
+        return _withdraw(view, hold, state, flight, f"{why} by its deadline")
+    told = f"{move}, {left_s:.0f} s are left; {view.describe(hold)}"
+    if not (move.add and fleet.num_unplaced and view.with_headroom.predict(view.pools).least >= view.policy.target):
+        return ScalingDecision(Reason.IN_FLIGHT, told, hold), _calm(state)
+    wanted = ("unwanted", move.role)
+    num_wanted = state.num_wanted + 1 if state.wanted == wanted else 1
+    if num_wanted < view.policy.num_agreeing:
+        return ScalingDecision(Reason.IN_FLIGHT, told, hold), replace(state, wanted=wanted, num_wanted=num_wanted)
+    detail = f"{move} has found no room, and is not needed any more; {view.describe(hold)}"
+    return ScalingDecision(Reason.UNWANTED, detail, hold, withdrawn=move), replace(_calm(state), moving=None)
+
+
+def _withdraw(
+    view: _View, hold: Prediction, state: AutoscalerState, flight: _InFlight, why: str
+) -> tuple[ScalingDecision, AutoscalerState]:
+    """Give up the move in flight, and do not try this kind again for a while, which grows."""
+    move, policy = flight.move, view.policy
+    num = state.pause(move.kind).num_withdrawn + 1
     pause_s = min(policy.move_deadline_s * 2.0 ** min(num - 1, 20), policy.max_backoff_s)
-    state = replace(_calm(state), moving=None, num_withdrawn=num, backoff=(move.kind, now + pause_s))
-    detail = f"{move} is not done by its deadline; no other {move.kind} for {pause_s:.0f} s"
+    pauses = {**state.pauses, move.kind: _Pause(num, view.now + pause_s)}
+    detail = f"{move}: {why}; no other {move.kind} for {pause_s:.0f} s"
+    state = replace(_calm(state), moving=None, pauses=pauses)
     return ScalingDecision(Reason.WITHDRAWN, detail, hold, withdrawn=move), state
 
 
@@ -485,8 +569,8 @@ def _best_removal(candidates: Iterable[_Candidate], policy: AutoscalerPolicy) ->
 
 def _is_free(candidate: _Candidate, state: AutoscalerState, view: _View) -> bool:
     """Whether the autoscaler may make this move now."""
-    kind, until_s = state.backoff
-    return candidate.move.kind in view.policy.acts and not (kind == candidate.move.kind and view.now < until_s)
+    kind = candidate.move.kind
+    return kind in view.policy.acts and view.now >= state.pause(kind).until_s
 
 
 def _calm(state: AutoscalerState) -> AutoscalerState:
@@ -495,14 +579,13 @@ def _calm(state: AutoscalerState) -> AutoscalerState:
 
 def _is_in_flight(flight: _InFlight, observation: Observation) -> bool:
     """Whether a part of the move is still to come. A worker that is gone has nothing to come."""
-    there = {view.worker_id: view for view in observation.workers}
-    move = flight.move
+    move, there = flight.move, _by_server(observation.workers)
     if move.add is not None:
-        new = [view for view in there.values() if view.worker_id not in flight.before and view.is_ready]
-        return len(new) < move.add.num_workers
+        new = [ranks for name, ranks in there.items() if name not in flight.before]
+        return sum(all(view.is_ready for view in ranks) for ranks in new) < move.add.num_workers
     if move.removes:
         return any(remove.worker_id in there for remove in move.removes)
-    views = [there[flip.worker_id] for flip in move.flips if flip.worker_id in there]
+    views = [view for flip in move.flips for view in there.get(flip.worker_id, ())]
     return any(not (view.role == move.role and view.is_ready) for view in views)
 
 
@@ -520,9 +603,37 @@ def _pool(observation: Observation, role: Role) -> list[WorkerView]:
     return [view for view in observation.workers if view.role == role and view.is_ready]
 
 
-def _cheapest(observation: Observation, role: Role) -> list[WorkerView]:
-    """The workers of a pool, those first that have least to lose."""
-    return sorted(_pool(observation, role), key=lambda one: (one.num_running, one.num_queued_tokens, one.worker_id))
+class _Server(NamedTuple):
+    """A process, with all its ranks."""
+
+    name: str
+    num_ranks: int
+    num_running: int = 0
+    num_queued_tokens: int = 0
+    num_kv_tokens: int = 0
+
+
+def _cheapest(observation: Observation, role: Role) -> list[_Server]:
+    """The servers of a pool, those first that have least to lose."""
+    servers = [
+        _Server(
+            name,
+            len(ranks),
+            sum(view.num_running for view in ranks),
+            sum(view.num_queued_tokens for view in ranks),
+            sum(view.num_kv_tokens for view in ranks),
+        )
+        for name, ranks in _by_server(_pool(observation, role)).items()
+    ]
+    spared = observation.fleet.spared
+    return sorted(servers, key=lambda one: (one.name in spared, one.num_running, one.num_queued_tokens, one.name))
+
+
+def _by_server(views: Sequence[WorkerView]) -> dict[str, list[WorkerView]]:
+    servers: dict[str, list[WorkerView]] = {}
+    for view in views:
+        servers.setdefault(view.server, []).append(view)
+    return servers
 
 
 def _decoding(decoders: Collection[RegisteredWorker]) -> tuple[int, int]:

@@ -131,3 +131,12 @@ def test_ranks_on_a_cpu_share_the_cores_of_their_worker(monkeypatch: pytest.Monk
     resolved = resolve(of_ranks(2, 0))
     assert needs_of(resolved) == [(4.0, 0.0), (4.0, 0.0)]
     assert resolved.engine.num_threads == 4
+
+
+@pytest.mark.parametrize(("address", "share"), [("", 1.0), ("auto", 2.0)])
+def test_workers_that_may_be_added_have_a_share_of_a_machine_that_does_not_grow(
+    address: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_nodes(monkeypatch, 4)
+    config = replace(CONFIG, max_workers=4, ray_address=address)
+    assert resolve(config).num_cpus_per_worker == share

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,10 @@ def make_cluster_config(**changes: Any) -> ClusterConfig:
         *((make_cluster_config, {"num_gpus_per_worker": value}) for value in (-0.5, math.nan, math.inf, 2.5)),
         *((make_cluster_config, {"autoscale_interval_s": value}) for value in (0.0, -1.0, math.nan, math.inf)),
         *((make_cluster_config, {"max_restarts": value}) for value in (-1, 10**9)),
+        *((make_cluster_config, {name: value}) for name in ("min_workers", "max_workers") for value in (-1, 1025)),
+        (make_cluster_config, {"min_workers": 1}),
+        (make_cluster_config, {"min_workers": 3}),  # two are started
+        (make_cluster_config, {"max_workers": 1}),
         *((RouterConfig, {"worker_timeout_s": value}) for value in (0.0, -1.0, math.nan, math.inf)),
         (RouterConfig, {"request_timeout_s": math.nan}),
         (RouterConfig, {"drain_timeout_s": -1.0}),
@@ -84,6 +89,29 @@ def test_a_bad_value_is_named_with_the_field(make: Callable[..., object], change
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_decode": 4, "max_workers": 4},
+            "max_workers=4 must not be below num_prefill=1 + num_decode=4, which",
+        ),
+        ({"num_decode": 9, "min_workers": 5, "max_workers": 4}, "min_workers=5 must not be above max_workers=4"),
+        (
+            {"num_decode": 3, "min_workers": 5},
+            "min_workers=5 must not be above num_prefill=1 + num_decode=3, which",
+        ),
+        ({"max_workers": 4, "autoscale": False}, "min_workers=0 and max_workers=4 are the autoscaler's, which is off"),
+        ({"max_workers": 4, "colocated": True}, "are for prefill and decode workers; leave them out with colocated"),
+    ],
+)
+def test_bounds_of_the_autoscaler_agree_with_each_other_and_with_what_is_started(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_cluster_config(**changes)
+
+
+@pytest.mark.parametrize(
     ("make", "changes"),
     [
         (make_engine_config, {"block_size": 1}),
@@ -95,6 +123,9 @@ def test_a_bad_value_is_named_with_the_field(make: Callable[..., object], change
         (make_cluster_config, {"num_prefill": 0, "num_decode": 0, "colocated": True}),
         (make_cluster_config, {"num_cpus_per_worker": 0.5, "num_gpus_per_worker": 0.25, "max_restarts": 0}),
         (make_cluster_config, {"num_cpus_per_worker": 64.0, "num_gpus_per_worker": 8}),
+        (make_cluster_config, {"min_workers": 2, "max_workers": 2}),
+        (make_cluster_config, {"num_decode": 3, "min_workers": 2}),
+        (make_cluster_config, {"max_workers": 1024}),
         *((make_cluster_config, {"ray_address": value}) for value in ("auto", "head:6379", "ray://[::1]:10001")),
         (RouterConfig, {"allowed_hosts": ("a.example", "Box:80", "10.0.0.7:8000", "[fd00::1]:80", "fd00::1", "*")}),
         (RouterConfig, {"cors_allow_origins": ("http://a", "https://a.b:3000", "http://[::1]:3000", "null", "*")}),

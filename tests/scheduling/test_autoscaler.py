@@ -15,6 +15,7 @@ from tandem.protocol.messages import Role, StepStats, WorkerLoad, WorkerState
 from tandem.scheduling.autoscaling.autoscaler import (
     AutoscalerPolicy,
     AutoscalerState,
+    Fleet,
     Move,
     Observation,
     Reason,
@@ -22,6 +23,7 @@ from tandem.scheduling.autoscaling.autoscaler import (
     WorkerView,
     decide,
     observe,
+    server_of,
 )
 from tandem.scheduling.autoscaling.demand import DemandMeter
 from tandem.scheduling.autoscaling.prediction import Backlog, Capacity
@@ -48,6 +50,7 @@ class World:
         self.now, self.capacity, self.backlog, self.outputs = 1000.0, CAPACITY, Backlog(), 100.0
         self.moves: list[Move] = []
         self.can_place = True
+        self.fleet = Fleet()
 
     def num(self, role: Role) -> int:
         return sum(view.role == role for view in self.views.values())
@@ -60,6 +63,7 @@ class World:
             capacity=self.capacity,
             backlog=self.backlog,
             expected_output_tokens=self.outputs,
+            fleet=self.fleet,
         )
 
     def tick(self, rate: float = 0.0, prompt: int = 1000, num_ticks: int = 1) -> ScalingDecision:
@@ -84,9 +88,11 @@ class World:
 
     def _carry_out(self, move: Move) -> None:
         for flip in move.flips:
-            self.views[flip.worker_id] = replace(self.views[flip.worker_id], role=flip.to_role)
+            for name in [name for name in self.views if server_of(name) == flip.worker_id]:
+                self.views[name] = replace(self.views[name], role=flip.to_role)
         for remove in move.removes:
-            del self.views[remove.worker_id]
+            for name in [name for name in self.views if server_of(name) == remove.worker_id]:
+                del self.views[name]
         if move.add is not None and self.can_place:
             for _ in range(move.add.num_workers):
                 name = f"n{len(self.moves)}-{len(self.views)}"
@@ -182,6 +188,134 @@ class TestMoves:
             AutoscalerPolicy(headroom=1.0)
         with pytest.raises(ConfigError, match=r"min_workers=3"):
             AutoscalerPolicy(min_workers=3, max_workers=2)
+
+
+class TestServers:
+    """A server with several data-parallel ranks is several workers, and moves as one."""
+
+    @pytest.mark.parametrize("policy", [ALL, FLIPS], ids=["acts", "advises"])
+    @pytest.mark.parametrize("role", [P, D])
+    def test_the_last_server_of_a_pool_is_never_named(self, policy: AutoscalerPolicy, role: Role) -> None:
+        world, other = World(0, 0, policy), D if role is P else P
+        world.views = {
+            name: WorkerView(worker_id=name, role=own)
+            for name, own in (("only.dp0", role), ("only.dp1", role), ("a.dp0", other), ("a.dp1", other), ("b", other))
+        }
+        for rate, queued in ((0.0, 0), (3.0, 100_000), (0.0, 0)):
+            world.backlog = Backlog(queued, 500 if queued else 0, 500.0 if queued else 0.0)
+            for _ in range(100):
+                named = world.tick(rate)
+                for move in (named.move, named.advice):
+                    moved = [one.worker_id for one in (*move.flips, *move.removes)] if move else []
+                    assert not {name.partition(".")[0] for name in moved} & {"only"}, move
+
+    def test_all_ranks_go_at_once_and_count_as_one(self) -> None:
+        world = World(0, 0, replace(ALL, min_workers=3))
+        names = [f"{name}.dp{rank}" for name in "abcd" for rank in range(2)]
+        world.views = {name: WorkerView(worker_id=name, role=P if name < "c" else D) for name in names}
+        world.tick(0.0, num_ticks=300)
+        assert [move.num_workers for move in world.moves] == [1]
+        assert len(world.views) == 6
+
+    @pytest.mark.parametrize(
+        ("worker_id", "server"),
+        [("decode-0", "decode-0"), ("decode-0.dp12", "decode-0"), ("a.dpx", "a.dpx"), (".dp1", ".dp1")],
+    )
+    def test_names_of_ranks(self, worker_id: str, server: str) -> None:
+        assert server_of(worker_id) == server
+
+
+class TestBounds:
+    def test_a_worker_that_leaves_by_hand_counts_for_the_least_no_more(self) -> None:
+        world = World(2, 2, replace(ALL, min_workers=3))
+        world.views["w3"] = replace(world.views["w3"], is_ready=False)
+        world.tick(0.0, num_ticks=100)
+        assert world.moves == []
+
+    def test_workers_that_come_count_for_the_most(self) -> None:
+        world = World(2, 2, replace(ALL, max_workers=6))
+        world.fleet = Fleet(coming=frozenset({"x", "y"}))
+        codes = {world.tick(9.0).code for _ in range(100)}
+        assert not [move for move in world.moves if move.kind == "add"]
+        assert Reason.AT_MAX in codes
+
+    def test_workers_whose_machines_stay_reserved_leave_last(self) -> None:
+        world = World(1, 3, ALL)
+        world.fleet = Fleet(spared=frozenset({"w0", "w1", "w2"}))
+        world.until(0.0, lambda: bool(world.moves))
+        assert [remove.worker_id for remove in world.moves[0].removes] == ["w3"]
+
+
+class TestWithdrawal:
+    def adding(self) -> World:
+        """Four workers, and one or more that Ray has no room for."""
+        world = World(2, 2, ALL)
+        world.can_place = False
+        world.until(5.0, lambda: any(move.kind == "add" for move in world.moves))
+        world.fleet = Fleet(coming=frozenset({"new"}), num_unplaced=1)
+        return world
+
+    def until_over(self, world: World, rate: float) -> ScalingDecision:
+        for _ in range(300):
+            if (decision := world.tick(rate)).code is not Reason.IN_FLIGHT:
+                return decision
+        raise AssertionError("it is in flight for ever")
+
+    def test_one_without_room_is_withdrawn_at_its_deadline_and_the_reason_says_so(self) -> None:
+        world = self.adding()
+        began_s = world.now
+        decision = self.until_over(world, 5.0)
+        assert decision.code is Reason.WITHDRAWN
+        assert decision.withdrawn == world.moves[-1]
+        assert "Ray has found no room by its deadline; no other add for 300 s" in decision.reason
+        assert world.now - began_s == pytest.approx(ALL.move_deadline_s, abs=2 * TICK_S)
+
+    def test_a_setback_ends_it_at_once_with_its_reason(self) -> None:
+        world = self.adding()
+        world.fleet = Fleet(setback="decode-1 was not added: no such model")
+        decision = world.tick(5.0)
+        assert (decision.code, decision.withdrawn) == (Reason.WITHDRAWN, world.moves[-1])
+        assert "decode-1 was not added: no such model; no other add for 300 s" in decision.reason
+
+    def test_each_withdrawal_in_a_row_makes_the_pause_longer_and_only_a_success_of_its_kind_ends_that(self) -> None:
+        world = self.adding()
+        pauses = []
+        for _ in range(3):
+            world.fleet = Fleet(setback="no room")
+            assert world.tick(5.0).code is Reason.WITHDRAWN
+            pauses.append(world.state.pause("add").until_s - world.now)
+            world.fleet = Fleet()
+            num = len(world.moves)
+            world.until(5.0, lambda num=num: "add" in {move.kind for move in world.moves[num:]}, 1000)  # type: ignore
+        assert pauses == [300.0, 600.0, 1200.0]
+        world.views |= {f"late{idx}": WorkerView(worker_id=f"late{idx}", role=P) for idx in range(20)}
+        world.tick(5.0)
+        assert world.state.pauses == {}
+
+    def test_one_that_has_no_room_is_given_up_when_it_is_not_needed_any_more(self) -> None:
+        world = self.adding()
+        decision = self.until_over(world, 0.0)
+        assert (decision.code, decision.withdrawn) == (Reason.UNWANTED, world.moves[-1])
+        assert world.state.pause("add").num_withdrawn == 0, "nothing went wrong"
+        assert world.state.moving is None
+
+    def test_one_that_loads_its_model_is_waited_for(self) -> None:
+        world = self.adding()
+        world.fleet = Fleet(coming=frozenset({"new"}))
+        assert {world.tick(0.0).code for _ in range(100)} == {Reason.IN_FLIGHT}
+
+    def test_a_model_that_loads_slowly_has_longer(self) -> None:
+        policy = replace(ALL, start_s=400.0)
+        assert [policy.deadline_s(kind) for kind in ("flip", "remove", "add")] == [60.0, 300.0, 1200.0]
+
+    def test_a_removal_that_is_refused_is_over_at_once(self) -> None:
+        world = World(3, 3, ALL)
+        world._carry_out = lambda move: None  # type: ignore[method-assign]
+        world.until(0.0, lambda: bool(world.moves))
+        world.fleet = Fleet(setback="w3 is leaving already.")
+        assert "w3 is leaving already" in world.tick(0.0).reason
+        world.fleet = Fleet()
+        assert world.tick(0.0, num_ticks=100).code is Reason.BACKOFF
 
 
 class TestFailuresOfOthers:

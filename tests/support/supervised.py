@@ -217,7 +217,7 @@ async def supervised(
     fake_ray, registry = FakeRay(num_bad_starts=num_bad_starts), Registry()
     monkeypatch.setattr("tandem.cluster.member.ray", fake_ray)
     monkeypatch.setattr("tandem.cluster.supervisor.WorkerBundles", FakeBundles)
-    config = ClusterConfig(engine=EngineConfig(model="m"), max_restarts=max_restarts, autoscale=False, **pools)
+    config = ClusterConfig(engine=EngineConfig(model="m"), max_restarts=max_restarts, **({"autoscale": False} | pools))
     workers: Any = FakeWorkers(registry, fake_ray)
     members = [WorkerMember(one, RestartBudget(max_restarts), workers, registry) for one in worker_configs(config)]
     supervisor = Supervisor(config, registry, CostModel(), members, on_progress=lambda _: None)

@@ -1,0 +1,166 @@
+"""Lets the autoscaler decide while a cluster serves, and carries out its moves: flips, added and removed workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+
+from ray.exceptions import RayError
+
+from tandem.cluster.departures import Departures
+from tandem.cluster.member import Member, first_line, member_of
+from tandem.cluster.role_flips import RoleFlips
+from tandem.cluster.scaling import execute
+from tandem.protocol.config import ClusterConfig
+from tandem.protocol.errors import AddRefused, DrainRefused, WorkerNotFound
+from tandem.protocol.messages import Role
+from tandem.runtime.background import BackgroundTasks
+from tandem.scheduling.autoscaling.autoscaler import (
+    DEFAULT_POLICY,
+    Add,
+    AutoscalerPolicy,
+    AutoscalerState,
+    Fleet,
+    Flip,
+    Remove,
+    decide,
+    observe,
+)
+from tandem.scheduling.cost_model import CostModel
+from tandem.scheduling.workers.registry import Registry
+
+__all__ = ["Autoscale", "policy_of"]
+
+logger = logging.getLogger(__name__)
+
+# For answers that cannot move. It ends before the move's deadline, so that a removal is not withdrawn while it goes on.
+_GRACE_S = 240.0
+_LEAST_START_S = 1.0
+
+
+def policy_of(config: ClusterConfig) -> AutoscalerPolicy:
+    """What the autoscaler may do, and within which bounds. What it may not do it advises."""
+    acts = {"flip"} | ({"add"} if config.max_workers else set()) | ({"remove"} if config.min_workers else set())
+    return replace(
+        DEFAULT_POLICY,
+        acts=frozenset(acts),
+        min_workers=config.min_workers or DEFAULT_POLICY.min_workers,
+        max_workers=config.max_workers or DEFAULT_POLICY.max_workers,
+    )
+
+
+class Autoscale:
+    """The autoscaler of one cluster. As `Scaling`: every method starts the work and returns at once."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        registry: Registry,
+        costs: CostModel,
+        members: Mapping[str, Member],
+        flips: RoleFlips,
+        departures: Departures,
+        background: BackgroundTasks,
+        *,
+        add: Callable[[Role, str], Awaitable[dict[str, object]]],
+        give_up: Callable[[str, str], None],
+    ) -> None:
+        """`add` begins to start a worker and raises `AddRefused`; `give_up` waits for one no longer, with a reason."""
+        self._interval_s = config.autoscale_interval_s
+        self._policy = policy_of(config)
+        self._is_joined = bool(config.ray_address)
+        self._registry = registry
+        self._costs = costs
+        self._members = members
+        self._flips = flips
+        self._departures = departures
+        self._background = background
+        self._begin_to_add = add
+        self._give_up = give_up
+        self._added: list[dict[str, object]] = []  # the arrivals of the latest move
+        self._refused = ""  # why a part of the latest move was not begun
+        self.decision: dict[str, object] = {}  # the latest, as `/v1/pools` shows it
+
+    async def run(self, mean_output_tokens: Callable[[], float]) -> None:
+        """Decide at intervals, for ever. `mean_output_tokens` is what is expected of an answer."""
+        state = AutoscalerState()
+        while True:
+            await asyncio.sleep(self._interval_s)
+            observation = observe(self._registry, self._costs, mean_output_tokens(), self.fleet)
+            decision, state = decide(observation, time.monotonic(), state, self._present_policy())
+            reason = execute(decision, self)
+            self.decision = decision.as_dict() | {"reason": reason}
+            if decision.move is not None or decision.withdrawn is not None:
+                logger.info("%s", reason)
+
+    @property
+    def fleet(self) -> Fleet:
+        """What the router does not know of the workers."""
+        members = self._members.values()
+        waiting = {record["worker"] for record in self._added if not record.keys() & {"serving_after_s", "withdrawn"}}
+        failed = (f"{one['worker']} was not added: {one['withdrawn']}" for one in self._added if "withdrawn" in one)
+        return Fleet(
+            coming=frozenset(one.worker_id for one in members if not one.is_up.is_set() and not one.departs),
+            num_unplaced=sum(one.worker_id in waiting and one.process is None for one in members),
+            setback=self._refused or next(failed, ""),
+            # The machine of a worker that was there from the start stays reserved when it leaves.
+            spared=frozenset(one.worker_id for one in members if self._is_joined and not one.is_added),
+        )
+
+    def refusal(self, flip: Flip) -> str:
+        """As `Scaling.refusal`."""
+        member = member_of(self._members, flip.worker_id)
+        return member.fixed_role if member is not None else ""
+
+    def flip(self, flip: Flip, reason: str) -> None:
+        """As `Scaling.flip`."""
+        self._flips.begin(flip, reason)
+
+    def add(self, add: Add, reason: str) -> None:
+        """As `Scaling.add`."""
+        self._forget_move()
+        self._background.start(f"adding {add.num_workers} {add.role} worker(s)", lambda: self._add(add, reason))
+
+    def remove(self, remove: Remove, reason: str) -> None:
+        """As `Scaling.remove`: by a drain, so its answers move to others."""
+        self._forget_move()
+        try:
+            self._check(remove)
+            self._departures.begin(remove.worker_id, _GRACE_S, restart=False, reason=reason)
+        except (DrainRefused, WorkerNotFound) as exc:
+            self._refused = str(exc)
+
+    def withdraw(self, add: Add, reason: str) -> None:
+        """As `Scaling.withdraw`."""
+        for record in self._added:
+            if not record.keys() & {"serving_after_s", "withdrawn"}:
+                self._give_up(str(record["worker"]), reason)
+        self._forget_move()
+
+    async def _add(self, add: Add, reason: str) -> None:
+        try:
+            for _ in range(add.num_workers):
+                self._added.append(await self._begin_to_add(add.role, reason))
+        except (AddRefused, RayError) as exc:
+            self._refused = first_line(exc)
+
+    def _check(self, remove: Remove) -> None:
+        """Raise DrainRefused for the last worker of its role. One that others could cover for is no exception."""
+        role = self._members[remove.worker_id].role if remove.worker_id in self._members else None
+        others = [one for one in self._members.values() if one.role is role and one.worker_id != remove.worker_id]
+        if role is not None and not any(one.is_up.is_set() and not one.departs for one in others):
+            raise DrainRefused(f"{remove.worker_id} is the last {role} worker by now.")
+
+    def _forget_move(self) -> None:
+        self._added, self._refused = [], ""
+
+    def _present_policy(self) -> AutoscalerPolicy:
+        """With the time that the latest worker took to start."""
+        served = [one for one in self._members.values() if one.has_served]
+        if not served:
+            return self._policy
+        latest = max(served, key=lambda one: one.up_since)
+        return replace(self._policy, start_s=max(latest.start_s, _LEAST_START_S))

@@ -1,0 +1,153 @@
+"""A real Ray without room for a third worker: nodes are asked for, then the request is withdrawn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray._private.ray_constants import AUTOSCALER_RESOURCE_REQUEST_CHANNEL
+from ray.experimental.internal_kv import _internal_kv_get
+
+from tandem.cluster import autoscale
+from tandem.cluster.member import Member, Requests
+from tandem.cluster.owned_actor import WorkerClaim
+from tandem.cluster.ownership import Tenure
+from tandem.cluster.process_end import ProcessIdentity
+from tandem.cluster.ray_runtime import ray_running
+from tandem.cluster.restarts import RestartBudget
+from tandem.cluster.supervisor import Supervisor
+from tandem.protocol.config import ClusterConfig, EngineConfig
+from tandem.protocol.messages import PeerAddress, Role
+from tandem.protocol.process import process_of
+from tandem.scheduling.autoscaling.autoscaler import AutoscalerPolicy
+from tandem.scheduling.cost_model import CostModel
+from tandem.scheduling.workers.registry import Registry
+from tests.support.builders import add_ready, make_card
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+CORE = {"CPU": 1.0}
+DEADLINE_S = 4.0
+
+
+class Actor:
+    def identity(self) -> ProcessIdentity:
+        process = process_of(os.getpid())
+        assert process is not None
+        return ProcessIdentity(ray.get_runtime_context().get_node_id(), process)
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    async def watch(self, owner: str) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+
+class PlainMember(Member):
+    """A worker without a model: a process in a bundle of Ray."""
+
+    def __init__(self, worker_id: str, role: Role, registry: Registry) -> None:
+        super().__init__(worker_id, role, RestartBudget(0))
+        self._registry = registry
+
+    def another(self, worker_id: str, role: Role) -> PlainMember:
+        return PlainMember(worker_id, role, self._registry)
+
+    def is_like(self, claim: WorkerClaim) -> bool:
+        return False
+
+    def _create_actor(self, options: dict[str, Any], tenure: Tenure | None) -> Any:
+        return ray.remote(Actor).options(**options).remote()
+
+    async def _join(self, started: Any) -> None:
+        add_ready(self._registry, make_card(self.worker_id, self.role))
+
+    async def leave(self, reason: str) -> None:
+        pass
+
+    @property
+    def is_ready(self) -> bool:
+        return True
+
+    def withdraw(self, reason: str) -> None:
+        pass
+
+    async def play(self, role: Role, reason: str) -> Requests:
+        return frozenset()
+
+    async def running(self) -> Requests:
+        return frozenset()
+
+    async def check_integrity(self) -> str:
+        return ""
+
+    async def tell(self, address: PeerAddress | None, method: str, peer: PeerAddress) -> None:
+        pass
+
+
+@pytest.fixture
+def two_cores(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    with ray_running("", Path(tmp_path_factory.mktemp("r")), lambda _: None):
+        yield
+
+
+def requested() -> list[dict[str, float]] | None:
+    """What Ray's autoscaler reads; None if nobody has asked for anything."""
+    text = _internal_kv_get(AUTOSCALER_RESOURCE_REQUEST_CHANNEL)
+    return None if text is None else list(json.loads(text))
+
+
+async def arrive(registry: Registry) -> None:
+    """Far more prompts than the workers can compute in time."""
+    while True:
+        registry.demand.note(4000, 0, 1.0, 0.1)
+        await asyncio.sleep(0.2)
+
+
+def is_pending(group: dict[str, Any]) -> bool:
+    return group["state"] == "PENDING"
+
+
+@pytest.mark.usefixtures("two_cores")
+async def test_a_pending_worker_without_room_is_requested_and_withdrawn_by_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = AutoscalerPolicy(acts=frozenset({"add"}), max_workers=3, move_deadline_s=DEADLINE_S, start_deadlines=0.0)
+    monkeypatch.setattr(autoscale, "policy_of", lambda _: policy)
+    config = ClusterConfig(
+        engine=EngineConfig(model="m"),
+        max_workers=3,
+        num_cpus_per_worker=1.0,
+        autoscale_interval_s=0.2,
+        ray_address="auto",  # as if this Ray were a cluster that may grow
+        orphan_timeout_s=0.0,
+    )
+    registry = Registry()
+    members = [PlainMember("prefill-0", Role.PREFILL, registry), PlainMember("decode-0", Role.DECODE, registry)]
+    supervisor = Supervisor(config, registry, CostModel(), members, on_progress=lambda _: None)
+    try:
+        await supervisor.start(lambda: 100.0)
+        await eventually(lambda: requested() == [])  # what another server may have left
+        arriving = asyncio.create_task(arrive(registry))
+        await eventually(lambda: requested() == [CORE] * 3)
+        (arrival,) = supervisor.arrivals.latest
+        await eventually(lambda: requested() == [])
+        assert "Ray has found no room by its deadline" in str(arrival["withdrawn"])
+        assert set(supervisor._members) == {"prefill-0", "decode-0"}
+        await eventually(lambda: not [one for one in ray.util.placement_group_table().values() if is_pending(one)])
+        arriving.cancel()
+    finally:
+        await supervisor.close()
+    assert requested() == []
