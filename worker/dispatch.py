@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from tandem.kv_transfer.links import LinkChange, LinkState
+from tandem.kv_transfer.links import LinkChange
 from tandem.kv_transfer.transport.base import Notification
 from tandem.protocol.errors import InternalError, RequestError, ServingError
 from tandem.protocol.fault_boundary import error_of
@@ -13,18 +13,9 @@ from tandem.protocol.messages import (
     Cancel,
     Decode,
     Generate,
-    Heartbeat,
     Hello,
     Introduce,
-    LeaseClosed,
-    LeaseGrant,
-    LeaseQueued,
-    LeaseRefused,
-    LeaseRequest,
-    LeaseRevoked,
     Message,
-    PeerHello,
-    PeerRefused,
     Pin,
     PinQuery,
     Prefill,
@@ -37,6 +28,7 @@ from tandem.protocol.messages import (
 from tandem.protocol.timeline import Timeline
 from tandem.runtime.dropped import DropReason
 from tandem.worker.assembly import WorkerParts
+from tandem.worker.handoff_messages import HandoffMessages
 from tandem.worker.reporter import StatusReporter
 
 __all__ = ["MessageDispatcher"]
@@ -50,6 +42,7 @@ class MessageDispatcher:
     def __init__(self, parts: WorkerParts, reporter: StatusReporter) -> None:
         self._parts = parts
         self._reporter = reporter
+        self._handoffs = HandoffMessages(parts.links, parts.prefill, parts.decode)
 
     def take(self, identity: bytes, message: Message, now: float) -> None:
         """Handle one message that came from `identity`."""
@@ -93,14 +86,8 @@ class MessageDispatcher:
         self._parts.replies.send_events(changes)
 
     def link_changed(self, change: LinkChange | None, now: float) -> None:
-        """Let handoffs use a link that is up, or fail over one that the peer refused."""
-        if change is None:
-            return
-        if change.state is LinkState.READY:
-            self._parts.prefill.link_ready(change.peer, now)
-        else:
-            logger.warning("%s", change.reason)
-            self._parts.prefill.link_refused(change.peer, change.reason)
+        """As `HandoffMessages.link_changed`."""
+        self._handoffs.link_changed(change, now)
 
     def _handle(self, identity: bytes, message: Message, now: float) -> None:
         parts = self._parts
@@ -113,22 +100,6 @@ class MessageDispatcher:
                     parts.sockets.introduce(peer)
             case Cancel():
                 self._cancel(message.request_id)
-            case Heartbeat():
-                parts.decode.heartbeat(message.worker_id, message.epoch, message.handoffs, now)
-            case LeaseRequest():
-                parts.links.remember(message.sender)
-                parts.decode.requested(message, now)
-            case LeaseGrant():
-                parts.links.remember(message.sender)
-                parts.prefill.granted(message, now)
-            case LeaseQueued():
-                parts.prefill.queued(message, now)
-            case LeaseRefused():
-                parts.prefill.refused(message)
-            case LeaseRevoked():
-                parts.prefill.revoked(message)
-            case LeaseClosed():
-                parts.decode.closed(message)
             case ReadRequest():
                 parts.links.remember(message.sender)
                 parts.lender.requested(message, now)
@@ -136,10 +107,6 @@ class MessageDispatcher:
                 parts.reader.granted(message, now)
             case ReadDone():
                 parts.lender.done(message)
-            case PeerHello():
-                self.link_changed(parts.links.hello(message), now)
-            case PeerRefused():
-                self.link_changed(parts.links.refused(message), now)
             case Hello():
                 for request_id in parts.replies.welcome(identity, message, self._reporter.card):
                     self._cancel(request_id)
@@ -152,7 +119,8 @@ class MessageDispatcher:
             case PinQuery():
                 parts.replies.send(identity, parts.pins.report(message.query_id, message.pin_ids))
             case _:
-                logger.warning("ignored a %s", type(message).__name__)
+                if not self._handoffs.take(message, now):
+                    logger.warning("ignored a %s", type(message).__name__)
 
     def _meet_peers(self, request: Generate | Prefill | Decode) -> None:
         """Introduce the peers that a request names, too: an `Introduce` can be lost with a connection."""

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tandem.decode_worker.role import DecodeRole
 from tandem.engine.engine import Engine, SequenceOutput
 from tandem.kv_transfer.handshake import compatibility_fields
-from tandem.kv_transfer.links import LinkChange, LinkState, PeerLinks
+from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.faulty import FaultyTransport
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport, InProcessWrite, Verdict
 from tandem.prefill_worker.role import PrefillRole
@@ -37,22 +37,15 @@ from tandem.protocol.messages import (
     Decode,
     FinishReason,
     Heartbeat,
-    LeaseClosed,
-    LeaseGrant,
-    LeaseQueued,
-    LeaseRefused,
-    LeaseRequest,
-    LeaseRevoked,
     Message,
     PeerAddress,
-    PeerHello,
-    PeerRefused,
     Prefill,
     WorkerLoad,
     decode_message,
     encode_message,
 )
 from tandem.protocol.sampling import SamplingParams
+from tandem.worker.handoff_messages import HandoffMessages
 from tests.support.late_device import LateDevice, touched_early
 
 __all__ = ["DEADLINE_S", "Faults", "Report", "run", "save_tiny_model"]
@@ -224,6 +217,7 @@ class _Worker:
         )
         self.prefill = PrefillRole(self.engine, self.transport, self.links, config, self._fail, self._forget)
         self.decode = DecodeRole(self.engine, self.links, config, self._fail, first_generation=epoch << 32)
+        self.handoffs = HandoffMessages(self.links, self.prefill, self.decode)
         self._world = world
         self._clients: set[str] = set()
         self._heartbeat_at = 0.0
@@ -233,7 +227,7 @@ class _Worker:
         for notification in self.transport.poll():
             self.decode.notified(notification, now)
         for change in self.links.expire(now):
-            self._link_changed(change, now)
+            self.handoffs.link_changed(change, now)
         self.prefill.expire(now)
         self.decode.expire(now)
         self._send_output(self.prefill.take_first_tokens())
@@ -256,28 +250,8 @@ class _Worker:
                 self.prefill.cancel(message.request_id)
                 self.decode.cancel(message.request_id)
                 self.engine.abort(message.request_id)
-            case Heartbeat():
-                self.decode.heartbeat(message.worker_id, message.epoch, message.handoffs, now)
-            case LeaseRequest():
-                self.links.remember(message.sender)
-                self.decode.requested(message, now)
-            case LeaseGrant():
-                self.links.remember(message.sender)
-                self.prefill.granted(message, now)
-            case LeaseQueued():
-                self.prefill.queued(message, now)
-            case LeaseRefused():
-                self.prefill.refused(message)
-            case LeaseRevoked():
-                self.prefill.revoked(message)
-            case LeaseClosed():
-                self.decode.closed(message)
-            case PeerHello():
-                self._link_changed(self.links.hello(message), now)
-            case PeerRefused():
-                self._link_changed(self.links.refused(message), now)
             case _:
-                raise AssertionError(f"{self.address.worker_id} got a {type(message).__name__}")
+                assert self.handoffs.take(message, now), f"{self.address.worker_id} got a {type(message).__name__}"
 
     def peer_died(self, peer: PeerAddress) -> None:
         self.links.forget(peer.worker_id, peer.epoch)
@@ -325,14 +299,6 @@ class _Worker:
                 if output.finish_reason is not None:
                     self._clients.discard(sequence.request_id)
                 self._world.token(sequence.request_id, output.offset, output.token_id, output.finish_reason)
-
-    def _link_changed(self, change: LinkChange | None, now: float) -> None:
-        if change is None:
-            return
-        if change.state is LinkState.READY:
-            self.prefill.link_ready(change.peer, now)
-        else:
-            self.prefill.link_refused(change.peer, change.reason)
 
     def _fail(self, request_id: str, message: str, code: str) -> None:
         if request_id in self._clients:
