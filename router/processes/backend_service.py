@@ -9,11 +9,19 @@ from typing import Any
 import msgspec
 
 from tandem.protocol.digest import CacheScope
-from tandem.protocol.messages import Prefetch, Role
+from tandem.protocol.messages import Prefetch
 from tandem.router.backend import Backend, GenerateRequest, PinRequest, PinState, TokenDelta
 from tandem.router.dashboard.overview import OncePerInterval
 from tandem.router.openai.readiness import Ready
 from tandem.router.processes.wire import WireFormat
+from tandem.router.processes.worker_questions import (
+    AddWorker,
+    DrainWorker,
+    Migrate,
+    SetRole,
+    WorkerQuestion,
+    answer_of_workers,
+)
 from tandem.router.responses.store import LocalResponses, StoredResponse
 
 __all__ = [
@@ -57,35 +65,6 @@ class Pools(_Question, frozen=True):
 
 class Overview(_Question, frozen=True):
     """`Backend.overview`."""
-
-
-class SetRole(_Question, frozen=True):
-    """`Backend.set_role`."""
-
-    worker: str
-    role: Role
-
-
-class DrainWorker(_Question, frozen=True):
-    """`Backend.drain`."""
-
-    worker: str
-    grace_s: float
-    restart: bool
-
-
-class AddWorker(_Question, frozen=True):
-    """`Backend.add_worker`."""
-
-    role: Role
-
-
-class Migrate(_Question, frozen=True):
-    """`Backend.migrate`."""
-
-    worker: str
-    to: str
-    request_id: str
 
 
 class Check(_Question, frozen=True):
@@ -148,20 +127,7 @@ class ForgetResponse(_Question, frozen=True):
 
 PinQuestion = MakePin | EndPin | FetchPin | ListPins
 ResponseQuestion = KeepResponse | GetResponse | ForgetResponse
-Question = (
-    Explain
-    | Decisions
-    | Pools
-    | Overview
-    | SetRole
-    | DrainWorker
-    | AddWorker
-    | Migrate
-    | Check
-    | Scrape
-    | PinQuestion
-    | ResponseQuestion
-)
+Question = Explain | Decisions | Pools | Overview | WorkerQuestion | Check | Scrape | PinQuestion | ResponseQuestion
 Answer = dict[str, Any] | list[Any] | str | PinState | list[PinState] | StoredResponse | None
 
 
@@ -205,14 +171,8 @@ class BackendService:
                 return await backend.pools()
             case Overview():
                 return await self._overview()
-            case SetRole(worker, role):
-                return await backend.set_role(worker, role)
-            case DrainWorker(worker, grace_s, restart):
-                return await backend.drain(worker, grace_s, restart=restart)
-            case AddWorker(role):
-                return await backend.add_worker(role)
-            case Migrate(worker, to, request_id):
-                return await backend.migrate(worker, to, request_id)
+            case SetRole() | DrainWorker() | AddWorker() | Migrate():
+                return await answer_of_workers(backend, question)
             case Check():
                 return dict(await backend.check())
             case Scrape():

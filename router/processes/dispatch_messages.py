@@ -9,16 +9,15 @@ from typing import Any
 
 import msgspec
 
-from tandem.protocol.messages import Role
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.dispatcher import DispatchRequest, EngineTarget
 from tandem.router.processes.wire import WireFormat
+from tandem.router.processes.worker_questions import WorkerQuestion
 
 __all__ = [
     "WIRE_FORMAT",
     "Aborted",
     "AddEngine",
-    "AddServer",
     "AnswerOwner",
     "DispatchDecisions",
     "Ended",
@@ -42,7 +41,6 @@ __all__ = [
     "Question",
     "RemoveEngine",
     "ScrapeHub",
-    "SetEngineRole",
     "Stored",
 ]
 
@@ -176,27 +174,6 @@ class ScrapeHub(_DispatchMessage, frozen=True):
     """The metrics of the hub's process, as Prometheus reads them."""
 
 
-class SetEngineRole(_DispatchMessage, frozen=True):
-    """`Dispatcher.set_role`."""
-
-    worker: str
-    role: Role
-
-
-class DrainEngine(_DispatchMessage, frozen=True):
-    """`Dispatcher.drain`."""
-
-    worker: str
-    grace_s: float
-    restart: bool
-
-
-class AddServer(_DispatchMessage, frozen=True):
-    """`Dispatcher.add_worker`."""
-
-    role: Role
-
-
 class AddEngine(_DispatchMessage, frozen=True):
     """`Dispatcher.add_engine`."""
 
@@ -216,9 +193,7 @@ Question = (
     | FleetOverview
     | FleetPools
     | ScrapeHub
-    | SetEngineRole
-    | DrainEngine
-    | AddServer
+    | WorkerQuestion
     | AddEngine
     | RemoveEngine
 )

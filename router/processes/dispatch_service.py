@@ -16,10 +16,8 @@ from tandem.router.processes.dispatch_messages import (
     WIRE_FORMAT,
     Aborted,
     AddEngine,
-    AddServer,
     AnswerOwner,
     DispatchDecisions,
-    DrainEngine,
     Ended,
     EngineAdded,
     EngineAnswered,
@@ -41,10 +39,10 @@ from tandem.router.processes.dispatch_messages import (
     Question,
     RemoveEngine,
     ScrapeHub,
-    SetEngineRole,
     Stored,
 )
 from tandem.router.processes.hub import EdgeHub
+from tandem.router.processes.worker_questions import AddWorker, DrainWorker, Migrate, SetRole, answer_of_workers
 from tandem.scheduling.workers.workers import WorkerChange
 
 __all__ = ["DispatchService", "EngineNews"]
@@ -87,12 +85,8 @@ class DispatchService:
                 return await self._overview()
             case ScrapeHub():
                 return self._scrape().decode()
-            case SetEngineRole(worker, role):
-                return await dispatcher.set_role(worker, role)
-            case AddServer(role):
-                return await dispatcher.add_worker(role)
-            case DrainEngine(worker, grace_s, restart):
-                return await dispatcher.drain(worker, grace_s, restart=restart)
+            case SetRole() | DrainWorker() | AddWorker() | Migrate():
+                return await answer_of_workers(dispatcher, question)
             case AddEngine(fields):
                 return await dispatcher.add_engine(fields)
             case RemoveEngine(name):

@@ -8,19 +8,20 @@ from typing import Any
 
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import ServingError
-from tandem.protocol.messages import Prefetch, Role
+from tandem.protocol.messages import Prefetch
 from tandem.router.backend import GenerateRequest, PinRequest, PinState, TokenDelta
 from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.processes import backend_service as service
 from tandem.router.processes.hub_client import HubClient
+from tandem.router.processes.worker_questions import RemoteWorkers
 from tandem.router.responses.store import StoredResponse
 from tandem.router.streams import DeltaQueue, QueueStream, Stream
 
 __all__ = ["RemoteBackend", "RemoteResponses"]
 
 
-class RemoteBackend:
+class RemoteBackend(RemoteWorkers):
     """The backend of `BackendService`, with its readiness and its pins. Used from one event loop only.
 
     A hub that sends nothing for `timeout_s` fails every call.
@@ -42,7 +43,7 @@ class RemoteBackend:
         """
         self._status: service.Status | None = None
         self._scheduler = CallbackScheduler()
-        self._hub = HubClient(
+        hub = HubClient(
             endpoint,
             edge_id,
             service.WIRE_FORMAT,
@@ -52,7 +53,8 @@ class RemoteBackend:
             needs_key=needs_key,
             clock=clock,
         )
-        self.responses = RemoteResponses(self._hub)
+        super().__init__(hub)
+        self.responses = RemoteResponses(hub)
 
     async def start(self) -> None:
         """Join the hub. Raises `WorkerError` when it does not answer in time."""
@@ -113,22 +115,6 @@ class RemoteBackend:
     async def overview(self) -> dict[str, Any]:
         """What the dashboard shows of the hub's process, as JSON."""
         return await self._hub.ask(service.Overview(), dict[str, Any])
-
-    async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
-        """As `WorkerManager.set_role`."""
-        return await self._hub.ask(service.SetRole(worker, role), dict[str, Any])
-
-    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
-        """As `WorkerManager.drain`."""
-        return await self._hub.ask(service.DrainWorker(worker, grace_s, restart), dict[str, Any])
-
-    async def add_worker(self, role: Role) -> dict[str, Any]:
-        """As `WorkerManager.add_worker`."""
-        return await self._hub.ask(service.AddWorker(role), dict[str, Any])
-
-    async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
-        """As `Backend.migrate`."""
-        return await self._hub.ask(service.Migrate(worker, to, request_id), dict[str, Any])
 
     async def check(self) -> dict[str, str]:
         """What is wrong with, or held by, each worker that should be idle."""

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tandem.protocol.errors import NotServed, NoWorker, ServingError
-from tandem.protocol.messages import Role
+from tandem.protocol.errors import NoWorker, ServingError
 from tandem.router.engines.dispatcher import GAP_INTERVAL_S, Abort, DispatchRequest, EngineListener, EngineTarget
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.processes import dispatch_messages as messages
 from tandem.router.processes.hub_client import HubClient
+from tandem.router.processes.worker_questions import RemoteWorkers
 
 __all__ = ["RemoteDispatcher", "RemoteReservation"]
 
@@ -25,7 +25,7 @@ class _GapOffers:
         self.last_s = 0.0
 
 
-class RemoteDispatcher:
+class RemoteDispatcher(RemoteWorkers):
     """The dispatcher of `DispatchService`. Used from one event loop only.
 
     While the hub is silent for more than `timeout_s` nothing can be placed; answers that have begun go on.
@@ -48,7 +48,7 @@ class RemoteDispatcher:
         self._listener = listener
         self._status = messages.FleetStatus({}, {}, {}, [], None)
         self._gaps: dict[str, _GapOffers] = {}  # by engine
-        self._hub = HubClient(
+        hub = HubClient(
             endpoint,
             edge_id,
             messages.WIRE_FORMAT,
@@ -57,6 +57,7 @@ class RemoteDispatcher:
             timeout_s=timeout_s,
             needs_key=needs_key,
         )
+        super().__init__(hub)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -136,22 +137,6 @@ class RemoteDispatcher:
     async def scrape(self) -> bytes:
         """The metrics of the hub's process."""
         return (await self._hub.ask(messages.ScrapeHub(), str)).encode()
-
-    async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
-        """As `Dispatcher.set_role`."""
-        return await self._hub.ask(messages.SetEngineRole(worker, role), dict[str, Any])
-
-    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
-        """As `Dispatcher.drain`."""
-        return await self._hub.ask(messages.DrainEngine(worker, grace_s, restart), dict[str, Any])
-
-    async def add_worker(self, role: Role) -> dict[str, Any]:
-        """As `Dispatcher.add_worker`."""
-        return await self._hub.ask(messages.AddServer(role), dict[str, Any])
-
-    async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
-        """As `Dispatcher.migrate`."""
-        raise NotServed(f"Answers of other engines, such as '{worker[:100]}', cannot be moved while the engine lives.")
 
     async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Add an engine; returns it as JSON. Raises `RequestError`."""
