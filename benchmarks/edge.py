@@ -20,7 +20,7 @@ import ssl
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -61,6 +61,7 @@ __all__ = [
     "mock_engines",
     "native_edge",
     "route",
+    "route_cpu_in_turn",
 ]
 
 CONCURRENCY = 64
@@ -362,10 +363,9 @@ def mock_engines() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def route(workers: list[str], num_processes: int, checkout: Checkout = HERE) -> Iterator[Target]:
     """A `tandem route` in front of engines."""
-    tables = "".join(f'[[engines]]\nname = "w{i}"\nurl = "{url}"\nkind = "vllm"\n' for i, url in enumerate(workers))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "engines.toml")
-        path.write_text(tables)
+        path.write_text(_engines_toml(workers, "vllm"))
         port = free_port()
         command = [sys.executable, "-m", checkout.module, "route", f"--engines={path}", f"--port={port}"]
         command.append(f"--router-processes={num_processes}")
@@ -442,6 +442,45 @@ def _targets(settings: argparse.Namespace, workers: list[str]) -> Iterator[conte
         yield _smg([settings.vllm_router], "vllm-router", workers)
     if settings.litellm:
         yield _litellm(settings.litellm, workers)
+
+
+def _engines_toml(workers: list[str], kind: str) -> str:
+    return "".join(f'[[engines]]\nname = "w{i}"\nurl = "{url}"\nkind = "{kind}"\n' for i, url in enumerate(workers))
+
+
+@contextlib.contextmanager
+def _route_with(engines: Path, *flags: str) -> Iterator[tuple[str, int]]:
+    """A `tandem route` with this file of engines and these flags: its URL and the id of its process."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    command = [sys.executable, "-m", "tandem", "route", f"--engines={engines}", f"--port={port}", *flags]
+    with launched(command, ready=f"{url}/ready") as running:
+        yield url, running.process.pid
+
+
+def route_cpu_in_turn(
+    flags: Mapping[str, Sequence[str]],
+    shapes: Sequence[Shape],
+    num_rounds: int,
+    seconds: float,
+    *,
+    kind: str = "openai",
+) -> dict[str, dict[str, list[float]]]:
+    """CPU seconds of a router for a chunk (plain: an answer) in each turn, by shape and by the name of its flags."""
+    found: dict[str, dict[str, list[float]]] = {shape.name: {name: [] for name in flags} for shape in shapes}
+    with tempfile.TemporaryDirectory() as folder, mock_engines() as workers, contextlib.ExitStack() as stack:
+        engines = Path(folder) / "engines.toml"
+        engines.write_text(_engines_toml(workers, kind))
+        routers = {name: stack.enter_context(_route_with(engines, *given)) for name, given in flags.items()}
+        for number in range(num_rounds):
+            for shape in shapes:
+                for name in flags if number % 2 else reversed(list(flags)):
+                    url, pid = routers[name]
+                    measured = run_measured(measure(url, cpu_of(pid), shape, seconds))
+                    if measured.num_wrong:
+                        raise RuntimeError(f"wrong answer: {measured.first_wrong}")
+                    num = measured.num_chunks if shape.is_stream else measured.num_answers
+                    found[shape.name][name].append(measured.cpu_s / num)
+    return found
 
 
 def _named(name: str, num_processes: int) -> str:

@@ -12,26 +12,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import signal
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import httpx
 import orjson
 import psutil
 
-from benchmarks.common import arguments, console, free_port, launched, print_table, write_result
-from benchmarks.edge import SHAPES, cpu_of, measure, mock_engines
+from benchmarks.common import arguments, console, print_table, write_result
+from benchmarks.edge import SHAPES, route_cpu_in_turn
 from benchmarks.engines import Fleet, routed
-from tandem.loadtest.client import run_measured
 from tandem.router.engines.relay.sse import ChunkEvents
 from tandem.router.engines.relay.stream_ledger import StreamLedger
 from tandem.router.engines.relay.stream_relay import Rewrite, StreamRelay
@@ -153,22 +149,9 @@ def _show_cost(cost: dict[str, dict[str, list[float]]], num_rounds: int) -> None
 
 def measure_cost(settings: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """CPU seconds of the router for a chunk in each turn, by shape, without and with token ids."""
+    flags = {name: [f"--max-moves={name[-1]}"] for name in _NAMES}
     shapes = [shape for shape in SHAPES if shape.is_stream]
-    found: dict[str, dict[str, list[float]]] = {shape.name: {name: [] for name in _NAMES} for shape in shapes}
-    with tempfile.TemporaryDirectory() as folder, mock_engines() as workers, contextlib.ExitStack() as stack:
-        engines = Path(folder) / "engines.toml"
-        tables = [f'[[engines]]\nname = "w{i}"\nurl = "{url}"\nkind = "vllm"\n' for i, url in enumerate(workers)]
-        engines.write_text("".join(tables))
-        routers = {name: stack.enter_context(_router(engines, f"--max-moves={name[-1]}")) for name in _NAMES}
-        for number in range(settings.rounds):
-            for shape in shapes:
-                for name in _NAMES if number % 2 else reversed(_NAMES):
-                    url, pid = routers[name]
-                    measured = run_measured(measure(url, cpu_of(pid), shape, settings.seconds))
-                    if measured.num_wrong:
-                        raise RuntimeError(f"wrong answer: {measured.first_wrong}")
-                    found[shape.name][name].append(measured.cpu_s / measured.num_chunks)
-    return found
+    return route_cpu_in_turn(flags, shapes, settings.rounds, settings.seconds, kind="vllm")
 
 
 def measure_kill(settings: argparse.Namespace) -> dict[str, Any]:
@@ -244,14 +227,6 @@ def _note(seen: Seen, event: dict[str, Any]) -> None:
     for choice in event.get("choices", ()):
         seen.text += (choice["delta"].get("content") or "") if "delta" in choice else choice["text"]
         seen.finish_reason = choice["finish_reason"] or seen.finish_reason
-
-
-@contextlib.contextmanager
-def _router(engines: Path, *flags: str) -> Iterator[tuple[str, int]]:
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    command = [sys.executable, "-m", "tandem", "route", f"--engines={engines}", f"--port={port}", *flags]
-    with launched(command, ready=f"{url}/ready") as running:
-        yield url, running.process.pid
 
 
 if __name__ == "__main__":

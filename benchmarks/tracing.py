@@ -15,7 +15,6 @@ import contextlib
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,13 +28,11 @@ from benchmarks.common import (
     Setup,
     arguments,
     console,
-    free_port,
-    launched,
     print_table,
     serving,
     write_result,
 )
-from benchmarks.edge import SHAPES, cpu_of, measure, mock_engines
+from benchmarks.edge import SHAPES, route_cpu_in_turn
 from benchmarks.throughput import POOL, load
 from tandem.loadtest.client import run_measured
 from tests.support.collector import CollectedSpan, Collector, collecting
@@ -86,32 +83,8 @@ def measure_serve(settings: argparse.Namespace, collector: Collector) -> dict[st
 
 def measure_route(settings: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """CPU seconds of the router for a chunk (plain: an answer) in each turn, by shape, without and with tracing."""
-    found: dict[str, dict[str, list[float]]] = {shape.name: {name: [] for name in _NAMES} for shape in SHAPES}
-    with tempfile.TemporaryDirectory() as folder, mock_engines() as workers, contextlib.ExitStack() as stack:
-        engines = Path(folder) / "engines.toml"
-        engines.write_text("".join(f'[[engines]]\nname = "w{i}"\nurl = "{url}"\n' for i, url in enumerate(workers)))
-        routers = {
-            name: stack.enter_context(_router(engines, *flags))
-            for name, flags in zip(_NAMES, [(), ("--tracing",)], strict=True)
-        }
-        for number in range(settings.rounds):
-            for shape in SHAPES:
-                for name in _NAMES if number % 2 else reversed(_NAMES):
-                    url, pid = routers[name]
-                    measured = run_measured(measure(url, cpu_of(pid), shape, settings.route_seconds))
-                    if measured.num_wrong:
-                        raise RuntimeError(f"wrong answer: {measured.first_wrong}")
-                    num = measured.num_chunks if shape.is_stream else measured.num_answers
-                    found[shape.name][name].append(measured.cpu_s / num)
-    return found
-
-
-@contextlib.contextmanager
-def _router(engines: Path, *flags: str) -> Iterator[tuple[str, int]]:
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    command = [sys.executable, "-m", "tandem", "route", f"--engines={engines}", f"--port={port}", *flags]
-    with launched(command, ready=f"{url}/ready") as running:
-        yield url, running.process.pid
+    flags: dict[str, list[str]] = dict(zip(_NAMES, [[], ["--tracing"]], strict=True))
+    return route_cpu_in_turn(flags, SHAPES, settings.rounds, settings.route_seconds)
 
 
 def _one_trace(server: Server, collector: Collector) -> list[CollectedSpan]:
