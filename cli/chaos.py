@@ -9,11 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import httpx
 import psutil
 import typer
 from rich.console import Console
@@ -28,6 +30,7 @@ __all__ = ["chaos"]
 _SERVING = re.compile(r"Serving (\S+) on (http://\S+)")
 _START_S = 600.0
 _STOP_S = 60.0
+_FLAGS = ["--host-cache-gb=0.1", "--max-restarts=1000", "--no-autoscale"]
 _LINK_FAULTS = "delay=0.02,stick=0.002,fail=0.01,lose=0.002,tear=0.005,flip=0.01,garble=0.005,drop=0.01,repeat=0.01"
 
 
@@ -72,31 +75,32 @@ def chaos(
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as scratch:
         folder = Path(scratch)
         flags = [f"--prefill={prefill}", f"--decode={decode}", f"--router-processes={router_processes}"]
-        flags += [f"--disk-cache-path={folder / 'kv'}", "--host-cache-gb=0.1", "--max-restarts=1000", "--no-autoscale"]
+        flags += [f"--disk-cache-path={folder / 'kv'}", *_FLAGS]
         flags += [f"--model={model}"] if model else []
         flags += [f"--inject-faults=seed={seed},{link_faults}"] if link_faults != "none" else []
         say(f"seed {seed}; the server's log: {folder / 'serve.log'}")
         with _serving(flags, folder / "serve.log") as (process, name, url):
-
-            async def run_in_loop() -> ChaosRun:
-                async with chaos_client(url) as client:
-                    return await run_chaos(
-                        client,
-                        psutil.Process(process.pid),
-                        sample_requests(seed, name, max_tokens),
-                        plan(seed, duration_s, has_edges=router_processes > 1, has_disk=True),
-                        duration_s=duration_s,
-                        num_streams=streams,
-                        seed=seed,
-                        disk_folder=folder / "kv",
-                        say=say,
-                    )
-
-            run = asyncio.run(run_in_loop())
+            trial = partial(
+                run_chaos,
+                server=psutil.Process(process.pid),
+                requests=sample_requests(seed, name, max_tokens),
+                events=plan(seed, duration_s, has_edges=router_processes > 1, has_disk=True),
+                duration_s=duration_s,
+                num_streams=streams,
+                seed=seed,
+                disk_folder=folder / "kv",
+                say=say,
+            )
+            run = asyncio.run(_with_client(url, trial))
         _show(run, Console(highlight=False))
     for line in run.lost:
         say(f"lost: {line}")
     return 1 if run.lost else 0
+
+
+async def _with_client(url: str, trial: Callable[[httpx.AsyncClient], Awaitable[ChaosRun]]) -> ChaosRun:
+    async with chaos_client(url) as client:
+        return await trial(client)
 
 
 @contextmanager

@@ -276,16 +276,13 @@ class Supervisor:
                 return
             was_up = member.is_up.is_set()
             departs, member.departs = member.departs, ""
-            gone = await self._bury(member, _LEFT if departs else _LOST)
             if departs:
-                self._on_progress(f"{member.role} worker {member.worker_id} has left")
-                self._cover()
-                await asyncio.wait({gone}, timeout=_GONE_TIMEOUT_S)
-            if departs == "leave":
-                self._forget(member, bundle)
-                return
-            if departs:
+                await self._see_off(member)
+                if departs == "leave":
+                    self._forget(member, bundle)
+                    return
                 continue
+            gone = await self._bury(member, _LOST)
             if member.given_up or (not was_up and not member.has_served and not member.restarts.num_deaths):
                 if member.is_added:
                     why = member.given_up or ended
@@ -304,6 +301,13 @@ class Supervisor:
                 return
             self._cover()
             await asyncio.gather(asyncio.sleep(member.restarts.delay_s), asyncio.wait({gone}, timeout=_GONE_TIMEOUT_S))
+
+    async def _see_off(self, member: Member) -> None:
+        """A worker has left as it was asked to: tell everyone, and wait until they have forgotten it."""
+        gone = await self._bury(member, _LEFT)
+        self._on_progress(f"{member.role} worker {member.worker_id} has left")
+        self._cover()
+        await asyncio.wait({gone}, timeout=_GONE_TIMEOUT_S)
 
     async def _live(self, member: Member, bundle: Bundle) -> str:
         """Start the worker and wait for its end; how it ended."""

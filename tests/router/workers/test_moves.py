@@ -34,6 +34,7 @@ from tandem.protocol.messages import (
 from tandem.router.backend import TokenDelta
 from tandem.router.poisoned_requests import MAX_DEATHS, MAX_REMEMBERED, REFUSED_S, PoisonedRequests
 from tests.support.fake_worker import (
+    FakeCluster,
     FakeWorker,
     collect,
     fake_cluster,
@@ -458,6 +459,21 @@ async def test_no_copy_is_made_unless_it_is_wanted() -> None:
         assert not second.of_type(Generate)
 
 
+async def end_it(end: str, cluster: FakeCluster, stream: Pulled[TokenDelta]) -> None:
+    """Let the worker die, the client leave or the router stop, or just read the last tokens."""
+    if end == "death":
+        cluster.client.mark_dead("d", "exit code -9")
+    if end == "shutdown":
+        cluster.flow.shut_down()
+    if end == "client":
+        await stream.aclose()
+    elif end == "shutdown":
+        with pytest.raises(NoWorker):
+            await rest(stream)
+    else:
+        assert await rest(stream) == [102, 103]
+
+
 @pytest.mark.parametrize("end", ["death", "last token", "client", "shutdown"])
 async def test_whatever_happens_during_a_copy_ends_it(end: str) -> None:
     async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
@@ -468,17 +484,7 @@ async def test_whatever_happens_during_a_copy_ends_it(end: str) -> None:
         copy = await is_copying(second)
         if end == "last token":
             cluster.workers["d"].output(SequenceDelta("r0", 2, [102, 103], FinishReason.LENGTH))
-        if end == "death":
-            cluster.client.mark_dead("d", "exit code -9")
-        if end == "shutdown":
-            cluster.flow.shut_down()
-        if end == "client":
-            await stream.aclose()
-        elif end == "shutdown":
-            with pytest.raises(NoWorker):
-                await rest(stream)
-        else:
-            assert await rest(stream) == [102, 103]
+        await end_it(end, cluster, stream)
         await eventually(lambda: Cancel(request_id=copy.request_id) in second.of_type(Cancel))
         cluster.assert_nothing_left()
 
@@ -496,15 +502,5 @@ async def test_whatever_happens_on_the_way_out_leaves_nothing_booked(end: str) -
             await eventually(lambda: generation._queue.num_items == 1)
         assert generation.move("test")
         assert cluster.registry.num_bookings == 2
-        if end == "death":
-            cluster.client.mark_dead("d", "exit code -9")
-        if end == "shutdown":
-            cluster.flow.shut_down()
-        if end == "client":
-            await stream.aclose()
-        elif end == "shutdown":
-            with pytest.raises(NoWorker):
-                await rest(stream)
-        else:
-            assert await rest(stream) == [102, 103]
+        await end_it(end, cluster, stream)
         cluster.assert_nothing_left()
