@@ -9,9 +9,9 @@ import random
 import re
 import resource
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -76,6 +76,31 @@ async def connect(port: int) -> Streams:
     return await asyncio.open_connection("127.0.0.1", port, ssl=Way.client)
 
 
+class ServerClock:
+    """The clock by which servers wait for their clients. It leaps when a test says so."""
+
+    def __init__(self) -> None:
+        self._leapt_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._leapt_s
+
+    async def leap(self, port: int, seconds: float) -> None:
+        """Return when the server has ended what is late by then. `seconds` are more than its `header_timeout_s`."""
+        reader, writer = await connect(port)  # it sends nothing, so it is late too
+        self._leapt_s += seconds
+        await reader.read()
+        writer.close()
+
+
+@pytest.fixture
+def server_clock(monkeypatch: pytest.MonkeyPatch) -> ServerClock:
+    clock = ServerClock()
+    monkeypatch.setattr(http_connections_module, "_MAX_TICK_S", 1e9)
+    monkeypatch.setattr(http_connections_module, "time", clock)
+    return clock
+
+
 @asynccontextmanager
 async def serving_app(app: Any, **config: Any) -> AsyncIterator[int]:
     """The port of a server with this app."""
@@ -96,6 +121,7 @@ class Echo:
         self.reads = True
         self.num_asked = 0
         self.num_disconnects = 0
+        self.num_read_bytes = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -108,6 +134,7 @@ class Echo:
                 self.num_disconnects += 1
                 return
             body += message["body"]
+            self.num_read_bytes += len(message["body"])
             more = message["more_body"]
         self.headers = list(scope["headers"])
         if scope["path"] != "/health":
@@ -482,7 +509,7 @@ async def test_a_refusal_follows_the_responses_to_earlier_requests(last: bytes, 
             writer.close()
 
 
-async def test_a_complete_request_that_waits_in_the_pipeline_does_not_time_out() -> None:
+async def test_a_complete_request_that_waits_in_the_pipeline_does_not_time_out(server_clock: ServerClock) -> None:
     app = Echo()
     async with serving_app(app, header_timeout_s=0.2, body_timeout_s=0.2) as port, asyncio.timeout(30):
         app.may_answer.clear()
@@ -490,7 +517,8 @@ async def test_a_complete_request_that_waits_in_the_pipeline_does_not_time_out()
         for size, (_, writer) in connections.items():
             head = HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % size
             writer.write(PIPELINED % 0 + head + b"q" * size)
-        await asyncio.sleep(0.8)  # longer than the body timeout
+        await eventually(lambda: app.num_asked == len(connections))
+        await server_clock.leap(port, 30.0)
         app.may_answer.set()
         for size, (reader, writer) in connections.items():
             answers = await reader.read()
@@ -570,20 +598,14 @@ async def test_slow_clients_are_disconnected_and_quick_ones_are_not() -> None:
             writer.close()
 
 
-async def test_an_idle_connection_is_kept_longer_than_clients_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 0.0
-    monkeypatch.setattr(http_connections_module, "_MAX_TICK_S", 1e9)
-    monkeypatch.setattr(http_connections_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-    async with serving_app(Echo()) as port, asyncio.timeout(30):
+async def test_an_idle_connection_is_kept_longer_than_clients_keep_theirs(server_clock: ServerClock) -> None:
+    async with serving_app(Echo(), header_timeout_s=1.0) as port, asyncio.timeout(30):
         reader, writer = await connect(port)
-        for _ in range(3):
-            late = await connect(port)  # the server has looked at the clock when this one is closed
+        for _ in range(2):
             writer.write(GET + b"\r\n")
             assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
-            now_s += 70.0
-            await late[0].read()
-            late[1].close()
-        now_s += 10.0
+            await server_clock.leap(port, 65.0)
+        await server_clock.leap(port, 15.0)
         assert await reader.read() == b""
         writer.close()
 
@@ -595,12 +617,13 @@ async def send_for_ever(writer: asyncio.StreamWriter, part: bytes) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_a_large_body_gets_more_time_and_an_endless_unread_one_does_not() -> None:
+async def test_a_large_body_gets_more_time_and_an_endless_unread_one_does_not(server_clock: ServerClock) -> None:
     app = Echo()
-    async with serving_app(app, body_timeout_s=0.5) as port, asyncio.timeout(60):
+    async with serving_app(app, header_timeout_s=0.5, body_timeout_s=0.5) as port, asyncio.timeout(60):
         reader, writer = await connect(port)
         writer.write(HEAD + b"content-length: 65536\r\n\r\n" + b"b" * 60_000)
-        await asyncio.sleep(2.5)  # longer than the body timeout, without the extension for received bytes
+        await eventually(lambda: app.num_read_bytes == 60_000)
+        await server_clock.leap(port, 2.5)  # longer than the body timeout, without the extension for received bytes
         writer.write(b"b" * 5_536)
         assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
         await reader.readexactly(65_536)
