@@ -1,9 +1,9 @@
 """Autoscalers on recorded traffic, in virtual time: SLO attainment and worker-hours. No model and no GPU.
 
-Mooncake's conversation trace and Azure's bursty code trace on H200s with a 70B model, and the code trace on one-core
-CPU workers, where it is an overload. For 64 workers the conversation trace is served four times at once, with other
-prompts and shifted in time. Each request of the code trace is repeated within a second, which keeps its bursts: 2 and 8
-times on H200s, 1 and 4 on CPUs. All use our routing, and differ in the sizes of the pools:
+It serves Mooncake's conversation trace and Azure's bursty code trace on H200s with a 70B model. It also serves the code
+trace on one-core CPU workers, which it overloads. For 64 workers the conversation trace is served four times at once,
+with other prompts and shifted in time. Each request of the code trace is repeated within a second, which keeps its
+bursts: 2 and 8 times on H200s, 1 and 4 times on CPUs. All runs use our routing. They differ in the sizes of the pools:
 
 - every static split of 16 workers, and every eighth of 64;
 - our autoscaler with flips only, and with workers added and removed too;
@@ -58,7 +58,7 @@ SCALERS: dict[str, Callable[[int], Scaler]] = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run: a static split of so many prefill workers if it names no scaler."""
+    """One run. Without a scaler it is a static split with `num_prefill` prefill workers."""
 
     trace: str
     num_workers: int
@@ -104,15 +104,15 @@ class Row:
 
 
 class _Static:
-    """As `Scaler`: nothing moves."""
+    """A `Scaler` that moves nothing."""
 
     def decide(self, _: object) -> tuple[()]:
-        """Nothing."""
+        """Return no move."""
         return ()
 
 
 def load(trace: str, num_copies: int) -> list[TraceRequest]:
-    """The requests of a trace, so many times, from second 0 on."""
+    """The requests of `num_copies` copies of a trace, from second 0 on."""
     rng = random.Random(0)
     if trace.startswith("code"):
         rows = list(_read_azure(_DATA / "azure2023_code_a.csv.gz"))
@@ -134,7 +134,7 @@ def _copy(request: TraceRequest, number: int, shift_s: float, span_s: float) -> 
 
 
 def _read_azure(path: Path) -> Sequence[TraceRequest]:
-    """Lengths and times only: nothing is shared between prompts."""
+    """Read lengths and times only: prompts share nothing."""
     with gzip.open(path, "rt") as lines:
         rows = list(csv.DictReader(lines))
     times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in rows]

@@ -72,7 +72,7 @@ async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any
 
 
 async def _until_generated(server: Server, num_tokens: int, streams: list[asyncio.Task[StreamTiming]]) -> None:
-    """Wait until a stream has about so many tokens, or has ended."""
+    """Wait until a stream has about this many tokens, or has ended."""
     while not any(stream.done() for stream in streams):
         pools = await server.client.request_json("GET", "/v1/pools")
         loads = [worker for worker in pools["roles"]["decode"] if worker["num_running"]]

@@ -86,7 +86,7 @@ class RouterConfig:
         str,
         Setting(
             "PEM file with CA certificates; each client must show a certificate that one of them has signed. "
-            "Empty = none is asked for.",
+            "Empty = clients need no certificate.",
             HTTP,
             metavar="FILE",
         ),
@@ -103,7 +103,7 @@ class RouterConfig:
     tracing: Annotated[
         bool,
         Setting(
-            "Export traces of requests with OpenTelemetry, as the OTEL_* variables say (docs/tracing.md); needs the "
+            "Export traces of requests with OpenTelemetry, as the OTEL_* variables say (docs/tracing.md). It needs the "
             "extra otel.",
             HTTP,
         ),
@@ -201,7 +201,7 @@ class RouterConfig:
     worker_stall_timeout_s: Annotated[
         Seconds,
         Setting(
-            "A worker that lives, but whose loop or step does not get on for this long, is replaced.",
+            "A living worker is replaced if its loop or step makes no progress for this long.",
             LIMITS,
             own_workers_only=True,
         ),
@@ -212,12 +212,12 @@ class RouterConfig:
     max_moves: Annotated[
         int,
         Meta(ge=0, le=100),
-        Setting("Times that a request goes on with other workers or engines after one died; 0: it ends.", LIMITS),
+        Setting("Times that a request goes on with other workers or engines after one died; 0 = it ends.", LIMITS),
     ] = 3
     copy_kv_tokens: Annotated[
         CountOrZero,
         Setting(
-            "An answer's KV is copied to another decode worker each time it has grown by so many tokens, so that "
+            "An answer's KV is copied to another decode worker each time it has grown by this many tokens, so that "
             "little is computed again if its worker dies; 0 = never.",
             WORKERS,
             own_workers_only=True,
@@ -282,8 +282,8 @@ class ExternalEnginesConfig:
     engine_ca: Annotated[
         str,
         Setting(
-            "PEM file with the CA certificates of https:// engines; empty = the system's. tls_ca of an engine comes "
-            "first.",
+            "PEM file with the CA certificates of https:// engines; empty = the system's. An engine's own tls_ca "
+            "comes first.",
             ENGINES,
             metavar="FILE",
         ),
@@ -291,15 +291,15 @@ class ExternalEnginesConfig:
     engine_cert: Annotated[
         str,
         Setting(
-            "PEM file with the certificate that https:// engines are shown; empty = none. tls_cert of an engine comes "
-            "first.",
+            "PEM file with the certificate that https:// engines are shown; empty = none. An engine's own tls_cert "
+            "comes first.",
             ENGINES,
             metavar="FILE",
         ),
     ] = ""
     engine_key: Annotated[str, Setting("PEM file with the key of --engine-cert.", ENGINES, metavar="FILE")] = ""
     max_attempts: Annotated[
-        int, Meta(gt=0, le=DAY_S), Setting("Most engines that one request is tried on, before its first byte.", LIMITS)
+        int, Meta(gt=0, le=DAY_S), Setting("Most engines that one request is tried on before its first byte.", LIMITS)
     ] = 3
     connect_timeout_s: Annotated[Seconds, Setting("Seconds to connect to an engine.", LIMITS)] = 2.0
     probe_interval_s: Annotated[Seconds, Setting("Seconds between two health checks of an engine.", LIMITS)] = 1.0

@@ -1,4 +1,4 @@
-"""Decides how many workers of which role there are: a pure function of what is observed, the clock and a little state.
+"""Decides how many workers each role has. It is a pure function of an observation, the clock and a small state.
 
 It predicts which share of requests will be within their SLOs for today's pools and for their neighbours: some workers
 flipped, added or removed. It moves if the gain over the next minutes outlasts the cost of moving. Flips come first. The
@@ -53,7 +53,7 @@ class AutoscalerPolicy:
     min_share: float = 0.03  # least gain of a move, as a share of the loss
     num_agreeing: int = 2  # observations in a row that want the same
     cooldown_s: float = 10.0  # between two moves
-    remove_after_s: float = 120.0  # for so long there must have been a worker too many
+    remove_after_s: float = 120.0  # a removal waits until there has been a worker too many for this long
     headroom: float = 1.25  # a worker may go if the others could serve this much more than forecast
     start_s: float = 60.0  # until a new worker serves
     flip_deadline_s: float = 60.0
@@ -81,7 +81,8 @@ class AutoscalerPolicy:
 
 DEFAULT_POLICY = AutoscalerPolicy()
 
-# Predictions look so far ahead: at least this, and as many starts of a worker, so that one that is added can pay off.
+# How far predictions look ahead: at least `_SOON_S`, and `_STARTS` times the start of a worker, so that an added worker
+# can pay off.
 _SOON_S = 120.0
 _STARTS = 4.0
 
@@ -95,7 +96,7 @@ class WorkerView:
     is_ready: bool = True
     num_running: int = 0  # requests that a flip would leave unfinished in the old role
     num_queued_tokens: int = 0
-    num_kv_tokens: int = 0  # of the sequences there
+    num_kv_tokens: int = 0  # tokens of the sequences on this worker
 
     @property
     def server(self) -> str:
@@ -140,7 +141,7 @@ class Flip:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Start so many workers of this role."""
+    """Start `num_workers` workers of this role."""
 
     role: Role
     num_workers: int
@@ -154,7 +155,7 @@ class Remove:
 
 
 class Move(NamedTuple):
-    """What is done at once, all of one kind."""
+    """Changes of one kind that are made at once."""
 
     kind: str  # "flip", "add" or "remove"
     role: Role  # the role that grows, or that shrinks by a removal

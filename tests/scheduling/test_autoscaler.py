@@ -67,7 +67,7 @@ class World:
         )
 
     def tick(self, rate: float = 0.0, prompt: int = 1000, num_ticks: int = 1) -> ScalingDecision:
-        """Let time pass under so many requests per second."""
+        """Let time pass while `rate` requests arrive per second."""
         for _ in range(num_ticks):
             begin, self.now = self.now, self.now + TICK_S
             for _ in range(int(rate * self.now) - int(rate * begin)):
@@ -144,7 +144,7 @@ class TestMoves:
     def test_one_move_is_in_flight_at_a_time(self) -> None:
         world = World(1, 5)
         world.backlog = Backlog(50_000)
-        world._carry_out = lambda move: None  # type: ignore[method-assign]  # it takes its time
+        world._carry_out = lambda move: None  # type: ignore[method-assign]  # the move stays under way
         world.until(1.5, lambda: bool(world.moves))
         assert world.tick(1.5).code is Reason.IN_FLIGHT
         assert len(world.moves) == 1
@@ -320,7 +320,7 @@ class TestWithdrawal:
 
 class TestFailuresOfOthers:
     def test_a_burst_that_waits_is_seen_before_the_rate_is(self) -> None:
-        """The queue is time too: service time alone looks well."""
+        """Waiting in the queue counts too: the service time alone looks good."""
         world = World(2, 4, ALL)
         world.tick(0.1, num_ticks=30)
         assert not [move for move in world.moves if move.role == P and move.kind != "remove"]
@@ -384,14 +384,14 @@ class TestFailuresOfOthers:
         decision = world.tick(1.0)
         assert "8 prefill" in decision.reason.replace(f"{world.num(P)} prefill", "8 prefill")
         world.tick(1.0, num_ticks=400)
-        assert len(world.views) <= 6, "too many are removed, whoever added them"
+        assert len(world.views) <= 6, "surplus workers leave, also those that an operator added"
         for name in list(world.views)[2:]:
             del world.views[name]
         world.tick(3.0, num_ticks=100)
         assert len(world.views) > 3
 
     def test_requests_that_are_too_long_for_their_slo_do_not_keep_workers(self) -> None:
-        """Replicas cannot shorten one request: no floor of workers may follow from it."""
+        """Replicas cannot shorten one request, so it must not set a least number of workers."""
         world = World(6, 4, ALL)
         world.tick(0.01, 20_000, num_ticks=400)
         assert len(world.views) <= 3

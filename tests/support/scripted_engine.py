@@ -1,4 +1,4 @@
-"""An engine that streams a script token by token as vLLM does, with token ids: for streams that go on elsewhere.
+"""An engine that streams a script as vLLM does, token by token and with token ids. Tests move its streams elsewhere.
 
 Its tokens are runs of bytes, so a token may end within a character. It answers with the script only if it is asked for
 what follows the tokens of the script; otherwise with '#'. `script_on` gives a `fake_openai` server these answers.
@@ -75,9 +75,9 @@ def events(script: Script, body: dict[str, Any], *, is_chat: bool, tokens_per_ev
 def _pieces(
     script: Script, body: dict[str, Any], ids: list[int], tokens_per_event: int
 ) -> Iterator[tuple[str, list[int], tuple[str, str | None] | None]]:
-    """Text, token ids, and at the end its reason.
+    """Yield text and token ids; the last item also has the finish reason.
 
-    As vLLM: text ends with a whole token and a whole character, and what may begin a stop string is held back.
+    As in vLLM, text ends with a whole token and a whole character, and text that may begin a stop string is held back.
     """
     stops = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or []
     num_held = max(map(len, stops), default=1) - 1
@@ -112,7 +112,7 @@ def _pieces(
 class ScriptedEngine:
     """How the engine of a `FakeServer` behaves.
 
-    Each stream takes a number from `breaks`, which engines may share, and breaks after so many events.
+    Each stream takes a number from `breaks`, which engines may share, and breaks after that number of events.
     """
 
     script: Script
@@ -143,7 +143,7 @@ class ScriptedEngine:
 
 
 def script_on(fake: FakeServer, script: Script, **behaviour: Any) -> ScriptedEngine:
-    """Have the server answer with this script, as a vLLM that can give token ids."""
+    """Let the server answer with this script, like a vLLM that can give token ids."""
     engine = ScriptedEngine(script, **behaviour)
     fake.version = "0.32.0"
     fake.replies |= {

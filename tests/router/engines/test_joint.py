@@ -1,4 +1,4 @@
-"""Streams cut anywhere and joined again: what is shown must be what one engine shows that nothing happens to."""
+"""Streams that are cut anywhere and joined again. Clients must see what one undisturbed engine would have sent."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def decoder(script: Script) -> Callable[[list[int]], Awaitable[str]]:
 
 
 async def run(script: Script, body: dict[str, Any], deaths: Iterable[int], *, is_chat: bool, merged: int = 1) -> bytes:
-    """The stream that a client sees of engines that die after so many events, one after the other."""
+    """The stream that a client sees. `deaths` has, for each engine that dies, the number of events it sends before."""
     api, ledger = (CHAT if is_chat else COMPLETIONS), new_ledger(is_chat=is_chat)
     assert obstacle(api, body) == ""
     sent, chat, rewrite = body | {"return_token_ids": True}, is_chat, ledger.follow
@@ -75,7 +75,7 @@ async def run(script: Script, body: dict[str, Any], deaths: Iterable[int], *, is
 
 
 def seen(shown: bytes) -> dict[str, Any]:
-    """What a client makes of a stream: text, reasons of the end, usage, and the form of its events."""
+    """What a client reads in a stream: text, finish reasons, usage, and the form of its events."""
     bodies = [orjson.loads(raw[6:]) for raw in shown.split(b"\n\n")[:-2]]
     choices = [body["choices"][0] for body in bodies if body["choices"]]
     pieces = [choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices]
@@ -149,7 +149,7 @@ def test_the_joint_is_behind_the_last_whole_character() -> None:
 @pytest.mark.parametrize(
     ("shown", "held"),
     [
-        ("", 0),  # the engine keeps text to itself, as a parser of reasoning does
+        ("", 0),  # the engine holds text back, as a parser of reasoning does
         ("ab", 0),
         ("a", 2),
         ("abX", 0),
@@ -228,7 +228,7 @@ def test_completions_of_one_prompt_can_go_on_and_other_routes_cannot() -> None:
     [
         ({"max_tokens": 10}, (8, None)),
         ({"max_tokens": 10, "max_completion_tokens": 5}, (3, None)),
-        ({}, (95, None)),  # the rest of a context of 100, behind 3 + 2 tokens
+        ({}, (95, None)),  # a context of 100 tokens has this much left after 3 + 2
         ({"max_tokens": 10, "min_tokens": 5}, (8, 3)),
         ({"max_tokens": 10, "min_tokens": 2}, (8, None)),
     ],
