@@ -1,4 +1,4 @@
-"""The source keeps its shape: functions are short, and few handlers catch any exception, each with its reason."""
+"""The source keeps its shape: short functions, few handlers of any exception, and folders that the docs explain."""
 
 from __future__ import annotations
 
@@ -53,3 +53,12 @@ def test_few_handlers_catch_any_exception() -> None:
 
 def test_a_handler_of_any_exception_says_why() -> None:
     assert [place for is_broad, place, line in handlers() if is_broad and "#" not in line] == []
+
+
+def test_every_folder_of_source_is_in_the_table_of_the_architecture() -> None:
+    rows = [line for line in (REPOSITORY / "docs/architecture.md").read_text().splitlines() if line.startswith("| `")]
+    for path in sources():
+        package, *folders = path.relative_to(REPOSITORY).parts[:-1]
+        row = next((row for row in rows if f"`{package}/`" in row.split("|")[1]), "")
+        assert row, f"{package}/ is in no row"
+        assert not folders or f"`{folders[0]}/`" in row, f"{package}/{folders[0]}/ is not in the row of {package}/"
