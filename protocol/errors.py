@@ -16,8 +16,9 @@ ServingError
  |   |- RateLimitExceeded      the limit of an API key
  |- NotServed                501: this kind of model cannot do it
  |- InternalError              500: a bug of ours, which ended only this request
- |- WorkerError                a worker failed or is gone: 502/503
+ |- WorkerError                a worker failed or is gone: 502/503/504
  |   |- WorkerLost             its process ended or fell silent
+ |   |- WorkerTimeout          504: no token came in time
  |   |- NoWorker               503: nothing can serve this now
  |- TransferError              KV could not be moved
  |   |- TransferTimeout
@@ -53,6 +54,7 @@ __all__ = [
     "WorkerError",
     "WorkerLost",
     "WorkerNotFound",
+    "WorkerTimeout",
 ]
 
 
@@ -203,6 +205,13 @@ class WorkerLost(WorkerError):
     def __init__(self, message: str, *, worker_id: str) -> None:
         super().__init__(message)
         self.worker_id = worker_id
+
+
+class WorkerTimeout(WorkerError):
+    """No token came within `--request-timeout-s`: its workers are too busy or hang."""
+
+    status = 504
+    code = "worker_timeout"
 
 
 class NoWorker(WorkerError):

@@ -37,6 +37,7 @@ _MESSAGES_TYPES = {
     404: "not_found_error",
     413: "request_too_large",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 
 

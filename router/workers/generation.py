@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from tandem.protocol.errors import NoWorker, ServingError, TransferError, WorkerError, WorkerLost
+from tandem.protocol.errors import NoWorker, ServingError, TransferError, WorkerError, WorkerLost, WorkerTimeout
 from tandem.protocol.fault_boundary import async_error_of
 from tandem.protocol.messages import FinishReason, SequenceDelta, WorkerState
 from tandem.router.admission_queue import AdmissionQueue, AdmittedRequest
@@ -413,9 +413,12 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
     def _fail_idle(self) -> None:
         self.fail(self._idle_error())
 
-    def _idle_error(self) -> WorkerError:
+    def _idle_error(self) -> WorkerTimeout:
         name, timeout_s = self._request.request_id, self._context.request_timeout_s
-        return WorkerError(f"request {name} got no token within request_timeout_s={timeout_s}")
+        return WorkerTimeout(
+            f"request {name} got no token within request_timeout_s={timeout_s}; send fewer or shorter prompts at once, "
+            "add workers, or raise it"
+        )
 
 
 def _fingerprint(request: GenerateRequest) -> bytes:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tandem.protocol.errors import NoWorker, Overloaded, TransferTimeout, WorkerError
+from tandem.protocol.errors import NoWorker, Overloaded, TransferTimeout, WorkerError, WorkerTimeout
 from tandem.protocol.messages import FinishReason
 from tandem.router.backend import TokenDelta
 from tandem.router.text.tokenizer import Tokenizer
@@ -154,6 +154,7 @@ async def test_a_large_body_is_refused_before_it_is_read(tokenizer: Tokenizer, c
         (NoWorker("No worker is ready."), 503, "no_worker"),
         (WorkerError("Worker w1 died."), 502, "worker_failed"),
         (TransferTimeout("Late."), 502, "kv_transfer_timeout"),
+        (WorkerTimeout("No token."), 504, "worker_timeout"),
         (Overloaded("Busy.", retry_after_s=2.1), 429, "overloaded"),
         (ValueError("secret internals"), 500, "internal_error"),
     ],

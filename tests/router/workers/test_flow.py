@@ -22,6 +22,7 @@ from tandem.protocol.errors import (
     RoleRefused,
     ServingError,
     WorkerError,
+    WorkerTimeout,
 )
 from tandem.protocol.messages import (
     INVALID_REQUEST,
@@ -202,7 +203,7 @@ async def test_tokens_that_wait_together_come_together_and_before_the_error_behi
 async def test_silence_ends_a_request() -> None:
     config = RouterConfig(request_timeout_s=0.2)
     async with fake_cluster(prefill=first_token, decode=silent, config=config) as cluster:
-        with pytest.raises(WorkerError, match=r"request_timeout_s=0\.2"):
+        with pytest.raises(WorkerTimeout, match=r"request_timeout_s=0\.2"):
             await collect(cluster, make_request())
         await eventually(lambda: len(cluster.workers["d"].of_type(Cancel)) == 1)
         cluster.assert_nothing_left()

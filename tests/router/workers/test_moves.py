@@ -17,6 +17,7 @@ from tandem.protocol.errors import (
     ServingError,
     WorkerError,
     WorkerNotFound,
+    WorkerTimeout,
 )
 from tandem.protocol.messages import (
     INVALID_REQUEST,
@@ -155,7 +156,7 @@ async def test_they_wait_no_longer_than_a_request_may_be_silent() -> None:
         serving = asyncio.create_task(collect(cluster, make_request()))
         await eventually(lambda: bool(cluster.workers["d"].of_type(Generate)))
         cluster.client.mark_dead("d", "exit code -9")
-        with pytest.raises(WorkerError, match=r"request_timeout_s=0\.2"):
+        with pytest.raises(WorkerTimeout, match=r"request_timeout_s=0\.2"):
             await serving
         cluster.assert_nothing_left()
 
