@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -75,6 +76,7 @@ class WorkerBundles:
             self._group = placement_group(bundles, strategy="SPREAD", **self._options | {"name": name})
         own = (_bundle_of(self._group, number, *need) for number, need in enumerate(needs))
         self._free = [bundle for bundle in own if not taken or bundle.place not in taken]
+        self._num_used = Counter(place.group for place in taken)  # bundles of groups other than the first
 
     def at(self, place: Place, num_cpus: float, num_gpus: float) -> Bundle:
         """The bundle of a claimed worker."""
@@ -97,6 +99,7 @@ class WorkerBundles:
         options = self._options | {"name": f"{self._options['name']}/{uuid.uuid4().hex}"}  # Ray takes each name once
         group = placement_group([_resources(num_cpus, num_gpus)], **options)
         self._added.append(group)
+        self._num_used[group.id.hex()] = 1
         return _bundle_of(group, 0, num_cpus, num_gpus)
 
     def has_room_for(self, num_cpus: float, num_gpus: float) -> bool:
@@ -108,11 +111,13 @@ class WorkerBundles:
     def give_back(self, bundle: Bundle) -> None:
         """Nobody uses a bundle any more. Its node may be given up if it was asked for by `another`."""
         group = bundle.strategy.placement_group
-        if group in self._added:
+        if group not in self._added:
+            self._free.append(bundle)
+            return
+        self._num_used[bundle.place.group] -= 1
+        if not self._num_used[bundle.place.group]:  # that of an earlier server has several
             self._added.remove(group)
             remove_placement_group(group)
-        else:
-            self._free.append(bundle)
 
     def remove(self) -> None:
         """Give all bundles back. Ray ends actors that still run in them."""

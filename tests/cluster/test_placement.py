@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from tandem.cluster.placement import Bundle
+from tandem.cluster import placement
+from tandem.cluster.ownership import Owner, Place
+from tandem.cluster.placement import Bundle, WorkerBundles
 
 
 @pytest.mark.parametrize(
@@ -19,3 +25,66 @@ from tandem.cluster.placement import Bundle
 )
 def test_what_a_worker_needs_is_told_in_words(num_cpus: float, num_gpus: float, expected: str) -> None:
     assert str(Bundle(num_cpus, num_gpus, None)) == expected
+
+
+class Groups:
+    """Ray's placement groups, by id."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **groups: tuple[str, list[dict[str, float]]]) -> None:
+        self.groups = dict(groups)
+        monkeypatch.setattr(placement, "placement_group", self._create)
+        monkeypatch.setattr(placement, "remove_placement_group", lambda group: self.groups.pop(group.name))
+        monkeypatch.setattr(placement, "placement_group_table", self._table)
+        monkeypatch.setattr(placement, "_group_of", self._handle)
+
+    @cache  # noqa: B019 - handles of one group are equal, as Ray's are
+    def _handle(self, name: str) -> Any:
+        return SimpleNamespace(id=SimpleNamespace(hex=lambda: name), name=name)
+
+    def _create(self, bundles: list[dict[str, float]], *, name: str, **_: object) -> Any:
+        group_id = f"new-{len(self.groups)}"
+        self.groups[group_id] = (name, bundles)
+        return self._handle(group_id)
+
+    def _table(self) -> dict[str, Any]:
+        return {
+            group_id: {"state": "CREATED", "name": name, "bundles": dict(enumerate(bundles))}
+            for group_id, (name, bundles) in self.groups.items()
+        }
+
+
+OWNER = Owner(service="s", orphan_timeout_s=60.0)
+CORE = (1.0, 0.0)
+
+
+def test_the_groups_of_an_earlier_server_are_used_again_and_others_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = {"CPU": 1.0}
+    groups = Groups(
+        monkeypatch,
+        main=("tandem/s", [one, one]),
+        mine=("tandem/s/added/1", [one]),
+        unused=("tandem/s/added/2", [one]),
+        others=("tandem/t", [one, one]),
+    )
+    bundles = WorkerBundles([CORE, CORE], OWNER, [Place("main", 1), Place("mine", 0)])
+    assert set(groups.groups) == {"main", "mine", "others"}
+    assert bundles.bundle(0, *CORE).place == Place("main", 0)
+    added = bundles.at(Place("mine", 0), *CORE)
+    bundles.give_back(added)
+    assert set(groups.groups) == {"main", "others"}
+    bundles.give_back(bundles.at(Place("main", 1), *CORE))
+    assert bundles.another(*CORE).place == Place("main", 1), "it was given back, not removed"
+    bundles.remove()
+    assert set(groups.groups) == {"others"}
+
+
+def test_a_group_that_fits_no_more_is_kept_until_its_last_worker_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would end those that still run in it."""
+    groups = Groups(monkeypatch, old=("tandem/s", [{"CPU": 1.0}, {"CPU": 1.0}]))
+    bundles = WorkerBundles([CORE] * 3, OWNER, [Place("old", 0), Place("old", 1)])
+    first, second = (bundles.at(Place("old", number), *CORE) for number in range(2))
+    assert bundles.bundle(2, *CORE).place.group != "old"
+    bundles.give_back(first)
+    assert "old" in groups.groups
+    bundles.give_back(second)
+    assert "old" not in groups.groups
