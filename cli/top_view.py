@@ -158,14 +158,24 @@ def _tiers(snapshot: Json, width: int) -> list[Text]:
 
 
 def _autoscaler_lines(snapshot: Json) -> Iterable[Text]:
-    """What the autoscaler decided last, and the latest change of a worker's role, in a line each."""
+    """What the autoscaler decided last, and the latest move of a worker, in a line each."""
     if reason := snapshot["autoscaler"].get("reason"):
         yield Text("autoscaler  ", style="dim", no_wrap=True) + _clean(reason)
     if advice := snapshot["autoscaler"].get("advice"):
         yield Text("it advises to  ", style="dim", no_wrap=True) + _clean(advice)
-    for flip in snapshot["autoscaler"].get("flips", [])[:1]:
-        words = _clean(f"{flip['worker']} from {flip['from']} to {flip['to']}: {flip['reason']}")
-        yield Text("latest role change  ", style="dim", no_wrap=True) + words
+    for move in snapshot["autoscaler"].get("moves", [])[:1]:
+        words = _clean(f"{_move(move)}: {move['reason']}")
+        yield Text("latest move  ", style="dim", no_wrap=True) + words
+
+
+def _move(move: Json) -> str:
+    """What a worker did, in a few words."""
+    worker = move["worker"]
+    if move["kind"] == "flip":
+        return f"{worker} from {move['from']} to {move['to']}"
+    if move["kind"] == "add":
+        return f"{worker} was not added, {move['withdrawn']}" if "withdrawn" in move else f"{worker} added"
+    return f"{worker} restarted" if move["kind"] == "restart" else f"{worker} removed"
 
 
 def _member_table(members: Sequence[Json], num_all: int, sort: str, width: int, *, is_own: bool) -> list[Text]:

@@ -272,9 +272,16 @@ def _candidate(candidate: Json) -> Json:
 
 
 def _latest_moves(autoscaler: Mapping[str, Any]) -> Json:
-    """The autoscaler's latest decision, and the latest role changes of workers, newest first."""
-    flips = list(reversed(autoscaler.get("flips", [])))[:_NUM_MOVES]
-    return _cut(autoscaler) | {"flips": [_cut(flip) for flip in flips]}
+    """The autoscaler's latest decision, and the latest moves of workers with their kind, newest first."""
+    moves = [{"kind": "flip", **flip} for flip in autoscaler.get("flips", [])]
+    moves += [{"kind": "add", **arrival} for arrival in autoscaler.get("arrivals", [])]
+    moves += [
+        {"kind": "restart" if departure.get("restart") else "remove", **departure}
+        for departure in autoscaler.get("departures", [])
+    ]
+    newest = sorted(moves, key=lambda move: -float(move.get("began", 0.0)))[:_NUM_MOVES]
+    decision = {name: value for name, value in autoscaler.items() if not isinstance(value, list)}
+    return _cut(decision) | {"moves": [_cut(move) for move in newest]}
 
 
 def _cut(fields: Mapping[str, Any]) -> Json:

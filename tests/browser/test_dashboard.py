@@ -130,7 +130,10 @@ def test_a_revoked_key_is_asked_for_again(windows: Windows) -> None:
 def test_hostile_names_stay_text(windows: Windows) -> None:
     names = [f"{HOSTILE}{number}" for number in range(12)]
     world = LiveWorld(12, names=names, tenants=(HOSTILE, "javascript:alert(1)", "__proto__"))
-    world.autoscaler = {"reason": HOSTILE, "flips": [{"worker": HOSTILE, "from": "x", "to": "y", "reason": HOSTILE}]}
+    world.autoscaler = {
+        "reason": HOSTILE,
+        "flips": [{"worker": HOSTILE, "from": "x", "to": "y", "reason": HOSTILE, "began": 1.0}],
+    }
     with dashboard_server(world) as url, windows.open(url) as page:
         live(page)
         until_second_window(page)

@@ -200,3 +200,19 @@ def test_a_lost_server_is_marked_and_found_again(answers: list[Any], monkeypatch
     assert shown.index("first") < shown.index("not live since") < shown.index("nobody listens") < shown.index("second")
     assert pauses[:2] == [0.5, 1.0]
     assert pauses[2:] == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("move", "words"),
+    [
+        ({"kind": "flip", "from": "decode", "to": "prefill"}, "w0 from decode to prefill: why"),
+        ({"kind": "add"}, "w0 added: why"),
+        ({"kind": "add", "withdrawn": "no room"}, "w0 was not added, no room: why"),
+        ({"kind": "remove"}, "w0 removed: why"),
+        ({"kind": "restart"}, "w0 restarted: why"),
+    ],
+)
+def test_the_latest_move_is_told_in_a_line(move: dict[str, str], words: str) -> None:
+    snapshot = snapshot_of(DashboardWorld(4))
+    snapshot["autoscaler"]["moves"] = [{"worker": "w0", "reason": "why"} | move]
+    assert f"latest move  {words}" in screen(snapshot)

@@ -105,6 +105,14 @@ class DashboardWorld:
             "prefill_wait_s": 0.42,
             "decode_wait_s": 0.31,
             "flips": [move] if len(self.registry) > 2 else [],
+            "arrivals": [
+                {"worker": "decode-9", "role": "decode", "reason": "add 1 decode worker", "began": time.time() - 200}
+                | {"withdrawn": "Ray has found no room by its deadline"}
+            ],
+            "departures": [
+                {"id": 1, "worker": "decode-8", "restart": False, "reason": "remove decode-8: one too many"}
+                | {"began": time.time() - 100, "finished": True, "left_after_s": 1.5}
+            ],
         }
 
     def tick(self, num_requests: int = 8) -> None:

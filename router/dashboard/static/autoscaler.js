@@ -1,4 +1,4 @@
-// What the autoscaler sees, what it decided last, and the latest changes of roles with their reasons.
+// What the autoscaler sees, what it decided last, and the latest moves of workers with their reasons.
 
 import { barRow, updateBarRow } from "./charts.js";
 import { byId, element, reconcile, setText } from "./dom.js";
@@ -7,13 +7,13 @@ import { seconds, timeOfDay } from "./format.js";
 export function showAutoscaler(snapshot) {
   const { autoscaler, pools } = snapshot;
   const hasRoles = "prefill" in pools && "decode" in pools;
-  byId("autoscaler-panel").hidden = snapshot.kind === "engines" && autoscaler.flips.length === 0;
+  byId("autoscaler-panel").hidden = snapshot.kind === "engines" && autoscaler.moves.length === 0;
   const node = byId("autoscaler");
   if (!node.firstChild) {
     node.append(
       element("p", { class: "reason" }),
       element("ul", { class: "bars" }),
-      element("h3", {}, "Latest role changes"),
+      element("h3", {}, "Latest moves"),
       element("ol", { class: "moves" }),
     );
   }
@@ -21,8 +21,8 @@ export function showAutoscaler(snapshot) {
   const advice = autoscaler.advice ? `. It advises to ${autoscaler.advice}.` : "";
   setText(reason, autoscaler.reason ? autoscaler.reason + advice : hasRoles ? "Off: roles change only on an operator's word." : "There are no roles to change.");
   showWaits(waits, autoscaler);
-  reconcile(moves, autoscaler.flips, (move) => `${move.began} ${move.worker}`, makeMove, updateMove);
-  moves.hidden = autoscaler.flips.length === 0;
+  reconcile(moves, autoscaler.moves, (move) => `${move.kind} ${move.began} ${move.worker}`, makeMove, updateMove);
+  moves.hidden = autoscaler.moves.length === 0;
   moves.previousElementSibling.hidden = moves.hidden;
 }
 
@@ -53,13 +53,34 @@ function makeMove(move) {
 }
 
 function updateMove(node, move) {
-  setText(node.querySelector(".move"), `${move.worker}: ${move.from} → ${move.to}`);
+  setText(node.querySelector(".move"), `${move.worker}: ${whatHappens(move)}`);
   const outcome = node.querySelector(".outcome");
   setText(outcome, outcomeOf(move));
-  outcome.classList.toggle("error", "failed" in move);
+  outcome.classList.toggle("error", "failed" in move || "withdrawn" in move);
+}
+
+function whatHappens(move) {
+  return { flip: `${move.from} → ${move.to}`, add: `added as ${move.role}`, remove: "removed", restart: "restarted" }[move.kind];
 }
 
 function outcomeOf(move) {
+  if (move.kind === "add") return outcomeOfAdding(move);
+  return move.kind === "flip" ? outcomeOfFlip(move) : outcomeOfLeaving(move);
+}
+
+function outcomeOfAdding(move) {
+  if ("withdrawn" in move) return `Withdrawn: ${move.withdrawn}`;
+  return "serving_after_s" in move ? `Served after ${seconds(move.serving_after_s)}` : "Under way";
+}
+
+function outcomeOfLeaving(move) {
+  if (!("left_after_s" in move)) return "Under way";
+  const forced = move.finished ? "" : "; what was left of its work went on elsewhere or ended";
+  const back = "back_after_s" in move ? `, back after ${seconds(move.back_after_s)}` : "";
+  return `Left after ${seconds(move.left_after_s)}${back}${forced}`;
+}
+
+function outcomeOfFlip(move) {
   if ("failed" in move) return `Failed: ${move.failed}`;
   if (!("serving_after_s" in move)) return "Under way";
   const serving = `Served in its new role after ${seconds(move.serving_after_s)}`;

@@ -128,3 +128,22 @@ async def test_an_overview_is_computed_once_an_interval() -> None:
         found.append((await overview())["number"])
         clock.now += 0.5
     assert found == [1, 1, 2, 2]
+
+
+async def test_moves_of_all_kinds_are_shown_with_their_reasons_newest_first() -> None:
+    world = DashboardWorld(4)
+    world.fill(1)
+    long = world.autoscaler["arrivals"][0] | {"withdrawn": "x" * 10_000, "began": 1.0}
+    world.autoscaler["arrivals"].insert(0, long)
+    [snapshot] = await snapshots_of(world, 0)
+    shown = snapshot["autoscaler"]
+    assert [(move["kind"], move["worker"]) for move in shown["moves"]] == [
+        ("remove", "decode-8"),
+        ("add", "decode-9"),
+        ("flip", "decode-3"),
+        ("add", "decode-9"),
+    ]
+    assert shown["moves"][1]["withdrawn"] == "Ray has found no room by its deadline"
+    assert len(shown["moves"][3]["withdrawn"]) < 1000
+    assert all(move["reason"] for move in shown["moves"])
+    assert not {"flips", "arrivals", "departures"} & shown.keys()
