@@ -9,6 +9,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
 from tandem.cli.reference import HELM_COMPONENTS
 from tandem.cli.serve import SERVE_FIELDS, build_config
@@ -367,3 +368,72 @@ def test_the_head_starts_a_server_that_was_killed_again(tmp_path: Path, serve: s
     starts = (tmp_path / "starts").read_text().splitlines()
     assert (finished.returncode, len(starts)) == (code, num_starts), finished.stderr
     assert all(start.startswith("serve --ray-address=auto") for start in starts)
+
+
+GROWING: dict[str, Any] = {
+    "cluster": {"num_prefill": 1, "num_decode": 2, "min_workers": 2, "max_workers": 6, "num_cpus_per_worker": 3.0},
+    "worker": {"autoscaling": {"enabled": True, "idleTimeoutSeconds": 90}, "gpus": 1},
+}
+
+
+@pytest.mark.parametrize("values", [GROWING, EVERYTHING | GROWING], ids=["plain", "everything"])
+def test_rays_autoscaler_reads_the_bounds_of_the_server_from_the_raycluster(values: dict[str, Any]) -> None:
+    """KubeRay's operator gives Ray's autoscaler the whole resource; what Ray makes of it is Ray's own code."""
+    manifests = render(values)
+    assert not [one for one in manifests if one["kind"] == "StatefulSet"]
+    cluster = find(manifests, "RayCluster", "release")
+    assert cluster["spec"]["enableInTreeAutoscaling"] is True
+    config = _derive_autoscaling_config_from_ray_cr(cluster | {"metadata": cluster["metadata"] | {"namespace": "n"}})
+    workers = config["available_node_types"]["workers"]
+    assert (workers["min_workers"], workers["max_workers"]) == (2, 6)
+    assert {name: workers["resources"][name] for name in ("CPU", "GPU")} == {"CPU": 3, "GPU": 1}
+    assert config["available_node_types"]["headgroup"]["resources"]["CPU"] == 0
+    assert config["idle_timeout_minutes"] == 1.5
+    assert cluster["spec"]["workerGroupSpecs"][0]["replicas"] == 3
+    scripts = find(manifests, "ConfigMap", "release")["data"]
+    flags = accept(tandem_commands(scripts["head.sh"])[0])
+    assert (flags["min_workers"], flags["max_workers"]) == (2, 6)
+    assert "--no-monitor" in scripts["head.sh"], "the operator starts the autoscaler"
+    assert "--num-gpus=1 --num-cpus=3" in scripts["worker.sh"]
+
+
+def test_pods_of_a_raycluster_are_those_of_the_statefulsets() -> None:
+    plain = GROWING | {"worker": GROWING["worker"] | {"autoscaling": {"enabled": False}}}
+    spec, still = find(render(GROWING), "RayCluster", "release")["spec"], render(plain)
+    templates = {"head": spec["headGroupSpec"]["template"], "worker": spec["workerGroupSpecs"][0]["template"]}
+    for name, template in templates.items():
+        fixed = find(still, "StatefulSet", f"release-{name}")["spec"]["template"]
+        pod = {"apiVersion": "v1", "kind": "Pod", **template}
+        kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+        assert template["metadata"]["labels"] == fixed["metadata"]["labels"], "services and policies find it"
+        template["spec"]["volumes"] = [one for one in template["spec"]["volumes"] if one["name"] != "kubernetes-access"]
+        assert template["spec"] == fixed["spec"]
+
+
+def test_only_rays_autoscaler_may_ask_kubernetes() -> None:
+    spec = find(render(GROWING), "RayCluster", "release")["spec"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in spec["autoscalerOptions"]["volumeMounts"]}
+    assert mounts["kubernetes-access"] == "/var/run/secrets/kubernetes.io/serviceaccount"
+    for template in (spec["headGroupSpec"]["template"], spec["workerGroupSpecs"][0]["template"]):
+        assert template["spec"]["automountServiceAccountToken"] is False
+        (container,) = template["spec"]["containers"]
+        assert "kubernetes-access" not in {mount["name"] for mount in container["volumeMounts"]}
+    names = {volume["name"] for volume in spec["headGroupSpec"]["template"]["spec"]["volumes"]}
+    assert set(mounts) <= names
+    environment = {entry["name"]: entry["value"] for entry in spec["autoscalerOptions"]["env"]}
+    assert environment["RAY_AUTH_TOKEN_PATH"].startswith(mounts["ray-token"])
+    assert spec["autoscalerOptions"]["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        ({"max_workers": 0}, "needs cluster.max_workers"),
+        ({"num_cpus_per_worker": 0}, "needs cluster.num_cpus_per_worker"),
+    ],
+)
+def test_a_raycluster_needs_to_know_what_grows(cluster: dict[str, Any], message: str) -> None:
+    values = GROWING | {"cluster": GROWING["cluster"] | cluster}
+    finished = helm("template", "release", str(CHART), values=values)
+    assert finished.returncode != 0
+    assert message in finished.stderr

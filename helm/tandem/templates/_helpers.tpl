@@ -48,6 +48,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- end }}
 
+{{/* Cores that a pod of one worker offers to Ray. */}}
+{{- define "tandem.coresOfPod" -}}
+{{- ceil .Values.cluster.num_cpus_per_worker | int -}}
+{{- end }}
+
 {{- define "tandem.scheme" -}}
 {{- ternary "https" "http" (or .Values.tls.existingSecret .Values.router.tls_cert | not | not) -}}
 {{- end }}
