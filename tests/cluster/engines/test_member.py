@@ -58,7 +58,7 @@ class Placed:
 
     async def start(self) -> None:
         async with asyncio.timeout(60):
-            await self.member.start(Bundle(1.0, 0.0, "DEFAULT"), on_no_room=lambda _: None)
+            await self.member.start(Bundle(1.0, 0.0, "DEFAULT"), on_no_room=lambda _: None, on_placed=lambda: None)
 
     def roles(self) -> dict[str, tuple[Role, WorkerState]]:
         return {worker.worker_id: (worker.role, worker.state) for worker in self.fleet.registry}
