@@ -35,7 +35,7 @@ from tandem.runtime.idle_timeout import answered_in_time
 from tandem.scheduling.workers.registry import Registry
 from tandem.worker.status import WorkerStatus
 
-__all__ = ["Member", "Requests", "WorkerMember", "call", "first_line", "member_of"]
+__all__ = ["Member", "Requests", "WorkerMember", "call", "first_line", "kind_of", "member_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -301,7 +301,7 @@ class WorkerMember(Member):
 
     @staticmethod
     def _comparable(config: WorkerConfig) -> WorkerConfig:
-        return replace(config, worker_id="", role=Role.COLOCATED, router_key="", cpu_cores=())
+        return replace(config, worker_id="", role=kind_of(config.role), router_key="", cpu_cores=())
 
     def _create_actor(self, options: dict[str, Any], tenure: Tenure | None) -> Any:
         variables = {"OMP_NUM_THREADS": str(self._config.engine.num_threads or 1)}
@@ -367,6 +367,11 @@ class WorkerMember(Member):
             except (RayError, ServingError, TimeoutError) as exc:
                 logger.warning("%s could not be told of %s yet: %s", self.worker_id, peer.worker_id, first_line(exc))
             await asyncio.sleep(_TELL_AGAIN_S)
+
+
+def kind_of(role: Role) -> Role:
+    """The same for roles between which a worker changes."""
+    return role if role is Role.COLOCATED else Role.DECODE
 
 
 def member_of(members: Mapping[str, Member], worker_id: str) -> Member | None:

@@ -15,7 +15,7 @@ from tandem.cluster.engines.actor import EngineActor, EngineEnd, EngineStarted
 from tandem.cluster.engines.dialect import dialect_of
 from tandem.cluster.engines.role_switch import RoleIsLost, switch_role
 from tandem.cluster.engines.server import EngineServer
-from tandem.cluster.member import Member, Requests
+from tandem.cluster.member import Member, Requests, kind_of
 from tandem.cluster.owned_actor import WorkerClaim
 from tandem.cluster.ownership import Tenure
 from tandem.cluster.restarts import RestartBudget
@@ -69,12 +69,12 @@ class EngineMember(Member):
         return EngineMember(server, role, RestartBudget(self.restarts.max_restarts), self._fleet, self._facts)
 
     def is_like(self, claim: WorkerClaim) -> bool:
-        """As `Member.is_like`."""
-        return bool(self._comparable(self._server) == self._comparable(claim.config))
+        """As `Member.is_like`. Which role half of an SGLang pair plays by now is not known."""
+        return not self._is_half and self._comparable(self._server) == self._comparable(claim.config)
 
     @staticmethod
     def _comparable(server: EngineServer) -> EngineServer:
-        return replace(server, worker_id="", role=Role.COLOCATED, cpu_cores=(), api_key="")
+        return replace(server, worker_id="", role=kind_of(server.role), cpu_cores=(), api_key="")
 
     def _taken_over(self, claim: WorkerClaim) -> Any:
         """As `Member._taken_over`: the server keeps the key that it was started with."""

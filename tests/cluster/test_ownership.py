@@ -163,13 +163,14 @@ async def test_a_member_goes_on_with_a_worker_of_its_name_that_is_as_it_would_st
         survivor("surplus", claim_of(config_of("decode-2"))),
         survivor("added", claim_of(config_of("decode-3"), is_added=True)),
         survivor("added-other", claim_of(config_of("decode-4", block_size=8), is_added=True)),
+        survivor("colocated", claim_of(replace(config_of("colocated-1"), role=Role.COLOCATED), is_added=True)),
     ]
     added = await give_to_members(found, members)
     assert [one.actor.name for one in added] == ["added"]
     assert members["decode-0"].survivor is found[0]
     assert members["decode-1"].survivor is None
-    assert sorted(actors.killed) == ["added-other", "other", "surplus", "twice"]
-    assert len(ended) == 4
+    assert sorted(actors.killed) == ["added-other", "colocated", "other", "surplus", "twice"]
+    assert len(ended) == 5
 
 
 async def test_a_server_lets_go_of_workers_that_were_claimed_but_not_of_those_that_are_late(
