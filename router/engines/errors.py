@@ -15,7 +15,15 @@ from __future__ import annotations
 
 from tandem.protocol.errors import Overloaded, RequestError, WorkerError
 
-__all__ = ["AdapterGone", "AnswerNotFound", "AnswerRefused", "EngineBusy", "EngineFailed", "EngineNotFound"]
+__all__ = [
+    "AdapterGone",
+    "AnswerNotFound",
+    "AnswerRefused",
+    "EngineBusy",
+    "EngineFailed",
+    "EngineNotFound",
+    "EngineTimeout",
+]
 
 
 class EngineFailed(WorkerError):
@@ -42,6 +50,13 @@ class EngineFailed(WorkerError):
         """The same error, saying why the stream did not go on elsewhere."""
         message = f"{self.message.removeprefix(f'engine {self.engine}: ')}; the stream cannot go on: {obstacle}"
         return EngineFailed(self.engine, message, is_absent=self.is_absent, is_lost=self.is_lost)
+
+
+class EngineTimeout(EngineFailed):
+    """An engine sent nothing within `--request-timeout-s`; so did the others that were tried."""
+
+    status = 504
+    code = "engine_timeout"
 
 
 class AdapterGone(EngineFailed):

@@ -72,7 +72,7 @@ def _forwarded(api: Api) -> Operation:
         answer=answer,
         event=event if api.generates else None,
         done="[DONE]" if api.has_stream_options else "",
-        errors=(404, 429, 502),
+        errors=(404, 429, 502, 504),
         passes_errors=True,
         parameters=GENERATION_HEADERS,
     )
@@ -82,7 +82,7 @@ def _stored(*parameters: Parameter) -> Operation:
     return Operation(
         tag="generation",
         answer=_ANY_OBJECT | {"description": "As the engine wrote it."},
-        errors=(404, 429, 502),
+        errors=(404, 429, 502, 504),
         passes_errors=True,
         parameters=(*GENERATION_HEADERS[:1], *parameters),
     )

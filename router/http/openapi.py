@@ -45,7 +45,7 @@ _ERRORS = {
     501: "The served model is of a kind that cannot answer this.",
     502: "A worker or an engine failed.",
     503: "Nothing can serve the request now.",
-    504: "No token came within `--request-timeout-s`.",
+    504: "Nothing came from a worker or an engine within `--request-timeout-s`.",
 }
 _OF_ALL = (400, 403, 408, 414, 431, 500, 503)
 _OF_BODIES = (413, 415, 429)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import orjson
 
 from tandem.router.engines.dispatcher import EngineReservation, EngineTarget
-from tandem.router.engines.errors import AdapterGone, EngineBusy, EngineFailed
+from tandem.router.engines.errors import AdapterGone, EngineBusy, EngineFailed, EngineTimeout
 from tandem.router.engines.relay.answers import error_text, parse_answer
 from tandem.router.engines.relay.client_request import ClientRequest
 from tandem.router.engines.relay.connections import EngineConnection, EngineConnections
@@ -308,7 +308,7 @@ class Attempt:
             async with asyncio.timeout(timeout_s) as self._timeout:
                 return await work
         except TimeoutError as exc:
-            silent = EngineFailed(self._waits_for.name, f"sent nothing within request_timeout_s={timeout_s:g}")
+            silent = EngineTimeout(self._waits_for.name, f"sent nothing within request_timeout_s={timeout_s:g}")
             raise self._aborted or silent from exc
         except EngineFailed as exc:  # the connection to an engine that is gone may break first
             raise self._aborted or exc from exc

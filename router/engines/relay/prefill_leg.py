@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from tandem.router.engines.config import EngineSpec
-from tandem.router.engines.errors import EngineFailed
+from tandem.router.engines.errors import EngineTimeout
 from tandem.router.engines.relay.answers import parse_answer
 from tandem.router.engines.relay.connections import EngineConnection
 from tandem.router.engines.relay.engine_errors import engine_errors
@@ -73,7 +73,7 @@ class PrefillLeg:
                     reply = self._reply = await self.engine.upstream.post(path, content, request_id, trace)
                     content = await reply.read_all()
         except TimeoutError as exc:
-            raise EngineFailed(name, f"did not end the prompt within request_timeout_s={timeout_s:g}") from exc
+            raise EngineTimeout(name, f"did not end the prompt within request_timeout_s={timeout_s:g}") from exc
         reply.close()
         answer = parse_answer(name, reply.status, reply.headers, content, bool)
         return PrefillAnswer(reply.status, answer, content)

@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Scope
 
 from tandem.router.engines.dispatcher import Dispatcher
-from tandem.router.engines.errors import AnswerNotFound, EngineFailed
+from tandem.router.engines.errors import AnswerNotFound, EngineTimeout
 from tandem.router.engines.relay.answers import parse_answer
 from tandem.router.engines.relay.connections import EngineConnection, EngineConnections
 from tandem.router.engines.relay.engine_errors import engine_errors
@@ -82,4 +82,4 @@ async def _in_time(engine: str, timeout_s: float) -> AsyncIterator[None]:
             with engine_errors(engine):
                 yield
     except TimeoutError as exc:
-        raise EngineFailed(engine, f"sent nothing within request_timeout_s={timeout_s:g}") from exc
+        raise EngineTimeout(engine, f"sent nothing within request_timeout_s={timeout_s:g}") from exc

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from tandem.router.engines.errors import EngineFailed
+from tandem.router.engines.errors import EngineFailed, EngineTimeout
 from tandem.router.engines.relay.answers import error_text
 from tandem.router.engines.relay.engine_errors import engine_errors
 from tandem.router.engines.relay.sse import Event, EventFormat, EventSplitter, first_event, split_events
@@ -176,7 +176,7 @@ class StreamRelay:
                 return False
         elif time.monotonic() - self._last_event_s > self._timeout_s:  # comments keep `IdleTimeout` content
             message = f"sent no event within request_timeout_s={self._timeout_s:g}"
-            self._failure = self._failure or EngineFailed(self._engine, message)
+            self._failure = self._failure or EngineTimeout(self._engine, message)
         return self._failure is None
 
     def _complete_events(self, data: bytes) -> bytes:

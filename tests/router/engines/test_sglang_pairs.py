@@ -98,7 +98,7 @@ async def test_a_prefill_engine_that_is_silent_is_named(fake_a: FakeServer, fake
     config = RouterConfig(request_timeout_s=0.3)
     async with routing(*pair(fake_a, fake_b), config=config) as router:
         status, message = await error_of(router)
-        assert (status, message) == (502, "engine p: did not end the prompt within request_timeout_s=0.3")
+        assert (status, message) == (504, "engine p: did not end the prompt within request_timeout_s=0.3")
         await eventually(lambda: (fake_a.num_left, fake_b.num_left) == (1, 1))
 
 

@@ -146,7 +146,7 @@ async def test_an_engine_that_hangs_is_a_bounded_wait(fake_a: FakeServer) -> Non
         answer_id, _ = await owned(router)
         fake_a.headers_pause.clear()
         read = await router.client.get(f"{PATH}/{answer_id}")
-        assert (read.status_code, read.json()["error"]["code"]) == (502, "engine_failed")
+        assert (read.status_code, read.json()["error"]["code"]) == (504, "engine_timeout")
         assert "sent nothing within request_timeout_s=1" in read.json()["error"]["message"]
         fake_a.resume()
 
