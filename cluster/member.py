@@ -85,6 +85,7 @@ class Member(ABC):
         self.start_s = 0.0  # from the request for a place until it served, the last time
         self.home_role: Role | None = None  # what it was before it took over for a pool without workers
         self.is_up = asyncio.Event()
+        self._is_given_up = asyncio.Event()
 
     async def start(self, bundle: Bundle, *, on_no_room: Callable[[str], None], on_placed: Callable[[], None]) -> None:
         """Start a process in this bundle, load the model and make the worker known to the router.
@@ -203,6 +204,11 @@ class Member(ABC):
         """Let the worker end in good order."""
         await call(self.actor.stop)
 
+    def give_up(self, reason: str) -> None:
+        """Wait no longer for a process that does not serve yet."""
+        self.given_up = reason
+        self._is_given_up.set()
+
     def kill(self) -> None:
         """Let Ray end the process."""
         if self.actor is None:
@@ -235,11 +241,11 @@ class Member(ABC):
         Without a living node it never will: the node of a private cluster, once dead, does not come back.
         """
         identity = asyncio.ensure_future(call(self.actor.identity, timeout_s=_PLACE_TIMEOUT_S))
+        given_up = asyncio.ensure_future(self._is_given_up.wait())
         try:
             notice_s = _REPLACE_NOTICE_S if self.has_served else _PLACE_NOTICE_S
-            while not (await asyncio.wait({identity}, timeout=notice_s))[0]:
-                if self.given_up:
-                    raise WorkerError(self.given_up)
+            waits = {identity, given_up}
+            while not (await asyncio.wait(waits, timeout=notice_s, return_when=asyncio.FIRST_COMPLETED))[0]:
                 if not await asyncio.to_thread(_has_nodes):
                     raise WorkerError("no node of the Ray cluster is alive")
                 if not self.waits_for_room:
@@ -247,6 +253,8 @@ class Member(ABC):
                     on_no_room(
                         f"waiting for a process with {needs}; the cluster has {await asyncio.to_thread(_resources)}"
                     )
+            if given_up.done():
+                raise WorkerError(self.given_up)
             process: ProcessIdentity = await identity
         except TimeoutError:
             raise WorkerError(
@@ -256,6 +264,7 @@ class Member(ABC):
         finally:
             self.waits_for_room = False
             identity.cancel()
+            given_up.cancel()
         return process
 
     async def _loaded(self) -> Any:

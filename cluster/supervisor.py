@@ -205,7 +205,7 @@ class Supervisor:
         """Wait no longer for a worker that was added and does not serve yet."""
         member = self._members.get(worker)
         if member is not None and member.is_added and not member.has_served:
-            member.given_up = reason
+            member.give_up(reason)
             self._kill(member)
 
     async def _all_up(self) -> None:

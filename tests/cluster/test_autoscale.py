@@ -136,13 +136,13 @@ async def test_nodes_are_asked_for_until_the_worker_is_placed_or_withdrawn(
         (arrival,) = cluster.supervisor.arrivals.latest
         assert arrival["withdrawn"] == "hold (withdrawn): no room by its deadline"
         assert set(cluster.supervisor._members) == {"prefill-0", "decode-0"}
-        assert (script.setback, script.seen[-1].fleet.num_unplaced) == ("", 0)
+        await eventually(lambda: (script.setback, script.seen[-1].fleet.num_unplaced) == ("", 0))
         script.move(ADD)
         await eventually(lambda: len(requests) == 4)
         cluster.ray.loaded.clear()
         cluster.ray.placed.set()
         await eventually(lambda: requests == [[], [CORE] * 3, [], [CORE] * 3, []])
-        assert script.seen[-1].fleet.coming == {"decode-2"}, "it loads its model"
+        await eventually(lambda: script.seen[-1].fleet.coming == {"decode-2"})  # it loads its model
         cluster.ray.loaded.set()
         await eventually(lambda: "decode-2" in cluster.roles())
         assert not cluster.supervisor.failure.done()
