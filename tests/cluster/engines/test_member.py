@@ -210,7 +210,7 @@ async def test_a_server_that_did_not_start_says_why_and_shows_its_last_lines(
 async def test_the_end_of_a_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     async with placed(monkeypatch) as here:
         await here.start()
-        ended = asyncio.create_task(here.member.ended())
+        ended = asyncio.create_task(here.member.ended(lambda: None))
         here.end.set_result(EngineEnd("vllm was ended by signal 9"))
         assert await ended == "vllm was ended by signal 9"
 
