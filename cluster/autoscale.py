@@ -159,8 +159,8 @@ class Autoscale:
 
     def _present_policy(self) -> AutoscalerPolicy:
         """With the time that the latest worker took to start."""
-        served = [one for one in self._members.values() if one.has_served]
-        if not served:
+        started = [one for one in self._members.values() if one.start_s]
+        if not started:  # all of them were taken over
             return self._policy
-        latest = max(served, key=lambda one: one.up_since)
+        latest = max(started, key=lambda one: one.up_since)
         return replace(self._policy, start_s=max(latest.start_s, _LEAST_START_S))

@@ -82,7 +82,7 @@ class Member(ABC):
         self.owner: Owner | None = None  # if it may outlive its server
         self.survivor: Survivor | None = None  # the process that an earlier server left, until it is taken over
         self.given_up = ""  # why it is not waited for any more, before it served
-        self.start_s = 0.0  # from the request for a place until it served, the last time
+        self.start_s = 0.0  # from the request for a place until it served, the last time; 0 = not known
         self.home_role: Role | None = None  # what it was before it took over for a pool without workers
         self.is_up = asyncio.Event()
         self._is_given_up = asyncio.Event()
@@ -113,7 +113,8 @@ class Member(ABC):
         self.pid = self.process.process.pid
         await self._join(started)
         self.up_since, self.has_served = time.monotonic(), True
-        self.start_s = self.up_since - began_s
+        if survivor is None:
+            self.start_s = self.up_since - began_s
         self.is_up.set()
 
     @abstractmethod

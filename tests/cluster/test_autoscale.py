@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -179,10 +180,14 @@ async def test_the_start_of_the_latest_worker_is_what_the_next_one_is_expected_t
     monkeypatch: pytest.MonkeyPatch, script: Script
 ) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, **TICKS) as cluster:
-        cluster.supervisor._members["decode-0"].start_s = 200.0
+        prefill, decode = cluster.supervisor._members.values()
+        prefill.up_since, prefill.start_s = math.inf, 0.0  # taken over from an earlier server
+        decode.start_s = 200.0
         await eventually(lambda: script.policy is not None and script.policy.start_s == 200.0)
         assert script.policy is not None
         assert (script.policy.deadline_s("add"), script.policy.deadline_s("remove")) == (600.0, 300.0)
+        decode.start_s = 0.0
+        await eventually(lambda: script.policy is not None and script.policy.start_s == AutoscalerPolicy().start_s)
 
 
 @pytest.mark.parametrize(
