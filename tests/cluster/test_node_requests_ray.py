@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,9 +98,10 @@ class PlainMember(Member):
 
 
 @pytest.fixture
-def two_cores(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    with ray_running("", Path(tmp_path_factory.mktemp("r")), lambda _: None):
+    # A short path: Ray puts sockets in it.
+    with tempfile.TemporaryDirectory(prefix="t-") as folder, ray_running("", Path(folder), lambda _: None):
         yield
 
 

@@ -50,6 +50,8 @@ class Group:
     async def serves(self) -> list[int]:
         """Wait until all children serve, and return their pids."""
         await eventually(lambda: self.ready.is_set() or self.running.done(), WAIT_S)
+        if not self.ready.is_set():
+            await self.running  # raises what ended it
         return self.group.pids
 
     async def end(self) -> None:

@@ -68,10 +68,10 @@ async def test_each_prompt_that_is_computed_again_is_counted(tiny_model: Path) -
 async def test_each_internal_error_of_a_worker_is_counted(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Sampler._plan
 
-    def fail(sampler: Sampler, sequence: Sequence, vocab_size: int) -> Any:
+    def fail(sampler: Sampler, sequence: Sequence, *args: Any) -> Any:
         if sequence.request_id in ("r1", "r3"):
             raise ZeroDivisionError
-        return original(sampler, sequence, vocab_size)
+        return original(sampler, sequence, *args)
 
     monkeypatch.setattr(Sampler, "_plan", fail)
     async with running_cluster(tiny_model, {"c": Role.COLOCATED}) as cluster:
