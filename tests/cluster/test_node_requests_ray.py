@@ -7,7 +7,6 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from tandem.cluster.member import Member, Requests
 from tandem.cluster.owned_actor import WorkerClaim
 from tandem.cluster.ownership import Tenure
 from tandem.cluster.process_end import ProcessIdentity
-from tandem.cluster.ray_runtime import ray_running
 from tandem.cluster.restarts import RestartBudget
 from tandem.cluster.supervisor import Supervisor
 from tandem.protocol.config import ClusterConfig, EngineConfig
@@ -98,11 +96,16 @@ class PlainMember(Member):
 
 
 @pytest.fixture
-def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    # A short path: Ray puts sockets in it.
-    with tempfile.TemporaryDirectory(prefix="t-") as folder, ray_running("", Path(folder), lambda _: None):
-        yield
+def two_cores() -> Iterator[None]:
+    """Ray as other tests of this process start it: a process keeps the token that its first Ray had."""
+    with tempfile.TemporaryDirectory(
+        prefix="t-", ignore_cleanup_errors=True
+    ) as folder:  # short: Ray puts sockets in it
+        ray.init(address="local", num_cpus=2, include_dashboard=False, _temp_dir=folder, logging_level="ERROR")
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 def requested() -> list[dict[str, float]] | None:
