@@ -101,7 +101,10 @@ class Supervisor:
         needs = needs_of(self._config)
         self._bundles = WorkerBundles(needs, self._owner, [survivor.claim.place for survivor in taken])
         for number, (member, sizes) in enumerate(zip(list(self._members.values()), needs, strict=True)):
-            self._supervise(member, self._bundle_of(member.survivor, sizes) or self._bundles.bundle(number, *sizes))
+            if member.survivor is None:
+                self._supervise(member, self._bundles.bundle(number, *sizes))
+            else:
+                self._supervise(member, self._bundles.at(member.survivor.claim.place, *sizes))
         for survivor in added:
             self._supervise_survivor(survivor)
         if self._owner is not None:
@@ -222,21 +225,16 @@ class Supervisor:
             self._on_progress(f"taking over {num_taken} worker(s) that an earlier server left")
         return added
 
-    def _bundle_of(self, survivor: Survivor | None, sizes: tuple[float, float]) -> Bundle | None:
-        assert self._bundles is not None, "workers are being started"
-        return self._bundles.at(survivor.claim.place, *sizes) if survivor is not None else None
-
     def _supervise_survivor(self, survivor: Survivor) -> None:
         """Look after a worker that had been added to an earlier server."""
         like = self.arrivals.like(survivor.claim.role)
+        assert self._bundles is not None, "workers are being started"
         assert like.bundle is not None, "it is supervised"
         member = like.another(survivor.claim.config.worker_id, survivor.claim.role)
         member.is_added = member.has_served = True
         member.survivor = survivor
         self._members[member.worker_id] = member
-        bundle = self._bundle_of(survivor, like.bundle.sizes)
-        assert bundle is not None, "it has one"
-        self._supervise(member, bundle)
+        self._supervise(member, self._bundles.at(survivor.claim.place, *like.bundle.sizes))
 
     def _supervise(self, member: Member, bundle: Bundle) -> None:
         member.bundle = bundle

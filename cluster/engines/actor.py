@@ -97,7 +97,7 @@ class EngineActor(OwnedActor):
             raise WorkerError(f"the server did not end in {_STOP_TIMEOUT_S:g} s")
 
     def _obey(self, router_key: str) -> tuple[EngineServer, EngineStarted | None, Role]:
-        """As `OwnedActor._obey`. The server answers whoever has its key, which is in what this returns."""
+        """As `OwnedActor._obey`. The server answers every router that has its key; the config has it."""
         started = self._started if isinstance(self._started, EngineStarted) else None
         return self._server, started, self._server.role
 
