@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tandem.protocol.digest import DIGEST_BYTES
 
-__all__ = ["Block", "BlockName", "BlockStore", "StoreFailure", "file_name", "parse_file_name"]
+__all__ = ["Block", "BlockName", "BlockStore", "StoreFailure", "file_name", "parents_first", "parse_file_name"]
 
 Block: TypeAlias = npt.NDArray[np.uint8]  # [block_bytes], contiguous; `Tensor.numpy()` shares a host tensor's memory
 
@@ -64,7 +64,7 @@ class BlockStore(abc.ABC):
 
     @abc.abstractmethod
     def scan(self) -> Sequence[BlockName] | StoreFailure:
-        """Names of all blocks that are there, oldest first, without reading their bytes."""
+        """Names of all blocks that are there, without reading their bytes. About oldest first: clocks are coarse."""
 
     def close(self) -> None:  # noqa: B027  (most stores have nothing to release)
         """Release the store's resources; persistent blocks stay. Called when no thread uses the store any more."""
@@ -73,6 +73,20 @@ class BlockStore(abc.ABC):
 def file_name(name: BlockName) -> str:
     """Name of the block's file or object, without a folder."""
     return f"{name.digest.hex()}-{(name.parent or b'').hex()}"
+
+
+def parents_first(names: Sequence[BlockName]) -> list[BlockName]:
+    """The same names in the same order, but none before its parent; each once, also where parents form a circle."""
+    waiting = {name.digest: name for name in names}
+    ordered: list[BlockName] = []
+    for name in names:
+        chain: list[BlockName] = []
+        ancestor = waiting.pop(name.digest, None)
+        while ancestor is not None:
+            chain.append(ancestor)
+            ancestor = None if ancestor.parent is None else waiting.pop(ancestor.parent, None)
+        ordered += reversed(chain)
+    return ordered
 
 
 def parse_file_name(text: str) -> BlockName | None:

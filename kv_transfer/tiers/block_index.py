@@ -142,7 +142,10 @@ class BlockIndex:
         self._is_scanning = False
 
     def reconcile(self, found: Sequence[BlockName], delete: Callable[[list[BlockName]], None]) -> Iterator[None]:
-        """Bring the index in line with a scan, a piece at a time; `delete` is called with blocks to delete."""
+        """Bring the index in line with a scan, a piece at a time; `delete` is called with blocks to delete.
+
+        `found` has parents before the blocks that hang from them, so that no block stays whose parent had to go.
+        """
         for count, name in enumerate(found, 1):
             if deleted := self._adopt(name):
                 delete(deleted)
@@ -171,9 +174,11 @@ class BlockIndex:
             self._blocks[name.digest].seen_in = self._num_scans
         if name.digest in self._policy or name.digest in self._gone:
             return []
-        evicted = self._try_admit(name)
+        has_lost_parent = name.parent in self._gone and name.parent not in self._policy
+        evicted = None if has_lost_parent else self._try_admit(name)
         if evicted is None:
             self.num_evictions += 1
+            self._gone.add(name.digest)
             return [name]
         self._add(name)
         return evicted

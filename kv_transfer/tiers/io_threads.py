@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure
+from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure, parents_first
 
 __all__ = ["IoResult", "IoThreads", "ReadJob", "ReadResult", "ScanResult", "WriteJob", "WriteResult"]
 
@@ -111,8 +111,12 @@ class IoThreads:
         self._submit(lambda: self._delete_all(names))
 
     def scan(self) -> None:
-        """Queue a scan of the store. It gives a `ScanResult`."""
-        self._submit(lambda: ScanResult(self._store.scan()))
+        """Queue a scan of the store. It gives a `ScanResult`, with parents before the blocks that hang from them."""
+        self._submit(self._scan_now)
+
+    def _scan_now(self) -> ScanResult:
+        found = self._store.scan()
+        return ScanResult(found if isinstance(found, StoreFailure) else parents_first(found))
 
     def close(self, timeout_s: float) -> bool:
         """Drop all reads, finish the other jobs as far as `timeout_s` allows. True if all threads have ended.
