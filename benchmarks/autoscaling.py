@@ -29,7 +29,7 @@ from pathlib import Path
 
 from benchmarks.common import console, print_table, write_result
 from tandem.loadtest.traces import TraceRequest, read_trace
-from tandem.scheduling.autoscaling.autoscaler import AutoscalerPolicy
+from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tandem.simulator.arrivals import spread
 from tandem.simulator.cluster import Cluster
 from tandem.simulator.machine import MACHINES

@@ -18,17 +18,11 @@ from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import AddRefused, DrainRefused, WorkerNotFound
 from tandem.protocol.messages import Role
 from tandem.runtime.background import BackgroundTasks
-from tandem.scheduling.autoscaling.autoscaler import (
-    DEFAULT_POLICY,
-    Add,
-    AutoscalerPolicy,
-    AutoscalerState,
-    Fleet,
-    Flip,
-    Remove,
-    decide,
-    observe,
-)
+from tandem.scheduling.autoscaling.autoscaler import decide
+from tandem.scheduling.autoscaling.in_flight import AutoscalerState
+from tandem.scheduling.autoscaling.moves import Add, Flip, Remove
+from tandem.scheduling.autoscaling.observation import Fleet, observe
+from tandem.scheduling.autoscaling.policy import DEFAULT_POLICY, AutoscalerPolicy
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.workers.registry import Registry
 

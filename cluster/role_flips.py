@@ -13,7 +13,7 @@ from tandem.cluster.member import Member, Requests, member_of
 from tandem.protocol.errors import RoleRefused, ServingError, WorkerError, WorkerNotFound
 from tandem.protocol.messages import Role
 from tandem.runtime.background import BackgroundTasks
-from tandem.scheduling.autoscaling.autoscaler import Flip
+from tandem.scheduling.autoscaling.moves import Flip
 
 __all__ = ["RoleFlips"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tandem.scheduling.autoscaling.autoscaler import Add, Flip, Remove, ScalingDecision
+from tandem.scheduling.autoscaling.moves import Add, Flip, Remove, ScalingDecision
 
 __all__ = ["Scaling", "execute"]
 

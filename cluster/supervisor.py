@@ -31,7 +31,7 @@ from tandem.protocol.errors import AddRefused, ConfigError, ServingError, Worker
 from tandem.protocol.fault_boundary import async_error_of
 from tandem.protocol.messages import PeerAddress, Role, WorkerState
 from tandem.runtime.background import BackgroundTasks
-from tandem.scheduling.autoscaling.autoscaler import Flip
+from tandem.scheduling.autoscaling.moves import Flip
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import WorkerChange

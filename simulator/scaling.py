@@ -13,16 +13,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from tandem.protocol.messages import Role, WorkerState
-from tandem.scheduling.autoscaling.autoscaler import (
-    Add,
-    AutoscalerPolicy,
-    AutoscalerState,
-    Move,
-    Observation,
-    Remove,
-    decide,
-    observe,
-)
+from tandem.scheduling.autoscaling.autoscaler import decide
+from tandem.scheduling.autoscaling.in_flight import AutoscalerState
+from tandem.scheduling.autoscaling.moves import Add, Move, Remove
+from tandem.scheduling.autoscaling.observation import Observation, observe
+from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tandem.scheduling.autoscaling.traffic import Traffic
 from tandem.scheduling.cost_model import CostModel, prefill_attention
 from tandem.scheduling.workers.registry import Registry

@@ -11,17 +11,10 @@ from tandem.cluster import autoscale
 from tandem.cluster.autoscale import policy_of
 from tandem.protocol.config import ClusterConfig, EngineConfig
 from tandem.protocol.messages import Role
-from tandem.scheduling.autoscaling.autoscaler import (
-    Add,
-    AutoscalerPolicy,
-    AutoscalerState,
-    Flip,
-    Move,
-    Observation,
-    Reason,
-    Remove,
-    ScalingDecision,
-)
+from tandem.scheduling.autoscaling.in_flight import AutoscalerState
+from tandem.scheduling.autoscaling.moves import Add, Flip, Move, Reason, Remove, ScalingDecision
+from tandem.scheduling.autoscaling.observation import Observation
+from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tests.support.supervised import supervised
 from tests.support.waiting import eventually
 

@@ -24,7 +24,7 @@ from tandem.cluster.supervisor import Supervisor
 from tandem.protocol.config import ClusterConfig, EngineConfig
 from tandem.protocol.messages import PeerAddress, Role
 from tandem.protocol.process import process_of
-from tandem.scheduling.autoscaling.autoscaler import AutoscalerPolicy
+from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import add_ready, make_card

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.cluster.scaling import execute
 from tandem.protocol.messages import Role
-from tandem.scheduling.autoscaling.autoscaler import Add, Flip, Move, Reason, Remove, ScalingDecision
+from tandem.scheduling.autoscaling.moves import Add, Flip, Move, Reason, Remove, ScalingDecision
 
 FIXED = "its server cannot"
 

@@ -18,7 +18,7 @@ from tandem.cluster.member import WorkerMember, first_line
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.messages import PeerAddress, Quarantine, Role, WorkerCard, WorkerState
-from tandem.scheduling.autoscaling.autoscaler import Flip
+from tandem.scheduling.autoscaling.moves import Flip
 from tests.support.builders import make_card
 from tests.support.supervised import FakeWorkers, supervised
 from tests.support.waiting import eventually

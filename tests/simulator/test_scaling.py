@@ -8,7 +8,8 @@ import pytest
 
 from tandem.loadtest.traces import TraceRequest
 from tandem.protocol.messages import Role, WorkerState
-from tandem.scheduling.autoscaling.autoscaler import Add, AutoscalerPolicy, Flip, Move, Remove
+from tandem.scheduling.autoscaling.moves import Add, Flip, Move, Remove
+from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tandem.simulator.cluster import Cluster
 from tandem.simulator.machine import MACHINES
 from tandem.simulator.scaling import (

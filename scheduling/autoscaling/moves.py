@@ -1,0 +1,124 @@
+"""What the autoscaler can do, and how a decision is told: moves, enumerated reasons and their figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from tandem.protocol.messages import Role
+from tandem.scheduling.autoscaling.prediction import Prediction
+
+__all__ = ["Add", "Flip", "Move", "Reason", "Remove", "ScalingDecision"]
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """Move this worker to another role."""
+
+    worker_id: str
+    to_role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Start `num_workers` workers of this role."""
+
+    role: Role
+    num_workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Let this worker leave; what it runs moves to others."""
+
+    worker_id: str
+
+
+class Move(NamedTuple):
+    """Changes of one kind that are made at once."""
+
+    kind: str  # "flip", "add" or "remove"
+    role: Role  # the role that grows, or that shrinks by a removal
+    flips: tuple[Flip, ...] = ()
+    add: Add | None = None
+    removes: tuple[Remove, ...] = ()
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that it moves."""
+        return len(self.flips) + len(self.removes) + (self.add.num_workers if self.add else 0)
+
+    def __str__(self) -> str:
+        if self.flips:
+            return f"flip {', '.join(flip.worker_id for flip in self.flips)} to {self.role}"
+        if self.removes:
+            return f"remove {', '.join(remove.worker_id for remove in self.removes)}"
+        return f"add {self.num_workers} {self.role} worker{'s' * (self.num_workers > 1)}"
+
+
+class Reason(StrEnum):
+    """Why a decision is what it is."""
+
+    NO_POOLS = "no_pools"  # fewer than two ready workers with a role of their own
+    IN_FLIGHT = "in_flight"
+    WITHDRAWN = "withdrawn"  # the move in flight failed, or took longer than its deadline
+    UNWANTED = "unwanted"  # workers that were to be added have found no room, and are not needed any more
+    ON_TARGET = "on_target"
+    UNREACHABLE = "unreachable"  # requests miss their SLO on an idle worker too: no move helps
+    NO_GAIN = "no_gain"  # no neighbour gains enough, or soon enough
+    AT_MAX = "at_max"  # only more workers would help
+    BACKOFF = "backoff"  # the move that helps was withdrawn a while ago
+    AGREEING = "agreeing"  # the move has to be wanted for longer
+    COOLDOWN = "cooldown"
+    ADVISED = "advised"  # the move that helps is not the autoscaler's to make
+    FLIP = "flip"
+    ADD = "add"
+    REMOVE = "remove"
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingDecision:
+    """What to do now, if anything, and why."""
+
+    code: Reason
+    detail: str
+    now: Prediction | None = None  # if nothing moves
+    after: Prediction | None = None  # after the move
+    move: Move | None = None
+    advice: Move | None = None  # a move that would help and is not made
+    withdrawn: Move | None = None
+
+    @property
+    def reason(self) -> str:
+        """In one line, with numbers."""
+        lead = str(self.move) if self.move else f"hold ({self.code})"
+        return f"{lead}: {self.detail}"
+
+    @property
+    def prefill_wait_s(self) -> float:
+        """Wait of the prompts that are queued now."""
+        return self.now.prefill_wait_s if self.now else 0.0
+
+    @property
+    def decode_wait_s(self) -> float:
+        """Wait for room on a decode worker."""
+        return self.now.decode_wait_s if self.now else 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        """As `/v1/pools` shows it."""
+        status: dict[str, object] = {
+            "outcome": str(self.code),
+            "reason": self.reason,
+            "prefill_wait_s": self.prefill_wait_s,
+            "decode_wait_s": self.decode_wait_s,
+        }
+        if self.now is not None:
+            status["predicted_attainment"] = round(self.now.attainment, 4)
+            status["predicted_itl_s"] = self.now.itl_s
+            status["prefill_load"] = round(self.now.load, 4)
+        if self.after is not None:
+            status["predicted_attainment_after"] = round(self.after.attainment, 4)
+        if self.advice is not None:
+            status["advice"] = str(self.advice)
+        return status

@@ -1,0 +1,156 @@
+"""Predictions for today's pools and for their neighbours: some workers flipped, added or removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from tandem.protocol.messages import Role
+from tandem.scheduling.autoscaling.moves import Add, Flip, Move, Remove
+from tandem.scheduling.autoscaling.observation import Observation, Server, cheapest_servers, pool_of
+from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
+from tandem.scheduling.autoscaling.prediction import Pools, Prediction, Sizing, predict
+from tandem.scheduling.autoscaling.traffic import Traffic
+
+__all__ = ["Candidate", "Outlook"]
+
+# How far predictions look ahead: at least `_SOON_S`, and `_STARTS` times the start of a worker, so that an added worker
+# can pay off.
+_SOON_S = 120.0
+_STARTS = 4.0
+
+
+class Candidate(NamedTuple):
+    """A neighbour of today's pools."""
+
+    move: Move
+    prediction: Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Today's pools, and predictions for others."""
+
+    observation: Observation
+    sizing: Sizing
+    policy: AutoscalerPolicy
+    pools: Pools
+    now: float
+
+    @classmethod
+    def of(cls, observation: Observation, traffic: Traffic, policy: AutoscalerPolicy, now: float) -> Outlook:
+        """What is expected from now on."""
+        sizing = Sizing(
+            traffic=traffic,
+            capacity=observation.capacity,
+            backlog=observation.backlog,
+            output_tokens=observation.expected_output_tokens,
+            horizon_s=_SOON_S + _STARTS * policy.start_s,
+        )
+        pools = Pools(len(pool_of(observation, Role.PREFILL)), len(pool_of(observation, Role.DECODE)))
+        return cls(observation, sizing, policy, pools, now)
+
+    @property
+    def sizes(self) -> str:
+        """In words."""
+        return f"{self.pools.num_prefill} prefill + {self.pools.num_decode} decode workers"
+
+    @property
+    def num_alive(self) -> int:
+        """Processes that are there or come: no more than `max_workers` may be."""
+        return len(self.observation.servers)
+
+    @property
+    def num_ready(self) -> int:
+        """Processes that serve, without those that leave: no fewer than `min_workers` may be left."""
+        return len({view.server for view in self.observation.workers if view.is_ready})
+
+    def describe(self, prediction: Prediction) -> str:
+        """A prediction for today's pools in one line."""
+        rate = self.sizing.traffic.rate(self.now, 0.0)
+        return (
+            f"{prediction.attainment:.1%} in time on {self.sizes}, {rate:.2f} requests/s, prefill waits "
+            f"{prediction.prefill_wait_s:.2f} s at load {prediction.load:.2f}, "
+            f"decode {prediction.decode_wait_s:.2f} s, ITL {1e3 * prediction.itl_s:.0f} ms"
+        )
+
+    def predict(
+        self, pools: Pools, *, later: Pools | None = None, later_s: float = 0.0, extra_s: float = 0.0
+    ) -> Prediction:
+        """As `prediction.predict`, for this traffic."""
+        return predict(self.sizing, pools, self.now, later=later, later_s=later_s, extra_s=extra_s)
+
+    def flips(self) -> Iterator[Candidate]:
+        """Some workers of a pool play the other role at once. Those that leave prefill take their cache with them."""
+        for grow, shrink in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
+            servers = cheapest_servers(self.observation, shrink)
+            num_free = len(servers) - 1
+            least = 1 if self._of(grow) else 0  # an empty pool gets a worker
+            if not least and not servers:
+                continue
+            for num in _sizes(min(num_free, max(self.num_alive // 4, 1))):
+                flips = tuple(Flip(server.name, grow) for server in servers[:num])
+                num_ranks = sum(server.num_ranks for server in servers[:num])
+                extra_s = self._lost_cache_s(num_ranks) if shrink == Role.PREFILL else 0.0
+                after = self.predict(self._with(grow, num_ranks, shrink), extra_s=extra_s)
+                yield Candidate(Move("flip", grow, flips=flips), after)
+
+    def adds(self) -> Iterator[Candidate]:
+        """New workers serve after their start."""
+        for role in (Role.PREFILL, Role.DECODE):
+            for num in _sizes(min(self.policy.max_workers - self.num_alive, 2 * self.num_alive)):
+                later = self._with(role, num * self._num_ranks(role))
+                after = self.predict(self.pools, later=later, later_s=self.policy.start_s)
+                yield Candidate(Move("add", role, add=Add(role, num)), after)
+
+    def removes(self) -> Iterator[Candidate]:
+        """Fewer workers under more traffic than forecast; the sequences of the leaving ones are computed again."""
+        roomier = self.with_headroom
+        for role in (Role.PREFILL, Role.DECODE):
+            servers = cheapest_servers(self.observation, role)
+            num_most = min(len(servers) - 1, self.num_ready - self.policy.min_workers, max(self.num_alive // 8, 1))
+            for num in _sizes(num_most):
+                gone = servers[:num]
+                num_ranks = sum(server.num_ranks for server in gone)
+                moved_s = self.sizing.capacity.costs.prefill_token_s * sum(server.num_kv_tokens for server in gone)
+                extra_s = moved_s + (self._lost_cache_s(num_ranks) if role == Role.PREFILL else 0.0)
+                after = roomier.predict(self._with(role, -num_ranks), extra_s=extra_s)
+                removes = tuple(Remove(server.name) for server in gone)
+                yield Candidate(Move("remove", role, removes=removes), after)
+
+    @property
+    def with_headroom(self) -> Outlook:
+        """The same under more traffic than forecast."""
+        return replace(self, sizing=replace(self.sizing, demand_factor=self.policy.headroom))
+
+    def _num_ranks(self, role: Role) -> int:
+        """Ranks of one more process, if it is like those of its role."""
+        servers = cheapest_servers(self.observation, role) or [Server("", 1)]
+        return max(sum(server.num_ranks for server in servers) // len(servers), 1)
+
+    def _of(self, role: Role) -> int:
+        return self.pools.num_prefill if role == Role.PREFILL else self.pools.num_decode
+
+    def _with(self, grow: Role, num: int, shrink: Role | None = None) -> Pools:
+        change = {grow: num} | ({shrink: -num} if shrink is not None else {})
+        return Pools(
+            self.pools.num_prefill + change.get(Role.PREFILL, 0), self.pools.num_decode + change.get(Role.DECODE, 0)
+        )
+
+    def _lost_cache_s(self, num: int) -> float:
+        """Worker-seconds to compute again what the caches of `num` prefill workers would have hit in a minute."""
+        traffic = self.sizing.traffic
+        share = num / max(self.pools.num_prefill, 1)
+        tokens_per_s = traffic.rate(self.now, 0.0) * traffic.cached_tokens
+        return 60.0 * share * tokens_per_s * self.sizing.capacity.costs.prefill_token_s
+
+
+def _sizes(num_most: int) -> Iterator[int]:
+    """1, 2, 4 and so on, and the largest."""
+    num = 1
+    while num < num_most:
+        yield num
+        num *= 2
+    if num_most > 0:
+        yield num_most
