@@ -161,13 +161,20 @@ class LinearModel:
             return
         self._surprises.append(ratio)
         if len(self._surprises) == MAX_SURPRISES:
-            self._weights[is_seen] *= np.exp(np.mean(np.log(self._surprises)))
-            self._covariance[is_seen, :] = self._covariance[:, is_seen] = 0.0
-            weights = self._weights[is_seen]
-            self._covariance[is_seen, is_seen] = (
-                np.maximum(weights, 0.1 * weights.mean()) ** 2
-            )  # a weight of 0 may grow again
+            self._scale(float(np.exp(np.mean(np.log(self._surprises)))), is_seen)
             self._surprises.clear()
+
+    def _scale(self, ratio: float, is_seen: npt.NDArray[np.bool_]) -> None:
+        """Multiply the weights that were seen, by a factor that is itself uncertain.
+
+        How they relate stays known: steps of one sequence, for example, tell nothing of how base and sequence share.
+        """
+        factors = np.where(is_seen, ratio, 1.0)
+        self._weights *= factors
+        self._covariance *= np.outer(factors, factors)
+        seen = np.where(is_seen, self._weights, 0.0)
+        self._covariance += np.outer(seen, seen)
+        self._covariance[is_seen, is_seen] += (0.1 * seen[is_seen].mean()) ** 2  # a weight of 0 may grow again
 
     def _lift_negative_weights(self) -> None:
         """Move to the most likely weights that are not negative.

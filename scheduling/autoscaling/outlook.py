@@ -47,6 +47,7 @@ class Outlook:
             backlog=observation.backlog,
             output_tokens=observation.expected_output_tokens,
             horizon_s=_SOON_S + _STARTS * policy.start_s,
+            start_s=policy.start_s,
         )
         pools = Pools(len(pool_of(observation, Role.PREFILL)), len(pool_of(observation, Role.DECODE)))
         return cls(observation, sizing, policy, pools, now)

@@ -1,7 +1,8 @@
 """Predicted SLO attainment of a number of prefill and decode workers over the next minutes.
 
 A fluid model: prompts queue for the prefill pool, and sequences for room in the decode pool, while arrivals follow
-their forecast. On top of that, requests wait because arrivals and lengths vary (Sakasegawa's formula for many servers).
+their forecast. On top of that, requests wait because lengths and the gaps between arrivals vary (Sakasegawa's formula
+for many servers), and because traffic comes in bursts (`waits`).
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
+from tandem.scheduling.autoscaling.burstiness import Burstiness
 from tandem.scheduling.autoscaling.demand import Bucket
 from tandem.scheduling.autoscaling.traffic import Traffic
+from tandem.scheduling.autoscaling.waits import Queue
 from tandem.scheduling.cost_model import StepCosts, prefill_attention
 
 __all__ = ["Backlog", "Capacity", "Pools", "Prediction", "Sizing", "predict"]
 
 _TIMES_S = (2.0, 5.0, 10.0, 20.0, 40.0, 70.0, 110.0, 160.0, 240.0, 360.0, 600.0, 900.0)
-_MAX_LOAD = 0.97  # of the part of the wait that is due to chance; above it the fluid queue tells
 _PART_CREDIT = 0.25  # worth of one SLO without the other: where both pools are short, one more of either is a gain
 _LATE_CREDIT = 0.5  # worth of an answer just beyond its SLO; it falls with the wait, so that overload has a slope
 _LEAST_LIMIT = 2.0  # limit / time on an idle worker: no number of workers makes one request faster
@@ -59,6 +63,7 @@ class Sizing:
     backlog: Backlog
     output_tokens: float
     horizon_s: float
+    start_s: float  # of a worker: longer bursts are followed rather than provided for
     demand_factor: float = 1.0  # the same for more traffic than forecast
 
 
@@ -127,11 +132,14 @@ class _Model:
     """The state of the fluid queues."""
 
     classes: Sequence[_Class]
+    mean_s: float  # worker-seconds of a prompt
+    variation: float  # their variance / mean^2
     capacity: Capacity
     output_tokens: float
     kv_tokens: float  # of one sequence
     itl_limit_s: float
-    dispersion: float
+    bursts: Burstiness
+    longest_burst_s: float
     is_unreachable: bool
     queued_s: float  # worker-seconds of prompts
     num_seqs: float
@@ -148,15 +156,19 @@ class _Model:
         num_new = sum(bucket.new_tokens for bucket in traffic.buckets)
         if num_new > 0:
             token_s = max(token_s, mean_s / num_new)  # with attention
+        square = sum(one.share * one.work_s**2 for one in classes)
         alone_s = costs.step_s(1.0, length)
         slo_s = traffic.itl_slo_s or math.inf
         return cls(
             classes=classes,
+            mean_s=mean_s,
+            variation=square / mean_s**2 - 1 if mean_s > 0 else 0.0,
             capacity=capacity,
             output_tokens=max(sizing.output_tokens, 1.0),
             kv_tokens=max(length, 1.0),
             itl_limit_s=min(max(slo_s, 1.5 * alone_s), _FAR_LATE_S),
-            dispersion=traffic.dispersion,
+            bursts=traffic.bursts,
+            longest_burst_s=sizing.start_s,
             is_unreachable=num_missed > 0.5 or alone_s > slo_s,
             queued_s=backlog.prompt_tokens * token_s + extra_s,
             num_seqs=backlog.num_seqs,
@@ -166,44 +178,39 @@ class _Model:
         """Let time pass."""
         if pools.num_prefill < 1 or pools.num_decode < 1:
             return _Step(0.0, 0.0, _FAR_LATE_S, _FAR_LATE_S, _FAR_LATE_S, 1.0)
-        num_first, wait_s, chance, chance_s, load = self._prefill(rate, pools.num_prefill, duration_s)
+        queue = Queue(rate, self.mean_s, self.variation, pools.num_prefill, self.bursts, self.longest_burst_s)
+        num_first, wait_s = self._prefill(queue, duration_s)
         in_time, itl_credit, decode_wait_s, itl_s = self._decode(num_first, pools.num_decode, duration_s)
-        ttft, credit = self._ttft(wait_s, chance, chance_s)
+        ttft, credit = self._ttft(queue, wait_s)
         attainment = ttft * in_time
         parts = ttft + _LATE_CREDIT * (1 - ttft) * credit + in_time + _LATE_CREDIT * (1 - in_time) * itl_credit
         score = (1 - _PART_CREDIT) * attainment + _PART_CREDIT * parts / 2
-        return _Step(attainment, score, wait_s, decode_wait_s, itl_s, load)
+        return _Step(attainment, score, wait_s, decode_wait_s, itl_s, queue.load)
 
-    def _prefill(self, rate: float, num: int, duration_s: float) -> tuple[float, float, float, float, float]:
-        """First tokens per second, the queue's wait, probability and mean length of a wait by chance, and the load."""
-        mean_s = sum(one.share * one.work_s for one in self.classes)
-        load = rate * mean_s / num
-        before_s = self.queued_s
+    def _prefill(self, queue: Queue, duration_s: float) -> tuple[float, float]:
+        """First tokens per second, and the wait for what is queued."""
+        num, load, before_s = queue.num_workers, queue.load, self.queued_s
         self.queued_s = max(before_s + (load - 1) * num * duration_s, 0.0)
-        wait_s = (before_s + self.queued_s) / 2 / num
         done_s = before_s + load * num * duration_s - self.queued_s
-        num_first = done_s / duration_s / mean_s if mean_s > 0 else 0.0
-        busy = min(load, _MAX_LOAD)
-        square = sum(one.share * one.work_s**2 for one in self.classes)
-        variation = (self.dispersion + (square / mean_s**2 - 1 if mean_s > 0 else 0.0)) / 2
-        chance = busy ** (math.sqrt(2 * (num + 1)) - 1) if busy > 0 else 0.0
-        chance_s = max(variation, 0.5) * mean_s / (num * (1 - busy))
-        return num_first, wait_s, chance, chance_s, load
+        num_first = done_s / duration_s / self.mean_s if self.mean_s > 0 else 0.0
+        return num_first, (before_s + self.queued_s) / 2 / num
 
-    def _ttft(self, wait_s: float, chance: float, chance_s: float) -> tuple[float, float]:
+    def _ttft(self, queue: Queue, wait_s: float) -> tuple[float, float]:
         """Share of requests whose first token comes in time, and how little the others are late."""
+        if not self.classes:
+            return 1.0, 1.0
+        slack_s = np.array([one.limit_s - one.own_s - wait_s for one in self.classes])
+        late = np.where(slack_s > 0, queue.late(np.maximum(slack_s, 0.0)), 1.0)
         in_time = credit = 0.0
-        for one in self.classes:
-            slack_s = one.limit_s - one.own_s - wait_s
-            if slack_s > 0:
-                in_time += one.share * (1 - chance * math.exp(-slack_s / chance_s) if chance_s > 0 else 1.0)
-            ttft_s = one.own_s + wait_s + chance * chance_s
-            credit += one.share * min(one.limit_s / max(ttft_s, 1e-9), 1.0)
-        return (in_time, credit) if self.classes else (1.0, 1.0)
+        for one, share_late in zip(self.classes, late.tolist(), strict=True):
+            in_time += one.share * (1 - share_late)
+            credit += one.share * min(one.limit_s / max(one.own_s + wait_s + queue.mean_wait_s, 1e-9), 1.0)
+        return in_time, credit
 
     def _decode(self, num_first: float, num: int, duration_s: float) -> tuple[float, float, float, float]:
         """Share of answers whose gaps are in time, credit of the others, wait for room and gap between two tokens."""
         costs, out = self.capacity.costs, self.output_tokens
+        dispersion = self.bursts.dispersion(out * costs.base_s)
         seq_s = costs.decode_seq_s + costs.kv_token_s * self.kv_tokens
         room = max(self.capacity.kv_tokens / self.kv_tokens, 1.0)
         if self.capacity.num_seats:
@@ -224,8 +231,7 @@ class _Model:
         wait_s = max(mean - num * room, 0.0) / full_rate
         itl_s = step_s + wait_s / out
         most = min((self.itl_limit_s - costs.base_s) / seq_s if seq_s > 0 else math.inf, 1e9)
-        deviation = (most - batch) / math.sqrt(max(batch, 1.0))
-        in_time = 0.5 * math.erfc(-deviation / math.sqrt(2)) if itl_s <= self.itl_limit_s else 0.0
+        in_time = _at_most(most - 1, batch, dispersion) if itl_s <= self.itl_limit_s else 0.0
         return in_time, min(self.itl_limit_s / max(itl_s, 1e-9), 1.0), wait_s, itl_s
 
 
@@ -246,3 +252,13 @@ def _classes(buckets: Sequence[Bucket], capacity: Capacity, context: float) -> t
         limit_s = max(slo_s, _LEAST_LIMIT * own_s)
         classes.append(_Class(share, work_s + costs.base_s * tokens / chunk, own_s, limit_s))
     return classes, num_missed
+
+
+def _at_most(most: float, mean: float, dispersion: float) -> float:
+    """Probability that no more than `most` other answers run beside one, which is 1 on an idle worker.
+
+    Their number is `dispersion` times a Poisson variable. That is a Gamma tail, by Wilson and Hilferty.
+    """
+    shape, mean = max(most, 0.0) / dispersion + 1, mean / dispersion
+    deviation = 3 * math.sqrt(shape) * ((mean / shape) ** (1 / 3) - 1 + 1 / (9 * shape))
+    return 0.5 * math.erfc(deviation / math.sqrt(2)) if mean > 0 else 1.0

@@ -1,21 +1,29 @@
-"""Forecast of arrivals: level, trend and the time of the day, after Holt and Winters, with a state of fixed size."""
+"""Arrivals as they are and as they are expected: level, trend, time of the day, burstiness, mix. A state of fixed size.
+
+The forecast begins with the mean of some minutes. What the last two minutes, the last half minute and its trend say
+beyond that counts as far as chance cannot explain it: for bursty traffic a burst is no news, for even traffic a small
+rise is.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
 
+from tandem.scheduling.autoscaling.burstiness import Burstiness
 from tandem.scheduling.autoscaling.demand import NUM_BUCKETS, Bucket, Demand
 
 __all__ = ["Traffic"]
 
 DAY_S = 86_400.0
 NUM_SEASONS = 48  # half hours
-LEVEL_S, TREND_S, MIX_S = 30.0, 120.0, 300.0  # time constants of smoothing
+# Time constants of smoothing.
+LEVELS_S = (480.0, 120.0, 30.0)
+TREND_S, MIX_S = 120.0, 300.0
 TREND_REACH_S = 60.0  # a trend goes on for about this long
 MAX_GROWTH = 3.0  # forecast / present level
 MAX_SEASON = 4.0
-MAX_DISPERSION = 16.0
+_DOUBT = 2.0  # standard deviations that chance explains
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +31,11 @@ class Traffic:
     """What is known of arrivals. Rates are per second. `updated` returns the next state."""
 
     at_s: float | None = None
+    since_s: float | None = None  # of the first tick
     total: Demand = field(default_factory=Demand)  # at `at_s`
-    level: float = 0.0  # requests per second without the time of the day
-    trend: float = 0.0  # its growth per second
-    dispersion: float = 1.0  # variance / mean of arrivals in a tick; 1 = Poisson
+    levels: tuple[float, ...] = (0.0,) * len(LEVELS_S)  # requests per second without the time of the day
+    trend: float = 0.0  # growth of the last level per second
+    bursts: Burstiness = field(default_factory=Burstiness)
     day_level: float = 0.0  # mean rate over a day
     seasons: tuple[float, ...] = (1.0,) * NUM_SEASONS  # rate / mean rate, by time of the day
     season_since: tuple[int, ...] = (-1,) * NUM_SEASONS  # day on which each was learned first; -1 = never
@@ -44,39 +53,50 @@ class Traffic:
 
     def rate(self, now: float, ahead_s: float) -> float:
         """Expected requests per second in `ahead_s` seconds; never negative, and never a multiple of today's."""
-        growth = self.trend * TREND_REACH_S * (1 - math.exp(-ahead_s / TREND_REACH_S))
-        level = min(max(self.level + growth, 0.0), MAX_GROWTH * self.level)
-        return level * self._season(now + ahead_s, _day(now))
+        return self._plain_rate(ahead_s) * self._season(now + ahead_s, _day(now))
 
     def updated(self, total: Demand, now: float) -> Traffic:
         """The state after a tick. No arrivals are a rate of zero, not a missing value."""
         if self.at_s is None or now <= self.at_s or total.num_requests < self.total.num_requests:
-            return replace(self, at_s=now, total=total)
+            return replace(self, at_s=now, since_s=now if self.since_s is None else self.since_s, total=total)
         elapsed_s = now - self.at_s
         num = total.num_requests - self.total.num_requests
-        rate = num / elapsed_s
-        state = self._with_rate(rate, elapsed_s, now)
+        state = self._with_rate(num / elapsed_s, elapsed_s, now)
         if num > 0:
             state = state._with_mix(total, num, elapsed_s)
         return replace(state, at_s=now, total=total)
 
+    def _plain_rate(self, ahead_s: float) -> float:
+        """Without the time of the day."""
+        rate = self.levels[0]
+        for level, mean_s in zip(self.levels[1:], LEVELS_S[1:], strict=True):
+            rate += self._news(rate, level, mean_s)
+        mean_s, noise = LEVELS_S[-1], max(rate, self.levels[-1]) * self.bursts.dispersion(2 * LEVELS_S[-1])
+        # The variance of white noise that is smoothed by both time constants and differentiated between.
+        trend = _beyond_chance(self.trend, math.sqrt(noise / (2 * mean_s * TREND_S * (mean_s + TREND_S))))
+        growth = trend * (mean_s + TREND_REACH_S * (1 - math.exp(-ahead_s / TREND_REACH_S)))
+        return min(max(rate + growth, 0.0), MAX_GROWTH * rate)
+
+    def _news(self, rate: float, level: float, mean_s: float) -> float:
+        """What a mean over `mean_s` says beyond the forecast `rate`, and beyond chance."""
+        noise = max(rate, level) * self.bursts.dispersion(2 * mean_s)  # variance of arrivals per second
+        return _beyond_chance(level - rate, math.sqrt(noise / (2 * mean_s)))
+
     def _with_rate(self, rate: float, elapsed_s: float, now: float) -> Traffic:
+        assert self.since_s is not None, "the first tick only sets the time"
         plain = rate / self._season(now, _day(now))
-        expected = max(self.level + self.trend * elapsed_s, 0.0)
-        level = expected + _weight(elapsed_s, LEVEL_S) * (plain - expected)
-        growth = (level - self.level) / elapsed_s
-        trend = self.trend + _weight(elapsed_s, TREND_S) * (growth - self.trend)
-        mean = max(expected * elapsed_s, 1.0)
-        excess = min((plain * elapsed_s - mean) ** 2 / mean, 4 * MAX_DISPERSION)
-        dispersion = self.dispersion + _weight(elapsed_s, MIX_S) * (excess - self.dispersion)
+        age_s = now - self.since_s  # a young mean is the mean since the start
+        weights = [max(_weight(elapsed_s, mean_s), elapsed_s / age_s) for mean_s in LEVELS_S]
+        levels = [old + weight * (plain - old) for old, weight in zip(self.levels, weights, strict=True)]
+        growth = (levels[-1] - self.levels[-1]) / elapsed_s if age_s > LEVELS_S[-1] else 0.0
         day_level = self.day_level or rate
         day_level += _weight(elapsed_s, DAY_S) * (rate - day_level)
         seasons, since = self._learned_season(rate, day_level, elapsed_s, now)
         return replace(
             self,
-            level=max(level, 0.0),
-            trend=trend,
-            dispersion=min(max(dispersion, 1.0), MAX_DISPERSION),
+            levels=tuple(levels),
+            trend=self.trend + _weight(elapsed_s, TREND_S) * (growth - self.trend),
+            bursts=self.bursts.updated(plain * elapsed_s, elapsed_s),
             day_level=day_level,
             seasons=seasons,
             season_since=since,
@@ -133,3 +153,10 @@ def _season_idx(at_s: float) -> int:
 
 def _day(at_s: float) -> float:
     return at_s // DAY_S
+
+
+def _beyond_chance(deviation: float, std: float) -> float:
+    """What is left of a deviation: nothing within `_DOUBT` standard deviations, nearly all of a clear one."""
+    if abs(deviation) <= _DOUBT * std:
+        return 0.0
+    return deviation * (1 - (_DOUBT * std / deviation) ** 4)

@@ -353,6 +353,27 @@ class TestFailuresOfOthers:
         assert decision.code is Reason.ON_TARGET
         assert len(world.views) == ALL.min_workers
 
+    def test_hardly_any_load_adds_nothing_and_makes_pools_small(self) -> None:
+        """A slow machine: what an idle worker takes for a prompt and a step is no reason for a second one."""
+        policy = replace(ALL, max_workers=3)
+        slow = replace(CAPACITY, costs=StepCosts(38e-3, 2.5e-3, 700e-9, 5e-3, 2e-6))
+        for pools in ((2, 1), (1, 2), (1, 1)):
+            world = World(*pools, policy)
+            world.capacity, world.outputs = slow, 48.0
+            decision = world.tick(0.36, 8, num_ticks=120)
+            assert len(world.views) == 2, decision.reason
+            assert {move.kind for move in world.moves} <= {"remove", "flip"}
+
+    def test_growth_is_undone_when_one_client_is_left(self) -> None:
+        """Twelve clients, then one: bursts of the past and long means must not keep the added workers."""
+        world = World(1, 1, replace(ALL, max_workers=4))
+        world.capacity, world.outputs = replace(CAPACITY, costs=StepCosts(38e-3, 2.5e-3, 700e-9, 5e-3, 2e-6)), 48.0
+        world.backlog = Backlog(1000, 12, 624.0)
+        world.tick(2.0, 120, num_ticks=90)
+        assert len(world.views) > 2
+        world.backlog = Backlog(0, 1, 624.0)
+        world.until(0.36, lambda: len(world.views) == 2, num_ticks=120, prompt=8)
+
     def test_a_worker_that_cannot_be_placed_is_given_up_and_blocks_nothing(self) -> None:
         world = World(2, 2, ALL)
         world.can_place = False

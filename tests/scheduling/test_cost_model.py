@@ -209,3 +209,19 @@ def test_outliers_to_both_sides_are_not_a_change() -> None:
         step = random_step(rng)
         model.observe(_with_duration(step, step.duration_s * (20 if number % 2 else 0.05)))
     assert model.costs.step_s(8, 8000) == pytest.approx(before, rel=0.3)
+
+
+@pytest.mark.parametrize("num_stalls", [5, 12])
+def test_stalls_while_one_answer_runs_do_not_change_what_more_answers_are_believed_to_cost(num_stalls: int) -> None:
+    """Steps of one sequence tell the sum of two costs. Stalls must not undo what is known of each."""
+    rng, model = random.Random(5), StepModel(CPU_PRIOR)
+
+    def observe(seqs: int, factor: float = 1.0) -> None:
+        step = make_step(TRUTH, seqs=seqs, kv=seqs * rng.randint(600, 648))
+        model.observe(_with_duration(step, step.duration_s * factor * rng.lognormvariate(0.0, 0.15)))
+
+    for _ in range(600):
+        observe(rng.choice([1, 10, 11, 12]))
+    for number in range(1000):
+        observe(1, 8.0 if 500 <= number < 500 + num_stalls else 1.0)
+    assert model.costs.step_s(8.0, 5000.0) == pytest.approx(TRUTH.step_s(8.0, 5000.0), rel=0.35)
