@@ -25,6 +25,7 @@ from tandem.protocol.messages import PeerAddress
 from tandem.runtime.curve import make_keys
 from tandem.runtime.dropped import DroppedMessages
 from tandem.scheduling.cost_model import CostModel
+from tandem.worker.kv.copies import KvCopies
 from tandem.worker.kv.peer_lender import PeerLender
 from tandem.worker.kv.peer_reader import PeerReader
 from tandem.worker.kv.pins import WorkerPins
@@ -58,6 +59,7 @@ class WorkerParts:
     cache: TieredCache
     reader: PeerReader
     lender: PeerLender
+    copies: KvCopies
     pins: WorkerPins
 
 
@@ -126,6 +128,7 @@ def _connect(config: WorkerConfig, engine: Engine, hub: InProcessHub | None) -> 
         cache=cache,
         reader=reader,
         lender=lender,
+        copies=KvCopies(engine, reader),
         pins=pins,
     )
 

@@ -11,6 +11,7 @@ from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.messages import (
     INVALID_REQUEST,
     Cancel,
+    CopyKv,
     Decode,
     Generate,
     Hello,
@@ -22,6 +23,7 @@ from tandem.protocol.messages import (
     ReadDone,
     ReadGrant,
     ReadRequest,
+    RequestPart,
     SnapshotRequest,
     Unpin,
 )
@@ -68,7 +70,8 @@ class MessageDispatcher:
             message = f"{type(error).__name__} while it was worked on; the worker's log has more"
             code = InternalError.code or ""
         self._parts.replies.fail(request_id, message, code)
-        for cancel in (self._parts.prefill.cancel, self._parts.decode.cancel, self._parts.engine.abort):
+        parts = self._parts
+        for cancel in (parts.prefill.cancel, parts.decode.cancel, parts.copies.cancel, parts.engine.abort):
             if (left := error_of(cancel, request_id)) is not None:
                 logger.error("request %s left something behind", request_id, exc_info=left)
 
@@ -92,7 +95,7 @@ class MessageDispatcher:
     def _handle(self, identity: bytes, message: Message, now: float) -> None:
         parts = self._parts
         match message:
-            case Generate() | Prefill() | Decode():
+            case Generate() | Prefill() | Decode() | CopyKv():
                 self._meet_peers(message)
                 self._accept(identity, message, now)
             case Introduce():
@@ -122,16 +125,18 @@ class MessageDispatcher:
                 if not self._handoffs.take(message, now):
                     logger.warning("ignored a %s", type(message).__name__)
 
-    def _meet_peers(self, request: Generate | Prefill | Decode) -> None:
+    def _meet_peers(self, request: RequestPart) -> None:
         """Introduce the peers that a request names, too: an `Introduce` can be lost with a connection."""
         if isinstance(request, Prefill):
             self._parts.sockets.introduce(request.decode_worker)
-        if isinstance(request, Decode):
+        if isinstance(request, CopyKv):
+            self._parts.sockets.introduce(request.source)
+        elif isinstance(request, Decode):
             self._parts.sockets.introduce(request.prefill_worker)
         elif request.kv_holder is not None:
             self._parts.sockets.introduce(request.kv_holder.worker)
 
-    def _accept(self, identity: bytes, request: Generate | Prefill | Decode, now: float) -> None:
+    def _accept(self, identity: bytes, request: RequestPart, now: float) -> None:
         request_id, replies = request.request_id, self._parts.replies
         if self._parts.prefill.has(request_id) or not replies.open(request_id, identity):
             replies.refuse(identity, request_id, f"request id {request_id} is in use")
@@ -141,6 +146,8 @@ class MessageDispatcher:
                 self._parts.prefill.accept(request, now)
             elif isinstance(request, Decode):
                 self._parts.decode.accept(request, now)
+            elif isinstance(request, CopyKv):
+                self._parts.copies.accept(request, now)
             else:
                 self._generate(request, now)
         except RequestError as exc:
@@ -165,6 +172,7 @@ class MessageDispatcher:
         self._parts.replies.forget(request_id)
         self._parts.prefill.cancel(request_id)
         self._parts.decode.cancel(request_id)
+        self._parts.copies.cancel(request_id)
         self._parts.engine.abort(request_id)
 
     def _send_snapshots(self, identity: bytes, places: list[str]) -> None:

@@ -153,6 +153,7 @@ class Worker:
         parts.cache.check_integrity(idle=idle)
         parts.reader.check_integrity(idle=idle)
         parts.lender.check_integrity(idle=idle)
+        parts.copies.check_integrity(idle=idle)
         parts.pins.check_integrity(idle=idle)
         request_ids = parts.replies.request_ids
         assert not (idle and request_ids), f"requests not forgotten: {sorted(request_ids)}"
@@ -231,6 +232,8 @@ class Worker:
         """Let every part go on as far as it can without waiting."""
         self._pump_roles(now)
         self.parts.reader.pump(now)
+        for request_id in self.parts.copies.pump(now):
+            self.parts.replies.send_end(request_id, self.reporter.load())
         self.parts.cache.pump(now)
         self.parts.lender.pump(now)
         self.parts.pins.pump(now)

@@ -12,6 +12,7 @@ from tandem.protocol.messages import (
     WIRE_VERSION,
     BlockEvents,
     BlockSnapshot,
+    FinishReason,
     Hello,
     Message,
     PeerAddress,
@@ -96,6 +97,13 @@ class RouterReplies:
         """Send a step's tokens to the routers they are for, in one message each, and its statistics to all."""
         self._send_output(outputs, stats, load, {identity: [] for identity in self._routers})
 
+    def send_end(self, request_id: str, load: WorkerLoad) -> None:
+        """Tell the router that a request which gets no tokens is done."""
+        identity = self._requests.pop(request_id, None)
+        if identity is not None:
+            delta = SequenceDelta(request_id=request_id, offset=0, token_ids=[], finish_reason=FinishReason.LENGTH)
+            self._send_deltas(identity, [delta], StepStats(duration_s=0.0), load)
+
     def send_events(self, changes: Mapping[str, tuple[list[bytes], list[bytes]]]) -> None:
         """Tell all routers which blocks were (stored, removed), by place."""
         for place, (stored, removed) in changes.items():
@@ -138,14 +146,11 @@ class RouterReplies:
             if output.finish_reason is not None:
                 del self._requests[sequence.request_id]
         for identity, items in deltas.items():
-            message = StepOutput(
-                worker_id=self._address.worker_id,
-                epoch=self._address.epoch,
-                deltas=items,
-                stats=stats,
-                load=load,
-            )
-            self.send(identity, message)
+            self._send_deltas(identity, items, stats, load)
+
+    def _send_deltas(self, identity: bytes, deltas: list[SequenceDelta], stats: StepStats, load: WorkerLoad) -> None:
+        worker_id, epoch = self._address.worker_id, self._address.epoch
+        self.send(identity, StepOutput(worker_id=worker_id, epoch=epoch, deltas=deltas, stats=stats, load=load))
 
 
 def _delta(output: SequenceOutput) -> SequenceDelta:

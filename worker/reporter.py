@@ -114,7 +114,7 @@ class StatusReporter:
             self._next_report = now + _REPORT_S
             self._links = parts.prefill.writes.loads
             self._quarantines = parts.decode.quarantines(now)
-            fetches = parts.cache.fetcher.stats(parts.lender.num_lent_blocks)
+            fetches = parts.cache.fetcher.stats(parts.lender.num_lent_blocks, parts.copies.num_blocks)
             self._tiers = (parts.cache.loads(), fetches, parts.pins.load())
 
     def heartbeat(self) -> Heartbeat:

@@ -24,6 +24,7 @@ from tandem.protocol.messages.fields import WIRE_VERSION, Name
 from tandem.protocol.messages.places import HOST_TIER, POOL_PLACE, holder_name, is_readable, worker_of
 from tandem.protocol.messages.router_to_worker import (
     Cancel,
+    CopyKv,
     Decode,
     Generate,
     Hello,
@@ -91,6 +92,7 @@ __all__ = [
     "BlockSnapshot",
     "Cancel",
     "ChunkArrived",
+    "CopyKv",
     "Decode",
     "FetchStats",
     "FinishReason",
@@ -125,6 +127,7 @@ __all__ = [
     "ReadGrant",
     "ReadRequest",
     "RequestFailed",
+    "RequestPart",
     "Role",
     "RouterMessage",
     "SequenceDelta",
@@ -153,7 +156,8 @@ __all__ = [
     "worker_of",
 ]
 
-RouterMessage = Hello | Introduce | Generate | Prefill | Decode | Cancel | SnapshotRequest | Pin | Unpin | PinQuery
+RequestPart = Generate | Prefill | Decode | CopyKv  # what a worker does for a request, until it says that it is done
+RouterMessage = Hello | Introduce | RequestPart | Cancel | SnapshotRequest | Pin | Unpin | PinQuery
 WorkerMessage = Welcome | StepOutput | RequestFailed | BlockEvents | BlockSnapshot | PinReport
 PeerMessage = (
     PeerHello
@@ -173,7 +177,7 @@ Message = RouterMessage | WorkerMessage | PeerMessage | WriteMessage | Heartbeat
 
 
 class _Request(msgspec.Struct):
-    type: Literal["Generate", "Prefill", "Decode"]
+    type: Literal["Generate", "Prefill", "Decode", "CopyKv"]
     request_id: Name
 
 

@@ -14,6 +14,7 @@ from tandem.protocol.sampling import SamplingParams
 
 __all__ = [
     "Cancel",
+    "CopyKv",
     "Decode",
     "Generate",
     "Hello",
@@ -94,6 +95,17 @@ class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cache_salt: str = ""
     priority: PrefillPriority = PrefillPriority()
     is_traced: bool = False  # the first tokens tell what was done for them, and when
+
+
+class CopyKv(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Read these blocks, a chain from its beginning, from `source` into the prefix cache, as far as there is room.
+
+    Nothing is computed. Answered by a delta that has no tokens and finishes, whatever could be read.
+    """
+
+    request_id: Name
+    digests: Digests
+    source: PeerAddress
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -128,6 +128,7 @@ class FetchStats(msgspec.Struct, frozen=True, kw_only=True):
     ]  # by outcome: loaded, overtaken, failed, withdrawn, computed (loading would be slower)
     num_loaded_blocks: dict[Name, Number]  # by source: a tier, or "peer"
     num_lent_blocks: Number  # kept for peers to read
+    num_copied_blocks: Number = 0  # read because a router wanted a copy of them here
     predicted_load_s: Measure  # sums, over the prompts that were loaded
     actual_load_s: Measure
     saved_s: float  # predicted time of computing minus that of loading

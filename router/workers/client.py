@@ -34,16 +34,14 @@ from tandem.protocol.messages import (
     INVALID_REQUEST,
     BlockEvents,
     BlockSnapshot,
-    Decode,
-    Generate,
     Hello,
     Introduce,
     PeerAddress,
     Pin,
     PinQuery,
     PinReport,
-    Prefill,
     RequestFailed,
+    RequestPart,
     SequenceDelta,
     StepOutput,
     Unpin,
@@ -190,7 +188,7 @@ class WorkerClient:
         if (link := self._links.get(worker_id)) is not None:
             self._leave(link, reason)
 
-    def open_leg(self, worker_id: str, request: Generate | Prefill | Decode, queue: DeltaQueue[SequenceDelta]) -> Leg:
+    def open_leg(self, worker_id: str, request: RequestPart, queue: DeltaQueue[SequenceDelta]) -> Leg:
         """Send a request's part to a worker; its tokens go to `queue`. Raises `WorkerError` when the worker is gone."""
         link = self._links.get(worker_id)
         if link is None:

@@ -185,14 +185,23 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         if admitted is None:
             return False
         if is_worthwhile(admitted):
-            self._copying = asyncio.ensure_future(self._copy_and_leave(admitted, cause))
+            self._copying = asyncio.ensure_future(self._copy_and_leave(attempt, admitted, cause))
         else:
             self._queue.fail(_Displaced(cause))
         return True
 
-    async def _copy_and_leave(self, admitted: AdmittedRequest[GenerateRequest, Booking], cause: str) -> None:
-        context, name = self._context, f"{self._request.request_id}/{self._num_attempts}"
-        copy = copy_ahead(context.workers, self._request, self._output, admitted, self._make_queue, name=name)
+    async def _copy_and_leave(
+        self, attempt: Attempt, admitted: AdmittedRequest[GenerateRequest, Booking], cause: str
+    ) -> None:
+        copy = copy_ahead(
+            self._context.workers,
+            lambda: self._all_digests(attempt.placement),
+            self._output,
+            source=attempt.placement.best.decode.card.address,
+            worker_id=admitted.placement.best.decode.worker_id,
+            make_queue=self._make_queue,
+            name=f"{self._request.request_id}/{self._num_attempts}",
+        )
         error = await async_error_of(copy)
         self._copying = None
         if isinstance(error, WorkerError):  # the next worker is gone: this one goes on, unless there is yet another
@@ -289,11 +298,17 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
 
     async def _copy_to_cheapest(self, attempt: Attempt) -> None:
         """Where the last copy is, there is least to read: so it is the cheapest place again."""
-        context, here = self._context, attempt.placement.best.decode.worker_id
+        context, here = self._context, attempt.placement.best.decode
         rest = msgspec.structs.replace(self._rest(attempt), can_hand_over=False)
-        placement = context.admission.place_again(rest, context.admission_queue.now(), excluded={here})
-        name = f"{self._request.request_id}/{self._num_attempts}.{self._num_copied}"
-        await copy_kv(context.workers, self._request, self._output, placement, self._make_queue, name=name)
+        placement = context.admission.place_again(rest, context.admission_queue.now(), excluded={here.worker_id})
+        await copy_kv(
+            context.workers,
+            self._all_digests(attempt.placement),
+            source=here.card.address,
+            worker_id=placement.best.decode.worker_id,
+            make_queue=self._make_queue,
+            name=f"{self._request.request_id}/{self._num_attempts}.{self._num_copied}",
+        )
 
     def _stop_copying(self) -> None:
         copying, self._copying = self._copying, None
@@ -332,8 +347,12 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
 
     def _rest(self, attempt: Attempt) -> PlacementRequest:
         """What placement needs to know of the request behind the answer so far."""
-        digests = [*self._digests, *self._answer_digests(attempt.placement)]
+        digests = self._all_digests(attempt.placement)
         return self._context.placement_request(self._request, digests, len(self._output))
+
+    def _all_digests(self, placement: Placement) -> list[bytes]:
+        """Digests of the full blocks of the prompt and of the answer so far."""
+        return [*self._digests, *self._answer_digests(placement)]
 
     def _answer_digests(self, placement: Placement) -> list[bytes]:
         """Digests of the full blocks that the answer so far adds to the prompt's."""

@@ -9,12 +9,10 @@ from tandem.protocol.messages import (
     BlockEvents,
     BlockSnapshot,
     Cancel,
-    Decode,
-    Generate,
     Heartbeat,
     PeerAddress,
     PinReport,
-    Prefill,
+    RequestPart,
     RouterMessage,
     SequenceDelta,
     WorkerCard,
@@ -98,7 +96,7 @@ class Link:
         """Queue a message. Never blocks: the queue has no limit, and silence ends the link."""
         self._messages.send(encode_message(message))
 
-    def open_leg(self, request: Generate | Prefill | Decode, queue: DeltaQueue[SequenceDelta]) -> Leg:
+    def open_leg(self, request: RequestPart, queue: DeltaQueue[SequenceDelta]) -> Leg:
         """Send the worker its part of a request; its tokens go to `queue`."""
         assert request.request_id not in self.legs, f"request {request.request_id} is already on {self.worker_id}"
         leg = self.legs[request.request_id] = Leg(self, request.request_id, queue)

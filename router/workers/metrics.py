@@ -69,6 +69,7 @@ _LINK_COUNTERS = {
 }
 _FETCH_COUNTERS = {
     "num_lent_blocks": "Blocks kept for peers to read",
+    "num_copied_blocks": "Blocks read from the workers of running answers, in case these die or are left",
     "predicted_load_s": "Seconds that loads from tiers and peers were predicted to take",
     "actual_load_s": "Seconds that loads from tiers and peers took",
     "saved_s": "Predicted seconds of computing saved by loads",

@@ -18,6 +18,7 @@ from tandem.protocol.messages import (
     POOL_PLACE,
     BlockSnapshot,
     Cancel,
+    CopyKv,
     Decode,
     FinishReason,
     Generate,
@@ -270,7 +271,9 @@ def first_token(worker: FakeWorker, message: Message) -> None:
 
 
 def remaining_tokens(worker: FakeWorker, message: Message) -> None:
-    """Do the decode part, or the whole request: tokens 101 and so on, one per step."""
+    """Do the decode part, or the whole request: tokens 101 and so on, one per step. Copies are made at once."""
+    if isinstance(message, CopyKv):
+        worker.output(SequenceDelta(message.request_id, 0, [], FinishReason.LENGTH))
     if not isinstance(message, Decode | Generate):
         return
     start = len(message.output_ids) + isinstance(message, Decode)

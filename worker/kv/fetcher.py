@@ -114,12 +114,13 @@ class Fetcher:
                 self._probes.remove(probe)
                 _end_probe(*probe)
 
-    def stats(self, num_lent_blocks: int = 0) -> FetchStats:
+    def stats(self, num_lent_blocks: int = 0, num_copied_blocks: int = 0) -> FetchStats:
         """Totals since the start."""
         return FetchStats(
             num_prompts=dict(self._num_prompts),
             num_loaded_blocks=dict(self._num_loaded_blocks),
             num_lent_blocks=num_lent_blocks,
+            num_copied_blocks=num_copied_blocks,
             predicted_load_s=self._predicted_load_s,
             actual_load_s=self._actual_load_s,
             saved_s=self._saved_s,

@@ -26,6 +26,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from tandem.engine.device import Mark
 from tandem.engine.engine import Engine
 from tandem.engine.kv_pool import KvPool
@@ -38,7 +40,7 @@ from tandem.protocol.errors import PeerLost, TransferError
 from tandem.protocol.messages import PeerAddress, ReadGrant
 from tandem.worker.kv.kv_source import LoadCost, OpenSource, Piece
 
-__all__ = ["PeerRead", "ReadContext"]
+__all__ = ["PeerPiece", "PeerRead", "ReadContext"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ class PeerRead(OpenSource):
         self.is_failed = False
         self._digests = digests
         self.context = context
-        self._pieces: list[_PeerPiece] = []  # those that are not settled
+        self._pieces: list[PeerPiece] = []  # those that are not settled
         self._is_closed = False
 
     @property
@@ -101,9 +103,9 @@ class PeerRead(OpenSource):
         """Whether the granted blocks can be found here. They cannot if the request ended before they came."""
         return bool(self.block_ids) and self._digests[len(self.block_ids or []) - 1] in self.context.engine.pool
 
-    def begin(self, first_block: int, end_block: int, now: float) -> Piece:
+    def begin(self, first_block: int, end_block: int, now: float) -> PeerPiece:
         """Read some of the blocks, once the peer has granted them and the link is up."""
-        piece = _PeerPiece(self, first_block, end_block, now)
+        piece = PeerPiece(self, first_block, end_block, now)
         self._pieces.append(piece)
         return piece
 
@@ -145,7 +147,7 @@ class PeerRead(OpenSource):
             return 0
         return sum(piece.num_blocks for piece in self._pieces if piece.is_moving)
 
-    def _start(self, piece: _PeerPiece) -> None:
+    def _start(self, piece: PeerPiece) -> None:
         assert self.block_ids is not None
         remote = self.block_ids[piece.first_block - self.first_block : piece.end_block - self.first_block]
         engine = self.context.engine
@@ -168,7 +170,7 @@ class PeerRead(OpenSource):
             self.is_failed = True
 
 
-class _PeerPiece(Piece):
+class PeerPiece(Piece):
     """Blocks that are read into landing blocks of our pool, which then replace a sequence's own."""
 
     kind = "peer"
@@ -191,10 +193,12 @@ class _PeerPiece(Piece):
         return self.transfer is not None and not self.transfer.is_settled
 
     @property
+    @override
     def is_done(self) -> bool:
         return self._is_done
 
     @property
+    @override
     def is_complete(self) -> bool:
         return self._has_arrived
 
@@ -216,10 +220,12 @@ class _PeerPiece(Piece):
             self._release()
         return self._is_done
 
+    @override
     def learn(self) -> None:
         if self._has_arrived and self.transfer is not None and self.transfer.seconds is not None:
             self._read.cost.observe(self.num_blocks, self.transfer.seconds)
 
+    @override
     def learn_late(self, now: float) -> None:
         cost, waited_s = self._read.cost, now - self._read.asked_at
         if self._read.block_ids is None:
@@ -227,6 +233,7 @@ class _PeerPiece(Piece):
         else:
             cost.observe_at_least(self.num_blocks, now - self.begun_at)
 
+    @override
     def place(self, sequence: EngineSequence, first_block: int, kv: KvPool) -> int:
         """Swap blocks instead of copying them."""
         start = first_block - self.first_block
@@ -237,6 +244,12 @@ class _PeerPiece(Piece):
         self._release()
         return 0
 
+    def take(self) -> list[int]:
+        """The blocks of a complete piece, which the caller releases. Instead of `place`."""
+        blocks, self.landing = self.landing, []
+        return blocks
+
+    @override
     def drop(self) -> None:
         self.is_dropped = True
         if self._is_done:

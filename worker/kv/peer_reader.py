@@ -55,10 +55,12 @@ class PeerReader:
 
     def source(self, holder: KvHolder, *, is_moved: bool = True) -> KvSource:
         """The peer as a source of the prompt it was named for. With `is_moved` the peer's copy goes first."""
-        worker_id = holder.worker.worker_id
-        if worker_id not in self._costs:
-            self._costs[worker_id] = LoadCost(_PRIOR, self._context.engine.block_bytes)
-        return _PeerSource(self, holder, self._costs[worker_id], is_moved)
+        return _PeerSource(self, holder, self._cost(holder.worker.worker_id), is_moved)
+
+    def copy(self, peer: PeerAddress, digests: Sequence[bytes], first_block: int, now: float) -> PeerRead:
+        """Request a lease on a peer's blocks of a chain, from `first_block` on, which the peer keeps."""
+        cost = self._cost(peer.worker_id)
+        return self.ask(peer, cost, digests, first_block, len(digests), now, is_moved=False)
 
     def ask(
         self,
@@ -126,6 +128,11 @@ class PeerReader:
         if self._reads or self._num_stuck_blocks:
             self._num_stuck_blocks = sum(read.num_stuck_blocks(now) for read in self._reads.values())
             self._context.engine.scheduler.admission.lost_blocks["peer reads"] = self._num_stuck_blocks
+
+    def _cost(self, worker_id: str) -> LoadCost:
+        if worker_id not in self._costs:
+            self._costs[worker_id] = LoadCost(_PRIOR, self._context.engine.block_bytes)
+        return self._costs[worker_id]
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """With `idle`, raise AssertionError if anything is being read."""

@@ -37,6 +37,7 @@ def test_what_workers_tell_is_in_the_metrics() -> None:
         num_prompts={"loaded": 7, "overtaken": 1},
         num_loaded_blocks={"host": 30, "peer": 10},
         num_lent_blocks=5,
+        num_copied_blocks=6,
         predicted_load_s=0.5,
         actual_load_s=0.75,
         saved_s=9.0,
@@ -80,6 +81,7 @@ def test_what_workers_tell_is_in_the_metrics() -> None:
         'tandem_link_exposed_bytes_total{peer="b",worker="a"} 300.0',
         'tandem_link_exposed_seconds_total{peer="b",worker="a"} 0.125',
         'tandem_fetch_actual_load_seconds_total{worker="a"} 0.75',
+        'tandem_fetch_copied_blocks_total{worker="a"} 6.0',
     ):
         assert line in text.splitlines(), f"{line} is not in\n{text}"
     assert 'tier="disk",worker="b"' not in text

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
 import pytest
 
 from tandem.protocol.config import RouterConfig
+from tandem.protocol.digest import CacheScope, block_digests, root_digest
 from tandem.protocol.errors import (
     InternalError,
     NoWorker,
@@ -22,6 +24,7 @@ from tandem.protocol.errors import (
 from tandem.protocol.messages import (
     INVALID_REQUEST,
     Cancel,
+    CopyKv,
     Decode,
     FinishReason,
     Generate,
@@ -34,6 +37,7 @@ from tandem.protocol.messages import (
 )
 from tandem.router.backend import TokenDelta
 from tandem.router.poisoned_requests import MAX_DEATHS, MAX_REMEMBERED, REFUSED_S, PoisonedRequests
+from tests.support.builders import NAMESPACE
 from tests.support.fake_worker import (
     FakeCluster,
     FakeWorker,
@@ -336,16 +340,19 @@ def copies_when_told(worker: FakeWorker, message: Message) -> None:
         remaining_tokens(worker, message)
 
 
-async def is_copying(worker: FakeWorker, number: int = 0) -> Generate:
-    await eventually(lambda: len(worker.of_type(Generate)) == number + 1)
-    copy = worker.of_type(Generate)[number]
-    assert isinstance(copy, Generate)
-    assert (copy.sampling.max_tokens, copy.output_ids) == (1, [])
+async def is_copying(worker: FakeWorker, answer: Sequence[int], *, number: int = 0) -> CopyKv:
+    """Wait until the worker is asked for a copy; it is of the prompt and this answer, but not of its last token."""
+    await eventually(lambda: len(worker.of_type(CopyKv)) == number + 1)
+    copy = worker.of_type(CopyKv)[number]
+    assert isinstance(copy, CopyKv)
+    root = root_digest(NAMESPACE, cache_salt=CacheScope(""))
+    assert copy.digests == block_digests(root, [*make_request().token_ids, *answer[:-1]], 16)
+    assert copy.source.worker_id == "d"
     return copy
 
 
-def is_copied(worker: FakeWorker, copy: Generate) -> None:
-    worker.output(SequenceDelta(copy.request_id, 0, [9], FinishReason.LENGTH))
+def is_copied(worker: FakeWorker, copy: CopyKv) -> None:
+    worker.output(SequenceDelta(copy.request_id, 0, [], FinishReason.LENGTH))
 
 
 async def test_an_answer_is_decoded_where_it_is_until_its_kv_is_elsewhere() -> None:
@@ -354,13 +361,11 @@ async def test_an_answer_is_decoded_where_it_is_until_its_kv_is_elsewhere() -> N
         assert await take(stream, 2) == [100, 101]
         second = await cluster.add(FakeWorker("d2", Role.DECODE, copies_when_told))
         cluster.registry.set_role("d", Role.PREFILL)
-        copy = await is_copying(second)
-        assert copy.token_ids == [*make_request().token_ids, 100, 101]
+        copy = await is_copying(second, [100, 101])
         cluster.workers["d"].output(SequenceDelta("r0", 2, list(range(102, 142))))
         assert await take(stream, 1) == list(range(102, 142)), "meanwhile it goes on"
         is_copied(second, copy)
-        copy = await is_copying(second, 1)  # of what has come since
-        assert copy.token_ids == [*make_request().token_ids, *range(100, 142)]
+        copy = await is_copying(second, range(100, 142), number=1)  # of what has come since
         cluster.workers["d"].output(SequenceDelta("r0", 42, [142]))
         assert await take(stream, 1) == [142]
         is_copied(second, copy)
@@ -400,13 +405,13 @@ async def test_an_answer_whose_next_worker_dies_stays_where_it_is() -> None:
         assert await take(stream, 2) == [100, 101]
         second = await cluster.add(FakeWorker("d2", Role.DECODE, copies_when_told))
         cluster.registry.set_role("d", Role.PREFILL)
-        await is_copying(second)
+        await is_copying(second, [100, 101])
         cluster.client.mark_dead("d2", "exit code -9")
         cluster.workers["d"].output(SequenceDelta("r0", 2, [102]))
         assert await take(stream, 1) == [102]
         assert cluster.registry.num_bookings == 1
         third = await cluster.add(FakeWorker("d3", Role.DECODE, copies_when_told))  # it leaves for the next one
-        is_copied(third, await is_copying(third))
+        is_copied(third, await is_copying(third, [100, 101, 102]))
         assert await rest(stream) == [103, 104, 105]
         cluster.assert_nothing_left()
 
@@ -414,7 +419,7 @@ async def test_an_answer_whose_next_worker_dies_stays_where_it_is() -> None:
 async def test_a_copy_that_fails_is_done_without() -> None:
     def refuses_copies(worker: FakeWorker, message: Message) -> None:
         copies_when_told(worker, message)
-        if isinstance(message, Generate) and not message.output_ids:
+        if isinstance(message, CopyKv):
             worker.send(RequestFailed(request_id=message.request_id, message="no room", code=INVALID_REQUEST))
 
     async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
@@ -434,15 +439,14 @@ async def test_kv_is_copied_to_another_worker_as_the_answer_grows() -> None:
         second = await cluster.add(FakeWorker("d2", Role.DECODE, copies_when_told))
         cluster.workers["d"].output(SequenceDelta("r0", 2, list(range(102, 132))))
         assert await take(stream, 1) == list(range(102, 132))
-        copy = await is_copying(second)
-        assert copy.token_ids == [*make_request().token_ids, *range(100, 132)]
+        copy = await is_copying(second, range(100, 132))
         cluster.workers["d"].output(SequenceDelta("r0", 32, list(range(132, 170))))
         assert await take(stream, 1) == list(range(132, 170)), "it does not wait for its copy"
         is_copied(second, copy)
         await eventually(lambda: cluster.client.num_open_legs == 1)
         cluster.workers["d"].output(SequenceDelta("r0", 70, [170]))
         assert await take(stream, 1) == [170]
-        assert (await is_copying(second, 1)).token_ids == [*make_request().token_ids, *range(100, 171)]
+        await is_copying(second, range(100, 171), number=1)
         assert (cluster.registry.num_bookings, cluster.flow.num_moves.total()) == (1, 0)
         cluster.client.mark_dead("d", "exit code -9")  # the copy that is under way is given up
         assert await rest(stream) == list(range(171, 300))
@@ -457,7 +461,7 @@ async def test_no_copy_is_made_unless_it_is_wanted() -> None:
         decoding = next(worker for worker in (second, cluster.workers["d"]) if worker.of_type(Decode))
         decoding.output(SequenceDelta("r0", 2, list(range(102, 160)), FinishReason.LENGTH))
         assert len(await rest(stream)) == 58
-        assert not second.of_type(Generate)
+        assert not second.of_type(CopyKv)
 
 
 async def end_it(end: str, cluster: FakeCluster, stream: Pulled[TokenDelta]) -> None:
@@ -482,7 +486,7 @@ async def test_whatever_happens_during_a_copy_ends_it(end: str) -> None:
         assert await take(stream, 2) == [100, 101]
         second = await cluster.add(FakeWorker("d2", Role.DECODE, copies_when_told))
         cluster.registry.set_role("d", Role.PREFILL)
-        copy = await is_copying(second)
+        copy = await is_copying(second, [100, 101])
         if end == "last token":
             cluster.workers["d"].output(SequenceDelta("r0", 2, [102, 103], FinishReason.LENGTH))
         await end_it(end, cluster, stream)
