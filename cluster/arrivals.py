@@ -59,7 +59,7 @@ class Arrivals:
 
     def like(self, role: Role) -> Member:
         """A worker to copy: of this role, if there is one. Raises `AddRefused`."""
-        members = [member for member in self._members.values() if not member.departs]
+        members = list(self._members.values())  # also those that leave: all of them may be restarted at once
         if any(member.role is Role.COLOCATED for member in members) != (role is Role.COLOCATED):
             raise AddRefused(f"This server has no place for a {role} worker: its workers are of other kinds.")
         return min(members, key=lambda member: member.role is not role)

@@ -68,7 +68,8 @@ class Departures:
             "began": round(time.time(), 3),  # Unix time
         }
         self._latest.append(record)
-        self._background.start(f"the departure of {worker}", partial(self._depart, member, grace_s, record))
+        leave = partial(self._depart, member, grace_s) if member.is_up.is_set() else partial(self._abandon, member)
+        self._background.start(f"the departure of {worker}", partial(leave, record))
         return record
 
     def note_up(self, member: Member) -> None:
@@ -79,11 +80,11 @@ class Departures:
 
     def _check(self, member: Member, *, restart: bool) -> None:
         name = member.worker_id
-        if not member.is_up.is_set():
-            raise DrainRefused(f"{name} is not up; ask again when it is.")
         if member.departs:
             raise DrainRefused(f"{name} is leaving already.")
-        if not member.is_ready:
+        if restart and not member.is_up.is_set():
+            raise DrainRefused(f"{name} is not up; ask again when it is.")
+        if member.is_up.is_set() and not member.is_ready:
             raise DrainRefused(f"{name} is about to play another role; ask again in a moment.")
         if restart:
             return  # requests that nothing else can serve wait for it
@@ -92,6 +93,15 @@ class Departures:
         can_prefill = any(one.role is not Role.DECODE or one.can_cover for one in others)
         if not (can_decode and can_prefill):
             raise DrainRefused(f"Without {name} nothing could answer: add another worker first, or restart it.")
+
+    async def _abandon(self, member: Member, record: dict[str, object]) -> None:
+        """Let a worker go that does not serve: it is being started, has no room, or dies again and again."""
+        began_s = time.monotonic()
+        member.give_up(str(record["reason"]))
+        self._kill(member)
+        await member.has_left.wait()
+        record["finished"] = True
+        record["left_after_s"] = round(time.monotonic() - began_s, 3)
 
     async def _depart(self, member: Member, grace_s: float, record: dict[str, object]) -> None:
         began_s, actor = time.monotonic(), member.actor

@@ -14,6 +14,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -81,10 +82,13 @@ class Member(ABC):
         self.is_added = False  # it came later: if it cannot start, the others serve on
         self.owner: Owner | None = None  # if it may outlive its server
         self.survivor: Survivor | None = None  # the process that an earlier server left, until it is taken over
-        self.given_up = ""  # why it is not waited for any more, before it served
+        self.given_up = ""  # why it is not waited for any more, while it does not serve
         self.start_s = 0.0  # from the request for a place until it served, the last time; 0 = not known
         self.home_role: Role | None = None  # what it was before it took over for a pool without workers
+        self.flips_to: Role | None = None  # the role that the latest flip under way gives it
+        self.flip_lock = asyncio.Lock()  # its flips follow one another
         self.is_up = asyncio.Event()
+        self.has_left = asyncio.Event()  # for good: nobody looks after it any more
         self._is_given_up = asyncio.Event()
 
     async def start(self, bundle: Bundle, *, on_no_room: Callable[[str], None], on_placed: Callable[[], None]) -> None:
@@ -117,6 +121,16 @@ class Member(ABC):
             self.start_s = self.up_since - began_s
         self.is_up.set()
 
+    @property
+    def role_to_be(self) -> Role:
+        """Its role once the flips under way are over."""
+        return self.flips_to or self.role
+
+    @property
+    def has_been_up(self) -> bool:
+        """Whether this server has served with it: one that is being taken over has not."""
+        return math.isfinite(self.up_since)
+
     @abstractmethod
     def another(self, worker_id: str, role: Role) -> Member:
         """One more worker like this one."""
@@ -127,6 +141,8 @@ class Member(ABC):
 
     def _taken_over(self, claim: WorkerClaim) -> Any:
         """Go on with a worker that an earlier server left. Returns what its `start` returned."""
+        if self.role is Role.PREFILL is not claim.role:
+            self.home_role = self.role  # perhaps it covers for a pool whose workers died
         self.role = claim.role
         return claim.started
 
@@ -209,6 +225,11 @@ class Member(ABC):
         """Wait no longer for a process that does not serve yet."""
         self.given_up = reason
         self._is_given_up.set()
+
+    async def pause(self, delay_s: float) -> None:
+        """Wait before the next start, but not for one that is given up."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._is_given_up.wait(), delay_s)
 
     def kill(self) -> None:
         """Let Ray end the process."""

@@ -2,7 +2,8 @@
 
 A request names everything that the cluster should be able to hold, as if it were idle: the places of all workers, not
 just that of the new one. Ray keeps one request for a cluster until the next one replaces it, also after the end of the
-process that made it. So it is withdrawn, by an empty one, as soon as nothing waits.
+process that made it. So it is withdrawn, by an empty one, as soon as nothing waits. If the server dies before, the next
+one of its service does it, or the workers that outlived it.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_exists, _internal_kv_put
 
-__all__ = ["NodeRequests", "Resources"]
+__all__ = ["NodeRequests", "Resources", "has_left_request", "withdraw_left_request"]
 
 logger = logging.getLogger(__name__)
 
@@ -24,15 +27,34 @@ _SEND_TIMEOUT_S = 15.0  # Ray's own is 10 s
 _AGAIN_S = 5.0
 
 
-def _send(bundles: Sequence[Resources]) -> None:
+_NAMESPACE = b"tandem"  # of Ray's key-value store, in which a service notes that it has asked for nodes
+
+
+def _send(service: str, bundles: Sequence[Resources]) -> None:
+    if bundles:
+        _internal_kv_put(service, b"asked", namespace=_NAMESPACE)
     request_resources(bundles=list(bundles))
+    if not bundles:
+        _internal_kv_del(service, namespace=_NAMESPACE)
+
+
+def has_left_request(service: str) -> bool:
+    """Whether Ray has a request of a server of this name that is no more. Blocks."""
+    return bool(_internal_kv_exists(service, namespace=_NAMESPACE))
+
+
+def withdraw_left_request(service: str) -> None:
+    """Withdraw the request that a dead server of this name has left, if there is one. Blocks."""
+    if has_left_request(service):
+        _send(service, [])
 
 
 class NodeRequests:
-    """The latest request of one server. `send` is what tells Ray; it may block."""
+    """The latest request of one server."""
 
-    def __init__(self, send: Callable[[Sequence[Resources]], None] = _send) -> None:
-        self._send = send
+    def __init__(self, service: str, send: Callable[[str, Sequence[Resources]], None] = _send) -> None:
+        """`send` tells Ray what this service needs; it may block."""
+        self._send = partial(send, service)
         self._wanted: list[Resources] = []
         self._sent: list[Resources] | None = []  # None = not known
         self._is_changed = asyncio.Event()

@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import remove_placement_group
 
+from tandem.cluster.node_requests import withdraw_left_request
 from tandem.cluster.ownership import Ownership, Place, Tenure
 from tandem.cluster.process_end import ProcessIdentity, own_identity
 from tandem.protocol.fault_boundary import error_of
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 WATCH_S = 1.0  # how often a blocking `watch` looks for news
 _LOOK_S = 1.0
+_ASK_TIMEOUT_S = 2.0
 _UNHEARD_S = 10.0  # after SIGTERM; a server that lives watches
 
 
@@ -63,7 +65,9 @@ class OwnedActor(ABC):
 
     def __init__(self, tenure: Tenure | None) -> None:
         """Without a tenure, Ray ends the actor with its server."""
-        self._asked_to_leave = threading.Event()
+        self._is_asked_to_leave = False
+        self._has_news = threading.Event()  # of that, which no server has heard yet
+        self._unheard: threading.Timer | None = None
         if ray.is_initialized():  # in an actor's process, whose main thread makes the actor
             signal.signal(signal.SIGTERM, self._on_sigterm)
         self._tenure = tenure
@@ -87,6 +91,8 @@ class OwnedActor(ABC):
         assert self._tenure is not None, "it may outlive its server"
         if holder := self._ownership.claim(owner, time.monotonic()):
             return holder
+        if self._is_asked_to_leave:  # the server that heard of it is dead
+            self._tell_of_sigterm()
         config, started, role = self._obey(router_key)
         return WorkerClaim(
             process=self.identity(),
@@ -96,6 +102,11 @@ class OwnedActor(ABC):
             config=config,
             started=started,
         )
+
+    def is_held(self) -> bool:
+        """Whether a server that lives looks after this worker."""
+        assert self._ownership is not None, "it may outlive its server"
+        return self._ownership.orphaned_s(time.monotonic()) < 0
 
     @abstractmethod
     def _obey(self, router_key: str) -> tuple[Any, Any, Role]:
@@ -109,37 +120,53 @@ class OwnedActor(ABC):
         """What the server that watches should know of a worker that runs on."""
         if self._ownership is not None and not self._ownership.is_of(owner):
             return WatchNews.CLAIMED
-        if self._asked_to_leave.is_set():
-            self._asked_to_leave.clear()
+        if self._has_news.is_set():
+            self._has_news.clear()
             return WatchNews.ASKED_TO_LEAVE
         return None
 
     def _on_sigterm(self, *_: object) -> None:
         """Let the server drain this worker; end at once if it was asked for already, or if no server asks in time."""
-        if self._asked_to_leave.is_set():
+        if self._is_asked_to_leave:
             os._exit(1)
-        self._asked_to_leave.set()
-        timer = threading.Timer(_UNHEARD_S, self._end_if_unheard)
-        timer.daemon = True
-        timer.start()
+        self._is_asked_to_leave = True
+        self._tell_of_sigterm()
+
+    def _tell_of_sigterm(self) -> None:
+        self._has_news.set()
+        if self._unheard is not None:
+            self._unheard.cancel()
+        self._unheard = threading.Timer(_UNHEARD_S, self._end_if_unheard)
+        self._unheard.daemon = True
+        self._unheard.start()
 
     def _end_if_unheard(self) -> None:
-        if self._asked_to_leave.is_set():
+        if self._has_news.is_set():
             os._exit(1)
 
     def _end_when_orphaned(self, tenure: Tenure) -> None:
-        """End this process, and give back what Ray reserves for the service, once nobody has held it for too long.
-
-        A server that comes back claims every worker of the service or kills it, so all that are left end together.
-        """
+        """End this process, and give back what Ray reserves for the service, once nobody has held it for too long."""
         assert self._ownership is not None, "it may outlive its server"
-        timeout_s = tenure.owner.orphan_timeout_s
-        while self._ownership.orphaned_s(time.monotonic()) < timeout_s:
+        timeout_s, service = tenure.owner.orphan_timeout_s, tenure.owner.service
+        while not self._ownership.end(timeout_s, time.monotonic()):
             time.sleep(_LOOK_S)
         logger.warning("no server has asked for this worker for %g s (orphan_timeout_s): it ends", timeout_s)
         if (error := error_of(self.stop)) is not None:  # its process ends all the same
             logger.warning("it did not stop in good order: %s", error)
         with suppress(RayError, ValueError):
-            if (group := ray.util.get_current_placement_group()) is not None:
+            group = ray.util.get_current_placement_group()
+            # Its other workers end within seconds, unless a server has come for them just now.
+            if group is not None and not _is_any_held(tenure.owner.namespace):
+                withdraw_left_request(service)
                 remove_placement_group(group)
         os._exit(0)
+
+
+def _is_any_held(namespace: str) -> bool:
+    """Whether a server looks after one of a service's workers. One that does not answer is not held."""
+    names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == namespace]
+    for name in names:
+        with suppress(RayError, ValueError):  # it has ended meanwhile, or is late
+            if ray.get(ray.get_actor(name, namespace=namespace).is_held.remote(), timeout=_ASK_TIMEOUT_S):
+                return True
+    return False

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tandem.protocol.config import ClusterConfig
+from tandem.protocol.errors import WorkerError
 
 __all__ = ["LEASE_S", "RENEW_S", "Owner", "Ownership", "Place", "Tenure", "owner_of"]
 
@@ -65,11 +66,17 @@ class Ownership:
     def __init__(self, owner: str, now: float) -> None:
         self._owner = owner
         self._expires_s = now + LEASE_S
+        self._is_over = False
         self._lock = threading.Lock()
 
     def claim(self, owner: str, now: float) -> str:
-        """Give the worker to `owner`, unless another one holds it: then that one's name."""
+        """Give the worker to `owner`, unless another one holds it: then that one's name.
+
+        Raises `WorkerError` if the worker is about to end.
+        """
         with self._lock:
+            if self._is_over:
+                raise WorkerError("it ends, as no server asked for it in time")
             if self._owner != owner and now < self._expires_s:
                 return self._owner
             self._owner, self._expires_s = owner, now + LEASE_S
@@ -90,3 +97,9 @@ class Ownership:
     def orphaned_s(self, now: float) -> float:
         """For how long nobody has held it; negative while somebody does."""
         return now - self._expires_s
+
+    def end(self, timeout_s: float, now: float) -> bool:
+        """Whether nobody has held it for this long. Then nobody can claim it any more."""
+        with self._lock:
+            self._is_over = self._is_over or self.orphaned_s(now) >= timeout_s
+            return self._is_over

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -20,6 +20,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tandem.cluster.ownership import Owner, Place
 
 __all__ = ["Bundle", "WorkerBundles"]
+
+_ROUNDING = 1e-3  # Ray counts shares of cores and GPUs to four decimals
 
 
 class Bundle(NamedTuple):
@@ -67,16 +69,39 @@ class WorkerBundles:
     def __init__(
         self, needs: Sequence[tuple[float, float]], owner: Owner | None = None, taken: Collection[Place] = ()
     ) -> None:
-        """`needs`: cores and GPUs of each worker. `taken`: bundles of workers that `owner` has claimed."""
-        name = f"tandem/{owner.service}" if owner is not None else "tandem"
-        self._options: dict[str, Any] = {"name": f"{name}/added"} | ({"lifetime": "detached"} if owner else {})
-        self._group, self._added = _left_groups(name, needs, taken) if owner is not None else (None, [])
-        if self._group is None:
-            bundles = [_resources(*need) for need in needs]
-            self._group = placement_group(bundles, strategy="SPREAD", **self._options | {"name": name})
-        own = (_bundle_of(self._group, number, *need) for number, need in enumerate(needs))
-        self._free = [bundle for bundle in own if not taken or bundle.place not in taken]
-        self._num_used = Counter(place.group for place in taken)  # bundles of groups other than the first
+        """`needs`: cores and GPUs of each worker without a place. `taken`: bundles of workers that `owner` has claimed.
+
+        Only what the groups of claimed workers do not have is asked of Ray: it could find no room for everything twice.
+        """
+        self._name = f"tandem/{owner.service}" if owner is not None else "tandem"
+        self._options: dict[str, Any] = {"lifetime": "detached"} if owner else {}
+        self._free: list[Bundle] = []
+        self._num_used = Counter(place.group for place in taken)
+        self._first = ""  # the group of the workers of the start stays reserved when they leave
+        self._groups: dict[str, PlacementGroup] = {}
+        self._reserved: dict[str, list[tuple[float, float]]] = {}  # of each group
+        if owner is not None:
+            self._take_over(taken)
+        rest = list(needs)
+        for bundle in self._free:
+            if bundle.sizes in rest:
+                rest.remove(bundle.sizes)
+        if rest:
+            self._create(rest, is_first=not self._groups)
+
+    def _take_over(self, taken: Collection[Place]) -> None:
+        """Use the groups of claimed workers again, and remove the others that an earlier server of the service left."""
+        for group_id, group in placement_group_table().items():
+            is_ours = group["name"] == self._name or group["name"].startswith(f"{self._name}/added/")
+            if group["state"] == "REMOVED" or not is_ours:
+                continue
+            if not self._num_used[group_id]:
+                remove_placement_group(_group_of(group_id))
+                continue
+            self._first = self._first or (group_id if group["name"] == self._name else "")
+            sizes = [(one.get("CPU", 0.0), one.get("GPU", 0.0)) for _, one in sorted(group["bundles"].items())]
+            own = self._note(_group_of(group_id), sizes)
+            self._free += [bundle for bundle in own if bundle.place not in taken]
 
     def at(self, place: Place, num_cpus: float, num_gpus: float) -> Bundle:
         """The bundle of a claimed worker."""
@@ -84,67 +109,63 @@ class WorkerBundles:
 
     def bundle(self, number: int, num_cpus: float, num_gpus: float) -> Bundle:
         """The bundle of the worker with this number: of all that are free and as large, the one with its number."""
-        fitting = (bundle for bundle in self._free if bundle.sizes == (num_cpus, num_gpus))
-        bundle = min(fitting, key=lambda bundle: bundle.strategy.placement_group_bundle_index != number, default=None)
-        if bundle is None:
-            return self._new(num_cpus, num_gpus)
+        fitting = [bundle for bundle in self._free if bundle.sizes == (num_cpus, num_gpus)]
+        if not fitting:
+            self._create([(num_cpus, num_gpus)], is_first=False)
+            fitting = self._free[-1:]
+        bundle = min(fitting, key=lambda bundle: bundle.place.bundle != number)
         self._free.remove(bundle)
+        self._num_used[bundle.place.group] += 1
         return bundle
 
     def another(self, num_cpus: float, num_gpus: float) -> Bundle:
         """A bundle for one more worker: one that was given back, or a new one, for which Ray finds a node."""
         return self.bundle(-1, num_cpus, num_gpus)
 
-    def _new(self, num_cpus: float, num_gpus: float) -> Bundle:
-        options = self._options | {"name": f"{self._options['name']}/{uuid.uuid4().hex}"}  # Ray takes each name once
-        group = placement_group([_resources(num_cpus, num_gpus)], **options)
-        self._added.append(group)
-        self._num_used[group.id.hex()] = 1
-        return _bundle_of(group, 0, num_cpus, num_gpus)
+    def room(self) -> dict[str, float]:
+        """All cores and GPUs of Ray's nodes. Asks Ray."""
+        return dict(ray.cluster_resources())
 
-    def has_room_for(self, num_cpus: float, num_gpus: float) -> bool:
-        """Whether `another` finds room on the nodes that are there."""
-        free = ray.available_resources()
-        is_kept = any(bundle.sizes == (num_cpus, num_gpus) for bundle in self._free)
-        return is_kept or (num_cpus <= free.get("CPU", 0) and num_gpus <= free.get("GPU", 0))
+    def has_room_for(self, num_cpus: float, num_gpus: float, room: Mapping[str, float]) -> bool:
+        """Whether `another` finds a place on the one node of a private Ray, of which all is ours.
+
+        What Ray calls free lags behind: it may be what was asked for a moment ago.
+        """
+        if any(bundle.sizes == (num_cpus, num_gpus) for bundle in self._free):
+            return True
+        reserved = [sizes for needs in self._reserved.values() for sizes in needs]
+        free_cpus = room.get("CPU", 0.0) - sum(sizes[0] for sizes in reserved)
+        free_gpus = room.get("GPU", 0.0) - sum(sizes[1] for sizes in reserved)
+        return num_cpus <= free_cpus + _ROUNDING and num_gpus <= free_gpus + _ROUNDING
 
     def give_back(self, bundle: Bundle) -> None:
         """Nobody uses a bundle any more. Its node may be given up if it was asked for by `another`."""
-        group = bundle.strategy.placement_group
-        if group not in self._added:
-            self._free.append(bundle)
-            return
-        self._num_used[bundle.place.group] -= 1
-        if not self._num_used[bundle.place.group]:  # that of an earlier server has several
-            self._added.remove(group)
-            remove_placement_group(group)
+        group_id = bundle.place.group
+        self._num_used[group_id] -= 1
+        self._free.append(bundle)
+        if group_id != self._first and not self._num_used[group_id]:
+            self._free = [free for free in self._free if free.place.group != group_id]
+            del self._reserved[group_id]
+            remove_placement_group(self._groups.pop(group_id))
 
     def remove(self) -> None:
         """Give all bundles back. Ray ends actors that still run in them."""
-        for group in (self._group, *self._added):
+        for group in self._groups.values():
             remove_placement_group(group)
 
+    def _create(self, needs: Sequence[tuple[float, float]], *, is_first: bool) -> None:
+        """Ask Ray for a group of free bundles."""
+        name = self._name if is_first else f"{self._name}/added/{uuid.uuid4().hex}"  # Ray takes each name once
+        group = placement_group([_resources(*need) for need in needs], strategy="SPREAD", name=name, **self._options)
+        if is_first:
+            self._first = group.id.hex()
+        self._free += self._note(group, needs)
 
-def _left_groups(
-    name: str, needs: Sequence[tuple[float, float]], taken: Collection[Place]
-) -> tuple[PlacementGroup | None, list[PlacementGroup]]:
-    """What an earlier server of this service left: its group, if it is as needed now, and those of added workers.
-
-    Groups that nobody uses any more are removed.
-    """
-    used = {place.group for place in taken}
-    main, added = None, []
-    for group_id, group in placement_group_table().items():
-        if group["state"] == "REMOVED" or not (group["name"] == name or group["name"].startswith(f"{name}/added/")):
-            continue
-        bundles = [group["bundles"][number] for number in sorted(group["bundles"])]
-        if main is None and group["name"] == name and bundles == [_resources(*need) for need in needs]:
-            main = _group_of(group_id)
-        elif group_id in used:
-            added.append(_group_of(group_id))
-        else:
-            remove_placement_group(_group_of(group_id))
-    return main, added
+    def _note(self, group: PlacementGroup, needs: Sequence[tuple[float, float]]) -> list[Bundle]:
+        """Remember a group of ours; its bundles."""
+        self._groups[group.id.hex()] = group
+        self._reserved[group.id.hex()] = list(needs)
+        return [_bundle_of(group, number, *need) for number, need in enumerate(needs)]
 
 
 def _group_of(group_id: str) -> PlacementGroup:

@@ -37,6 +37,8 @@ class RoleFlips:
 
     def begin(self, flip: Flip, reason: str) -> None:
         """Start a flip and return."""
+        if (member := member_of(self._members, flip.worker_id)) is not None:
+            member.flips_to = flip.to_role
         self._background.start(f"the flip of {flip.worker_id}", lambda: self.flip(flip, reason))
 
     async def set_role(self, worker: str, role: Role) -> dict[str, object]:
@@ -45,8 +47,9 @@ class RoleFlips:
         if member is None:
             raise WorkerNotFound(f"There is no worker '{worker[:100]}'; there are: {', '.join(self._members)}.")
         self._check(member, role)
-        record = self._record(member, role, "an operator asked for it")
-        left = await self._play(member, role, record)
+        async with member.flip_lock:
+            record = self._record(member, role, "an operator asked for it")
+            left = await self._play(member, role, record)
         if left is None:
             raise WorkerError(f"{worker} did not flip to {role}: {record['failed']}")
         self._background.start(f"the drain of {worker}", lambda: self._drain(member, left, record))
@@ -59,10 +62,17 @@ class RoleFlips:
         beside that: any worker can do both, and placement counts what it delays there.
         """
         member = member_of(self._members, flip.worker_id)
-        if member is None or not member.is_up.is_set() or member.departs:
+        if member is None:
             return
-        record = self._record(member, flip.to_role, reason)
-        left = await self._play(member, flip.to_role, record)
+        try:
+            async with member.flip_lock:
+                if not member.is_up.is_set() or member.departs:
+                    return
+                record = self._record(member, flip.to_role, reason)
+                left = await self._play(member, flip.to_role, record)
+        finally:
+            if member.flips_to is flip.to_role:
+                member.flips_to = None
         if left is not None:
             await self._drain(member, left, record)
 
@@ -73,6 +83,8 @@ class RoleFlips:
             raise RoleRefused(f"{name} is not up; ask again when it is.")
         if member.departs:
             raise RoleRefused(f"{name} is leaving.")
+        if member.flip_lock.locked():
+            raise RoleRefused(f"{name} is about to play another role; ask again in a moment.")
         if member.role is Role.COLOCATED:
             raise RoleRefused(f"{name} does both: start the server with --prefill and --decode for roles.")
         if member.role is role:

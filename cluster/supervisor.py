@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from ray.exceptions import RayError
 
@@ -17,7 +18,7 @@ from tandem.cluster.arrivals import Arrivals
 from tandem.cluster.autoscale import Autoscale
 from tandem.cluster.departures import Departures
 from tandem.cluster.member import Member, first_line, member_of
-from tandem.cluster.node_requests import NodeRequests
+from tandem.cluster.node_requests import NodeRequests, has_left_request
 from tandem.cluster.owned_actor import Survivor
 from tandem.cluster.ownership import owner_of
 from tandem.cluster.placement import Bundle, WorkerBundles
@@ -27,7 +28,7 @@ from tandem.cluster.role_flips import RoleFlips
 from tandem.cluster.survivors import claim_survivors, give_to_members, renew_leases
 from tandem.cluster.worker_layout import needs_of
 from tandem.protocol.config import ClusterConfig
-from tandem.protocol.errors import AddRefused, ConfigError, ServingError, WorkerError
+from tandem.protocol.errors import AddRefused, ConfigError, DrainRefused, ServingError, WorkerError
 from tandem.protocol.fault_boundary import async_error_of
 from tandem.protocol.messages import PeerAddress, Role, WorkerState
 from tandem.runtime.background import BackgroundTasks
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 15.0
 _SIGTERM_GRACE_S = 30.0  # as of `tandem drain`
+_ASK_AGAIN_S = 0.2
 _GONE_TIMEOUT_S = 5.0  # how long a replacement waits for the memory that a dead worker's process may still take
 _LEFT = "it has left"
 _LOST = "it died"  # told to the clients of a dead worker, if their requests do not go on with others
@@ -83,7 +85,7 @@ class Supervisor:
             add=self._add,
             give_up=self._give_up,
         )
-        self._requests = NodeRequests() if config.ray_address else None
+        self._requests = NodeRequests(config.service_name) if config.ray_address else None
         self._is_stopping = False
         self._is_hands_off = False  # Ray is dead, or the workers are another server's by now
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -98,12 +100,14 @@ class Supervisor:
         """
         added = await self._claim_survivors()
         taken = [*(member.survivor for member in self._members.values() if member.survivor is not None), *added]
-        needs = needs_of(self._config)
-        self._bundles = WorkerBundles(needs, self._owner, [survivor.claim.place for survivor in taken])
-        for number, (member, sizes) in enumerate(zip(list(self._members.values()), needs, strict=True)):
-            if member.survivor is None:
-                self._supervise(member, self._bundles.bundle(number, *sizes))
-            else:
+        needs = dict(zip(self._members.values(), needs_of(self._config), strict=True))
+        without = [member for member in needs if member.survivor is None]
+        places = [survivor.claim.place for survivor in taken]
+        self._bundles = WorkerBundles([needs[member] for member in without], self._owner, places)
+        for number, member in enumerate(without):
+            self._supervise(member, self._bundles.bundle(number, *needs[member]))
+        for member, sizes in needs.items():
+            if member.survivor is not None:
                 self._supervise(member, self._bundles.at(member.survivor.claim.place, *sizes))
         for survivor in added:
             self._supervise_survivor(survivor)
@@ -118,8 +122,8 @@ class Supervisor:
         watch = partial(watch_quarantines, self._members.values(), self._registry, self.departures)
         self._background.keep("the watch of quarantines", watch)
         if self._requests is not None:
-            if self._config.max_workers:
-                self._requests.forget()  # a server that was killed may have left one
+            if self._config.max_workers or await asyncio.to_thread(has_left_request, self._config.service_name):
+                self._requests.forget()  # that of a server that was killed
             self._background.keep("the requests for nodes", self._requests.run)
         if self._config.autoscale:
             self._background.keep("the autoscaler", partial(self.autoscale.run, mean_output_tokens))
@@ -197,7 +201,7 @@ class Supervisor:
         assert needed is not None, "workers are supervised"
         assert bundles is not None, "they have been started"
         sizes = needed.num_cpus, needed.num_gpus
-        if not self._config.ray_address and not await asyncio.to_thread(bundles.has_room_for, *sizes):
+        if not self._config.ray_address and not bundles.has_room_for(*sizes, await asyncio.to_thread(bundles.room)):
             raise AddRefused(
                 f"This machine has no room for another worker of {needed}: drain one first, or start the server with a "
                 "smaller num_cpus_per_worker."
@@ -254,6 +258,7 @@ class Supervisor:
     def _forget(self, member: Member, bundle: Bundle) -> None:
         """A worker is gone for good."""
         del self._members[member.worker_id]
+        member.has_left.set()
         if self._bundles is not None and not self._is_hands_off:
             self._bundles.give_back(bundle)
         self._request_nodes()
@@ -269,19 +274,22 @@ class Supervisor:
     async def _keep_alive(self, member: Member, bundle: Bundle) -> None:
         """Start the worker; when it dies, tell everyone and start it again."""
         while not self._is_stopping:
-            ended = await self._live(member, bundle)
+            ended = member.given_up or await self._live(member, bundle)
             if self._is_stopping:
                 return
             was_up = member.is_up.is_set()
             departs, member.departs = member.departs, ""
             if departs:
+                if not member.has_served:
+                    self.arrivals.withdraw(member, member.given_up)
                 await self._see_off(member)
                 if departs == "leave":
                     self._forget(member, bundle)
                     return
                 continue
             gone = await self._bury(member, _LOST)
-            if member.given_up or (not was_up and not member.has_served and not member.restarts.num_deaths):
+            is_unwanted = bool(member.given_up) and not member.departs  # one that is drained leaves in a moment
+            if is_unwanted or (not was_up and not member.has_served and not member.restarts.num_deaths):
                 if member.is_added:
                     why = member.given_up or ended
                     self.arrivals.withdraw(member, why)
@@ -298,7 +306,8 @@ class Supervisor:
                 self._fail(WorkerError(f"no worker is left that could serve: {died}"))
                 return
             self._cover()
-            await asyncio.gather(asyncio.sleep(member.restarts.delay_s), asyncio.wait({gone}, timeout=_GONE_TIMEOUT_S))
+            pause = member.pause(member.restarts.delay_s)
+            await asyncio.gather(pause, asyncio.wait({gone}, timeout=_GONE_TIMEOUT_S))
 
     async def _see_off(self, member: Member) -> None:
         """A worker has left as it was asked to: tell everyone, and wait until they have forgotten it."""
@@ -332,10 +341,15 @@ class Supervisor:
 
     def _asked_to_leave(self, member: Member) -> None:
         """A worker's process got SIGTERM: it leaves as if it had been drained, and a new one takes its place."""
-        try:
-            self.departures.begin(member.worker_id, _SIGTERM_GRACE_S, restart=True, reason="it got SIGTERM")
-        except ServingError as exc:
-            logger.warning("%s got SIGTERM, but does not leave: %s", member.worker_id, exc)
+        self._background.start(f"the end of {member.worker_id}", partial(self._let_leave, member, member.actor))
+
+    async def _let_leave(self, member: Member, actor: Any) -> None:
+        """Let a worker leave at once, or after the flip that it is in."""
+        while member.actor is actor and not member.departs:
+            try:
+                self.departures.begin(member.worker_id, _SIGTERM_GRACE_S, restart=True, reason="it got SIGTERM")
+            except DrainRefused:
+                await asyncio.sleep(_ASK_AGAIN_S)
 
     def _no_room(self, line: str) -> None:
         """A worker waits for a node: tell the user, and let others do its work."""
@@ -345,24 +359,27 @@ class Supervisor:
     def _cover(self) -> None:
         """Let a prefill worker do both as soon as the last decode worker is gone, and where none will come.
 
-        It goes back once the pool that it left has no worker and another one can decode.
+        It goes back once another one can decode. If its pool has a worker meanwhile, the autoscaler decides.
         """
         up = [member for member in self._members.values() if member.is_up.is_set() and not member.departs]
         down = [member for member in self._members.values() if member not in up]
-        decoders = [member for member in up if member.role is not Role.PREFILL]
+        decoders = [member for member in up if member.role_to_be is not Role.PREFILL]
         coming = [member for member in down if not (member.restarts.is_used_up or member.waits_for_room)]
         is_one_coming = any(member.role is not Role.PREFILL for member in coming)
-        is_missed = any(member.role is not Role.PREFILL and member.has_served for member in down)
+        is_missed = any(member.role is not Role.PREFILL and member.has_been_up for member in down)
         if up and not decoders and up[0].can_cover and (is_missed or not is_one_coming):
             up[0].home_role = up[0].role
             flip = Flip(up[0].worker_id, Role.DECODE)
             self.flips.begin(flip, "no decode worker is left: it serves alone until one is back")
-        covering = next((member for member in decoders if member.home_role is not None), None)
-        if covering is not None and covering.home_role is not None and len(decoders) > 1:
+        is_home_new = any(member.role is Role.PREFILL and not member.has_been_up for member in coming)
+        for covering in [] if is_home_new else [member for member in decoders if member.home_role is not None]:
+            if len(decoders) == 1 or covering.home_role is None:
+                break
             home, covering.home_role = covering.home_role, None
-            if len(decoders) == len(up):
+            if len(decoders) == len(up) or not self._config.autoscale:
+                decoders.remove(covering)
                 flip = Flip(covering.worker_id, home)
-                self.flips.begin(flip, f"a decode worker is back, and no {home} worker is there")
+                self.flips.begin(flip, f"a decode worker is back: it is a {home} worker again")
 
     async def _bury(self, member: Member, reason: str) -> asyncio.Task[None]:
         """Give the worker up: its requests end now. What it may still write to is freed when its process is gone.
@@ -372,6 +389,8 @@ class Supervisor:
         member.is_up.clear()
         self._kill(member)
         process, member.process = member.process, None
+        if member.home_role is not None:  # its next process need not cover for others
+            member.role, member.home_role = member.home_role, None
         address = member.address
         await member.leave(reason)
         name = f"the end of {member.worker_id}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from tandem.cluster.member import Member
+from tandem.cluster.member import Member, first_line
 from tandem.cluster.owned_actor import Survivor, WorkerClaim
 from tandem.cluster.ownership import LEASE_S, RENEW_S, Owner
 from tandem.cluster.process_end import ProcessIdentity, until_gone
@@ -39,8 +39,10 @@ async def claim_survivors(owner: Owner, router_key: str) -> list[Survivor]:
         claim = await _claimed(actor, name, owner, router_key) if actor is not None else None
         if claim is None:
             continue
-        if claim.started is None or claim.wire_version != WIRE_VERSION:
-            await _discard(Survivor(actor, claim))
+        if claim.started is None:
+            await _discard(Survivor(actor, claim), "it had not loaded its model")
+        elif claim.wire_version != WIRE_VERSION:
+            await _discard(Survivor(actor, claim), "it is of another version of Tandem")
         else:
             survivors.append(Survivor(actor, claim))
     return survivors
@@ -60,7 +62,7 @@ async def give_to_members(survivors: Sequence[Survivor], members: Mapping[str, M
         elif member is None and claim.is_added and any(one.is_like(claim) for one in members.values()):
             added.append(survivor)
         else:
-            await _discard(survivor)
+            await _discard(survivor, _why_of_no_use(claim, member, members.values()))
     return added
 
 
@@ -80,8 +82,15 @@ async def renew_leases(owner: Owner, members: Mapping[str, Member], let_go: Call
             return
 
 
-async def _discard(survivor: Survivor) -> None:
+def _why_of_no_use(claim: WorkerClaim, member: Member | None, members: Collection[Member]) -> str:
+    if not any(one.is_like(claim) for one in members):
+        return "it was started with other settings"
+    return "this server has fewer workers" if member is None else "another one has its name"
+
+
+async def _discard(survivor: Survivor, why: str) -> None:
     """End a worker that is of no use here, and wait until what it had is free."""
+    logger.warning("worker %s of an earlier server is ended: %s", survivor.claim.config.worker_id, why)
     _kill(survivor.actor)
     await _until_gone(survivor.claim.process)
 
@@ -95,7 +104,9 @@ async def _claimed(actor: Any, name: str, owner: Owner, router_key: str) -> Work
                 actor.claim.remote(owner.name, router_key), _CLAIM_TIMEOUT_S
             )
         except (RayError, ServingError, TimeoutError) as exc:
-            logger.warning("worker %s of an earlier server cannot be taken over and is ended: %s", name, exc)
+            late = f"it did not answer in {_CLAIM_TIMEOUT_S:g} s, like one that waits for room"
+            why = late if isinstance(exc, TimeoutError) else first_line(exc)
+            logger.warning("worker %s of an earlier server cannot be taken over and is ended: %s", name, why)
             _kill(actor)
             return None
         if isinstance(claim, WorkerClaim):

@@ -71,3 +71,13 @@ async def test_what_cannot_be_added_is_refused(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(AddRefused, match="no place for a colocated worker"):
             await cluster.supervisor.add_worker(Role.COLOCATED)
         assert len(cluster.ray.actors) == 2
+
+
+async def test_a_worker_is_added_while_all_others_are_being_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
+        cluster.ray.stops.clear()
+        for worker in ("prefill-0", "decode-0"):
+            await cluster.supervisor.drain(worker, 60, restart=True)
+        record = await cluster.supervisor.add_worker(Role.DECODE)
+        await eventually(lambda: "serving_after_s" in record)
+        cluster.ray.stops.set()

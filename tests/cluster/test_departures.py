@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,6 +140,42 @@ async def test_one_that_dies_on_its_way_out_is_replaced_as_promised(monkeypatch:
         assert state_of(cluster, "decode-1") is WorkerState.READY
 
 
+async def test_one_that_is_being_added_leaves_when_it_is_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
+        cluster.ray.placed.clear()
+        arrival = await cluster.supervisor.add_worker(Role.DECODE)
+        record = await cluster.supervisor.drain("decode-1", 60, restart=False)
+        with pytest.raises(DrainRefused, match="decode-1 is leaving already"):
+            await cluster.supervisor.drain("decode-1", 60, restart=False)
+        await eventually(lambda: "left_after_s" in record)
+        assert arrival["withdrawn"] == "an operator asked for it"
+        assert set(cluster.supervisor._members) == {"prefill-0", "decode-0"}
+        assert not cluster.supervisor.failure.done()
+
+
+@pytest.mark.parametrize("waits_for", ["a place", "its next start"])
+async def test_one_that_does_not_come_back_leaves_when_it_is_drained(
+    monkeypatch: pytest.MonkeyPatch, waits_for: str
+) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
+        if waits_for == "a place":
+            cluster.ray.placed.clear()
+        else:
+            monkeypatch.setattr("tandem.cluster.restarts.FIRST_DELAY_S", 3600.0)
+        num_actors = len(cluster.ray.actors)
+        cluster.die("decode-1")
+        await eventually(lambda: state_of(cluster, "decode-1") is None)
+        if waits_for == "a place":
+            await eventually(lambda: len(cluster.ray.actors) > num_actors)
+        record = await cluster.supervisor.drain("decode-1", 60, restart=False)
+        await eventually(lambda: "left_after_s" in record)
+        assert set(cluster.supervisor._members) == {"prefill-0", "decode-0"}
+        assert not cluster.supervisor.failure.done()
+        monkeypatch.setattr(WorkerMember, "can_cover", False)
+        with pytest.raises(DrainRefused, match="Without decode-0"):
+            await cluster.supervisor.drain("decode-0", 60, restart=False)
+
+
 async def test_a_worker_that_got_sigterm_is_drained_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=2, max_restarts=0) as cluster:
         first = cluster.ray.latest("decode-1")
@@ -152,3 +189,20 @@ async def test_a_worker_that_got_sigterm_is_drained_and_replaced(monkeypatch: py
         [record] = cluster.supervisor.departures.latest
         assert (record["reason"], record["finished"]) == ("it got SIGTERM", True)
         assert not cluster.supervisor._members["decode-1"].restarts.num_deaths
+
+
+async def test_one_that_gets_sigterm_while_it_flips_leaves_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with supervised(monkeypatch, num_prefill=2, num_decode=1) as cluster:
+        first, may_flip = cluster.ray.latest("prefill-1"), asyncio.Event()
+        monkeypatch.setattr(first, "set_role", SimpleNamespace(remote=lambda _: may_flip.wait()))
+        flip = asyncio.create_task(cluster.supervisor.set_role("prefill-1", Role.DECODE))
+        await eventually(lambda: state_of(cluster, "prefill-1") is WorkerState.DRAINING)
+        first.news.put_nowait(WatchNews.ASKED_TO_LEAVE)
+        await eventually(first.news.empty)
+        with pytest.raises(RoleRefused, match="prefill-1 is about to play another role"):
+            await cluster.supervisor.set_role("prefill-1", Role.DECODE)
+        may_flip.set()
+        await flip
+        await cluster.is_served("prefill-1", first.card.address.epoch)
+        [record] = cluster.supervisor.departures.latest
+        assert record["reason"] == "it got SIGTERM"

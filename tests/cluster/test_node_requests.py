@@ -16,7 +16,8 @@ class FakeRay:
         self.requests: list[list[Resources]] = []
         self.num_failures = 0
 
-    def send(self, bundles: Sequence[Resources]) -> None:
+    def send(self, service: str, bundles: Sequence[Resources]) -> None:
+        assert service == "s"
         if self.num_failures:
             self.num_failures -= 1
             raise RuntimeError("the GCS does not answer")
@@ -25,7 +26,7 @@ class FakeRay:
 
 async def test_each_change_is_sent_once_and_the_end_withdraws() -> None:
     fake = FakeRay()
-    requests = NodeRequests(fake.send)
+    requests = NodeRequests("s", fake.send)
     running = asyncio.create_task(requests.run())
     for bundles, num in (([{"CPU": 1.0}] * 2, 1), ([{"CPU": 1.0}] * 2, 1), ([{"CPU": 1.0}] * 3, 2)):
         requests.want(bundles)
@@ -42,7 +43,7 @@ async def test_what_did_not_reach_ray_is_sent_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("tandem.cluster.node_requests._AGAIN_S", 0.001)
     fake = FakeRay()
     fake.num_failures = 2
-    requests = NodeRequests(fake.send)
+    requests = NodeRequests("s", fake.send)
     running = asyncio.create_task(requests.run())
     requests.want([{"GPU": 1.0}])
     await eventually(lambda: fake.requests == [[{"GPU": 1.0}]])
@@ -56,7 +57,7 @@ async def test_a_request_of_unknown_fate_is_withdrawn_too() -> None:
     """Ray may have heard it although its answer was lost."""
     fake = FakeRay()
     fake.num_failures = 1
-    requests = NodeRequests(fake.send)
+    requests = NodeRequests("s", fake.send)
     requests._wanted = [{"CPU": 1.0}]
     assert not await requests._told()
     await requests.close()
@@ -65,7 +66,7 @@ async def test_a_request_of_unknown_fate_is_withdrawn_too() -> None:
 
 async def test_what_an_earlier_server_left_is_replaced() -> None:
     fake = FakeRay()
-    requests = NodeRequests(fake.send)
+    requests = NodeRequests("s", fake.send)
     requests.forget()
     await requests.close()
     assert fake.requests == [[]]

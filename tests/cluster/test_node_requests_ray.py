@@ -16,6 +16,7 @@ from ray.experimental.internal_kv import _internal_kv_get
 
 from tandem.cluster import autoscale
 from tandem.cluster.member import Member, Requests
+from tandem.cluster.node_requests import NodeRequests, has_left_request, withdraw_left_request
 from tandem.cluster.owned_actor import WorkerClaim
 from tandem.cluster.ownership import Tenure
 from tandem.cluster.process_end import ProcessIdentity
@@ -123,6 +124,20 @@ async def arrive(registry: Registry) -> None:
 
 def is_pending(group: dict[str, Any]) -> bool:
     return group["state"] == "PENDING"
+
+
+@pytest.mark.usefixtures("two_cores")
+async def test_what_a_server_that_died_has_asked_for_is_known_and_withdrawn() -> None:
+    requests = NodeRequests("s")
+    requests.want([CORE] * 3)
+    assert await requests._told()  # and it dies
+    assert requested() == [CORE] * 3
+    withdraw_left_request("another")
+    assert requested() == [CORE] * 3
+    assert has_left_request("s")
+    withdraw_left_request("s")
+    assert requested() == []
+    assert not has_left_request("s")
 
 
 @pytest.mark.usefixtures("two_cores")

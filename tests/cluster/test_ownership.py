@@ -12,8 +12,8 @@ from ray.exceptions import RayActorError
 
 from tandem.cluster import survivors
 from tandem.cluster.member import WorkerMember
-from tandem.cluster.owned_actor import Survivor, WorkerClaim
-from tandem.cluster.ownership import LEASE_S, Owner, Ownership, Place, owner_of
+from tandem.cluster.owned_actor import OwnedActor, Survivor, WatchNews, WorkerClaim
+from tandem.cluster.ownership import LEASE_S, Owner, Ownership, Place, Tenure, owner_of
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.restarts import RestartBudget
 from tandem.cluster.survivors import claim_survivors, give_to_members, renew_leases
@@ -43,6 +43,62 @@ def test_a_lease_that_ran_out_is_renewed_while_nobody_else_has_claimed_the_worke
     assert ownership.orphaned_s(LEASE_S + 5.0) == 5.0
     assert ownership.renew("a", LEASE_S + 5.0)
     assert ownership.orphaned_s(LEASE_S + 5.0) == -LEASE_S
+
+
+def test_a_worker_that_is_about_to_end_is_nobodys_any_more() -> None:
+    """Its claimer would go on with a process that ends, and whose place is given back."""
+    ownership = Ownership("a", 0.0)
+    assert not ownership.end(5.0, LEASE_S + 4.9)
+    assert ownership.claim("b", LEASE_S + 4.9) == ""
+    assert not ownership.end(5.0, LEASE_S + 5.1), "it was claimed in time"
+    assert ownership.end(5.0, 2 * LEASE_S + 10.0)
+    with pytest.raises(WorkerError, match="it ends, as no server asked for it in time"):
+        ownership.claim("c", 2 * LEASE_S + 10.0)
+
+
+class PlainActor(OwnedActor):
+    """An actor in the process of the test. `os._exit` is replaced."""
+
+    def identity(self) -> ProcessIdentity:
+        return ProcessIdentity("node", own_process())
+
+    def _obey(self, router_key: str) -> tuple[Any, Any, Role]:
+        return None, "address", Role.DECODE
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    codes: list[int] = []
+    monkeypatch.setattr("tandem.cluster.owned_actor.os._exit", codes.append)
+    monkeypatch.setattr("tandem.cluster.owned_actor._UNHEARD_S", 1e6)
+    return codes
+
+
+def test_a_second_sigterm_ends_a_worker_at_once_though_its_server_heard_the_first(exits: list[int]) -> None:
+    actor = PlainActor(None)
+    actor._on_sigterm()
+    assert actor._news("") is WatchNews.ASKED_TO_LEAVE
+    assert actor._news("") is None
+    assert exits == []
+    actor._on_sigterm()
+    assert exits == [1]
+
+
+def test_the_next_server_hears_of_a_sigterm_that_the_dead_one_was_told_of(
+    monkeypatch: pytest.MonkeyPatch, exits: list[int]
+) -> None:
+    monkeypatch.setattr("tandem.cluster.ownership.LEASE_S", 0.0)
+    actor = PlainActor(Tenure(owner=replace(OWNER, orphan_timeout_s=1e6), place=Place("ab", 0), is_added=False))
+    assert isinstance(actor.claim("next", "key"), WorkerClaim)
+    assert actor._news("next") is None
+    actor._on_sigterm()
+    assert actor._news("next") is WatchNews.ASKED_TO_LEAVE
+    assert isinstance(actor.claim("next but one", "key"), WorkerClaim)
+    assert actor._news("next but one") is WatchNews.ASKED_TO_LEAVE
+    assert exits == []
 
 
 def test_only_workers_of_a_joined_cluster_outlive_their_server() -> None:

@@ -66,7 +66,7 @@ def test_the_groups_of_an_earlier_server_are_used_again_and_others_are_removed(m
         unused=("tandem/s/added/2", [one]),
         others=("tandem/t", [one, one]),
     )
-    bundles = WorkerBundles([CORE, CORE], OWNER, [Place("main", 1), Place("mine", 0)])
+    bundles = WorkerBundles([CORE], OWNER, [Place("main", 1), Place("mine", 0)])
     assert set(groups.groups) == {"main", "mine", "others"}
     assert bundles.bundle(0, *CORE).place == Place("main", 0)
     added = bundles.at(Place("mine", 0), *CORE)
@@ -78,13 +78,49 @@ def test_the_groups_of_an_earlier_server_are_used_again_and_others_are_removed(m
     assert set(groups.groups) == {"others"}
 
 
-def test_a_group_that_fits_no_more_is_kept_until_its_last_worker_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray would end those that still run in it."""
-    groups = Groups(monkeypatch, old=("tandem/s", [{"CPU": 1.0}, {"CPU": 1.0}]))
+def test_only_what_claimed_workers_do_not_have_is_asked_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group for all workers, beside that of the claimed ones, would find no room and wait for ever."""
+    groups = Groups(monkeypatch, old=("tandem/s", [{"CPU": 1.0}, {"CPU": 1.0}, {"CPU": 1.0}]))
     bundles = WorkerBundles([CORE] * 3, OWNER, [Place("old", 0), Place("old", 1)])
+    assert [resources for name, resources in groups.groups.values() if name != "tandem/s"] == [[{"CPU": 1.0}] * 2]
+    places = [bundles.bundle(number, *CORE).place for number in range(3)]
+    assert sorted(place.group == "old" for place in places) == [False, False, True]
+    assert len(set(places)) == 3
+
+
+def test_fewer_workers_than_were_claimed_ask_ray_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = Groups(monkeypatch, old=("tandem/s", [{"CPU": 1.0}] * 3))
+    bundles = WorkerBundles([], OWNER, [Place("old", 0), Place("old", 2)])
+    assert set(groups.groups) == {"old"}
+    assert bundles.another(*CORE).place == Place("old", 1)
+
+
+def test_a_group_of_added_workers_is_kept_until_the_last_of_them_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would end those that still run in it."""
+    groups = Groups(monkeypatch, old=("tandem/s/added/1", [{"CPU": 1.0}, {"CPU": 1.0}]))
+    bundles = WorkerBundles([CORE], OWNER, [Place("old", 0), Place("old", 1)])
     first, second = (bundles.at(Place("old", number), *CORE) for number in range(2))
-    assert bundles.bundle(2, *CORE).place.group != "old"
+    assert bundles.bundle(0, *CORE).place.group != "old"
     bundles.give_back(first)
     assert "old" in groups.groups
+    assert bundles.another(*CORE).place == Place("old", 0), "one that was given back"
+    bundles.give_back(first)
     bundles.give_back(second)
     assert "old" not in groups.groups
+    assert bundles.another(*CORE).place.group != "old"
+
+
+def test_one_machine_has_room_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself calls cores free until the workers that were asked for have them."""
+    Groups(monkeypatch)
+    bundles, room = WorkerBundles([CORE, CORE]), {"CPU": 3.0}
+    places = [bundles.bundle(number, *CORE) for number in range(2)]
+    assert bundles.has_room_for(*CORE, room)
+    third = bundles.another(*CORE)
+    assert not bundles.has_room_for(*CORE, room)
+    bundles.give_back(places[0])
+    assert bundles.has_room_for(*CORE, room), "in the place of the one that left"
+    assert not bundles.has_room_for(2.0, 0.0, room)
+    bundles.give_back(third)
+    assert not bundles.has_room_for(2.0, 0.0, room), "the places of the start stay reserved"
+    assert not bundles.has_room_for(1.0, 1.0, room)

@@ -20,6 +20,8 @@ class FakeMember:
     def __init__(self, worker_id: str, role: Role, *, can_cover: bool = True, fixed_role: str = "") -> None:
         self.worker_id, self.role, self.can_cover, self.fixed_role = worker_id, role, can_cover, fixed_role
         self.departs = ""
+        self.flips_to: Role | None = None
+        self.flip_lock = asyncio.Lock()
         self.is_up = asyncio.Event()
         self.is_up.set()
 

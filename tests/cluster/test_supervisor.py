@@ -15,6 +15,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from tandem.cluster import process_end, quarantine_watch
 from tandem.cluster.member import WorkerMember, first_line
+from tandem.cluster.owned_actor import Survivor, WatchNews
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.messages import PeerAddress, Quarantine, Role, WorkerCard, WorkerState
@@ -190,6 +191,64 @@ async def test_it_does_so_at_once_though_the_decode_worker_will_be_back(monkeypa
         await cluster.is_served("decode-0", 2)
         await eventually(lambda: cluster.roles() == {"prefill-0": "prefill", "decode-0": "decode"})
         assert [flip["to"] for flip in cluster.supervisor.flips.latest] == ["decode", "prefill"]
+
+
+@pytest.mark.parametrize(
+    ("left", "flips"),
+    [
+        ({"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}, []),
+        ({"prefill-0": Role.DECODE}, ["prefill"]),  # it covered when the server died
+    ],
+    ids=["whole", "covered"],
+)
+async def test_workers_that_are_taken_over_play_their_roles(
+    monkeypatch: pytest.MonkeyPatch, left: dict[str, Role], flips: list[str]
+) -> None:
+    pools: dict[str, Any] = {"num_prefill": 1, "num_decode": 1, "ray_address": "auto"}
+    async with supervised(monkeypatch, starts=False, **pools) as cluster:
+
+        async def claim_survivors(*_: object) -> list[Survivor]:
+            return [cluster.survivor(worker_id, role) for worker_id, role in left.items()]
+
+        monkeypatch.setattr("tandem.cluster.supervisor.claim_survivors", claim_survivors)
+        await cluster.supervisor.start(lambda: 100.0)
+        await eventually(lambda: cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE})
+        assert [flip["to"] for flip in cluster.supervisor.flips.latest] == flips
+
+
+async def test_a_decode_worker_that_is_back_before_the_flip_of_its_cover_is_over_ends_the_cover(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=9) as cluster:
+        cover, may_flip, asked = cluster.ray.latest("prefill-0"), asyncio.Event(), []
+
+        async def set_role(role: Role) -> None:
+            asked.append(role)
+            await may_flip.wait()
+
+        monkeypatch.setattr(cover, "set_role", SimpleNamespace(remote=set_role))
+        cluster.die("decode-0")
+        await cluster.is_served("decode-0", 2)
+        await eventually(lambda: asked == [Role.DECODE])
+        await eventually(lambda: cluster.supervisor._members["prefill-0"].home_role is None)
+        may_flip.set()
+        await eventually(lambda: asked == [Role.DECODE, Role.PREFILL])
+        await eventually(lambda: cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE})
+
+
+async def test_pools_have_their_sizes_again_after_all_workers_were_restarted_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No autoscaler would make up for it."""
+    async with supervised(monkeypatch, num_prefill=3, num_decode=1) as cluster:
+        before = cluster.roles()
+        epochs = {one.worker_id: one.card.address.epoch for one in cluster.registry}
+        for worker in ("decode-0", "prefill-0", "prefill-1"):
+            cluster.ray.latest(worker).news.put_nowait(WatchNews.ASKED_TO_LEAVE)
+            await eventually(lambda worker=worker: cluster.supervisor._members[worker].departs)
+        for worker in ("decode-0", "prefill-0", "prefill-1"):
+            await cluster.is_served(worker, epochs[worker])
+        await eventually(lambda: cluster.roles() == before)
 
 
 async def test_no_worker_covers_for_a_pool_if_it_could_not_serve_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,8 @@ import pytest
 from ray.exceptions import RayActorError
 
 from tandem.cluster.member import WorkerMember
-from tandem.cluster.owned_actor import WatchNews
+from tandem.cluster.owned_actor import Survivor, WatchNews, WorkerClaim
+from tandem.cluster.ownership import Place
 from tandem.cluster.placement import Bundle
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.restarts import RestartBudget
@@ -52,7 +53,7 @@ class FakeRay:
         self.told: list[tuple[str, str, PeerAddress, bool]] = []  # by whom, what, of whom, is its process gone
 
     def remote(self, _: type) -> SimpleNamespace:
-        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._start))
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.start))
 
     def kill(self, actor: FakeActor, *, no_restart: bool) -> None:
         if not actor.ended.done():
@@ -75,10 +76,15 @@ class FakeRay:
             actor.process.kill()
             actor.process.wait()
 
-    def _start(self, config: WorkerConfig, tenure: object) -> FakeActor:
+    def start(self, config: WorkerConfig, tenure: object) -> FakeActor:
         actor = FakeActor(self, config, epoch=len(self.actors) + 1)
         self.actors.append(actor)
         return actor
+
+
+_STRATEGY = SimpleNamespace(
+    placement_group=SimpleNamespace(id=SimpleNamespace(hex=lambda: "group")), placement_group_bundle_index=0
+)
 
 
 class FakeBundles:
@@ -93,13 +99,19 @@ class FakeBundles:
 
     def bundle(self, number: int, num_cpus: float, num_gpus: float) -> Bundle:
         assert self.needs[number] == (num_cpus, num_gpus)
-        return Bundle(num_cpus, num_gpus, None)
+        return Bundle(num_cpus, num_gpus, _STRATEGY)
+
+    def at(self, place: Place, num_cpus: float, num_gpus: float) -> Bundle:
+        return Bundle(num_cpus, num_gpus, _STRATEGY)
 
     def another(self, num_cpus: float, num_gpus: float) -> Bundle:
         self.num_asked_for += not self.free
-        return self.free.pop() if self.free else Bundle(num_cpus, num_gpus, None)
+        return self.free.pop() if self.free else Bundle(num_cpus, num_gpus, _STRATEGY)
 
-    def has_room_for(self, num_cpus: float, num_gpus: float) -> bool:
+    def room(self) -> dict[str, float]:
+        return {}
+
+    def has_room_for(self, num_cpus: float, num_gpus: float, room: dict[str, float]) -> bool:
         return self.has_room or bool(self.free)
 
     def give_back(self, bundle: Bundle) -> None:
@@ -126,7 +138,8 @@ class FakeActor:
         process = process_of(self.process.pid)
         assert process is not None
         self.identity_ = ProcessIdentity("node", process)
-        for name in ("identity", "start", "watch", "stop", "set_role", "status", "peer_given_up", "peer_died"):
+        calls = ("identity", "start", "watch", "stop", "set_role", "status", "peer_given_up", "peer_died", "renew")
+        for name in calls:
             setattr(self, name, SimpleNamespace(remote=partial(self._call, name)))
 
     @property
@@ -198,6 +211,20 @@ class Supervised:
         actor.process.kill()
         actor.process.wait()
         self.ray.kill(actor, no_restart=True)
+
+    def survivor(self, worker_id: str, role: Role) -> Survivor:
+        """A worker that an earlier server left, in this role."""
+        [config] = [one for one in worker_configs(self.config) if one.worker_id == worker_id]
+        actor = self.ray.start(replace(config, role=role), None)
+        claim = WorkerClaim(
+            process=actor.identity_,
+            place=Place("group", len(self.ray.actors)),
+            is_added=False,
+            role=role,
+            config=config,
+            started=actor.card.address,
+        )
+        return Survivor(actor, claim)
 
     async def is_served(self, worker_id: str, epoch_above: int) -> None:
         await eventually(lambda: (w := self.registry.get(worker_id)) is not None and w.card.address.epoch > epoch_above)
