@@ -25,7 +25,7 @@ from tandem.cluster.placement import Bundle, WorkerBundles
 from tandem.cluster.process_end import ProcessIdentity, until_gone
 from tandem.cluster.quarantine_watch import watch_quarantines
 from tandem.cluster.role_flips import RoleFlips
-from tandem.cluster.survivors import claim_survivors, give_to_members, renew_leases
+from tandem.cluster.survivors import claim_survivors, give_to_members, kill_all, renew_leases
 from tandem.cluster.worker_layout import needs_of
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import AddRefused, ConfigError, DrainRefused, ServingError, WorkerError
@@ -69,6 +69,7 @@ class Supervisor:
         self._registry = registry
         self._on_progress = on_progress
         self._members = {member.worker_id: member for member in members}
+        self._claimed: list[Survivor] = []
         self._bundles: WorkerBundles | None = None
         self._background = BackgroundTasks()
         self.flips = RoleFlips(self._members, self._background)
@@ -180,6 +181,8 @@ class Supervisor:
         await asyncio.gather(self._background.close(), *stops, return_exceptions=True)
         for member in self._members.values():
             self._kill(member)
+        if not self._is_hands_off:
+            kill_all(self._claimed)  # also those whose members have not begun yet
         if self._requests is not None and not self._is_hands_off:
             await self._requests.close()
         if self._bundles is not None and not self._is_hands_off:
@@ -223,8 +226,8 @@ class Supervisor:
         """Claim what an earlier server left and give it to its members; the rest are workers that had been added."""
         if self._owner is None:
             return []
-        survivors = await claim_survivors(self._owner, self._router_key)
-        added = await give_to_members(survivors, self._members)
+        await claim_survivors(self._owner, self._router_key, self._claimed)
+        added = await give_to_members(self._claimed, self._members)
         if num_taken := len(added) + sum(member.survivor is not None for member in self._members.values()):
             self._on_progress(f"taking over {num_taken} worker(s) that an earlier server left")
         return added

@@ -18,7 +18,7 @@ from tandem.cluster.process_end import ProcessIdentity, until_gone
 from tandem.protocol.errors import ConfigError, ServingError, WorkerError
 from tandem.protocol.messages import WIRE_VERSION
 
-__all__ = ["claim_survivors", "give_to_members", "renew_leases"]
+__all__ = ["claim_survivors", "give_to_members", "kill_all", "renew_leases"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +28,11 @@ _WAIT_FOR_LEASE_S = LEASE_S + 4.0
 _ASK_AGAIN_S = 0.5
 
 
-async def claim_survivors(owner: Owner, router_key: str) -> list[Survivor]:
-    """Claim every worker of this service. Those that cannot be taken over are ended.
+async def claim_survivors(owner: Owner, router_key: str, survivors: list[Survivor]) -> None:
+    """Claim every worker of this service, and add it to `survivors` at once. Those that cannot be taken over are ended.
 
     Raises ConfigError if another server holds them and still lives.
     """
-    survivors = []
     for name in sorted(await asyncio.to_thread(_names_in, owner.namespace)):  # in one order: two servers meet at once
         actor = await asyncio.to_thread(_actor_named, name, owner.namespace)
         claim = await _claimed(actor, name, owner, router_key) if actor is not None else None
@@ -45,7 +44,6 @@ async def claim_survivors(owner: Owner, router_key: str) -> list[Survivor]:
             await _discard(Survivor(actor, claim), "it is of another version of Tandem")
         else:
             survivors.append(Survivor(actor, claim))
-    return survivors
 
 
 async def give_to_members(survivors: Sequence[Survivor], members: Mapping[str, Member]) -> list[Survivor]:
@@ -137,6 +135,12 @@ def _actor_named(name: str, namespace: str) -> Any:
         return ray.get_actor(name, namespace=namespace)
     except ValueError:
         return None
+
+
+def kill_all(survivors: Sequence[Survivor]) -> None:
+    """End workers that were claimed. Those that have ended are no error."""
+    for survivor in survivors:
+        _kill(survivor.actor)
 
 
 def _kill(actor: Any) -> None:

@@ -183,7 +183,9 @@ async def test_workers_of_a_dead_server_are_claimed_and_the_useless_ended(
         old=claim_of(wire_version=1),
         deaf=WorkerError("it did not answer in 10 s"),
     )
-    [survivor] = await claim_survivors(OWNER, "key")
+    claimed: list[Survivor] = []
+    await claim_survivors(OWNER, "key", claimed)
+    [survivor] = claimed
     assert survivor.claim is good
     assert sorted(actors.killed) == ["dead", "deaf", "loading", "old"]
     assert len(ended) == 2, "of those that told their process"
@@ -193,7 +195,7 @@ async def test_a_server_that_lives_keeps_its_workers(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(survivors, "_WAIT_FOR_LEASE_S", 0.05)
     actors = Actors(monkeypatch, one="pid 7 on h")
     with pytest.raises(ConfigError, match=r"has this name: pid 7 on h.*--service-name"):
-        await claim_survivors(OWNER, "key")
+        await claim_survivors(OWNER, "key", [])
     assert actors.killed == []
 
 

@@ -207,13 +207,29 @@ async def test_workers_that_are_taken_over_play_their_roles(
     pools: dict[str, Any] = {"num_prefill": 1, "num_decode": 1, "ray_address": "auto"}
     async with supervised(monkeypatch, starts=False, **pools) as cluster:
 
-        async def claim_survivors(*_: object) -> list[Survivor]:
-            return [cluster.survivor(worker_id, role) for worker_id, role in left.items()]
+        async def claim_survivors(_owner: object, _key: str, survivors: list[Survivor]) -> None:
+            survivors += [cluster.survivor(worker_id, role) for worker_id, role in left.items()]
 
         monkeypatch.setattr("tandem.cluster.supervisor.claim_survivors", claim_survivors)
         await cluster.supervisor.start(lambda: 100.0)
         await eventually(lambda: cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE})
         assert [flip["to"] for flip in cluster.supervisor.flips.latest] == flips
+
+
+async def test_a_server_that_is_stopped_while_it_takes_workers_over_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with supervised(monkeypatch, starts=False, num_prefill=1, num_decode=1, ray_address="auto") as cluster:
+        monkeypatch.setattr("tandem.cluster.survivors.ray", cluster.ray)
+
+        async def claim_survivors(_owner: object, _key: str, survivors: list[Survivor]) -> None:
+            survivors.append(cluster.survivor("decode-0", Role.DECODE))
+            await asyncio.get_running_loop().create_future()  # for the lease of the next one
+
+        monkeypatch.setattr("tandem.cluster.supervisor.claim_survivors", claim_survivors)
+        starting = asyncio.create_task(cluster.supervisor.start(lambda: 100.0))
+        await eventually(lambda: cluster.ray.actors)
+        starting.cancel()
+        await cluster.supervisor.close()
+        assert cluster.ray.latest("decode-0").ended.done()
 
 
 async def test_a_decode_worker_that_is_back_before_the_flip_of_its_cover_is_over_ends_the_cover(
