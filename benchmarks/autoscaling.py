@@ -3,9 +3,16 @@
 It serves Mooncake's conversation trace and Azure's bursty code trace on H200s with a 70B model. It also serves the code
 trace on one-core CPU workers, which it overloads. For 64 workers the conversation trace is served four times at once,
 with other prompts and shifted in time. Each request of the code trace is repeated within a second, which keeps its
-bursts: 2 and 8 times on H200s, 1 and 4 times on CPUs. All runs use our routing. They differ in the sizes of the pools:
+bursts: 2 and 8 times on H200s, 1 and 4 times on CPUs.
 
-- every static split of 16 workers, and every eighth of 64;
+The weeks are ServeGen's rates of three models, scaled so that the busiest ten minutes have 2.4 requests/s for 16
+workers, and played twenty times as fast: ten minutes take 30 s, within which arrivals are independent. Scalers and the
+start of workers are not faster, so they see swings twenty times as steep. Lengths are drawn from the conversation
+trace, and prompts share nothing.
+
+All runs use our routing. They differ in the sizes of the pools:
+
+- every static split of 16 workers, and every eighth of 64, or those that `--static` names;
 - our autoscaler with flips only, and with workers added and removed too;
 - reactive thresholds, Dynamo's planner and llm-d's rules (simulator/scaling.py says what of them is modelled).
 
@@ -43,7 +50,16 @@ _LIMITS = (_SLO.ttft_s, _SLO.itl_s)
 _COPY_IDS = 10_000_000  # between the block ids of two copies of a trace
 NUM_WORKERS = (16, 64)
 # By name, the machine and the copies of the trace for 16 workers. On CPUs the code trace is more than 16 can serve.
-LOADS = {"conversation": ("h200-70b", 1), "code": ("h200-70b", 2), "code on CPUs": ("cpu-135m", 1)}
+LOADS = {
+    "conversation": ("h200-70b", 1),
+    "code": ("h200-70b", 2),
+    "code on CPUs": ("cpu-135m", 1),
+    "week of m-large": ("h200-70b", 1),
+    "week of m-mid": ("h200-70b", 1),
+    "week of m-small": ("h200-70b", 1),
+}
+_WEEK_PEAK = 2.4  # requests per second for 16 workers
+_WEEK_SPEED = 20.0
 
 SCALERS: dict[str, Callable[[int], Scaler]] = {
     "tandem, flips": lambda num: TandemScaler(AutoscalerPolicy(max_workers=num)),
@@ -64,6 +80,7 @@ class Cell:
     num_workers: int
     scaler: str
     num_prefill: int
+    num_decode: int
 
     def run(self, num_requests: int | None) -> Row:
         """Serve the trace."""
@@ -71,7 +88,7 @@ class Cell:
         cluster = Cluster(
             machine=MACHINES[LOADS[self.trace][0]],
             num_prefill=self.num_prefill,
-            num_decode=self.num_workers - self.num_prefill,
+            num_decode=self.num_decode,
         )
         scaler = SCALERS[self.scaler](self.num_workers) if self.scaler else _Static()
         plan = ScalingPlan(scaler=scaler, slo=_LIMITS)
@@ -80,7 +97,7 @@ class Cell:
         return Row(
             trace=self.trace,
             num_workers=self.num_workers,
-            name=self.scaler or f"static {self.num_prefill}P{self.num_workers - self.num_prefill}D",
+            name=self.scaler or f"static {self.num_prefill}P{self.num_decode}D",
             attainment=sum(_SLO.is_met(job) for job in outcome.jobs) / len(outcome.jobs),
             worker_hours=outcome.worker_s / 3600,
             ttft_p99_s=quantile(sorted(ttft_s(job) for job in outcome.jobs), 0.99),
@@ -114,6 +131,8 @@ class _Static:
 def load(trace: str, num_copies: int) -> list[TraceRequest]:
     """The requests of `num_copies` copies of a trace, from second 0 on."""
     rng = random.Random(0)
+    if trace.startswith("week"):
+        return _week(trace.rpartition(" ")[2], num_copies, rng)
     if trace.startswith("code"):
         rows = list(_read_azure(_DATA / "azure2023_code_a.csv.gz"))
         copies = [replace(row, arrival_s=row.arrival_s + rng.uniform(0, 1)) for row in rows for _ in range(num_copies)]
@@ -126,6 +145,21 @@ def load(trace: str, num_copies: int) -> list[TraceRequest]:
     copies.sort(key=lambda request: request.arrival_s)
     first_s = copies[0].arrival_s
     return [replace(request, arrival_s=request.arrival_s - first_s) for request in copies]
+
+
+def _week(model: str, factor: int, rng: random.Random) -> list[TraceRequest]:
+    """A week of this model's rates, `factor` times what 16 workers get."""
+    with gzip.open(_DATA / "servegen_weeks_a.csv.gz", "rt") as lines:
+        rates = [float(row["rate_rps"]) for row in csv.DictReader(lines) if row["model"] == model]
+    rows = list(read_trace(_DATA / "mooncake_conversation_a.jsonl.gz"))
+    window_s, scale = 600.0 / _WEEK_SPEED, factor * _WEEK_PEAK / max(rates)
+    found: list[TraceRequest] = []
+    for idx, rate in enumerate(rates):
+        at_s = idx * window_s
+        while rate > 0 and (at_s := at_s + rng.expovariate(rate * scale)) < (idx + 1) * window_s:
+            row = rng.choice(rows)
+            found.append(TraceRequest(at_s, row.num_prompt_tokens, row.num_output_tokens, ()))
+    return found
 
 
 def _copy(request: TraceRequest, number: int, shift_s: float, span_s: float) -> TraceRequest:
@@ -144,14 +178,16 @@ def _read_azure(path: Path) -> Sequence[TraceRequest]:
     ]
 
 
-def cells(traces: Sequence[str], sizes: Sequence[int]) -> list[Cell]:
-    """All runs."""
+def cells(traces: Sequence[str], sizes: Sequence[int], splits: Sequence[str] = ()) -> list[Cell]:
+    """All runs, with these static splits (prefill+decode) or all of them."""
     found: list[Cell] = []
     for trace in traces:
         for num in sizes:
-            found += [Cell(trace, num, scaler, num // 2) for scaler in SCALERS]
+            found += [Cell(trace, num, scaler, num // 2, num // 2) for scaler in SCALERS]
             step = 1 if num <= 16 else num // 8
-            found += [Cell(trace, num, "", num_prefill) for num_prefill in range(step, num, step)]
+            pairs = [(num_prefill, num - num_prefill) for num_prefill in range(step, num, step)]
+            pairs = [(int(split.partition("+")[0]), int(split.partition("+")[2])) for split in splits] or pairs
+            found += [Cell(trace, num, "", *pair) for pair in pairs]
     return found
 
 
@@ -160,10 +196,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", choices=sorted(LOADS), nargs="*", default=sorted(LOADS))
     parser.add_argument("--workers", type=int, nargs="*", default=list(NUM_WORKERS))
+    parser.add_argument("--static", nargs="*", default=[], help="static splits, for example 12+4")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="only check that it works")
     args = parser.parse_args()
-    todo = cells(args.trace, args.workers)
+    todo = cells(args.trace, args.workers, args.static)
     if args.quick:
         todo = [cell for cell in todo if cell.num_workers == min(args.workers)][::4]
     rows: list[Row] = []
