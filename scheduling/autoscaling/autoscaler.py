@@ -115,8 +115,8 @@ def _best_gain(candidates: Iterable[Candidate], hold: Prediction, policy: Autosc
 
 
 def _best_removal(candidates: Iterable[Candidate], policy: AutoscalerPolicy) -> Candidate | None:
-    """The largest removal that leaves the target within reach at all times."""
-    safe = [one for one in candidates if one.prediction.least >= policy.target]
+    """The largest removal that leaves the target within reach, its cost included."""
+    safe = [one for one in candidates if one.prediction.attainment >= policy.target]
     return max(safe, key=lambda one: (one.move.num_workers, one.prediction.score), default=None)
 
 

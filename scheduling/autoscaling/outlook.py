@@ -10,7 +10,7 @@ from tandem.protocol.messages import Role
 from tandem.scheduling.autoscaling.moves import Add, Flip, Move, Remove
 from tandem.scheduling.autoscaling.observation import Observation, Server, cheapest_servers, pool_of
 from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
-from tandem.scheduling.autoscaling.prediction import Pools, Prediction, Sizing, predict
+from tandem.scheduling.autoscaling.prediction import LOST_S, Pools, Prediction, Sizing, predict
 from tandem.scheduling.autoscaling.traffic import Traffic
 
 __all__ = ["Candidate", "Outlook"]
@@ -77,10 +77,16 @@ class Outlook:
         )
 
     def predict(
-        self, pools: Pools, *, later: Pools | None = None, later_s: float = 0.0, extra_s: float = 0.0
+        self,
+        pools: Pools,
+        *,
+        later: Pools | None = None,
+        later_s: float = 0.0,
+        extra_s: float = 0.0,
+        lost_s: float = 0.0,
     ) -> Prediction:
         """As `prediction.predict`, for this traffic."""
-        return predict(self.sizing, pools, self.now, later=later, later_s=later_s, extra_s=extra_s)
+        return predict(self.sizing, pools, self.now, later=later, later_s=later_s, extra_s=extra_s, lost_s=lost_s)
 
     def flips(self) -> Iterator[Candidate]:
         """Some workers of a pool play the other role at once. Those that leave prefill take their cache with them."""
@@ -93,8 +99,8 @@ class Outlook:
             for num in _sizes(min(num_free, max(self.num_alive // 4, 1))):
                 flips = tuple(Flip(server.name, grow) for server in servers[:num])
                 num_ranks = sum(server.num_ranks for server in servers[:num])
-                extra_s = self._lost_cache_s(num_ranks) if shrink == Role.PREFILL else 0.0
-                after = self.predict(self._with(grow, num_ranks, shrink), extra_s=extra_s)
+                lost_s = self._lost_cache_s(num_ranks) if shrink == Role.PREFILL else 0.0
+                after = self.predict(self._with(grow, num_ranks, shrink), lost_s=lost_s)
                 yield Candidate(Move("flip", grow, flips=flips), after)
 
     def adds(self) -> Iterator[Candidate]:
@@ -106,7 +112,10 @@ class Outlook:
                 yield Candidate(Move("add", role, add=Add(role, num)), after)
 
     def removes(self) -> Iterator[Candidate]:
-        """Fewer workers under more traffic than forecast; the sequences of the leaving ones are computed again."""
+        """Fewer workers under more traffic than forecast; the sequences of the leaving ones are computed again.
+
+        Only those that leave the target within reach at all times, but for the cost of the move itself.
+        """
         roomier = self.with_headroom
         for role in (Role.PREFILL, Role.DECODE):
             servers = cheapest_servers(self.observation, role)
@@ -115,8 +124,11 @@ class Outlook:
                 gone = servers[:num]
                 num_ranks = sum(server.num_ranks for server in gone)
                 moved_s = self.sizing.capacity.costs.prefill_token_s * sum(server.num_kv_tokens for server in gone)
-                extra_s = moved_s + (self._lost_cache_s(num_ranks) if role == Role.PREFILL else 0.0)
-                after = roomier.predict(self._with(role, -num_ranks), extra_s=extra_s)
+                lost_s = self._lost_cache_s(num_ranks) if role == Role.PREFILL else 0.0
+                pools = self._with(role, -num_ranks)
+                if roomier.predict(pools).least < self.policy.target:
+                    continue
+                after = roomier.predict(pools, extra_s=moved_s, lost_s=lost_s)
                 removes = tuple(Remove(server.name) for server in gone)
                 yield Candidate(Move("remove", role, removes=removes), after)
 
@@ -144,7 +156,7 @@ class Outlook:
         traffic = self.sizing.traffic
         share = num / max(self.pools.num_prefill, 1)
         tokens_per_s = traffic.rate(self.now, 0.0) * traffic.cached_tokens
-        return 60.0 * share * tokens_per_s * self.sizing.capacity.costs.prefill_token_s
+        return LOST_S * share * tokens_per_s * self.sizing.capacity.costs.prefill_token_s
 
 
 def _sizes(num_most: int) -> Iterator[int]:

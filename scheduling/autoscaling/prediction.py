@@ -20,13 +20,14 @@ from tandem.scheduling.autoscaling.traffic import Traffic
 from tandem.scheduling.autoscaling.waits import Queue
 from tandem.scheduling.cost_model import StepCosts, prefill_attention
 
-__all__ = ["Backlog", "Capacity", "Pools", "Prediction", "Sizing", "predict"]
+__all__ = ["LOST_S", "Backlog", "Capacity", "Pools", "Prediction", "Sizing", "predict"]
 
 _TIMES_S = (2.0, 5.0, 10.0, 20.0, 40.0, 70.0, 110.0, 160.0, 240.0, 360.0, 600.0, 900.0)
 _PART_CREDIT = 0.25  # worth of one SLO without the other: where both pools are short, one more of either is a gain
 _LATE_CREDIT = 0.5  # worth of an answer just beyond its SLO; it falls with the wait, so that overload has a slope
 _LEAST_LIMIT = 2.0  # limit / time on an idle worker: no number of workers makes one request faster
 _FAR_LATE_S = 1e6
+LOST_S = 60.0  # of requests that would have hit a lost cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +92,21 @@ class _Step(NamedTuple):
 
 
 def predict(
-    sizing: Sizing, pools: Pools, now: float, *, later: Pools | None = None, later_s: float = 0.0, extra_s: float = 0.0
+    sizing: Sizing,
+    pools: Pools,
+    now: float,
+    *,
+    later: Pools | None = None,
+    later_s: float = 0.0,
+    extra_s: float = 0.0,
+    lost_s: float = 0.0,
 ) -> Prediction:
-    """What clients will see. `later` serves from `later_s` on; a move costs `extra_s` worker-seconds of prefill."""
-    model = _Model.of(sizing, extra_s)
+    """What clients will see. `later` serves from `later_s` on.
+
+    A move costs `extra_s` worker-seconds of prefill at once, and `lost_s` over a minute: what a lost cache would have
+    saved comes with the requests that would have hit it.
+    """
+    model = _Model.of(sizing, extra_s, lost_s)
     steps: list[tuple[float, _Step]] = []
     begin_s = 0.0
     ends = sorted({*(t for t in _TIMES_S if t < sizing.horizon_s), sizing.horizon_s, max(later_s, 1e-3)})
@@ -142,10 +154,12 @@ class _Model:
     longest_burst_s: float
     is_unreachable: bool
     queued_s: float  # worker-seconds of prompts
+    lost_s: float  # that a lost cache will still cost
+    refill_s: float  # of that per second
     num_seqs: float
 
     @classmethod
-    def of(cls, sizing: Sizing, extra_s: float) -> _Model:
+    def of(cls, sizing: Sizing, extra_s: float, lost_s: float) -> _Model:
         traffic, capacity, backlog = sizing.traffic, sizing.capacity, sizing.backlog
         costs = capacity.costs
         context = traffic.hit_ratio * traffic.prompt_tokens
@@ -171,6 +185,8 @@ class _Model:
             longest_burst_s=sizing.start_s,
             is_unreachable=num_missed > 0.5 or alone_s > slo_s,
             queued_s=backlog.prompt_tokens * token_s + extra_s,
+            lost_s=lost_s,
+            refill_s=lost_s / LOST_S,
             num_seqs=backlog.num_seqs,
         )
 
@@ -190,7 +206,9 @@ class _Model:
     def _prefill(self, queue: Queue, duration_s: float) -> tuple[float, float]:
         """First tokens per second, and the wait for what is queued."""
         num, load, before_s = queue.num_workers, queue.load, self.queued_s
-        self.queued_s = max(before_s + (load - 1) * num * duration_s, 0.0)
+        refill_s = min(self.refill_s * duration_s, self.lost_s)
+        self.lost_s -= refill_s
+        self.queued_s = max(before_s + (load - 1) * num * duration_s + refill_s, 0.0)
         done_s = before_s + load * num * duration_s - self.queued_s
         num_first = done_s / duration_s / self.mean_s if self.mean_s > 0 else 0.0
         return num_first, (before_s + self.queued_s) / 2 / num

@@ -364,6 +364,16 @@ class TestFailuresOfOthers:
             assert len(world.views) == 2, decision.reason
             assert {move.kind for move in world.moves} <= {"remove", "flip"}
 
+    def test_a_cache_that_would_be_lost_does_not_keep_an_idle_worker(self) -> None:
+        """What it saved is computed again with the requests that come, and not all at once."""
+        world = World(2, 1, replace(ALL, max_workers=3))
+        world.capacity, world.outputs = replace(CAPACITY, costs=StepCosts(50e-3, 1.9e-3, 100e-9, 2e-3, 2e-6)), 48.0
+        for tick in range(120):
+            if tick % 4 == 0:
+                world.meter.note(600, 592, None, None)
+            world.tick()
+        assert len(world.views) == 2
+
     def test_growth_is_undone_when_one_client_is_left(self) -> None:
         """Twelve clients, then one: bursts of the past and long means must not keep the added workers."""
         world = World(1, 1, replace(ALL, max_workers=4))
