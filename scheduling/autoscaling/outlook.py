@@ -70,9 +70,11 @@ class Outlook:
     def describe(self, prediction: Prediction) -> str:
         """A prediction for today's pools in one line."""
         rate = self.sizing.traffic.rate(self.now, 0.0)
+        outcome = f"{prediction.attainment:.1%} in time on {self.sizes}, {rate:.2f} requests/s"
+        if 0 in self.pools:  # the predicted times stand for ever
+            return outcome
         return (
-            f"{prediction.attainment:.1%} in time on {self.sizes}, {rate:.2f} requests/s, prefill waits "
-            f"{prediction.prefill_wait_s:.2f} s at load {prediction.load:.2f}, "
+            f"{outcome}, prefill waits {prediction.prefill_wait_s:.2f} s at load {prediction.load:.2f}, "
             f"decode {prediction.decode_wait_s:.2f} s, ITL {1e3 * prediction.itl_s:.0f} ms"
         )
 
