@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from tandem.cluster.member import Member, first_line
 from tandem.cluster.owned_actor import Survivor, WorkerClaim
@@ -26,6 +28,7 @@ _CLAIM_TIMEOUT_S = 10.0
 _GONE_TIMEOUT_S = 10.0
 _WAIT_FOR_LEASE_S = LEASE_S + 4.0
 _ASK_AGAIN_S = 0.5
+_NAMESPACE = b"tandem"  # of Ray's key-value store
 
 
 async def claim_survivors(owner: Owner, router_key: str, survivors: list[Survivor]) -> None:
@@ -33,9 +36,10 @@ async def claim_survivors(owner: Owner, router_key: str, survivors: list[Survivo
 
     Raises ConfigError if another server holds them and still lives.
     """
+    sign = await asyncio.to_thread(_sign_of_life, owner)
     for name in sorted(await asyncio.to_thread(_names_in, owner.namespace)):  # in one order: two servers meet at once
         actor = await asyncio.to_thread(_actor_named, name, owner.namespace)
-        claim = await _claimed(actor, name, owner, router_key) if actor is not None else None
+        claim = await _claimed(actor, name, owner, router_key, sign) if actor is not None else None
         if claim is None:
             continue
         if claim.started is None:
@@ -66,7 +70,11 @@ async def give_to_members(survivors: Sequence[Survivor], members: Mapping[str, M
 
 async def renew_leases(owner: Owner, members: Mapping[str, Member], let_go: Callable[[WorkerError], None]) -> None:
     """Show the workers again and again that this server lives. Ends when another one has claimed them: `let_go`."""
-    while True:
+    telling: asyncio.Future[None] | None = None
+    for number in itertools.count():
+        if telling is None or telling.done():
+            telling = asyncio.ensure_future(asyncio.to_thread(_show_life, owner, number))
+            telling.add_done_callback(lambda told: told.cancelled() or told.exception())  # the next one is soon
         actors = [member.actor for member in members.values() if member.process is not None]
         renewals = (asyncio.wait_for(actor.renew.remote(owner.name), RENEW_S) for actor in actors)
         answers = await asyncio.gather(*renewals, asyncio.sleep(RENEW_S), return_exceptions=True)
@@ -93,8 +101,12 @@ async def _discard(survivor: Survivor, why: str) -> None:
     await _until_gone(survivor.claim.process)
 
 
-async def _claimed(actor: Any, name: str, owner: Owner, router_key: str) -> WorkerClaim | None:
-    """The claimed worker; None for one that does not answer, which is ended. Waits until an old lease has run out."""
+async def _claimed(actor: Any, name: str, owner: Owner, router_key: str, sign: bytes | None) -> WorkerClaim | None:
+    """The claimed worker; None for one that does not answer, which is ended. Waits until an old lease has run out.
+
+    `sign` is the latest sign of life of a server of this name. If others follow, it lives, and its worker waits for
+    room or hangs.
+    """
     deadline_s = time.monotonic() + _WAIT_FOR_LEASE_S
     while True:
         try:
@@ -102,6 +114,8 @@ async def _claimed(actor: Any, name: str, owner: Owner, router_key: str) -> Work
                 actor.claim.remote(owner.name, router_key), _CLAIM_TIMEOUT_S
             )
         except (RayError, ServingError, TimeoutError) as exc:
+            if isinstance(exc, TimeoutError) and (other := await _living_server(owner, sign)):
+                raise _taken(owner, other) from None
             late = f"it did not answer in {_CLAIM_TIMEOUT_S:g} s, like one that waits for room"
             why = late if isinstance(exc, TimeoutError) else first_line(exc)
             logger.warning("worker %s of an earlier server cannot be taken over and is ended: %s", name, why)
@@ -110,11 +124,35 @@ async def _claimed(actor: Any, name: str, owner: Owner, router_key: str) -> Work
         if isinstance(claim, WorkerClaim):
             return claim
         if time.monotonic() > deadline_s:
-            raise ConfigError(
-                f"service_name={owner.service!r}: another tandem serve on this Ray cluster has this name: {claim}. "
-                "Stop that one, or give this one another --service-name"
-            )
+            raise _taken(owner, claim)
         await asyncio.sleep(_ASK_AGAIN_S)
+
+
+def _taken(owner: Owner, by: str) -> ConfigError:
+    return ConfigError(
+        f"service_name={owner.service!r}: another tandem serve on this Ray cluster has this name: {by}. "
+        "Stop that one, or give this one another --service-name"
+    )
+
+
+async def _living_server(owner: Owner, sign: bytes | None) -> str:
+    """A server of this name that has given signs of life since this one; "" = none, or it has died just now."""
+    if (latest := await asyncio.to_thread(_sign_of_life, owner)) == sign:
+        return ""
+    await asyncio.sleep(2 * RENEW_S)
+    last = await asyncio.to_thread(_sign_of_life, owner)
+    return "" if last is None or last == latest else last.decode().rpartition(" ")[0]
+
+
+def _show_life(owner: Owner, number: int) -> None:
+    """Leave a new sign of life in Ray's key-value store: servers may have workers that cannot answer for them."""
+    _internal_kv_put(f"server/{owner.service}", f"{owner.name} {number}", namespace=_NAMESPACE)
+
+
+def _sign_of_life(owner: Owner) -> bytes | None:
+    """The latest one of a server of this name."""
+    sign: bytes | None = _internal_kv_get(f"server/{owner.service}", namespace=_NAMESPACE)
+    return sign
 
 
 async def _until_gone(process: ProcessIdentity) -> None:

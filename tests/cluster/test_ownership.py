@@ -124,6 +124,9 @@ class Actors:
             kill=lambda actor, no_restart: self.killed.append(actor.name),
         )
         monkeypatch.setattr(survivors, "ray", fake)
+        self.store: dict[str, bytes] = {}  # Ray's
+        monkeypatch.setattr(survivors, "_internal_kv_get", lambda key, **_: self.store.get(key))
+        monkeypatch.setattr(survivors, "_internal_kv_put", lambda key, value, **_: self.store.update({key: value}))
         monkeypatch.setattr(survivors, "_ASK_AGAIN_S", 0.01)
 
     def _get_actor(self, name: str, namespace: str) -> SimpleNamespace:
@@ -199,6 +202,33 @@ async def test_a_server_that_lives_keeps_its_workers(monkeypatch: pytest.MonkeyP
     assert actors.killed == []
 
 
+@pytest.mark.parametrize(
+    ("signs", "is_refused"),
+    [([40, 41, 42], True), ([40, 40], False), ([40, 41, 41], False)],
+    ids=["alive", "dead", "died just now"],
+)
+async def test_workers_that_wait_for_room_are_their_servers_while_it_lives(
+    monkeypatch: pytest.MonkeyPatch, signs: list[int], is_refused: bool
+) -> None:
+    monkeypatch.setattr(survivors, "_CLAIM_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(survivors, "RENEW_S", 0.01)
+    actors = Actors(monkeypatch, waits=None)
+    monkeypatch.setattr(survivors, "_internal_kv_get", lambda *_, **__: f"pid 7 on h {signs.pop(0)}".encode())
+
+    async def claim(*_: object) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    waits = SimpleNamespace(name="waits", claim=SimpleNamespace(remote=claim))
+    monkeypatch.setattr(survivors, "_actor_named", lambda *_: waits)
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"has this name: pid 7 on h\. .*--service-name"):
+            await claim_survivors(OWNER, "key", [])
+    else:
+        await claim_survivors(OWNER, "key", [])
+    assert actors.killed == ([] if is_refused else ["waits"])
+    assert signs == []
+
+
 def member(config: WorkerConfig) -> WorkerMember:
     unused: Any = None
     return WorkerMember(config, RestartBudget(1), unused, unused)
@@ -235,6 +265,7 @@ async def test_a_server_lets_go_of_workers_that_were_claimed_but_not_of_those_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(survivors, "RENEW_S", 0.01)
+    signs = Actors(monkeypatch).store
     one, other = member(config_of()), member(config_of("decode-1"))
     one.process = other.process = ProcessIdentity("node", own_process())
     answers: list[bool] = [True, True, False]
@@ -250,4 +281,5 @@ async def test_a_server_lets_go_of_workers_that_were_claimed_but_not_of_those_th
     other.actor = SimpleNamespace(renew=SimpleNamespace(remote=never))
     await asyncio.wait_for(renew_leases(OWNER, {"a": one, "b": other}, told.append), 30)
     assert answers == []
+    assert str(signs["server/s"]).startswith("us ")
     assert "another server has claimed the workers of service_name='s'" in str(told[0])

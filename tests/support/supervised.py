@@ -246,6 +246,7 @@ async def supervised(
     monkeypatch.setattr("tandem.cluster.supervisor.WorkerBundles", FakeBundles)
     for name, answer in (("put", False), ("del", None), ("exists", False)):  # Ray's key-value store
         monkeypatch.setattr(f"tandem.cluster.node_requests._internal_kv_{name}", lambda *_, answer=answer, **__: answer)
+    monkeypatch.setattr("tandem.cluster.survivors._internal_kv_put", lambda *_, **__: False)
     config = ClusterConfig(engine=EngineConfig(model="m"), max_restarts=max_restarts, **({"autoscale": False} | pools))
     workers: Any = FakeWorkers(registry, fake_ray)
     members = [WorkerMember(one, RestartBudget(max_restarts), workers, registry) for one in worker_configs(config)]
