@@ -111,8 +111,8 @@ class Member(ABC):
                 name = f"{self.worker_id}-{uuid.uuid4().hex[:8]}"
                 options |= {"lifetime": "detached", "namespace": self.owner.namespace, "name": name}
                 tenure = Tenure(owner=self.owner, place=bundle.place, is_added=self.is_added)
-            others = "" if self.has_served or self.is_added else ", together with the other new workers"
-            needs = f"{bundle} for {self.worker_id}{others}"  # Ray places those of a start all at once or not at all
+            together = "" if self.has_served or self.is_added else " (Ray places all workers of a start together)"
+            needs = f"{bundle} for {self.worker_id}{together}"
             self.process = await self._first_process(options, tenure, needs, on_no_room)
             on_placed()
             started = await self._loaded()

@@ -37,17 +37,27 @@ async def claim_survivors(owner: Owner, router_key: str, survivors: list[Survivo
     Raises ConfigError if another server holds them and still lives.
     """
     sign = await asyncio.to_thread(_sign_of_life, owner)
-    for name in sorted(await asyncio.to_thread(_names_in, owner.namespace)):  # in one order: two servers meet at once
-        actor = await asyncio.to_thread(_actor_named, name, owner.namespace)
-        claim = await _claimed(actor, name, owner, router_key, sign) if actor is not None else None
-        if claim is None:
-            continue
-        if claim.started is None:
-            await _discard(Survivor(actor, claim), "it had not loaded its model")
-        elif claim.wire_version != WIRE_VERSION:
-            await _discard(Survivor(actor, claim), "it is of another version of Tandem")
-        else:
-            survivors.append(Survivor(actor, claim))
+    names = sorted(await asyncio.to_thread(_names_in, owner.namespace))
+    # Two servers meet at the first one, and only one of them goes on.
+    for some in (names[:1], names[1:]):
+        takings = (_take(name, owner, router_key, sign, survivors) for name in some)
+        for end in await asyncio.gather(*takings, return_exceptions=True):
+            if end is not None:
+                raise end
+
+
+async def _take(name: str, owner: Owner, router_key: str, sign: bytes | None, survivors: list[Survivor]) -> None:
+    """Claim one worker, or end it if it cannot be taken over. Raises ConfigError."""
+    actor = await asyncio.to_thread(_actor_named, name, owner.namespace)
+    claim = await _claimed(actor, name, owner, router_key, sign) if actor is not None else None
+    if claim is None:
+        return
+    if claim.started is None:
+        await _discard(Survivor(actor, claim), "it had not loaded its model")
+    elif claim.wire_version != WIRE_VERSION:
+        await _discard(Survivor(actor, claim), "it is of another version of Tandem")
+    else:
+        survivors.append(Survivor(actor, claim))
 
 
 async def give_to_members(survivors: Sequence[Survivor], members: Mapping[str, Member]) -> list[Survivor]:

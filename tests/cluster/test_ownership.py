@@ -229,6 +229,29 @@ async def test_workers_that_wait_for_room_are_their_servers_while_it_lives(
     assert signs == []
 
 
+async def test_workers_that_do_not_answer_are_waited_for_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that found no room for sixteen workers would cost the next one minutes."""
+    actors, may_answer, num_asked = Actors(monkeypatch, a=claim_of(), b=None, c=None, d=claim_of()), asyncio.Event(), 0
+
+    async def claim(*_: object) -> WorkerClaim:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 2:
+            may_answer.set()
+        await may_answer.wait()
+        return claim_of()
+
+    slow = SimpleNamespace(name="slow", claim=SimpleNamespace(remote=claim))
+    get_actor = survivors._actor_named
+    monkeypatch.setattr(
+        survivors, "_actor_named", lambda name, namespace: slow if name in "bc" else get_actor(name, namespace)
+    )
+    claimed: list[Survivor] = []
+    await asyncio.wait_for(claim_survivors(OWNER, "key", claimed), 5)
+    assert len(claimed) == 4
+    assert actors.killed == []
+
+
 def member(config: WorkerConfig) -> WorkerMember:
     unused: Any = None
     return WorkerMember(config, RestartBudget(1), unused, unused)
