@@ -112,8 +112,9 @@ class Departures:
             if member.actor is actor:
                 await asyncio.wait_for(member.stop(), _STOP_TIMEOUT_S)
         except (RayError, ServingError, TimeoutError) as exc:
-            logger.warning("%s is ended, as it does not leave: %s", member.worker_id, first_line(exc))
-            record["ended_by_force"] = first_line(exc)
+            if member.is_up.is_set():  # else its end was noticed before the call returned
+                logger.warning("%s is ended, as it does not leave: %s", member.worker_id, first_line(exc))
+                record["ended_by_force"] = first_line(exc)
         finally:
             record["left_after_s"] = round(time.monotonic() - began_s, 3)
             if member.actor is actor:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 
 from tandem.cluster.member import WorkerMember
 from tandem.cluster.owned_actor import WatchNews
@@ -138,6 +139,24 @@ async def test_one_that_dies_on_its_way_out_is_replaced_as_promised(monkeypatch:
         await eventually(lambda: "left_after_s" in record)
         assert not cluster.ray.latest("decode-1").num_stops, "the new process is not the one that was to leave"
         assert state_of(cluster, "decode-1") is WorkerState.READY
+
+
+async def test_one_whose_end_is_noticed_before_it_answers_was_not_ended_by_force(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
+        first, member = cluster.ray.latest("decode-1"), cluster.supervisor._members["decode-1"]
+
+        async def stop() -> None:
+            first.ended.set_result("stopped")
+            await eventually(lambda: not member.is_up.is_set())
+            raise RayActorError
+
+        monkeypatch.setattr(first, "stop", SimpleNamespace(remote=stop))
+        record = await cluster.supervisor.drain("decode-1", 60, restart=False)
+        await eventually(lambda: "left_after_s" in record)
+        assert record["finished"]
+        assert "ended_by_force" not in record
 
 
 async def test_one_that_is_being_added_leaves_when_it_is_drained(monkeypatch: pytest.MonkeyPatch) -> None:
