@@ -138,8 +138,12 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         return self._request.request_id
 
     def is_of(self, request_id: str) -> bool:
-        """Whether it belongs to this request, by the id that its client was told; all do to ""."""
-        return not request_id or re.match(rf"{re.escape(request_id)}([-.]|$)", self.request_id) is not None
+        """Whether it belongs to this request, by the id that its client was told; all do to "".
+
+        A client may have given several requests its id, and each has a number for each of its answers.
+        """
+        pattern = rf"{re.escape(request_id)}(\.[0-9a-f]{{16}})?(-[0-9]+)?"
+        return not request_id or re.fullmatch(pattern, self.request_id) is not None
 
     def fail(self, error: ServingError) -> None:
         """End the request with this error, after the tokens that have arrived."""

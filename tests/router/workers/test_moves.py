@@ -399,6 +399,22 @@ async def test_an_operator_moves_answers() -> None:
         cluster.assert_nothing_left()
 
 
+async def test_an_operator_moves_no_request_whose_id_only_begins_alike() -> None:
+    ids = ["job.0123456789abcdef-0", "job.0123456789abcdef-1", "job-1.0123456789abcdef-0", "req-ab-0", "req-ab.c-0"]
+    async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
+        streams = [Pulled(cluster.flow.serve(make_request(request_id=name))) for name in ids]
+        for stream in streams:
+            assert await take(stream, 2) == [100, 101]
+        for named, found in {
+            "job": ids[:2],
+            "job-1": ids[2:3],
+            "req": [],
+            "req-ab": ids[3:4],
+            ids[1]: ids[1:2],
+        }.items():
+            assert await cluster.flow.migrate("d", "", named) == {"moving": [], "staying": found}
+
+
 async def test_an_answer_whose_next_worker_dies_stays_where_it_is() -> None:
     async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
         stream = Pulled(cluster.flow.serve(make_request(max_tokens=6)))
