@@ -9,6 +9,7 @@ from tandem.kv_transfer.transport.base import Notification
 from tandem.protocol.errors import InternalError, RequestError, ServingError
 from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.messages import (
+    CANCELLED,
     INVALID_REQUEST,
     Cancel,
     CopyKv,
@@ -102,6 +103,8 @@ class MessageDispatcher:
                 for peer in message.peers:
                     parts.sockets.introduce(peer)
             case Cancel():
+                if message.is_confirmed:
+                    parts.replies.fail(message.request_id, "it was cancelled", CANCELLED)
                 self._cancel(message.request_id)
             case ReadRequest():
                 parts.links.remember(message.sender)

@@ -53,6 +53,7 @@ from tandem.protocol.messages.worker import (
     WorkerState,
 )
 from tandem.protocol.messages.worker_to_router import (
+    CANCELLED,
     INVALID_REQUEST,
     BlockEvents,
     BlockSnapshot,
@@ -83,6 +84,7 @@ from tandem.protocol.messages.worker_to_worker import (
 )
 
 __all__ = [
+    "CANCELLED",
     "FINISHED_EARLY",
     "HOST_TIER",
     "INVALID_REQUEST",

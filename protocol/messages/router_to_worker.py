@@ -112,6 +112,7 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Stop working on the request and free what it holds. Unknown ids are ignored."""
 
     request_id: Name
+    is_confirmed: bool = False  # answered by `RequestFailed` with the code `CANCELLED`, behind the last tokens
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -12,6 +12,7 @@ from tandem.protocol.messages.worker import StepStats, WorkerCard, WorkerLoad
 from tandem.protocol.timeline import Ages
 
 __all__ = [
+    "CANCELLED",
     "INVALID_REQUEST",
     "BlockEvents",
     "BlockSnapshot",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 INVALID_REQUEST = "invalid_request"  # `RequestFailed.code` of a request that no worker could serve
+CANCELLED = "cancelled"  # that of a request whose `Cancel` is confirmed
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -91,6 +91,11 @@ class Attempt:
         """The deltas that are due now. Raises `WorkerError` when tokens arrive twice."""
         return [due for delta in deltas for due in self._order.push(delta)]
 
+    def stop(self) -> None:
+        """Let its workers stop behind the step under way; `Stopped` follows their last tokens."""
+        for leg in self._legs:
+            leg.stop()
+
     def end(self) -> None:
         """Give the booking back and cancel the legs that still run."""
         self.admitted.end()

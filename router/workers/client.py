@@ -31,6 +31,7 @@ from tandem.protocol.errors import (
 from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.grammar import GrammarError
 from tandem.protocol.messages import (
+    CANCELLED,
     INVALID_REQUEST,
     BlockEvents,
     BlockSnapshot,
@@ -54,7 +55,7 @@ from tandem.protocol.messages import (
 )
 from tandem.router.streams import DeltaQueue
 from tandem.router.workers.index_feed import IndexFeed
-from tandem.router.workers.link import Leg, Link
+from tandem.router.workers.link import Leg, Link, Stopped
 from tandem.router.workers.load_recorder import LoadRecorder
 from tandem.runtime.background import BackgroundTasks
 from tandem.runtime.curve import KeyPair, connect_to_worker, make_keys
@@ -259,7 +260,8 @@ class WorkerClient:
                     report.set_result(message)
             case RequestFailed():
                 if (leg := link.legs.get(message.request_id)) is not None:
-                    leg.fail(_error_of(link.worker_id, message))
+                    is_stopped = leg.is_stopping and message.code == CANCELLED
+                    leg.fail(Stopped() if is_stopped else _error_of(link.worker_id, message))
             case Welcome():
                 self._on_welcome(link, message)
 

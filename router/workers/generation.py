@@ -31,6 +31,7 @@ from tandem.router.tracing.generation_trace import GenerationTrace
 from tandem.router.workers.attempt import Attempt
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.copy_ahead import copy_ahead, copy_kv, is_worthwhile
+from tandem.router.workers.link import Stopped
 from tandem.router.workers.move_log import MoveLog
 from tandem.router.workers.pin_ledger import Owner
 from tandem.router.workers.pins import PinService
@@ -123,6 +124,9 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         self._error: ServingError | None = None  # with which it ends, whatever its workers do
         self._next: AdmittedRequest[GenerateRequest, Booking] | None = None  # where it is about to go on
         self._copying: asyncio.Future[None] | None = None  # its KV, to there or to another worker in case of a death
+        self._leaving: asyncio.TimerHandle | None = None  # its worker was told to stop: how long it has for that
+        self._cause = ""  # why it leaves its worker
+        self._latest_s = self._step_s = 0.0  # when its latest tokens came, and how long behind those before
         self._num_copied = 0  # tokens of prompt and answer, when the latest copy in case of a death began
         self._num_attempts = 0
         self._num_failures = 0  # attempts that others followed
@@ -191,7 +195,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         if is_worthwhile(admitted):
             self._copying = asyncio.ensure_future(self._copy_and_leave(attempt, admitted, cause))
         else:
-            self._queue.fail(_Displaced(cause))
+            self._leave(attempt, cause)
         return True
 
     async def _copy_and_leave(
@@ -215,12 +219,30 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
             return
         if error is not None:
             logger.warning("the KV of request %s could not be copied ahead: %r", self._request.request_id, error)
-        self._queue.fail(_Displaced(cause))
+        self._leave(attempt, cause)
+
+    def _leave(self, attempt: Attempt, cause: str) -> None:
+        """Stop the present worker, and go on elsewhere behind its last token.
+
+        The token of the step under way is computed anyway, and while it is, the next worker would compute the same one.
+        But a step may be one that computes a long prompt: a worker that is late by one step is not waited for.
+        """
+        attempt.stop()
+        timeout_s = self._latest_s + 2 * self._step_s - self._context.admission_queue.now()
+        self._cause = cause
+        fail = partial(self._queue.fail, _Displaced(cause))
+        self._leaving = asyncio.get_running_loop().call_later(max(timeout_s, 0.0), fail)
+
+    def _stay(self) -> None:
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.cancel()
 
     def close(self) -> None:
         """Release the booking and cancel the legs that still run."""
         self._end_trace()
         self._stop_copying()
+        self._stay()
         if self._next is not None:
             self._next.end()
         attempt, self._attempt = self._attempt, None
@@ -266,8 +288,11 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         former = self._attempt
         if former is None or self._error is not None:
             raise self._error or error
+        if isinstance(error, Stopped):
+            error = _Displaced(self._cause)
         lost_s = self._context.admission_queue.now()
         self._stop_copying()
+        self._stay()
         admitted, self._next = self._next, None
         if isinstance(error, _Displaced):
             cause = str(error)
@@ -388,10 +413,11 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
             attempt.admitted.first_token()
             if self._request.explains and not self._output:
                 delta = msgspec.structs.replace(delta, decision=attempt.admitted.explain())
+        now = self._context.admission_queue.now()
+        self._latest_s, self._step_s = now, now - self._latest_s if self._latest_s else 0.0
         self._output += delta.token_ids
         self._num_cached_tokens += delta.num_cached_tokens or 0
         if self._trace is not None:
-            now = self._context.admission_queue.now()
             self._trace.tokens(len(delta.token_ids), delta.num_cached_tokens, delta.finish_reason, now)
         if delta.finish_reason is not None:
             self._has_ended = True

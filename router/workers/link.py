@@ -22,7 +22,11 @@ from tandem.router.streams import DeltaQueue
 from tandem.runtime.dropped import DroppedMessages
 from tandem.runtime.message_socket import MessageSocket
 
-__all__ = ["Leg", "Link"]
+__all__ = ["Leg", "Link", "Stopped"]
+
+
+class Stopped(Exception):
+    """A worker has stopped its part of a request, as it was asked to; all its tokens came before."""
 
 
 class Leg:
@@ -30,6 +34,7 @@ class Leg:
 
     def __init__(self, link: Link, request_id: str, queue: DeltaQueue[SequenceDelta]) -> None:
         self.has_delivered = False  # whether the worker has sent tokens
+        self.is_stopping = False  # whether the worker was asked to stop, and to say so
         self._link = link
         self._request_id = request_id
         self._queue = queue
@@ -49,11 +54,18 @@ class Leg:
         if self.is_open:
             self._link.drop_leg(self._request_id)
 
+    def stop(self) -> None:
+        """Tell the worker to stop behind the step under way, unless it has finished; `Stopped` follows its tokens."""
+        if self.is_open:
+            self.is_stopping = True
+            self._link.send(Cancel(request_id=self._request_id, is_confirmed=True))
+
     def cancel(self) -> None:
         """Tell the worker to stop, unless it has finished. Does not wait."""
         if self.is_open:
             self.close()
-            self._link.send(Cancel(request_id=self._request_id))
+            if not self.is_stopping:
+                self._link.send(Cancel(request_id=self._request_id))
 
     def deliver(self, delta: SequenceDelta) -> None:
         """Pass tokens on to the request; the last ones close the leg."""
@@ -62,7 +74,7 @@ class Leg:
             self.close()
         self._queue.put(delta)
 
-    def fail(self, error: ServingError) -> None:
+    def fail(self, error: ServingError | Stopped) -> None:
         """Close the leg and end the request with this error."""
         self.close()
         self._queue.fail(error)

@@ -15,6 +15,7 @@ from zmq.constants import SocketType
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import DIGEST_BYTES, CacheScope
 from tandem.protocol.messages import (
+    CANCELLED,
     POOL_PLACE,
     BlockSnapshot,
     Cancel,
@@ -83,6 +84,7 @@ class FakeWorker:
         self.cached: list[bytes] = []
         self.stored: list[bytes] = []  # in each of its tiers
         self.sequence = 0
+        self.confirms = True  # the end of requests that it is told to stop
         self._script = script
         self._refusal = refusal
         self._is_mute = is_mute
@@ -141,6 +143,10 @@ class FakeWorker:
     def beat_raw(self, data: bytes) -> None:
         self._beats.send(data)
 
+    def confirm(self, request_id: str) -> None:
+        """Say that a request was stopped."""
+        self.send(RequestFailed(request_id=request_id, message="it was cancelled", code=CANCELLED))
+
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -162,6 +168,8 @@ class FakeWorker:
             self.received.append(message)
             if self._is_mute:
                 continue
+            if isinstance(message, Cancel) and message.is_confirmed and self.confirms:
+                self.confirm(message.request_id)
             if isinstance(message, Hello):
                 self.send(Welcome(card=self.card, refusal=self._refusal))
             elif isinstance(message, SnapshotRequest):

@@ -20,6 +20,7 @@ from tandem.kv_transfer.transport.base import Notification
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport, InProcessWrite, Verdict
 from tandem.protocol.errors import ServingError, WorkerError
 from tandem.protocol.messages import (
+    CANCELLED,
     INVALID_REQUEST,
     WIRE_VERSION,
     BlockEvents,
@@ -43,6 +44,7 @@ from tandem.protocol.messages import (
     ReadRequest,
     RequestFailed,
     Role,
+    SequenceDelta,
     SnapshotRequest,
     StepOutput,
     Welcome,
@@ -269,6 +271,26 @@ def test_events_have_no_gap_and_a_snapshot_holds_them_all(client: Client) -> Non
     assert snapshot.sequence == 3
     assert sorted(snapshot.digests) == sorted(stored)
     assert len(stored) == 6
+
+
+def test_a_cancel_is_confirmed_behind_the_last_token_and_once(worker: Worker, client: Client) -> None:
+    client.send(Hello(router_id="r"))
+    client.send(Generate(request_id="a", token_ids=[5] * 40, sampling=SamplingParams(max_tokens=900, ignore_eos=True)))
+    while not client.receive(StepOutput).deltas:
+        pass
+    for request_id in ("a", "a", "unknown"):
+        client.send(Cancel(request_id=request_id, is_confirmed=True))
+    while not isinstance(message := client.receive(RequestFailed | StepOutput), RequestFailed):
+        pass
+    assert (message.request_id, message.code) == ("a", CANCELLED)
+    client.send(Generate(request_id="b", token_ids=[6], sampling=SamplingParams(max_tokens=1, ignore_eos=True)))
+    deltas: list[SequenceDelta] = []
+    while not deltas:
+        message = client.receive(RequestFailed | StepOutput)
+        assert isinstance(message, StepOutput), "it is confirmed once, and only if it ran"
+        deltas += message.deltas
+    assert [delta.request_id for delta in deltas] == ["b"]
+    worker.call(lambda: worker.check_integrity(idle=True))
 
 
 def test_late_and_unknown_messages_change_nothing(worker: Worker, client: Client) -> None:

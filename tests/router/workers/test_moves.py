@@ -399,6 +399,50 @@ async def test_an_operator_moves_answers() -> None:
         cluster.assert_nothing_left()
 
 
+@pytest.mark.parametrize("end", ["confirmed", "late", "death", "last token"])
+async def test_an_answer_goes_on_behind_the_step_that_its_worker_is_in(end: str) -> None:
+    """That step's token need not be computed again, unless the step is a long one."""
+    async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
+        first = cluster.workers["d"]
+        first.confirms = False
+        stream = Pulled(cluster.flow.serve(make_request(max_tokens=5)))
+        assert await take(stream, 2) == [100, 101]
+        second = await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
+        (generation,) = cluster.flow._context.running
+        generation._step_s = 0.0 if end == "late" else 1000.0
+        assert generation.move("test")
+        await eventually(lambda: first.of_type(Cancel) == [Cancel(request_id="r0", is_confirmed=True)])
+        if end == "last token":
+            first.output(SequenceDelta("r0", 2, [102, 103, 104], FinishReason.LENGTH))
+        elif end != "late":
+            assert not resumed(second)
+            first.output(SequenceDelta("r0", 2, [102]))
+            assert await take(stream, 1) == [102]
+        if end == "death":
+            cluster.client.mark_dead("d", "exit code -9")
+        elif end == "confirmed":
+            first.confirm("r0")
+        expected = {"confirmed": [3], "late": [2], "death": [3], "last token": []}[end]
+        assert await rest(stream) == ([103, 104] if expected == [3] else [102, 103, 104])
+        assert [len(one.output_ids) for one in resumed(second)] == expected  # type: ignore[attr-defined]
+        assert (
+            cluster.flow.num_moves
+            == {"confirmed": {"test": 1}, "late": {"test": 1}, "death": {"worker_lost": 1}, "last token": {}}[end]
+        )
+        assert len(first.of_type(Cancel)) == 1
+        cluster.assert_nothing_left()
+
+
+async def test_a_worker_that_says_a_request_was_cancelled_though_nobody_asked_has_failed_it() -> None:
+    async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
+        stream = Pulled(cluster.flow.serve(make_request()))
+        assert await take(stream, 2) == [100, 101]
+        cluster.workers["d"].confirm("r0")
+        assert await take(stream, 2) == [102, 103], "the prefill worker and this one go on"
+        assert cluster.flow.num_moves == {"cancelled": 1}
+        await stream.aclose()
+
+
 async def test_an_operator_moves_no_request_whose_id_only_begins_alike() -> None:
     ids = ["job.0123456789abcdef-0", "job.0123456789abcdef-1", "job-1.0123456789abcdef-0", "req-ab-0", "req-ab.c-0"]
     async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
