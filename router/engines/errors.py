@@ -49,7 +49,7 @@ class EngineFailed(WorkerError):
     def because(self, obstacle: str) -> EngineFailed:
         """The same error, saying why the stream did not go on elsewhere."""
         message = f"{self.message.removeprefix(f'engine {self.engine}: ')}; the stream cannot go on: {obstacle}"
-        return EngineFailed(self.engine, message, is_absent=self.is_absent, is_lost=self.is_lost)
+        return type(self)(self.engine, message, is_absent=self.is_absent, is_lost=self.is_lost)
 
 
 class EngineTimeout(EngineFailed):

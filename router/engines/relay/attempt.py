@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import orjson
@@ -121,7 +120,7 @@ class Attempt:
         """
         assert self._relay is not None, "it is a stream"
         try:
-            return await self._relay.run(writer, self._timeout_s, partial(self.abort, self._engine.name))
+            return await self._relay.run(writer, self._timeout_s, self._fell_silent)
         except EngineFailed as exc:
             self._reservation.failed(exc.engine, is_lost=exc.is_lost)
             self._trace_error(exc)
@@ -134,9 +133,15 @@ class Attempt:
 
     def abort(self, engine: str, reason: str) -> None:
         """End it now, with an error that names the engine. Later calls change nothing."""
+        self._abort(EngineFailed(engine, reason))
+
+    def _fell_silent(self, reason: str) -> None:
+        self._abort(EngineTimeout(self._engine.name, reason))
+
+    def _abort(self, error: EngineFailed) -> None:
         if self._aborted is not None:
             return
-        self._aborted = EngineFailed(engine, reason)
+        self._aborted = error
         if self._timeout is not None:
             if self._timeout.expired():
                 return  # it ends already

@@ -210,6 +210,20 @@ async def test_a_stream_of_an_engine_that_hangs_goes_on(fake_a: FakeServer, fake
         assert_whole(await ask(router, CHAT_BODY))
 
 
+@pytest.mark.parametrize("seed", [None, 7], ids=["no other engine", "cannot go on"])
+async def test_a_stream_of_an_engine_that_hangs_ends_with_the_code_of_a_timeout_and_the_reason(
+    fake_a: FakeServer, fake_b: FakeServer, seed: int | None
+) -> None:
+    breaks = scripts_on(fake_a, fake_b, how="hang")
+    specs = [spec_of(fake_a, "a"), *([spec_of(fake_b, "b")] if seed else [])]
+    async with routing(*specs, config=RouterConfig(request_timeout_s=0.3)) as router:
+        breaks.append(5)
+        error = error_of(await ask(router, CHAT_BODY | {"seed": seed}))
+    assert error["code"] == "engine_timeout"
+    assert "sent nothing within request_timeout_s=0.3; the stream cannot go on: " in error["message"]
+    assert ("'seed' is set" in error["message"]) == bool(seed)
+
+
 async def test_a_stream_leaves_an_engine_that_is_removed(fake_a: FakeServer, fake_b: FakeServer) -> None:
     breaks = scripts_on(fake_a, fake_b, how="hang")
     config = RouterConfig(drain_timeout_s=0.1)
