@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from tandem.scheduling.autoscaling.in_flight import AutoscalerState, InFlight, calm, follow, is_in_flight
+from tandem.scheduling.autoscaling.in_flight import (
+    AutoscalerState,
+    InFlight,
+    calm,
+    follow,
+    forget_spare,
+    is_in_flight,
+    note_spare,
+)
 from tandem.scheduling.autoscaling.moves import Reason, ScalingDecision
 from tandem.scheduling.autoscaling.observation import Observation
 from tandem.scheduling.autoscaling.outlook import Candidate, Outlook
@@ -27,7 +35,7 @@ def decide(
     state = replace(state, traffic=state.traffic.updated(observation.demand, now))
     outlook = Outlook.of(observation, state.traffic, policy, now)
     if sum(outlook.pools) < 2:
-        return ScalingDecision(Reason.NO_POOLS, f"{outlook.sizes} are ready"), calm(state)
+        return ScalingDecision(Reason.NO_POOLS, f"{outlook.sizes} are ready"), calm(forget_spare(state))
     hold = outlook.predict(outlook.pools)
     if state.moving is not None:
         if is_in_flight(state.moving, observation):
@@ -40,13 +48,15 @@ def decide(
 def _weigh(outlook: Outlook, hold: Prediction, state: AutoscalerState) -> tuple[ScalingDecision, AutoscalerState]:
     """Compare the neighbours with today's pools."""
     policy, told = outlook.policy, outlook.describe(hold)
-    flip = _best_gain(outlook.flips(), hold, policy)
-    if hold.attainment >= policy.target and hold.least >= policy.target:
-        remove = _best_removal(outlook.removes(), policy)
-        if remove is None:
-            return ScalingDecision(Reason.ON_TARGET, told, hold), calm(state)
+    is_on_target = hold.attainment >= policy.target and hold.least >= policy.target
+    remove = _best_removal(outlook.removes(), policy) if is_on_target else None
+    is_spare = remove is not None
+    state = note_spare(state, outlook.now, is_spare=is_spare, contrary_weight=policy.contrary_weight)
+    if remove is not None:
         return _settle(remove, None, hold, told, state, outlook)
-    add = _best_gain(outlook.adds(), hold, policy)
+    if is_on_target:
+        return ScalingDecision(Reason.ON_TARGET, told, hold), calm(state)
+    flip, add = _best_gain(outlook.flips(), hold, policy), _best_gain(outlook.adds(), hold, policy)
     if flip is not None and (
         add is None or flip.prediction.score - hold.score >= 0.5 * (add.prediction.score - hold.score)
     ):
@@ -79,8 +89,7 @@ def _settle(
     kind = (move.kind, move.role)
     is_same = state.wanted == kind
     num_wanted = state.num_wanted + 1 if is_same else 1
-    since_s = state.wanted_since_s if is_same else now
-    state = replace(state, wanted=kind, num_wanted=num_wanted, wanted_since_s=since_s)
+    state = replace(state, wanted=kind, num_wanted=num_wanted)
     advice = better.move if better is not None and better.move.kind not in policy.acts else None
 
     def held(code: Reason, why: str) -> tuple[ScalingDecision, AutoscalerState]:
@@ -91,14 +100,14 @@ def _settle(
         return held(Reason.BACKOFF, f"{move} was withdrawn, and is tried again in {until_s - now:.0f} s")
     if num_wanted < policy.num_agreeing:
         return held(Reason.AGREEING, f"{effect}, seen {num_wanted} of num_agreeing={policy.num_agreeing} times")
-    if move.kind == "remove" and now - since_s < policy.remove_after_s:
-        return held(Reason.AGREEING, f"{effect}, for {now - since_s:.0f} of remove_after_s={policy.remove_after_s:g}")
+    if move.kind == "remove" and state.spare_s < policy.remove_after_s:
+        return held(Reason.AGREEING, f"{effect}, for {state.spare_s:.0f} of remove_after_s={policy.remove_after_s:g}")
     if move.kind not in policy.acts:
         return held(Reason.ADVISED, f"{effect}, but the autoscaler does not {move.kind} workers")
     if now - state.last_move_s < policy.cooldown_s:
         return held(Reason.COOLDOWN, f"{effect}, {now - state.last_move_s:.1f} of cooldown_s={policy.cooldown_s} over")
     moving = InFlight(move, now + policy.deadline_s(move.kind), outlook.observation.servers)
-    state = replace(calm(state), moving=moving, last_move_s=now)
+    state = replace(calm(forget_spare(state)), moving=moving, last_move_s=now)
     detail = f"{told}; {after.attainment:.1%} after it"
     return ScalingDecision(Reason(move.kind), detail, hold, after, move, advice), state
 

@@ -14,7 +14,7 @@ from tandem.scheduling.autoscaling.outlook import Outlook
 from tandem.scheduling.autoscaling.prediction import Prediction
 from tandem.scheduling.autoscaling.traffic import Traffic
 
-__all__ = ["AutoscalerState", "InFlight", "Pause", "calm", "follow", "is_in_flight"]
+__all__ = ["AutoscalerState", "InFlight", "Pause", "calm", "follow", "forget_spare", "is_in_flight", "note_spare"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ class AutoscalerState:
     traffic: Traffic = field(default_factory=Traffic)
     wanted: tuple[str, Role] | None = None  # kind and role of the move that the latest observations want
     num_wanted: int = 0  # number of these observations in a row
-    wanted_since_s: float = 0.0
+    spare_s: float = 0.0  # for how long there has been a worker too many, less what has been taken back
+    spare_seen_s: float | None = None  # when that was last looked at; None before, and after a move
     moving: InFlight | None = None
     last_move_s: float = -math.inf
     pauses: Mapping[str, Pause] = field(default_factory=dict)  # by kind of move
@@ -89,6 +90,18 @@ def _withdraw(
 def calm(state: AutoscalerState) -> AutoscalerState:
     """The state after an observation that wants no move."""
     return replace(state, wanted=None, num_wanted=0)
+
+
+def note_spare(state: AutoscalerState, now: float, *, is_spare: bool, contrary_weight: float) -> AutoscalerState:
+    """Count the time since the last look as one with a worker too many, or against it."""
+    past_s = 0.0 if state.spare_seen_s is None else now - state.spare_seen_s
+    spare_s = state.spare_s + past_s if is_spare else max(state.spare_s - contrary_weight * past_s, 0.0)
+    return replace(state, spare_s=spare_s, spare_seen_s=now)
+
+
+def forget_spare(state: AutoscalerState) -> AutoscalerState:
+    """Begin to count anew: the pools are others now."""
+    return replace(state, spare_s=0.0, spare_seen_s=None)
 
 
 def is_in_flight(flight: InFlight, observation: Observation) -> bool:

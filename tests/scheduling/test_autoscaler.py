@@ -386,6 +386,14 @@ class TestFailuresOfOthers:
         world.backlog = Backlog(0, 1, 624.0)
         world.until(0.36, lambda: len(world.views) == 2, num_ticks=120, prompt=8)
 
+    @pytest.mark.parametrize(("every", "leaves"), [(12, True), (3, False)])
+    def test_a_slow_moment_now_and_then_does_not_keep_a_spare_worker(self, every: int, leaves: bool) -> None:
+        world = World(2, 2, replace(ALL, remove_after_s=60.0, acts=frozenset({"remove"})))
+        for number in range(int(300 / TICK_S)):
+            world.backlog = Backlog(50_000 if number % every == 0 else 0)
+            world.tick(0.2)
+        assert bool(world.moves) == leaves
+
     def test_a_worker_that_cannot_be_placed_is_given_up_and_blocks_nothing(self) -> None:
         world = World(2, 2, ALL)
         world.can_place = False
