@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["PENDING_TOKEN", "Onboarding", "Phase", "ScheduledChunk", "Sequence", "SequenceStatus"]
 
 PENDING_TOKEN = -1  # stands for a token that is still on the device
-_AT_ONCE = PrefillPriority(order=-math.inf)
 
 
 class SequenceStatus(enum.Enum):
@@ -151,8 +150,8 @@ class Sequence:
 
     @property
     def current_priority(self) -> PrefillPriority:
-        """Its priority; a sequence with its first token is computed at once, in steps of any length."""
-        return self.priority if self.num_output_tokens == 0 else _AT_ONCE
+        """Its priority; a sequence with its first token goes before all that have none."""
+        return PrefillPriority(self.order, self.priority.max_step_tokens)
 
     def add_pending_token(self, *, is_last: bool) -> None:
         """The device has sampled one more token."""

@@ -178,8 +178,9 @@ class AdmissionQueue(Generic[R, B]):
             placement = self._admission.place_again(placement_request, now, excluded=excluded)
         except NoWorker:
             return None
-        booking = self._book(request, placement_request, placement, former.prefill_priority)
-        moved = self.moved(request, placement_request, placement, former, booking)
+        priority = self._admission.priority_again(placement)
+        booking = self._book(request, placement_request, placement, priority)
+        moved = self.moved(request, placement_request, placement, former, booking, priority)
         moved.decision.decided_s = now
         return moved
 
@@ -190,6 +191,7 @@ class AdmissionQueue(Generic[R, B]):
         placement: Placement,
         former: AdmittedRequest[R, B],
         booking: B,
+        priority: PrefillPriority,
     ) -> AdmittedRequest[R, B]:
         """An admitted request that goes on at another placement, which was booked just now."""
         decision = RoutingDecision(request.request_id, placement_request.service_class, former.decision.arrived_s)
@@ -197,7 +199,7 @@ class AdmissionQueue(Generic[R, B]):
         decision.decided_s = decision.booked_s = self.now()
         decision.actual_ttft_s = former.decision.actual_ttft_s
         self.log.add(decision)
-        return AdmittedRequest(placement, booking, decision, former.prefill_priority, self)
+        return AdmittedRequest(placement, booking, decision, priority, self)
 
     def explain(self, request: PlacementRequest) -> dict[str, Any]:
         """The decision that would be taken now, as JSON. Nothing is sent or booked. Raises a `ServingError`."""

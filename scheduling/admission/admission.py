@@ -170,6 +170,14 @@ class Admission:
         """
         return self._placer.place(request, now, order=-math.inf, excluded=excluded)
 
+    def priority_again(self, placement: Placement) -> PrefillPriority:
+        """How the worker of `place_again` computes what it lacks: before all prompts, in short steps.
+
+        After a death many streams are computed again at once. The first of them go on soon, and the streams beside
+        them get their tokens meanwhile.
+        """
+        return PrefillPriority(max_step_tokens=self._short_step_tokens(placement))
+
     def next(self, now: float) -> Dispatch | Drop | None:
         """The next decision; None when all waiting requests have to wait on. Call it after each change of load."""
         self._version += 1
@@ -322,11 +330,14 @@ class Admission:
         order = self._order_of(queued, now)
         if order < now or now >= self.contention.tenants_until_s:
             return PrefillPriority(order=order)
-        card = queued.placement.best.prefill.card
+        return PrefillPriority(order=order, max_step_tokens=self._short_step_tokens(queued.placement))
+
+    def _short_step_tokens(self, placement: Placement) -> int:
+        """Tokens of a step that wastes little of its time and still ends soon, at the worker that computes."""
+        card = placement.best.prefill.card
         costs = self._costs.steps(card.kind).costs
         num_tokens = (1 / SHORT_STEP_LOSS - 1) * costs.base_s / max(costs.prefill_token_s, 1e-12)
-        num_tokens = min(max(num_tokens, card.max_num_batched_tokens / 4), card.max_num_batched_tokens)
-        return PrefillPriority(order=order, max_step_tokens=math.ceil(num_tokens))
+        return math.ceil(min(max(num_tokens, card.max_num_batched_tokens / 4), card.max_num_batched_tokens))
 
     def _order_of(self, queued: QueuedRequest, now: float) -> float:
         return self._forecaster.order_of(queued.start_tag, queued.forecast.slo_s, now)

@@ -176,6 +176,20 @@ def test_a_prompt_joins_no_longer_step_than_it_may() -> None:
     drain(scheduler)
 
 
+def test_streams_that_are_computed_again_go_on_one_after_the_other() -> None:
+    """In short steps: the first one need not wait for all, and those beside them get their tokens meanwhile."""
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(2, name="beside"))
+    assert step(scheduler) == [("beside", 0, 2)]
+    for name in "ab":
+        resumed = make_sequence(8, name=name, max_step_tokens=6)
+        resumed.token_ids += [7, 7]
+        scheduler.add(resumed)
+    assert step(scheduler) == [("beside", 2, 1), ("a", 0, 6)]
+    assert step(scheduler) == [("beside", 3, 1), ("a", 6, 4), ("b", 0, 2)]
+    assert step(scheduler) == [("beside", 4, 1), ("a", 10, 1), ("b", 2, 6)]
+
+
 def test_no_more_than_max_num_seqs_run() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     for name in "abc":

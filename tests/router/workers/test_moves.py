@@ -83,6 +83,7 @@ async def test_a_stream_goes_on_behind_the_tokens_that_the_client_has() -> None:
         resumed = part(second, Decode)
         assert (resumed.output_ids, resumed.request_id) == ([100, 101], "r0/1")
         assert resumed.token_ids == make_request().token_ids
+        assert resumed.priority.max_step_tokens > 0, "others died with it: it is computed again in short steps"
         assert resumed.sampling == part(cluster.workers["d"], Decode).sampling
         assert dict(cluster.flow.num_moves) == {"worker_lost": 1}
         cluster.assert_nothing_left()
