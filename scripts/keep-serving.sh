@@ -1,10 +1,10 @@
-#!/bin/sh
+#!/usr/bin/env bash
 # Runs `tandem serve` and starts it again if it was killed: its workers on a Ray cluster run on, and it finds them again.
 # One that ended by itself stays ended, with its exit code: it would refuse its settings again. SIGTERM ends both.
 #
-#   sh scripts/keep-serving.sh tandem serve --ray-address auto ...
-set -u
-trap 'trap "" TERM; kill "$!"; wait "$!"; exit' TERM
+#   bash scripts/keep-serving.sh tandem serve --ray-address auto ...
+set -euo pipefail
+trap 'trap "" TERM; kill "$!" || true; status=0; wait "$!" || status=$?; exit "$status"' TERM
 while true; do
   "$@" &
   status=0; wait "$!" || status=$?

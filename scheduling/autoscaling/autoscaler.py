@@ -27,6 +27,8 @@ from tandem.scheduling.autoscaling.prediction import Prediction
 
 __all__ = ["decide"]
 
+_RELIEF = 0.9  # of the wait that is left, at most
+
 
 def decide(
     observation: Observation, now: float, state: AutoscalerState, policy: AutoscalerPolicy = DEFAULT_POLICY
@@ -57,6 +59,8 @@ def _weigh(outlook: Outlook, hold: Prediction, state: AutoscalerState) -> tuple[
     if is_on_target:
         return ScalingDecision(Reason.ON_TARGET, told, hold), calm(state)
     flip, add = _best_gain(outlook.flips(), hold, policy), _best_gain(outlook.adds(), hold, policy)
+    if flip is None and add is None and hold.last_wait_s > policy.start_s:
+        add = _best_relief(outlook.adds(), hold)
     if flip is not None and (
         add is None or flip.prediction.score - hold.score >= 0.5 * (add.prediction.score - hold.score)
     ):
@@ -121,6 +125,13 @@ def _best_gain(candidates: Iterable[Candidate], hold: Prediction, policy: Autosc
     best = max(one.prediction.score for one in gaining)
     enough = [one for one in gaining if one.prediction.score >= min(best, max(policy.target, best - policy.min_gain))]
     return min(enough, key=lambda one: (one.move.num_workers, -one.prediction.score))
+
+
+def _best_relief(candidates: Iterable[Candidate], hold: Prediction) -> Candidate | None:
+    """What shortens a queue most that grows faster than any of these can serve: still too little, and yet the way."""
+    best = min(candidates, key=lambda one: one.prediction.last_wait_s, default=None)
+    is_relief = best is not None and best.prediction.last_wait_s <= _RELIEF * hold.last_wait_s
+    return best if is_relief else None
 
 
 def _best_removal(candidates: Iterable[Candidate], policy: AutoscalerPolicy) -> Candidate | None:

@@ -79,6 +79,7 @@ class Prediction:
     decode_wait_s: float
     itl_s: float  # now
     load: float  # of the prefill pool, now
+    last_wait_s: float  # for both pools, at the end of the horizon: of overload that lasts
     is_unreachable: bool  # whether most requests would miss their SLO on an idle worker
 
 
@@ -117,7 +118,7 @@ def predict(
         steps.append(((rate + 1e-6) * (end_s - begin_s), step))
         begin_s = end_s
     weight = sum(one for one, _ in steps)
-    first = steps[0][1]
+    first, last = steps[0][1], steps[-1][1]
     return Prediction(
         attainment=sum(one * step.attainment for one, step in steps) / weight,
         score=sum(one * step.score for one, step in steps) / weight,
@@ -126,6 +127,7 @@ def predict(
         decode_wait_s=first.decode_wait_s,
         itl_s=first.itl_s,
         load=first.load,
+        last_wait_s=last.prefill_wait_s + last.decode_wait_s,
         is_unreachable=model.is_unreachable,
     )
 

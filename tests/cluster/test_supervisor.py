@@ -218,7 +218,6 @@ async def test_workers_that_are_taken_over_play_their_roles(
 
 async def test_a_server_that_is_stopped_while_it_takes_workers_over_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, starts=False, num_prefill=1, num_decode=1, ray_address="auto") as cluster:
-        monkeypatch.setattr("tandem.cluster.survivors.ray", cluster.ray)
 
         async def claim_survivors(_owner: object, _key: str, survivors: list[Survivor]) -> None:
             survivors.append(cluster.survivor("decode-0", Role.DECODE))

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import until
-
 SCRIPT = Path(__file__).parents[2] / "scripts" / "keep-serving.sh"
 DEADLINE_S = 30.0
 
@@ -23,7 +21,10 @@ log.write_text(log.read_text() + f"{os.getpid()}\\n")
 ends = sys.argv[2:][len(log.read_text().splitlines()) - 1]
 if ends.startswith("signal"):
     os.kill(os.getpid(), int(ends[6:]))
-if ends == "stay":
+if ends.startswith("stay"):
+    if ends == "stay, then end well":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    print("stays", flush=True)
     time.sleep(600)
 sys.exit(int(ends))
 """
@@ -31,7 +32,7 @@ sys.exit(int(ends))
 
 def command(log: Path, *ends: str) -> list[str]:
     log.write_text("")
-    return ["sh", str(SCRIPT), sys.executable, "-c", _CHILD, str(log), *ends]
+    return ["bash", str(SCRIPT), sys.executable, "-c", _CHILD, str(log), *ends]
 
 
 @pytest.mark.parametrize("code", [0, 2])
@@ -44,14 +45,17 @@ def test_a_killed_server_is_started_again_and_one_that_ended_is_not(tmp_path: Pa
     assert "ended by signal 9 and is started again" in done.stderr
 
 
-def test_sigterm_ends_the_server_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ends", "code"), [("stay", 128 + signal.SIGTERM), ("stay, then end well", 0)])
+def test_sigterm_ends_the_server_too(tmp_path: Path, ends: str, code: int) -> None:
     log = tmp_path / "starts"
-    with subprocess.Popen(command(log, "stay")) as keeper:
+    with subprocess.Popen(command(log, ends), stdout=subprocess.PIPE, text=True) as keeper:
         try:
-            until(lambda: log.read_text().endswith("\n"), DEADLINE_S)
+            assert keeper.stdout is not None
+            assert keeper.stdout.readline() == "stays\n"
             keeper.terminate()
-            assert keeper.wait(DEADLINE_S) == 128 + signal.SIGTERM
+            assert keeper.wait(DEADLINE_S) == code
         finally:
             keeper.kill()
+    assert len(log.read_text().splitlines()) == 1
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text()), 0)

@@ -386,6 +386,11 @@ class TestFailuresOfOthers:
         world.backlog = Backlog(0, 1, 624.0)
         world.until(0.36, lambda: len(world.views) == 2, num_ticks=120, prompt=8)
 
+    def test_a_flood_that_no_single_move_could_serve_adds_workers_step_by_step(self) -> None:
+        """Twice as many workers would still have nothing in time: no gain, and yet the way."""
+        world = World(1, 1, replace(ALL, max_workers=40))
+        world.until(60.0, lambda: len(world.views) >= 20, num_ticks=300, prompt=2000)
+
     @pytest.mark.parametrize(("every", "leaves"), [(12, True), (3, False)])
     def test_a_slow_moment_now_and_then_does_not_keep_a_spare_worker(self, every: int, leaves: bool) -> None:
         world = World(2, 2, replace(ALL, remove_after_s=60.0, acts=frozenset({"remove"})))

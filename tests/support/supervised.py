@@ -243,6 +243,7 @@ async def supervised(
     monkeypatch.setattr("tandem.cluster.member._TELL_AGAIN_S", 0.01)
     fake_ray, registry = FakeRay(num_bad_starts=num_bad_starts), Registry()
     monkeypatch.setattr("tandem.cluster.member.ray", fake_ray)
+    monkeypatch.setattr("tandem.cluster.survivors.ray", fake_ray)
     monkeypatch.setattr("tandem.cluster.supervisor.WorkerBundles", FakeBundles)
     for name, answer in (("put", False), ("del", None), ("exists", False)):  # Ray's key-value store
         monkeypatch.setattr(f"tandem.cluster.node_requests._internal_kv_{name}", lambda *_, answer=answer, **__: answer)
