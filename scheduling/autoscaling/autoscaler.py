@@ -58,7 +58,8 @@ def _weigh(outlook: Outlook, hold: Prediction, state: AutoscalerState) -> tuple[
         return _settle(remove, None, hold, told, state, outlook)
     if is_on_target:
         return ScalingDecision(Reason.ON_TARGET, told, hold), calm(state)
-    flip, add = _best_gain(outlook.flips(), hold, policy), _best_gain(outlook.adds(), hold, policy)
+    flips = [one for one in outlook.flips() if not _lengthens_queue(one, hold, policy)]
+    flip, add = _best_gain(flips, hold, policy), _best_gain(outlook.adds(), hold, policy)
     if flip is None and add is None and hold.last_wait_s > policy.start_s:
         add = _best_relief(outlook.adds(), hold)
     if flip is not None and (
@@ -125,6 +126,11 @@ def _best_gain(candidates: Iterable[Candidate], hold: Prediction, policy: Autosc
     best = max(one.prediction.score for one in gaining)
     enough = [one for one in gaining if one.prediction.score >= min(best, max(policy.target, best - policy.min_gain))]
     return min(enough, key=lambda one: (one.move.num_workers, -one.prediction.score))
+
+
+def _lengthens_queue(candidate: Candidate, hold: Prediction, policy: AutoscalerPolicy) -> bool:
+    """Whether less would be served: a queue that nobody can wait for grows faster, whatever is in time meanwhile."""
+    return candidate.prediction.last_wait_s > max(hold.last_wait_s / _RELIEF, policy.start_s)
 
 
 def _best_relief(candidates: Iterable[Candidate], hold: Prediction) -> Candidate | None:

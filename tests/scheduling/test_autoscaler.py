@@ -386,6 +386,16 @@ class TestFailuresOfOthers:
         world.backlog = Backlog(0, 1, 624.0)
         world.until(0.36, lambda: len(world.views) == 2, num_ticks=120, prompt=8)
 
+    def test_an_overloaded_pool_gives_no_worker_away_for_faster_answers(self) -> None:
+        """With all prompts late, their share in time is 0 either way; the queue would grow seven times as fast."""
+        world = World(2, 2)
+        world.capacity = replace(CAPACITY, costs=StepCosts(40e-3, 2e-3, 1e-6, 8e-3, 20e-6))
+        for _ in range(16):
+            world.meter.note(1000, 0, None, None)
+        world.backlog = Backlog(12_000, 2, 1000.0)
+        world.tick(0.8, 1000, 8)
+        assert not [move for move in world.moves if move.role == D], world.moves
+
     def test_a_flood_that_no_single_move_could_serve_adds_workers_step_by_step(self) -> None:
         """Twice as many workers would still have nothing in time: no gain, and yet the way."""
         world = World(1, 1, replace(ALL, max_workers=40))
