@@ -332,7 +332,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         placement = context.admission.place_again(rest, context.admission_queue.now(), excluded={here.worker_id})
         await copy_kv(
             context.workers,
-            self._all_digests(attempt.placement),
+            list(rest.digests.of(here.card)),
             source=here.card.address,
             worker_id=placement.best.decode.worker_id,
             make_queue=self._make_queue,

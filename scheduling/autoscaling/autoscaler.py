@@ -92,8 +92,7 @@ def _settle(
     """Make the move if it is ours, and has been wanted for long enough. `better` would help too, or more."""
     policy, now, move, after = outlook.policy, outlook.now, best.move, best.prediction
     kind = (move.kind, move.role)
-    is_same = state.wanted == kind
-    num_wanted = state.num_wanted + 1 if is_same else 1
+    num_wanted = state.num_wanted + 1 if state.wanted == kind else 1
     state = replace(state, wanted=kind, num_wanted=num_wanted)
     advice = better.move if better is not None and better.move.kind not in policy.acts else None
 

@@ -40,7 +40,7 @@ class AutoscalerState:
     traffic: Traffic = field(default_factory=Traffic)
     wanted: tuple[str, Role] | None = None  # kind and role of the move that the latest observations want
     num_wanted: int = 0  # number of these observations in a row
-    spare_s: float = 0.0  # for how long there has been a worker too many, less what has been taken back
+    spare_s: float = 0.0  # for how long a worker has been spare, less what was taken back
     spare_seen_s: float | None = None  # when that was last looked at; None before, and after a move
     moving: InFlight | None = None
     last_move_s: float = -math.inf
@@ -93,7 +93,7 @@ def calm(state: AutoscalerState) -> AutoscalerState:
 
 
 def note_spare(state: AutoscalerState, now: float, *, is_spare: bool, contrary_weight: float) -> AutoscalerState:
-    """Count the time since the last look as one with a worker too many, or against it."""
+    """Count the time since the last look for a spare worker, or against one."""
     past_s = 0.0 if state.spare_seen_s is None else now - state.spare_seen_s
     spare_s = state.spare_s + past_s if is_spare else max(state.spare_s - contrary_weight * past_s, 0.0)
     return replace(state, spare_s=spare_s, spare_seen_s=now)
