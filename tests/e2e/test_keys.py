@@ -109,4 +109,5 @@ def an_openai_client_waits_as_told(url: str, keys: Keys) -> None:
         assert refused.value.code == "rate_limit_exceeded"
         assert f"The API key {key_id} has used up its limit requests_per_minute=60" in str(refused.value)
         patient = client.with_options(max_retries=5)
-        assert patient.completions.create(model="tiny", prompt="a b c", max_tokens=1).choices[0].text
+        served = patient.completions.create(model="tiny", prompt="a b c", max_tokens=1)
+        assert served.choices[0].finish_reason == "length"  # the text may be empty: it is one drawn token
