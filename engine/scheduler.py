@@ -259,6 +259,8 @@ class Scheduler:
         step.num_scored += num_scored
         step.budget -= num_tokens
         step.num_prompt_tokens += num_tokens
+        if priority.max_step_tokens:  # those behind it do not lengthen the step either
+            step.budget = min(step.budget, priority.max_step_tokens - step.num_prompt_tokens)
 
     def _awaited(self, sequence: Sequence) -> Sequence | None:
         """The running prompt that computes the next block of this one: waiting saves computing it twice."""

@@ -254,6 +254,8 @@ class AdmissionQueue(Generic[R, B]):
 
     def _place_again(self, displaced: _Displaced[R, B]) -> None:
         """Book a placement for a displaced request, if there is a worker for it."""
+        if displaced.admitted.done():  # it was cancelled or failed just now, and is about to leave
+            return
         admitted = self.place_elsewhere(displaced.request, displaced.placement_request, displaced.former)
         if admitted is not None:
             del self._displaced[displaced]

@@ -190,6 +190,17 @@ def test_streams_that_are_computed_again_go_on_one_after_the_other() -> None:
     assert step(scheduler) == [("beside", 4, 1), ("a", 10, 1), ("b", 2, 6)]
 
 
+def test_new_prompts_do_not_lengthen_the_steps_of_streams_that_are_computed_again() -> None:
+    scheduler = make_scheduler()
+    resumed = make_sequence(10, name="resumed", max_step_tokens=6)
+    resumed.token_ids += [7, 7]
+    scheduler.add(resumed)
+    scheduler.add(make_sequence(30, name="new", max_tokens=1))
+    assert step(scheduler) == [("resumed", 0, 6)]
+    assert step(scheduler) == [("resumed", 6, 6)]
+    assert step(scheduler) == [("resumed", 12, 1), ("new", 0, 15)]
+
+
 def test_no_more_than_max_num_seqs_run() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     for name in "abc":

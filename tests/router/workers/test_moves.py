@@ -184,6 +184,20 @@ async def test_a_request_that_waits_for_a_worker_can_be_ended(how: str) -> None:
         cluster.assert_nothing_left()
 
 
+async def test_a_client_that_leaves_as_a_worker_comes_back_holds_up_nobody() -> None:
+    async with fake_cluster(decode=silent, local_prefill=True) as cluster:
+        leaving = asyncio.create_task(collect(cluster, make_request(request_id="leaving")))
+        staying = asyncio.create_task(collect(cluster, make_request(request_id="staying")))
+        await eventually(lambda: len(cluster.workers["d"].of_type(Generate)) == 2)
+        cluster.client.mark_dead("d", "exit code -9")
+        await eventually(lambda: cluster.flow.num_moves["worker_lost"] == 2)
+        cluster.registry.listen(lambda _: leaving.cancel())  # behind the queue's own listener
+        second = await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
+        assert tokens(await staying) == [100, 101, 102, 103]
+        assert part(second, Generate).request_id == "staying/1"
+        cluster.assert_nothing_left()
+
+
 @pytest.mark.parametrize("max_moves", [0, 1, 2])
 async def test_moves_are_limited(max_moves: int) -> None:
     def gives_up(worker: FakeWorker, message: Message) -> None:
