@@ -61,6 +61,7 @@ class Compiled(msgspec.Struct):
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the router; this process ends with its stdin
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a router that was killed needs no answer, and no traceback
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
     tokenizer_json = read_frame(questions)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -129,6 +132,22 @@ def test_a_panic_is_a_verdict(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPa
     grammars = make_grammar_tokenizer(tokenizer.to_json(), None, ())
     frame = compile_process.answer_of_fork(grammars, compile_process.Question("regex", "a"))
     assert "index out of bounds" in msgspec.msgpack.decode(frame, type=compile_process.Compiled).error
+
+
+def test_it_ends_without_a_word_if_the_router_dies_meanwhile(tokenizer: Tokenizer) -> None:
+    questions = io.BytesIO()
+    compile_process.write_frame(questions, msgspec.msgpack.encode(tokenizer.to_json()))
+    compile_process.write_frame(questions, msgspec.msgpack.encode(compile_process.Question("regex", "a")))
+    process = subprocess.Popen(
+        [sys.executable, "-m", compile_process.__name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, told = process.communicate(questions.getvalue(), timeout=60)
+    assert (told, process.returncode) == (b"", -signal.SIGPIPE)
 
 
 async def test_refused_grammars_do_not_end_the_process(checker: GrammarChecker) -> None:
