@@ -61,7 +61,9 @@ def _weigh(outlook: Outlook, hold: Prediction, state: AutoscalerState) -> tuple[
     flips = [one for one in outlook.flips() if not _lengthens_queue(one, hold, policy)]
     flip, add = _best_gain(flips, hold, policy), _best_gain(outlook.adds(), hold, policy)
     if flip is None and add is None and hold.last_wait_s > policy.start_s:
-        add = _best_relief(outlook.adds(), hold)
+        flip, add = _best_relief(flips, hold), _best_relief(outlook.adds(), hold)
+        if flip is not None:  # their scores say nothing here
+            return _settle(flip, add, hold, told, state, outlook)
     if flip is not None and (
         add is None or flip.prediction.score - hold.score >= 0.5 * (add.prediction.score - hold.score)
     ):

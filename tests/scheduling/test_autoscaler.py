@@ -401,6 +401,15 @@ class TestFailuresOfOthers:
         world = World(1, 1, replace(ALL, max_workers=40))
         world.until(60.0, lambda: len(world.views) >= 20, num_ticks=300, prompt=2000)
 
+    @pytest.mark.parametrize("policy", [FLIPS, replace(ALL, max_workers=8)])
+    def test_a_flood_beyond_all_workers_flips_those_that_have_little_to_do(self, policy: AutoscalerPolicy) -> None:
+        """No flip brings an answer in time, and no worker can be added: still three times as much is served."""
+        world = World(2, 6, policy)
+        world.backlog = Backlog(1_000_000, 5, 300.0)
+        world.until(12.0, lambda: world.num(P) >= 6, num_ticks=60, prompt=2000)
+        world.tick(12.0, 2000, 60)
+        assert world.num(P) >= 6, "none goes back"
+
     @pytest.mark.parametrize(("every", "leaves"), [(12, True), (3, False)])
     def test_a_slow_moment_now_and_then_does_not_keep_a_spare_worker(self, every: int, leaves: bool) -> None:
         world = World(2, 2, replace(ALL, remove_after_s=60.0, acts=frozenset({"remove"})))
