@@ -350,8 +350,6 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
             raise error
         context = self._context
         if isinstance(error, WorkerLost):
-            if attempt.has_spoken:  # a request that ends its workers gets no further than the first time
-                self._lost_workers.clear()
             self._lost_workers.append(error.worker_id)
             if len(self._lost_workers) >= MAX_DEATHS:
                 now = context.admission_queue.now()
@@ -410,6 +408,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
     def _recorded(self, delta: TokenDelta, attempt: Attempt) -> TokenDelta:
         if not attempt.has_spoken:
             attempt.has_spoken = True
+            self._lost_workers.clear()  # a request that ends its workers gets no further than the first time
             attempt.admitted.first_token()
             if self._request.explains and not self._output:
                 delta = msgspec.structs.replace(delta, decision=attempt.admitted.explain())

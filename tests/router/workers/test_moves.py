@@ -267,6 +267,34 @@ async def test_a_request_that_workers_die_of_is_refused_by_name_and_spares_the_o
         cluster.assert_nothing_left()
 
 
+async def test_a_request_that_got_tokens_between_the_deaths_is_not_to_blame() -> None:
+    """Also where the worker that gave them did not die: the request has left it alive."""
+
+    def every_other_one_speaks(worker: FakeWorker, message: Message) -> None:
+        if isinstance(message, Generate) and int(message.request_id.partition("/")[2] or 0) % 2:
+            worker.output(SequenceDelta(message.request_id, len(message.output_ids), [7]))
+            worker.send(RequestFailed(request_id=message.request_id, message="odd", code="worker_failed"))
+
+    def holders(cluster: FakeCluster, attempt: str) -> list[str]:
+        workers = cluster.workers.items()
+        return [name for name, one in workers if attempt in [m.request_id for m in one.of_type(Generate)]]  # type: ignore[attr-defined]
+
+    config = RouterConfig(max_moves=10)
+    async with fake_cluster(local_prefill=True, config=config) as cluster:
+        for idx in range(MAX_DEATHS + 1):
+            await cluster.add(FakeWorker(f"d{idx}", Role.DECODE, every_other_one_speaks))
+        serving = asyncio.create_task(collect(cluster, make_request(max_tokens=MAX_DEATHS)))
+        for number in range(MAX_DEATHS):
+            attempt = f"r0/{2 * number}" if number else "r0"
+            await eventually(lambda attempt=attempt: serving.done() or holders(cluster, attempt))  # type: ignore[misc]
+            cluster.client.mark_dead(holders(cluster, attempt)[0], "exit code -9")
+        await eventually(lambda: serving.done() or holders(cluster, f"r0/{2 * MAX_DEATHS}"))
+        assert not serving.done(), "it goes on"
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        cluster.assert_nothing_left()
+
+
 def test_what_is_refused_is_forgotten_after_a_while_and_never_grows() -> None:
     poisoned = PoisonedRequests()
     requests = [make_request(request_id=f"r{i}") for i in range(MAX_REMEMBERED + 5)]
