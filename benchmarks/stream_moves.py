@@ -115,6 +115,9 @@ class _NoObserver:
     def saw_usage(self, usage: dict[str, Any], *, is_total: bool) -> None:
         pass
 
+    def held(self, *, is_held: bool) -> None:
+        pass
+
     def ended(self) -> None:
         pass
 

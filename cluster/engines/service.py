@@ -35,7 +35,8 @@ class EngineService:
         self._setup = RouterSetup(
             fleet_file=FleetFile([], {engine.served_model_name: engine.model}),
             router=config.router,
-            engines=ExternalEnginesConfig(allow_local_engines=True),  # only those that are started here are added
+            # Only those that are started here are added; the actor of each replaces it if it stalls.
+            engines=ExternalEnginesConfig(allow_local_engines=True, engine_stall_s=0.0),
             tenants=tenants,
             export=export,
         )

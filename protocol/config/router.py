@@ -313,6 +313,15 @@ class ExternalEnginesConfig:
             LIMITS,
         ),
     ] = 2
+    engine_stall_s: Annotated[
+        float,
+        Meta(ge=0, le=DAY_S),
+        Setting(
+            "Seconds without a sign that an engine computes, while a stream waits for its next token, after which its "
+            "requests leave it; 0 = only --request-timeout-s counts.",
+            LIMITS,
+        ),
+    ] = 30.0
     breaker_failures: Annotated[
         int, Meta(gt=0, le=DAY_S), Setting("Failed requests in a row that open an engine's circuit breaker.", LIMITS)
     ] = 3

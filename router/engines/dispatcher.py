@@ -116,6 +116,9 @@ class EngineReservation(Protocol):
     def gap(self, duration_s: float, now: float) -> None:
         """Two tokens of the stream came this far apart, the second of them now."""
 
+    def held(self, *, is_held: bool) -> None:
+        """The client takes nothing of its stream, or does so again: meanwhile the engine owes it nothing."""
+
     def stored(self, answer_id: str) -> None:
         """The engine that answers keeps the answer under this id: later requests for it go there."""
 

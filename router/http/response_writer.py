@@ -47,6 +47,11 @@ class ResponseWriter:
         self._sending = EagerAwaitable(self.send({"type": "http.response.body", "body": events, "more_body": True}))
         return self._sending.is_done
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether `drain` would wait for the client."""
+        return self._sending is not None and not self._sending.is_done
+
     async def drain(self) -> None:
         """Return when the client has room for more."""
         if self._sending is not None:

@@ -33,6 +33,7 @@ __all__ = [
     "FleetStatus",
     "Gap",
     "GoOn",
+    "Held",
     "Item",
     "News",
     "Note",
@@ -63,6 +64,12 @@ class Gap(_DispatchMessage, frozen=True):
 
     duration_s: float
     now: float
+
+
+class Held(_DispatchMessage, frozen=True):
+    """The client takes nothing of its stream, or does so again."""
+
+    is_held: bool
 
 
 class EngineAnswered(_DispatchMessage, frozen=True):
@@ -118,6 +125,7 @@ class GoOn(_DispatchMessage, frozen=True):
 Note = (
     FirstToken
     | Gap
+    | Held
     | EngineAnswered
     | Prefilled
     | EngineFailure

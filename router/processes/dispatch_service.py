@@ -31,6 +31,7 @@ from tandem.router.processes.dispatch_messages import (
     FleetStatus,
     Gap,
     GoOn,
+    Held,
     Item,
     News,
     Note,
@@ -176,6 +177,8 @@ class _DispatchCall:
                 reservation.first_token(now)
             case Gap(duration_s, now):
                 reservation.gap(duration_s, now)
+            case Held(is_held):
+                reservation.held(is_held=is_held)
             case EngineAnswered():
                 reservation.answered()
             case Ended(num_prompt_tokens, num_output_tokens):

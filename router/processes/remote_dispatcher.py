@@ -213,6 +213,10 @@ class RemoteReservation:
         self._gap_offers.last_s = now
         self._note(messages.Gap(duration_s, now))
 
+    def held(self, *, is_held: bool) -> None:
+        """The client takes nothing of its stream, or does so again."""
+        self._note(messages.Held(is_held))
+
     def stored(self, answer_id: str) -> None:
         """The engine that answers keeps the answer under this id."""
         self._note(messages.Stored(answer_id))

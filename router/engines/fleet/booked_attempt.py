@@ -45,7 +45,7 @@ class BookedAttempt:
         self._trials = {engine: engine.breaker.begin(now) for engine in self._engines}
         digests = request.digests.of(best.prefill.card)
         for engine in self._engines:
-            engine.begin(self)
+            engine.begin(self, now)
             engine.cache.expect(digests, now, is_exact=is_exact)
         self._booking = fleet.registry.reserve(placement.load)
         self._predicted_first_token: asyncio.TimerHandle | None = None
@@ -82,9 +82,10 @@ class BookedAttempt:
     def answered(self) -> None:
         """The first byte of the answer came: its engines work."""
         self.has_answer = True
-        for engine in self._trials:
-            engine.breaker.succeeded()
-        self._trials.clear()
+        for engine in list(self._trials):
+            if not engine.progress.is_on_trial:  # else the beginning of an answer shows too little
+                engine.breaker.succeeded()
+                del self._trials[engine]
 
     def failed(self, name: str, *, is_absent: bool) -> None:
         """The engine failed the request. `is_absent`: nothing listens there."""
@@ -101,6 +102,19 @@ class BookedAttempt:
         if engine is not None:
             engine.hold_back(retry_after_s, self._fleet.clock())
 
+    def held(self, *, is_held: bool) -> None:
+        """The client of a stream takes nothing of it, or does so again."""
+        self._decode.progress.hold(self, self._fleet.clock(), is_held=is_held)
+
+    def _token(self) -> None:
+        self._decode.progress.token(self, self._fleet.clock())
+        self._show_trial()
+
+    def _show_trial(self) -> None:
+        """An engine that was tried after a stall has shown a step."""
+        if self.has_answer and self._trials:
+            self.answered()
+
     # -- how long do its steps take?
 
     def prefilled(self, now: float) -> None:
@@ -110,11 +124,13 @@ class BookedAttempt:
         """
         if not self._is_prefilled:
             self._is_prefilled = True
+            self._prefill.progress.answer(self, self._fleet.clock())
             self._learn_prefill(self._prefill, now)
             self._sent_s = now
 
     def first_token(self, now: float) -> None:
         """The first token of a stream came. NOTE: the prompt still counts as waiting while costs are learned."""
+        self._token()
         if not self._placement.best.is_pair:
             self._learn_prefill(self._decode, now)
             return
@@ -130,6 +146,7 @@ class BookedAttempt:
 
     def gap(self, duration_s: float, now: float) -> None:
         """Two tokens of the stream came this far apart: one decode step, unless the engine computes a prompt too."""
+        self._token()
         engine, worker = self._decode, self._placement.best.decode
         if worker.queued_prompt_tokens:
             return
@@ -144,6 +161,8 @@ class BookedAttempt:
 
     def ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """The answer is complete."""
+        self._decode.progress.answer(self, self._fleet.clock())
+        self._show_trial()
         self._fleet.lengths.note(num_prompt_tokens, num_output_tokens)
 
     def _learn_prefill(self, engine: RemoteEngine, now: float) -> None:

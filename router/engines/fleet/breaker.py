@@ -1,6 +1,7 @@
 """A circuit breaker: decides when to stop sending to a failing engine, and when to try it again.
 
     closed --failures in a row, or one that shows that nothing listens there--> open
+    closed --it stalled--> open
     open --its time is over--> half-open: one request, the trial, is let through
     half-open --the trial succeeds--> closed        half-open --it fails--> open, for twice the time
 
@@ -40,6 +41,7 @@ class Breaker:
         self._trial = 0  # number of the running trial; 0 = none
         self._num_trials = 0
         self._is_absent = False
+        self.has_stalled = False  # and not succeeded since
         self.num_opened = 0
 
     def state(self, now: float) -> BreakerState:
@@ -55,11 +57,11 @@ class Breaker:
 
     @property
     def may_be_bypassed(self) -> bool:
-        """Whether requests may be sent although it is open, when no other engine is left: the engine can be reached.
+        """Whether requests may be sent although it is open, when no other engine is left: the engine would answer.
 
         Otherwise one client's requests that make every engine fail would shut out all other clients.
         """
-        return not self._is_absent
+        return not self._is_absent and not self.has_stalled
 
     def retry_in_s(self, now: float) -> float:
         """Seconds until a request may be sent; 0 when one may now."""
@@ -78,6 +80,7 @@ class Breaker:
         """The engine answered: close."""
         self._num_failures = 0
         self._is_absent = False
+        self.has_stalled = False
         self._opened_until_s = None
         self._open_s = self._first_open_s
         self._trial = 0
@@ -91,6 +94,13 @@ class Breaker:
             self._open(now)
         elif self._opened_until_s is None and (is_absent or self._num_failures >= self._max_failures):
             self._open(now)
+
+    def stalled(self, now: float) -> None:
+        """The engine answers but computes nothing: open at once. A trial under way has failed."""
+        if self._opened_until_s is not None:
+            self._open_s = min(2 * self._open_s, self._max_open_s)
+        self.has_stalled = True
+        self._open(now)
 
     def abandoned(self, *, trial: int) -> None:
         """A request ended without an outcome: its client disconnected, or the engine refused it."""

@@ -21,6 +21,7 @@ from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.fleet.breaker import Breaker
 from tandem.router.engines.fleet.cache_view import CacheView
 from tandem.router.engines.fleet.digests import digest_root
+from tandem.router.engines.fleet.engine_progress import EngineProgress
 from tandem.router.engines.fleet.engine_status import CacheSize, ServedModel
 from tandem.router.engines.fleet.foreign_load import ForeignLoad, MeanLengths
 from tandem.router.engines.fleet.probe_client import ProbeClient
@@ -81,6 +82,8 @@ class RemoteEngine:
         self.foreign = ForeignLoad(spec.name, registry, lengths)
         self.num_requests = 0
         self.num_failures = 0
+        self.num_stalls = 0
+        self.progress = EngineProgress()
         self.card: WorkerCard | None = None
         self.capabilities: dict[str, Any] | None = None  # None = it has not told them
         self.gives_token_ids = False  # whether its streams have the ids of their tokens, if asked for
@@ -110,15 +113,17 @@ class RemoteEngine:
             return f"circuit open for {wait_s:.1f} s more" if wait_s else "circuit half_open: a trial is under way"
         return f"busy for {self.busy_until_s - now:.1f} s more" if now < self.busy_until_s else ""
 
-    def begin(self, request: RunningRequest) -> None:
+    def begin(self, request: RunningRequest, now: float) -> None:
         """Count a request in."""
         self.running.add(request)
+        self.progress.begin(request, now)
         self.num_requests += 1
         self.idle.clear()
 
     def end(self, request: RunningRequest) -> None:
         """Count a request out. Later calls change nothing."""
         self.running.discard(request)
+        self.progress.end(request)
         if not self.running:
             self.idle.set()
 
@@ -174,6 +179,15 @@ class RemoteEngine:
         self.foreign.clear()
         self.set_state(WorkerState.DEAD, reason)
 
+    def stall(self, reason: str, now: float) -> None:
+        """It answers, but computes nothing: take its requests from it. It gets others once it has shown a step."""
+        self.num_stalls += 1
+        self.progress.stalled()
+        self.breaker.stalled(now)
+        self.leave(reason)
+        for request in list(self.running):
+            request.abort(self.name, reason)
+
     def set_state(self, state: WorkerState, reason: str) -> None:
         """Change its state here and in the registry."""
         self.state, self.reason = state, reason
@@ -205,6 +219,7 @@ class RemoteEngine:
             "num_foreign": len(self.foreign),
             "num_requests": self.num_requests,
             "num_failures": self.num_failures,
+            "num_stalls": self.num_stalls,
             "block_size": card.block_size if card else None,
             "num_blocks": card.num_blocks if card else None,
             "max_model_len": card.max_model_len if card else None,

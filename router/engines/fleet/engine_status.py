@@ -15,9 +15,11 @@ __all__ = [
     "Progress",
     "ReportedLoad",
     "ServedModel",
+    "WorkDone",
     "parse_cache_size",
     "parse_load",
     "parse_progress",
+    "parse_work",
     "served_model",
     "vllm_gives_token_ids",
 ]
@@ -77,6 +79,13 @@ class CacheSize(NamedTuple):
     num_blocks: int
 
 
+class WorkDone(NamedTuple):
+    """What an engine has computed since its start."""
+
+    num_tokens: float  # in no exact unit: it changes with the steps that compute
+    is_of_each_step: bool  # whether it changes with each of them, so that its standing still says something
+
+
 class Progress(NamedTuple):
     """Whether an engine has work, and how much it has done since its start."""
 
@@ -89,8 +98,18 @@ def parse_progress(text: str) -> Progress | None:
     load = parse_load(text)
     if load is None:
         return None
-    work_done = sum(sample.value for sample in _samples(text, _WORK, None))
-    return Progress(load.num_running + load.num_waiting > 0, work_done)
+    work = parse_work(text)
+    return Progress(load.num_running + load.num_waiting > 0, 0.0 if work is None else work.num_tokens)
+
+
+def parse_work(text: str, rank: int | None = None) -> WorkDone | None:
+    """The work in a Prometheus exposition, of one data-parallel rank or of all; None if it does not tell."""
+    samples = list(_samples(text, _WORK, rank))
+    if not samples:
+        return None
+    # SGLang counts when it logs, which is every 40th step.
+    is_of_each_step = any(sample.name.startswith("vllm:") for sample in samples)
+    return WorkDone(sum(sample.value for sample in samples), is_of_each_step)
 
 
 def parse_load(text: str, rank: int | None = None) -> ReportedLoad | None:

@@ -20,6 +20,7 @@ from tandem.router.engines.fleet.engine import RemoteEngine
 from tandem.router.engines.fleet.foreign_load import MeanLengths
 from tandem.router.engines.fleet.prober import EngineProber
 from tandem.router.engines.fleet.server_metrics import ServerMetrics
+from tandem.router.engines.fleet.stall_watch import StallWatch
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cost_model import CostModel
@@ -60,6 +61,7 @@ class EngineFleet:
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._listeners: list[EngineListener] = []
         self._background = BackgroundTasks()
+        self._watch: asyncio.Task[None] | None = None
         self._context = Context()
         self._adapters: dict[str, str] | None = None  # None = an engine has changed
         self._metrics: dict[str, ServerMetrics] = {}  # by server
@@ -168,6 +170,7 @@ class EngineFleet:
         """End every request and forget every engine. Later calls change nothing."""
         for engine in self.engines:
             await self._forget(engine)
+        await self._background.close()
         self._context.term()
 
     def _start(self, spec: EngineSpec) -> RemoteEngine:
@@ -185,15 +188,27 @@ class EngineFleet:
             self.engines_config,
             self.registry,
             worker_timeout_s=self.config.worker_timeout_s,
+            request_timeout_s=self.config.request_timeout_s,
             metrics=self._metrics_of(engine),
             check_card=lambda card: self._check_block_size(engine, card),
             clock=self.clock,
         )
+        self._watch_for_stalls()
         self._engines[spec.name] = engine
         self._probes[spec.name] = self._background.keep(f"probe of engine {spec.name}", prober.run)
         for listener in self._listeners:
             listener.engine_added(spec, is_trusted=self.trusts(spec))
         return engine
+
+    def _watch_for_stalls(self) -> None:
+        """Begin to watch, once there is something to watch."""
+        stall_s = self.engines_config.engine_stall_s
+        if stall_s and self._watch is None:
+            if self.config.router_processes > 1:
+                # An edge process that hangs tells of no tokens. It is ended before engines are blamed for that.
+                stall_s = max(stall_s, 2 * self.config.worker_timeout_s)
+            watch = StallWatch(lambda: self.engines, stall_s, self.clock)
+            self._watch = self._background.keep("watch for stalled engines", watch.run)
 
     async def _forget(self, engine: RemoteEngine, reason: str = "it was removed") -> None:
         probe = self._probes.get(engine.name)

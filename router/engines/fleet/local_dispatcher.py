@@ -477,6 +477,10 @@ class LocalReservation:
         """Two tokens of the stream came this far apart."""
         self._booked.gap(duration_s, now)
 
+    def held(self, *, is_held: bool) -> None:
+        """The client takes nothing of its stream, or does so again."""
+        self._booked.held(is_held=is_held)
+
     def stored(self, answer_id: str) -> None:
         """The engine that answers keeps the answer under this id."""
         self._dispatcher.stored_answers.note(answer_id, self._booked.engine, self._request.service_class.tenant)

@@ -45,6 +45,9 @@ class EngineCollector:
         openings = CounterMetricFamily(
             "tandem_engine_circuit_openings", "Times that the engine's circuit breaker opened", labels=["engine"]
         )
+        stalls = CounterMetricFamily(
+            "tandem_engine_stalls", "Times that the engine answered but computed nothing", labels=["engine"]
+        )
         expiry = GaugeMetricFamily(
             "tandem_engine_client_certificate_expiry_timestamp_seconds",
             "When the certificate that the engine is shown expires, as Unix time",
@@ -63,11 +66,12 @@ class EngineCollector:
             requests.add_metric(name, engine.num_requests)
             failures.add_metric(name, engine.num_failures)
             openings.add_metric(name, engine.breaker.num_opened)
+            stalls.add_metric(name, engine.num_stalls)
             if engine.tls is not None:
                 damaged.add_metric(name, bool(engine.tls.damage))
                 if math.isfinite(engine.tls.loaded.expires_at_s):
                     expiry.add_metric(name, engine.tls.loaded.expires_at_s)
-        yield from (ready, circuit, running, requests, failures, openings, expiry, damaged)
+        yield from (ready, circuit, running, requests, failures, openings, stalls, expiry, damaged)
         yield CounterMetricFamily(
             "tandem_engine_retries", "Attempts after a failed one, before the first byte", value=self._num_retries()
         )

@@ -1,10 +1,11 @@
-"""HTTP for probes of one engine: small GETs, each with a deadline and a bound on its answer."""
+"""HTTP for probes of one engine: small requests, each with a deadline and a bound on its answer."""
 
 from __future__ import annotations
 
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
 import httpx
 
@@ -37,8 +38,12 @@ class ProbeClient:
 
     async def get(self, path: str, timeout_s: float) -> httpx.Response:
         """The engine's whole answer. Raises `httpx.HTTPError` if it is late, too large or missing."""
+        return await self.send("GET", path, None, timeout_s)
+
+    async def send(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> httpx.Response:
+        """As `get`, by any method, with a body as JSON."""
         # httpx's own timers would all expire at once after a pause of this process itself.
-        request = asyncio.create_task(self._client.get(path, timeout=None))
+        request = asyncio.create_task(self._client.request(method, path, json=body, timeout=None))
         try:
             if not await answered_in_time(request, timeout_s):
                 raise httpx.ReadTimeout(f"no whole answer within {timeout_s:g} s")

@@ -21,10 +21,12 @@ from tandem.router.engines.fleet.engine_status import (
     ServedModel,
     parse_cache_size,
     parse_load,
+    parse_work,
     served_model,
     vllm_gives_token_ids,
 )
 from tandem.router.engines.fleet.server_metrics import ServerMetrics
+from tandem.router.engines.fleet.step_check import StepCheck, Verdict
 from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["EngineProber"]
@@ -45,6 +47,7 @@ class EngineProber:
         registry: Registry,
         *,
         worker_timeout_s: float,
+        request_timeout_s: float,
         metrics: ServerMetrics,
         check_card: Callable[[WorkerCard], None],
         clock: Callable[[], float],
@@ -59,11 +62,18 @@ class EngineProber:
         self._clock = clock
         self._has_metrics = True
         self._num_probes = itertools.count(1)
+        self._step_check = StepCheck(engine.probe_client, request_timeout_s)
         self._num_failed = 0  # in a row
         self._last_good_s = clock()
 
     async def run(self) -> None:
         """Probe until cancelled."""
+        try:
+            await self._run()
+        finally:
+            await self._step_check.close()
+
+    async def _run(self) -> None:
         while True:
             try:
                 await self._probe()
@@ -83,13 +93,17 @@ class EngineProber:
             raise ValueError(f"its health check answered {health.status_code}")
         rank = engine.spec.data_parallel_rank
         metrics, num_ours = await self._read_metrics()
+        load = parse_load(metrics, rank)
+        num_running = 0 if load is None else load.num_running
+        engine.progress.report(parse_work(metrics, rank), self._clock(), num_running=num_running)
         if engine.state in (WorkerState.STARTING, WorkerState.DEAD) and not engine.is_removed:
+            if not self._may_join():
+                return
             await self._join(parse_cache_size(metrics, rank))
         elif next(self._num_probes) % PROBES_PER_LISTING == 0:
             engine.note_served(await self._served_model())
         now = self._clock()
         engine.cache.expire(now)
-        load = parse_load(metrics, rank)
         self._has_metrics = load is not None
         self._note_load(load or ReportedLoad(0, 0, 0.0), num_ours, now)
 
@@ -103,6 +117,26 @@ class EngineProber:
             return "", len(engine.running)
         reading = await self._metrics.read(engine, self._config.probe_timeout_s)
         return reading.text, reading.num_ours.get(engine.name, len(engine.running))
+
+    def _may_join(self) -> bool:
+        """Whether it may get requests: after a stall only once it has shown a step, or if it cannot be asked for one.
+
+        Then one request is the breaker's trial, and something is due of it from its beginning.
+        """
+        engine = self._engine
+        if not engine.breaker.has_stalled:
+            return True
+        if engine.progress.is_on_trial:
+            match self._step_check.verdict(engine.spec):
+                case Verdict.UNKNOWN:
+                    return False
+                case Verdict.CANNOT_BE_ASKED:
+                    return not engine.breaker.retry_in_s(self._clock())
+                case Verdict.COMPUTES:
+                    engine.progress.returned(self._clock())
+        engine.breaker.succeeded()
+        logger.info("engine %s computes again", engine.name)
+        return True
 
     async def _join(self, size: CacheSize) -> None:
         engine = self._engine

@@ -61,6 +61,10 @@ class AttemptObserver:
         if self._trace is not None:
             self._trace.tokens(count)
 
+    def held(self, *, is_held: bool) -> None:
+        """The client takes nothing of its stream, or does so again."""
+        self._reservation.held(is_held=is_held)
+
     def saw_usage(self, usage: dict[str, Any], *, is_total: bool) -> None:
         """The engine reported usage. `is_total`: of the whole answer, which counts in the metrics."""
         self._usage = usage

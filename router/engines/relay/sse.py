@@ -29,6 +29,7 @@ class Event:
     body: dict[str, Any] | None
     is_done: bool = False  # it ends the stream
     is_piece: bool = False  # it contains a part of the answer
+    is_opening: bool = False  # that part is the role alone, no token
     usage: dict[str, Any] | None = None  # tokens used, in the shape of chat completions
     is_total: bool = False  # the usage is that of the whole answer
     is_usage_only: bool = False  # clients get it only if they asked for usage
@@ -89,6 +90,7 @@ class ChunkEvents:
             raw,
             body,
             is_piece=is_piece,
+            is_opening=is_piece and _is_opening(body["choices"]),
             usage=usage if has_usage else None,
             is_total=has_usage and not is_piece,
             is_usage_only=has_usage and not is_piece,
@@ -104,6 +106,19 @@ class ChunkEvents:
     def error(self, error: dict[str, Any]) -> bytes:
         """The event that ends a stream after a failure."""
         return b"data: " + orjson.dumps({"error": error}) + b"\n\n"
+
+
+def _is_opening(choices: Any) -> bool:
+    """Whether each choice of a chat tells its role and nothing else."""
+    return isinstance(choices, list) and all(
+        isinstance(choice, dict)
+        and isinstance(delta := choice.get("delta"), dict)
+        and bool(delta.get("role"))
+        and not any(value for name, value in delta.items() if name != "role")
+        and choice.get("finish_reason") is None
+        and not choice.get("token_ids")
+        for choice in choices
+    )
 
 
 class EventSplitter:

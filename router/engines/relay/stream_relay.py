@@ -36,6 +36,9 @@ class StreamObserver(Protocol):
     def saw_usage(self, usage: dict[str, Any], *, is_total: bool) -> None:
         """The engine reported usage, of the answer so far or in total."""
 
+    def held(self, *, is_held: bool) -> None:
+        """The client takes nothing of the stream, or does so again."""
+
     def ended(self) -> None:
         """The answer is complete."""
 
@@ -71,6 +74,7 @@ class StreamRelay:
         self._pending = b""  # events that came before `run`
         self._last = b""  # events that came with the end
         self._failure: EngineFailed | None = None  # raised once the events before it are forwarded
+        self._has_token = False
         self._timeout_s = math.inf
         self._last_event_s = 0.0
 
@@ -95,7 +99,7 @@ class StreamRelay:
         try:
             self._forward(writer, self._pending)
             while not self.is_done:
-                await writer.drain()
+                await self._drain(writer)
                 self._last_event_s = time.monotonic()  # what the client's slowness took is not the engine's
                 if self._failure is not None:
                     raise self._failure
@@ -123,14 +127,15 @@ class StreamRelay:
             end = len(events)
         if not num_pieces:
             num_pieces, end = self._events.leading_pieces(events)
-        if num_pieces:
-            self._observer.saw_tokens(num_pieces)
+        if num_tokens := self._num_tokens(num_pieces, events[:end]):
+            self._observer.saw_tokens(num_tokens)
         if end == len(events):
             return events
         shown = [events[:end]]
         for raw in split_events(events[end:]):
             if self._events.leading_pieces(raw)[0]:  # NOTE: not parsed; Python's servers send NaN, which is no JSON
-                self._observer.saw_tokens(1)
+                if self._num_tokens(1, raw):
+                    self._observer.saw_tokens(1)
                 shown.append(raw)
                 continue
             event = self._events.parse(raw)
@@ -149,8 +154,20 @@ class StreamRelay:
                 break
         return b"".join(shown)
 
+    def _num_tokens(self, num_pieces: int, events: bytes) -> int:
+        """The number of pieces without those that only open an answer: some engines send these before they compute."""
+        if self._has_token or not num_pieces:
+            return num_pieces
+        num_openings = 0
+        for raw in split_events(events):
+            if not self._events.parse(raw).is_opening:
+                self._has_token = True
+                break
+            num_openings += 1
+        return num_pieces - num_openings
+
     def _visible_event(self, event: Event) -> Event | None:
-        if event.is_piece:
+        if event.is_piece and self._num_tokens(1, event.raw):
             self._observer.saw_tokens(1)
         if event.usage is not None and self._prefill_usage is not None:
             event = self._events.corrected(event, self._prefill_usage)
@@ -160,6 +177,13 @@ class StreamRelay:
             self.is_done = True
             self._observer.ended()
         return None if event.is_usage_only and not self._shows_usage else event
+
+    async def _drain(self, writer: ResponseWriter) -> None:
+        if not writer.is_blocked:
+            return
+        self._observer.held(is_held=True)
+        await writer.drain()  # if it raises, the stream is over
+        self._observer.held(is_held=False)
 
     def _on_parts(self, writer: ResponseWriter, parts: list[bytes]) -> bool:
         """Forward what one read brought. Returns whether more may follow at once."""

@@ -21,6 +21,9 @@ class Counting:
     def saw_usage(self, usage: dict[str, Any], *, is_total: bool) -> None:
         pass
 
+    def held(self, *, is_held: bool) -> None:
+        pass
+
     def ended(self) -> None:
         pass
 
