@@ -112,7 +112,9 @@ def _pieces(
 class ScriptedEngine:
     """How the engine of a `FakeServer` behaves.
 
-    Each stream takes a number from `breaks`, which engines may share, and breaks after that number of events.
+    Each stream takes a number from `breaks`, which engines may share, and breaks after that number of events. While
+    `hung_at` is a number, the core hangs: streams stand still before their event of this number, other answers do not
+    come. The HTTP server answers on, and `filler` is what it sends meanwhile, every 10 ms.
     """
 
     script: Script
@@ -120,8 +122,19 @@ class ScriptedEngine:
     how: str = "reset"  # or "end", "error", "hang"
     tokens_per_event: int = 1
     num_broken: int = 0
+    hung_at: int | None = None
+    filler: bytes = b""
+    delay_s: float = 0.0  # of each event
+    has_plain_answers: bool = True  # else they get 404
+    num_standing: int = 0  # streams that the hanging core holds up
+    num_questions: int = 0  # requests for one token
 
     def answer(self, body: dict[str, Any], *, is_chat: bool) -> Response:
+        if not body.get("stream"):
+            self.num_questions += body.get("max_tokens") == 1
+            if not self.has_plain_answers:
+                return JSONResponse({"detail": "Not Found"}, 404)
+            return StreamingResponse(self._whole(is_chat=is_chat), media_type="application/json")
         stream = events(self.script, body, is_chat=is_chat, tokens_per_event=self.tokens_per_event)
         return StreamingResponse(self._sent(stream), media_type="text/event-stream")
 
@@ -138,8 +151,30 @@ class ScriptedEngine:
                     case "hang":
                         await asyncio.Event().wait()
                 return
+            async for filler in self._hang(index):
+                yield filler
             yield raw
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.delay_s)
+
+    async def _hang(self, index: int) -> AsyncIterator[bytes]:
+        if index != self.hung_at:
+            return
+        self.num_standing += 1
+        try:
+            while self.hung_at is not None:
+                if self.filler:
+                    yield self.filler
+                await asyncio.sleep(0.01)
+        finally:
+            self.num_standing -= 1
+
+    async def _whole(self, *, is_chat: bool) -> AsyncIterator[bytes]:
+        while self.hung_at is not None:  # noqa: ASYNC110  tests set it from another thread
+            await asyncio.sleep(0.01)
+        text = self.script.decode(self.script.ids)
+        said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+        usage = {"prompt_tokens": 3, "completion_tokens": len(self.script.pieces)}
+        yield orjson.dumps({"choices": [said | {"index": 0, "finish_reason": "stop"}], "usage": usage})
 
 
 def script_on(fake: FakeServer, script: Script, **behaviour: Any) -> ScriptedEngine:

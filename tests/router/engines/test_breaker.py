@@ -57,6 +57,23 @@ def test_an_open_breaker_may_be_bypassed_if_the_engine_is_reachable() -> None:
     assert breaker.may_be_bypassed
 
 
+def test_a_stall_opens_at_once_and_nothing_goes_by_until_a_success() -> None:
+    breaker = make_breaker()
+    breaker.stalled(0.0)
+    assert breaker.state(0.0) is BreakerState.OPEN
+    assert not breaker.may_be_bypassed
+    trial = breaker.begin(1.0)
+    breaker.stalled(2.0)  # of the trial too: the time doubles
+    breaker.failed(2.0, trial=trial)
+    assert breaker.retry_in_s(2.0) == 2.0
+    assert not breaker.may_be_bypassed
+    assert breaker.has_stalled
+    breaker.succeeded()
+    assert breaker.state(2.0) is BreakerState.CLOSED
+    assert breaker.may_be_bypassed
+    assert not breaker.has_stalled
+
+
 def test_each_failed_trial_doubles_the_time_up_to_the_limit_and_success_resets_it() -> None:
     breaker = make_breaker(max_failures=1)
     now, waits = 0.0, []

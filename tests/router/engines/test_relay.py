@@ -42,3 +42,27 @@ def test_pieces_that_are_not_strict_json_are_passed_on_in_any_company(piece: byt
         observer = Counting()
         relay = StreamRelay("a", Reply(cast(Any, None)), observer, ChunkEvents(), shows_usage=False)
         assert (relay.visible(events), observer.num_tokens) == (shown, 1)
+
+
+def role(index: int) -> bytes:
+    delta = b'{"role":"assistant","content":""}'
+    return b'data: {"choices":[{"index":%d,"delta":%b,"finish_reason":null}]}\n\n' % (index, delta)
+
+
+def test_events_that_only_open_an_answer_are_no_tokens() -> None:
+    piece = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'
+    with_role = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":"a"}}]}\n\n'
+    usage = b'data: {"choices":[{"index":0,"delta":{"role":"assistant"}}],"usage":{"prompt_tokens":1}}\n\n'
+    for reads, num_tokens in (
+        ([role(0)], 0),
+        ([role(0), piece, piece], 2),
+        ([role(0) + role(1) + piece + piece], 2),
+        ([role(0), role(1) + piece], 1),
+        ([usage, piece], 1),
+        ([with_role, with_role], 2),
+        ([piece, role(0)], 2),  # it opens nothing there
+    ):
+        observer = Counting()
+        relay = StreamRelay("a", Reply(cast(Any, None)), observer, ChunkEvents(), shows_usage=False)
+        assert b"".join(relay.visible(read) for read in reads) == b"".join(reads)
+        assert observer.num_tokens == num_tokens
