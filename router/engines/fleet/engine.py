@@ -159,6 +159,7 @@ class RemoteEngine:
         self.spec = replace(self.configured, model=card.model)
         self._epoch = card.address.epoch
         self.step_timing = StepTiming(card.max_num_batched_tokens)
+        self.progress.joined(now)
         self._registry.add(card, now)
         has_size = self.spec.num_blocks or card.num_blocks != DEFAULT_NUM_BLOCKS
         self.cache.start(self.spec, card, card.num_blocks if has_size else DEFAULT_SIMULATED_BLOCKS)

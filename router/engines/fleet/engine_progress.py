@@ -87,6 +87,10 @@ class EngineProgress:
         self._says_it_runs = False
         self.is_on_trial = True
 
+    def joined(self, now: float) -> None:
+        """It answers again: while it did not, its probes judged it."""
+        self._since_s = max(self._since_s, now)
+
     def returned(self, now: float) -> None:
         """It was found to compute again."""
         self._step(now)

@@ -175,6 +175,17 @@ def test_an_engine_that_is_not_there_is_left_to_its_probes(state: WorkerState) -
     assert not world.wait(100)
 
 
+def test_the_time_for_which_it_was_not_there_does_not_count() -> None:
+    world = World()
+    streaming(world, "x")
+    world.engine.state = WorkerState.DEAD
+    assert not world.wait(40)
+    world.engine.state = WorkerState.READY
+    world.progress.joined(world.now)
+    assert not world.wait(30)
+    assert world.wait(1)
+
+
 REQUESTS = st.integers(0, 3)
 TIMES = st.sampled_from([0.0, 0.5, 10.0])
 ACTIONS = st.sampled_from(["begin", "token", "answer", "hold", "resume", "end"])
