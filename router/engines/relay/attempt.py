@@ -12,7 +12,7 @@ failure is an exception, so that the request can go elsewhere; after it the stre
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
 import orjson
@@ -304,9 +304,10 @@ class Attempt:
         if answer_id := self._api.stored_id(self._request.body, answer):
             self._reservation.stored(answer_id)
 
-    async def _wait(self, work: Awaitable[T]) -> T:
+    async def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Result of `work`, unless the engine stays silent for too long or `abort` is called meanwhile."""
         if self._aborted is not None:
+            work.close()
             raise self._aborted
         timeout_s = self._timeout_s
         try:

@@ -342,3 +342,22 @@ async def test_a_stopped_engine_process_is_found_by_its_probes(
         assert router.engine("a").state is WorkerState.DEAD
         process.send_signal(signal.SIGCONT)
         await router.all_ready("a")
+
+
+async def test_a_request_whose_engine_stalls_before_it_is_sent_ends_and_leaves_nothing(
+    fake_a: FakeServer, recwarn: pytest.WarningsRecorder
+) -> None:
+    script_on(fake_a, SCRIPT)
+    async with routing(spec_of(fake_a, "a")) as router:
+        engine = router.engine("a")
+        begin_it = engine.begin
+
+        def begin_and_abort(request: Any, now: float) -> None:
+            begin_it(request, now)
+            request.abort("a", "it has stalled")
+
+        engine.begin = begin_and_abort
+        answer = await ask(router, CHAT_BODY)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (502, "engine a: it has stalled")
+        assert not fake_a.requests
+    assert not [str(one.message) for one in recwarn if "never awaited" in str(one.message)]
