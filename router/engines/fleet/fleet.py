@@ -27,7 +27,7 @@ from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 
-__all__ = ["EngineFleet"]
+__all__ = ["EngineFleet", "stall_limit_s"]
 
 logger = logging.getLogger(__name__)
 
@@ -202,11 +202,8 @@ class EngineFleet:
 
     def _watch_for_stalls(self) -> None:
         """Begin to watch, once there is something to watch."""
-        stall_s = self.engines_config.engine_stall_s
+        stall_s = stall_limit_s(self.engines_config, self.config)
         if stall_s and self._watch is None:
-            if self.config.router_processes > 1:
-                # An edge process that hangs tells of no tokens. It is ended before engines are blamed for that.
-                stall_s = max(stall_s, 2 * self.config.worker_timeout_s)
             watch = StallWatch(lambda: self.engines, stall_s, self.clock)
             self._watch = self._background.keep("watch for stalled engines", watch.run)
 
@@ -251,3 +248,12 @@ class EngineFleet:
                     f"block_size={card.block_size}, but {other.card.block_size} on engine {other.name} of the same "
                     "group; give one of them its own group"
                 )
+
+
+def stall_limit_s(engines: ExternalEnginesConfig, config: RouterConfig) -> float:
+    """The silence after which an engine has stalled; 0 = none.
+
+    An edge process that hangs tells of no tokens. It is ended before engines are blamed for that.
+    """
+    stall_s = engines.engine_stall_s
+    return max(stall_s, 2 * config.worker_timeout_s) if stall_s and config.router_processes > 1 else stall_s

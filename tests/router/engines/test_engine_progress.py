@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.messages import WorkerState
 from tandem.router.engines.fleet.engine_progress import EngineProgress
 from tandem.router.engines.fleet.engine_status import WorkDone, parse_work
+from tandem.router.engines.fleet.fleet import stall_limit_s
 from tandem.router.engines.fleet.stall_watch import StallWatch
 
 STALL_S = 30.0
@@ -184,6 +186,16 @@ def test_the_time_for_which_it_was_not_there_does_not_count() -> None:
     world.progress.joined(world.now)
     assert not world.wait(30)
     assert world.wait(1)
+
+
+@pytest.mark.parametrize(
+    ("stall_s", "num_processes", "limit_s"), [(3.0, 1, 3.0), (3.0, 2, 16.0), (30.0, 2, 30.0), (0.0, 2, 0.0)]
+)
+def test_an_edge_process_that_hangs_is_ended_before_an_engine_is_judged(
+    stall_s: float, num_processes: int, limit_s: float
+) -> None:
+    config = RouterConfig(worker_timeout_s=8.0, router_processes=num_processes)
+    assert stall_limit_s(ExternalEnginesConfig(engine_stall_s=stall_s), config) == limit_s
 
 
 REQUESTS = st.integers(0, 3)
