@@ -178,7 +178,7 @@ async def test_requests_of_the_old_role_are_waited_for(monkeypatch: pytest.Monke
     async with placed(monkeypatch) as here:
         await here.start()
         request, later = FakeRequest(), FakeRequest()
-        here.fleet["prefill-0"].begin(request)
+        here.fleet["prefill-0"].begin(request, 0.0)
         left = await here.member.play(Role.DECODE, "a test")
         assert left == {request}
         finishing = asyncio.create_task(here.member.finish(left))
