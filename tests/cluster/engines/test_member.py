@@ -182,7 +182,7 @@ async def test_requests_of_the_old_role_are_waited_for(monkeypatch: pytest.Monke
         left = await here.member.play(Role.DECODE, "a test")
         assert left == {request}
         finishing = asyncio.create_task(here.member.finish(left))
-        here.fleet["prefill-0"].begin(later)  # of its new role: not waited for
+        here.fleet["prefill-0"].begin(later, 0.0)  # of its new role: not waited for
         here.fleet["prefill-0"].end(request)
         await finishing
         assert "1 requests run" in await here.member.check_integrity()
@@ -192,7 +192,7 @@ async def test_requests_of_a_lost_server_are_aborted_with_the_reason(monkeypatch
     async with placed(monkeypatch) as here:
         await here.start()
         request = FakeRequest()
-        here.fleet["prefill-0"].begin(request)
+        here.fleet["prefill-0"].begin(request, 0.0)
         await here.member.leave("it died")
         assert request.reasons == ["it died"]
 
@@ -243,7 +243,7 @@ async def test_half_of_a_pair_flips_when_it_is_idle(monkeypatch: pytest.MonkeyPa
         await here.start()
         switches(here, 200, success=True)
         request = FakeRequest()
-        here.fleet["prefill-0"].begin(request)
+        here.fleet["prefill-0"].begin(request, 0.0)
         flip = asyncio.create_task(here.member.play(Role.DECODE, "a test"))
         await eventually(lambda: here.roles() == {"prefill-0": (Role.PREFILL, WorkerState.DRAINING)})
         assert not here.engine.requests
