@@ -275,10 +275,15 @@ def _classes(buckets: Sequence[Bucket], capacity: Capacity, context: float) -> t
 
 
 def _at_most(most: float, mean: float, dispersion: float) -> float:
-    """Probability that no more than `most` other answers run beside one, which is 1 on an idle worker.
+    """Probability that no more than `most` other answers run beside one.
 
-    Their number is `dispersion` times a Poisson variable. That is a Gamma tail, by Wilson and Hilferty.
+    `mean` and `dispersion * mean` are mean and variance of the number that runs. One of them sees `mean + dispersion - 1`
+    others on average: a burst is seen by many, and a client that waits for its answer has no other one beside it. Their
+    number is taken for `dispersion` times a Poisson variable. That is a Gamma tail, by Wilson and Hilferty.
     """
-    shape, mean = max(most, 0.0) / dispersion + 1, mean / dispersion
-    deviation = 3 * math.sqrt(shape) * ((mean / shape) ** (1 / 3) - 1 + 1 / (9 * shape))
-    return 0.5 * math.erfc(deviation / math.sqrt(2)) if mean > 0 else 1.0
+    others = (mean + dispersion - 1) / dispersion
+    if others <= 0:
+        return 1.0
+    shape = max((max(most, 0.0) + 0.5) / dispersion + 0.5, 0.5)  # in the middle between two values of the variable
+    deviation = 3 * math.sqrt(shape) * ((others / shape) ** (1 / 3) - 1 + 1 / (9 * shape))
+    return 0.5 * math.erfc(deviation / math.sqrt(2))

@@ -73,3 +73,29 @@ def test_the_number_of_other_answers_is_a_poisson_variable(most: int, mean: floa
     assert _at_most(most, mean, 1.0) == pytest.approx(exact, abs=0.01)
     assert _at_most(most, mean, 0.2) > exact, "more even arrivals"
     assert _at_most(most, 0.0, 1.0) == 1.0
+
+
+@pytest.mark.parametrize("busy", [0.1, 0.32, 0.9])
+def test_a_client_that_waits_for_its_answer_has_no_other_one_beside_it(busy: float) -> None:
+    assert _at_most(0, busy, 1 - busy) == 1.0
+    for dispersion in (0.1, 0.3, 0.6, 0.9):  # also where less is known of it
+        assert _at_most(1, busy, dispersion) > 0.65
+
+
+@pytest.mark.parametrize(("num_clients", "busy"), [(2, 0.5), (4, 0.5), (8, 0.25), (8, 0.8), (20, 0.9)])
+def test_clients_that_wait_for_their_answers_meet_those_of_the_others(num_clients: int, busy: float) -> None:
+    others = num_clients - 1
+    for most in range(others):
+        exact = sum(math.comb(others, k) * busy**k * (1 - busy) ** (others - k) for k in range(most + 1))
+        assert _at_most(most, num_clients * busy, 1 - busy) == pytest.approx(exact, abs=0.08)
+
+
+@pytest.mark.parametrize(("mean", "dispersion"), [(0.3, 2.0), (5.0, 2.0), (5.0, 6.0), (30.0, 3.0), (30.0, 10.0)])
+def test_most_answers_of_a_burst_see_the_burst(mean: float, dispersion: float) -> None:
+    """The number that runs is negative binomial; what one of them sees has one more failure."""
+    success, failures = 1 - 1 / dispersion, mean / (dispersion - 1) + 1
+    share, exact = (1 - success) ** failures, 0.0
+    for most in range(60):
+        exact += share
+        share *= success * (failures + most) / (most + 1)
+        assert _at_most(most, mean, dispersion) == pytest.approx(exact, abs=0.06)
