@@ -6,9 +6,10 @@ with other prompts and shifted in time. Each request of the code trace is repeat
 bursts: 2 and 8 times on H200s, 1 and 4 times on CPUs.
 
 The weeks are ServeGen's rates of three models, scaled so that the busiest ten minutes have 2.4 requests/s for 16
-workers, and played twenty times as fast: ten minutes take 30 s, within which arrivals are independent. Scalers and the
-start of workers are not faster, so they see swings twenty times as steep. Lengths are drawn from the conversation
-trace, and prompts share nothing.
+workers, within which arrivals are independent. They are played `--week-speed` times as fast, by default twenty times:
+ten minutes take 30 s. Scalers and the start of workers are not faster, so they see swings twenty times as steep. Lengths
+are drawn from the conversation trace, and prompts share nothing. A week at its own pace has half a million requests and
+more, and takes a quarter of an hour for each run.
 
 All runs use our routing. They differ in the sizes of the pools:
 
@@ -81,10 +82,11 @@ class Cell:
     scaler: str
     num_prefill: int
     num_decode: int
+    week_speed: float = _WEEK_SPEED
 
     def run(self, num_requests: int | None) -> Row:
         """Serve the trace."""
-        requests = load(self.trace, self.num_workers // 16 * LOADS[self.trace][1])[:num_requests]
+        requests = load(self.trace, self.num_workers // 16 * LOADS[self.trace][1], self.week_speed)[:num_requests]
         cluster = Cluster(
             machine=MACHINES[LOADS[self.trace][0]],
             num_prefill=self.num_prefill,
@@ -128,11 +130,11 @@ class _Static:
         return ()
 
 
-def load(trace: str, num_copies: int) -> list[TraceRequest]:
+def load(trace: str, num_copies: int, week_speed: float) -> list[TraceRequest]:
     """The requests of `num_copies` copies of a trace, from second 0 on."""
     rng = random.Random(0)
     if trace.startswith("week"):
-        return _week(trace.rpartition(" ")[2], num_copies, rng)
+        return _week(trace.rpartition(" ")[2], num_copies, week_speed, rng)
     if trace.startswith("code"):
         rows = list(_read_azure(_DATA / "azure2023_code_a.csv.gz"))
         copies = [replace(row, arrival_s=row.arrival_s + rng.uniform(0, 1)) for row in rows for _ in range(num_copies)]
@@ -147,12 +149,12 @@ def load(trace: str, num_copies: int) -> list[TraceRequest]:
     return [replace(request, arrival_s=request.arrival_s - first_s) for request in copies]
 
 
-def _week(model: str, factor: int, rng: random.Random) -> list[TraceRequest]:
-    """A week of this model's rates, `factor` times what 16 workers get."""
+def _week(model: str, factor: int, speed: float, rng: random.Random) -> list[TraceRequest]:
+    """A week of this model's rates, `factor` times what 16 workers get, `speed` times as fast."""
     with gzip.open(_DATA / "servegen_weeks_a.csv.gz", "rt") as lines:
         rates = [float(row["rate_rps"]) for row in csv.DictReader(lines) if row["model"] == model]
     rows = list(read_trace(_DATA / "mooncake_conversation_a.jsonl.gz"))
-    window_s, scale = 600.0 / _WEEK_SPEED, factor * _WEEK_PEAK / max(rates)
+    window_s, scale = 600.0 / speed, factor * _WEEK_PEAK / max(rates)
     found: list[TraceRequest] = []
     for idx, rate in enumerate(rates):
         at_s = idx * window_s
@@ -178,16 +180,18 @@ def _read_azure(path: Path) -> Sequence[TraceRequest]:
     ]
 
 
-def cells(traces: Sequence[str], sizes: Sequence[int], splits: Sequence[str] = ()) -> list[Cell]:
+def cells(
+    traces: Sequence[str], sizes: Sequence[int], splits: Sequence[str] = (), week_speed: float = _WEEK_SPEED
+) -> list[Cell]:
     """All runs, with these static splits (prefill+decode) or all of them."""
     found: list[Cell] = []
     for trace in traces:
         for num in sizes:
-            found += [Cell(trace, num, scaler, num // 2, num // 2) for scaler in SCALERS]
+            found += [Cell(trace, num, scaler, num // 2, num // 2, week_speed) for scaler in SCALERS]
             step = 1 if num <= 16 else num // 8
             pairs = [(num_prefill, num - num_prefill) for num_prefill in range(step, num, step)]
             pairs = [(int(split.partition("+")[0]), int(split.partition("+")[2])) for split in splits] or pairs
-            found += [Cell(trace, num, "", *pair) for pair in pairs]
+            found += [Cell(trace, num, "", *pair, week_speed) for pair in pairs]
     return found
 
 
@@ -197,10 +201,11 @@ def main() -> int:
     parser.add_argument("--trace", choices=sorted(LOADS), nargs="*", default=sorted(LOADS))
     parser.add_argument("--workers", type=int, nargs="*", default=list(NUM_WORKERS))
     parser.add_argument("--static", nargs="*", default=[], help="static splits, for example 12+4")
+    parser.add_argument("--week-speed", type=float, default=_WEEK_SPEED, help="of the weeks (default: %(default)g)")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="only check that it works")
     args = parser.parse_args()
-    todo = cells(args.trace, args.workers, args.static)
+    todo = cells(args.trace, args.workers, args.static, args.week_speed)
     if args.quick:
         todo = [cell for cell in todo if cell.num_workers == min(args.workers)][::4]
     rows: list[Row] = []
