@@ -7,9 +7,9 @@ bursts: 2 and 8 times on H200s, 1 and 4 times on CPUs.
 
 The weeks are ServeGen's rates of three models, scaled so that the busiest ten minutes have 2.4 requests/s for 16
 workers, within which arrivals are independent. They are played `--week-speed` times as fast, by default twenty times:
-ten minutes take 30 s. Scalers and the start of workers are not faster, so they see swings twenty times as steep. Lengths
-are drawn from the conversation trace, and prompts share nothing. A week at its own pace has half a million requests and
-more, and takes a quarter of an hour for each run.
+ten minutes take 30 s. Scalers and the start of workers are not faster, so they see swings twenty times as steep.
+Lengths are drawn from the conversation trace, and prompts share nothing. A week at its own pace has half a million
+requests and more, and takes a quarter of an hour for each run.
 
 All runs use our routing. They differ in the sizes of the pools:
 
