@@ -40,7 +40,10 @@ Number = TypeVar("Number", float, Vector)  # for one worker, or for each of many
 PRIOR_STD = 3.0  # standard deviation of each weight, as a multiple of its prior
 RELATIVE_NOISE = 0.1  # relative standard deviation of one measured duration
 MAX_DEVIATION = 3.0  # standard deviations; a larger deviation counts as this one
-MAX_SURPRISES = 5  # this many larger deviations in a row, all to one side, mean that the costs have changed
+MAX_SURPRISES = 5  # this many larger deviations in a row, all to one side, mean that the pace has changed
+PACE_GAIN = 0.1  # share of the logarithm of one measurement's deviation that the pace follows
+MAX_PACE_STEP = 2.0  # a larger deviation counts as this factor
+MAX_PACE = 1e9
 MIN_VARIANCE = 1e-12
 _NUM_KNOWN = 50  # steps of a kind of worker after which a new worker is compared with it
 _NUM_NORMAL = 3  # steps in a row within the band end a worker's warm-up
@@ -106,21 +109,25 @@ ACCELERATOR_BYTES_PER_S = 20e9  # a 200 Gb/s port; NVLink has ten times that
 
 
 class LinearModel:
-    """A non-negative linear model of a duration, fitted by recursive least squares.
+    """A non-negative linear model of a duration: a pace that changes fast, and weights that are learned slowly.
 
-    Weights are multiples of the prior coefficients, and measurements are divided by their prediction, so every number
-    in the filter is near one. A weight's certainty fades only while its feature occurs, and never below the prior's: a
-    feature that does not occur at present (prefill, for example) is neither forgotten nor inflated.
+    Other work on the machine makes all costs larger or smaller at once, for seconds. The pace, one factor of all
+    coefficients, follows that. The weights, fitted by recursive least squares, tell how the costs relate. Weights are
+    multiples of the prior coefficients, and measurements are divided by their prediction, so every number in the filter
+    is near one.
 
-    One outlier hardly moves the model. Several in a row to the same side are not outliers: the weights of the features
-    that occurred are scaled by the mean deviation, and become uncertain again.
+    The filter forgets in the direction of each measurement only (Cao and Schwartz, Automatica 36, 2000). What the
+    measurements of the time do not tell, which is how base and sequence share a step of one sequence, stays known.
+
+    One outlier hardly moves the model. Several in a row to the same side are not outliers: the pace has changed.
     """
 
     def __init__(self, prior: Sequence[float], *, forgetting: float = 0.995) -> None:
         self._prior: Vector = np.array(prior, dtype=np.float64)
         self._weights: Vector = np.ones(len(prior))
         self._covariance: Vector = np.eye(len(prior)) * PRIOR_STD**2
-        self._growth = 1 / math.sqrt(forgetting)
+        self._pace = 1.0
+        self._growth = 1 / forgetting - 1
         self.coefficients: tuple[float, ...] = tuple(prior)
         self.num_measurements = 0
         self._surprises: list[float] = []  # measured / predicted of outliers in a row, all above 1 or all below
@@ -137,7 +144,8 @@ class LinearModel:
         if not all(math.isfinite(x) and 0 <= x < 1e15 for x in features):
             return False
         predicted_s = max(self.predict(features), MIN_PREDICTION_S)
-        terms = np.array(features, dtype=np.float64) * self._prior / predicted_s
+        terms = np.array(features, dtype=np.float64) * self._prior * (self._pace / predicted_s)
+        self._forget(terms)
         spread = self._covariance @ terms
         variance = float(terms @ spread) + RELATIVE_NOISE**2
         limit = MAX_DEVIATION * math.sqrt(variance)
@@ -147,13 +155,23 @@ class LinearModel:
         self._weights = self._weights + spread * (deviation / variance)
         self._covariance -= np.outer(spread, spread) / variance
         self._lift_negative_weights()
-        self._fade(terms > 0)
-        self._note_surprise(surplus - deviation, duration_s / predicted_s, terms > 0)
-        self.coefficients = tuple((self._weights * self._prior).tolist())
+        self._follow(1 + deviation, float(terms @ self._weights))
+        self._note_surprise(surplus - deviation, duration_s / predicted_s)
+        self.coefficients = tuple((self._weights * self._prior * self._pace).tolist())
         self._note_error(abs(duration_s - predicted_s) / duration_s)
         return True
 
-    def _note_surprise(self, excess: float, ratio: float, is_seen: npt.NDArray[np.bool_]) -> None:
+    def _forget(self, terms: Vector) -> None:
+        """Let the variance in the direction of a measurement grow a little."""
+        certainty = float(terms @ np.linalg.solve(self._covariance + MIN_VARIANCE * np.eye(len(terms)), terms))
+        self._covariance += np.outer(terms, terms) * (self._growth / max(certainty, MIN_VARIANCE))
+
+    def _follow(self, measured: float, expected: float) -> None:
+        """Let the pace take a part of the deviation that the weights have left."""
+        ratio = max(measured, MIN_VARIANCE) / max(expected, MIN_VARIANCE)
+        self._scale(min(max(ratio, 1 / MAX_PACE_STEP), MAX_PACE_STEP) ** PACE_GAIN)
+
+    def _note_surprise(self, excess: float, ratio: float) -> None:
         """Remember a measurement beyond the limit, and follow such measurements once they are the rule."""
         if excess == 0 or (self._surprises and (ratio > 1) != (self._surprises[-1] > 1)):
             self._surprises.clear()
@@ -161,20 +179,11 @@ class LinearModel:
             return
         self._surprises.append(ratio)
         if len(self._surprises) == MAX_SURPRISES:
-            self._scale(float(np.exp(np.mean(np.log(self._surprises)))), is_seen)
+            self._scale(float(np.exp(np.mean(np.log(self._surprises)))))
             self._surprises.clear()
 
-    def _scale(self, ratio: float, is_seen: npt.NDArray[np.bool_]) -> None:
-        """Multiply the weights that were seen, by a factor that is itself uncertain.
-
-        How they relate stays known: steps of one sequence, for example, tell nothing of how base and sequence share.
-        """
-        factors = np.where(is_seen, ratio, 1.0)
-        self._weights *= factors
-        self._covariance *= np.outer(factors, factors)
-        seen = np.where(is_seen, self._weights, 0.0)
-        self._covariance += np.outer(seen, seen)
-        self._covariance[is_seen, is_seen] += (0.1 * seen[is_seen].mean()) ** 2  # a weight of 0 may grow again
+    def _scale(self, ratio: float) -> None:
+        self._pace = min(max(self._pace * ratio, 1 / MAX_PACE), MAX_PACE)
 
     def _lift_negative_weights(self) -> None:
         """Move to the most likely weights that are not negative.
@@ -189,12 +198,6 @@ class LinearModel:
             column = self._covariance[:, idx]
             self._weights = self._weights - column * (self._weights[idx] / max(column[idx], MIN_VARIANCE))
         self._weights = np.maximum(self._weights, 0.0)
-
-    def _fade(self, is_seen: npt.NDArray[np.bool_]) -> None:
-        """Let the variance of the features that occurred grow a little, up to the prior's."""
-        deviations = np.sqrt(np.maximum(np.diagonal(self._covariance), MIN_VARIANCE))
-        growth = np.where(is_seen, np.minimum(self._growth, PRIOR_STD / deviations), 1.0)
-        self._covariance *= np.outer(growth, growth)
 
     def _note_error(self, relative_error: float) -> None:
         self.num_measurements += 1

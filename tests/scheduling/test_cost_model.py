@@ -225,3 +225,29 @@ def test_stalls_while_one_answer_runs_do_not_change_what_more_answers_are_believ
     for number in range(1000):
         observe(1, 8.0 if 500 <= number < 500 + num_stalls else 1.0)
     assert model.costs.step_s(8.0, 5000.0) == pytest.approx(TRUTH.step_s(8.0, 5000.0), rel=0.35)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_noisy_machine_does_not_change_how_costs_relate(seed: int) -> None:
+    """For minutes one answer runs at a time, beside other work that comes and goes: its steps tell only a sum."""
+    rng, model, slowness = random.Random(seed), StepModel(CPU_PRIOR), 0.0
+    truth = StepCosts(45e-3, 2e-3, 50e-9, 1.2e-3, 2e-6)
+
+    def observe(factor: float, **work: int) -> None:
+        step = make_step(truth, **work)
+        model.observe(_with_duration(step, step.duration_s * factor * rng.lognormvariate(0.0, 0.08)))
+
+    def growth(costs: StepCosts) -> float:
+        return costs.step_s(12, 7488) / costs.step_s(1, 624)
+
+    for number in range(600):
+        seqs = rng.randint(1, 12)
+        observe(1.0, seqs=seqs, kv=seqs * rng.randint(600, 648))
+        if number % 7 == 0:
+            observe(1.0, new=600, seqs=seqs, kv=620 * seqs)
+    for number in range(8000):
+        slowness = 0.98 * slowness + rng.gauss(0, 0.09)
+        observe(math.exp(slowness), seqs=1, kv=600 + number % 48)
+        if number % 48 == 0:
+            observe(math.exp(slowness), new=8, context=600)
+    assert growth(model.costs) == pytest.approx(growth(truth), rel=0.15)
