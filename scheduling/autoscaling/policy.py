@@ -21,7 +21,7 @@ class AutoscalerPolicy:
     min_share: float = 0.03  # least gain of a move, as a share of the loss
     num_agreeing: int = 2  # observations in a row that want the same
     cooldown_s: float = 10.0  # between two moves
-    remove_after_s: float = 120.0  # a removal waits until a worker has been spare for this long
+    remove_after_s: float = 300.0  # a removal waits until a worker has been spare for this long
     contrary_weight: float = 4.0  # seconds of that which each second without a spare worker takes back
     headroom: float = 1.25  # a worker may go if the others could serve this much more than forecast
     start_s: float = 60.0  # until a new worker serves

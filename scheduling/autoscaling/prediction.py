@@ -277,9 +277,10 @@ def _classes(buckets: Sequence[Bucket], capacity: Capacity, context: float) -> t
 def _at_most(most: float, mean: float, dispersion: float) -> float:
     """Probability that no more than `most` other answers run beside one.
 
-    `mean` and `dispersion * mean` are mean and variance of the number that runs. One of them sees `mean + dispersion - 1`
-    others on average: a burst is seen by many, and a client that waits for its answer has no other one beside it. Their
-    number is taken for `dispersion` times a Poisson variable. That is a Gamma tail, by Wilson and Hilferty.
+    `mean` and `dispersion * mean` are mean and variance of the number that runs. One of them sees
+    `mean + dispersion - 1` others on average: a burst is seen by many, and a client that waits for its answer has no
+    other one beside it. Their number is taken for `dispersion` times a Poisson variable. That is a Gamma tail, by
+    Wilson and Hilferty.
     """
     others = (mean + dispersion - 1) / dispersion
     if others <= 0:
