@@ -29,6 +29,7 @@ class Demand:
     num_requests: float = 0.0
     cached_tokens: float = 0.0
     prompt_tokens: float = 0.0
+    prompt_squares: float = 0.0  # sum of the squares of prompts' lengths
     itl_slo_s: float = 0.0
     buckets: tuple[Bucket, ...] = (Bucket(),) * NUM_BUCKETS
 
@@ -37,7 +38,7 @@ class DemandMeter:
     """Counts each request once, when it arrives, also if it has to wait or is refused."""
 
     def __init__(self) -> None:
-        self._num_requests = self._cached_tokens = self._prompt_tokens = 0
+        self._num_requests = self._cached_tokens = self._prompt_tokens = self._prompt_squares = 0
         self._itl_slo_s = 0.0
         self._buckets = [Bucket()] * NUM_BUCKETS
         self.num_waiting_tokens = 0  # prompt tokens that wait in the router, and so are booked on no worker
@@ -51,6 +52,7 @@ class DemandMeter:
         self._num_requests += 1
         self._cached_tokens += num_cached_tokens
         self._prompt_tokens += num_prompt_tokens
+        self._prompt_squares += num_prompt_tokens**2
         self._itl_slo_s += itl_slo_s or DEFAULT_ITL_S
         idx = min(math.ceil(math.log2(num_new)), NUM_BUCKETS - 1)
         num, tokens, slo_s = self._buckets[idx]
@@ -60,5 +62,10 @@ class DemandMeter:
     def total(self) -> Demand:
         """All requests so far."""
         return Demand(
-            self._num_requests, self._cached_tokens, self._prompt_tokens, self._itl_slo_s, tuple(self._buckets)
+            self._num_requests,
+            self._cached_tokens,
+            self._prompt_tokens,
+            self._prompt_squares,
+            self._itl_slo_s,
+            tuple(self._buckets),
         )

@@ -2,7 +2,8 @@
 
 A fluid model: prompts queue for the prefill pool, and sequences for room in the decode pool, while arrivals follow
 their forecast. On top of that, requests wait because lengths and the gaps between arrivals vary (Sakasegawa's formula
-for many servers), and because traffic comes in bursts (`waits`).
+for many servers), and because traffic comes in bursts (`waits`). Answers wait for room where long prompts happen to
+meet.
 """
 
 from __future__ import annotations
@@ -151,6 +152,7 @@ class _Model:
     capacity: Capacity
     output_tokens: float
     kv_tokens: float  # of one sequence
+    kv_variation: float  # their variance / mean^2
     itl_limit_s: float
     bursts: Burstiness
     longest_burst_s: float
@@ -182,6 +184,7 @@ class _Model:
             capacity=capacity,
             output_tokens=max(sizing.output_tokens, 1.0),
             kv_tokens=max(length, 1.0),
+            kv_variation=traffic.length_variation,
             itl_limit_s=min(max(slo_s, 1.5 * alone_s), _FAR_LATE_S),
             bursts=traffic.bursts,
             longest_burst_s=sizing.start_s,
@@ -231,28 +234,40 @@ class _Model:
         """Share of answers whose gaps are in time, credit of the others, wait for room and gap between two tokens."""
         costs, out = self.capacity.costs, self.output_tokens
         dispersion = self.bursts.dispersion(out * costs.base_s)
-        seq_s = costs.decode_seq_s + costs.kv_token_s * self.kv_tokens
-        room = max(self.capacity.kv_tokens / self.kv_tokens, 1.0)
-        if self.capacity.num_seats:
-            room = min(room, float(self.capacity.num_seats))
-        full_rate = num * room / (out * max(costs.base_s + seq_s * room, 1e-9))  # answers per second of full workers
-        share = num_first * out * seq_s / num
-        steady = num_first * out * costs.base_s / (1 - share) if share < 1 else math.inf
-        before = self.num_seqs
-        if steady <= num * room and before <= num * room:
-            life_s = out * (costs.base_s + seq_s * before / num)
-            after = steady + (before - steady) * math.exp(-duration_s / max(life_s, 1e-6))
-        else:
-            after = max(before + (num_first - full_rate) * duration_s, 0.0)
-        self.num_seqs = after
-        mean = (before + after) / 2
+        kv_room = max(self.capacity.kv_tokens / self.kv_tokens, 1.0)
+        room = min(kv_room, float(self.capacity.num_seats or math.inf))
+        full_rate = num * room / (out * max(costs.base_s + self.seq_s * room, 1e-9))  # answers per second
+        mean = self._num_decoding(num_first, num, room, full_rate, duration_s)
         batch = min(mean / num, room)
         step_s = costs.step_s(batch, batch * self.kv_tokens)
-        wait_s = max(mean - num * room, 0.0) / full_rate
+        variance = mean * (dispersion + (self.kv_variation if room == kv_room else 0.0))
+        share_waits, excess = _beyond(num * room, mean, variance)
+        wait_s = excess / full_rate
         itl_s = step_s + wait_s / out
-        most = min((self.itl_limit_s - costs.base_s) / seq_s if seq_s > 0 else math.inf, 1e9)
+        most = min((self.itl_limit_s - costs.base_s) / self.seq_s if self.seq_s > 0 else math.inf, 1e9)
         in_time = _at_most(most - 1, batch, dispersion) if itl_s <= self.itl_limit_s else 0.0
+        if share_waits > 0:  # lengths are taken to be exponential: a short answer has no time to wait
+            slack_s = max(out * (self.itl_limit_s - step_s), 1e-6)
+            in_time *= 1 - share_waits * (1 - math.exp(-wait_s / share_waits / slack_s))
         return in_time, min(self.itl_limit_s / max(itl_s, 1e-9), 1.0), wait_s, itl_s
+
+    def _num_decoding(self, num_first: float, num: int, room: float, full_rate: float, duration_s: float) -> float:
+        """Sequences that run or wait for room: the mean over this time."""
+        base_s, out, before = self.capacity.costs.base_s, self.output_tokens, self.num_seqs
+        share = num_first * out * self.seq_s / num
+        steady = num_first * out * base_s / (1 - share) if share < 1 else math.inf
+        if steady <= num * room and before <= num * room:
+            life_s = out * (base_s + self.seq_s * before / num)
+            self.num_seqs = steady + (before - steady) * math.exp(-duration_s / max(life_s, 1e-6))
+        else:
+            self.num_seqs = max(before + (num_first - full_rate) * duration_s, 0.0)
+        return (before + self.num_seqs) / 2
+
+    @property
+    def seq_s(self) -> float:
+        """Seconds by which a sequence lengthens a step."""
+        costs = self.capacity.costs
+        return costs.decode_seq_s + costs.kv_token_s * self.kv_tokens
 
 
 def _classes(buckets: Sequence[Bucket], capacity: Capacity, context: float) -> tuple[list[_Class], float]:
@@ -288,3 +303,14 @@ def _at_most(most: float, mean: float, dispersion: float) -> float:
     shape = max((max(most, 0.0) + 0.5) / dispersion + 0.5, 0.5)  # in the middle between two values of the variable
     deviation = 3 * math.sqrt(shape) * ((others / shape) ** (1 / 3) - 1 + 1 / (9 * shape))
     return 0.5 * math.erfc(deviation / math.sqrt(2))
+
+
+def _beyond(limit: float, mean: float, variance: float) -> tuple[float, float]:
+    """Probability that a normal variable exceeds a limit, and its mean excess, which is 0 where it does not."""
+    std = math.sqrt(variance)
+    if std <= 0:
+        return float(mean > limit), max(mean - limit, 0.0)
+    deviation = (limit - mean) / std
+    share = 0.5 * math.erfc(deviation / math.sqrt(2))
+    excess = std * math.exp(-(deviation**2) / 2) / math.sqrt(2 * math.pi) - (limit - mean) * share
+    return share, max(excess, 0.0)

@@ -43,6 +43,7 @@ class Traffic:
     buckets: tuple[Bucket, ...] = (Bucket(),) * NUM_BUCKETS
     cached_tokens: float = 0.0
     prompt_tokens: float = 0.0
+    prompt_squares: float = 0.0
     itl_slo_s: float = 0.0
     num_seen: float = 0.0
 
@@ -50,6 +51,11 @@ class Traffic:
     def hit_ratio(self) -> float:
         """Share of prompt tokens that are cached."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens > 0 else 0.0
+
+    @property
+    def length_variation(self) -> float:
+        """Variance of the lengths of prompts / mean^2."""
+        return max(self.prompt_squares / self.prompt_tokens**2 - 1, 0.0) if self.prompt_tokens > 0 else 0.0
 
     def rate(self, now: float, ahead_s: float) -> float:
         """Expected requests per second in `ahead_s` seconds; never negative, and never a multiple of today's."""
@@ -120,6 +126,7 @@ class Traffic:
             buckets=buckets,
             cached_tokens=mean(old.cached_tokens, total.cached_tokens, before.cached_tokens),
             prompt_tokens=mean(old.prompt_tokens, total.prompt_tokens, before.prompt_tokens),
+            prompt_squares=mean(old.prompt_squares, total.prompt_squares, before.prompt_squares),
             itl_slo_s=mean(old.itl_slo_s, total.itl_slo_s, before.itl_slo_s),
             num_seen=num_seen,
         )
