@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--tokens", type=int, nargs=2, default=[600, 48], metavar=("IN", "OUT"))
     parser.add_argument("--grown-s", type=float, default=30.0, help="of load with the added worker")
-    parser.add_argument("--deadline-s", type=float, default=240.0, help="of growing, and of shrinking")
+    parser.add_argument("--deadline-s", type=float, default=600.0, help="of growing, and of shrinking")
     settings = parser.parse_args()
     if settings.quick:
         settings.grown_s = 5.0
