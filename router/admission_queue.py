@@ -98,11 +98,11 @@ class _Waiter(Generic[R, B]):
 
 @dataclass(eq=False, slots=True)
 class _Displaced(Generic[R, B]):
-    """A request whose worker is gone, and which waits for another one."""
+    """A request of an answer that has begun, which waits for a worker: its own is gone, or it had none yet."""
 
     request: R
     placement_request: PlacementRequest
-    former: AdmittedRequest[R, B]
+    former: RoutingDecision
     admitted: asyncio.Future[AdmittedRequest[R, B]]
 
 
@@ -129,7 +129,10 @@ class AdmissionQueue(Generic[R, B]):
         registry.listen_steps(self.wake)
 
     async def enter(self, request: R, placement_request: PlacementRequest) -> AdmittedRequest[R, B]:
-        """Wait until the request may run. Raises a `ServingError`; cancelling it frees its place."""
+        """Wait until the request may run. Raises a `ServingError`; cancelling it frees its place.
+
+        A request whose answer has begun waits where no worker can take it. Raises `TimeoutError` if none comes.
+        """
         now = self.now()
         decision = RoutingDecision(request.request_id, placement_request.service_class, now)
         self.log.add(decision)
@@ -140,6 +143,8 @@ class AdmissionQueue(Generic[R, B]):
             queued = self._admission.enter(placement_request, decision.forecast, now, waiter)
         except ServingError as exc:
             if isinstance(exc, NoWorker):
+                if placement_request.is_resumed:
+                    return await self._await_worker(request, placement_request, decision)
                 self._admission.reject(placement_request.tenant, exc)
             decision.outcome, decision.error = "rejected", exc
             raise
@@ -152,23 +157,24 @@ class AdmissionQueue(Generic[R, B]):
             raise
 
     async def enter_again(
-        self, request: R, placement_request: PlacementRequest, former: AdmittedRequest[R, B]
+        self, request: R, placement_request: PlacementRequest, former: RoutingDecision
     ) -> AdmittedRequest[R, B]:
-        """Place a request again that has lost its worker, before all that wait; `former` has ended.
+        """Place a request again that has lost its worker, before all that wait; its `former` place is given back.
 
-        Waits while no worker can take it. Raises the error of `close`; cancelling it frees its place.
+        Waits while no worker can take it. Raises `TimeoutError` or the error of `close`. Cancelling it frees its place.
         """
         displaced = _Displaced(request, placement_request, former, asyncio.get_running_loop().create_future())
         self._displaced[displaced] = None
         with undone_on_error(partial(self._give_up, displaced)):
             self._decide()
-            return await displaced.admitted
+            async with asyncio.timeout(self._timeout_s):
+                return await displaced.admitted
 
     def place_elsewhere(
         self,
         request: R,
         placement_request: PlacementRequest,
-        former: AdmittedRequest[R, B],
+        former: RoutingDecision,
         *,
         excluded: Collection[str] = (),
     ) -> AdmittedRequest[R, B] | None:
@@ -189,16 +195,20 @@ class AdmissionQueue(Generic[R, B]):
         request: R,
         placement_request: PlacementRequest,
         placement: Placement,
-        former: AdmittedRequest[R, B],
+        former: RoutingDecision,
         booking: B,
         priority: PrefillPriority,
     ) -> AdmittedRequest[R, B]:
-        """An admitted request that goes on at another placement, which was booked just now."""
-        decision = RoutingDecision(request.request_id, placement_request.service_class, former.decision.arrived_s)
-        decision.outcome, decision.placement = "moved", placement
-        decision.decided_s = decision.booked_s = self.now()
-        decision.actual_ttft_s = former.decision.actual_ttft_s
-        self.log.add(decision)
+        """A request that goes on at another placement, or begins now that there is one; it was booked just now."""
+        now = self.now()
+        if former.outcome == "waiting":
+            decision = former  # it had no worker yet
+            decision.outcome, decision.wait_s = "dispatched", now - former.arrived_s
+        else:
+            decision = RoutingDecision(request.request_id, placement_request.service_class, former.arrived_s)
+            decision.outcome, decision.actual_ttft_s = "moved", former.actual_ttft_s
+            self.log.add(decision)
+        decision.placement, decision.decided_s, decision.booked_s = placement, now, now
         return AdmittedRequest(placement, booking, decision, priority, self)
 
     def explain(self, request: PlacementRequest) -> dict[str, Any]:
@@ -222,6 +232,15 @@ class AdmissionQueue(Generic[R, B]):
         for displaced in self._displaced:
             if not displaced.admitted.done():
                 displaced.admitted.set_exception(error())
+
+    async def _await_worker(
+        self, request: R, placement_request: PlacementRequest, decision: RoutingDecision
+    ) -> AdmittedRequest[R, B]:
+        """Wait for a worker as those do that have lost theirs."""
+        with undone_on_error(partial(setattr, decision, "outcome", "dropped")):
+            admitted = await self.enter_again(request, placement_request, decision)
+        self._admission.note_admitted(placement_request.tenant, self.now() - decision.arrived_s)
+        return admitted
 
     async def _wait(self, queued: QueuedRequest, waiter: _Waiter[R, B]) -> None:
         """Return when it is decided. Deadline and timeout do not depend on a change of load."""

@@ -114,6 +114,8 @@ class GenerateRequest:
     service_class: ServiceClass = DEFAULT_CLASS
     explains: bool = False  # whether the first delta carries the routing decision
     traceparent: str = ""  # span that this is part of, as W3C writes it; "" = not traced
+    is_later_choice: bool = False  # whether its answer may have begun with another choice: then it waits for a worker
+    is_sibling: bool = False  # whether another choice has computed its prompt: it was admitted with that one
     adapter: str = ""  # LoRA adapter: only workers that serve it are used, and only its requests share blocks
 
 

@@ -159,5 +159,7 @@ def _generate_request(
         conversation_id="" if index else request.conversation_id,  # the conversation goes on with the first choice
         service_class=service_class,
         explains=request.options.explains and index == 0,
+        is_later_choice=index > 0,
+        is_sibling=sibling > 0,
         traceparent=request.options.traceparent,
     )

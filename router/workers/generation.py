@@ -188,7 +188,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         rest = msgspec.structs.replace(self._rest(attempt), can_hand_over=False)  # no third worker has more of the KV
         self._stop_copying()
         admitted = self._next = self._context.admission_queue.place_elsewhere(
-            self._request, rest, attempt.admitted, excluded={worker.worker_id, *excluded}
+            self._request, rest, attempt.admitted.decision, excluded={worker.worker_id, *excluded}
         )
         if admitted is None:
             return False
@@ -262,7 +262,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         context.check_open()
         if self._trace is not None:
             self._trace.entered(context.admission_queue.now())
-        admitted = await context.admission_queue.enter(request, context.placement_request(request, self._digests))
+        admitted = await self._enter()
         attempt = self._attempt = self._new_attempt(admitted)
         if self._trace is not None:
             self._trace.dispatched(admitted.decision, context.admission_queue.now())
@@ -271,6 +271,19 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         self._record_turn(self._digests)
         context.running.add(self)
         self._send(attempt)
+
+    async def _enter(self) -> AdmittedRequest[GenerateRequest, Booking]:
+        """Wait until it may run. A choice of an answer that may have begun does not fail for want of a worker."""
+        context, request = self._context, self._request
+        placement_request = msgspec.structs.replace(
+            context.placement_request(request, self._digests),
+            is_resumed=request.is_later_choice,
+            is_admitted=request.is_sibling,
+        )
+        try:
+            return await context.admission_queue.enter(request, placement_request)
+        except TimeoutError:
+            raise self._idle_error() from None
 
     def _new_attempt(self, admitted: AdmittedRequest[GenerateRequest, Booking]) -> Attempt:
         number, self._num_attempts = self._num_attempts, self._num_attempts + 1
@@ -367,8 +380,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         context = self._context
         placement_request = msgspec.structs.replace(self._rest(former), is_resumed=True, can_hand_over=can_hand_over)
         try:
-            async with asyncio.timeout(context.request_timeout_s):
-                return await context.admission_queue.enter_again(self._request, placement_request, former.admitted)
+            return await context.admission_queue.enter_again(self._request, placement_request, former.admitted.decision)
         except TimeoutError:
             raise self._idle_error() from None
 

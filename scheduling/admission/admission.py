@@ -205,6 +205,10 @@ class Admission:
         """Count a request that was refused at once."""
         self._stats.note_rejected(tenant, error)
 
+    def note_admitted(self, tenant: str, wait_s: float) -> None:
+        """Count a request that found no worker, and has got one by `place_again` after this wait."""
+        self._stats.note_admitted(tenant, wait_s)
+
     def timeout_error(self, queued: QueuedRequest, now: float) -> Overloaded:
         """The error for a request that waited longer than `request_timeout_s`."""
         return Overloaded(
@@ -283,6 +287,8 @@ class Admission:
                     if not is_fresh:
                         self._place_again(queued, order, held, now)
                 except ServingError as exc:
+                    if queued.request.is_resumed:
+                        continue  # it keeps its place until a worker is there
                     return self._drop(queued, exc)
                 if self._room.fits(queued.placement, order):
                     return self._dispatch(queued, now)

@@ -69,7 +69,7 @@ class Forecaster:
             start_s = max(terms.queue_s, self.start_s(placement, ahead, order))
         ttft_s = start_s + terms.fetch_s + terms.prefill_s
         forecast = Forecast(placement, work_of(placement, self._costs), waiting, start_s, ttft_s, slo_s, None)
-        error = self._refusals.refusal(tenant, forecast, policy.max_queue_share)
+        error = None if request.is_admitted else self._refusals.refusal(tenant, forecast, policy.max_queue_share)
         return forecast if error is None else forecast._replace(error=error)
 
     def remaining_s(self, queued: QueuedRequest, now: float) -> float:

@@ -29,6 +29,11 @@ async def test_headers_and_body_reach_the_backend(tokenizer: Tokenizer) -> None:
     first, sibling, plain = backend.requests
     assert (first.service_class, first.explains) == (ServiceClass("search", -3, 0.2505), True)
     assert (sibling.service_class, sibling.explains) == (ServiceClass("search", -3, math.inf), False)
+    assert [(one.is_later_choice, one.is_sibling) for one in backend.requests] == [
+        (False, False),
+        (True, True),
+        (False, False),
+    ]
     assert (plain.service_class, plain.explains) == (ServiceClass("default", 0, None), False)
 
 
@@ -129,3 +134,10 @@ async def test_routes_explain_and_show_decisions(tokenizer: Tokenizer) -> None:
         assert backend.max_open == 0, "nothing was generated"
         for bad in ({}, {"messages": []}, {"prompt": 3}, []):
             assert (await client.post(EXPLAIN, json=bad)).status_code == 400
+
+
+async def test_other_prompts_wait_for_workers_and_are_not_siblings(tokenizer: Tokenizer) -> None:
+    backend = FakeBackend(tokenizer)
+    async with closing(backend) as client:
+        await client.post(COMPLETIONS, json={"prompt": ["a", "b"]})
+    assert [(one.is_later_choice, one.is_sibling) for one in backend.requests] == [(False, False), (True, False)]

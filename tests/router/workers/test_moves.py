@@ -14,6 +14,7 @@ from tandem.protocol.digest import CacheScope, block_digests, root_digest
 from tandem.protocol.errors import (
     InternalError,
     NoWorker,
+    Overloaded,
     PoisonedRequest,
     RequestError,
     ServingError,
@@ -35,7 +36,7 @@ from tandem.protocol.messages import (
     Role,
     SequenceDelta,
 )
-from tandem.router.backend import TokenDelta
+from tandem.router.backend import GenerateRequest, TokenDelta
 from tandem.router.poisoned_requests import MAX_DEATHS, MAX_REMEMBERED, REFUSED_S, PoisonedRequests
 from tests.support.builders import NAMESPACE
 from tests.support.fake_worker import (
@@ -195,6 +196,103 @@ async def test_a_client_that_leaves_as_a_worker_comes_back_holds_up_nobody() -> 
         second = await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
         assert tokens(await staying) == [100, 101, 102, 103]
         assert part(second, Generate).request_id == "staying/1"
+        cluster.assert_nothing_left()
+
+
+def later_choice(*, is_sibling: bool = True) -> GenerateRequest:
+    """A choice of an answer whose first choice has given a token."""
+    return replace(make_request(request_id="r0-1"), is_later_choice=True, is_sibling=is_sibling)
+
+
+async def until_it_waits(cluster: FakeCluster) -> None:
+    async with asyncio.timeout(10):
+        while [one["outcome"] for one in await cluster.flow.decisions()] != ["waiting"]:  # noqa: ASYNC110 - the queue has no event for it
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("is_sibling", [True, False])
+async def test_a_further_choice_of_an_answer_that_has_begun_waits_for_a_worker(is_sibling: bool) -> None:
+    async with fake_cluster() as cluster:
+        waiting = asyncio.create_task(collect(cluster, later_choice(is_sibling=is_sibling)))
+        await until_it_waits(cluster)
+        with pytest.raises(NoWorker):  # nobody has seen anything of this one
+            await collect(cluster, make_request(request_id="new"))
+        worker = await cluster.add(FakeWorker("d", Role.DECODE, remaining_tokens))
+        assert tokens(await waiting) == [100, 101, 102, 103]
+        assert part(worker, Generate).request_id == "r0-1"
+        outcomes = {one["request_id"]: one["outcome"] for one in await cluster.flow.decisions()}
+        assert outcomes == {"r0-1": "dispatched", "new": "rejected"}
+        assert cluster.flow.admission.stats["default"].num_admitted == 1
+        assert cluster.flow.admission.stats["default"].rejected == {"no_worker": 1}
+        cluster.assert_nothing_left()
+
+
+async def test_it_goes_to_a_prefill_worker_while_none_decodes() -> None:
+    def alone(worker: FakeWorker, message: Message) -> None:
+        if isinstance(message, Generate):
+            remaining_tokens(worker, message)
+
+    async with fake_cluster(prefill=alone) as cluster:
+        assert tokens(await collect(cluster, later_choice())) == [100, 101, 102, 103]
+        cluster.assert_nothing_left()
+
+
+async def test_it_keeps_its_place_in_the_queue_when_the_workers_die() -> None:
+    async with fake_cluster(decode=silent, local_prefill=True) as cluster:
+        long = make_request(request_id="long", num_prompt_tokens=2000, scope="x")
+        running = asyncio.create_task(collect(cluster, long))
+        await eventually(lambda: cluster.registry.num_bookings == 1)
+        further = replace(make_request(num_prompt_tokens=2000), is_later_choice=True)
+        waiting = asyncio.create_task(collect(cluster, further))
+        await eventually(lambda: len(cluster.flow.admission) == 1)
+        running.cancel()
+        cluster.client.mark_dead("d", "exit code -9")
+        await eventually(lambda: cluster.registry.num_bookings == 0)
+        assert len(cluster.flow.admission) == 1
+        await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
+        assert tokens(await waiting) == [100, 101, 102, 103]
+        cluster.assert_nothing_left()
+        cluster.flow.admission.check_integrity()
+
+
+async def test_it_waits_no_longer_than_a_request_may_be_silent() -> None:
+    async with fake_cluster(config=RouterConfig(request_timeout_s=0.2)) as cluster:
+        with pytest.raises(WorkerTimeout, match=r"request_timeout_s=0\.2"):
+            await collect(cluster, later_choice())
+        (decision,) = await cluster.flow.decisions()
+        assert decision["outcome"] == "dropped"
+        cluster.assert_nothing_left()
+
+
+@pytest.mark.parametrize("how", ["leaves", "shutdown"])
+async def test_while_it_waits_it_can_be_ended(how: str) -> None:
+    async with fake_cluster() as cluster:
+        waiting = asyncio.create_task(collect(cluster, later_choice()))
+        await until_it_waits(cluster)
+        if how == "leaves":
+            waiting.cancel()
+        else:
+            cluster.flow.shut_down()
+        with pytest.raises((asyncio.CancelledError, NoWorker)):
+            await waiting
+        late = await cluster.add(FakeWorker("d", Role.DECODE, remaining_tokens))
+        assert late.of_type(Generate) == []
+        cluster.assert_nothing_left()
+
+
+async def test_a_full_queue_refuses_no_choice_that_shares_a_prompt_which_was_admitted() -> None:
+    config = RouterConfig(max_queued_prompt_tokens=100)
+    async with fake_cluster(decode=silent, local_prefill=True, config=config) as cluster:
+        running = asyncio.create_task(collect(cluster, make_request(request_id="full", num_prompt_tokens=100)))
+        await eventually(lambda: cluster.registry.num_bookings == 1)
+        for refused in (make_request(request_id="new"), later_choice(is_sibling=False)):
+            with pytest.raises(Overloaded, match="max_queued_prompt_tokens"):
+                await collect(cluster, refused)
+        sibling = asyncio.create_task(collect(cluster, later_choice()))
+        await eventually(lambda: cluster.registry.num_bookings == 2)
+        sibling.cancel()
+        running.cancel()
+        await asyncio.gather(sibling, running, return_exceptions=True)
         cluster.assert_nothing_left()
 
 
