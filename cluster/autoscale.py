@@ -40,6 +40,7 @@ def policy_of(config: ClusterConfig) -> AutoscalerPolicy:
     acts = {"flip"} | ({"add"} if config.max_workers else set()) | ({"remove"} if config.min_workers else set())
     return replace(
         DEFAULT_POLICY,
+        interval_s=config.autoscale_interval_s,
         acts=frozenset(acts),
         min_workers=config.min_workers or DEFAULT_POLICY.min_workers,
         max_workers=config.max_workers or DEFAULT_POLICY.max_workers,

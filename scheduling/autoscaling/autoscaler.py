@@ -53,7 +53,7 @@ def _weigh(outlook: Outlook, hold: Prediction, state: AutoscalerState) -> tuple[
     is_on_target = hold.attainment >= policy.target and hold.least >= policy.target
     remove = _best_removal(outlook.removes(), policy) if is_on_target else None
     is_spare = remove is not None
-    state = note_spare(state, outlook.now, is_spare=is_spare, contrary_weight=policy.contrary_weight)
+    state = note_spare(state, outlook.now, policy, is_spare=is_spare)
     if remove is not None:
         return _settle(remove, None, hold, told, state, outlook)
     if is_on_target:

@@ -11,10 +11,13 @@ from tandem.protocol.messages import Role
 from tandem.scheduling.autoscaling.moves import Move, Reason, ScalingDecision
 from tandem.scheduling.autoscaling.observation import Observation, by_server
 from tandem.scheduling.autoscaling.outlook import Outlook
+from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tandem.scheduling.autoscaling.prediction import Prediction
 from tandem.scheduling.autoscaling.traffic import Traffic
 
 __all__ = ["AutoscalerState", "InFlight", "Pause", "calm", "follow", "forget_spare", "is_in_flight", "note_spare"]
+
+MAX_LOOK_INTERVALS = 3.0  # decision intervals that one look counts for at most: the router may have been stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +95,11 @@ def calm(state: AutoscalerState) -> AutoscalerState:
     return replace(state, wanted=None, num_wanted=0)
 
 
-def note_spare(state: AutoscalerState, now: float, *, is_spare: bool, contrary_weight: float) -> AutoscalerState:
-    """Count the time since the last look for a spare worker, or against one."""
+def note_spare(state: AutoscalerState, now: float, policy: AutoscalerPolicy, *, is_spare: bool) -> AutoscalerState:
+    """Count the time since the last look for a spare worker, or against one, but no gap in which nobody looked."""
     past_s = 0.0 if state.spare_seen_s is None else now - state.spare_seen_s
-    spare_s = state.spare_s + past_s if is_spare else max(state.spare_s - contrary_weight * past_s, 0.0)
+    past_s = min(past_s, MAX_LOOK_INTERVALS * policy.interval_s)
+    spare_s = state.spare_s + past_s if is_spare else max(state.spare_s - policy.contrary_weight * past_s, 0.0)
     return replace(state, spare_s=spare_s, spare_seen_s=now)
 
 

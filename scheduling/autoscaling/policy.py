@@ -13,6 +13,7 @@ __all__ = ["DEFAULT_POLICY", "AutoscalerPolicy"]
 class AutoscalerPolicy:
     """When the autoscaler acts, and within which bounds."""
 
+    interval_s: float = 2.0  # between two decisions
     min_workers: int = 2
     max_workers: int = 2**31
     acts: frozenset[str] = frozenset({"flip"})  # of "flip", "add", "remove"; the others are only advised

@@ -418,6 +418,24 @@ class TestFailuresOfOthers:
             world.tick(0.2)
         assert bool(world.moves) == leaves
 
+    @pytest.mark.parametrize("is_spare_after", [True, False])
+    def test_the_time_for_which_the_router_was_stopped_says_nothing_of_spare_workers(
+        self, is_spare_after: bool
+    ) -> None:
+        policy = replace(ALL, remove_after_s=60.0, acts=frozenset({"remove"}))
+        world = World(2, 2, policy)
+        world.tick(0.2, num_ticks=25)
+        before_s = world.state.spare_s
+        assert 24 < before_s < 54
+        world.now += 3600.0
+        world.backlog = Backlog(0 if is_spare_after else 50_000)
+        world.tick(0.0)
+        assert abs(world.state.spare_s - before_s) <= policy.contrary_weight * 3 * policy.interval_s
+        assert not world.moves
+        world.backlog = Backlog(0)
+        world.tick(0.0, num_ticks=60)
+        assert world.moves, "it is removed once it was seen to be spare for that long"
+
     def test_a_worker_that_cannot_be_placed_is_given_up_and_blocks_nothing(self) -> None:
         world = World(2, 2, ALL)
         world.can_place = False
