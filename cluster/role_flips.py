@@ -47,9 +47,14 @@ class RoleFlips:
         if member is None:
             raise WorkerNotFound(f"There is no worker '{worker[:100]}'; there are: {', '.join(self._members)}.")
         self._check(member, role)
-        async with member.flip_lock:
-            record = self._record(member, role, "an operator asked for it")
-            left = await self._play(member, role, record)
+        member.flips_to = role
+        try:
+            async with member.flip_lock:
+                record = self._record(member, role, "an operator asked for it")
+                left = await self._play(member, role, record)
+        finally:
+            if member.flips_to is role:
+                member.flips_to = None
         if left is None:
             raise WorkerError(f"{worker} did not flip to {role}: {record['failed']}")
         self._background.start(f"the drain of {worker}", lambda: self._drain(member, left, record))
@@ -91,12 +96,16 @@ class RoleFlips:
             raise RoleRefused(f"{name} is a {role} worker already.")
         if member.fixed_role:
             raise RoleRefused(f"{name} keeps its role: {member.fixed_role}.")
-        decoders = [one for one in self._members.values() if one.role is Role.DECODE and one.is_up.is_set()]
-        if decoders == [member]:
+        if any(self._stays_in(member.role, one) for one in self._members.values() if one is not member):
+            return
+        if member.role is Role.DECODE:
             raise RoleRefused(f"{name} is the only decode worker, so nothing could answer: flip another one first.")
-        prefillers = [one for one in self._members.values() if one.role is Role.PREFILL and one.is_up.is_set()]
-        if prefillers == [member] and not member.can_cover:
+        if not member.can_cover:
             raise RoleRefused(f"{name} is the only prefill worker, and no other one computes prompts: it stays.")
+
+    def _stays_in(self, role: Role, member: Member) -> bool:
+        """Whether a worker serves in this role, and neither leaves nor is about to play another one."""
+        return member.role is member.role_to_be is role and member.is_up.is_set() and not member.departs
 
     def _record(self, member: Member, role: Role, reason: str) -> dict[str, object]:
         record: dict[str, object] = {

@@ -24,8 +24,15 @@ class FakeMember:
         self.flip_lock = asyncio.Lock()
         self.is_up = asyncio.Event()
         self.is_up.set()
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+    @property
+    def role_to_be(self) -> Role:
+        return self.flips_to or self.role
 
     async def play(self, role: Role, _: str) -> Requests:
+        await self.answers.wait()
         self.role = role
         return frozenset()
 
@@ -55,6 +62,26 @@ async def test_the_last_worker_of_a_pool_stays_where_none_serves_alone() -> None
 
 async def test_the_last_prefill_worker_flips_where_others_serve_alone() -> None:
     assert (await flips_of(*halves(1, 1)).set_role("w0", Role.DECODE))["to"] is Role.DECODE
+
+
+async def test_the_last_decode_worker_stays_while_another_one_leaves_or_flips() -> None:
+    leaving, staying = halves(0, 2)
+    flips = flips_of(leaving, staying, FakeMember("p", Role.PREFILL))
+    leaving.departs = "restart"
+    with pytest.raises(RoleRefused, match="w1 is the only decode worker"):
+        await flips.set_role("w1", Role.PREFILL)
+    leaving.departs = ""
+    leaving.answers.clear()  # its process stands still
+    flipping = asyncio.create_task(flips.set_role("w0", Role.PREFILL))
+    await asyncio.sleep(0)
+    assert leaving.role_to_be is Role.PREFILL, "the supervisor must not count it among those that decode"
+    with pytest.raises(RoleRefused, match="w1 is the only decode worker"):
+        await flips.set_role("w1", Role.PREFILL)
+    leaving.answers.set()
+    await flipping
+    assert (leaving.role, leaving.flips_to, staying.role) == (Role.PREFILL, None, Role.DECODE)
+    await flips.set_role("p", Role.DECODE)
+    await flips.set_role("w1", Role.PREFILL)
 
 
 async def test_a_worker_whose_role_is_fixed_is_never_flipped() -> None:
