@@ -53,6 +53,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""  # LoRA adapter; "" = none
     can_hand_over: bool = True  # whether one worker may compute the prompt and another one decode
     generates: bool = True  # whether it decodes at all
+    may_cover: bool = False  # whether a prefill worker does all of it while no worker decodes
     is_resumed: bool = False  # whether its answer has begun: it waits for a worker, and a prefill worker will do
     is_admitted: bool = False  # whether its answer was admitted before: it may wait, but is not refused
 

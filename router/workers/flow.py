@@ -152,7 +152,8 @@ class RequestFlow:
         """What would be decided for this request now, as JSON; nothing is sent or booked. Raises `NoWorker`."""
         context = self._context
         digests = await context.hasher.digests(request.token_ids, request.cache_scope, request.adapter)
-        return context.admission_queue.explain(context.placement_request(request, digests))
+        placement_request = context.placement_request(request, digests)
+        return context.admission_queue.explain(msgspec.structs.replace(placement_request, may_cover=True))
 
     async def decisions(self) -> list[dict[str, Any]]:
         """The latest decisions, newest first, as JSON."""

@@ -277,6 +277,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         context, request = self._context, self._request
         placement_request = msgspec.structs.replace(
             context.placement_request(request, self._digests),
+            may_cover=True,
             is_resumed=request.is_later_choice,
             is_admitted=request.is_sibling,
         )

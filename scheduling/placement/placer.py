@@ -60,14 +60,15 @@ class Placer:
         `held`: by worker, what waits in the router for it and goes before this request. `order`: the prompt's place
         among those at a worker; it overtakes those of a later order.
         The digests are those of the workers that remain, which must all hash alike.
-        Where no worker decodes, a resumed request goes to a prefill worker: its client is in the midst of an answer.
+        Where no worker decodes, a request that `may_cover` goes to a prefill worker. So does a resumed one
+        where none that decodes can take it: its client is in the midst of an answer.
         Raises `NoWorker` with the reasons when no worker can take the request.
         """
         table = self._workers.table
         is_usable, skipped = self._usable(table, request, excluded)
         decoders = is_usable & table.can_decode
         can_hand_over = request.can_hand_over
-        if request.is_resumed and not np.count_nonzero(decoders):
+        if not np.count_nonzero(decoders) and (request.is_resumed or (request.may_cover and not self.can_place)):
             decoders, can_hand_over = is_usable, False
         if not np.count_nonzero(decoders):
             raise NoWorker(self._explain_no_worker(request, int(np.count_nonzero(is_usable)), skipped))

@@ -146,6 +146,7 @@ async def test_without_moves_the_death_of_a_worker_ends_all_its_streams_at_once(
         assert all(isinstance(result, WorkerError) for result in results)
         assert not cluster.flow.ready
         cluster.assert_nothing_left()
+        cluster.client.mark_dead("p", "exit code -9")
         with pytest.raises(NoWorker):
             await collect(cluster, make_request())
 

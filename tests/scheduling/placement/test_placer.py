@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -547,3 +548,17 @@ def test_reasons_are_counted_as_in_a_loop_over_workers(seed: int) -> None:
             told = re.findall(r"(\d+) (draining|not for this tenant|without the adapter|too small)", str(error))
             skipped = {reason: int(count) for count, reason in told}
         assert skipped == counts
+
+
+def test_a_prefill_worker_does_all_of_a_request_only_while_no_worker_decodes() -> None:
+    pool = Pool()
+    pool.add("p", Role.PREFILL)
+    request = msgspec.structs.replace(make_request(64), may_cover=True)
+    assert chosen(pool.placer.place(request, 0.0)) == ("p", "p")
+    with pytest.raises(NoWorker, match="1 prefill only"):
+        pool.placer.place(make_request(64), 0.0)
+    pool.add("small", Role.DECODE, num_blocks=4)
+    with pytest.raises(NoWorker, match="1 too small, 1 prefill only"):
+        pool.placer.place(request, 0.0)
+    pool.registry.set_state("small", WorkerState.DRAINING, "test")
+    assert chosen(pool.placer.place(request, 0.0)) == ("p", "p")
