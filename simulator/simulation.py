@@ -361,6 +361,7 @@ class _Simulation:
         """The answer is complete."""
         self._open.pop(job).booking.release()
         self._lengths.note("", job.num_output_tokens)
+        self._fleet.registry.demand.note_answer(job.num_output_tokens)
         if self._scaling is not None:
             self._jobs_done.append(job)
 

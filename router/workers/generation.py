@@ -433,7 +433,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
             self._trace.tokens(len(delta.token_ids), delta.num_cached_tokens, delta.finish_reason, now)
         if delta.finish_reason is not None:
             self._has_ended = True
-            self._context.admission.lengths.note(self._request.service_class.tenant, attempt.num_tokens)
+            self._context.admission.note_answer(self._request.service_class.tenant, attempt.num_tokens)
         return delta
 
     def _note_error(self, error: BaseException) -> None:

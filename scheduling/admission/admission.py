@@ -91,6 +91,11 @@ class Admission:
     def __len__(self) -> int:
         return len(self._queue)
 
+    def note_answer(self, tenant: str, num_output_tokens: int) -> None:
+        """An answer has ended by itself: learn from its length."""
+        self.lengths.note(tenant, num_output_tokens)
+        self._demand.note_answer(num_output_tokens)
+
     @property
     def stats(self) -> dict[str, TenantStats]:
         """What became of requests, by the tenants' labels."""

@@ -32,6 +32,8 @@ class Demand:
     prompt_squares: float = 0.0  # sum of the squares of prompts' lengths
     itl_slo_s: float = 0.0
     buckets: tuple[Bucket, ...] = (Bucket(),) * NUM_BUCKETS
+    num_answers: float = 0.0
+    output_tokens: float = 0.0
 
 
 class DemandMeter:
@@ -40,6 +42,7 @@ class DemandMeter:
     def __init__(self) -> None:
         self._num_requests = self._cached_tokens = self._prompt_tokens = self._prompt_squares = 0
         self._itl_slo_s = 0.0
+        self._num_answers = self._output_tokens = 0
         self._buckets = [Bucket()] * NUM_BUCKETS
         self.num_waiting_tokens = 0  # prompt tokens that wait in the router, and so are booked on no worker
 
@@ -58,6 +61,11 @@ class DemandMeter:
         num, tokens, slo_s = self._buckets[idx]
         self._buckets[idx] = Bucket(num + 1, tokens + num_new, slo_s + ttft_slo_s)
 
+    def note_answer(self, num_output_tokens: int) -> None:
+        """An answer has ended by itself."""
+        self._num_answers += 1
+        self._output_tokens += num_output_tokens
+
     @property
     def total(self) -> Demand:
         """All requests so far."""
@@ -68,4 +76,6 @@ class DemandMeter:
             self._prompt_squares,
             self._itl_slo_s,
             tuple(self._buckets),
+            self._num_answers,
+            self._output_tokens,
         )

@@ -45,7 +45,7 @@ class Outlook:
             traffic=traffic,
             capacity=observation.capacity,
             backlog=observation.backlog,
-            output_tokens=observation.expected_output_tokens,
+            output_tokens=traffic.output_tokens or observation.expected_output_tokens,
             horizon_s=_SOON_S + _STARTS * policy.start_s,
             start_s=policy.start_s,
         )

@@ -180,7 +180,7 @@ class _Model:
         return cls(
             classes=classes,
             mean_s=mean_s,
-            variation=square / mean_s**2 - 1 if mean_s > 0 else 0.0,
+            variation=square / mean_s**2 - 1 if mean_s**2 > 0 else 0.0,
             capacity=capacity,
             output_tokens=max(sizing.output_tokens, 1.0),
             kv_tokens=max(length, 1.0),

@@ -19,7 +19,7 @@ DAY_S = 86_400.0
 NUM_SEASONS = 48  # half hours
 # Time constants of smoothing.
 LEVELS_S = (480.0, 120.0, 30.0)
-TREND_S, MIX_S = 120.0, 300.0
+TREND_S, MIX_S, ANSWERS_S = 120.0, 300.0, 60.0
 TREND_REACH_S = 60.0  # a trend goes on for about this long
 MAX_GROWTH = 3.0  # forecast / present level
 MAX_SEASON = 4.0
@@ -46,6 +46,8 @@ class Traffic:
     prompt_squares: float = 0.0
     itl_slo_s: float = 0.0
     num_seen: float = 0.0
+    output_tokens: float = 0.0  # of recent answers; 0 = none has ended
+    num_answered: float = 0.0
 
     @property
     def hit_ratio(self) -> float:
@@ -70,6 +72,8 @@ class Traffic:
         state = self._with_rate(num / elapsed_s, elapsed_s, now)
         if num > 0:
             state = state._with_mix(total, num, elapsed_s)
+        if total.num_answers > self.total.num_answers:
+            state = state._with_answers(total, elapsed_s)
         return replace(state, at_s=now, total=total)
 
     def _plain_rate(self, ahead_s: float) -> float:
@@ -130,6 +134,14 @@ class Traffic:
             itl_slo_s=mean(old.itl_slo_s, total.itl_slo_s, before.itl_slo_s),
             num_seen=num_seen,
         )
+
+    def _with_answers(self, total: Demand, elapsed_s: float) -> Traffic:
+        """The mean of a minute: the last answers of a burst are its longest, and a mean of few would be theirs."""
+        num = total.num_answers - self.total.num_answers
+        mean = (total.output_tokens - self.total.output_tokens) / num
+        num_answered = self.num_answered * math.exp(-elapsed_s / ANSWERS_S) + num
+        output_tokens = self.output_tokens + num / num_answered * (mean - self.output_tokens)
+        return replace(self, output_tokens=output_tokens, num_answered=num_answered)
 
     def _learned_season(
         self, rate: float, day_level: float, elapsed_s: float, now: float

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tandem.protocol.errors import ConfigError
@@ -503,6 +503,7 @@ class TestProperties:
         outputs=st.floats(0, 5000),
         costs=st.tuples(*[st.floats(0, 10)] * 5),
     )
+    @example(num_prefill=0, num_decode=2, loads=[(1.0, 1, 0, 0)], outputs=0.0, costs=(0.0, 0.0, 1e-200, 0.0, 0.0))
     def test_never_nan_never_beyond_its_bounds_and_never_without_a_worker_that_answers(
         self,
         num_prefill: int,
@@ -572,6 +573,15 @@ class TestTraffic:
                 meter.note(100, 0, None, None)
             traffic = traffic.updated(meter.total, now)
         assert traffic.rate(now, 0.2 * DAY_S) > 2.5 * traffic.rate(now, 0.0)
+
+    def test_the_last_and_longest_answers_of_a_burst_are_not_taken_for_all(self) -> None:
+        meter, traffic = DemandMeter(), Traffic()
+        for tick in range(15):
+            meter.note(100, 0, None, None)
+            for _ in range(20 if tick < 5 else 1):
+                meter.note_answer(10 if tick < 5 else 300)
+            traffic = traffic.updated(meter.total, 2.0 * tick)
+        assert 20 < traffic.output_tokens < 90
 
     @settings(max_examples=50, deadline=None)
     @given(counts=st.lists(st.integers(0, 200), max_size=50), ahead=st.floats(0, 1e6))

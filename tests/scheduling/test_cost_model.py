@@ -227,7 +227,7 @@ def test_stalls_while_one_answer_runs_do_not_change_what_more_answers_are_believ
     assert model.costs.step_s(8.0, 5000.0) == pytest.approx(TRUTH.step_s(8.0, 5000.0), rel=0.35)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_noisy_machine_does_not_change_how_costs_relate(seed: int) -> None:
     """For minutes one answer runs at a time, beside other work that comes and goes: its steps tell only a sum."""
     rng, model, slowness = random.Random(seed), StepModel(CPU_PRIOR), 0.0
@@ -245,7 +245,7 @@ def test_a_noisy_machine_does_not_change_how_costs_relate(seed: int) -> None:
         observe(1.0, seqs=seqs, kv=seqs * rng.randint(600, 648))
         if number % 7 == 0:
             observe(1.0, new=600, seqs=seqs, kv=620 * seqs)
-    for number in range(8000):
+    for number in range(4000):
         slowness = 0.98 * slowness + rng.gauss(0, 0.09)
         observe(math.exp(slowness), seqs=1, kv=600 + number % 48)
         if number % 48 == 0:

@@ -489,7 +489,7 @@ class LocalReservation:
         """The answer is complete."""
         assert self._queue is not None, "it has been placed"
         self._booked.ended(num_prompt_tokens, num_output_tokens)
-        self._queue.admission.lengths.note(self._placement_request.tenant, num_output_tokens)
+        self._queue.admission.note_answer(self._placement_request.tenant, num_output_tokens)
 
     def release(self) -> None:
         """Give everything back. Later calls change nothing."""
