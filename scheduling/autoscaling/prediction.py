@@ -312,5 +312,5 @@ def _beyond(limit: float, mean: float, variance: float) -> tuple[float, float]:
         return float(mean > limit), max(mean - limit, 0.0)
     deviation = (limit - mean) / std
     share = 0.5 * math.erfc(deviation / math.sqrt(2))
-    excess = std * math.exp(-(deviation**2) / 2) / math.sqrt(2 * math.pi) - (limit - mean) * share
+    excess = std * math.exp(-deviation * deviation / 2) / math.sqrt(2 * math.pi) - (limit - mean) * share
     return share, max(excess, 0.0)

@@ -15,6 +15,7 @@ from tandem.scheduling.autoscaling.prediction import (
     Pools,
     Prediction,
     Sizing,
+    _at_most,
     _beyond,
     predict,
 )
@@ -68,3 +69,10 @@ def test_without_variance_a_limit_is_exceeded_or_not() -> None:
     assert _beyond(10.0, 8.0, 0.0) == (0.0, 0.0)
     assert _beyond(10.0, 12.0, 0.0) == (1.0, 2.0)
     assert _beyond(10.0, 1.0, 1e-12) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("mean", [1e-200, 1e-300, 1e-320])
+def test_next_to_nothing_is_nothing(mean: float) -> None:
+    """As the last answer's trace in the model is after minutes without traffic."""
+    assert _beyond(10.0, mean, mean) == (0.0, 0.0)
+    assert _at_most(2.0, mean, 1.0) == pytest.approx(1.0)
