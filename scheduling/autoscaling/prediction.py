@@ -215,7 +215,7 @@ class _Model:
         self.lost_s -= refill_s
         self.queued_s = max(before_s + (load - 1) * num * duration_s + refill_s, 0.0)
         done_s = before_s + load * num * duration_s - self.queued_s
-        num_first = done_s / duration_s / self.mean_s if self.mean_s > 0 else 0.0
+        num_first = max(done_s, 0.0) / duration_s / self.mean_s if self.mean_s > 0 else 0.0
         return num_first, (before_s + self.queued_s) / 2 / num
 
     def _ttft(self, queue: Queue, wait_s: float) -> tuple[float, float]:

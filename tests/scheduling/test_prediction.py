@@ -76,3 +76,39 @@ def test_next_to_nothing_is_nothing(mean: float) -> None:
     """As the last answer's trace in the model is after minutes without traffic."""
     assert _beyond(10.0, mean, mean) == (0.0, 0.0)
     assert _at_most(2.0, mean, 1.0) == pytest.approx(1.0)
+
+
+def magnitude(rng: random.Random, low: float, high: float) -> float:
+    return 0.0 if rng.random() < 0.1 else 10 ** rng.uniform(low, high)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_figure_is_a_number_for_any_traffic_costs_and_pools(seed: int) -> None:
+    rng, meter, traffic, now = random.Random(seed), DemandMeter(), Traffic(), 0.0
+    for _ in range(20):
+        now += rng.choice([0.1, 2.0, 60.0, 3600.0])
+        for _ in range(rng.choice([0, 0, 1, 3, 50])):
+            slos = magnitude(rng, -3, 3), magnitude(rng, -3, 1) or None
+            meter.note(rng.randint(1, 10 ** rng.randint(1, 6)), 0, *slos)
+        for _ in range(rng.choice([0, 1, 5])):
+            meter.note_answer(rng.randint(0, 10 ** rng.randint(0, 5)))
+        traffic = traffic.updated(meter.total, now)
+    for _ in range(10):
+        costs = StepCosts(*(magnitude(rng, -12, 2) for _ in range(5)))
+        num_seats = rng.choice([0, 1, 64, 10**5])
+        sizing = Sizing(
+            traffic=traffic,
+            capacity=Capacity(costs, rng.randint(1, 10**5), rng.randint(1, 10**8), num_seats),
+            backlog=Backlog(magnitude(rng, 0, 9), magnitude(rng, -320, 5), magnitude(rng, 0, 6)),
+            output_tokens=magnitude(rng, -3, 6),
+            horizon_s=rng.uniform(1, 4000),
+            start_s=magnitude(rng, -1, 4),
+            demand_factor=rng.choice([0.0, 1.0, 1.25]),
+        )
+        pools, lost_s = Pools(rng.randint(0, 100), rng.randint(0, 100)), magnitude(rng, -3, 5)
+        later_s, extra_s = magnitude(rng, -1, 3), magnitude(rng, -3, 5)
+        found = predict(sizing, pools, now, later=Pools(3, 3), later_s=later_s, extra_s=extra_s, lost_s=lost_s)
+        assert 0 <= found.attainment <= 1 + 1e-9
+        assert all(map(math.isfinite, (found.score, found.least, found.itl_s, found.load, found.last_wait_s)))
+        assert found.prefill_wait_s >= 0
+        assert found.decode_wait_s >= 0
