@@ -126,10 +126,14 @@ async def test_one_stream_may_stand_still_as_long_as_others_get_on(fake_a: FakeS
         assert "it has stalled" in error_of(await still)["message"]
 
 
-@pytest.mark.parametrize("hung_at", [0, 1], ids=["nothing", "the role"])
-async def test_a_long_first_token_is_no_stall(fake_a: FakeServer, hung_at: int) -> None:
+@pytest.mark.parametrize(
+    ("hung_at", "stall_s"), [(0, 0.2), (1, 0.2), (5, 0.0)], ids=["nothing", "only the role", "the rule is off"]
+)
+async def test_a_long_first_token_is_no_stall_and_nothing_is_with_0(
+    fake_a: FakeServer, hung_at: int, stall_s: float
+) -> None:
     engine = script_on(fake_a, SCRIPT, hung_at=hung_at)
-    async with routing(spec_of(fake_a, "a"), engine_stall_s=0.2) as router:
+    async with routing(spec_of(fake_a, "a"), engine_stall_s=stall_s) as router:
         (answer,) = await begin(router, engine, CHAT_BODY)
         await probed(fake_a, 40)
         assert router.engine("a").num_stalls == 0
@@ -171,16 +175,6 @@ async def test_counters_that_grow_excuse_streams(fake_a: FakeServer) -> None:
         for number in range(30):
             fake_a.metrics = STANDING.replace("7", str(number))
             await probed(fake_a, 2)
-        assert router.engine("a").num_stalls == 0
-        engine.hung_at = None
-        assert_whole(await answer)
-
-
-async def test_it_is_off_with_0(fake_a: FakeServer) -> None:
-    engine = script_on(fake_a, SCRIPT, hung_at=5)
-    async with routing(spec_of(fake_a, "a"), engine_stall_s=0) as router:
-        (answer,) = await begin(router, engine, CHAT_BODY)
-        await probed(fake_a, 40)
         assert router.engine("a").num_stalls == 0
         engine.hung_at = None
         assert_whole(await answer)

@@ -168,6 +168,19 @@ async def test_they_wait_no_longer_than_a_request_may_be_silent() -> None:
         cluster.assert_nothing_left()
 
 
+async def check_its_end(cluster: FakeCluster, waiting: asyncio.Task[list[TokenDelta]], how: str) -> None:
+    """End a request that waits for a worker: a worker that comes later gets nothing of it."""
+    if how == "leaves":
+        waiting.cancel()
+    else:
+        cluster.flow.shut_down()
+    with pytest.raises((asyncio.CancelledError, NoWorker)):
+        await waiting
+    late = await cluster.add(FakeWorker("late", Role.DECODE, remaining_tokens))
+    assert late.of_type(Generate) == []
+    cluster.assert_nothing_left()
+
+
 @pytest.mark.parametrize("how", ["leaves", "shutdown"])
 async def test_a_request_that_waits_for_a_worker_can_be_ended(how: str) -> None:
     async with fake_cluster(decode=silent, local_prefill=True) as cluster:
@@ -175,15 +188,7 @@ async def test_a_request_that_waits_for_a_worker_can_be_ended(how: str) -> None:
         await eventually(lambda: bool(cluster.workers["d"].of_type(Generate)))
         cluster.client.mark_dead("d", "exit code -9")
         await eventually(lambda: cluster.flow.num_moves["worker_lost"] == 1)
-        if how == "leaves":
-            serving.cancel()
-        else:
-            cluster.flow.shut_down()
-        with pytest.raises((asyncio.CancelledError, NoWorker)):
-            await serving
-        late = await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
-        assert late.of_type(Generate) == []
-        cluster.assert_nothing_left()
+        await check_its_end(cluster, serving, how)
 
 
 async def test_a_client_that_leaves_as_a_worker_comes_back_holds_up_nobody() -> None:
@@ -270,15 +275,7 @@ async def test_while_it_waits_it_can_be_ended(how: str) -> None:
     async with fake_cluster() as cluster:
         waiting = asyncio.create_task(collect(cluster, later_choice()))
         await until_it_waits(cluster)
-        if how == "leaves":
-            waiting.cancel()
-        else:
-            cluster.flow.shut_down()
-        with pytest.raises((asyncio.CancelledError, NoWorker)):
-            await waiting
-        late = await cluster.add(FakeWorker("d", Role.DECODE, remaining_tokens))
-        assert late.of_type(Generate) == []
-        cluster.assert_nothing_left()
+        await check_its_end(cluster, waiting, how)
 
 
 async def test_a_full_queue_refuses_no_choice_that_shares_a_prompt_which_was_admitted() -> None:
