@@ -12,6 +12,8 @@ import pytest
 
 from tandem.protocol.messages import Role
 from tandem.router.workers import copy_ahead, generation, hot_spots
+from tandem.scheduling import cost_model
+from tandem.scheduling.cost_model import CPU_PRIOR, CostModel
 from tandem.scheduling.workers.hot_spots import HotSpotCause
 from tests.support.cluster_harness import BLOCK_SIZE, DEADLINE_S, Answer, Cluster, Oracle, running_cluster
 from tests.support.streams import Pulled
@@ -158,7 +160,10 @@ async def test_answers_go_to_a_worker_that_joins_and_stay_there(
     tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hot_spots, "_MIN_REMAINING_TOKENS", 1)
-    rng, num_tokens = random.Random(5), 400
+    # Steps cost what their sequences cost, in the router's eyes: whether a move pays is not up to this machine's pace.
+    monkeypatch.setattr(cost_model, "CPU_PRIOR", CPU_PRIOR._replace(base_s=0.0, decode_seq_s=0.01))
+    monkeypatch.setattr(CostModel, "learn", lambda *_: None)
+    rng, num_tokens = random.Random(5), 200
     async with running_cluster(tiny_model, {"d": Role.COLOCATED, "d2": Role.COLOCATED}) as cluster:
         address = cluster.worker("d2").address
         cluster.client.mark_dead("d2", "it joins later")

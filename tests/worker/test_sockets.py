@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Timer
+from types import UnionType
 
 import msgspec
 import pytest
@@ -52,11 +53,12 @@ class Side:
         self.heartbeats.start(lambda: self.beat)
         self.address = PeerAddress(worker_id, 1, self.sockets.endpoint, self.heartbeats.endpoint, self.keys.public)
 
-    def receive(self, count: int = 1) -> list[Message]:
+    def receive(self, count: int = 1, kind: type | UnionType = LeaseRequest | LeaseRefused) -> list[Message]:
+        """`count` messages of a kind: heartbeats come beside them from every peer that was spoken to."""
         messages: list[Message] = []
         deadline = time.monotonic() + DEADLINE_S
         while len(messages) < count and time.monotonic() < deadline:
-            messages += [message for _, message in self.sockets.receive(50)]
+            messages += [message for _, message in self.sockets.receive(50) if isinstance(message, kind)]
         return messages
 
     def receives_until(self, condition: Callable[[], bool]) -> list[Message]:
@@ -117,7 +119,7 @@ def test_messages_to_a_peer_come_in_order(pair: tuple[Side, Side]) -> None:
     a, b = pair
     for number in range(100):
         a.sockets.send_peer(b.address, lease_request(a.address, str(number)))
-    assert [m.request_id for m in b.receive(100) if isinstance(m, LeaseRequest)] == [str(n) for n in range(100)]
+    assert [message.request_id for message in b.receive(100)] == [str(n) for n in range(100)]
 
 
 def test_a_reply_reaches_whoever_asked(pair: tuple[Side, Side], call: Callable[..., Caller]) -> None:
@@ -173,7 +175,7 @@ def test_heartbeats_of_peers_are_heard_until_they_are_forgotten(pair: tuple[Side
     a, b = pair
     assert a.sockets.receive(50) == [], "nobody was connected to"
     a.sockets.send_peer(b.address, lease_request(a.address))
-    assert a.receive(2)[:2] == [b.beat] * 2
+    assert a.receive(2, Heartbeat)[:2] == [b.beat] * 2
     a.sockets.forget_peer(b.address)
     assert a.sockets.receive(200) == []
     a.sockets.forget_peer(b.address)  # twice is fine
@@ -291,7 +293,7 @@ def test_sockets_at_an_address_of_ipv6_work_alike() -> None:
         b.sockets.introduce(a.address)
         for sender, receiver in ((a, b), (b, a)):
             sender.sockets.send_peer(receiver.address, lease_request(sender.address))
-            assert lease_request(sender.address) in receiver.receive()
+            assert receiver.receive() == [lease_request(sender.address)]
     finally:
         a.close()
         b.close()
