@@ -20,7 +20,7 @@ import torch
 from benchmarks.common import arguments, console, ms, print_table, write_result
 from tandem.engine.attention.choice import choose_backend, make_backend, read_device
 from tandem.engine.attention.interface import AttentionBackend, LayerAttention
-from tandem.engine.attention_check import LAYER_IDX, Pages, Step, largest_error, make_step
+from tandem.engine.attention_check import LAYER_IDX, AttentionCall, Pages, largest_error, make_step
 from tandem.protocol.errors import ConfigError
 
 _PLAIN = LayerAttention(num_heads=8, scale=0.25, window=0, softcap=0.0, has_sinks=False)
@@ -127,7 +127,7 @@ def measure_speeds(
 
 
 @torch.inference_mode()
-def time_step(backend: AttentionBackend, layer: LayerAttention, step: Step, device: torch.device) -> float:
+def time_step(backend: AttentionBackend, layer: LayerAttention, step: AttentionCall, device: torch.device) -> float:
     """Seconds of one call, in the fastest of five series. On a GPU a series is launched before it is waited for."""
     out = torch.empty_like(step.query)
 

@@ -18,7 +18,7 @@ from tandem.router.http.server import http_server
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.keys.metrics import KeyCollector
 from tandem.router.openai.app import create_app
-from tandem.router.openai.readiness import Readiness, Ready
+from tandem.router.openai.readiness import ReadinessCheck, ReadinessProbe
 from tandem.router.processes.backend_service import BackendService
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.workers.flow import RequestFlow
@@ -44,7 +44,7 @@ async def serve_http(
     api_keys: ApiKeys,
     tenants: Tenants,
     tracing: Tracing | None = None,
-) -> AsyncIterator[tuple[HttpFrontend, Ready]]:
+) -> AsyncIterator[tuple[HttpFrontend, ReadinessCheck]]:
     """Serve HTTP while the block runs: here, or in edge processes if `router_processes` is more than 1."""
     metrics.register(KeyCollector(api_keys))
     if config.router.router_processes == 1:
@@ -56,7 +56,7 @@ async def serve_http(
             yield server, app.state.readiness
         return
     async with (
-        Readiness(flow, tokenizer.start_id or 0) as readiness,
+        ReadinessProbe(flow, tokenizer.start_id or 0) as readiness,
         edge_processes(
             BackendService(flow, readiness, lambda: generate_latest(metrics)),
             TextEdge(config.engine.model),

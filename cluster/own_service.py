@@ -27,7 +27,7 @@ from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 
 if TYPE_CHECKING:
-    from tandem.router.openai.readiness import Ready
+    from tandem.router.openai.readiness import ReadinessCheck
     from tandem.router.text.tokenizer import Tokenizer
 
 __all__ = ["OwnService"]
@@ -91,7 +91,9 @@ class OwnService:
         return self._flow.mean_output_tokens
 
     @contextlib.asynccontextmanager
-    async def serve_http(self, listener: socket.socket, api_keys: ApiKeys) -> AsyncIterator[tuple[HttpFrontend, Ready]]:
+    async def serve_http(
+        self, listener: socket.socket, api_keys: ApiKeys
+    ) -> AsyncIterator[tuple[HttpFrontend, ReadinessCheck]]:
         """As `Service.serve_http`. A token has been generated once it is ready."""
         assert self._http is not None, "it has been loaded"
         http, tokenizer = self._http

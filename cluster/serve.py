@@ -40,7 +40,7 @@ from tandem.runtime.signals import stop_events, wait_for_any
 from tandem.scheduling.admission.tenants import Tenants
 
 if TYPE_CHECKING:
-    from tandem.router.openai.readiness import Ready
+    from tandem.router.openai.readiness import ReadinessCheck
 
 __all__ = ["print_welcome", "serve"]
 
@@ -63,7 +63,7 @@ class Service(Protocol):
 
     def serve_http(
         self, listener: socket.socket, api_keys: ApiKeys
-    ) -> contextlib.AbstractAsyncContextManager[tuple[HttpFrontend, Ready]]:
+    ) -> contextlib.AbstractAsyncContextManager[tuple[HttpFrontend, ReadinessCheck]]:
         """Serve HTTP while the block runs."""
 
     def shut_down(self) -> None:
@@ -165,7 +165,9 @@ def _raise_failures(ends: Iterable[asyncio.Future[Any]]) -> None:
             end.result()
 
 
-async def _first_generation(frontend: HttpFrontend, readiness: Ready, ends: Iterable[asyncio.Future[Any]]) -> None:
+async def _first_generation(
+    frontend: HttpFrontend, readiness: ReadinessCheck, ends: Iterable[asyncio.Future[Any]]
+) -> None:
     """Wait until the readiness probe has generated a token and HTTP is served."""
     deadline = time.monotonic() + _READY_TIMEOUT_S
     while readiness.reason is not None or not frontend.is_serving:

@@ -22,7 +22,7 @@ from tandem.engine.kv_pool import paged_view
 from tandem.engine.loader import LoadedModel
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["LAYER_IDX", "Pages", "Step", "check_attention", "largest_error", "make_step"]
+__all__ = ["LAYER_IDX", "AttentionCall", "Pages", "check_attention", "largest_error", "make_step"]
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}  # relative, for each row
 LAYER_IDX, _NUM_LAYERS = 1, 2  # a pool of two layers, so that views of one have gaps
@@ -40,7 +40,7 @@ class Pages(NamedTuple):
     device: torch.device
 
 
-class Step(NamedTuple):
+class AttentionCall(NamedTuple):
     """Inputs of one call: query [T, H, D], key and value [T, KVH, D], and the context with its pool."""
 
     query: Tensor
@@ -106,7 +106,9 @@ def _step_error(
     return float(((out - expected).norm(dim=2) / expected.norm(dim=2).clamp_min(1e-20)).max())
 
 
-def make_step(pages: Pages, layer: LayerAttention, spans: list[tuple[int, int]], generator: torch.Generator) -> Step:
+def make_step(
+    pages: Pages, layer: LayerAttention, spans: list[tuple[int, int]], generator: torch.Generator
+) -> AttentionCall:
     """A step over `spans`: for each sequence the positions it computes, behind KV that the pool has already."""
     block_size, kv_shape = pages.block_size, (pages.num_kv_heads, pages.head_dim)
     num_blocks = [-(-end // block_size) for _, end in spans]
@@ -141,4 +143,4 @@ def make_step(pages: Pages, layer: LayerAttention, spans: list[tuple[int, int]],
         max_kv_len=max(end for _, end in spans),
     )
     query = draw(layer.num_heads, wide / (layer.scale * pages.head_dim**0.5))
-    return Step(query, draw(pages.num_kv_heads, 1.0), draw(pages.num_kv_heads, 1.0), context)
+    return AttentionCall(query, draw(pages.num_kv_heads, 1.0), draw(pages.num_kv_heads, 1.0), context)

@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import psutil
 
-__all__ = ["Answer", "ChaosRun", "Event", "chaos_client", "plan", "run_chaos", "sample_requests"]
+__all__ = ["Answer", "ChaosEvent", "ChaosRun", "chaos_client", "plan", "run_chaos", "sample_requests"]
 
 Json = dict[str, Any]
 
@@ -48,7 +48,7 @@ _WORDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class ChaosEvent:
     """Something that is done to the server. `drawn` in [0, 1) chooses its victim among those that are there then."""
 
     at_s: float
@@ -87,7 +87,7 @@ class ChaosRun:
         return failed + wrong + held
 
 
-def plan(seed: int, duration_s: float, *, has_edges: bool, has_disk: bool) -> list[Event]:
+def plan(seed: int, duration_s: float, *, has_edges: bool, has_disk: bool) -> list[ChaosEvent]:
     """The faults of a run, in order."""
     source = random.Random(seed)
     unfit = ([] if has_edges else ["kill router process"]) + ([] if has_disk else ["lose disk cache"])
@@ -95,7 +95,7 @@ def plan(seed: int, duration_s: float, *, has_edges: bool, has_disk: bool) -> li
     events, at_s = [], source.expovariate(1 / _MEAN_GAP_S)
     while at_s < duration_s:
         (kind,) = source.choices(list(kinds), list(kinds.values()))
-        events.append(Event(at_s, kind, source.random()))
+        events.append(ChaosEvent(at_s, kind, source.random()))
         at_s += source.expovariate(1 / _MEAN_GAP_S)
     return events
 
@@ -176,7 +176,7 @@ async def run_chaos(
     client: httpx.AsyncClient,
     server: psutil.Process,
     requests: Sequence[tuple[str, Json]],
-    events: Sequence[Event],
+    events: Sequence[ChaosEvent],
     *,
     duration_s: float,
     num_streams: int,
@@ -270,7 +270,7 @@ class _Breaker:
         """Whether a router process died just now: a client whose connection broke sends its request again."""
         return time.monotonic() - self._router_killed_s < _LOST_WITH_ROUTER_S
 
-    async def play(self, events: Sequence[Event]) -> None:
+    async def play(self, events: Sequence[ChaosEvent]) -> None:
         """Do all of them at their times."""
         began_s = time.monotonic()
         for event in events:
@@ -284,7 +284,7 @@ class _Breaker:
         """Undo what is undone after a while."""
         await asyncio.gather(*self._repairs)
 
-    async def _do(self, event: Event) -> str:
+    async def _do(self, event: ChaosEvent) -> str:
         """Do one; what it was, or "" if there was nothing to do it to."""
         match event.kind:
             case "lose disk cache":

@@ -13,7 +13,17 @@ import numpy.typing as npt
 from tandem.simulator.simulation import Gaps, Outcome
 from tandem.simulator.worker import Job
 
-__all__ = ["Slo", "Summary", "Timeline", "gap_distribution", "quantile", "summarize", "timeline", "tpot_s", "ttft_s"]
+__all__ = [
+    "MeasuredTimeline",
+    "Slo",
+    "Summary",
+    "gap_distribution",
+    "quantile",
+    "summarize",
+    "timeline",
+    "tpot_s",
+    "ttft_s",
+]
 
 Vector = npt.NDArray[np.float64]
 
@@ -64,7 +74,7 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class MeasuredTimeline:
     """A run in windows of equal length, by arrival of the requests. NaN where nothing arrived."""
 
     centre_s: Vector
@@ -120,7 +130,7 @@ def summarize(outcome: Outcome, slo: Slo) -> Summary:
     )
 
 
-def timeline(outcome: Outcome, slo: Slo, num_windows: int = NUM_WINDOWS) -> Timeline:
+def timeline(outcome: Outcome, slo: Slo, num_windows: int = NUM_WINDOWS) -> MeasuredTimeline:
     """The run in windows of time."""
     jobs = outcome.jobs
     width_s = max(jobs[-1].arrival_s, 1e-9) / num_windows
@@ -128,7 +138,7 @@ def timeline(outcome: Outcome, slo: Slo, num_windows: int = NUM_WINDOWS) -> Time
     for job in jobs:
         windows[min(int(job.arrival_s / width_s), num_windows - 1)].append(job)
     pool = _prefill_pool(outcome)
-    return Timeline(
+    return MeasuredTimeline(
         centre_s=(np.arange(num_windows, dtype=np.float64) + 0.5) * width_s,
         offered=np.array([len(window) / width_s for window in windows]),
         goodput=np.array([sum(slo.is_met(job) for job in window) / width_s for window in windows]),

@@ -21,7 +21,7 @@ from tandem.scheduling.request import CommonDigests, PlacementRequest
 from tandem.scheduling.workers.workers import RegisteredWorker, can_decode, can_prefill
 from tandem.simulator.fleet import SimulatedFleet
 
-__all__ = ["POLICIES", "Choice", "Policy", "RoutingRequest"]
+__all__ = ["POLICIES", "Policy", "RoutingChoice", "RoutingRequest"]
 
 Hits = Mapping[str, int]  # leading cached blocks, by worker id
 UNLIMITED_TOKENS = 1 << 60  # no policy refuses a request: all serve the same requests
@@ -37,7 +37,7 @@ class RoutingRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RoutingChoice:
     """The workers of a request; prefill and decode may be the same worker."""
 
     prefill: RegisteredWorker
@@ -59,7 +59,7 @@ class Policy(ABC):
         self.rng = rng
 
     @abstractmethod
-    def choose(self, request: RoutingRequest, now: float) -> Choice:
+    def choose(self, request: RoutingRequest, now: float) -> RoutingChoice:
         """The workers for this request."""
 
 
@@ -71,7 +71,7 @@ class Tandem(Policy):
         config = RouterConfig(max_queued_prompt_tokens=UNLIMITED_TOKENS)
         self._placer = Placer(fleet.registry, fleet.index, fleet.costs, config)
 
-    def choose(self, request: RoutingRequest, now: float) -> Choice:
+    def choose(self, request: RoutingRequest, now: float) -> RoutingChoice:
         """The product's decision."""
         placement_request = PlacementRequest(
             num_prompt_tokens=request.num_prompt_tokens,
@@ -79,13 +79,13 @@ class Tandem(Policy):
             digests=CommonDigests(request.digests),
         )
         best = self._placer.place(placement_request, now).best
-        return Choice(best.prefill, best.decode, best.num_cached_tokens, best)
+        return RoutingChoice(best.prefill, best.decode, best.num_cached_tokens, best)
 
 
 class _ByRole(Policy):
     """A policy that picks one worker of a pool: of the colocated, or of the prefill and then of the decode workers."""
 
-    def choose(self, request: RoutingRequest, now: float) -> Choice:
+    def choose(self, request: RoutingRequest, now: float) -> RoutingChoice:
         """One worker, or one of each role."""
         hits = self.fleet.index.longest_prefix(request.digests, now)
         prefillers = [worker for worker in self.fleet.registry if can_prefill(worker)]
@@ -93,7 +93,7 @@ class _ByRole(Policy):
         prefill = self.pick(prefillers or decoders, request, hits)
         decode = self.pick_decode(decoders, request, hits) if prefillers else prefill
         num_cached = hits.get(prefill.worker_id, 0) * prefill.card.block_size
-        return Choice(prefill, decode, min(num_cached, request.num_prompt_tokens - 1))
+        return RoutingChoice(prefill, decode, min(num_cached, request.num_prompt_tokens - 1))
 
     @abstractmethod
     def pick(self, workers: Sequence[RegisteredWorker], request: RoutingRequest, hits: Hits) -> RegisteredWorker:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tandem.loadtest.html_report import html_page, png_plots
-from tandem.simulator.measures import Slo, Summary, Timeline, gap_distribution, summarize, timeline, ttft_s
+from tandem.simulator.measures import MeasuredTimeline, Slo, Summary, gap_distribution, summarize, timeline, ttft_s
 from tandem.simulator.simulation import Outcome
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _draw_itl(axes: Axes, outcomes: Sequence[Outcome], slo: Slo) -> None:
     )  # fmt: skip
 
 
-def _draw_goodput(axes: Axes, outcomes: Sequence[Outcome], timelines: Sequence[Timeline]) -> None:
+def _draw_goodput(axes: Axes, outcomes: Sequence[Outcome], timelines: Sequence[MeasuredTimeline]) -> None:
     first = timelines[0]
     axes.fill_between(first.centre_s / 60, _smooth(first.offered), color="#E8E8E8", label="offered")
     for outcome, line in zip(outcomes, timelines, strict=True):
@@ -103,14 +103,14 @@ def _draw_goodput(axes: Axes, outcomes: Sequence[Outcome], timelines: Sequence[T
     axes.set_ylim(bottom=0)
 
 
-def _draw_hits(axes: Axes, outcomes: Sequence[Outcome], timelines: Sequence[Timeline]) -> None:
+def _draw_hits(axes: Axes, outcomes: Sequence[Outcome], timelines: Sequence[MeasuredTimeline]) -> None:
     for outcome, line in zip(outcomes, timelines, strict=True):
         axes.plot(line.centre_s / 60, _smooth(line.token_hit_ratio) * 100, **_style(outcome))
     axes.set(title="Prompt tokens found in a cache or read", xlabel="minutes", ylabel="%")
     axes.set_ylim(bottom=0)
 
 
-def _draw_imbalance(axes: Axes, outcomes: Sequence[Outcome], timelines: Sequence[Timeline]) -> None:
+def _draw_imbalance(axes: Axes, outcomes: Sequence[Outcome], timelines: Sequence[MeasuredTimeline]) -> None:
     for outcome, line in zip(outcomes, timelines, strict=True):
         axes.plot(line.centre_s / 60, _smooth(line.imbalance), **_style(outcome))
     axes.set(title="Imbalance of prefill: busiest worker over the mean", xlabel="minutes", ylabel="ratio")

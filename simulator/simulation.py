@@ -20,7 +20,7 @@ from tandem.scheduling.workers.load import RequestLoad
 from tandem.simulator.clock import Clock
 from tandem.simulator.cluster import Cluster
 from tandem.simulator.fleet import SimulatedFleet
-from tandem.simulator.policies import POLICIES, Choice, RoutingRequest
+from tandem.simulator.policies import POLICIES, RoutingChoice, RoutingRequest
 from tandem.simulator.prefix_cache import PrefixCache
 from tandem.simulator.scaling import ScalingPlan, Scene
 from tandem.simulator.steps import Run
@@ -79,7 +79,7 @@ def simulate(
 class _Open:
     """A request that has been dispatched and not finished."""
 
-    choice: Choice
+    choice: RoutingChoice
     booking: Booking
     room_s: float | None = None  # when the decode worker had room for the KV
 
@@ -235,7 +235,7 @@ class _Simulation:
         """An answer of one token comes from the prefill worker alone."""
         return job.is_pair and job.num_output_tokens > 1
 
-    def _load_and_submit(self, job: Job, choice: Choice) -> None:
+    def _load_and_submit(self, job: Job, choice: RoutingChoice) -> None:
         """Give the worker its prompt, after the KV to be read from host memory or a peer has arrived."""
         worker = self._workers[choice.prefill.worker_id]
         digests = job.digests[: job.num_usable_blocks(TRACE_BLOCK_SIZE)]

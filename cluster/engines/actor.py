@@ -20,7 +20,7 @@ from tandem.cluster.cleanup import private_run
 from tandem.cluster.engines.dialect import dialect_of
 from tandem.cluster.engines.process import ServerProcess
 from tandem.cluster.engines.server import EngineServer, Sockets
-from tandem.cluster.engines.stall import StallWatch
+from tandem.cluster.engines.stall import ServerStallWatch
 from tandem.cluster.node_config import model_on_node
 from tandem.cluster.owned_actor import WATCH_S, OwnedActor, WatchNews
 from tandem.cluster.ownership import Tenure
@@ -148,7 +148,7 @@ class EngineActor(OwnedActor):
 
     def _watch(self, server: EngineServer, process: ServerProcess, metrics_url: str) -> str:
         """Watch the server until it ends, hangs or is to be stopped; the reason."""
-        watch = StallWatch(server.stall_timeout_s)
+        watch = ServerStallWatch(server.stall_timeout_s)
         while not self._is_stopping.is_set():
             if (ended := process.ended(timeout_s=_WATCH_S)) is not None:
                 return ended

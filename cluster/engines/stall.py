@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tandem.router.engines.fleet.engine_status import Progress
 
-__all__ = ["StallWatch"]
+__all__ = ["ServerStallWatch"]
 
 SILENT_S = 60.0  # a server that answers nothing for this long is replaced
 _MAX_GAP_S = 30.0  # between two looks; after a longer one this process itself had stopped
 
 
-class StallWatch:
+class ServerStallWatch:
     """Watches one server. It stalls if it has requests and its counters stand still, or if it stops answering."""
 
     def __init__(self, timeout_s: float) -> None:

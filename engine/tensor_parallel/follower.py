@@ -23,7 +23,17 @@ from tandem.engine.loader import load_model
 from tandem.engine.model_check import make_checked_backend
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.tensor_parallel.group import RankGroup, RanksLost
-from tandem.engine.tensor_parallel.messages import Connect, Failed, Load, Loaded, MapPool, Message, Ready, Resync, Step
+from tandem.engine.tensor_parallel.messages import (
+    ComputeStep,
+    Connect,
+    Load,
+    Loaded,
+    MapPool,
+    Message,
+    RankFailed,
+    Ready,
+    Resync,
+)
 from tandem.engine.tensor_parallel.shared_pool import map_shard
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.fault_boundary import error_of
@@ -48,7 +58,7 @@ def main(connection: Connection, store: str, lifeline: int) -> None:
         # Rank 0 knows more about who was lost, and tells the user what to mend.
         if not isinstance(error, RanksLost | ConfigError):
             logger.error("this rank failed", exc_info=error)
-        error_of(connection.send, Failed(f"{type(error).__name__}: {error}"))
+        error_of(connection.send, RankFailed(f"{type(error).__name__}: {error}"))
     os._exit(0 if error is None else 1)  # at once: other ranks may wait for this one, and there is nothing to clean up
 
 
@@ -96,7 +106,7 @@ def _serve(connection: Connection, group: RankGroup, runner: ModelRunner) -> Non
         connection.send(Ready())
 
 
-def _compute(group: RankGroup, runner: ModelRunner, step: Step) -> None:
+def _compute(group: RankGroup, runner: ModelRunner, step: ComputeStep) -> None:
     batch = runner.load(step.batch)
     group.broadcast(batch.input_ids)
     runner.compute(batch)

@@ -8,7 +8,7 @@ from tandem.engine.model_runner import PackedBatch
 from tandem.engine.tensor_parallel.shared_pool import ShardHandle
 from tandem.protocol.config import EngineConfig
 
-__all__ = ["Connect", "Failed", "Load", "Loaded", "MapPool", "Message", "Ready", "Resync", "Step"]
+__all__ = ["ComputeStep", "Connect", "Load", "Loaded", "MapPool", "Message", "RankFailed", "Ready", "Resync"]
 
 
 class Load(NamedTuple):
@@ -34,7 +34,7 @@ class MapPool(NamedTuple):
     has_file: bool
 
 
-class Step(NamedTuple):
+class ComputeStep(NamedTuple):
     """To a follower: compute this batch. Its input ids follow as a broadcast, in the order of rank 0's device.
 
     So the ranks' work on a step comes behind everything that rank 0 has launched before it: its copies into the pool,
@@ -52,10 +52,10 @@ class Ready(NamedTuple):
     """From a follower: it waits for the next step."""
 
 
-class Failed(NamedTuple):
+class RankFailed(NamedTuple):
     """From a follower: it cannot go on, and ends."""
 
     error: str
 
 
-Message = Load | Loaded | Connect | MapPool | Step | Resync | Ready | Failed
+Message = Load | Loaded | Connect | MapPool | ComputeStep | Resync | Ready | RankFailed

@@ -23,7 +23,17 @@ from tandem.engine.model_check import make_checked_backend
 from tandem.engine.model_runner import ModelRunner, PackedBatch
 from tandem.engine.pool_memory import shard_block_shape
 from tandem.engine.tensor_parallel.group import RankGroup, RanksLost
-from tandem.engine.tensor_parallel.messages import Connect, Failed, Load, Loaded, MapPool, Message, Ready, Resync, Step
+from tandem.engine.tensor_parallel.messages import (
+    ComputeStep,
+    Connect,
+    Load,
+    Loaded,
+    MapPool,
+    Message,
+    RankFailed,
+    Ready,
+    Resync,
+)
 from tandem.engine.tensor_parallel.shared_pool import allocate_shared
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError
@@ -85,7 +95,7 @@ class _Follower:
             raise RanksLost(f"{self} has ended; its log is beside this worker's") from exc
         if isinstance(message, kind):
             return message
-        error = message.error if isinstance(message, Failed) else f"it said {type(message).__name__}"
+        error = message.error if isinstance(message, RankFailed) else f"it said {type(message).__name__}"
         raise RanksLost(f"{self} failed: {error}")
 
     def close(self) -> None:
@@ -160,7 +170,7 @@ class Team:
 
     def announce(self, batch: PackedBatch) -> None:
         """Let all compute this batch, with input ids that come by a broadcast."""
-        self._send_all(Step(batch._replace(late_inputs=None)))
+        self._send_all(ComputeStep(batch._replace(late_inputs=None)))
 
     def resync(self) -> None:
         """After a step raised here: wait until it is over for all, so that the next one begins for all."""

@@ -24,7 +24,7 @@ __all__ = [
     "ModelCard",
     "ModelList",
     "NewWorker",
-    "Readiness",
+    "ReadyStatus",
     "RoleChange",
     "Version",
 ]
@@ -67,7 +67,7 @@ class Health(msgspec.Struct):
     status: Literal["ok"]
 
 
-class Readiness(msgspec.Struct):
+class ReadyStatus(msgspec.Struct):
     """Requests can be served."""
 
     status: Literal["ready"]

@@ -12,7 +12,7 @@ from tandem.router.http.answer_shapes import (
     ModelCard,
     ModelList,
     NewWorker,
-    Readiness,
+    ReadyStatus,
     RoleChange,
     Version,
 )
@@ -33,7 +33,7 @@ SHARED_OPERATIONS = {
     ("GET", "/v1/models"): Operation(tag="models", answer=ModelList),
     ("GET", "/v1/models/{model_id:path}"): Operation(tag="models", answer=ModelCard, errors=(404,)),
     ("GET", "/health"): Operation(tag="operations", answer=Health, access="open"),
-    ("GET", "/ready"): Operation(tag="operations", answer=Readiness, access="open"),
+    ("GET", "/ready"): Operation(tag="operations", answer=ReadyStatus, access="open"),
     ("GET", "/version"): Operation(tag="operations", answer=Version),
     ("GET", "/metrics"): Operation(tag="operations", answer={"type": "string"}, media_type="text/plain", access="open"),
     ("GET", "/v1/pools"): Operation(tag="operations", answer=_ANY_OBJECT),

@@ -10,7 +10,7 @@ from pydantic_core import from_json, to_json
 
 from tandem.router.http.errors import messages_error_body
 from tandem.router.openai.choice_text import ChoiceDelta
-from tandem.router.openai.planned_answer import AnswerEvents, FinishedChoice, PlannedAnswer, Usage
+from tandem.router.openai.planned_answer import AnswerEvents, FinishedChoice, PlannedAnswer, TokensUsed
 from tandem.router.tool_calls.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 
 __all__ = ["MessagesFormat"]
@@ -26,7 +26,7 @@ class MessagesFormat:
     id_prefix = "msg_"
     prompt_field = "messages"
 
-    def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: Usage) -> Json:
+    def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: TokensUsed) -> Json:
         """The message of a plain answer."""
         choice = choices[0]
         stop = _stop(choice.finish_reason, choice.stop_reason)
@@ -86,7 +86,7 @@ class _MessageEvents:
         return b"" if self._last is None else _event({"type": "content_block_stop", "index": self._index})
 
 
-def _message(answer: PlannedAnswer, content: list[Json], usage: Usage) -> Json:
+def _message(answer: PlannedAnswer, content: list[Json], usage: TokensUsed) -> Json:
     return {
         "id": answer.answer_id,
         "type": "message",
@@ -99,7 +99,7 @@ def _message(answer: PlannedAnswer, content: list[Json], usage: Usage) -> Json:
     }
 
 
-def _usage(usage: Usage) -> Json:
+def _usage(usage: TokensUsed) -> Json:
     """Anthropic's usage object: its `input_tokens` do not include those that were cached."""
     counted: Json = {
         "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,

@@ -15,7 +15,7 @@ __all__ = [
     "Completion",
     "CompletionChunk",
     "Detokenized",
-    "Pin",
+    "PinCard",
     "PinList",
     "PoolCheck",
     "Tokenized",
@@ -256,7 +256,7 @@ class Detokenized(msgspec.Struct):
     prompt: str
 
 
-class Pin(msgspec.Struct):
+class PinCard(msgspec.Struct):
     """A prefix that is kept in the KV cache for a while."""
 
     id: str
@@ -278,7 +278,7 @@ class PinList(msgspec.Struct):
     """Live pins, oldest first."""
 
     object: Literal["list"]
-    data: list[Pin]
+    data: list[PinCard]
 
 
 class Unpinned(msgspec.Struct):

@@ -38,7 +38,7 @@ from tandem.router.openai.chat import create_chat_completion
 from tandem.router.openai.completions import create_completion
 from tandem.router.openai.explain import explain
 from tandem.router.openai.operations import SERVE_DESCRIPTION, SERVE_OPERATIONS
-from tandem.router.openai.readiness import Readiness, Ready
+from tandem.router.openai.readiness import ReadinessCheck, ReadinessProbe
 from tandem.router.openai.serving_context import ServingContext
 from tandem.router.openai.tokenization import detokenize, tokenize
 from tandem.router.responses.routes import add_responses_routes
@@ -59,7 +59,7 @@ def create_app(
     config: RouterConfig,
     registry: CollectorRegistry,
     *,
-    readiness: Ready | None = None,
+    readiness: ReadinessCheck | None = None,
     scrape: Callable[[], Awaitable[bytes]] | None = None,
     traffic: Callable[[], Iterable[Metric]] | None = None,
     responses: ResponseStore | None = None,
@@ -84,7 +84,7 @@ def create_app(
         GrammarChecker(tokenizer.to_json),
         responses or LocalResponses(),
     )
-    prober = Readiness(backend, tokenizer.start_id or 0) if readiness is None else None
+    prober = ReadinessProbe(backend, tokenizer.start_id or 0) if readiness is None else None
     ready = readiness or prober
     assert ready is not None
 
@@ -109,7 +109,7 @@ def create_app(
 
 
 @asynccontextmanager
-async def _running(context: ServingContext, prober: Readiness | None) -> AsyncIterator[None]:
+async def _running(context: ServingContext, prober: ReadinessProbe | None) -> AsyncIterator[None]:
     try:
         async with prober or nullcontext():
             yield

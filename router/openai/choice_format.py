@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from tandem.router.openai.choice_text import ChoiceDelta
-from tandem.router.openai.planned_answer import AnswerEvents, FinishedChoice, PlannedAnswer, Usage
+from tandem.router.openai.planned_answer import AnswerEvents, FinishedChoice, PlannedAnswer, TokensUsed
 
 __all__ = ["ChoiceFormat"]
 
@@ -38,7 +38,7 @@ class ChoiceFormat(ABC):
     def whole(self, choice: FinishedChoice) -> dict[str, Any]:
         """A choice of a plain answer."""
 
-    def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: Usage) -> dict[str, Any]:
+    def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: TokensUsed) -> dict[str, Any]:
         """A plain answer."""
         body: dict[str, Any] = {
             "id": answer.answer_id,

@@ -16,7 +16,7 @@ from tandem.router.openai.answer_shapes import (
     Completion,
     CompletionChunk,
     Detokenized,
-    Pin,
+    PinCard,
     PinList,
     PoolCheck,
     Tokenized,
@@ -135,12 +135,12 @@ SERVE_OPERATIONS: Operations = SHARED_OPERATIONS | {
         exactly_one=EXACTLY_ONE,
         refused=UNSERVED,
         example={"prompt": "A long text", "ttl_s": 60},
-        answer=Pin,
+        answer=PinCard,
         errors=(404, 502),
         parameters=_TENANT,
     ),
     ("POST", "/v1/cache/unpin"): Operation(tag="cache", body=UnpinFields, answer=Unpinned, errors=(404,)),
-    ("POST", "/v1/cache/prefetch"): Operation(tag="cache", body=PrefetchFields, answer=Pin, errors=(404, 502)),
+    ("POST", "/v1/cache/prefetch"): Operation(tag="cache", body=PrefetchFields, answer=PinCard, errors=(404, 502)),
     ("GET", "/v1/cache/pins"): Operation(tag="cache", answer=PinList, parameters=(*_TENANT, _SALT)),
     ("POST", "/v1/route/explain"): replace(
         SHARED_OPERATIONS["POST", "/v1/route/explain"], body=_QUESTION, example=_HELLO

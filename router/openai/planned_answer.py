@@ -10,11 +10,11 @@ from tandem.router.openai.choice_text import ChoiceDelta, ChoicePlan
 from tandem.router.openai.logprobs import TokenEntry
 from tandem.router.tool_calls.events import Event, content_events
 
-__all__ = ["AnswerEvents", "AnswerFormat", "FinishedChoice", "PlannedAnswer", "Usage"]
+__all__ = ["AnswerEvents", "AnswerFormat", "FinishedChoice", "PlannedAnswer", "TokensUsed"]
 
 
 @dataclass(slots=True)
-class Usage:
+class TokensUsed:
     """Tokens that a request has used so far. A prompt counts once, even if several choices share it."""
 
     num_prompt_tokens: int
@@ -110,7 +110,7 @@ class AnswerFormat(Protocol):
     id_prefix: str
     prompt_field: str  # request field with the prompt
 
-    def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: Usage) -> dict[str, Any]:
+    def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: TokensUsed) -> dict[str, Any]:
         """A plain answer."""
 
     def events(self, answer: PlannedAnswer) -> AnswerEvents:
@@ -137,7 +137,7 @@ class PlannedAnswer:
         """Whether the token ids of prompts and answers are shown."""
         return self.choices[0].shows_token_ids
 
-    def new_usage(self) -> Usage:
+    def new_usage(self) -> TokensUsed:
         """The usage of this answer before its first token."""
         has_reasoning = any(choice.parsing is not None and choice.parsing.has_reasoning for choice in self.choices)
-        return Usage(self.num_prompt_tokens, has_reasoning)
+        return TokensUsed(self.num_prompt_tokens, has_reasoning)

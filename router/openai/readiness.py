@@ -17,7 +17,7 @@ from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import Backend, GenerateRequest
 from tandem.runtime.background import BackgroundTasks
 
-__all__ = ["Readiness", "Ready"]
+__all__ = ["ReadinessCheck", "ReadinessProbe"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ POLL_INTERVAL_S = 0.2
 MAX_RETRY_DELAY_S = 5.0
 
 
-class Ready(Protocol):
+class ReadinessCheck(Protocol):
     """Whether requests should be sent here now."""
 
     @property
@@ -34,7 +34,7 @@ class Ready(Protocol):
         """The reason if they should not, else None."""
 
 
-class Readiness:
+class ReadinessProbe:
     """Generates one token as a probe until that succeeds, and again after the backend lost its workers.
 
     It probes while it is entered as a context manager.
@@ -102,7 +102,7 @@ class Readiness:
             self._reason = "A one-token generation failed."
         else:
             if num_tokens:
-                logger.info("Ready: a one-token generation succeeded")
+                logger.info("ReadinessCheck: a one-token generation succeeded")
                 return True
             self._reason = "A one-token generation returned no token."
         logger.warning("Not ready: %s", self._reason)

@@ -12,7 +12,7 @@ from tandem.protocol.digest import CacheScope
 from tandem.protocol.messages import Prefetch
 from tandem.router.backend import Backend, GenerateRequest, PinRequest, PinState, TokenDelta
 from tandem.router.dashboard.overview import OncePerInterval
-from tandem.router.openai.readiness import Ready
+from tandem.router.openai.readiness import ReadinessCheck
 from tandem.router.processes.wire import WireFormat
 from tandem.router.processes.worker_questions import (
     AddWorker,
@@ -36,9 +36,9 @@ __all__ = [
     "GetResponse",
     "KeepResponse",
     "ListPins",
+    "ListPools",
     "MakePin",
     "Overview",
-    "Pools",
     "Question",
     "Scrape",
     "Status",
@@ -59,7 +59,7 @@ class Decisions(_Question, frozen=True):
     """`Backend.decisions`."""
 
 
-class Pools(_Question, frozen=True):
+class ListPools(_Question, frozen=True):
     """`Backend.pools`."""
 
 
@@ -127,7 +127,7 @@ class ForgetResponse(_Question, frozen=True):
 
 PinQuestion = MakePin | EndPin | FetchPin | ListPins
 ResponseQuestion = KeepResponse | GetResponse | ForgetResponse
-Question = Explain | Decisions | Pools | Overview | WorkerQuestion | Check | Scrape | PinQuestion | ResponseQuestion
+Question = Explain | Decisions | ListPools | Overview | WorkerQuestion | Check | Scrape | PinQuestion | ResponseQuestion
 Answer = dict[str, Any] | list[Any] | str | PinState | list[PinState] | StoredResponse | None
 
 
@@ -148,7 +148,7 @@ class BackendService:
 
     wire_format = WIRE_FORMAT
 
-    def __init__(self, backend: Backend, readiness: Ready, scrape: Callable[[], bytes]) -> None:
+    def __init__(self, backend: Backend, readiness: ReadinessCheck, scrape: Callable[[], bytes]) -> None:
         self._backend = backend
         self._overview = OncePerInterval(backend.overview)  # for all edge processes
         self._readiness = readiness
@@ -167,7 +167,7 @@ class BackendService:
                 return await backend.explain(request)
             case Decisions():
                 return await backend.decisions()
-            case Pools():
+            case ListPools():
                 return await backend.pools()
             case Overview():
                 return await self._overview()

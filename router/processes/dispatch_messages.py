@@ -19,6 +19,7 @@ __all__ = [
     "Aborted",
     "AddEngine",
     "AnswerOwner",
+    "ClientHolds",
     "DispatchDecisions",
     "Ended",
     "EngineAdded",
@@ -33,7 +34,6 @@ __all__ = [
     "FleetStatus",
     "Gap",
     "GoOn",
-    "Held",
     "Item",
     "News",
     "Note",
@@ -66,7 +66,7 @@ class Gap(_DispatchMessage, frozen=True):
     now: float
 
 
-class Held(_DispatchMessage, frozen=True):
+class ClientHolds(_DispatchMessage, frozen=True):
     """The client takes nothing of its stream, or does so again."""
 
     is_held: bool
@@ -125,7 +125,7 @@ class GoOn(_DispatchMessage, frozen=True):
 Note = (
     FirstToken
     | Gap
-    | Held
+    | ClientHolds
     | EngineAnswered
     | Prefilled
     | EngineFailure

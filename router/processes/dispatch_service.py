@@ -17,6 +17,7 @@ from tandem.router.processes.dispatch_messages import (
     Aborted,
     AddEngine,
     AnswerOwner,
+    ClientHolds,
     DispatchDecisions,
     Ended,
     EngineAdded,
@@ -31,7 +32,6 @@ from tandem.router.processes.dispatch_messages import (
     FleetStatus,
     Gap,
     GoOn,
-    Held,
     Item,
     News,
     Note,
@@ -177,7 +177,7 @@ class _DispatchCall:
                 reservation.first_token(now)
             case Gap(duration_s, now):
                 reservation.gap(duration_s, now)
-            case Held(is_held):
+            case ClientHolds(is_held):
                 reservation.held(is_held=is_held)
             case EngineAnswered():
                 reservation.answered()

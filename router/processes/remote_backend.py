@@ -110,7 +110,7 @@ class RemoteBackend(RemoteWorkers):
 
     async def pools(self) -> dict[str, Any]:
         """State of the worker pools, as JSON."""
-        return await self._hub.ask(service.Pools(), dict[str, Any])
+        return await self._hub.ask(service.ListPools(), dict[str, Any])
 
     async def overview(self) -> dict[str, Any]:
         """What the dashboard shows of the hub's process, as JSON."""

@@ -215,7 +215,7 @@ class RemoteReservation:
 
     def held(self, *, is_held: bool) -> None:
         """The client takes nothing of its stream, or does so again."""
-        self._note(messages.Held(is_held))
+        self._note(messages.ClientHolds(is_held))
 
     def stored(self, answer_id: str) -> None:
         """The engine that answers keeps the answer under this id."""

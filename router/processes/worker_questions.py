@@ -48,7 +48,7 @@ class Migrate(_WorkerQuestion, frozen=True):
 WorkerQuestion = SetRole | DrainWorker | AddWorker | Migrate
 
 
-class Workers(Protocol):
+class OperatedWorkers(Protocol):
     """What a `Backend` and a `Dispatcher` let operators do."""
 
     async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Workers(Protocol):
         """As `Backend.migrate`."""
 
 
-async def answer_of_workers(workers: Workers, question: WorkerQuestion) -> dict[str, Any]:
+async def answer_of_workers(workers: OperatedWorkers, question: WorkerQuestion) -> dict[str, Any]:
     """Do in the hub what an edge process asks for. Raises a `ServingError`."""
     match question:
         case SetRole(worker, role):
@@ -78,7 +78,7 @@ async def answer_of_workers(workers: Workers, question: WorkerQuestion) -> dict[
 
 
 class RemoteWorkers:
-    """The hub's `Workers`, asked from an edge process."""
+    """The hub's `OperatedWorkers`, asked from an edge process."""
 
     def __init__(self, hub: HubClient) -> None:
         self._hub = hub

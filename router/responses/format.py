@@ -10,7 +10,7 @@ import msgspec
 import orjson
 
 from tandem.router.openai.choice_text import ChoiceDelta
-from tandem.router.openai.planned_answer import AnswerEvents, FinishedChoice, PlannedAnswer, Usage
+from tandem.router.openai.planned_answer import AnswerEvents, FinishedChoice, PlannedAnswer, TokensUsed
 from tandem.router.responses.output import OutputItems
 from tandem.router.responses.schema import ResponsesRequest
 
@@ -30,7 +30,7 @@ class ResponsesFormat:
         self.keep = keep
         self.plain_body: Json | None = None  # of the answer, if it was not streamed
 
-    def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: Usage) -> Json:
+    def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: TokensUsed) -> Json:
         """The response object of a plain answer."""
         choice, items = choices[0], OutputItems()
         for event in choice.parts:
@@ -45,7 +45,7 @@ class ResponsesFormat:
         return _ResponseEvents(self, answer)
 
     def response(
-        self, answer: PlannedAnswer, created_at: int, status: str, output: list[Json], usage: Usage | None
+        self, answer: PlannedAnswer, created_at: int, status: str, output: list[Json], usage: TokensUsed | None
     ) -> Json:
         """The response object."""
         request = self._request
@@ -130,7 +130,7 @@ def _status(finish_reason: str | None) -> str:
     return "incomplete" if finish_reason == "length" else "completed"
 
 
-def _usage(usage: Usage) -> Json:
+def _usage(usage: TokensUsed) -> Json:
     return {
         "input_tokens": usage.num_prompt_tokens,
         "input_tokens_details": usage.cached_details() | {"cache_write_tokens": 0},

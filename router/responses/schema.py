@@ -21,8 +21,6 @@ from tandem.router.openai.schema import (
 
 __all__ = ["FunctionTool", "NamedFunction", "ResponsesRequest", "TextFormat", "TextOptions"]
 
-MAX_INPUT_CHARS = 1 << 24
-
 
 class FunctionTool(msgspec.Struct, frozen=True):
     """A function that the model may call; tools that a server would run are not served."""

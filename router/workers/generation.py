@@ -33,7 +33,7 @@ from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.copy_ahead import copy_ahead, copy_kv, is_worthwhile
 from tandem.router.workers.link import Stopped
 from tandem.router.workers.move_log import MoveLog
-from tandem.router.workers.pin_ledger import Owner
+from tandem.router.workers.pin_ledger import PinOwner
 from tandem.router.workers.pins import PinService
 from tandem.router.workers.prompt_hasher import PromptHasher
 from tandem.runtime.idle_timeout import IdleTimeout
@@ -105,7 +105,7 @@ class GenerationContext:
         )
 
 
-class _Displaced(Exception):
+class _LeavesWorkers(Exception):
     """A request leaves its workers for others, where its place is booked. Its text is the cause."""
 
 
@@ -230,7 +230,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         attempt.stop()
         timeout_s = self._latest_s + 2 * self._step_s - self._context.admission_queue.now()
         self._cause = cause
-        fail = partial(self._queue.fail, _Displaced(cause))
+        fail = partial(self._queue.fail, _LeavesWorkers(cause))
         self._leaving = asyncio.get_running_loop().call_later(max(timeout_s, 0.0), fail)
 
     def _stay(self) -> None:
@@ -303,12 +303,12 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         if former is None or self._error is not None:
             raise self._error or error
         if isinstance(error, Stopped):
-            error = _Displaced(self._cause)
+            error = _LeavesWorkers(self._cause)
         lost_s = self._context.admission_queue.now()
         self._stop_copying()
         self._stay()
         admitted, self._next = self._next, None
-        if isinstance(error, _Displaced):
+        if isinstance(error, _LeavesWorkers):
             cause = str(error)
         else:
             if admitted is not None:  # the worker was lost on the way out
@@ -449,7 +449,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         """Tell the pins that the conversation consists of these blocks now."""
         request = self._request
         if request.conversation_id:
-            owner = Owner(request.service_class.tenant, request.cache_scope)
+            owner = PinOwner(request.service_class.tenant, request.cache_scope)
             self._context.pins.record_turn(owner, request.conversation_id, digests)
 
     def _record_answer(self, placement: Placement) -> None:

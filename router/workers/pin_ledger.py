@@ -11,13 +11,13 @@ from tandem.protocol.digest import DIGEST_BYTES, CacheScope
 from tandem.protocol.errors import PinNotFound, PinQuotaExceeded, RequestError
 from tandem.protocol.messages import Prefetch
 
-__all__ = ["Conversations", "Owner", "PinLedger", "PinnedChain"]
+__all__ = ["Conversations", "PinLedger", "PinOwner", "PinnedChain"]
 
 MAX_CONVERSATION_BYTES = 32 << 20  # of all conversations: 2 M blocks, less the fixed cost of short ones
 CONVERSATION_BYTES = 512  # of one conversation besides its digests, about
 
 
-class Owner(NamedTuple):
+class PinOwner(NamedTuple):
     """The tenant of a pin or a conversation, and the scope of its cached blocks."""
 
     tenant: str
@@ -30,12 +30,12 @@ class Conversations:
     def __init__(self, max_bytes: int = MAX_CONVERSATION_BYTES) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._chains: OrderedDict[tuple[Owner, str], bytes] = OrderedDict()  # joined, which takes a third of the memory
+        self._chains: OrderedDict[tuple[PinOwner, str], bytes] = OrderedDict()  # joined: a third of the memory
 
     def __len__(self) -> int:
         return len(self._chains)
 
-    def note(self, owner: Owner, conversation_id: str, digests: Sequence[bytes]) -> None:
+    def note(self, owner: PinOwner, conversation_id: str, digests: Sequence[bytes]) -> None:
         """Record the blocks that a conversation consists of now."""
         key = (owner, conversation_id)
         if key in self._chains:
@@ -45,7 +45,7 @@ class Conversations:
         while self._num_bytes > self._max_bytes:
             self._num_bytes -= _size(*self._chains.popitem(last=False))
 
-    def digests(self, owner: Owner, conversation_id: str) -> list[bytes]:
+    def digests(self, owner: PinOwner, conversation_id: str) -> list[bytes]:
         """The chain of a conversation's latest turn; empty if the conversation is unknown."""
         joined = self._chains.get((owner, conversation_id), b"")
         return [joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES)]
@@ -56,7 +56,7 @@ class PinnedChain:
     """One pin. Only `PinLedger` changes it."""
 
     pin_id: str
-    owner: Owner
+    owner: PinOwner
     conversation_id: str  # the pin follows this conversation; "" = it stays as it is
     expires_at: float
     prefetch: Prefetch
@@ -157,7 +157,7 @@ class PinLedger:
         self._cover(pin, ())
 
     def follow(
-        self, owner: Owner, conversation_id: str, digests: Sequence[bytes], max_blocks: int, now: float
+        self, owner: PinOwner, conversation_id: str, digests: Sequence[bytes], max_blocks: int, now: float
     ) -> list[PinnedChain]:
         """Make the pins of a conversation cover its latest turn, within the quotas; return those that changed."""
         changed = []
@@ -194,7 +194,7 @@ class PinLedger:
         pin.digests = tuple(digests)
 
 
-def _size(key: tuple[Owner, str], joined: bytes) -> int:
+def _size(key: tuple[PinOwner, str], joined: bytes) -> int:
     owner, conversation_id = key
     return CONVERSATION_BYTES + sum(map(len, owner)) + len(conversation_id) + len(joined)
 

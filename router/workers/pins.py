@@ -18,7 +18,7 @@ from tandem.protocol.errors import ContextLengthExceeded, NoWorker, RequestError
 from tandem.protocol.messages import Pin, Prefetch, Unpin, WorkerState, is_readable, worker_of
 from tandem.router.backend import PinRequest, PinState
 from tandem.router.workers.client import WorkerClient
-from tandem.router.workers.pin_ledger import Conversations, Owner, PinLedger, PinnedChain
+from tandem.router.workers.pin_ledger import Conversations, PinLedger, PinnedChain, PinOwner
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import RegisteredWorker, WorkerChange, can_decode, can_prefill
@@ -82,7 +82,7 @@ class PinService:
             )
         digests = await self._chain_of(request)
         now = self._clock()
-        owner, pin_id = Owner(request.tenant, request.cache_scope), f"pin-{secrets.token_hex(12)}"
+        owner, pin_id = PinOwner(request.tenant, request.cache_scope), f"pin-{secrets.token_hex(12)}"
         pin = PinnedChain(pin_id, owner, request.conversation_id, now + ttl_s, request.prefetch, key_id=request.key_id)
         self.ledger.add(pin, digests, self.max_blocks, now, max_of_key=request.max_pins_of_key)
         self._send(pin, now)
@@ -109,7 +109,7 @@ class PinService:
             [pin for pin in pins if tenant in (None, pin.owner.tenant) and cache_scope in (None, pin.owner.scope)]
         )
 
-    def record_turn(self, owner: Owner, conversation_id: str, digests: Sequence[bytes]) -> None:
+    def record_turn(self, owner: PinOwner, conversation_id: str, digests: Sequence[bytes]) -> None:
         """Record what a conversation consists of now; its pins follow."""
         self._conversations.note(owner, conversation_id, digests)
         max_blocks, now = self.max_blocks, self._clock()
@@ -138,7 +138,7 @@ class PinService:
         if worker is None:
             raise NoWorker("No worker is there to keep anything.")
         if request.token_ids is None:  # the conversation may be unknown yet: the pin waits for its first turn
-            return self._conversations.digests(Owner(request.tenant, request.cache_scope), request.conversation_id)
+            return self._conversations.digests(PinOwner(request.tenant, request.cache_scope), request.conversation_id)
         num_tokens, block_size, limit = len(request.token_ids), worker.card.block_size, worker.card.max_model_len
         if num_tokens < block_size:
             raise RequestError(

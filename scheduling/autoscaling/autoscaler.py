@@ -21,7 +21,7 @@ from tandem.scheduling.autoscaling.in_flight import (
 )
 from tandem.scheduling.autoscaling.moves import Reason, ScalingDecision
 from tandem.scheduling.autoscaling.observation import Observation
-from tandem.scheduling.autoscaling.outlook import Candidate, Outlook
+from tandem.scheduling.autoscaling.outlook import Neighbour, Outlook
 from tandem.scheduling.autoscaling.policy import DEFAULT_POLICY, AutoscalerPolicy
 from tandem.scheduling.autoscaling.prediction import Prediction
 
@@ -84,8 +84,8 @@ def _weigh(outlook: Outlook, hold: Prediction, state: AutoscalerState) -> tuple[
 
 
 def _settle(
-    best: Candidate,
-    better: Candidate | None,
+    best: Neighbour,
+    better: Neighbour | None,
     hold: Prediction,
     told: str,
     state: AutoscalerState,
@@ -118,7 +118,7 @@ def _settle(
     return ScalingDecision(Reason(move.kind), detail, hold, after, move, advice), state
 
 
-def _best_gain(candidates: Iterable[Candidate], hold: Prediction, policy: AutoscalerPolicy) -> Candidate | None:
+def _best_gain(candidates: Iterable[Neighbour], hold: Prediction, policy: AutoscalerPolicy) -> Neighbour | None:
     """The smallest move that reaches the target; else the one that gains most. None if none gains enough."""
     least_gain = max(policy.min_gain, policy.min_share * (1 - hold.score))
     gaining = [one for one in candidates if one.prediction.score - hold.score >= least_gain]
@@ -129,25 +129,25 @@ def _best_gain(candidates: Iterable[Candidate], hold: Prediction, policy: Autosc
     return min(enough, key=lambda one: (one.move.num_workers, -one.prediction.score))
 
 
-def _lengthens_queue(candidate: Candidate, hold: Prediction, policy: AutoscalerPolicy) -> bool:
+def _lengthens_queue(candidate: Neighbour, hold: Prediction, policy: AutoscalerPolicy) -> bool:
     """Whether less would be served: a queue that nobody can wait for grows faster, whatever is in time meanwhile."""
     return candidate.prediction.last_wait_s > max(hold.last_wait_s / _RELIEF, policy.start_s)
 
 
-def _best_relief(candidates: Iterable[Candidate], hold: Prediction) -> Candidate | None:
+def _best_relief(candidates: Iterable[Neighbour], hold: Prediction) -> Neighbour | None:
     """What shortens a queue most that grows faster than any of these can serve: still too little, and yet the way."""
     best = min(candidates, key=lambda one: one.prediction.last_wait_s, default=None)
     is_relief = best is not None and best.prediction.last_wait_s <= _RELIEF * hold.last_wait_s
     return best if is_relief else None
 
 
-def _best_removal(candidates: Iterable[Candidate], policy: AutoscalerPolicy) -> Candidate | None:
+def _best_removal(candidates: Iterable[Neighbour], policy: AutoscalerPolicy) -> Neighbour | None:
     """The largest removal that leaves the target within reach, its cost included."""
     safe = [one for one in candidates if one.prediction.attainment >= policy.target]
     return max(safe, key=lambda one: (one.move.num_workers, one.prediction.score), default=None)
 
 
-def _is_free(candidate: Candidate, state: AutoscalerState, outlook: Outlook) -> bool:
+def _is_free(candidate: Neighbour, state: AutoscalerState, outlook: Outlook) -> bool:
     """Whether the autoscaler may make this move now."""
     kind = candidate.move.kind
     return kind in outlook.policy.acts and outlook.now >= state.pause(kind).until_s

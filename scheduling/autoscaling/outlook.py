@@ -13,7 +13,7 @@ from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tandem.scheduling.autoscaling.prediction import LOST_S, Pools, Prediction, Sizing, predict
 from tandem.scheduling.autoscaling.traffic import Traffic
 
-__all__ = ["Candidate", "Outlook"]
+__all__ = ["Neighbour", "Outlook"]
 
 # How far predictions look ahead: at least `_SOON_S`, and `_STARTS` times the start of a worker, so that an added worker
 # can pay off.
@@ -21,7 +21,7 @@ _SOON_S = 120.0
 _STARTS = 4.0
 
 
-class Candidate(NamedTuple):
+class Neighbour(NamedTuple):
     """A neighbour of today's pools."""
 
     move: Move
@@ -90,7 +90,7 @@ class Outlook:
         """As `prediction.predict`, for this traffic."""
         return predict(self.sizing, pools, self.now, later=later, later_s=later_s, extra_s=extra_s, lost_s=lost_s)
 
-    def flips(self) -> Iterator[Candidate]:
+    def flips(self) -> Iterator[Neighbour]:
         """Some workers of a pool play the other role at once. Those that leave prefill take their cache with them."""
         for grow, shrink in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
             servers = cheapest_servers(self.observation, shrink)
@@ -103,17 +103,17 @@ class Outlook:
                 num_ranks = sum(server.num_ranks for server in servers[:num])
                 lost_s = self._lost_cache_s(num_ranks) if shrink == Role.PREFILL else 0.0
                 after = self.predict(self._with(grow, num_ranks, shrink), lost_s=lost_s)
-                yield Candidate(Move("flip", grow, flips=flips), after)
+                yield Neighbour(Move("flip", grow, flips=flips), after)
 
-    def adds(self) -> Iterator[Candidate]:
+    def adds(self) -> Iterator[Neighbour]:
         """New workers serve after their start."""
         for role in (Role.PREFILL, Role.DECODE):
             for num in _sizes(min(self.policy.max_workers - self.num_alive, 2 * self.num_alive)):
                 later = self._with(role, num * self._num_ranks(role))
                 after = self.predict(self.pools, later=later, later_s=self.policy.start_s)
-                yield Candidate(Move("add", role, add=Add(role, num)), after)
+                yield Neighbour(Move("add", role, add=Add(role, num)), after)
 
-    def removes(self) -> Iterator[Candidate]:
+    def removes(self) -> Iterator[Neighbour]:
         """Fewer workers under more traffic than forecast; the sequences of the leaving ones are computed again.
 
         Only those that leave the target within reach at all times, but for the cost of the move itself.
@@ -132,7 +132,7 @@ class Outlook:
                     continue
                 after = roomier.predict(pools, extra_s=moved_s, lost_s=lost_s)
                 removes = tuple(Remove(server.name) for server in gone)
-                yield Candidate(Move("remove", role, removes=removes), after)
+                yield Neighbour(Move("remove", role, removes=removes), after)
 
     @property
     def with_headroom(self) -> Outlook:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tandem.loadtest import chaos
-from tandem.loadtest.chaos import ChaosRun, Event, ask, plan, run_chaos, sample_requests
+from tandem.loadtest.chaos import ChaosEvent, ChaosRun, ask, plan, run_chaos, sample_requests
 from tests.support.waiting import eventually
 
 Json = dict[str, Any]
@@ -89,7 +89,7 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 async def run(
-    server: FakeServer, events: list[Event], *, folder: Path | None = None, duration_s: float = 0.3
+    server: FakeServer, events: list[ChaosEvent], *, folder: Path | None = None, duration_s: float = 0.3
 ) -> ChaosRun:
     async with server.client as client:
         return await run_chaos(
@@ -125,10 +125,10 @@ async def test_what_happens_to_workers_is_done_and_undone(
     (folder / "block").write_text("x")
     server = FakeServer([child.pid for child in processes])
     events = [
-        Event(0.0, "lose disk cache", 0.0),
-        Event(0.01, "stop 0.2 s", 0.9),
-        Event(0.02, "kill", 0.1),
-        Event(0.03, "kill router process", 0.5),  # there is none
+        ChaosEvent(0.0, "lose disk cache", 0.0),
+        ChaosEvent(0.01, "stop 0.2 s", 0.9),
+        ChaosEvent(0.02, "kill", 0.1),
+        ChaosEvent(0.03, "kill router process", 0.5),  # there is none
     ]
     result = await run(server, events, folder=folder)
     assert result.events == {"lose disk cache": 1, "stop 0.2 s": 1, "kill": 1}
@@ -142,7 +142,12 @@ async def test_what_happens_to_workers_is_done_and_undone(
 
 async def test_the_last_worker_that_runs_is_left_alone(processes: list[subprocess.Popen[bytes]]) -> None:
     server = FakeServer([child.pid for child in processes])
-    events = [Event(0.0, "kill", 0.1), Event(0.0, "stop 0.2 s", 0.9), Event(0.0, "kill", 0.5), Event(0.0, "kill", 0.9)]
+    events = [
+        ChaosEvent(0.0, "kill", 0.1),
+        ChaosEvent(0.0, "stop 0.2 s", 0.9),
+        ChaosEvent(0.0, "kill", 0.5),
+        ChaosEvent(0.0, "kill", 0.9),
+    ]
     result = await run(server, events, duration_s=0.0)
     assert result.events == {"kill": 2, "stop 0.2 s": 1}
     assert [child.poll() for child in processes] == [-signal.SIGKILL, None, -signal.SIGKILL]
@@ -162,7 +167,7 @@ async def test_a_disk_cache_that_workers_have_made_anew_can_be_lost_again(
 
     # To kill a worker, of which there is none, the workers are asked for.
     kinds = ("lose disk cache", "kill", "lose disk cache")
-    result = await run(Storing([]), [Event(0.0, kind, 0.0) for kind in kinds], folder=folder, duration_s=0.0)
+    result = await run(Storing([]), [ChaosEvent(0.0, kind, 0.0) for kind in kinds], folder=folder, duration_s=0.0)
     assert result.events == {"lose disk cache": 2}
     assert os.listdir(tmp_path) == ["kv"]
     assert result.lost == []

@@ -18,13 +18,13 @@ from tandem.protocol.messages import POOL_PLACE, Pin, PinLoad, PinReport
 from tandem.worker.kv.prefetch import Prefetcher
 from tandem.worker.kv.tiered_cache import TieredCache
 
-__all__ = ["KeptBlocks", "Place", "WorkerPinTable", "WorkerPins"]
+__all__ = ["KeptBlocks", "PinnableCache", "WorkerPinTable", "WorkerPins"]
 
 _MAX_PINS = 4096  # a router may send more; they are not kept
 _REVIEW_S = 1.0  # longest delay until blocks that came or went change what is kept
 
 
-class Place(Protocol):
+class PinnableCache(Protocol):
     """A cache whose blocks can be pinned by digest: the pool or a tier."""
 
     def __contains__(self, digest: bytes) -> bool: ...
@@ -42,7 +42,7 @@ class Place(Protocol):
 class KeptBlocks:
     """The blocks that pins keep in one place: at most `max_blocks`. All were there when they were chosen."""
 
-    def __init__(self, place: Place, max_blocks: int) -> None:
+    def __init__(self, place: PinnableCache, max_blocks: int) -> None:
         self.max_blocks = max_blocks
         self._place = place
         self._kept: dict[bytes, None] = {}  # within a chain, parents before children

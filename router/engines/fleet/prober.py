@@ -26,7 +26,7 @@ from tandem.router.engines.fleet.engine_status import (
     vllm_gives_token_ids,
 )
 from tandem.router.engines.fleet.server_metrics import ServerMetrics
-from tandem.router.engines.fleet.step_check import StepCheck, Verdict
+from tandem.router.engines.fleet.step_check import StepCheck, StepVerdict
 from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["EngineProber"]
@@ -128,11 +128,11 @@ class EngineProber:
             return True
         if engine.progress.is_on_trial:
             match self._step_check.verdict(engine.spec):
-                case Verdict.UNKNOWN:
+                case StepVerdict.UNKNOWN:
                     return False
-                case Verdict.CANNOT_BE_ASKED:
+                case StepVerdict.CANNOT_BE_ASKED:
                     return not engine.breaker.retry_in_s(self._clock())
-                case Verdict.COMPUTES:
+                case StepVerdict.COMPUTES:
                     engine.progress.returned(self._clock())
         engine.breaker.succeeded()
         logger.info("engine %s computes again", engine.name)

@@ -16,12 +16,12 @@ import orjson
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.fleet.probe_client import ProbeClient
 
-__all__ = ["StepCheck", "Verdict"]
+__all__ = ["StepCheck", "StepVerdict"]
 
 _CANNOT_ASK = frozenset({400, 404, 405, 422, 501})
 
 
-class Verdict(enum.Enum):
+class StepVerdict(enum.Enum):
     """What is known of an engine that has stalled."""
 
     UNKNOWN = enum.auto()  # not answered yet, or it failed
@@ -36,14 +36,14 @@ class StepCheck:
         """`timeout_s`: a question that is not answered by then is asked again."""
         self._client = client
         self._timeout_s = timeout_s
-        self._asking: asyncio.Task[Verdict] | None = None
+        self._asking: asyncio.Task[StepVerdict] | None = None
 
-    def verdict(self, spec: EngineSpec) -> Verdict:
+    def verdict(self, spec: EngineSpec) -> StepVerdict:
         """What the question has shown; it is asked if it is not yet."""
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask(spec), name=f"question to engine {spec.name}")
         if not self._asking.done():
-            return Verdict.UNKNOWN
+            return StepVerdict.UNKNOWN
         asked, self._asking = self._asking, None
         return asked.result()
 
@@ -54,16 +54,16 @@ class StepCheck:
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
 
-    async def _ask(self, spec: EngineSpec) -> Verdict:
+    async def _ask(self, spec: EngineSpec) -> StepVerdict:
         for method, path, body in _questions(spec):
             try:
                 answer = await self._client.send(method, path, body, self._timeout_s)
             except (httpx.HTTPError, ValueError):
-                return Verdict.UNKNOWN
+                return StepVerdict.UNKNOWN
             if answer.status_code not in _CANNOT_ASK:
                 computes = answer.status_code == 200 and (body is None or _has_choices(answer.content))
-                return Verdict.COMPUTES if computes else Verdict.UNKNOWN
-        return Verdict.CANNOT_BE_ASKED
+                return StepVerdict.COMPUTES if computes else StepVerdict.UNKNOWN
+        return StepVerdict.CANNOT_BE_ASKED
 
 
 def _questions(spec: EngineSpec) -> list[tuple[str, str, dict[str, Any] | None]]:

@@ -32,19 +32,19 @@ from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.tracing.attempt_trace import Loss, attempt_trace
 
-__all__ = ["Attempt", "Move"]
+__all__ = ["EngineAttempt", "StreamMove"]
 
 T = TypeVar("T")
 
 
-class Move(NamedTuple):
+class StreamMove(NamedTuple):
     """How a stream came to an attempt after tokens of it were shown."""
 
     observer: AttemptObserver  # of the attempts before
     loss: Loss
 
 
-class Attempt:
+class EngineAttempt:
     """One attempt. Its owner calls `close` on every path."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Attempt:
         number: int = 0,
         ledger: StreamLedger | None = None,
         rewrite: Rewrite | None = None,
-        move: Move | None = None,
+        move: StreamMove | None = None,
     ) -> None:
         """`timeout_s` is the longest silence of an engine. `now` is the clock of the reservation.
 

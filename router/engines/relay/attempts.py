@@ -21,7 +21,7 @@ from tandem.router.engines.dispatcher import Dispatcher, EngineTarget
 from tandem.router.engines.errors import EngineBusy, EngineFailed
 from tandem.router.engines.relay.answers import parse_answer
 from tandem.router.engines.relay.apis import CHAT, COMPLETIONS
-from tandem.router.engines.relay.attempt import Attempt, Move
+from tandem.router.engines.relay.attempt import EngineAttempt, StreamMove
 from tandem.router.engines.relay.client_request import ClientRequest
 from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.engines.relay.continuation import continued_body, obstacle, stops_of
@@ -63,7 +63,7 @@ class Attempts:
         self._request = request
         self._metrics = metrics
         self._limits = limits
-        self._attempt: Attempt | None = None
+        self._attempt: EngineAttempt | None = None
         self._numbers = itertools.count()
         self._num_moves = 0
         self._aborted: tuple[str, str] | None = (
@@ -73,7 +73,7 @@ class Attempts:
         self._obstacle = obstacle(request.api, request.body) if may_move else "streams do not move"
         self._reservation = dispatcher.reserve(request.routing, self._abort)
 
-    async def open(self) -> Attempt:
+    async def open(self) -> EngineAttempt:
         """The first attempt that gets an answer. Raises a `ServingError`."""
         attempt = self._begin(await self._reservation.place())
         tried: set[str] = set()
@@ -118,7 +118,7 @@ class Attempts:
         self._end_attempt()
         self._reservation.release()
 
-    def _begin(self, target: EngineTarget) -> Attempt:
+    def _begin(self, target: EngineTarget) -> EngineAttempt:
         ledger = None
         if target.gives_token_ids and not self._obstacle:
             body = self._request.body
@@ -128,7 +128,7 @@ class Attempts:
                 shows_ids=body.get("return_token_ids") is True,
                 shows_running_usage=isinstance(options, dict) and bool(options.get("continuous_usage_stats")),
             )
-        attempt = Attempt(
+        attempt = EngineAttempt(
             self._reservation,
             target,
             self._connections,
@@ -142,7 +142,7 @@ class Attempts:
         )
         return self._begun(attempt)
 
-    def _begun(self, attempt: Attempt) -> Attempt:
+    def _begun(self, attempt: EngineAttempt) -> EngineAttempt:
         self._attempt = attempt
         if self._aborted is not None:
             attempt.abort(*self._aborted)
@@ -162,7 +162,7 @@ class Attempts:
 
     # -- moves of a stream
 
-    async def _go_on(self, former: Attempt, failure: EngineFailed) -> Attempt:
+    async def _go_on(self, former: EngineAttempt, failure: EngineFailed) -> EngineAttempt:
         """An attempt that goes on with the stream of `former`. Raises a `ServingError` that says why none does."""
         ledger = self._movable(former, failure)
         lost_s = time.monotonic()
@@ -180,7 +180,7 @@ class Attempts:
                 target = await self._reservation.go_on(failure.cause, prompt, num_tokens)
             except (NoWorker, EngineBusy) as exc:
                 raise failure.because(exc.message) from exc
-            move = Move(former.observer, Loss(lost_s, failure.cause, num_tokens))
+            move = StreamMove(former.observer, Loss(lost_s, failure.cause, num_tokens))
             try:
                 return await self._continued(target, ledger, move)
             except CannotContinue as exc:
@@ -190,7 +190,7 @@ class Attempts:
             except EngineBusy as exc:
                 failure = EngineFailed(exc.engine, exc.message)
 
-    def _movable(self, former: Attempt, failure: EngineFailed) -> StreamLedger:
+    def _movable(self, former: EngineAttempt, failure: EngineFailed) -> StreamLedger:
         """The ledger of a stream that can go on. Raises the failure, with the reason, for others."""
         if not self._limits.max_moves:
             raise failure
@@ -204,7 +204,7 @@ class Attempts:
             raise failure.because(why) from failure
         return ledger
 
-    async def _continued(self, target: EngineTarget, ledger: StreamLedger, move: Move) -> Attempt:
+    async def _continued(self, target: EngineTarget, ledger: StreamLedger, move: StreamMove) -> EngineAttempt:
         """The attempt on `target`, whose answer has begun. Raises `EngineFailed`, `EngineBusy`, `CannotContinue`."""
         request, rewrite = self._request, ledger.follow
         if ledger.output_ids:
@@ -218,7 +218,7 @@ class Attempts:
             request = replace(request, api=COMPLETIONS, body=body)
         else:
             ledger.restart()
-        attempt = Attempt(
+        attempt = EngineAttempt(
             self._reservation,
             target,
             self._connections,

@@ -20,7 +20,7 @@ from tandem.router.engines.relay.apis import CHAT, RESPONSES, Api
 from tandem.router.engines.relay.attempts import AttemptLimits, Attempts
 from tandem.router.engines.relay.client_request import ClientRequest
 from tandem.router.engines.relay.connections import EngineConnections
-from tandem.router.engines.relay.prompts import PromptReader, TextReader, cache_salt_of, priority_of
+from tandem.router.engines.relay.prompts import ByteTokenReader, PromptReader, cache_salt_of, priority_of
 from tandem.router.http.disconnect import cancel_on_disconnect
 from tandem.router.http.errors import ClientDisconnected, serving_error_body
 from tandem.router.http.json_body import read_json
@@ -74,7 +74,7 @@ class Forwarder:
         self._connections = connections
         self._scopes = scopes
         self._readers = readers
-        self._text = TextReader()
+        self._text = ByteTokenReader()
         self._pool = pool
         self._metrics = metrics
         self._limits = limits

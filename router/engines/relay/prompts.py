@@ -25,7 +25,15 @@ from tandem.router.openai.schema import ChatRequest, check_cache_salt
 from tandem.router.text.token_lengths import PromptLimit
 from tandem.router.text.tokenizer import Tokenizer
 
-__all__ = ["PromptReader", "ReadPrompt", "TextReader", "TokenReader", "cache_salt_of", "load_readers", "priority_of"]
+__all__ = [
+    "ByteTokenReader",
+    "PromptReader",
+    "ReadPrompt",
+    "TokenReader",
+    "cache_salt_of",
+    "load_readers",
+    "priority_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +61,7 @@ class PromptReader(Protocol):
         """
 
 
-class TextReader:
+class ByteTokenReader:
     """Tokens of four bytes, for models without a tokenizer."""
 
     def read(self, form: PromptForm, scope: CacheScope, max_tokens: int) -> ReadPrompt:
@@ -79,14 +87,14 @@ class TextReader:
 class TokenReader:
     """The model's own tokens.
 
-    Falls back to `TextReader` where the tokens are not known: the chat template cannot render the messages (images,
-    say), or a field changes the prompt in a way that is not followed here. Also where there are more tokens than any
-    engine takes: the engine refuses those.
+    Falls back to `ByteTokenReader` where the tokens are not known: the chat template cannot render the messages (for
+    example images), or a field changes the prompt in a way that is not followed here. It also does so for more tokens
+    than any engine takes: the engine refuses those.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._text = TextReader()
+        self._text = ByteTokenReader()
 
     def read(self, form: PromptForm, scope: CacheScope, max_tokens: int) -> ReadPrompt:
         """As the engine does it: completions with special tokens, chats through the model's template."""

@@ -15,14 +15,14 @@ import orjson
 
 from tandem.router.engines.relay.usage import chat_pair_usage
 
-__all__ = ["ChunkEvents", "Event", "EventFormat", "EventSplitter", "data_of", "first_event", "split_events"]
+__all__ = ["ChunkEvents", "EventFormat", "EventSplitter", "SseEvent", "data_of", "first_event", "split_events"]
 
 MAX_EVENT_BYTES = 16 * 1024 * 1024
 _END = re.compile(rb"\r?\n\r?\n")
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class SseEvent:
     """One event: its bytes, the JSON in it, if any, and what it means."""
 
     raw: bytes
@@ -47,10 +47,10 @@ class EventFormat(Protocol):
     def leading_pieces(self, events: bytes) -> tuple[int, int]:
         """Number of leading events that contain a piece of the answer and nothing else, and the offset of their end."""
 
-    def parse(self, raw: bytes) -> Event:
+    def parse(self, raw: bytes) -> SseEvent:
         """One whole event."""
 
-    def corrected(self, event: Event, prefill_usage: dict[str, Any]) -> Event:
+    def corrected(self, event: SseEvent, prefill_usage: dict[str, Any]) -> SseEvent:
         """An event that has usage, with the usage of a pair."""
 
     def error(self, error: dict[str, Any]) -> bytes:
@@ -73,20 +73,20 @@ class ChunkEvents:
         count = _count_pieces(events[:end])
         return count, end if count else 0
 
-    def parse(self, raw: bytes) -> Event:
+    def parse(self, raw: bytes) -> SseEvent:
         """One whole event."""
         data = data_of(raw)
         if data == b"[DONE]":
-            return Event(raw, None, is_done=True)
+            return SseEvent(raw, None, is_done=True)
         try:
             body = orjson.loads(data) if data else None
         except orjson.JSONDecodeError:
             body = None
         if not isinstance(body, dict):
-            return Event(raw, None)
+            return SseEvent(raw, None)
         error, usage, is_piece = body.get("error"), body.get("usage"), bool(body.get("choices"))
         has_usage = isinstance(usage, dict)
-        return Event(
+        return SseEvent(
             raw,
             body,
             is_piece=is_piece,
@@ -97,7 +97,7 @@ class ChunkEvents:
             error=None if not error else error if isinstance(error, dict) else {"message": str(error)},
         )
 
-    def corrected(self, event: Event, prefill_usage: dict[str, Any]) -> Event:
+    def corrected(self, event: SseEvent, prefill_usage: dict[str, Any]) -> SseEvent:
         """An event that has usage, with the usage of a pair."""
         usage = chat_pair_usage(event.usage or {}, prefill_usage)
         body = (event.body or {}) | {"usage": usage}
@@ -161,7 +161,7 @@ def _count_pieces(events: bytes) -> int:
     return count
 
 
-def first_event(events: bytes, event_format: EventFormat) -> Event | None:
+def first_event(events: bytes, event_format: EventFormat) -> SseEvent | None:
     """The first event that is more than a comment."""
     start = 0
     for found in _END.finditer(events):

@@ -17,7 +17,7 @@ import orjson
 from tandem.router.engines.errors import EngineFailed, EngineTimeout
 from tandem.router.engines.relay.answers import error_text
 from tandem.router.engines.relay.engine_errors import engine_errors
-from tandem.router.engines.relay.sse import Event, EventFormat, EventSplitter, first_event, split_events
+from tandem.router.engines.relay.sse import EventFormat, EventSplitter, SseEvent, first_event, split_events
 from tandem.router.engines.relay.upstream import Reply
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.runtime.idle_timeout import IdleTimeout
@@ -78,7 +78,7 @@ class StreamRelay:
         self._timeout_s = math.inf
         self._last_event_s = 0.0
 
-    async def read_first_event(self) -> Event:
+    async def read_first_event(self) -> SseEvent:
         """The first event that says anything. To be called before `run`; comments before it are not kept."""
         while (first := first_event(self._pending, self._events)) is None:
             with engine_errors(self._engine):
@@ -166,7 +166,7 @@ class StreamRelay:
             num_openings += 1
         return num_pieces - num_openings
 
-    def _visible_event(self, event: Event) -> Event | None:
+    def _visible_event(self, event: SseEvent) -> SseEvent | None:
         if event.is_piece and self._num_tokens(1, event.raw):
             self._observer.saw_tokens(1)
         if event.usage is not None and self._prefill_usage is not None:

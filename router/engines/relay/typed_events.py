@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from tandem.router.engines.relay.answers import as_dict
-from tandem.router.engines.relay.sse import Event, data_of
+from tandem.router.engines.relay.sse import SseEvent, data_of
 from tandem.router.engines.relay.usage import (
     messages_pair_usage,
     messages_usage,
@@ -41,20 +41,20 @@ class _TypedEvents:
         end = found.end() if found else 0
         return events.count(b"\n\n", 0, end), end
 
-    def parse(self, raw: bytes) -> Event:
+    def parse(self, raw: bytes) -> SseEvent:
         """One whole event."""
         try:
             body = orjson.loads(data_of(raw) or b"null")
         except orjson.JSONDecodeError:
             body = None
         if not isinstance(body, dict):
-            return Event(raw, None)
+            return SseEvent(raw, None)
         kind = str(body.get("type"))
         error = None
         if kind == "error":
             error = as_dict(body.get("error")) or body
         is_piece = kind.endswith("delta") and kind != "message_delta"
-        event = Event(raw, body, is_done=kind in self.last_types, is_piece=is_piece, error=error)
+        event = SseEvent(raw, body, is_done=kind in self.last_types, is_piece=is_piece, error=error)
         usage = self.usage(body)
         return event if usage is None else replace(event, usage=usage, is_total=kind != "message_start")
 
@@ -78,7 +78,7 @@ class ResponseEvents(_TypedEvents):
         body = {"type": "error", "code": error.get("code"), "message": error.get("message"), "param": None}
         return _raw(body | {"error": error})
 
-    def corrected(self, event: Event, prefill_usage: Json) -> Event:
+    def corrected(self, event: SseEvent, prefill_usage: Json) -> SseEvent:
         """The event with the usage of a pair."""
         body = as_dict(event.body)
         response = as_dict(body.get("response"))
@@ -100,7 +100,7 @@ class MessageEvents(_TypedEvents):
         """The body of an error response."""
         return _raw(messages_error_body({"error": error}))
 
-    def corrected(self, event: Event, prefill_usage: Json) -> Event:
+    def corrected(self, event: SseEvent, prefill_usage: Json) -> SseEvent:
         """The event with the usage of a pair."""
         body = as_dict(event.body)
         holder = body if "usage" in body else as_dict(body.get("message"))
@@ -109,7 +109,7 @@ class MessageEvents(_TypedEvents):
         return _with_body(event, holder if "usage" in body else body | {"message": holder}, messages_usage(usage))
 
 
-def _with_body(event: Event, body: Json, usage: Json) -> Event:
+def _with_body(event: SseEvent, body: Json, usage: Json) -> SseEvent:
     return replace(event, raw=_raw(body), body=body, usage=usage)
 
 

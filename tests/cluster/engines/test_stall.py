@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tandem.cluster.engines.stall import SILENT_S, StallWatch
+from tandem.cluster.engines.stall import SILENT_S, ServerStallWatch
 from tandem.router.engines.fleet.engine_status import Progress, parse_progress
 
 LIMIT_S = 300.0
@@ -8,7 +8,7 @@ LIMIT_S = 300.0
 
 def first_stall(seen: list[Progress | None], step_s: float = 10.0) -> tuple[float, str] | None:
     """When these looks, one each `step_s`, find a stall, and which."""
-    watch = StallWatch(LIMIT_S)
+    watch = ServerStallWatch(LIMIT_S)
     for i, progress in enumerate(seen):
         if found := watch.look(progress, i * step_s):
             return i * step_s, found
@@ -37,7 +37,7 @@ def test_a_server_that_does_not_answer_stalls_sooner() -> None:
 
 
 def test_a_pause_of_the_watch_itself_is_not_the_servers() -> None:
-    watch = StallWatch(LIMIT_S)
+    watch = ServerStallWatch(LIMIT_S)
     assert not watch.look(Progress(True, 1.0), 0.0)
     assert not watch.look(Progress(True, 1.0), 1000.0)
     assert not watch.look(Progress(True, 1.0), 1000.0 + 29.0)

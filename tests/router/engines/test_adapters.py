@@ -9,7 +9,7 @@ import pytest
 from zmq.asyncio import Context
 
 from tandem.protocol.config import RouterConfig
-from tandem.router.engines.relay.prompts import TextReader
+from tandem.router.engines.relay.prompts import ByteTokenReader
 from tests.support.engines_harness import (
     COMPLETIONS,
     Router,
@@ -106,7 +106,7 @@ async def test_hits_are_predicted_per_adapter_and_salt(fake_a: FakeServer) -> No
         others = [b"chat-%d" % i for i in range(2)]
         chat = stored(0, 2, lora_name="chat", extra_keys=[["chat"]] * 2, block_hashes=others)
         await publisher.publish(chat, is_lost=True)
-        async with routing(spec, readers={MODEL: TextReader()}) as router:
+        async with routing(spec, readers={MODEL: ByteTokenReader()}) as router:
             await eventually(lambda: router.fleet.index.num_blocks("a") == 5)
 
             async def expected(model: str, **fields: Any) -> int:

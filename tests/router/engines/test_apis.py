@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tandem.protocol.digest import EVERYONE
 from tandem.router.engines.relay.apis import APIS
-from tandem.router.engines.relay.prompts import TextReader, TokenReader
+from tandem.router.engines.relay.prompts import ByteTokenReader, TokenReader
 from tandem.router.text.tokenizer import Tokenizer
 
 WORDS = [
@@ -48,7 +48,7 @@ BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6)
 @given(BODIES)
 def test_no_body_breaks_what_is_read_of_it(body: dict[str, Any]) -> None:
     for api in APIS:
-        prompt = TextReader().read(api.form(body), EVERYONE, 1000)
+        prompt = ByteTokenReader().read(api.form(body), EVERYONE, 1000)
         assert all(0 <= token < 2**32 for token in prompt.token_ids)
         assert api.max_tokens(body) is None or api.max_tokens(body)
         assert api.can_hand_over(body) in (True, False)

@@ -12,7 +12,7 @@ from zmq.asyncio import Context
 
 from tandem.protocol.digest import EVERYONE
 from tandem.router.engines.relay.prompt_forms import chat_form
-from tandem.router.engines.relay.prompts import TextReader, TokenReader
+from tandem.router.engines.relay.prompts import ByteTokenReader, TokenReader
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of
 from tests.support.fake_openai import FakeServer
@@ -41,7 +41,7 @@ async def test_the_index_follows_the_engine(fake_a: FakeServer) -> None:
     )
     try:
         await publisher.publish(stored(0, 3), is_lost=True)  # before the router came
-        async with routing(spec, readers={"fake-model": TextReader()}) as router:
+        async with routing(spec, readers={"fake-model": ByteTokenReader()}) as router:
             index = router.fleet.index
             await eventually(lambda: index.num_blocks("a") == 3)
             assert await expected_tokens(router) == 48
@@ -69,7 +69,7 @@ async def test_after_a_malformed_batch_nothing_is_known_and_the_next_one_counts(
     publisher = Publisher(context)
     spec = spec_of(fake_a, "a", model="fake-model", kv_events=f"tcp://127.0.0.1:{publisher.port}", block_size=16)
     try:
-        async with routing(spec, readers={"fake-model": TextReader()}) as router:
+        async with routing(spec, readers={"fake-model": ByteTokenReader()}) as router:
             index = router.fleet.index
             await publish_until(publisher, lambda: index.num_blocks("a") == 3, stored(0, 3))
             await publisher.publish(removed(2), stored(0, 1) | wrong)

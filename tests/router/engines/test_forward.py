@@ -18,7 +18,7 @@ from tandem.protocol.messages import WorkerState
 from tandem.router.engines.config import spec_from
 from tandem.router.engines.fleet.breaker import BreakerState
 from tandem.router.engines.relay import upstream as upstream_module
-from tandem.router.engines.relay.attempt import Attempt
+from tandem.router.engines.relay.attempt import EngineAttempt
 from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, dead_url, routing, spec_of
 from tests.support.fake_backend import RawClient, events
 from tests.support.fake_openai import FakeServer
@@ -480,7 +480,7 @@ async def test_our_own_errors_do_not_count_as_disconnects(
     def broken(*_: Any) -> None:
         raise TimeoutError("ours")
 
-    monkeypatch.setattr(Attempt, name, broken)
+    monkeypatch.setattr(EngineAttempt, name, broken)
     async with routing(spec_of(fake_a, "a")) as router:
         client = RawClient(router.app, COMPLETIONS, completion(stream=True))
         await asyncio.wait({client.task}, timeout=5)

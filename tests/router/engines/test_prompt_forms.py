@@ -16,7 +16,7 @@ from tandem.router.engines.relay.prompt_forms import (
     pairs_form,
     responses_form,
 )
-from tandem.router.engines.relay.prompts import MEDIA_TOKENS, TextReader, TokenReader
+from tandem.router.engines.relay.prompts import MEDIA_TOKENS, ByteTokenReader, TokenReader
 from tandem.router.text.tokenizer import Tokenizer
 
 SYSTEM = {"role": "system", "content": "be kind"}
@@ -110,7 +110,7 @@ def test_a_response_whose_prompt_is_not_known_here_is_an_estimate(fields: dict[s
     form = responses_form({"input": "hello"} | fields)
     # Nothing given is an empty conversation, which the engine refuses.
     assert not form.is_exact or fields == {"input": None}
-    TextReader().read(form, EVERYONE, 100)
+    ByteTokenReader().read(form, EVERYONE, 100)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_tools_and_effort_of_a_message() -> None:
 def test_a_message_whose_prompt_is_not_known_here_is_an_estimate(fields: dict[str, Any]) -> None:
     form = messages_form({"messages": [USER]} | fields)
     assert not form.is_exact
-    TextReader().read(form, EVERYONE, 100)
+    ByteTokenReader().read(form, EVERYONE, 100)
 
 
 def test_other_routes() -> None:
@@ -194,8 +194,8 @@ def test_other_routes() -> None:
     assert not input_form({"input": ["a", "b"]}).is_exact
     assert not input_form({"messages": [USER]}).is_exact
     long = {"query": "q" * 400, "documents": ["d" * 400, "e" * 400]}
-    assert 300 < len(TextReader().read(pairs_form(long), EVERYONE, 1000).token_ids) < 320
-    assert TextReader().read(no_form(long), EVERYONE, 1000) == ([], False)
+    assert 300 < len(ByteTokenReader().read(pairs_form(long), EVERYONE, 1000).token_ids) < 320
+    assert ByteTokenReader().read(no_form(long), EVERYONE, 1000) == ([], False)
 
 
 def test_all_routes_have_the_tokens_of_the_same_chat(tokenizer: Tokenizer) -> None:
@@ -256,7 +256,7 @@ def test_a_prompt_with_an_image_is_an_estimate_on_each_route(part: dict[str, Any
 
 def test_the_size_of_an_image_file_is_not_its_length_in_tokens() -> None:
     small, large = (
-        TextReader().read(chat_form(with_image(data)), EVERYONE, 100_000) for data in ("a", "a" * 1_000_000)
+        ByteTokenReader().read(chat_form(with_image(data)), EVERYONE, 100_000) for data in ("a", "a" * 1_000_000)
     )
     assert len(small.token_ids) == len(large.token_ids)
     assert small.token_ids != large.token_ids

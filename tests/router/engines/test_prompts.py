@@ -7,7 +7,7 @@ import pytest
 from tandem.protocol.digest import EVERYONE
 from tandem.router.engines.relay.apis import CHAT
 from tandem.router.engines.relay.prompt_forms import chat_form
-from tandem.router.engines.relay.prompts import PromptReader, ReadPrompt, TextReader, TokenReader
+from tandem.router.engines.relay.prompts import ByteTokenReader, PromptReader, ReadPrompt, TokenReader
 from tandem.router.text.tokenizer import Tokenizer
 
 
@@ -26,11 +26,11 @@ def turn(*contents: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_without_a_tokenizer_a_longer_conversation_keeps_its_prefix() -> None:
-    first = read(TextReader(), turn("hello " * 20))
-    second = read(TextReader(), turn("hello " * 20, "hi", "more"))
+    first = read(ByteTokenReader(), turn("hello " * 20))
+    second = read(ByteTokenReader(), turn("hello " * 20, "hi", "more"))
     assert second[: len(first) - 1] == first[:-1]
-    assert read(TextReader(), turn("hello " * 20, tools=[{"type": "function"}]))[:4] != first[:4]
-    assert len(read(TextReader(), {"prompt": "x" * 41})) == 11
+    assert read(ByteTokenReader(), turn("hello " * 20, tools=[{"type": "function"}]))[:4] != first[:4]
+    assert len(read(ByteTokenReader(), {"prompt": "x" * 41})) == 11
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_without_a_tokenizer_a_longer_conversation_keeps_its_prefix() -> None:
     [([1, 2, 3], [1, 2, 3]), ([[4, 5], [6]], [4, 5]), ([1, -2], []), ([], []), (None, []), (["ab"], [0x6261])],
 )
 def test_prompts_of_token_ids_are_used_unchanged(prompt: Any, expected: list[int]) -> None:
-    assert read(TextReader(), {"prompt": prompt}) == expected
+    assert read(ByteTokenReader(), {"prompt": prompt}) == expected
 
 
 def test_with_the_tokenizer_prompts_are_the_tokens_the_engine_computes(tokenizer: Tokenizer) -> None:
@@ -64,7 +64,7 @@ def test_with_the_tokenizer_prompts_are_the_tokens_the_engine_computes(tokenizer
     ],
 )
 def test_what_cannot_be_rendered_is_left_to_the_engine(body: dict[str, Any], tokenizer: Tokenizer) -> None:
-    assert read(TokenReader(tokenizer), body) == read(TextReader(), body)
+    assert read(TokenReader(tokenizer), body) == read(ByteTokenReader(), body)
 
 
 def test_the_limit_of_an_answer() -> None:
@@ -86,6 +86,6 @@ def test_the_limit_of_an_answer() -> None:
 def test_only_the_beginning_of_a_prompt_too_long_for_any_engine_is_read(
     tokenizer: Tokenizer, body: dict[str, Any]
 ) -> None:
-    for reader in (TextReader(), TokenReader(tokenizer)):
+    for reader in (ByteTokenReader(), TokenReader(tokenizer)):
         assert len(read(reader, body, 1000)) == 1001
         assert read(reader, body, 1000) == read(reader, body, 2000)[:1001]

@@ -15,7 +15,7 @@ from zmq.asyncio import Context
 from tandem.protocol.config import RouterConfig
 from tandem.router.engines.config import EngineSpec, ranks_of
 from tandem.router.engines.fleet.server_metrics import ServerMetrics
-from tandem.router.engines.relay.prompts import TextReader
+from tandem.router.engines.relay.prompts import ByteTokenReader
 from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, routing_by_hub, spec_of
 from tests.support.fake_openai import FakeServer
 from tests.support.kv_event_publisher import IDS, Publisher, stored
@@ -97,7 +97,7 @@ async def test_each_ranks_events_are_its_own(fake_a: FakeServer) -> None:
     ]
     try:
         await publishers[1].publish(stored(0, 3), is_lost=True)
-        async with routing(*specs, readers={"fake-model": TextReader()}) as router:
+        async with routing(*specs, readers={"fake-model": ByteTokenReader()}) as router:
             await eventually(lambda: router.fleet.index.num_blocks("a.dp1") == 3)
             assert router.fleet.index.num_blocks("a.dp0") == 0
             response = await ask(router, [*IDS, 1, 2, 3])

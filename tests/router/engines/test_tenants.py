@@ -11,7 +11,7 @@ from zmq.asyncio import Context
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import cache_scope
-from tandem.router.engines.relay.prompts import TextReader
+from tandem.router.engines.relay.prompts import ByteTokenReader
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, routing_by_hub, spec_of
 from tests.support.fake_openai import FakeServer
@@ -122,7 +122,7 @@ async def test_events_of_a_tenants_blocks_count_for_this_tenant_only(fake_a: Fak
     try:
         salted = stored(0, 4, extra_keys=[[cache_scope("", "a")], None, None, None])
         await publisher.publish(salted, is_lost=True)
-        async with routing(spec, readers={"fake-model": TextReader()}, **KEYED) as router:
+        async with routing(spec, readers={"fake-model": ByteTokenReader()}, **KEYED) as router:
             await eventually(lambda: router.fleet.index.num_blocks("x") == 4)
             assert [await expected_tokens(router, key) for key in ("sk-b", "sk-c", "sk-a")] == [0, 0, 64]
     finally:

@@ -17,7 +17,7 @@ from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.dispatcher import DispatchRequest
 from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.engines.relay.prompt_forms import chat_form
-from tandem.router.engines.relay.prompts import TextReader
+from tandem.router.engines.relay.prompts import ByteTokenReader
 from tandem.router.processes import dispatch_messages as messages
 from tandem.router.processes import dispatch_service, hub_client, wire
 from tandem.router.processes import hub as hub_module
@@ -79,7 +79,7 @@ async def one_runs(edge: Edge, fake: FakeServer) -> asyncio.Task[httpx.Response]
 
 
 def routing_request(prompt: str = "a b c d") -> DispatchRequest:
-    tokens = TextReader().read(chat_form({"prompt": prompt}), EVERYONE, 1 << 20).token_ids
+    tokens = ByteTokenReader().read(chat_form({"prompt": prompt}), EVERYONE, 1 << 20).token_ids
     return DispatchRequest(
         request_id="r",
         model="fake-model",

@@ -27,7 +27,7 @@ from tandem.protocol.messages import (
     WorkerState,
 )
 from tandem.router.backend import GenerateRequest, PinRequest
-from tandem.router.workers.pin_ledger import CONVERSATION_BYTES, Conversations, Owner, PinLedger, PinnedChain
+from tandem.router.workers.pin_ledger import CONVERSATION_BYTES, Conversations, PinLedger, PinnedChain, PinOwner
 from tandem.router.workers.pin_metrics import PinCollector
 from tandem.router.workers.pins import max_pinned_blocks
 from tandem.scheduling.workers.registry import Registry
@@ -44,7 +44,7 @@ from tests.support.streams import Pulled
 from tests.support.waiting import eventually
 
 PINNABLE = {"pool": 10}
-T, U = Owner("t", EVERYONE), Owner("u", EVERYONE)
+T, U = PinOwner("t", EVERYONE), PinOwner("u", EVERYONE)
 
 
 def digests(*names: int) -> list[bytes]:
@@ -65,7 +65,7 @@ def add(
     max_blocks: int = 6,
     now: float = 0.0,
 ) -> None:
-    pin = PinnedChain(pin_id, Owner(tenant, EVERYONE), conversation_id, expires_at, Prefetch.HOST)
+    pin = PinnedChain(pin_id, PinOwner(tenant, EVERYONE), conversation_id, expires_at, Prefetch.HOST)
     ledger.add(pin, digests(*chain), max_blocks, now)
     ledger.check_integrity()
 
@@ -181,7 +181,7 @@ class PinLedgerMachine(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from("tu"), start=st.integers(0, 2), length=st.integers(0, 9))
     def turn(self, tenant: str, start: int, length: int) -> None:
         first = (10 if tenant == "t" else 60) + 10 * start
-        self.ledger.follow(Owner(tenant, EVERYONE), str(start), digests(*range(first, first + length)), 10, self.now)
+        self.ledger.follow(PinOwner(tenant, EVERYONE), str(start), digests(*range(first, first + length)), 10, self.now)
 
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
