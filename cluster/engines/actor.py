@@ -152,7 +152,7 @@ class EngineActor(OwnedActor):
         while not self._is_stopping.is_set():
             if (ended := process.ended(timeout_s=_WATCH_S)) is not None:
                 return ended
-            if stalled := watch.look(process.progress(metrics_url), time.monotonic()):
+            if stalled := watch.look(process.report(metrics_url), time.monotonic()):
                 return f"{server.kind} {stalled}"
         return "stopped"
 

@@ -18,7 +18,7 @@ import httpx
 import psutil
 
 from tandem.protocol.errors import WorkerError
-from tandem.router.engines.fleet.engine_status import Progress, parse_progress
+from tandem.router.engines.fleet.engine_status import EngineReport, parse_report
 
 __all__ = ["ServerProcess"]
 
@@ -109,13 +109,13 @@ class ServerProcess:
         if answer.status_code not in (200, 404):
             raise WorkerError(f"{self._name} did not generate a token: {answer.status_code} {answer.text[:300]}")
 
-    def progress(self, url: str) -> Progress | None:
-        """What the `/metrics` say of its work; without any such metrics, that it has none. None if nothing answers."""
+    def report(self, url: str) -> EngineReport | None:
+        """What its `/metrics` say of its load and its work; None if nothing answers."""
         try:
             answer = self._client.get(url)
         except httpx.HTTPError:
             return None
-        return parse_progress(answer.text) or Progress(is_busy=False, work_done=0.0)
+        return parse_report(answer.text)
 
     def ended(self, *, timeout_s: float) -> str | None:
         """How it ended, if it ends within this time."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 
-from tandem.router.engines.fleet.engine_status import WorkDone
+from tandem.router.engines.fleet.engine_status import EngineReport, WorkCounter
 
 __all__ = ["EngineProgress"]
 
@@ -33,8 +33,8 @@ class EngineProgress:
         self.is_on_trial = False  # since a stall, until it shows a step
         self._phases: dict[object, _Phase] = {}  # of each request on the engine
         self._num_due = 0
-        self._says_it_runs = False
-        self._work: float | None = None  # as it was last read
+        self._says_it_runs = False  # requests, ours among them
+        self._work = WorkCounter()
         self._since_s = 0.0
 
     @property
@@ -49,6 +49,7 @@ class EngineProgress:
     def end(self, request: object) -> None:
         """A request is over, or leaves it. Later calls change nothing."""
         self._num_due -= self._phases.pop(request, None) is _Phase.DUE
+        self._says_it_runs &= bool(self._phases)
 
     def token(self, request: object, now: float) -> None:
         """A token of the request's stream came: the next one is due."""
@@ -68,15 +69,15 @@ class EngineProgress:
         if self._phases.get(request) is former:
             self._set(request, new, now)
 
-    def report(self, work: WorkDone | None, now: float, *, num_running: int) -> None:
-        """Its metrics were read: what it has computed so far, if they tell, and the requests that it runs now."""
-        if work is not None and work.num_tokens != self._work:
-            if self._work is not None:
-                self._step(now)
-            self._work = work.num_tokens
+    def report(self, report: EngineReport, now: float) -> None:
+        """Its metrics were read."""
+        load, work = report
+        if self._work.has_changed(work):
+            self._step(now)
         was_due = self._is_due
-        # NOTE: only for our own requests; those of others need no remedy of ours.
-        self._says_it_runs = work is not None and work.is_of_each_step and num_running > 0 and bool(self._phases)
+        says_it_runs = load is not None and load.num_running > 0 and work is not None and work.is_of_each_step
+        # NOTE: only while requests of ours are there; those of others need no remedy of ours.
+        self._says_it_runs = says_it_runs and bool(self._phases)
         if not was_due:
             self._since_s = max(self._since_s, now)
 
@@ -97,7 +98,7 @@ class EngineProgress:
 
     @property
     def _is_due(self) -> bool:
-        return self._num_due > 0 or (self._says_it_runs and bool(self._phases))
+        return self._num_due > 0 or self._says_it_runs
 
     def _step(self, now: float) -> None:
         self._since_s = max(self._since_s, now)

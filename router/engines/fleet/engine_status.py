@@ -12,19 +12,20 @@ from prometheus_client.samples import Sample
 
 __all__ = [
     "CacheSize",
-    "Progress",
+    "EngineReport",
     "ReportedLoad",
     "ServedModel",
+    "WorkCounter",
     "WorkDone",
     "parse_cache_size",
     "parse_load",
-    "parse_progress",
+    "parse_report",
     "parse_work",
     "served_model",
     "vllm_gives_token_ids",
 ]
 
-# Names in the order of preference; the values of all label sets (data parallel ranks, say) are added up.
+# Names in order of preference. The values of all label sets (for example of data-parallel ranks) are added up.
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred")
 _USAGE = (
@@ -62,6 +63,11 @@ class ReportedLoad(NamedTuple):
     num_waiting: int
     kv_usage: float  # share of its KV cache in use
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether any request is there."""
+        return self.num_running + self.num_waiting > 0
+
 
 class ServedModel(NamedTuple):
     """What an engine serves."""
@@ -83,23 +89,33 @@ class WorkDone(NamedTuple):
     """What an engine has computed since its start."""
 
     num_tokens: float  # in no exact unit: it changes with the steps that compute
-    is_of_each_step: bool  # whether it changes with each of them, so that its standing still says something
+    is_of_each_step: bool  # whether each step changes it; then an unchanged value shows that no step was computed
 
 
-class Progress(NamedTuple):
-    """Whether an engine has work, and how much it has done since its start."""
+class EngineReport(NamedTuple):
+    """One reading of an engine's metrics. None stands for what they do not tell."""
 
-    is_busy: bool
-    work_done: float  # in no unit: it grows with each step that computes
+    load: ReportedLoad | None
+    work: WorkDone | None
 
 
-def parse_progress(text: str) -> Progress | None:
-    """The progress in a Prometheus exposition; None when it has none of the known names."""
-    load = parse_load(text)
-    if load is None:
-        return None
-    work = parse_work(text)
-    return Progress(load.num_running + load.num_waiting > 0, 0.0 if work is None else work.num_tokens)
+class WorkCounter:
+    """The latest work that an engine reported. A change shows that the engine computed a step."""
+
+    def __init__(self) -> None:
+        self._num_tokens: float | None = None
+
+    def has_changed(self, work: WorkDone | None) -> bool:
+        """Note what was read now: whether it differs from the reading before. A first reading does not."""
+        if work is None:
+            return False
+        former, self._num_tokens = self._num_tokens, work.num_tokens
+        return former is not None and former != work.num_tokens
+
+
+def parse_report(text: str, rank: int | None = None) -> EngineReport:
+    """Load and work in a Prometheus exposition, of one data-parallel rank or of all."""
+    return EngineReport(parse_load(text, rank), parse_work(text, rank))
 
 
 def parse_work(text: str, rank: int | None = None) -> WorkDone | None:

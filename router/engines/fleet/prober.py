@@ -20,8 +20,7 @@ from tandem.router.engines.fleet.engine_status import (
     ReportedLoad,
     ServedModel,
     parse_cache_size,
-    parse_load,
-    parse_work,
+    parse_report,
     served_model,
     vllm_gives_token_ids,
 )
@@ -93,9 +92,8 @@ class EngineProber:
             raise ValueError(f"its health check answered {health.status_code}")
         rank = engine.spec.data_parallel_rank
         metrics, num_ours = await self._read_metrics()
-        load = parse_load(metrics, rank)
-        num_running = 0 if load is None else load.num_running
-        engine.progress.report(parse_work(metrics, rank), self._clock(), num_running=num_running)
+        report = parse_report(metrics, rank)
+        engine.progress.report(report, self._clock())
         if engine.state in (WorkerState.STARTING, WorkerState.DEAD) and not engine.is_removed:
             if not self._may_join():
                 return
@@ -104,8 +102,8 @@ class EngineProber:
             engine.note_served(await self._served_model())
         now = self._clock()
         engine.cache.expire(now)
-        self._has_metrics = load is not None
-        self._note_load(load or ReportedLoad(0, 0, 0.0), num_ours, now)
+        self._has_metrics = report.load is not None
+        self._note_load(report.load or ReportedLoad(0, 0, 0.0), num_ours, now)
 
     async def _read_metrics(self) -> tuple[str, int]:
         """The text of its `/metrics` ("" if it has none), and the number of our requests on it then.

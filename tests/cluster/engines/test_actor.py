@@ -18,7 +18,7 @@ from tandem.cluster.engines.actor import EngineActor, EngineEnd, EngineStarted
 from tandem.cluster.engines.process import ServerProcess
 from tandem.cluster.engines.server import EngineServer, Parallelism
 from tandem.protocol.errors import WorkerError
-from tandem.router.engines.fleet.engine_status import Progress
+from tandem.router.engines.fleet.engine_status import EngineReport, ReportedLoad, WorkDone
 from tandem.runtime.ports import free_ports
 from tests.support.managed import engine_python
 from tests.support.waiting import until
@@ -126,13 +126,14 @@ def test_a_python_without_the_engine_says_so(tmp_path: Path) -> None:
     assert "make engine-vllm" in end.reason
 
 
-def test_a_server_without_metrics_counts_as_idle(tmp_path: Path) -> None:
+def test_what_a_server_reports_of_its_load_and_its_work(tmp_path: Path) -> None:
     with running(server(tmp_path)) as (_, started, _):
         process = ServerProcess("vllm", ["sleep", "600"], {}, None)
         with process:
-            assert process.progress(f"{started.url}/metrics") == Progress(False, 7.0)
-            assert process.progress(f"{started.url}/absent") == Progress(False, 0.0)
-            assert process.progress("http://127.0.0.1:9/metrics") is None
+            idle = EngineReport(ReportedLoad(0, 0, 0.0), WorkDone(7.0, is_of_each_step=True))
+            assert process.report(f"{started.url}/metrics") == idle
+            assert process.report(f"{started.url}/absent") == EngineReport(None, None)
+            assert process.report("http://127.0.0.1:9/metrics") is None
 
 
 SPINS = """

@@ -1,46 +1,64 @@
 from __future__ import annotations
 
 from tandem.cluster.engines.stall import SILENT_S, ServerStallWatch
-from tandem.router.engines.fleet.engine_status import Progress, parse_progress
+from tandem.router.engines.fleet.engine_status import EngineReport, ReportedLoad, WorkDone, parse_report
 
 LIMIT_S = 300.0
 
 
-def first_stall(seen: list[Progress | None], step_s: float = 10.0) -> tuple[float, str] | None:
+def busy(num_tokens: float) -> EngineReport:
+    return EngineReport(ReportedLoad(2, 0, 0.0), WorkDone(num_tokens, is_of_each_step=True))
+
+
+def idle(num_tokens: float) -> EngineReport:
+    return EngineReport(ReportedLoad(0, 0, 0.0), WorkDone(num_tokens, is_of_each_step=True))
+
+
+def first_stall(reports: list[EngineReport | None], step_s: float = 10.0) -> tuple[float, str] | None:
     """When these looks, one each `step_s`, find a stall, and which."""
     watch = ServerStallWatch(LIMIT_S)
-    for i, progress in enumerate(seen):
-        if found := watch.look(progress, i * step_s):
+    for i, report in enumerate(reports):
+        if found := watch.look(report, i * step_s):
             return i * step_s, found
     return None
 
 
 def test_an_idle_server_never_stalls() -> None:
-    assert first_stall([Progress(False, 5.0)] * 100) is None
+    assert first_stall([idle(5.0)] * 100) is None
+
+
+def test_a_server_that_waits_with_requests_and_shows_no_counters_stalls() -> None:
+    waits = EngineReport(ReportedLoad(0, 1, 0.0), None)
+    assert first_stall([waits] * 100) == (LIMIT_S, "computed nothing for 300 s")
+    assert first_stall([waits] * 20 + [busy(5.0)] * 100) == (200 + LIMIT_S, "computed nothing for 300 s")
+
+
+def test_a_server_without_metrics_never_stalls() -> None:
+    assert first_stall([EngineReport(None, None)] * 100) is None
 
 
 def test_a_busy_server_that_computes_never_stalls() -> None:
-    assert first_stall([Progress(True, float(i)) for i in range(100)]) is None
+    assert first_stall([busy(float(i)) for i in range(100)]) is None
 
 
 def test_a_busy_server_whose_counters_stand_still_stalls() -> None:
-    assert first_stall([Progress(True, 5.0)] * 100) == (LIMIT_S, "computed nothing for 300 s")
+    assert first_stall([busy(5.0)] * 100) == (LIMIT_S, "computed nothing for 300 s")
 
 
 def test_the_time_counts_from_the_last_work() -> None:
-    seen: list[Progress | None] = [Progress(True, float(i)) for i in range(11)]
-    assert first_stall(seen + [Progress(True, 10.0)] * 50) == (100 + LIMIT_S, "computed nothing for 300 s")
+    seen: list[EngineReport | None] = [busy(float(i)) for i in range(11)]
+    assert first_stall(seen + [busy(10.0)] * 50) == (100 + LIMIT_S, "computed nothing for 300 s")
 
 
 def test_a_server_that_does_not_answer_stalls_sooner() -> None:
-    assert first_stall([Progress(False, 1.0)] + [None] * 50) == (SILENT_S, f"did not answer for {SILENT_S:g} s")
+    assert first_stall([idle(1.0)] + [None] * 50) == (SILENT_S, f"did not answer for {SILENT_S:g} s")
 
 
 def test_a_pause_of_the_watch_itself_is_not_the_servers() -> None:
     watch = ServerStallWatch(LIMIT_S)
-    assert not watch.look(Progress(True, 1.0), 0.0)
-    assert not watch.look(Progress(True, 1.0), 1000.0)
-    assert not watch.look(Progress(True, 1.0), 1000.0 + 29.0)
+    assert not watch.look(busy(1.0), 0.0)
+    assert not watch.look(busy(1.0), 1000.0)
+    assert not watch.look(busy(1.0), 1000.0 + 29.0)
 
 
 def test_progress_is_read_from_vllms_metrics() -> None:
@@ -51,5 +69,5 @@ vllm:iteration_tokens_total_count{engine="0"} 40
 vllm:generation_tokens_total{engine="0"} 100
 vllm:generation_tokens_total{engine="1"} 10
 """
-    assert parse_progress(text) == Progress(True, 150.0)
-    assert parse_progress("nothing_known 1\n") is None
+    assert parse_report(text) == busy(150.0)
+    assert parse_report("nothing_known 1\n") == EngineReport(None, None)

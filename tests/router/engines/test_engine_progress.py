@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.messages import WorkerState
 from tandem.router.engines.fleet.engine_progress import EngineProgress
-from tandem.router.engines.fleet.engine_status import WorkDone, parse_work
+from tandem.router.engines.fleet.engine_status import EngineReport, ReportedLoad, WorkDone, parse_work
 from tandem.router.engines.fleet.fleet import stall_limit_s
 from tandem.router.engines.fleet.stall_watch import StallWatch
 
@@ -37,6 +37,9 @@ class World:
             self.now += 1.0
             self.watch.look()
         return self.stalls[found:]
+
+    def report(self, work: WorkDone, num_running: int = 1) -> None:
+        self.progress.report(EngineReport(ReportedLoad(num_running, 0, 0.0), work), self.now)
 
     def _stall(self, reason: str, now: float) -> None:
         self.stalls.append(now)
@@ -112,7 +115,7 @@ def test_counters_that_change_show_steps() -> None:
     world = World()
     streaming(world, "x")
     for second in range(100):
-        world.progress.report(WorkDone(float(second), is_of_each_step=False), world.now, num_running=1)
+        world.report(WorkDone(float(second), is_of_each_step=False))
         assert not world.wait(1)
     assert not world.wait(29)
     assert world.wait(2)
@@ -123,14 +126,25 @@ def test_counters_that_change_show_steps() -> None:
 def test_an_engine_that_says_that_it_runs_requests_must_count(is_of_each_step: bool, num_running: int) -> None:
     world = World()
     work = WorkDone(7.0, is_of_each_step)
-    world.progress.report(work, world.now, num_running=num_running)
+    world.report(work, num_running=num_running)
     assert not world.wait(100), "others' requests are no concern of ours"
     world.progress.begin("waits for its first token", world.now)
     found = []
     for _ in range(40):
-        world.progress.report(work, world.now, num_running=num_running)
+        world.report(work, num_running=num_running)
         found += world.wait(1)
     assert len(found) == (is_of_each_step and num_running)
+
+
+def test_requests_that_an_engine_ran_for_others_are_no_sign_once_ours_have_ended() -> None:
+    world = World()
+    world.progress.begin("waits for its first token", world.now)
+    world.report(WorkDone(7.0, is_of_each_step=True))
+    world.progress.end("waits for its first token")
+    world.progress.begin("next", world.now)
+    assert not world.wait(100)
+    world.report(WorkDone(7.0, is_of_each_step=True))
+    assert len(world.wait(31)) == 1
 
 
 def test_on_trial_anything_is_due_until_a_step() -> None:

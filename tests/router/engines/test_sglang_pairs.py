@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import ConfigError
 from tandem.router.engines.config import EngineSpec, check_fleet, ranks_of, spec_from
-from tandem.router.engines.fleet.engine_status import CacheSize, parse_cache_size, parse_progress
+from tandem.router.engines.fleet.engine_status import CacheSize, parse_cache_size, parse_report
 from tests.support.engines_harness import COMPLETIONS, Router, completion, dead_url, routing
 from tests.support.fake_backend import RawClient, events
 from tests.support.fake_openai import FakeServer
@@ -226,6 +226,7 @@ sglang:realtime_tokens_total{dp_rank="0",mode="decode"} 40.0
 sglang:realtime_tokens_total{dp_rank="0",mode="prefill_compute"} 100.0
 """
     assert parse_cache_size(text, 0) == CacheSize(16, 512)
-    progress = parse_progress(text)
-    assert progress is not None
-    assert (progress.is_busy, progress.work_done) == (True, 140.0)
+    load, work = parse_report(text)
+    assert load is not None
+    assert work is not None
+    assert (load.is_busy, work.num_tokens) == (True, 140.0)
