@@ -17,7 +17,7 @@ from tandem.scheduling.workers.workers import RegisteredWorker
 
 __all__ = ["CacheSizing", "tier_owner"]
 
-# The last hour's traffic has half of the weight in the curve: long enough for conversations to return, short enough to
+# The last hour's traffic has half the weight in the curve: long enough for conversations to return, short enough to
 # follow the day. Counts fade at most once a minute and only while requests arrive, so that the first request after a
 # quiet night does not outweigh everything before it.
 _HALF_LIFE_S = 3600.0
@@ -34,7 +34,7 @@ class CacheSizing:
     def __init__(self, registry: Registry, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry = registry
         self._clock = clock
-        self._curve = MissRatioCurve(block_size=1)  # until the first request tells the block size
+        self._curve = MissRatioCurve(block_size=1)  # until the first request shows the block size
         self._num_cached_tokens = 0.0  # fades with the curve
         self._faded_at = clock()
         self.num_tokens = 0  # observed since the start
@@ -114,7 +114,7 @@ class CacheSizing:
 
 
 def tier_owner(tier: str, worker: RegisteredWorker) -> str:
-    """Who has this worker's tier: the worker, its host, or (empty) all workers."""
+    """The owner of this worker's tier: the worker, its host, or (empty) all workers."""
     if tier == "object":
         return ""
     return urlsplit(worker.card.address.endpoint).hostname or "" if tier == "disk" else worker.worker_id

@@ -48,7 +48,7 @@ MIN_VARIANCE = 1e-12
 _NUM_KNOWN = 50  # steps of a kind of worker after which a new worker is compared with it
 _NUM_NORMAL = 3  # steps in a row within the band end a worker's warm-up
 _NORMAL_RATIO = 1.5  # the band: measured / expected
-_MAX_COLD_STEPS = 64  # then it is no warm-up: this worker, or all, have become slower
+_MAX_COLD_STEPS = 64  # more slow steps are no warm-up: this worker, or all workers, have become slower
 _MAX_COLD_WORKERS = 4096
 MIN_PREDICTION_S = 1e-6
 MIN_DURATION_S, MAX_DURATION_S = 1e-9, 1e6  # range of plausible measurements
@@ -112,12 +112,12 @@ class LinearModel:
     """A non-negative linear model of a duration: a pace that changes fast, and weights that are learned slowly.
 
     Other work on the machine makes all costs larger or smaller at once, for seconds. The pace, one factor of all
-    coefficients, follows that. The weights, fitted by recursive least squares, tell how the costs relate. Weights are
+    coefficients, follows that. The weights, fitted by recursive least squares, say how the costs relate. Weights are
     multiples of the prior coefficients, and measurements are divided by their prediction, so every number in the filter
     is near one.
 
     The filter forgets in the direction of each measurement only (Cao and Schwartz, Automatica 36, 2000). What the
-    measurements of the time do not tell, which is how base and sequence share a step of one sequence, stays known.
+    current measurements do not show (how a step of one sequence divides into base and sequence, say) stays known.
 
     One outlier hardly moves the model. Several in a row to the same side are not outliers: the pace has changed.
     """

@@ -21,7 +21,7 @@ MAX_DECISIONS = 256
 
 @dataclass(eq=False, slots=True)
 class RoutingDecision:
-    """What was decided for one request, and what became of it. Updated as that becomes known."""
+    """The decision about one request, and its outcome, which is filled in as it becomes known."""
 
     request_id: str
     service_class: ServiceClass
@@ -30,7 +30,7 @@ class RoutingDecision:
     outcome: str = "waiting"  # later "dispatched" or "dropped"; or "rejected" at once
     placement: Placement | None = None  # the one it was dispatched with
     wait_s: float | None = None
-    decided_s: float | None = None  # when the deciding began that dispatched it, and when it was booked
+    decided_s: float | None = None  # when the decision that dispatched it began; it ended at `booked_s`
     booked_s: float | None = None
     actual_ttft_s: float | None = None
     error: ServingError | None = None

@@ -14,7 +14,7 @@ __all__ = ["DEFAULT_CLASS", "NO_DIGESTS", "CommonDigests", "PlacementRequest", "
 
 
 class ServiceClass(msgspec.Struct, frozen=True, array_like=True):
-    """For which tenant a request is served, how urgently, and how soon."""
+    """The tenant of a request, its urgency, and its deadline for the first token."""
 
     tenant: str = DEFAULT_TENANT
     priority: int = 0  # lower is more urgent, as in vLLM
@@ -54,10 +54,10 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     can_hand_over: bool = True  # whether one worker may compute the prompt and another one decode
     generates: bool = True  # whether it decodes at all
     may_cover: bool = False  # whether a prefill worker does all of it while no worker decodes
-    is_resumed: bool = False  # whether its answer has begun: it waits for a worker, and a prefill worker will do
+    is_resumed: bool = False  # whether its answer has begun and goes on; then a prefill worker will do
     is_admitted: bool = False  # whether its answer was admitted before: it may wait, but is not refused
 
     @property
     def tenant(self) -> str:
-        """Whose request it is."""
+        """The tenant that the request is from."""
         return self.service_class.tenant

@@ -50,7 +50,7 @@ class Dispatch(NamedTuple):
     queued: QueuedRequest
     placement: Placement
     wait_s: float
-    prefill_priority: PrefillPriority  # at the worker that computes the prompt
+    prefill_priority: PrefillPriority  # the order at the worker that computes the prompt
 
 
 class Drop(NamedTuple):
@@ -98,7 +98,7 @@ class Admission:
 
     @property
     def stats(self) -> dict[str, TenantStats]:
-        """What became of requests, by the tenants' labels."""
+        """The outcomes of requests, by the tenants' labels."""
         return self._stats.by_label
 
     @property
@@ -120,7 +120,7 @@ class Admission:
         max_tokens: int,
         adapter: str = "",
     ) -> PlacementRequest:
-        """A request with what is known of its tenant: the expected length of its answer, and the workers it may use."""
+        """A request with what its tenant adds to it: the expected length of its answer, and the workers it may use."""
         return PlacementRequest(
             num_prompt_tokens=num_prompt_tokens,
             expected_output_tokens=self.lengths.expected(service_class.tenant, max_tokens),
@@ -131,7 +131,7 @@ class Admission:
         )
 
     def forecast(self, request: PlacementRequest, now: float, *, num_others: int = 0) -> Forecast:
-        """What would become of this request; changes nothing. Raises `NoWorker`."""
+        """Predict what would happen to this request; changes nothing. Raises `NoWorker`."""
         return self._forecaster.forecast(request, now, num_others=num_others)
 
     def enter(self, request: PlacementRequest, forecast: Forecast, now: float, payload: Any = None) -> QueuedRequest:
@@ -142,7 +142,7 @@ class Admission:
         service_class = request.service_class
         self._note_demand(request, forecast)
         if forecast.error is not None:
-            # It is late for others' work ahead. Once that is served, its tenant's next requests go before theirs.
+            # Others' work ahead makes it late. Once that is served, its tenant's next requests go before theirs.
             if forecast.placement.best.terms.ttft_s <= forecast.slo_s:
                 self._queue.note_demand(service_class.tenant, forecast.work, now)
             self.reject(service_class.tenant, forecast.error)
@@ -169,14 +169,14 @@ class Admission:
         return queued
 
     def place_again(self, request: PlacementRequest, now: float, *, excluded: Collection[str] = ()) -> Placement:
-        """Where a request goes on, but on none of the workers `excluded`.
+        """Place a request that goes on elsewhere, on none of the workers `excluded`.
 
         It goes before all others, as it was admitted and counted. Raises `NoWorker`.
         """
         return self._placer.place(request, now, order=-math.inf, excluded=excluded)
 
     def priority_again(self, placement: Placement) -> PrefillPriority:
-        """How the worker of `place_again` computes what it lacks: before all prompts, in short steps.
+        """The priority of what the worker of `place_again` has to compute: before all prompts, in short steps.
 
         After a death many streams are computed again at once. The first of them go on soon, and the streams beside
         them get their tokens meanwhile.
@@ -211,7 +211,7 @@ class Admission:
         self._stats.note_rejected(tenant, error)
 
     def note_admitted(self, tenant: str, wait_s: float) -> None:
-        """Count a request that found no worker, and has got one by `place_again` after this wait."""
+        """Count a request that found no worker at first, and got one from `place_again` after this wait."""
         self._stats.note_admitted(tenant, wait_s)
 
     def timeout_error(self, queued: QueuedRequest, now: float) -> Overloaded:
@@ -232,7 +232,7 @@ class Admission:
         return queued
 
     def report(self) -> dict[str, object]:
-        """The queue and what became of requests, as JSON."""
+        """The queue and the outcomes of requests, as JSON."""
         total, queued = self._queue.total, self.queued()
         return {
             "num_waiting": total.num_requests,

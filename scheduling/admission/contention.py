@@ -14,7 +14,7 @@ MAX_TENANTS = 4096  # tenants whose latest priority is remembered: clients may n
 
 
 class Contention:
-    """What the latest requests show. It costs latency to prepare for contention, so that is done while there is any."""
+    """Follows the latest requests. Preparing for contention costs latency, so it is done only while there is any."""
 
     def __init__(self) -> None:
         self.tenants_until_s = -math.inf  # until when requests of several tenants are expected

@@ -14,7 +14,7 @@ MAX_STALE = 64  # heap entries of requests that left, beyond a few times the num
 
 
 class Deadlines:
-    """When each waiting request must be begun at the latest. `waiting` is the owner's collection of all requests."""
+    """The latest time at which each waiting request must begin. `waiting` is the owner's collection of all requests."""
 
     def __init__(self, waiting: Collection[QueuedRequest]) -> None:
         self._waiting = waiting

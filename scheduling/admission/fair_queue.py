@@ -30,7 +30,7 @@ OLDEST_FIRST_INTERVAL = 4
 MAX_IDLE_TENANTS = 1024  # tenants remembered without waiting requests: for their start tag, and for what they ask
 ARRIVAL_WINDOW_S = 10.0  # time over which a tenant's demand is averaged
 FORGOTTEN_S = 7 * ARRIVAL_WINDOW_S  # less than a thousandth of the average is left after this time
-CREDIT_S = 5.0  # worker seconds per weight that a tenant which asked less than its share may have at once later
+CREDIT_S = 5.0  # worker seconds per weight: what a tenant that asked for less than its share may use at once later
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -161,7 +161,7 @@ class FairQueue(Generic[E]):
     def serve(self, entry: E) -> None:
         """Take a request out and charge its tenant."""
         queue = self._tenants[entry.tenant]
-        # Requests with later tags are served first where others wait for one certain worker: the virtual time is that
+        # Requests with later tags may be served first while others wait for a certain worker. The virtual time is that
         # of the tenant furthest behind.
         self._virtual_s = max(self._virtual_s, min(other.start_tag for other in self._busy.values()))
         self._take_out(queue, entry)

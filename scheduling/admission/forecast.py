@@ -16,17 +16,17 @@ class Forecast(NamedTuple):
 
     placement: Placement
     work: Work
-    ahead: Work  # work that waits in the router and goes first
-    start_s: float  # until its prompt is begun, after waiting in the router and at the worker
+    ahead: Work  # work that waits in the router and is served first
+    start_s: float  # time until its prompt begins, after waiting in the router and at the worker
     ttft_s: float
     slo_s: float  # inf = none
     error: ServingError | None  # why it is refused; None = it is admitted
 
     @property
     def is_hopeful(self) -> bool:
-        """Whether it is worth a try.
+        """Whether the request is worth a try.
 
-        On an idle worker it is, whatever is predicted: no other worker would be faster, and a wrong model could not
-        learn if everything that it takes for slow were refused.
+        On an idle worker it always is, whatever is predicted: no other worker would be faster, and a wrong model could
+        not learn if everything that it takes for slow were refused.
         """
         return self.ttft_s <= self.slo_s or self.start_s <= 0

@@ -1,4 +1,4 @@
-"""Predicts when the first token of a request would come, in front of all that waits and runs already."""
+"""Predicts when the first token of a request would come, given everything that waits and runs already."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["LEAD_S", "MAX_SCANNED", "Forecaster", "fill_level", "work_of"]
 
 LEAD_S = 10.0  # an under-served tenant's prompt may overtake prompts that arrived up to this much earlier
 MAX_SCANNED = 64  # waiting requests examined for one that a free worker is best for
-NUM_ROUNDS = 2  # iterations of a forecast
+NUM_ROUNDS = 2  # refinements of a forecast
 
 
 class Forecaster:
@@ -51,7 +51,7 @@ class Forecaster:
         self._refusals = Refusals(workers, costs, config, queue, room)
 
     def forecast(self, request: PlacementRequest, now: float, *, num_others: int = 0) -> Forecast:
-        """What would become of this request. Raises `NoWorker`."""
+        """Predict what would happen to this request. Raises `NoWorker`."""
         tenant, priority = request.tenant, request.service_class.priority
         policy = self._tenants.policy(tenant)
         slo_s = request.service_class.ttft_slo_s
@@ -79,7 +79,7 @@ class Forecaster:
         return self.start_s(queued.placement, self._queue.ahead(tenant, priority, now), order)
 
     def order_of(self, start_tag: float, slo_s: float, now: float) -> float:
-        """The order at its worker of a prompt that is sent now. Tenants within their share overtake the others.
+        """The order, at its worker, of a prompt that is sent now. Tenants within their share overtake the others.
 
         They do not overtake each other, which would shorten no tail latency, nor a request with a deadline, whose first
         token was promised when it was sent. No prompt is overtaken for ever.
@@ -117,7 +117,7 @@ class Forecaster:
         return max(tokens / booked, seqs / max(num_seqs, 1.0)) * lifetime_s
 
     def _is_passed(self, ahead: Work) -> bool:
-        """Whether `Admission.next` would get to a request behind this work though none of it can be dispatched."""
+        """Whether `Admission.next` would reach a request behind this work although none of it can be dispatched."""
         return ahead.num_requests < MAX_SCANNED and self._room.is_anywhere()
 
 

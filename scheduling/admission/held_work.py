@@ -1,4 +1,4 @@
-"""What waits in the router for which worker, summed by tenant and worker."""
+"""The work that waits in the router for each worker, summed by tenant and worker."""
 
 from __future__ import annotations
 

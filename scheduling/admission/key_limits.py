@@ -20,10 +20,10 @@ __all__ = ["MAX_LIMIT", "NO_LIMITS", "KeyLimiter", "KeyLimits", "KeyUsage"]
 
 MAX_LIMIT = 10**12
 MINUTE_S = 60.0
-FIRST_DURATION_S = 1.0  # expected of a key's first requests
+FIRST_DURATION_S = 1.0  # expected duration of a key's first requests
 NEWEST_WEIGHT = 0.2  # weight of the latest request in the mean duration
 MIN_WAIT_S = 0.05
-SLACK = 1e-9  # share of an amount that may be missing: rounding
+SLACK = 1e-9  # share of an amount that may be missing because of rounding
 
 Limit = Annotated[int, Meta(ge=1, le=MAX_LIMIT)]
 
@@ -34,7 +34,7 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None  # of prompts and answers together
     concurrent_requests: Limit | None = None
-    pins: Annotated[int, Meta(ge=0, le=MAX_LIMIT)] | None = None  # live at one time; 0 = it may pin nothing
+    pins: Annotated[int, Meta(ge=0, le=MAX_LIMIT)] | None = None  # pins that live at one time; 0 = it may pin nothing
 
     @property
     def is_any_on_requests(self) -> bool:
@@ -47,13 +47,13 @@ NO_LIMITS = KeyLimits()
 
 @dataclass(eq=False, slots=True)
 class _Bucket:
-    """What may be used now: at most one minute's worth, and negative if more was used than was expected."""
+    """The amount that may be used now: at most one minute's worth; negative if more was used than was expected."""
 
     level: float = math.inf  # more than full until it is first looked at
     looked_at_s: float = 0.0
 
     def wait_s(self, amount: float, limit: int, now: float) -> float:
-        """Seconds until this amount may be used; of an amount above the limit, until the bucket is full."""
+        """Seconds until this amount may be used. For an amount above the limit: seconds until the bucket is full."""
         self.level = min(self.level + max(now - self.looked_at_s, 0.0) * limit / MINUTE_S, limit)
         self.looked_at_s = now
         needed = min(amount, limit)
@@ -69,7 +69,7 @@ class _KeyState:
     tokens: _Bucket = field(default_factory=_Bucket)
     running: set[KeyUsage] = field(default_factory=set)
     mean_duration_s: float = FIRST_DURATION_S
-    latest_tokens: int = 1  # that the latest request needed whose prompt was read
+    latest_tokens: int = 1  # tokens of the latest request whose prompt was read
 
 
 @dataclass(eq=False, slots=True)
@@ -111,9 +111,9 @@ class KeyLimiter:
         return usage
 
     def charge(self, usage: KeyUsage, num_prompt_tokens: int, num_answers: int, max_tokens: int, now: float) -> None:
-        """Charge a request for its prompt and what its answers are expected to take, at most `max_tokens` together.
+        """Charge a request for its prompt and the expected length of its answers, together at most `max_tokens`.
 
-        To be called once. `end` corrects it. Raises `RateLimitExceeded`.
+        Called once; `end` corrects the charge. Raises `RateLimitExceeded`.
         """
         limit = usage.limits.tokens_per_minute
         if limit is None:
@@ -157,7 +157,8 @@ def _waits(state: _KeyState, limits: KeyLimits, num_tokens: int, now: float) -> 
 def _wait_for_end(state: _KeyState, now: float) -> float:
     """Seconds until one of the running requests is expected to end.
 
-    The one that runs longest, after the mean duration. If it is late, their ends are taken to be spread evenly.
+    The one that has run longest is expected to end after the mean duration. If it is late, the ends are assumed to be
+    spread evenly.
     """
     wait_s = min(usage.began_s for usage in state.running) + state.mean_duration_s - now
     return max(wait_s if wait_s > 0.0 else state.mean_duration_s / (len(state.running) + 1), MIN_WAIT_S)

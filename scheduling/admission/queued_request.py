@@ -22,13 +22,13 @@ class QueuedRequest(QueueEntry):
     forecast: Forecast  # at its arrival
     placement: Placement  # the latest one
     placed_s: float
-    deadline_s: float  # of its first token; inf = none
-    version: int  # of the queue when the request came
+    deadline_s: float  # deadline of its first token; inf = none
+    version: int  # the queue's version when the request came
     payload: Any = None
 
     @property
     def latest_start_s(self) -> float:
-        """When its prompt must be begun at the latest, by its latest placement."""
+        """The latest time at which its prompt must begin, by its latest placement."""
         terms = self.placement.best.terms
         return self.deadline_s - terms.fetch_s - terms.prefill_s
 

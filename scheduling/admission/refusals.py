@@ -1,4 +1,4 @@
-"""Which requests are refused, with the reason and a true time after which to retry."""
+"""Which requests are refused, why, and after how long a retry will succeed."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Refusals:
 
     def _deadline_refusal(self, forecast: Forecast) -> DeadlineUnmet:
         ttft_s, slo_s = forecast.ttft_s, forecast.slo_s
-        # The work ahead shrinks by a second each second, or by less, as far as the model has been wrong lately. This
-        # becomes known with the report of a step. With nothing ahead the request is admitted.
+        # The work ahead shrinks by a second each second, or more slowly if the model has been wrong lately. The next
+        # report of a step tells. With nothing ahead the request is admitted.
         worker = forecast.placement.best.prefill
         error = self._costs.steps(worker.card.kind).relative_error
         retry_s = min(ttft_s - slo_s, forecast.start_s) * (1 + error) + self._room.full_step_s(worker)

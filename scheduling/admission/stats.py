@@ -1,4 +1,4 @@
-"""What became of requests, counted by tenant."""
+"""The outcomes of requests, counted by tenant."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 
 @dataclass(slots=True)
 class TenantStats:
-    """What became of one tenant's requests."""
+    """The outcomes of one tenant's requests."""
 
     num_admitted: int = 0
     rejected: Counter[str] = field(default_factory=Counter)  # refused at once, by reason

@@ -37,7 +37,7 @@ class TenantPolicy:
     """The limits of one tenant."""
 
     weight: float = 1.0
-    ttft_slo_s: float | None = None  # for requests that set none
+    ttft_slo_s: float | None = None  # SLO of requests that set none
     itl_slo_s: float | None = None  # mean gap between tokens, at which the autoscaler aims
     max_queue_share: float = 1.0  # share of max_queued_prompt_tokens that its requests may have in the router's queue
     workers: tuple[str, ...] = ()  # glob patterns of the worker ids it may use; () = all workers

@@ -13,11 +13,11 @@ from tandem.scheduling.workers.workers import RegisteredWorker, can_prefill, que
 
 __all__ = ["WorkerRoom"]
 
-# Full prompt steps that a worker may have queued and still be given a request: short prompts fill a step together, and
+# Full prompt steps up to which a worker is still given requests: short prompts fill a step together, and
 # the worker does not run dry. Other tenants' requests overtake what is queued there.
 ROOM_STEPS = 2.0
-# More urgent requests of the same tenant do not overtake it, and deadlines are kept best by deciding late. So while
-# urgencies differ, a worker gets what it computes while its report and the router's answer are on their way.
+# More urgent requests of the same tenant do not overtake those there, and late decisions keep deadlines best. So while
+# urgencies differ, a worker gets only what it computes while its report and the router's answer are on their way.
 ROOM_STEPS_URGENT = 0.5
 
 
@@ -58,6 +58,6 @@ class WorkerRoom:
         return any(self.has_room(worker, order) for worker in workers)
 
     def _limit_s(self, worker: RegisteredWorker) -> float:
-        """Predicted queue up to which a worker is given more."""
+        """Predicted queue, in seconds, up to which a worker is given more."""
         num_steps = ROOM_STEPS_URGENT if self.are_urgencies_mixed else ROOM_STEPS
         return self._config.max_worker_queue_s or num_steps * self.full_step_s(worker)

@@ -27,13 +27,13 @@ from tandem.scheduling.autoscaling.prediction import Prediction
 
 __all__ = ["decide"]
 
-_RELIEF = 0.9  # of the wait that is left, at most
+_RELIEF = 0.9  # share of the wait that may be left after a move that counts as relief
 
 
 def decide(
     observation: Observation, now: float, state: AutoscalerState, policy: AutoscalerPolicy = DEFAULT_POLICY
 ) -> tuple[ScalingDecision, AutoscalerState]:
-    """Move some workers or hold, and the state for the next call."""
+    """The decision, to move some workers or to hold, and the state for the next call."""
     state = replace(state, traffic=state.traffic.updated(observation.demand, now))
     outlook = Outlook.of(observation, state.traffic, policy, now)
     if sum(outlook.pools) < 2:
@@ -62,7 +62,7 @@ def _weigh(outlook: Outlook, hold: Prediction, state: AutoscalerState) -> tuple[
     flip, add = _best_gain(flips, hold, policy), _best_gain(outlook.adds(), hold, policy)
     if flip is None and add is None and hold.last_wait_s > policy.start_s:
         flip, add = _best_relief(flips, hold), _best_relief(outlook.adds(), hold)
-        if flip is not None:  # their scores say nothing here
+        if flip is not None:  # scores cannot be compared here
             return _settle(flip, add, hold, told, state, outlook)
     if flip is not None and (
         add is None or flip.prediction.score - hold.score >= 0.5 * (add.prediction.score - hold.score)
@@ -91,7 +91,7 @@ def _settle(
     state: AutoscalerState,
     outlook: Outlook,
 ) -> tuple[ScalingDecision, AutoscalerState]:
-    """Make the move if it is ours, and has been wanted for long enough. `better` would help too, or more."""
+    """Make the move if the autoscaler may, and if it was wanted for long enough. `better` would help too, or more."""
     policy, now, move, after = outlook.policy, outlook.now, best.move, best.prediction
     kind = (move.kind, move.role)
     num_wanted = state.num_wanted + 1 if state.wanted == kind else 1
@@ -130,19 +130,19 @@ def _best_gain(candidates: Iterable[Neighbour], hold: Prediction, policy: Autosc
 
 
 def _lengthens_queue(candidate: Neighbour, hold: Prediction, policy: AutoscalerPolicy) -> bool:
-    """Whether less would be served: a queue that nobody can wait for grows faster, whatever is in time meanwhile."""
+    """Whether the move makes a queue that is too long to wait for grow faster: then less would be served."""
     return candidate.prediction.last_wait_s > max(hold.last_wait_s / _RELIEF, policy.start_s)
 
 
 def _best_relief(candidates: Iterable[Neighbour], hold: Prediction) -> Neighbour | None:
-    """What shortens a queue most that grows faster than any of these can serve: still too little, and yet the way."""
+    """The move that slows a growing queue most, although none of them stops it. None if none helps enough."""
     best = min(candidates, key=lambda one: one.prediction.last_wait_s, default=None)
     is_relief = best is not None and best.prediction.last_wait_s <= _RELIEF * hold.last_wait_s
     return best if is_relief else None
 
 
 def _best_removal(candidates: Iterable[Neighbour], policy: AutoscalerPolicy) -> Neighbour | None:
-    """The largest removal that leaves the target within reach, its cost included."""
+    """The largest removal after which the target is still met, the cost of the move included."""
     safe = [one for one in candidates if one.prediction.attainment >= policy.target]
     return max(safe, key=lambda one: (one.move.num_workers, one.prediction.score), default=None)
 

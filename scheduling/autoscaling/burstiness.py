@@ -1,9 +1,9 @@
 """How unevenly requests arrive, at several time scales.
 
 Arrivals can be even within seconds and uneven within minutes, or the other way round. The index of dispersion, the
-variance of the number of arrivals in a window over its mean, tells by how much: it is 1 at all scales for independent
+variance of the number of arrivals in a window over its mean, measures this: it is 1 at all scales for independent
 arrivals (Poisson), and grows with the scale where bursts last. It is below 1 for clients that wait for their answers:
-one of them alone never finds another request before its own.
+a lone client never finds another request before its own.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import NamedTuple
 
 __all__ = ["Burstiness"]
 
-_MAX_SCALE_S = 80.0  # what lasts longer is a change of the level, and in the forecast
+_MAX_SCALE_S = 80.0  # longer bursts are changes of the level, which the forecast follows
 _NUM_SCALES = 8
 _MEMORY_S = 1800.0
 _LEAST = 0.1
-_PRIOR = 20.0  # requests; so much evidence for a dispersion of 1 comes first
-_MAX_GROWTH = 4.0  # of a dispersion in one window: a single one may be a change of the level
+_PRIOR = 20.0  # requests: the weight of the prior, a dispersion of 1
+_MAX_GROWTH = 4.0  # factor by which one window may raise a dispersion: it may be a change of the level
 
 
 class _Scale(NamedTuple):
-    """Windows of one length: the one that fills, the two before it, and sums over those that are over.
+    """Windows of one length: the current one, the two before it, and sums over the completed ones.
 
     The variance is taken from second differences of neighbours: a steady rise has none, and a change of the level
     shows in two windows only.
     """
 
-    num: float = 0.0  # in the window that fills
+    num: float = 0.0  # arrivals in the current window
     filled_s: float = 0.0
     last: tuple[float, ...] = ()
-    squares: float = _PRIOR  # of second differences, over what they are for independent windows
+    squares: float = _PRIOR  # sum of squared second differences, scaled to equal `mean` for independent arrivals
     mean: float = _PRIOR
 
     def updated(self, num: float, elapsed_s: float, length_s: float) -> _Scale:

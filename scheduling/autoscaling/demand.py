@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 __all__ = ["DEFAULT_ITL_S", "DEFAULT_TTFT_S", "NUM_BUCKETS", "Bucket", "Demand", "DemandMeter"]
 
-# Where nobody has set an SLO: what people who read along take for prompt.
+# Used where no SLO is set: what feels prompt to a person who reads along.
 DEFAULT_TTFT_S = 2.0
 DEFAULT_ITL_S = 0.1
-NUM_BUCKETS = 21  # of new prompt tokens, by powers of two; the last one has all from 2^20 on
+NUM_BUCKETS = 21  # buckets of new prompt tokens, by powers of two; the last one holds all prompts beyond 2^19
 
 
 class Bucket(NamedTuple):
@@ -49,7 +49,7 @@ class DemandMeter:
     def note(
         self, num_prompt_tokens: int, num_cached_tokens: int, ttft_slo_s: float | None, itl_slo_s: float | None
     ) -> None:
-        """A request arrived. Where it has no SLO, in seconds, the default counts."""
+        """Count a request that arrived. Without an SLO, in seconds, the default counts."""
         ttft_slo_s = DEFAULT_TTFT_S if ttft_slo_s is None or math.isinf(ttft_slo_s) else ttft_slo_s
         num_new = max(num_prompt_tokens - num_cached_tokens, 1)
         self._num_requests += 1
@@ -62,7 +62,7 @@ class DemandMeter:
         self._buckets[idx] = Bucket(num + 1, tokens + num_new, slo_s + ttft_slo_s)
 
     def note_answer(self, num_output_tokens: int) -> None:
-        """An answer has ended by itself."""
+        """Count an answer that ended by itself."""
         self._num_answers += 1
         self._output_tokens += num_output_tokens
 

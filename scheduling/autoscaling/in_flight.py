@@ -17,7 +17,7 @@ from tandem.scheduling.autoscaling.traffic import Traffic
 
 __all__ = ["AutoscalerState", "InFlight", "Pause", "calm", "follow", "forget_spare", "is_in_flight", "note_spare"]
 
-MAX_LOOK_INTERVALS = 3.0  # decision intervals that one look counts for at most: the router may have been stopped
+MAX_LOOK_INTERVALS = 3.0  # one look counts for at most this many intervals: the router may have been stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class InFlight:
 
 
 class Pause(NamedTuple):
-    """A kind of move is not made for a while after withdrawals."""
+    """A pause, after withdrawals, in which a kind of move is not made."""
 
     num_withdrawn: int = 0  # in a row
     until_s: float = -math.inf
@@ -43,14 +43,14 @@ class AutoscalerState:
     traffic: Traffic = field(default_factory=Traffic)
     wanted: tuple[str, Role] | None = None  # kind and role of the move that the latest observations want
     num_wanted: int = 0  # number of these observations in a row
-    spare_s: float = 0.0  # for how long a worker has been spare, less what was taken back
-    spare_seen_s: float | None = None  # when that was last looked at; None before, and after a move
+    spare_s: float = 0.0  # how long a worker has been spare, less what contrary looks took back
+    spare_seen_s: float | None = None  # time of the latest look at that; None before the first one, and after a move
     moving: InFlight | None = None
     last_move_s: float = -math.inf
     pauses: Mapping[str, Pause] = field(default_factory=dict)  # by kind of move
 
     def pause(self, kind: str) -> Pause:
-        """Whether and how long a kind of move is not made."""
+        """The pause of a kind of move; it may be over."""
         return self.pauses.get(kind, Pause())
 
 
@@ -80,7 +80,7 @@ def follow(
 def _withdraw(
     outlook: Outlook, hold: Prediction, state: AutoscalerState, flight: InFlight, why: str
 ) -> tuple[ScalingDecision, AutoscalerState]:
-    """Give up the move in flight, and do not try this kind again for a while, which grows."""
+    """Give up the move in flight, and pause moves of its kind, longer after each withdrawal in a row."""
     move, policy = flight.move, outlook.policy
     num = state.pause(move.kind).num_withdrawn + 1
     pause_s = min(policy.move_deadline_s * 2.0 ** min(num - 1, 20), policy.max_backoff_s)
@@ -96,7 +96,7 @@ def calm(state: AutoscalerState) -> AutoscalerState:
 
 
 def note_spare(state: AutoscalerState, now: float, policy: AutoscalerPolicy, *, is_spare: bool) -> AutoscalerState:
-    """Count the time since the last look for a spare worker, or against one, but no gap in which nobody looked."""
+    """Count the time since the latest look for a spare worker, or against one. Gaps without looks do not count."""
     past_s = 0.0 if state.spare_seen_s is None else now - state.spare_seen_s
     past_s = min(past_s, MAX_LOOK_INTERVALS * policy.interval_s)
     spare_s = state.spare_s + past_s if is_spare else max(state.spare_s - policy.contrary_weight * past_s, 0.0)
@@ -104,12 +104,12 @@ def note_spare(state: AutoscalerState, now: float, policy: AutoscalerPolicy, *, 
 
 
 def forget_spare(state: AutoscalerState) -> AutoscalerState:
-    """Begin to count anew: the pools are others now."""
+    """Start counting again: the pools have changed."""
     return replace(state, spare_s=0.0, spare_seen_s=None)
 
 
 def is_in_flight(flight: InFlight, observation: Observation) -> bool:
-    """Whether a part of the move is still to come. A worker that is gone has nothing to come."""
+    """Whether a part of the move is still under way. Nothing is under way for a worker that is gone."""
     move, there = flight.move, by_server(observation.workers)
     if move.add is not None:
         new = [ranks for name, ranks in there.items() if name not in flight.before]

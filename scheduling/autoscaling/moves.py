@@ -1,4 +1,4 @@
-"""What the autoscaler can do, and how a decision is told: moves, enumerated reasons and their figures."""
+"""What the autoscaler can do, and how it explains a decision: moves, enumerated reasons and their figures."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ScalingDecision:
 
     code: Reason
     detail: str
-    now: Prediction | None = None  # if nothing moves
+    now: Prediction | None = None  # without a move
     after: Prediction | None = None  # after the move
     move: Move | None = None
     advice: Move | None = None  # a move that would help and is not made
@@ -91,7 +91,7 @@ class ScalingDecision:
 
     @property
     def reason(self) -> str:
-        """In one line, with numbers."""
+        """The explanation in one line, with numbers."""
         lead = str(self.move) if self.move else f"hold ({self.code})"
         return f"{lead}: {self.detail}"
 

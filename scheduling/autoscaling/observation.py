@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """What the autoscaler knows of one worker."""
+    """What the autoscaler knows about one worker."""
 
     worker_id: str
     role: Role
@@ -47,8 +47,8 @@ class WorkerView:
 class Fleet:
     """What the router does not know: processes that do not serve yet, and how the move in flight fares."""
 
-    coming: frozenset[str] = frozenset()  # servers that are being started, also anew after a death
-    num_unplaced: int = 0  # of these, those that were added and have no room
+    coming: frozenset[str] = frozenset()  # servers that are being started, including restarts after a death
+    num_unplaced: int = 0  # how many of these were added and have found no room
     setback: str = ""  # why the move in flight cannot be completed; "" = it can
     spared: frozenset[str] = frozenset()  # servers that leave last: their machines would stay reserved
 
@@ -66,7 +66,7 @@ class Observation:
 
     @property
     def servers(self) -> frozenset[str]:
-        """All processes that are there or come."""
+        """All processes that run or are being started."""
         return self.fleet.coming.union(view.server for view in self.workers)
 
 
@@ -125,7 +125,7 @@ class Server(NamedTuple):
 
 
 def cheapest_servers(observation: Observation, role: Role) -> list[Server]:
-    """The servers of a pool, those first that have least to lose."""
+    """The servers of a pool, those with least to lose first."""
     servers = [
         Server(
             name,
@@ -160,7 +160,7 @@ def _decoding(decoders: Collection[RegisteredWorker]) -> tuple[int, int]:
 
 
 def _capacity(workers: Collection[RegisteredWorker], costs: CostModel) -> Capacity:
-    """The mean worker."""
+    """The capacity of the mean worker."""
     if not workers:
         return Capacity(StepCosts(0.0, 0.0, 0.0, 0.0, 0.0), 1, 1, 0)
     num = len(workers)

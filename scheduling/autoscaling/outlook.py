@@ -40,7 +40,7 @@ class Outlook:
 
     @classmethod
     def of(cls, observation: Observation, traffic: Traffic, policy: AutoscalerPolicy, now: float) -> Outlook:
-        """What is expected from now on."""
+        """The outlook at `now`."""
         sizing = Sizing(
             traffic=traffic,
             capacity=observation.capacity,
@@ -54,24 +54,24 @@ class Outlook:
 
     @property
     def sizes(self) -> str:
-        """In words."""
+        """The pools in words."""
         return f"{self.pools.num_prefill} prefill + {self.pools.num_decode} decode workers"
 
     @property
     def num_alive(self) -> int:
-        """Processes that are there or come: no more than `max_workers` may be."""
+        """Processes that run or are being started; at most `max_workers`."""
         return len(self.observation.servers)
 
     @property
     def num_ready(self) -> int:
-        """Processes that serve, without those that leave: no fewer than `min_workers` may be left."""
+        """Processes that serve and are not about to leave; removals leave at least `min_workers`."""
         return len({view.server for view in self.observation.workers if view.is_ready})
 
     def describe(self, prediction: Prediction) -> str:
         """A prediction for today's pools in one line."""
         rate = self.sizing.traffic.rate(self.now, 0.0)
         outcome = f"{prediction.attainment:.1%} in time on {self.sizes}, {rate:.2f} requests/s"
-        if 0 in self.pools:  # the predicted times stand for ever
+        if 0 in self.pools:  # the predicted times only stand for "never"
             return outcome
         return (
             f"{outcome}, prefill waits {prediction.prefill_wait_s:.2f} s at load {prediction.load:.2f}, "
@@ -91,7 +91,7 @@ class Outlook:
         return predict(self.sizing, pools, self.now, later=later, later_s=later_s, extra_s=extra_s, lost_s=lost_s)
 
     def flips(self) -> Iterator[Neighbour]:
-        """Some workers of a pool play the other role at once. Those that leave prefill take their cache with them."""
+        """Predictions with some workers flipped at once. Those that leave prefill take their cache along."""
         for grow, shrink in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
             servers = cheapest_servers(self.observation, shrink)
             num_free = len(servers) - 1
@@ -106,7 +106,7 @@ class Outlook:
                 yield Neighbour(Move("flip", grow, flips=flips), after)
 
     def adds(self) -> Iterator[Neighbour]:
-        """New workers serve after their start."""
+        """Predictions with added workers, which serve once they have started."""
         for role in (Role.PREFILL, Role.DECODE):
             for num in _sizes(min(self.policy.max_workers - self.num_alive, 2 * self.num_alive)):
                 later = self._with(role, num * self._num_ranks(role))
@@ -114,9 +114,9 @@ class Outlook:
                 yield Neighbour(Move("add", role, add=Add(role, num)), after)
 
     def removes(self) -> Iterator[Neighbour]:
-        """Fewer workers under more traffic than forecast; the sequences of the leaving ones are computed again.
+        """Predictions with fewer workers, for more traffic than forecast. What the leaving ones run is computed again.
 
-        Only those that leave the target within reach at all times, but for the cost of the move itself.
+        Yields only removals after which the target is met at all times, the cost of the move itself left out.
         """
         roomier = self.with_headroom
         for role in (Role.PREFILL, Role.DECODE):
@@ -136,7 +136,7 @@ class Outlook:
 
     @property
     def with_headroom(self) -> Outlook:
-        """The same under more traffic than forecast."""
+        """The same outlook for more traffic than forecast."""
         return replace(self, sizing=replace(self.sizing, demand_factor=self.policy.headroom))
 
     def _num_ranks(self, role: Role) -> int:
@@ -162,7 +162,7 @@ class Outlook:
 
 
 def _sizes(num_most: int) -> Iterator[int]:
-    """1, 2, 4 and so on, and the largest."""
+    """1, 2, 4 and so on, and finally the largest."""
     num = 1
     while num < num_most:
         yield num

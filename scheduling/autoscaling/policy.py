@@ -23,19 +23,19 @@ class AutoscalerPolicy:
     num_agreeing: int = 2  # observations in a row that want the same
     cooldown_s: float = 10.0  # between two moves
     remove_after_s: float = 300.0  # a removal waits until a worker has been spare for this long
-    contrary_weight: float = 4.0  # seconds of that which each second without a spare worker takes back
-    headroom: float = 1.25  # a worker may go if the others could serve this much more than forecast
-    start_s: float = 60.0  # until a new worker serves
+    contrary_weight: float = 4.0  # each second without a spare worker takes back this many seconds with one
+    headroom: float = 1.25  # a worker may leave if the others could serve this multiple of the forecast
+    start_s: float = 60.0  # time until a new worker serves
     flip_deadline_s: float = 60.0
-    move_deadline_s: float = 300.0  # of adding and removing; then the move is withdrawn
-    start_deadlines: float = 3.0  # starts of a worker that adding may take, if that is longer
+    move_deadline_s: float = 300.0  # adding and removing are withdrawn after this time
+    start_deadlines: float = 3.0  # adding may take this many times `start_s`, if that is longer
     max_backoff_s: float = 3600.0  # longest pause after withdrawals in a row
 
     def __post_init__(self) -> None:
         if self.num_agreeing < 1 or self.headroom <= 1 or not 0 < self.target < 1:
             raise ConfigError(
                 f"num_agreeing={self.num_agreeing} must be at least 1, headroom={self.headroom} above 1 and "
-                f"target={self.target} between 0 and 1; less lets pools swing"
+                f"target={self.target} between 0 and 1; other values make pools oscillate"
             )
         if not 2 <= self.min_workers <= self.max_workers:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Predicted SLO attainment of a number of prefill and decode workers over the next minutes.
+"""Predicts the SLO attainment of given numbers of prefill and decode workers over the next minutes.
 
 A fluid model: prompts queue for the prefill pool, and sequences for room in the decode pool, while arrivals follow
 their forecast. On top of that, requests wait because lengths and the gaps between arrivals vary (Sakasegawa's formula
@@ -24,20 +24,20 @@ from tandem.scheduling.cost_model import StepCosts, prefill_attention
 __all__ = ["LOST_S", "Backlog", "Capacity", "Pools", "Prediction", "Sizing", "predict"]
 
 _TIMES_S = (2.0, 5.0, 10.0, 20.0, 40.0, 70.0, 110.0, 160.0, 240.0, 360.0, 600.0, 900.0)
-_PART_CREDIT = 0.25  # worth of one SLO without the other: where both pools are short, one more of either is a gain
-_LATE_CREDIT = 0.5  # worth of an answer just beyond its SLO; it falls with the wait, so that overload has a slope
+_PART_CREDIT = 0.25  # credit for one SLO without the other: where both pools are short, a worker for either is a gain
+_LATE_CREDIT = 0.5  # credit for an answer just beyond its SLO; it falls with the wait, so that overload has a slope
 _LEAST_LIMIT = 2.0  # limit / time on an idle worker: no number of workers makes one request faster
 _FAR_LATE_S = 1e6
-LOST_S = 60.0  # of requests that would have hit a lost cache
+LOST_S = 60.0  # a lost cache costs the hits that it would have had in this time
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """One worker."""
+    """What one worker can do."""
 
     costs: StepCosts
     step_tokens: int
-    kv_tokens: int  # in its pool
+    kv_tokens: int  # size of its pool
     num_seats: int  # 0 = not known
 
 
@@ -52,7 +52,7 @@ class Backlog(NamedTuple):
     """Work that waits or runs now."""
 
     prompt_tokens: float = 0.0  # to be computed
-    num_seqs: float = 0.0  # of the decode pool
+    num_seqs: float = 0.0  # sequences of the decode pool
     kv_tokens_per_seq: float = 0.0
 
 
@@ -65,22 +65,22 @@ class Sizing:
     backlog: Backlog
     output_tokens: float
     horizon_s: float
-    start_s: float  # of a worker: longer bursts are followed rather than provided for
-    demand_factor: float = 1.0  # the same for more traffic than forecast
+    start_s: float  # until a new worker serves. Pools are sized for shorter bursts, and follow longer ones
+    demand_factor: float = 1.0  # multiplies the forecast traffic
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Means over the horizon, weighted by arrivals."""
+    """What clients will see: means over the horizon, weighted by arrivals."""
 
     attainment: float  # share of requests within TTFT and ITL SLO
     score: float  # attainment, with some credit for answers that are not very late
     least: float  # least attainment at any time
-    prefill_wait_s: float  # of the prompts that are queued now
+    prefill_wait_s: float  # wait of the prompts that are queued now
     decode_wait_s: float
-    itl_s: float  # now
-    load: float  # of the prefill pool, now
-    last_wait_s: float  # for both pools, at the end of the horizon: of overload that lasts
+    itl_s: float  # at present
+    load: float  # load of the prefill pool at present
+    last_wait_s: float  # wait for both pools at the end of the horizon; large for overload that lasts
     is_unreachable: bool  # whether most requests would miss their SLO on an idle worker
 
 
@@ -158,8 +158,8 @@ class _Model:
     longest_burst_s: float
     is_unreachable: bool
     queued_s: float  # worker-seconds of prompts
-    lost_s: float  # that a lost cache will still cost
-    refill_s: float  # of that per second
+    lost_s: float  # worker-seconds that a lost cache will still cost
+    refill_s: float  # how many of these per second
     num_seqs: float
 
     @classmethod
@@ -173,7 +173,7 @@ class _Model:
         mean_s = sum(one.share * one.work_s for one in classes)
         num_new = sum(bucket.new_tokens for bucket in traffic.buckets)
         if num_new > 0:
-            token_s = max(token_s, mean_s / num_new)  # with attention
+            token_s = max(token_s, mean_s / num_new)  # attention included
         square = sum(one.share * one.work_s**2 for one in classes)
         alone_s = costs.step_s(1.0, length)
         slo_s = traffic.itl_slo_s or math.inf
@@ -219,7 +219,7 @@ class _Model:
         return num_first, (before_s + self.queued_s) / 2 / num
 
     def _ttft(self, queue: Queue, wait_s: float) -> tuple[float, float]:
-        """Share of requests whose first token comes in time, and how little the others are late."""
+        """Share of requests whose first token comes in time, and the credit of the others: the later, the less."""
         if not self.classes:
             return 1.0, 1.0
         slack_s = np.array([one.limit_s - one.own_s - wait_s for one in self.classes])
@@ -246,7 +246,7 @@ class _Model:
         itl_s = step_s + wait_s / out
         most = min((self.itl_limit_s - costs.base_s) / self.seq_s if self.seq_s > 0 else math.inf, 1e9)
         in_time = _at_most(most - 1, batch, dispersion) if itl_s <= self.itl_limit_s else 0.0
-        if share_waits > 0:  # lengths are taken to be exponential: a short answer has no time to wait
+        if share_waits > 0:  # lengths are assumed to be exponential: a short answer has no time to wait
             slack_s = max(out * (self.itl_limit_s - step_s), 1e-6)
             in_time *= 1 - share_waits * (1 - math.exp(-wait_s / share_waits / slack_s))
         return in_time, min(self.itl_limit_s / max(itl_s, 1e-9), 1.0), wait_s, itl_s
@@ -292,9 +292,9 @@ def _classes(buckets: Sequence[Bucket], capacity: Capacity, context: float) -> t
 def _at_most(most: float, mean: float, dispersion: float) -> float:
     """Probability that no more than `most` other answers run beside one.
 
-    `mean` and `dispersion * mean` are mean and variance of the number that runs. One of them sees
+    `mean` and `dispersion * mean` are the mean and the variance of the number that runs. Each of them sees
     `mean + dispersion - 1` others on average: a burst is seen by many, and a client that waits for its answer has no
-    other one beside it. Their number is taken for `dispersion` times a Poisson variable. That is a Gamma tail, by
+    other one beside it. Their number is modelled as `dispersion` times a Poisson variable. That is a Gamma tail, by
     Wilson and Hilferty.
     """
     others = (mean + dispersion - 1) / dispersion

@@ -1,8 +1,8 @@
 """Arrivals as they are and as they are expected: level, trend, time of the day, burstiness, mix. A state of fixed size.
 
 The forecast begins with the mean of some minutes. What the last two minutes, the last half minute and its trend say
-beyond that counts as far as chance cannot explain it: for bursty traffic a burst is no news, for even traffic a small
-rise is.
+beyond that counts only as far as chance cannot explain it: in bursty traffic a burst says nothing new, in even traffic
+a small rise does.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ NUM_SEASONS = 48  # half hours
 # Time constants of smoothing.
 LEVELS_S = (480.0, 120.0, 30.0)
 TREND_S, MIX_S, ANSWERS_S = 120.0, 300.0, 60.0
-TREND_REACH_S = 60.0  # a trend goes on for about this long
+TREND_REACH_S = 60.0  # a trend is expected to continue for about this long
 MAX_GROWTH = 3.0  # forecast / present level
 MAX_SEASON = 4.0
-_DOUBT = 2.0  # standard deviations that chance explains
+_DOUBT = 2.0  # deviations up to this many standard deviations are put down to chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Traffic:
         return replace(state, at_s=now, total=total)
 
     def _plain_rate(self, ahead_s: float) -> float:
-        """Without the time of the day."""
+        """Expected requests per second, without the effect of the time of the day."""
         rate = self.levels[0]
         for level, mean_s in zip(self.levels[1:], LEVELS_S[1:], strict=True):
             rate += self._news(rate, level, mean_s)
@@ -88,7 +88,7 @@ class Traffic:
         return min(max(rate + growth, 0.0), MAX_GROWTH * rate)
 
     def _news(self, rate: float, level: float, mean_s: float) -> float:
-        """What a mean over `mean_s` says beyond the forecast `rate`, and beyond chance."""
+        """How far a mean over `mean_s` differs from the forecast `rate`, beyond chance."""
         noise = max(rate, level) * self.bursts.dispersion(2 * mean_s)  # variance of arrivals per second
         return _beyond_chance(level - rate, math.sqrt(noise / (2 * mean_s)))
 
@@ -113,7 +113,7 @@ class Traffic:
         )
 
     def _with_mix(self, total: Demand, num: float, elapsed_s: float) -> Traffic:
-        """Recent lengths, hits and SLOs. A tick of many requests counts more than one of few."""
+        """Update lengths, hits and SLOs. A tick with many requests counts more than one with few."""
         num_seen = self.num_seen * math.exp(-elapsed_s / MIX_S) + num
         weight = num / num_seen
 
@@ -136,7 +136,7 @@ class Traffic:
         )
 
     def _with_answers(self, total: Demand, elapsed_s: float) -> Traffic:
-        """The mean of a minute: the last answers of a burst are its longest, and a mean of few would be theirs."""
+        """Update the mean over a minute. A shorter one would follow the last answers of a burst, its longest."""
         num = total.num_answers - self.total.num_answers
         mean = (total.output_tokens - self.total.output_tokens) / num
         num_answered = self.num_answered * math.exp(-elapsed_s / ANSWERS_S) + num
@@ -157,7 +157,7 @@ class Traffic:
         return tuple(seasons), tuple(since)
 
     def _season(self, at_s: float, today: float) -> float:
-        """Factor of the time of the day. It needs a former day: today's rates are in the level already."""
+        """Factor for the time of the day. It needs an earlier day: today's rates are in the level already."""
         idx = _season_idx(at_s)
         return self.seasons[idx] if 0 <= self.season_since[idx] < today else 1.0
 
@@ -175,7 +175,7 @@ def _day(at_s: float) -> float:
 
 
 def _beyond_chance(deviation: float, std: float) -> float:
-    """What is left of a deviation: nothing within `_DOUBT` standard deviations, nearly all of a clear one."""
+    """A deviation without what chance explains: 0 within `_DOUBT` standard deviations, nearly all of a clear one."""
     if abs(deviation) <= _DOUBT * std:
         return 0.0
     return deviation * (1 - (_DOUBT * std / deviation) ** 4)

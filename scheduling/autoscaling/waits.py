@@ -1,6 +1,6 @@
-"""Which share of prompts waits too long for a prefill worker, beyond the queue that the forecast builds.
+"""The share of prompts that wait too long for a prefill worker, beyond the queue that the forecast builds.
 
-Two causes are taken as independent. Gaps and lengths vary, also where traffic is even: Sakasegawa's formula for many
+Two causes are assumed to be independent. Gaps and lengths vary even in steady traffic: Sakasegawa's formula for many
 servers. And traffic comes in bursts: the rate of a window is a Gamma variable whose variance gives the window the index
 of dispersion that was measured (so the number of arrivals is negative binomial). In a burst that is more than the
 workers can serve the wait grows until its end, and falls again after it.
@@ -18,7 +18,7 @@ from tandem.scheduling.autoscaling.burstiness import Burstiness
 
 __all__ = ["Queue"]
 
-_MAX_LOAD = 0.97  # of the part of the wait that is due to chance; above it the fluid queue tells
+_MAX_LOAD = 0.97  # load at which waits by chance are capped; above it the fluid queue predicts the wait
 _LEAST_EXCESS = 0.05  # dispersion beyond 1 that counts as a burst
 # The standard normal distribution at the middles of 16 equal shares.
 _QUANTILES = np.array([-1.863, -1.318, -1.010, -0.776, -0.579, -0.402, -0.237, -0.078])
@@ -36,7 +36,7 @@ class Queue:
     variation: float  # their variance / mean^2
     num_workers: int
     bursts: Burstiness
-    longest_burst_s: float  # longer ones are followed by more workers
+    longest_burst_s: float  # for longer bursts, workers are added instead
 
     @property
     def load(self) -> float:
@@ -45,7 +45,7 @@ class Queue:
 
     @property
     def mean_wait_s(self) -> float:
-        """Mean wait by the chance of gaps and lengths."""
+        """Mean wait due to random gaps and lengths."""
         return self._chance * self._chance_s
 
     def late(self, slack_s: _Vector) -> _Vector:
@@ -64,13 +64,13 @@ class Queue:
 
     @property
     def _chance_s(self) -> float:
-        """Mean wait if they are."""
+        """Mean wait if all of them are busy."""
         busy = min(self.load, _MAX_LOAD)
         variation = (min(self.bursts.dispersion(self.mean_s), 1.0) + self.variation) / 2
         return variation * self.mean_s / (self.num_workers * (1 - busy))
 
     def _late_by_bursts(self, slack_s: _Vector) -> _Vector:
-        """By the time scale at which bursts make most late; bursts within bursts are not counted twice."""
+        """The share late in bursts, at the time scale where it is largest: bursts within bursts do not count twice."""
         found = self.bursts.by_scale(self.longest_burst_s)
         windows = [(length_s, index - 1) for length_s, index in found if index > 1 + _LEAST_EXCESS]
         if not windows or self.rate <= 0:

@@ -149,7 +149,7 @@ class CandidateCosts:
         return _PrefillSides(self._queue_s, fetch_s, prefill_s, delay_s, end_s + delay_s, readers)
 
     def _num_stalled(self, end_s: Vector) -> Vector:
-        """Sequences that a prompt stalls which is computed until `end_s`, in seconds from now.
+        """The number of sequences stalled by a prompt that is computed until `end_s`, in seconds from now.
 
         Those whose prompts other workers compute come one by one, the last of them when the longest queue is empty.
         """
@@ -168,7 +168,7 @@ class CandidateCosts:
         return np.ceil(num_new / self._table.chunk_tokens) * self._step_s + work_s, work_s
 
     def _own_tiers(self, hits: Mapping[str, int]) -> Iterator[_Source]:
-        """What workers find in their own tiers, fastest tier first."""
+        """Each worker's own tiers as sources, fastest tier first."""
         table = self._table
         for tier, load_costs in table.tiers.items():
             depths = [(rows, depth) for name, depth in hits.items() if (rows := load_costs.readers.get(name))]

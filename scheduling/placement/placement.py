@@ -14,12 +14,12 @@ __all__ = ["Candidate", "Held", "Holder", "Placement", "Terms"]
 class Terms(NamedTuple):
     """The predicted cost of a placement, term by term, in seconds."""
 
-    queue_s: float = 0.0  # prompts before this one: booked on the worker, or waiting in the router for it
+    queue_s: float = 0.0  # computing prompts before this one: those booked on the worker or held in the router for it
     fetch_s: float = 0.0  # reading cached blocks from another worker or a tier
     prefill_s: float = 0.0  # computing the rest of the prompt
     delay_s: float = 0.0  # time this takes from the sequences decoding on the same worker, summed over them
     transfer_s: float = 0.0  # part of the KV transfer that prefill does not hide
-    memory_s: float = 0.0  # until the decode worker has room and a seat
+    memory_s: float = 0.0  # waiting until the decode worker has room and a seat
     decode_s: float = 0.0  # decoding the answer, and what that adds to the steps of other sequences
 
     @property
@@ -41,7 +41,7 @@ class Held(NamedTuple):
     kv_tokens: int = 0  # their prompts and expected outputs
 
     def plus(self, other: Held) -> Held:
-        """Both together."""
+        """The sum of both."""
         return Held(self.prefill_s + other.prefill_s, self.num_seqs + other.num_seqs, self.kv_tokens + other.kv_tokens)
 
 
@@ -104,7 +104,7 @@ class Placement:
 
     @property
     def load(self) -> RequestLoad:
-        """The load to book on its workers."""
+        """The load to book on the chosen workers."""
         best = self.best
         prefill, decode = best.prefill.worker_id, best.decode.worker_id
         return RequestLoad(prefill, decode, self.num_new_tokens, best.num_cached_tokens, self.num_kv_tokens)

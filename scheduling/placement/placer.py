@@ -42,7 +42,7 @@ class Placer:
 
     @property
     def can_place(self) -> bool:
-        """Whether there is a worker to decode on; it can compute prompts too."""
+        """Whether there is a worker that can decode; such a worker can compute prompts too."""
         return any(can_decode(worker) for worker in self._workers)
 
     def place(
@@ -57,8 +57,8 @@ class Placer:
     ) -> Placement:
         """The cheapest candidate without the workers whose ids are `excluded`, and the `num_others` next best ones.
 
-        `held`: by worker, what waits in the router for it and goes before this request. `order`: the prompt's place
-        among those at a worker; it overtakes those of a later order.
+        `held`: for each worker, the work that waits in the router and goes before this request.
+        `order`: the prompt's place among those at a worker; it overtakes those of a later order.
         The digests are those of the workers that remain, which must all hash alike.
         Where no worker decodes, a request that `may_cover` goes to a prefill worker. So does a resumed one
         where none that decodes can take it: its client is in the midst of an answer.

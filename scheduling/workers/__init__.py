@@ -1,1 +1,1 @@
-"""The workers as decisions see them: who is there, what is booked on each, and both as arrays."""
+"""The workers as decisions see them: which there are, what is booked on each, and both as arrays."""

@@ -1,4 +1,4 @@
-"""Which decode worker has so much to do that one of its answers should go on elsewhere. Pure.
+"""Finds a decode worker with so much to do that one of its answers should move to another. Pure.
 
 New requests go where there is room, but those that run stay where they are. So after a worker has joined, or where long
 answers have met by chance, one worker's streams are slow, or wait for memory, beside a worker with little to do.
@@ -16,9 +16,9 @@ from tandem.scheduling.workers.workers import RegisteredWorker, can_decode
 
 __all__ = ["HotSpot", "HotSpotCause", "find_hot_spot"]
 
-_MIN_RATIO = 1.3  # of the steps here to those that the answer would have there
-_MIN_GAIN_S = 0.002  # a step; what moves costs its client a few steps' pause
-_MIN_FREE_SHARE = 0.25  # of the other worker's memory, behind the move
+_MIN_RATIO = 1.3  # duration of the steps here / that of the steps that the answer would have there
+_MIN_GAIN_S = 0.002  # per step; a move costs its client a pause of a few steps
+_MIN_FREE_SHARE = 0.25  # share of the other worker's memory that is free after the move
 
 
 class HotSpotCause(StrEnum):
@@ -39,7 +39,7 @@ class HotSpot(NamedTuple):
 def find_hot_spot(workers: Iterable[RegisteredWorker], costs: CostModel) -> HotSpot | None:
     """The pair of decode workers between which a move gains most; None where none is worth it.
 
-    Want of memory comes first: a sequence that waits for room gets no tokens at all.
+    A lack of memory comes first: a sequence that waits for room gets no tokens at all.
     """
     able = [worker for worker in workers if can_decode(worker)]
     pairs = [(here, there) for here, there in permutations(able, 2) if here.num_booked_seqs and _has_room(there, here)]
@@ -67,7 +67,7 @@ def _has_room(there: RegisteredWorker, here: RegisteredWorker) -> bool:
 
 
 def _gain_s(here: RegisteredWorker, there: RegisteredWorker, costs: CostModel) -> float:
-    """By how much a step there, with one more sequence, is shorter than one here; 0 if not by much."""
+    """Seconds by which a step there, with one more sequence, is shorter than one here; 0 if the gain is too small."""
     here_s = float(costs.steps(here.card.kind).costs.step_s(here.num_booked_seqs, here.booked_kv_tokens))
     there_s = float(
         costs.steps(there.card.kind).costs.step_s(

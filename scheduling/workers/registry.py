@@ -50,7 +50,7 @@ class Registry:
         self._workers: dict[str, RegisteredWorker] = {}
         self._bookings: set[Booking] = set()
         self._reporters: dict[str, str] = {}  # shared store -> the worker whose events the index follows
-        self._table: WorkerTable | None = None  # made anew when workers join, leave, or change state or role
+        self._table: WorkerTable | None = None  # rebuilt when workers join, leave, or change state or role
         self._changed: set[RegisteredWorker] = set()  # workers whose bookings are not in the table yet
         self._listeners: list[Callable[[WorkerChange], None]] = []
         self._step_listeners: list[Callable[[], None]] = []
@@ -179,7 +179,7 @@ class Registry:
             worker.pins = pins
 
     def note_dropped(self, worker_id: str, there: Mapping[str, int], here: Mapping[str, int]) -> None:
-        """Store how many messages a worker dropped `there`, and how many of its own were dropped `here`, by reason."""
+        """Store how many messages the worker dropped (`there`), and how many of its messages we dropped (`here`)."""
         worker = self._workers.get(worker_id)
         if worker is not None:
             worker.num_dropped_there, worker.num_dropped_here = there, here

@@ -1,6 +1,6 @@
 """All workers as arrays, one element per worker: what a decision computes with.
 
-A decision takes some dozens of operations on arrays, and hardly longer with a thousand workers than with ten.
+A decision takes a few dozen operations on arrays, and hardly longer with a thousand workers than with ten.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_REPORTERS: Mapping[str, str] = {}
 
 
 class TierCosts(NamedTuple):
-    """What loading from a tier costs each worker, and under which names the index knows what the tier holds."""
+    """The cost of loading from a tier, for each worker, and the names under which the index knows its contents."""
 
     latency_s: Vector
     block_s: Vector  # inf for workers without the tier
@@ -92,7 +92,7 @@ class WorkerTable:
 
     def _set_roles(self, workers: Sequence[RegisteredWorker]) -> None:
         """Set the masks that follow from roles and states."""
-        # For each state in which a worker takes no requests, and that occurs: which workers are in another state.
+        # For each state that occurs and takes no requests: a mask of the workers in other states.
         states = sorted({worker.state for worker in workers} - {WorkerState.READY})
         self.not_in_state = {s.value: _mask(worker.state is not s for worker in workers) for s in states}
         self.is_colocated = _mask(worker.role == Role.COLOCATED for worker in workers)

@@ -13,11 +13,15 @@ from tests.support.builders import add_ready, make_card
 BLOCKS = draw_digests(1000, "blocks")
 
 
-def make_sizing(*num_blocks: int) -> CacheSizing:
+def make_registry(*num_blocks: int) -> Registry:
     registry = Registry()
     for idx, num in enumerate(num_blocks):
         add_ready(registry, make_card(f"w{idx}", Role.COLOCATED, num_blocks=num, endpoint=f"tcp://10.0.0.{idx}:1"))
-    return CacheSizing(registry, clock=lambda: 0.0)
+    return registry
+
+
+def make_sizing(*num_blocks: int) -> CacheSizing:
+    return CacheSizing(make_registry(*num_blocks), clock=lambda: 0.0)
 
 
 def observe(
@@ -82,9 +86,10 @@ def test_a_larger_cache_is_predicted_to_find_more() -> None:
 
 
 def test_tiers_count_by_owner() -> None:
-    sizing = make_sizing(10, 10)
+    registry = make_registry(10, 10)
+    sizing = CacheSizing(registry, clock=lambda: 0.0)
     for idx in range(2):
-        sizing._registry.note_tiers(f"w{idx}", [tier("host", 100), tier("disk", 700), tier("object", 9000)], None)
+        registry.note_tiers(f"w{idx}", [tier("host", 100), tier("disk", 700), tier("object", 9000)], None)
     assert sizing.levels() == {"pool": 20, "host": 200, "disk": 1400, "object": 9000}
     rows = sizing.report()["capacities"]
     assert {20, 40, 200, 400, 1400, 2800, 9000, 18000} <= {row["num_blocks"] for row in rows}
