@@ -44,7 +44,7 @@ class WorkerActor(OwnedActor):
         self._failure: BaseException | None = None
 
     def start(self) -> PeerAddress:
-        """Load the model and serve; where the worker is reached. Raises ConfigError for what the user can mend.
+        """Load the model and serve; returns where the worker is reached. Raises ConfigError for what the user can mend.
 
         The constructor does not do this: Ray reports its errors as the death of an actor with a page of traceback.
         """
@@ -60,7 +60,7 @@ class WorkerActor(OwnedActor):
         return self._worker.address
 
     def watch(self, owner: str = "") -> str | WatchNews:
-        """Block until the loop has ended or there is news; the reason. The call raises if the process dies."""
+        """Block until the loop has ended or there is news; returns which. The call raises if the process dies."""
         while self._thread.is_alive():
             if (news := self._news(owner)) is not None:
                 return news
@@ -72,7 +72,7 @@ class WorkerActor(OwnedActor):
         return self._running.call(self._running.status)
 
     def set_role(self, role: Role) -> None:
-        """Play another role from now on."""
+        """Serve in another role from now on."""
         self._running.call(lambda: self._running.set_role(role))
 
     def peer_given_up(self, peer: PeerAddress) -> None:
@@ -113,9 +113,9 @@ class WorkerActor(OwnedActor):
         return self._config, worker.address, worker.role
 
     def _run(self, config: WorkerConfig, started: Future[Worker]) -> None:
-        # The worker is built in the thread that runs it. Each thread that computes gets an OpenMP team of its own, and
-        # with more threads than cores OpenMP puts them to sleep between two operations instead of letting them spin,
-        # which took the whole gain of the second core.
+        # The worker is built in the thread that runs it. Each computing thread gets an OpenMP team of its own, and with
+        # more threads than cores OpenMP lets them sleep between two operations instead of spin, which took the whole
+        # gain of the second core.
         try:
             from tandem.worker.loop import Worker  # here: it imports torch, which the supervisor does not need
 
@@ -123,7 +123,7 @@ class WorkerActor(OwnedActor):
             freeze_startup_heap()
             started.set_result(worker)
             worker.run()
-        except BaseException as exc:  # raised again by `start`, or told by `watch`, in the thread that waits for it
+        except BaseException as exc:  # `start` raises it, or `watch` reports it, in the thread that waits for it
             if started.done():
                 logger.exception("worker %s failed", config.worker_id)
                 self._failure = exc

@@ -1,4 +1,4 @@
-"""Workers that join a running cluster. One that cannot start is withdrawn, and the others serve on."""
+"""Workers that join a running cluster. One that cannot start is withdrawn, and the others go on serving."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Arrivals:
     """All workers that were added to one cluster."""
 
     def __init__(self, members: Mapping[str, Member], supervise: Callable[[Member, Member], None]) -> None:
-        """`supervise` starts a member and looks after it; the second one is what it is like."""
+        """`supervise` starts the first member and looks after it; it needs what the second one needs."""
         self._members = members
         self._supervise = supervise
         self._latest: deque[dict[str, object]] = deque(maxlen=_NUM_REMEMBERED)
@@ -31,7 +31,7 @@ class Arrivals:
         return list(self._latest)
 
     def begin(self, role: Role, *, reason: str) -> dict[str, object]:
-        """Begin to start one more worker; the arrival as JSON. Raises `AddRefused`."""
+        """Begin to start one more worker; returns the arrival as JSON. Raises `AddRefused`."""
         like = self.like(role)
         used = {*self._members, *(str(record["worker"]) for record in self._latest)}
         name = next(name for number in itertools.count() if (name := f"{role}-{number}") not in used)
@@ -48,18 +48,18 @@ class Arrivals:
         return record
 
     def note_up(self, member: Member) -> None:
-        """A worker serves."""
+        """Note that a worker serves."""
         if (record := self._record_of(member)) is not None:
             record.setdefault("serving_after_s", round(time.time() - float(str(record["began"])), 3))
 
     def withdraw(self, member: Member, reason: str) -> None:
-        """A worker could not be started, or is not waited for, and is not tried again."""
+        """Note that a worker could not be started, or that nobody waits for it any more. It is not tried again."""
         if (record := self._record_of(member)) is not None:
             record["withdrawn"] = reason
 
     def like(self, role: Role) -> Member:
-        """A worker to copy: of this role, if there is one. Raises `AddRefused`."""
-        members = list(self._members.values())  # also those that leave: all of them may be restarted at once
+        """A worker to copy, preferably one of this role. Raises `AddRefused`."""
+        members = list(self._members.values())  # including those that leave: all of them may be restarted at once
         if any(member.role is Role.COLOCATED for member in members) != (role is Role.COLOCATED):
             raise AddRefused(f"This server has no place for a {role} worker: its workers are of other kinds.")
         return min(members, key=lambda member: member.role is not role)

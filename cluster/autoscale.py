@@ -30,13 +30,13 @@ __all__ = ["Autoscale", "policy_of"]
 
 logger = logging.getLogger(__name__)
 
-# For answers that cannot move. It ends before the move's deadline, so that a removal is not withdrawn while it goes on.
+# Grace for answers that cannot move. It ends before the move's deadline, so that no removal under way is withdrawn.
 _GRACE_S = 240.0
 _LEAST_START_S = 1.0
 
 
 def policy_of(config: ClusterConfig) -> AutoscalerPolicy:
-    """What the autoscaler may do, and within which bounds. What it may not do it advises."""
+    """What the autoscaler may do, and within which bounds. It only advises what it may not do."""
     acts = {"flip"} | ({"add"} if config.max_workers else set()) | ({"remove"} if config.min_workers else set())
     return replace(
         DEFAULT_POLICY,
@@ -48,7 +48,7 @@ def policy_of(config: ClusterConfig) -> AutoscalerPolicy:
 
 
 class Autoscale:
-    """The autoscaler of one cluster. As `Scaling`: every method starts the work and returns at once."""
+    """The autoscaler of one cluster. It is its own `Scaling`: every method starts the work and returns at once."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Autoscale:
         add: Callable[[Role, str], Awaitable[dict[str, object]]],
         give_up: Callable[[str, str], None],
     ) -> None:
-        """`add` begins to start a worker and raises `AddRefused`; `give_up` waits for one no longer, with a reason."""
+        """`add` begins to start a worker and raises `AddRefused`; `give_up` ends the wait for one, with a reason."""
         self._interval_s = config.autoscale_interval_s
         self._policy = policy_of(config)
         self._is_joined = bool(config.ray_address)
@@ -76,11 +76,11 @@ class Autoscale:
         self._begin_to_add = add
         self._give_up = give_up
         self._added: list[dict[str, object]] = []  # the arrivals of the latest move
-        self._refused = ""  # why a part of the latest move was not begun
+        self._refused = ""  # why a part of the latest move did not begin
         self.decision: dict[str, object] = {}  # the latest, as `/v1/pools` shows it
 
     async def run(self, mean_output_tokens: Callable[[], float]) -> None:
-        """Decide at intervals, for ever. `mean_output_tokens` is what is expected of an answer."""
+        """Decide at intervals, for ever. `mean_output_tokens` is the expected length of an answer."""
         state = AutoscalerState()
         while True:
             await asyncio.sleep(self._interval_s)
@@ -93,7 +93,7 @@ class Autoscale:
 
     @property
     def fleet(self) -> Fleet:
-        """What the router does not know of the workers."""
+        """What the router does not know about the workers."""
         members = self._members.values()
         waiting = {record["worker"] for record in self._added if not record.keys() & {"serving_after_s", "withdrawn"}}
         failed = (f"{one['worker']} was not added: {one['withdrawn']}" for one in self._added if "withdrawn" in one)
@@ -143,7 +143,7 @@ class Autoscale:
             self._refused = first_line(exc)
 
     def _check(self, remove: Remove) -> None:
-        """Raise DrainRefused for the last worker of its role. One that others could cover for is no exception."""
+        """Raise DrainRefused for the last worker of its role, even if others could cover for it."""
         role = self._members[remove.worker_id].role if remove.worker_id in self._members else None
         others = [one for one in self._members.values() if one.role is role and one.worker_id != remove.worker_id]
         if role is not None and not any(one.is_up.is_set() and not one.departs for one in others):
@@ -153,7 +153,7 @@ class Autoscale:
         self._added, self._refused = [], ""
 
     def _present_policy(self) -> AutoscalerPolicy:
-        """With the time that the latest worker took to start."""
+        """The policy with the time that the latest worker took to start."""
         started = [one for one in self._members.values() if one.start_s]
         if not started:  # all of them were taken over
             return self._policy

@@ -5,9 +5,9 @@ a pipe that ends with the server. It runs in a session of its own, so that a sig
 is nobody's child, because Ray ends the children of an actor that it ends.
 
 After its parents have died, nobody can tell whose child a process was. So all processes of a server inherit a random
-mark in their environment, behind those of the servers that started it. Ray's overwrite parts of theirs with their
-title, but they have files of Ray's folder open for writing. A pidfd names the process that was examined, even if
-another gets its number later.
+mark in their environment, behind those of the servers that started it. Ray's processes overwrite parts of their
+environment with their title, but they have files of Ray's folder open for writing. A pidfd names the process that was
+examined, even if another gets its number later.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def private_run(*, grace_s: float | None = None) -> Iterator[Path]:
 
 
 def clean_up(mark: str, folder: str, *, grace_s: float) -> int:
-    """End all processes of this run, by SIGKILL after `grace_s`, then remove the folder; how many were killed."""
+    """End all processes of this run, by SIGKILL after `grace_s`, and remove the folder. Returns how many it killed."""
     killed: set[int] = set()
     grace_until = time.monotonic() + grace_s
     deadline = grace_until + _KILL_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Lets workers leave without a request failing: nothing new, then their work ends or moves, then their process ends."""
+"""Lets workers leave without failing a request: they get nothing new, their work ends or moves, their process ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 15.0
 _POLL_S = 0.1
-# A worker must have had nothing to do for this long: an answer that has just left reads its KV from here in a moment.
+# A worker must have been idle for this long: an answer that has just left may be about to read its KV from here.
 _QUIET_S = 0.5
 _NUM_REMEMBERED = 20
 
@@ -52,7 +52,7 @@ class Departures:
         return list(self._latest)
 
     def begin(self, worker: str, grace_s: float, *, restart: bool, reason: str) -> dict[str, object]:
-        """Begin to let a worker leave; the departure as JSON. Raises `WorkerNotFound` or `DrainRefused`."""
+        """Begin to let a worker leave; returns the departure as JSON. Raises `WorkerNotFound` or `DrainRefused`."""
         member = self._members.get(worker)
         if member is None:
             raise WorkerNotFound(f"There is no worker '{worker[:100]}'; there are: {', '.join(self._members)}.")
@@ -73,7 +73,7 @@ class Departures:
         return record
 
     def note_up(self, member: Member) -> None:
-        """A worker serves again: note it in the departure that was to be followed by this."""
+        """Note, in the departure that asked for a restart, that the worker serves again."""
         for record in self._latest:
             if record["worker"] == member.worker_id and record["restart"]:
                 record.setdefault("back_after_s", round(time.time() - float(str(record["began"])), 3))
@@ -95,7 +95,7 @@ class Departures:
             raise DrainRefused(f"Without {name} nothing could answer: add another worker first, or restart it.")
 
     async def _abandon(self, member: Member, record: dict[str, object]) -> None:
-        """Let a worker go that does not serve: it is being started, has no room, or dies again and again."""
+        """Give up a worker that does not serve: it is being started, has no room, or dies again and again."""
         began_s = time.monotonic()
         member.give_up(str(record["reason"]))
         self._kill(member)
@@ -122,7 +122,7 @@ class Departures:
 
 
 async def _is_at_rest(member: Member, grace_s: float) -> bool:
-    """Wait until a worker has nothing left to do, `grace_s` at most; whether it has nothing. It may die meanwhile."""
+    """Wait at most `grace_s` until a worker is idle. Returns whether it is. It may die meanwhile."""
     deadline_s, actor = time.monotonic() + grace_s, member.actor
     idle_since_s: float | None = None
     while member.actor is actor:

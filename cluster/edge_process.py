@@ -57,7 +57,7 @@ class EngineEdge(msgspec.Struct, frozen=True, tag=True):
 class EdgeSettings:
     """What one edge process needs to know.
 
-    Tenants are read once, so that a process which replaces another has the same when the file has changed. API keys
+    Tenants are read once, so that a replacement has the same ones even if the file has changed. API keys
     come from the hub, which follows their file.
     """
 
@@ -67,7 +67,7 @@ class EdgeSettings:
     edge: TextEdge | EngineEdge
     port: int
     router: RouterConfig
-    metrics_folder: str  # where the counters of all processes are
+    metrics_folder: str  # holds the counters of all processes
     started_at_s: int  # Unix time
     needs_key: bool = False  # whether clients need an API key
     tenants: Tenants = field(default_factory=Tenants)
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def _count_in(folder: str, number: int) -> None:
-    """Keep the counters of this process in files named by its number. To be called before metrics are created.
+    """Keep the counters of this process in files named by its number. Call it before metrics are created.
 
     The process that replaces this one goes on with them: totals never fall, and there are never more files.
     """
@@ -223,7 +223,7 @@ def _counters(settings: EdgeSettings) -> bytes:
 
 
 def _merged(settings: EdgeSettings) -> Iterable[Metric]:
-    """What all edge processes have counted, those that have ended too."""
+    """What all edge processes have counted, including those that have ended."""
     from prometheus_client.multiprocess import MultiProcessCollector
 
     files = [str(path) for path in Path(settings.metrics_folder).glob("*.db") if _num_bytes(path)]

@@ -52,7 +52,7 @@ async def edge_processes(
         at_end.callback(shutil.rmtree, folder, ignore_errors=True)
         endpoint = f"{folder}/hub"
         hub = EdgeHub(service, endpoint, api_keys)
-        # Only now, so that the bind failed if another program had the port.
+        # Only now: the bind before must fail if another program has the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         settings = EdgeSettings(
             edge_id="",
@@ -109,7 +109,7 @@ class EdgeProcesses:
 
     @property
     def is_serving(self) -> bool:
-        """Whether all of them have begun to."""
+        """Whether all of them have begun to serve."""
         return self.has_started.is_set()
 
     def drain(self) -> None:

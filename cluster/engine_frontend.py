@@ -50,7 +50,7 @@ class RouterSetup:
 
 
 def make_fleet(setup: RouterSetup) -> EngineFleet:
-    """A fleet without engines. To be made in the event loop that it is used in."""
+    """A fleet without engines. Make it in the event loop that will use it."""
     return EngineFleet(
         registry=Registry(),
         index=PrefixIndex(),

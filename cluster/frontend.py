@@ -1,4 +1,4 @@
-"""What the HTTP side of a server is for its launcher, and how it is drained."""
+"""The HTTP side of a server, as its launcher sees it, and how it is drained."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def drain(
         progress(f"stopping: waiting up to {timeout_s:g} s for {answers} (Ctrl-C again stops now)")
     else:
         progress("stopping")
-    # Also with no answer in sight: an edge process may still read a request or send the end of an answer.
+    # Even if no answer is running: an edge process may still read a request or send the end of an answer.
     await wait_for_any(frontend.serving, stop_now, timeout_s=timeout_s)
     shut_down()
     await asyncio.wait({frontend.serving}, timeout=_FINAL_EVENTS_S)

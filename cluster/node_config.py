@@ -1,4 +1,4 @@
-"""What only the node of a worker can tell: its address, where the model is there, whether its tiers can be opened."""
+"""What only a worker's own node can tell: its address, the model's folder there, whether its tiers can be opened."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Asks the autoscaler of a Ray cluster for nodes while an added worker waits for room.
 
 A request names everything that the cluster should be able to hold, as if it were idle: the places of all workers, not
-just that of the new one. Ray keeps one request for a cluster until the next one replaces it, also after the end of the
-process that made it. So it is withdrawn, by an empty one, as soon as nothing waits. If the server dies before, the next
-one of its service does it, or the workers that outlived it.
+just that of the new one. Ray keeps one request for a cluster until the next one replaces it, even after the end of the
+process that made it. So an empty request withdraws it as soon as nothing waits. If the server dies before that, the
+next server of its service withdraws it, or the workers that outlived it do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SEND_TIMEOUT_S = 15.0  # Ray's own is 10 s
 _AGAIN_S = 5.0
 
 
-_NAMESPACE = b"tandem"  # of Ray's key-value store, in which a service notes that it has asked for nodes
+_NAMESPACE = b"tandem"  # in Ray's key-value store, where a service notes that it has asked for nodes
 
 
 def _send(service: str, bundles: Sequence[Resources]) -> None:
@@ -39,7 +39,7 @@ def _send(service: str, bundles: Sequence[Resources]) -> None:
 
 
 def has_left_request(service: str) -> bool:
-    """Whether Ray has a request of a server of this name that is no more. Blocks."""
+    """Whether Ray still has a request of a dead server of this name. Blocks."""
     return bool(_internal_kv_exists(service, namespace=_NAMESPACE))
 
 
@@ -60,7 +60,7 @@ class NodeRequests:
         self._is_changed = asyncio.Event()
 
     def want(self, bundles: Sequence[Resources]) -> None:
-        """From now on the cluster should have room for all of these at once; for none of them = as it likes."""
+        """Ask that the cluster has room for all of these at once from now on; none = ask for nothing."""
         self._wanted = list(bundles)
         self._is_changed.set()
 
@@ -84,7 +84,7 @@ class NodeRequests:
         await self._told()
 
     async def _told(self) -> bool:
-        """Tell Ray what is wanted, unless it knows; whether it knows now."""
+        """Tell Ray what is wanted, unless it knows. Returns whether it knows now."""
         wanted = self._wanted
         if wanted == self._sent:
             return True

@@ -34,7 +34,7 @@ __all__ = ["OwnService"]
 
 
 class OwnService:
-    """As `cluster.serve.Service`. To be made in the event loop that it is used in."""
+    """As `cluster.serve.Service`. Make it in the event loop that will use it."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class OwnService:
     async def serve_http(
         self, listener: socket.socket, api_keys: ApiKeys
     ) -> AsyncIterator[tuple[HttpFrontend, ReadinessCheck]]:
-        """As `Service.serve_http`. A token has been generated once it is ready."""
+        """As `Service.serve_http`. It is ready once a token has been generated."""
         assert self._http is not None, "it has been loaded"
         http, tokenizer = self._http
         metrics = http.metrics_of(self._flow, self._registry, self._sizing)

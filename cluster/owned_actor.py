@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 WATCH_S = 1.0  # how often a blocking `watch` looks for news
 _LOOK_S = 1.0
 _ASK_TIMEOUT_S = 2.0
-_UNHEARD_S = 10.0  # after SIGTERM; a server that lives watches
+_UNHEARD_S = 10.0  # how long a SIGTERM waits for a server to hear of it: a living server watches
 
 
 class WatchNews(Enum):
     """What `watch` returns for a worker that has not ended."""
 
     ASKED_TO_LEAVE = "it got SIGTERM"
-    CLAIMED = "another server has claimed it"  # that of a dead server must not wait for ever
+    CLAIMED = "another server has claimed it"  # ends the `watch` of a dead server, which would block a thread for ever
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class WorkerClaim:
     is_added: bool
     role: Role
     config: Any  # what it was started with
-    started: Any  # what its `start` returned; None if it has not, and cannot be taken over
+    started: Any  # what its `start` returned; None if it has not returned: then it cannot be taken over
     wire_version: int = WIRE_VERSION
 
 
@@ -61,12 +61,12 @@ class Survivor(NamedTuple):
 
 
 class OwnedActor(ABC):
-    """Base of actors. Methods run on Ray's threads."""
+    """Base class of the actors. Methods run on Ray's threads."""
 
     def __init__(self, tenure: Tenure | None) -> None:
         """Without a tenure, Ray ends the actor with its server."""
         self._is_asked_to_leave = False
-        self._has_news = threading.Event()  # of that, which no server has heard yet
+        self._has_news = threading.Event()  # set while no server has heard of the SIGTERM
         self._unheard: threading.Timer | None = None
         if ray.is_initialized():  # in an actor's process, whose main thread makes the actor
             signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -81,12 +81,12 @@ class OwnedActor(ABC):
         return own_identity(ray.get_runtime_context().get_node_id())
 
     def renew(self, owner: str) -> bool:
-        """Prolong the owner's lease; False if this worker is another server's by now."""
+        """Prolong the owner's lease. Returns False if this worker is another server's by now."""
         assert self._ownership is not None, "it may outlive its server"
         return self._ownership.renew(owner, time.monotonic())
 
     def claim(self, owner: str, router_key: str) -> WorkerClaim | str:
-        """Serve this owner from now on, unless another one holds the worker: then that one's name."""
+        """Serve this owner from now on. If another one holds the worker, returns that one's name instead."""
         assert self._ownership is not None, "it may outlive its server"
         assert self._tenure is not None, "it may outlive its server"
         if holder := self._ownership.claim(owner, time.monotonic()):
@@ -117,7 +117,7 @@ class OwnedActor(ABC):
         """End the worker and wait for it."""
 
     def _news(self, owner: str) -> WatchNews | None:
-        """What the server that watches should know of a worker that runs on."""
+        """What the watching server should know about a worker that goes on running."""
         if self._ownership is not None and not self._ownership.is_of(owner):
             return WatchNews.CLAIMED
         if self._has_news.is_set():
@@ -126,7 +126,7 @@ class OwnedActor(ABC):
         return None
 
     def _on_sigterm(self, *_: object) -> None:
-        """Let the server drain this worker; end at once if it was asked for already, or if no server asks in time."""
+        """Let the server drain this worker. End at once on a second SIGTERM, or if no server reacts in time."""
         if self._is_asked_to_leave:
             os._exit(1)
         self._is_asked_to_leave = True
@@ -145,7 +145,7 @@ class OwnedActor(ABC):
             os._exit(1)
 
     def _end_when_orphaned(self, tenure: Tenure) -> None:
-        """End this process, and give back what Ray reserves for the service, once nobody has held it for too long."""
+        """Once nobody has held the worker for too long, end this process, and return the service's bundles to Ray."""
         assert self._ownership is not None, "it may outlive its server"
         timeout_s, service = tenure.owner.orphan_timeout_s, tenure.owner.service
         while not self._ownership.end(timeout_s, time.monotonic()):

@@ -50,7 +50,7 @@ class Tenure:
 
     owner: Owner
     place: Place
-    is_added: bool  # it came later, beside those that the configuration names
+    is_added: bool  # whether it came later, beside those that the configuration names
 
 
 def owner_of(config: ClusterConfig) -> Owner | None:
@@ -70,7 +70,7 @@ class Ownership:
         self._lock = threading.Lock()
 
     def claim(self, owner: str, now: float) -> str:
-        """Give the worker to `owner`, unless another one holds it: then that one's name.
+        """Give the worker to `owner`. If another one holds it, returns that one's name instead.
 
         Raises `WorkerError` if the worker is about to end.
         """
@@ -83,7 +83,7 @@ class Ownership:
             return ""
 
     def renew(self, owner: str, now: float) -> bool:
-        """Prolong the lease; False if the worker is another one's by now."""
+        """Prolong the lease. Returns False if the worker is another owner's by now."""
         with self._lock:
             if self._owner != owner:
                 return False
@@ -95,11 +95,11 @@ class Ownership:
         return self._owner == owner
 
     def orphaned_s(self, now: float) -> float:
-        """For how long nobody has held it; negative while somebody does."""
+        """How long nobody has held it; negative while somebody does."""
         return now - self._expires_s
 
     def end(self, timeout_s: float, now: float) -> bool:
-        """Whether nobody has held it for this long. Then nobody can claim it any more."""
+        """End the ownership if nobody has held the worker for this long. Returns whether; nobody can claim it then."""
         with self._lock:
             self._is_over = self._is_over or self.orphaned_s(now) >= timeout_s
             return self._is_over

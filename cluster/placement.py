@@ -29,7 +29,7 @@ class Bundle(NamedTuple):
 
     num_cpus: float
     num_gpus: float
-    strategy: Any  # Ray's, which leads an actor to the bundle
+    strategy: Any  # Ray's scheduling strategy, which puts an actor into the bundle
 
     @property
     def options(self) -> dict[str, Any]:
@@ -43,12 +43,12 @@ class Bundle(NamedTuple):
 
     @property
     def sizes(self) -> tuple[float, float]:
-        """Cores and GPUs."""
+        """Its number of cores and of GPUs."""
         return self.num_cpus, self.num_gpus
 
     @property
     def resources(self) -> dict[str, float]:
-        """What Ray's autoscaler is asked for."""
+        """The bundle as Ray's autoscaler is asked for it."""
         return _resources(self.num_cpus, self.num_gpus)
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class WorkerBundles:
     of their roles, so the death of one node leaves workers of each role where that is possible. The bundles of a dead
     node are placed again where there is room, at once or when a node joins.
 
-    The groups of workers that outlive their server do so, too; the next server of the service takes them over.
+    Groups outlive their server too if their workers do; the next server of the service takes them over.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class WorkerBundles:
     ) -> None:
         """`needs`: cores and GPUs of each worker without a place. `taken`: bundles of workers that `owner` has claimed.
 
-        Only what the groups of claimed workers do not have is asked of Ray: it could find no room for everything twice.
+        Ray is asked only for what the groups of claimed workers lack: it could not find room for everything twice.
         """
         self._name = f"tandem/{owner.service}" if owner is not None else "tandem"
         self._options: dict[str, Any] = {"lifetime": "detached"} if owner else {}
         self._free: list[Bundle] = []
         self._num_used = Counter(place.group for place in taken)
-        self._first = ""  # the group of the workers of the start stays reserved when they leave
+        self._first = ""  # the group of the first workers; it stays reserved when they leave
         self._groups: dict[str, PlacementGroup] = {}
-        self._reserved: dict[str, list[tuple[float, float]]] = {}  # of each group
+        self._reserved: dict[str, list[tuple[float, float]]] = {}  # sizes of the bundles of each group
         if owner is not None:
             self._take_over(taken)
         rest = list(needs)
@@ -108,7 +108,7 @@ class WorkerBundles:
         return _bundle_of(_group_of(place.group), place.bundle, num_cpus, num_gpus)
 
     def bundle(self, number: int, num_cpus: float, num_gpus: float) -> Bundle:
-        """The bundle of the worker with this number: of all that are free and as large, the one with its number."""
+        """The bundle of the worker with this number, chosen by that number among the free ones of its size."""
         fitting = [bundle for bundle in self._free if bundle.sizes == (num_cpus, num_gpus)]
         if not fitting:
             self._create([(num_cpus, num_gpus)], is_first=False)
@@ -119,7 +119,7 @@ class WorkerBundles:
         return bundle
 
     def another(self, num_cpus: float, num_gpus: float) -> Bundle:
-        """A bundle for one more worker: one that was given back, or a new one, for which Ray finds a node."""
+        """A bundle for one more worker: one that was given back, or a new one, for which Ray looks for a node."""
         return self.bundle(-1, num_cpus, num_gpus)
 
     def room(self) -> dict[str, float]:
@@ -127,9 +127,9 @@ class WorkerBundles:
         return dict(ray.cluster_resources())
 
     def has_room_for(self, num_cpus: float, num_gpus: float, room: Mapping[str, float]) -> bool:
-        """Whether `another` finds a place on the one node of a private Ray, of which all is ours.
+        """Whether `another` finds a place on the one node of a private Ray, which is all ours.
 
-        What Ray calls free lags behind: it may be what was asked for a moment ago.
+        Ray's own count of what is free lags behind: it may include what was asked for a moment ago.
         """
         if any(bundle.sizes == (num_cpus, num_gpus) for bundle in self._free):
             return True
@@ -139,7 +139,7 @@ class WorkerBundles:
         return num_cpus <= free_cpus + _ROUNDING and num_gpus <= free_gpus + _ROUNDING
 
     def give_back(self, bundle: Bundle) -> None:
-        """Nobody uses a bundle any more. Its node may be given up if it was asked for by `another`."""
+        """Take a bundle back that nobody uses any more. If `another` asked for it, its node may be given up."""
         group_id = bundle.place.group
         self._num_used[group_id] -= 1
         self._free.append(bundle)
@@ -162,7 +162,7 @@ class WorkerBundles:
         self._free += self._note(group, needs)
 
     def _note(self, group: PlacementGroup, needs: Sequence[tuple[float, float]]) -> list[Bundle]:
-        """Remember a group of ours; its bundles."""
+        """Remember a group of ours. Returns its bundles."""
         self._groups[group.id.hex()] = group
         self._reserved[group.id.hex()] = list(needs)
         return [_bundle_of(group, number, *need) for number, need in enumerate(needs)]

@@ -1,7 +1,7 @@
 """Ends a worker's process and proves that it is gone.
 
-Ray may say that an actor is dead while its process still exists: with a stopped process that was seen to last five
-seconds. Such a process may go on writing into its peers' memory. So before blocks that it could write to are freed, the
+Ray may say that an actor is dead while its process still exists: a stopped process was seen to last five seconds
+longer. Such a process may go on writing into its peers' memory. So before blocks that it could write to are freed, the
 kernel of its machine is asked. A pidfd names exactly that process, even if another gets its number later, and becomes
 readable when its last thread has ended.
 """
@@ -26,7 +26,7 @@ __all__ = ["ProcessIdentity", "end_process", "own_identity", "until_gone"]
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 5.0  # one wait for the end; then it is tried again
+_LOOK_S = 5.0  # one wait for the end; then the kill is repeated
 _GRACE_S = 1.0  # for Ray, which was told to end it: its raylet complains of a process that somebody else killed
 _CALL_TIMEOUT_S = 30.0
 _FIRST_RETRY_S, _MAX_RETRY_S = 0.2, 10.0

@@ -84,7 +84,7 @@ class ProcessGroup:
             await self._stop_all(stop_now)
 
     async def _until(self, stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work, or as much of it as is possible before `stop` is set. Raises what the work raises."""
+        """Do the work until it is done or `stop` is set. Raises what the work raises."""
         stopping, working = asyncio.create_task(stop.wait()), asyncio.create_task(work)
         try:
             await asyncio.wait((stopping, working), return_when=asyncio.FIRST_COMPLETED)

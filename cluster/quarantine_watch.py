@@ -29,7 +29,7 @@ async def watch_quarantines(members: Collection[Member], registry: Registry, dep
     while True:
         await asyncio.sleep(_LOOK_S)
         for sender in _senders_to_replace(members, registry):
-            with contextlib.suppress(DrainRefused):  # it leaves already, or is asked again in a moment
+            with contextlib.suppress(DrainRefused):  # it is leaving already, or is asked again in a moment
                 departures.begin(sender.worker_id, _GRACE_S, restart=True, reason=_REASON)
                 logger.warning("%s is replaced: %s", sender.worker_id, _REASON)
 

@@ -30,12 +30,12 @@ from tandem.runtime.signals import defer_keyboard_interrupt, ignore_keyboard_int
 
 __all__ = ["RayDaemon", "daemons_watched", "probe_address", "ray_running"]
 
-_OBJECT_STORE_BYTES = 100 * 1024 * 1024  # Ray's smallest sensible: nothing of ours goes through it
+_OBJECT_STORE_BYTES = 100 * 1024 * 1024  # about the least that Ray accepts: nothing of ours goes through it
 _RAY_AUTH_MODE = "RAY_AUTH_MODE"
 _RAY_LOGS = {"logging_level": logging.ERROR, "log_to_driver": True, "configure_logging": True}
-# The daemons of a private Ray. It is of no use without one of them, and does not start them again.
+# The daemons of a private Ray. Without any one of them it is useless, and it does not restart them.
 _DAEMONS = {"gcs_server": "which knows all workers", "raylet": "which starts the workers"}
-# What Ray prints of each actor that died, and a paragraph of guesses: the supervisor tells of it in one line.
+# What Ray prints about each actor that died, with a paragraph of guesses. The supervisor reports it in one line.
 _DEATH_NOTICE = "A worker died or was killed"
 _PROBE_TIMEOUT_S = 2.0  # Ray itself would try an address for a minute
 
@@ -48,7 +48,7 @@ class RayDaemon(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Whether it still runs."""
         descriptor = self.process.open()
         if descriptor is None:
             return False
@@ -68,7 +68,7 @@ def ray_running(
     _print_no_deaths()
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would let everything else on the machine go first
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA_VISIBLE_DEVICES as it is on CPU actors
-    # Ray would start a process for every core before one is asked for. Our workers' variables fit none of them.
+    # Ray would start a process for every core in advance. None of them has the variables that our workers need.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     if address:
         return _joined_ray(address, progress)
@@ -120,7 +120,7 @@ def _private_ray(folder: Path, progress: Callable[[str], None]) -> Iterator[list
                 include_dashboard=False,
                 job_config=_job_config(),
                 object_store_memory=_OBJECT_STORE_BYTES,
-                # Ray opens it to all users, but it is in a folder that is ours alone.
+                # Ray opens it to all users, but it is in a folder that only we can enter.
                 _temp_dir=str(folder / RAY_FOLDER),
                 **_RAY_LOGS,
             )
@@ -134,7 +134,7 @@ def _private_ray(folder: Path, progress: Callable[[str], None]) -> Iterator[list
 def _job_config() -> JobConfig:
     """Keeps Ray from putting the folder that we were started in first in the workers' module path.
 
-    There a user's random.py would be imported instead of the standard library's.
+    A user's random.py there would be imported instead of the standard library's.
     """
     config = JobConfig()
     config._runtime_env_has_working_dir = lambda: True

@@ -1,4 +1,4 @@
-"""How often a worker is started again, and when. Pure: the caller passes seconds."""
+"""How often a worker is restarted, and when. Pure: the caller passes seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RestartBudget:
     """
 
     max_restarts: int
-    _served_s: float = 0.0  # of all its processes
+    _served_s: float = 0.0  # service of all its processes together
     _deaths: deque[float] = field(default_factory=deque)  # by the seconds served until then
 
     def died(self, lived_s: float) -> None:
@@ -38,7 +38,7 @@ class RestartBudget:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether the worker died too often. It is then started again only while others serve, less and less often."""
+        """Whether the worker died too often. It is then restarted only while others serve, less and less often."""
         return self.num_deaths > self.max_restarts
 
     @property

@@ -1,4 +1,4 @@
-"""Gives workers other roles while they serve: on the autoscaler's word, or on the supervisor's."""
+"""Gives workers other roles while they serve, as the autoscaler, the supervisor or an operator asks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RoleFlips:
         self._background.start(f"the flip of {flip.worker_id}", lambda: self.flip(flip, reason))
 
     async def set_role(self, worker: str, role: Role) -> dict[str, object]:
-        """As `WorkerManager.set_role`: a flip on an operator's word."""
+        """As `WorkerManager.set_role`: a flip that an operator asks for."""
         member = self._members.get(worker)
         if member is None:
             raise WorkerNotFound(f"There is no worker '{worker[:100]}'; there are: {', '.join(self._members)}.")
@@ -119,7 +119,7 @@ class RoleFlips:
         return record
 
     async def _play(self, member: Member, role: Role, record: dict[str, object]) -> Requests | None:
-        """Let it serve in its new role; what it still has from its old one, or None if it did not flip."""
+        """Let it serve in its new role. Returns the requests left from its old one, or None if it did not flip."""
         began_s = time.monotonic()
         try:
             left = await member.play(role, str(record["reason"]))

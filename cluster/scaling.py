@@ -29,7 +29,7 @@ class Scaling(Protocol):
 
 
 def execute(decision: ScalingDecision, scaling: Scaling) -> str:
-    """Begin what was decided; the reason to show, with what is refused."""
+    """Begin what was decided. Returns the reason to show, with what was refused."""
     if decision.withdrawn is not None and decision.withdrawn.add is not None:
         scaling.withdraw(decision.withdrawn.add, decision.reason)
     move, refusals = decision.move, []

@@ -56,10 +56,10 @@ class Service(Protocol):
         """Begin to decide."""
 
     def load(self) -> None:
-        """Do what takes long before HTTP can be served. Called in a thread, while the workers load."""
+        """Do the long work that HTTP depends on. Called in a thread, while the workers load."""
 
     def mean_output_tokens(self) -> float:
-        """Mean length of an answer, which the autoscaler expects of the next ones."""
+        """Mean length of answers, which the autoscaler expects of the next ones."""
 
     def serve_http(
         self, listener: socket.socket, api_keys: ApiKeys
@@ -74,7 +74,7 @@ class Service(Protocol):
 
 
 def serve(config: ClusterConfig, tenants: Tenants, key_file: KeyFile, model: str) -> int:
-    """Start everything, serve until SIGINT or SIGTERM, stop everything; the exit code.
+    """Start everything, serve until SIGINT or SIGTERM, and stop everything. Returns the exit code.
 
     `config` has the model's folder on this machine; `model` is the name under which the nodes of a cluster look for it.
     Raises ConfigError for what the user can mend.
@@ -122,7 +122,7 @@ async def _serve(
     supervisor = service.supervisor
     async with _closing(service, ray_daemons):
         await service.start()
-        progress(f"loading {config.engine.served_model_name} into {supervisor.num_members} worker(s)")
+        progress(f"loading {config.engine.served_model_name} into {len(supervisor.members)} worker(s)")
         # Our HTTP side takes seconds to import; it loads while the workers load.
         starting = asyncio.gather(supervisor.start(service.mean_output_tokens), asyncio.to_thread(service.load))
         if not await _unless(stop, starting, progress):
@@ -144,7 +144,7 @@ async def _serve(
 
 
 async def _unless(stop: asyncio.Event, work: object, progress: Callable[[str], None]) -> bool:
-    """Await `work` unless `stop` comes first; whether it finished. Its exceptions are raised."""
+    """Await `work` unless `stop` comes first. Returns whether it finished; raises what it raises."""
     task = asyncio.ensure_future(work)  # type: ignore[call-overload]
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -206,6 +206,6 @@ def print_welcome(config: ClusterConfig, port: int, console: Console, *, needs_k
 
 
 def _command() -> str:
-    """How this user can run `tandem`: by its path where, as behind `make serve`, no shell would find it."""
+    """How this user can run `tandem`: by its path if no shell would find it, as under `make serve`."""
     path = sys.argv[0]
     return shlex.quote(path) if shutil.which("tandem") is None and Path(path).name == "tandem" else "tandem"

@@ -68,18 +68,18 @@ class Supervisor:
         self._router_key = router_key
         self._registry = registry
         self._on_progress = on_progress
-        self._members = {member.worker_id: member for member in members}
+        self.members = {member.worker_id: member for member in members}  # those that it looks after
         self._claimed: list[Survivor] = []
-        self._bundles: WorkerBundles | None = None
+        self.bundles: WorkerBundles | None = None  # set by `start`
         self._background = BackgroundTasks()
-        self.flips = RoleFlips(self._members, self._background)
-        self.departures = Departures(self._members, self._background, cover=self._cover, kill=self._kill)
-        self.arrivals = Arrivals(self._members, self._supervise_another)
+        self.flips = RoleFlips(self.members, self._background)
+        self.departures = Departures(self.members, self._background, cover=self._cover, kill=self._kill)
+        self.arrivals = Arrivals(self.members, self._supervise_another)
         self.autoscale = Autoscale(
             config,
             registry,
             costs,
-            self._members,
+            self.members,
             self.flips,
             self.departures,
             self._background,
@@ -100,27 +100,27 @@ class Supervisor:
         earlier server of this name left are taken over.
         """
         added = await self._claim_survivors()
-        taken = [*(member.survivor for member in self._members.values() if member.survivor is not None), *added]
-        needs = dict(zip(self._members.values(), needs_of(self._config), strict=True))
+        taken = [*(member.survivor for member in self.members.values() if member.survivor is not None), *added]
+        needs = dict(zip(self.members.values(), needs_of(self._config), strict=True))
         without = [member for member in needs if member.survivor is None]
         places = [survivor.claim.place for survivor in taken]
-        self._bundles = WorkerBundles([needs[member] for member in without], self._owner, places)
+        self.bundles = WorkerBundles([needs[member] for member in without], self._owner, places)
         for number, member in enumerate(without):
-            self._supervise(member, self._bundles.bundle(number, *needs[member]))
+            self._supervise(member, self.bundles.bundle(number, *needs[member]))
         for member, sizes in needs.items():
             if member.survivor is not None:
-                self._supervise(member, self._bundles.at(member.survivor.claim.place, *sizes))
+                self._supervise(member, self.bundles.at(member.survivor.claim.place, *sizes))
         for survivor in added:
             self._supervise_survivor(survivor)
         if self._owner is not None:
-            renew = partial(renew_leases, self._owner, self._members, self.let_go)
+            renew = partial(renew_leases, self._owner, self.members, self.let_go)
             self._background.keep("the renewal of leases", renew)
         ups = asyncio.create_task(self._all_up())
         await asyncio.wait([ups, self._failure], return_when=asyncio.FIRST_COMPLETED)
         if self._failure.done():
             ups.cancel()
             self._failure.result()
-        watch = partial(watch_quarantines, self._members.values(), self._registry, self.departures)
+        watch = partial(watch_quarantines, self.members.values(), self._registry, self.departures)
         self._background.keep("the watch of quarantines", watch)
         if self._requests is not None:
             if self._config.max_workers or await asyncio.to_thread(has_left_request, self._config.service_name):
@@ -130,18 +130,13 @@ class Supervisor:
             self._background.keep("the autoscaler", partial(self.autoscale.run, mean_output_tokens))
 
     @property
-    def num_members(self) -> int:
-        """Workers that it looks after."""
-        return len(self._members)
-
-    @property
     def failure(self) -> asyncio.Future[None]:
-        """Ends, with an error that says why, when nothing can be served any more: no worker lives or will come back."""
+        """Fails, with an error that says why, once nothing can be served any more: no worker lives or comes back."""
         return self._failure
 
     @property
     def autoscaler_status(self) -> dict[str, object]:
-        """What the autoscaler decided last, the latest flips, and who left and came of late."""
+        """The autoscaler's latest decision, and the latest flips, departures and arrivals."""
         moves = {
             "flips": self.flips.latest,
             "departures": self.departures.latest,
@@ -162,7 +157,7 @@ class Supervisor:
         return await self._add(role, "an operator asked for it")
 
     def let_go(self, error: WorkerError) -> None:
-        """Give up, and leave Ray and the workers alone: they cannot be asked any more. Call it in the event loop."""
+        """Give up, and leave Ray and the workers as they are: they cannot be reached. Call it in the event loop."""
         self._is_stopping = self._is_hands_off = True
         self._fail(error)
 
@@ -172,25 +167,25 @@ class Supervisor:
         If Ray is dead, the cleanup of the whole server ends them. Those of another server are left alone.
         """
         self._is_stopping = True
-        up = [] if self._is_hands_off else [member for member in self._members.values() if member.is_up.is_set()]
+        up = [] if self._is_hands_off else [member for member in self.members.values() if member.is_up.is_set()]
         stops = [asyncio.ensure_future(member.stop()) for member in up]  # one that still loads is only killed
         if stops:
             await asyncio.wait(stops, timeout=_STOP_TIMEOUT_S)
         for stop in stops:
             stop.cancel()
         await asyncio.gather(self._background.close(), *stops, return_exceptions=True)
-        for member in self._members.values():
+        for member in self.members.values():
             self._kill(member)
         if not self._is_hands_off:
-            kill_all(self._claimed)  # also those whose members have not begun yet
+            kill_all(self._claimed)  # including those whose members have not begun yet
         if self._requests is not None and not self._is_hands_off:
             await self._requests.close()
-        if self._bundles is not None and not self._is_hands_off:
-            self._bundles.remove()
+        if self.bundles is not None and not self._is_hands_off:
+            self.bundles.remove()
 
     async def check_integrity(self) -> dict[str, str]:
         """What is wrong with, or held by, each worker that should be idle; "" where nothing is."""
-        up = {worker_id: member for worker_id, member in self._members.items() if member.is_up.is_set()}
+        up = {worker_id: member for worker_id, member in self.members.items() if member.is_up.is_set()}
         calls = (member.check_integrity() for member in up.values())
         answers = await asyncio.gather(*calls, return_exceptions=True)
         return {
@@ -200,7 +195,7 @@ class Supervisor:
 
     async def _add(self, role: Role, reason: str) -> dict[str, object]:
         """Begin to start one more worker. The machine of a private Ray does not grow; a cluster may."""
-        needed, bundles = self.arrivals.like(role).bundle, self._bundles
+        needed, bundles = self.arrivals.like(role).bundle, self.bundles
         assert needed is not None, "workers are supervised"
         assert bundles is not None, "they have been started"
         sizes = needed.num_cpus, needed.num_gpus
@@ -212,14 +207,14 @@ class Supervisor:
         return self.arrivals.begin(role, reason=reason)
 
     def _give_up(self, worker: str, reason: str) -> None:
-        """Wait no longer for a worker that was added and does not serve yet."""
-        member = self._members.get(worker)
+        """End the wait for a worker that was added and does not serve yet."""
+        member = self.members.get(worker)
         if member is not None and member.is_added and not member.has_served:
             member.give_up(reason)
             self._kill(member)
 
     async def _all_up(self) -> None:
-        for member in self._members.values():
+        for member in self.members.values():
             await member.is_up.wait()
 
     async def _claim_survivors(self) -> list[Survivor]:
@@ -227,21 +222,21 @@ class Supervisor:
         if self._owner is None:
             return []
         await claim_survivors(self._owner, self._router_key, self._claimed)
-        added = await give_to_members(self._claimed, self._members)
-        if num_taken := len(added) + sum(member.survivor is not None for member in self._members.values()):
+        added = await give_to_members(self._claimed, self.members)
+        if num_taken := len(added) + sum(member.survivor is not None for member in self.members.values()):
             self._on_progress(f"taking over {num_taken} worker(s) that an earlier server left")
         return added
 
     def _supervise_survivor(self, survivor: Survivor) -> None:
         """Look after a worker that had been added to an earlier server."""
         like = self.arrivals.like(survivor.claim.role)
-        assert self._bundles is not None, "workers are being started"
+        assert self.bundles is not None, "workers are being started"
         assert like.bundle is not None, "it is supervised"
         member = like.another(survivor.claim.config.worker_id, survivor.claim.role)
         member.is_added = member.has_served = True
         member.survivor = survivor
-        self._members[member.worker_id] = member
-        self._supervise(member, self._bundles.at(survivor.claim.place, *like.bundle.sizes))
+        self.members[member.worker_id] = member
+        self._supervise(member, self.bundles.at(survivor.claim.place, *like.bundle.sizes))
 
     def _supervise(self, member: Member, bundle: Bundle) -> None:
         member.bundle = bundle
@@ -250,28 +245,28 @@ class Supervisor:
         self._background.start(f"the supervision of {member.worker_id}", keep_alive, self._crashed)
 
     def _supervise_another(self, member: Member, like: Member) -> None:
-        """Look after one more worker, which needs what another one does."""
-        assert self._bundles is not None, "workers have been started"
+        """Look after one more worker, which needs the same as `like`."""
+        assert self.bundles is not None, "workers have been started"
         assert like.bundle is not None, "it is supervised"
-        bundle = self._bundles.another(like.bundle.num_cpus, like.bundle.num_gpus)
-        self._members[member.worker_id] = member
+        bundle = self.bundles.another(like.bundle.num_cpus, like.bundle.num_gpus)
+        self.members[member.worker_id] = member
         self._supervise(member, bundle)
         self._request_nodes()
 
     def _forget(self, member: Member, bundle: Bundle) -> None:
         """A worker is gone for good."""
-        del self._members[member.worker_id]
+        del self.members[member.worker_id]
         member.has_left.set()
-        if self._bundles is not None and not self._is_hands_off:
-            self._bundles.give_back(bundle)
+        if self.bundles is not None and not self._is_hands_off:
+            self.bundles.give_back(bundle)
         self._request_nodes()
 
     def _request_nodes(self) -> None:
-        """Ask a Ray cluster for room for all workers while one that was added has none; else for nothing."""
+        """Ask a Ray cluster for room for all workers while an added one has none; otherwise for nothing."""
         if self._requests is None:
             return
-        waits = any(one.is_added and one.process is None and not one.has_served for one in self._members.values())
-        bundles = [one.bundle for one in self._members.values() if one.bundle is not None]
+        waits = any(one.is_added and one.process is None and not one.has_served for one in self.members.values())
+        bundles = [one.bundle for one in self.members.values() if one.bundle is not None]
         self._requests.want([bundle.resources for bundle in bundles] if waits else [])
 
     async def _keep_alive(self, member: Member, bundle: Bundle) -> None:
@@ -304,7 +299,7 @@ class Supervisor:
             member.restarts.died(time.monotonic() - member.up_since if was_up else 0.0)
             is_used_up = member.restarts.is_used_up
             logger.log(logging.ERROR if is_used_up else logging.WARNING, "%s", _obituary(member, was_up, ended))
-            if all(other.restarts.is_used_up and not other.is_up.is_set() for other in self._members.values()):
+            if all(other.restarts.is_used_up and not other.is_up.is_set() for other in self.members.values()):
                 died = f"{member.worker_id} died {member.restarts.num_deaths} times, at last: {ended}"
                 self._fail(WorkerError(f"no worker is left that could serve: {died}"))
                 return
@@ -313,14 +308,14 @@ class Supervisor:
             await asyncio.gather(pause, asyncio.wait({gone}, timeout=_GONE_TIMEOUT_S))
 
     async def _see_off(self, member: Member) -> None:
-        """A worker has left as it was asked to: tell everyone, and wait until they have forgotten it."""
+        """After a worker has left as it was asked to: tell everyone, and wait until its process is gone."""
         gone = await self._bury(member, _LEFT)
         self._on_progress(f"{member.role} worker {member.worker_id} has left")
         self._cover()
         await asyncio.wait({gone}, timeout=_GONE_TIMEOUT_S)
 
     async def _live(self, member: Member, bundle: Bundle) -> str:
-        """Start the worker and wait for its end; how it ended."""
+        """Start the worker and wait for its end. Returns how it ended."""
         reason = ""
 
         async def live() -> None:
@@ -360,12 +355,12 @@ class Supervisor:
         self._cover()
 
     def _cover(self) -> None:
-        """Let a prefill worker do both as soon as the last decode worker is gone, and where none will come.
+        """Let a prefill worker do both once the last decode worker is gone, or where none will come.
 
         It goes back once another one can decode. If its pool has a worker meanwhile, the autoscaler decides.
         """
-        up = [member for member in self._members.values() if member.is_up.is_set() and not member.departs]
-        down = [member for member in self._members.values() if member not in up]
+        up = [member for member in self.members.values() if member.is_up.is_set() and not member.departs]
+        down = [member for member in self.members.values() if member not in up]
         decoders = [member for member in up if member.role_to_be is not Role.PREFILL]
         coming = [member for member in down if not (member.restarts.is_used_up or member.waits_for_room)]
         is_one_coming = any(member.role is not Role.PREFILL for member in coming)
@@ -403,8 +398,8 @@ class Supervisor:
         return gone
 
     async def _tell_of_death(self, address: PeerAddress, gone: asyncio.Task[None]) -> None:
-        # Workers that start after this have had nothing to do with it.
-        survivors = [(other, other.address) for other in self._members.values() if other.is_up.is_set()]
+        # Workers that start later never had anything to do with it.
+        survivors = [(other, other.address) for other in self.members.values() if other.is_up.is_set()]
         await asyncio.gather(*(other.tell(epoch, "peer_given_up", address) for other, epoch in survivors))
         await asyncio.shield(gone)
         await asyncio.gather(*(other.tell(epoch, "peer_died", address) for other, epoch in survivors))
@@ -415,7 +410,7 @@ class Supervisor:
 
     def _on_change(self, change: WorkerChange) -> None:
         """End the process of a worker that the router gave up (it is silent): then a new one is started."""
-        member = member_of(self._members, change.worker.worker_id)
+        member = member_of(self.members, change.worker.worker_id)
         is_given_up = change.worker.state is WorkerState.DEAD and not self._is_stopping
         if is_given_up and member is not None and member.is_up.is_set() and member.ends_if_given_up:
             self._kill(member)

@@ -28,11 +28,11 @@ _CLAIM_TIMEOUT_S = 10.0
 _GONE_TIMEOUT_S = 10.0
 _WAIT_FOR_LEASE_S = LEASE_S + 4.0
 _ASK_AGAIN_S = 0.5
-_NAMESPACE = b"tandem"  # of Ray's key-value store
+_NAMESPACE = b"tandem"  # in Ray's key-value store
 
 
 async def claim_survivors(owner: Owner, router_key: str, survivors: list[Survivor]) -> None:
-    """Claim every worker of this service, and add it to `survivors` at once. Those that cannot be taken over are ended.
+    """Claim every worker of this service, adding each to `survivors` at once. Ends those that cannot be taken over.
 
     Raises ConfigError if another server holds them and still lives.
     """
@@ -61,9 +61,9 @@ async def _take(name: str, owner: Owner, router_key: str, sign: bytes | None, su
 
 
 async def give_to_members(survivors: Sequence[Survivor], members: Mapping[str, Member]) -> list[Survivor]:
-    """Let each member go on with the worker of its name. Returns those that had been added beside them.
+    """Let each member take over the worker of its name. Returns those that had been added beside them.
 
-    Workers that this server would not have, or would start in another way, are ended.
+    Ends workers that this server would not have, or would start in another way.
     """
     added = []
     for survivor in survivors:
@@ -79,7 +79,7 @@ async def give_to_members(survivors: Sequence[Survivor], members: Mapping[str, M
 
 
 async def renew_leases(owner: Owner, members: Mapping[str, Member], let_go: Callable[[WorkerError], None]) -> None:
-    """Show the workers again and again that this server lives. Ends when another one has claimed them: `let_go`."""
+    """Show the workers, for ever, that this server lives. If another one has claimed them, call `let_go` and return."""
     telling: asyncio.Future[None] | None = None
     for number in itertools.count():
         if telling is None or telling.done():
@@ -105,14 +105,14 @@ def _why_of_no_use(claim: WorkerClaim, member: Member | None, members: Collectio
 
 
 async def _discard(survivor: Survivor, why: str) -> None:
-    """End a worker that is of no use here, and wait until what it had is free."""
+    """End a worker that is of no use here, and wait until its resources are free."""
     logger.warning("worker %s of an earlier server is ended: %s", survivor.claim.config.worker_id, why)
     _kill(survivor.actor)
     await _until_gone(survivor.claim.process)
 
 
 async def _claimed(actor: Any, name: str, owner: Owner, router_key: str, sign: bytes | None) -> WorkerClaim | None:
-    """The claimed worker; None for one that does not answer, which is ended. Waits until an old lease has run out.
+    """Claim a worker; None for one that does not answer, which is ended. Waits until an old lease has run out.
 
     `sign` is the latest sign of life of a server of this name. If others follow, it lives, and its worker waits for
     room or hangs.
@@ -146,7 +146,7 @@ def _taken(owner: Owner, by: str) -> ConfigError:
 
 
 async def _living_server(owner: Owner, sign: bytes | None) -> str:
-    """A server of this name that has given signs of life since this one; "" = none, or it has died just now."""
+    """A server of this name with a later sign of life than `sign`; "" = none, or it has died just now."""
     if (latest := await asyncio.to_thread(_sign_of_life, owner)) == sign:
         return ""
     await asyncio.sleep(2 * RENEW_S)
@@ -155,7 +155,7 @@ async def _living_server(owner: Owner, sign: bytes | None) -> str:
 
 
 def _show_life(owner: Owner, number: int) -> None:
-    """Leave a new sign of life in Ray's key-value store: servers may have workers that cannot answer for them."""
+    """Leave a new sign of life in Ray's key-value store: a server's workers may be unable to answer for it."""
     _internal_kv_put(f"server/{owner.service}", f"{owner.name} {number}", namespace=_NAMESPACE)
 
 

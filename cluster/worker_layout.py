@@ -22,9 +22,9 @@ _STEP_TOKENS = {(False, False): 512, (False, True): 256, (True, False): 8192, (T
 
 
 def resolve(config: ClusterConfig, num_ranks: int = 1) -> ClusterConfig:
-    """Fill in settings that follow from the machine or the Ray cluster: cores and GPUs per worker, threads per step.
+    """Fill in settings that depend on the machine or the Ray cluster: cores and GPUs per worker, threads per step.
 
-    Each server of another engine has `num_ranks`. Ranks take a GPU each. Raises `ConfigError`.
+    Each server of another engine has `num_ranks`. Each rank takes a GPU. Raises `ConfigError`.
     """
     ranks = [max(num_ranks, _ranks_of(config, role)) for role in roles_of(config)]
     num_workers = len(ranks)
@@ -73,13 +73,13 @@ def needs_of(config: ClusterConfig) -> list[tuple[float, float]]:
 
 
 def _ranks_of(config: ClusterConfig, role: Role) -> int:
-    """Ranks of a worker of our own engine that starts in this role."""
+    """Ranks of a worker with our own engine that starts in this role."""
     engine = config.engine
     return (role is Role.DECODE and engine.decode_parallel_size) or engine.tensor_parallel_size
 
 
 def _gpus_of(num_gpus: float, ranks: Sequence[int]) -> list[float]:
-    """GPUs of each worker, if those with the most ranks have `num_gpus`: others have one for each rank."""
+    """GPUs of each worker if those with the most ranks have `num_gpus`; the others have one for each rank."""
     return [float(number) if num_gpus and number < max(ranks) else num_gpus for number in ranks]
 
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _WATCH_S = 2.0  # between two looks at the server's progress
 _STOP_TIMEOUT_S = 14.0
-# Variables of this process that are not for the server's Python: it may be another one.
+# Variables of this process that the server does not inherit: its Python may be another one.
 _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 
 
@@ -84,7 +84,7 @@ class EngineActor(OwnedActor):
         return self._started
 
     def watch(self, owner: str = "") -> EngineEnd | WatchNews:
-        """Block until the server has ended, or there is news; how. If this process dies, the call raises."""
+        """Block until the server has ended, or there is news; returns which. If this process dies, the call raises."""
         while not self._has_ended.wait(WATCH_S):
             if (news := self._news(owner)) is not None:
                 return news
@@ -107,7 +107,7 @@ class EngineActor(OwnedActor):
                 self._end = self._serve(server, folder, outcome)
         except WorkerError as exc:
             self._end = EngineEnd(exc.message)
-        except BaseException as exc:  # told by `start` or `watch`, in the thread that waits for it
+        except BaseException as exc:  # `start` or `watch` reports it, in the thread that waits for it
             logger.exception("the server of %s is given up", server.worker_id)
             self._end = EngineEnd(f"{type(exc).__name__}: {exc}")
         if not outcome.done():
@@ -130,7 +130,7 @@ class EngineActor(OwnedActor):
                 outcome.set_result(EngineStarted(process.pid, url, events, replay, sockets.side_channel_port))
                 reason = self._watch(server, process, f"{url}/metrics")
                 self._end = EngineEnd(reason, process.tail)
-                self._has_ended.set()  # told before the rest of its processes are ended: others take over now
+                self._has_ended.set()  # before its other processes have ended: others take over now
             except WorkerError as exc:
                 reason = exc.message + dialect.remedy(exc.message)
             return EngineEnd(reason, process.tail)
@@ -147,7 +147,7 @@ class EngineActor(OwnedActor):
             process.lower_spinning_threads()
 
     def _watch(self, server: EngineServer, process: ServerProcess, metrics_url: str) -> str:
-        """Watch the server until it ends, hangs or is to be stopped; the reason."""
+        """Watch the server until it ends, hangs or is to be stopped; returns the reason."""
         watch = ServerStallWatch(server.stall_timeout_s)
         while not self._is_stopping.is_set():
             if (ended := process.ended(timeout_s=_WATCH_S)) is not None:
@@ -158,7 +158,7 @@ class EngineActor(OwnedActor):
 
 
 def _sockets(server: EngineServer, folder: Path) -> Sockets:
-    """Free ports of this node; on one machine, the events go through files in a folder that is this user's alone."""
+    """Free ports of this node; on one machine, events go through files in a folder that only this user can enter."""
     num_ranks = server.parallelism.num_caches
     port = free_ports(server.host, 1 + 3 * num_ranks)
     side_channel, events, replay = (port + 1 + i * num_ranks for i in range(3))
@@ -169,7 +169,7 @@ def _sockets(server: EngineServer, folder: Path) -> Sockets:
 
 
 def _config_flag(text: str, folder: Path) -> list[str]:
-    """The flag that names a file with this text, in a folder that is this user's alone; nothing for no text."""
+    """The flag that names a file with this text, in a folder that only this user can enter; no flag without text."""
     if not text:
         return []
     file = folder / "server.yaml"
@@ -185,7 +185,7 @@ def _environment(server: EngineServer, sockets: Sockets) -> dict[str, str]:
     }
     ours = {
         "SPT_NOENV": "1",  # processes that rename themselves keep their environment, by which they are found
-        "PYTHONSAFEPATH": "1",  # modules of the folder that we were started in are not theirs
+        "PYTHONSAFEPATH": "1",  # they must not import modules of the folder that we were started in
     }
     if server.is_local:
         ours["UCX_NET_DEVICES"] = "lo"  # otherwise UCX listens at every network interface

@@ -1,4 +1,4 @@
-"""Which engine servers a cluster has, and what each is started with and reserved."""
+"""Which engine servers a cluster has, what starts each of them, and what is reserved for it."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def engine_servers(config: ClusterConfig, model: str) -> list[tuple[EngineServer
 
 
 def engine_facts(config: ClusterConfig) -> EngineFacts:
-    """What the router is told of all servers."""
+    """What the router is told about all servers."""
     hardware = "" if config.num_gpus_per_worker else "cpu"  # on a CPU, costs start from slower guesses
     return EngineFacts(hardware, _kv_bytes_per_token(Path(config.engine.model)))
 
 
 def _kv_bytes_per_token(model: Path) -> int:
-    """Size of one token's KV as a plain decoder keeps it; 0 for a model whose config does not tell."""
+    """Size of one token's KV as a plain decoder keeps it; 0 if the model's config does not say."""
     config: dict[str, Any] = json.loads((model / "config.json").read_bytes())
     config = config.get("text_config") or config
     try:

@@ -35,10 +35,10 @@ _JOIN_POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the router is told of a server besides its address."""
+    """What the router is told about a server besides its address."""
 
     hardware: str
-    kv_bytes_per_token: int  # size of a handoff; 0 = only its latency is learned
+    kv_bytes_per_token: int  # gives the size of a handoff; 0 = only its latency is learned
 
 
 class EngineMember(Member):
@@ -69,7 +69,7 @@ class EngineMember(Member):
         return EngineMember(server, role, RestartBudget(self.restarts.max_restarts), self._fleet, self._facts)
 
     def is_like(self, claim: WorkerClaim) -> bool:
-        """As `Member.is_like`. Which role half of an SGLang pair plays by now is not known."""
+        """As `Member.is_like`. The present role of half of an SGLang pair is not known."""
         return not self._is_half and self._comparable(self._server) == self._comparable(claim.config)
 
     @staticmethod
@@ -124,7 +124,7 @@ class EngineMember(Member):
         return await self.running()
 
     async def _switch(self, role: Role, reason: str) -> None:
-        """Give the server its other role. Raises `WorkerError`: it serves on in the old one, or is started again."""
+        """Give the server its other role. On `WorkerError` it goes on serving in the old one, or is started again."""
         if self.fixed_role:
             raise WorkerError(self.fixed_role)
         engines = self._engines()

@@ -63,7 +63,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the server's first process."""
+        """Process id of the server's first process."""
         return self._process.pid
 
     @property
@@ -80,7 +80,7 @@ class ServerProcess:
     def wait_until_healthy(self, url: str, deadline_s: float, is_stopping: threading.Event) -> None:
         """Return when `url` answers 200. Raises `WorkerError` if the server ends first, is late, or is to be stopped.
 
-        The deadline is of `time.monotonic`.
+        The deadline is on the clock of `time.monotonic`.
         """
         while not is_stopping.is_set():
             if (ended := self.ended(timeout_s=_LOOK_S)) is not None:
@@ -110,7 +110,7 @@ class ServerProcess:
             raise WorkerError(f"{self._name} did not generate a token: {answer.status_code} {answer.text[:300]}")
 
     def report(self, url: str) -> EngineReport | None:
-        """What its `/metrics` say of its load and its work; None if nothing answers."""
+        """What its `/metrics` say about its load and its work; None if nothing answers."""
         try:
             answer = self._client.get(url)
         except httpx.HTTPError:
@@ -118,7 +118,7 @@ class ServerProcess:
         return parse_report(answer.text)
 
     def ended(self, *, timeout_s: float) -> str | None:
-        """How it ended, if it ends within this time."""
+        """How it ended; None if it does not end within this time."""
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -132,7 +132,7 @@ class ServerProcess:
     def pin(self, cores: Sequence[int]) -> None:
         """Give these cores, and no others, to all threads of the tree.
 
-        vLLM's NIXL connector moves the main thread of each worker to the last core of the machine, whatever it was
+        vLLM's NIXL connector moves the main thread of each worker to the last core of the machine, whatever it has been
         told: with few cores, those of all servers end up on the same one.
         """
         for process in self._tree():
@@ -193,7 +193,7 @@ class ServerProcess:
         return next((line for line in reversed(self.tail) if line.strip()), "none")
 
     def _error_line(self) -> str:
-        """The last line that names an error, "" if none does."""
+        """The last line that names an error; "" if none does."""
         for line in reversed(self.tail):
             if found := _ERROR.search(line):
                 return found[0].strip()

@@ -1,4 +1,4 @@
-"""Asks an SGLang server for its other role, which it takes only while it has nothing to do."""
+"""Asks an SGLang server to take its other role, which it does only while it is idle."""
 
 from __future__ import annotations
 

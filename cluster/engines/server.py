@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 MAX_RANKS = 4096
-# What a user does instead of giving a flag that Tandem sets.
+# What to do instead of giving a flag that Tandem sets.
 ADDRESS_IS_OURS = "its address is chosen on its machine: leave it out"
 CONFIG_IS_OURS = "a file could set any of the flags that Tandem sets: give its flags in engine_args"
 MACHINES_ARE_YOURS = "servers that span machines are not started by Tandem: start them yourself, and use tandem route"
@@ -42,7 +42,7 @@ class Sockets(NamedTuple):
     """Where one server listens on its node. Further data-parallel ranks use the following ports."""
 
     http_port: int
-    side_channel_port: int  # engines ask each other there where their KV is
+    side_channel_port: int  # where engines ask each other for the place of their KV
     events: str  # ZMQ endpoint that the server binds
     replay: str
 
@@ -86,7 +86,7 @@ class EngineServer:
     role: Role = Role.COLOCATED  # SGLang's servers are started for it
     host: str = ""  # address it listens at; empty = its node's
     is_local: bool = False  # whether all servers and the router are on one machine
-    cpu_cores: tuple[int, ...] = ()  # of its own; empty = any
+    cpu_cores: tuple[int, ...] = ()  # cores of its own; empty = any
     log_folder: str = ""
     start_timeout_s: float = 1800.0
     stall_timeout_s: float = 300.0

@@ -24,7 +24,7 @@ __all__ = ["EngineService"]
 
 
 class EngineService:
-    """As `cluster.serve.Service`. To be made in the event loop that it is used in."""
+    """As `cluster.serve.Service`. Make it in the event loop that will use it."""
 
     def __init__(
         self, config: ClusterConfig, tenants: Tenants, model: str, _: str, on_progress: Callable[[str], None]
@@ -80,7 +80,7 @@ class EngineService:
 
 
 class _FleetReadiness:
-    """As `Ready`."""
+    """As `ReadinessCheck`."""
 
     def __init__(self, dispatcher: LocalDispatcher) -> None:
         self._dispatcher = dispatcher

@@ -1,7 +1,7 @@
 """How an SGLang server is started as a worker: its command, its environment, and the flags that users may not give.
 
-A server with a role does that one only: it is started in SGLang's prefill or decode mode. What is said of SGLang here
-is from the source of 0.5.23.
+A server with a role serves only in that one: it is started in SGLang's prefill or decode mode. Statements about SGLang
+are based on the source of 0.5.23.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ _QUIET = "--uvicorn-access-log-exclude-prefixes"
 _SWITCHING_BACKENDS = ("mooncake", "mooncake_tcp", "mori")  # whose connections can be torn down and made anew
 _MODES = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 _PAGE_SIZE = "16"  # SGLang's own default, 1, would be one block per token
-_CPU_KV_TOKENS = "32768"  # of a server on a CPU; SGLang would take most of the machine's memory for each
-_FAKE_HOST = "2.2.2.2"  # SGLang's own name for "no KV is handed over", of its first request in such a mode
+_CPU_KV_TOKENS = "32768"  # for each server on a CPU; by itself SGLang would take most of the machine's memory
+_FAKE_HOST = "2.2.2.2"  # SGLang's own sign for "no KV is handed over", which its first request in such a mode has
 
 
 def check(arguments: Sequence[str]) -> None:
@@ -125,13 +125,13 @@ def command(server: EngineServer, sockets: Sockets) -> list[str]:
 
 
 def config(server: EngineServer) -> str:
-    """The server's `--config` file: the key, which all users of the machine could read on the command line."""
+    """The server's `--config` file. It holds the key, which every user of the machine could read on a command line."""
     return f'api-key: "{server.api_key}"\n' if server.api_key else ""
 
 
 def environment(server: EngineServer, sockets: Sockets) -> dict[str, str]:
     """Variables of the server, on top of those that it inherits."""
-    # Else each probe of an idle server generates a token, and is answered after a second at the earliest.
+    # Otherwise each probe of an idle server generates a token, and is answered after a second at the earliest.
     return {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
 

@@ -48,7 +48,7 @@ OUR_FLAGS = {
     "--served-model-name": NAME_IS_OURS,
     "--kv-transfer-config": _KV,
     "--kv-events-config": _KV,
-    "--kv-offloading-size": _KV,  # sets a connector of its own in the place of ours
+    "--kv-offloading-size": _KV,  # replaces our connector by one of its own
     "--kv-offloading-backend": _KV,
     "--api-key": KEY_IS_OURS,
     "--ssl-keyfile": KEY_IS_OURS,
@@ -81,7 +81,7 @@ OUR_FLAGS = {
 }
 _DATA_PARALLEL = ("--data-parallel-size", "-dp")
 _MEMORY = "--gpu-memory-utilization"
-_KV_CACHE_GB = "2"  # of a server on a CPU; vLLM would take half of the machine's memory for each
+_KV_CACHE_GB = "2"  # for each server on a CPU; by itself vLLM would take half of the machine's memory
 
 
 def check(arguments: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from tests.support.waiting import eventually
 
 async def test_a_worker_joins_in_the_place_of_one_that_left_or_in_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
-        bundles: Any = cluster.supervisor._bundles
+        bundles: Any = cluster.supervisor.bundles
         await cluster.supervisor.drain("decode-1", 60, restart=False)
         await eventually(lambda: len(bundles.free) == 1)
         record = await cluster.supervisor.add_worker(Role.DECODE)
@@ -39,13 +39,13 @@ async def test_one_that_cannot_start_is_withdrawn_and_costs_the_service_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
-        bundles: Any = cluster.supervisor._bundles
+        bundles: Any = cluster.supervisor.bundles
         cluster.ray.num_bad_starts = 1
         record = await cluster.supervisor.add_worker(Role.DECODE)
         await eventually(lambda: "withdrawn" in record and len(bundles.free) == 1)
         assert record["withdrawn"] == "no such model"
         assert not cluster.supervisor.failure.done()
-        assert set(cluster.supervisor._members) == {"prefill-0", "decode-0"}
+        assert set(cluster.supervisor.members) == {"prefill-0", "decode-0"}
         again = await cluster.supervisor.add_worker(Role.DECODE)
         assert again["worker"] == "decode-2", "a name is not used twice: the first one's record is still shown"
         await eventually(lambda: "serving_after_s" in again)
@@ -63,7 +63,7 @@ async def test_one_that_ray_finds_no_room_for_is_withdrawn(monkeypatch: pytest.M
 
 async def test_what_cannot_be_added_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
-        bundles: Any = cluster.supervisor._bundles
+        bundles: Any = cluster.supervisor.bundles
         bundles.has_room = False
         with pytest.raises(AddRefused, match=r"no room for another worker .* drain one first"):
             await cluster.supervisor.add_worker(Role.DECODE)

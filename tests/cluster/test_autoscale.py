@@ -69,7 +69,7 @@ async def test_workers_are_added_and_removed_as_decided(monkeypatch: pytest.Monk
         assert arrival["reason"] == "add 1 decode worker: why"
         await eventually(lambda: not script.seen[-1].fleet.coming)
         script.move(Move("remove", Role.DECODE, removes=(Remove("decode-0"),)))
-        await eventually(lambda: "decode-0" not in cluster.supervisor._members)
+        await eventually(lambda: "decode-0" not in cluster.supervisor.members)
         (departure,) = cluster.supervisor.departures.latest
         assert (departure["reason"], departure["finished"]) == ("remove decode-0: why", True)
         status = cluster.supervisor.autoscaler_status
@@ -85,7 +85,7 @@ async def test_the_last_worker_of_a_role_is_not_removed_though_others_could_cove
         script.move(Move("remove", Role.DECODE, removes=(Remove("decode-0"),)))
         await eventually(lambda: script.setback == "decode-0 is the last decode worker by now.")
         script.move(Move("remove", Role.PREFILL, removes=(Remove("prefill-1"),)))
-        await eventually(lambda: "prefill-1" not in cluster.supervisor._members)
+        await eventually(lambda: "prefill-1" not in cluster.supervisor.members)
         script.move(Move("remove", Role.PREFILL, removes=(Remove("prefill-0"),)))
         await eventually(lambda: script.setback == "prefill-0 is the last prefill worker by now.")
         script.move(Move("remove", Role.PREFILL, removes=(Remove("prefill-1"),)))
@@ -95,7 +95,7 @@ async def test_the_last_worker_of_a_role_is_not_removed_though_others_could_cove
 
 async def test_a_machine_without_room_is_a_setback_at_once(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, **BOUNDS) as cluster:
-        bundles: Any = cluster.supervisor._bundles
+        bundles: Any = cluster.supervisor.bundles
         bundles.has_room = False
         script.move(ADD)
         await eventually(lambda: script.setback.startswith("This machine has no room for another worker"))
@@ -129,7 +129,7 @@ async def test_nodes_are_asked_for_until_the_worker_is_placed_or_withdrawn(
         await eventually(lambda: requests == [[], [CORE] * 3, []])
         (arrival,) = cluster.supervisor.arrivals.latest
         assert arrival["withdrawn"] == "hold (withdrawn): no room by its deadline"
-        assert set(cluster.supervisor._members) == {"prefill-0", "decode-0"}
+        assert set(cluster.supervisor.members) == {"prefill-0", "decode-0"}
         await eventually(lambda: (script.setback, script.seen[-1].fleet.num_unplaced) == ("", 0))
         script.move(ADD)
         await eventually(lambda: len(requests) == 4)
@@ -148,12 +148,12 @@ async def test_one_that_loads_when_it_is_withdrawn_goes_and_is_not_started_again
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, **BOUNDS) as cluster:
         cluster.ray.loaded.clear()
         script.move(ADD)
-        await eventually(lambda: "decode-1" in cluster.supervisor._members)
-        await eventually(lambda: cluster.supervisor._members["decode-1"].process is not None)
+        await eventually(lambda: "decode-1" in cluster.supervisor.members)
+        await eventually(lambda: cluster.supervisor.members["decode-1"].process is not None)
         script.next = ScalingDecision(Reason.WITHDRAWN, "late", withdrawn=ADD)
-        await eventually(lambda: bool(cluster.supervisor._members["decode-1"].given_up))
+        await eventually(lambda: bool(cluster.supervisor.members["decode-1"].given_up))
         cluster.ray.loaded.set()
-        await eventually(lambda: "decode-1" not in cluster.supervisor._members)
+        await eventually(lambda: "decode-1" not in cluster.supervisor.members)
         assert cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
         (arrival,) = cluster.supervisor.arrivals.latest
         assert arrival["withdrawn"] == "hold (withdrawn): late"
@@ -161,7 +161,7 @@ async def test_one_that_loads_when_it_is_withdrawn_goes_and_is_not_started_again
 
 async def test_a_fixed_role_is_told_and_no_flip_begins(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=2, **TICKS) as cluster:
-        cluster.supervisor._members["decode-1"].fixed_role = "its server cannot"
+        cluster.supervisor.members["decode-1"].fixed_role = "its server cannot"
         script.move(Move("flip", Role.PREFILL, flips=(Flip("decode-1", Role.PREFILL),)))
         reasons: set[object] = set()
         wanted = "flip decode-1 to prefill: why, but its server cannot"
@@ -173,7 +173,7 @@ async def test_the_start_of_the_latest_worker_is_what_the_next_one_is_expected_t
     monkeypatch: pytest.MonkeyPatch, script: Script
 ) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, **TICKS) as cluster:
-        prefill, decode = cluster.supervisor._members.values()
+        prefill, decode = cluster.supervisor.members.values()
         prefill.up_since, prefill.start_s = math.inf, 0.0  # taken over from an earlier server
         decode.start_s = 200.0
         await eventually(lambda: script.policy is not None and script.policy.start_s == 200.0)

@@ -51,7 +51,7 @@ async def test_a_worker_is_restarted_once_it_has_nothing_to_do(
         await cluster.is_served("decode-1", first.card.address.epoch)
         assert (record["finished"], first.num_stops) == (True, 1)
         await eventually(lambda: "back_after_s" in record)
-        assert not cluster.supervisor._members["decode-1"].restarts.num_deaths, "it did not die"
+        assert not cluster.supervisor.members["decode-1"].restarts.num_deaths, "it did not die"
         await eventually(lambda: ("decode-0", "peer_died", first.card.address, True) in cluster.ray.told)
         assert cluster.supervisor.autoscaler_status["departures"] == [record]
 
@@ -60,7 +60,7 @@ async def test_a_drained_worker_is_gone_for_good(monkeypatch: pytest.MonkeyPatch
     async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
         left = cluster.ray.latest("decode-1")
         await cluster.supervisor.drain("decode-1", 60, restart=False)
-        await eventually(lambda: left.is_gone and "decode-1" not in cluster.supervisor._members)
+        await eventually(lambda: left.is_gone and "decode-1" not in cluster.supervisor.members)
         assert cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
         assert len(cluster.ray.actors) == 3
         assert "back_after_s" not in cluster.supervisor.departures.latest[0]
@@ -100,7 +100,7 @@ async def test_others_cover_for_the_last_worker_of_a_pool_before_it_leaves(monke
 async def test_the_last_one_that_can_answer_may_be_restarted_but_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
         await cluster.supervisor.drain("prefill-0", 60, restart=False)
-        await eventually(lambda: "prefill-0" not in cluster.supervisor._members)
+        await eventually(lambda: "prefill-0" not in cluster.supervisor.members)
         with pytest.raises(DrainRefused, match="Without decode-0 nothing could answer"):
             await cluster.supervisor.drain("decode-0", 60, restart=False)
         epoch = cluster.ray.latest("decode-0").card.address.epoch
@@ -145,7 +145,7 @@ async def test_one_whose_end_is_noticed_before_it_answers_was_not_ended_by_force
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
-        first, member = cluster.ray.latest("decode-1"), cluster.supervisor._members["decode-1"]
+        first, member = cluster.ray.latest("decode-1"), cluster.supervisor.members["decode-1"]
 
         async def stop() -> None:
             first.ended.set_result("stopped")
@@ -168,7 +168,7 @@ async def test_one_that_is_being_added_leaves_when_it_is_drained(monkeypatch: py
             await cluster.supervisor.drain("decode-1", 60, restart=False)
         await eventually(lambda: "left_after_s" in record)
         assert arrival["withdrawn"] == "an operator asked for it"
-        assert set(cluster.supervisor._members) == {"prefill-0", "decode-0"}
+        assert set(cluster.supervisor.members) == {"prefill-0", "decode-0"}
         assert not cluster.supervisor.failure.done()
 
 
@@ -188,7 +188,7 @@ async def test_one_that_does_not_come_back_leaves_when_it_is_drained(
             await eventually(lambda: len(cluster.ray.actors) > num_actors)
         record = await cluster.supervisor.drain("decode-1", 60, restart=False)
         await eventually(lambda: "left_after_s" in record)
-        assert set(cluster.supervisor._members) == {"prefill-0", "decode-0"}
+        assert set(cluster.supervisor.members) == {"prefill-0", "decode-0"}
         assert not cluster.supervisor.failure.done()
         monkeypatch.setattr(WorkerMember, "can_cover", False)
         with pytest.raises(DrainRefused, match="Without decode-0"):
@@ -207,7 +207,7 @@ async def test_a_worker_that_got_sigterm_is_drained_and_replaced(monkeypatch: py
         await cluster.is_served("decode-1", first.card.address.epoch)
         [record] = cluster.supervisor.departures.latest
         assert (record["reason"], record["finished"]) == ("it got SIGTERM", True)
-        assert not cluster.supervisor._members["decode-1"].restarts.num_deaths
+        assert not cluster.supervisor.members["decode-1"].restarts.num_deaths
 
 
 async def test_one_that_gets_sigterm_while_it_flips_leaves_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

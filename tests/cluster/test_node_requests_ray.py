@@ -165,7 +165,7 @@ async def test_a_pending_worker_without_room_is_requested_and_withdrawn_by_its_d
         (arrival,) = supervisor.arrivals.latest
         await eventually(lambda: requested() == [])
         assert "Ray has found no room by its deadline" in str(arrival["withdrawn"])
-        assert set(supervisor._members) == {"prefill-0", "decode-0"}
+        assert set(supervisor.members) == {"prefill-0", "decode-0"}
         await eventually(lambda: not [one for one in ray.util.placement_group_table().values() if is_pending(one)])
         arriving.cancel()
     finally:

@@ -137,7 +137,7 @@ async def test_a_prefill_worker_serves_alone_while_no_node_has_room_for_a_decode
 async def test_the_end_gives_back_what_ray_reserved_unless_ray_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_dead in (False, True):
         async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
-            bundles: Any = cluster.supervisor._bundles
+            bundles: Any = cluster.supervisor.bundles
             assert not bundles.is_removed
             if is_dead:
                 cluster.supervisor.let_go(WorkerError("Ray's raylet has died"))
@@ -245,7 +245,7 @@ async def test_a_decode_worker_that_is_back_before_the_flip_of_its_cover_is_over
         cluster.die("decode-0")
         await cluster.is_served("decode-0", 2)
         await eventually(lambda: asked == [Role.DECODE])
-        await eventually(lambda: cluster.supervisor._members["prefill-0"].home_role is None)
+        await eventually(lambda: cluster.supervisor.members["prefill-0"].home_role is None)
         may_flip.set()
         await eventually(lambda: asked == [Role.DECODE, Role.PREFILL])
         await eventually(lambda: cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE})
@@ -260,7 +260,7 @@ async def test_pools_have_their_sizes_again_after_all_workers_were_restarted_at_
         epochs = {one.worker_id: one.card.address.epoch for one in cluster.registry}
         for worker in ("decode-0", "prefill-0", "prefill-1"):
             cluster.ray.latest(worker).news.put_nowait(WatchNews.ASKED_TO_LEAVE)
-            await eventually(lambda worker=worker: cluster.supervisor._members[worker].departs)
+            await eventually(lambda worker=worker: cluster.supervisor.members[worker].departs)
         for worker in ("decode-0", "prefill-0", "prefill-1"):
             await cluster.is_served(worker, epochs[worker])
         await eventually(lambda: cluster.roles() == before)
