@@ -21,14 +21,14 @@ class AdmissionSource(Protocol):
 
     @property
     def stats(self) -> Mapping[str, TenantStats]:
-        """What became of requests, by the tenants' labels."""
+        """The outcomes of requests, by the tenants' labels."""
 
     def queued(self) -> Mapping[str, Work]:
         """Work of the waiting requests, by the tenants' labels."""
 
 
 class AdmissionCollector:
-    """Reads the queue of a router when scraped. Tenants that the tenants file does not name have one label."""
+    """Reads the queue of a router when scraped. Tenants that the tenants file does not name share one label."""
 
     def __init__(self, admission: AdmissionSource) -> None:
         self._admission = admission

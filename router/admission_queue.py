@@ -23,27 +23,27 @@ from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["AdmissionQueue", "AdmittedRequest", "Bookable", "Booked"]
 
-_NUM_OTHERS = 4  # candidates shown beside the chosen one, where an explanation is requested
+_NUM_OTHERS = 4  # candidates shown beside the chosen one if an explanation is requested
 _TIMER_SLACK_S = 1e-3  # a timer may fire a little early
 
 
 class Bookable(Protocol):
-    """A request, as far as the queue knows it."""
+    """A request, as far as the queue needs to know it."""
 
     @property
     def request_id(self) -> str:
-        """Its name in the log of decisions."""
+        """Its id in the log of decisions."""
 
     @property
     def explains(self) -> bool:
-        """Whether the decision shall name the candidates that were not chosen."""
+        """Whether the decision should name the candidates that were not chosen."""
 
 
 class Booked(Protocol):
     """What an admitted request has reserved."""
 
     def prefill_done(self) -> None:
-        """Its first token came. Later calls change nothing."""
+        """The first token of the request came. Later calls change nothing."""
 
     def release(self) -> None:
         """Give everything back. Later calls change nothing."""
@@ -57,17 +57,17 @@ B = TypeVar("B", bound=Booked)
 class AdmittedRequest(Generic[R, B]):
     """A request that may run now. The holder ends it on every path.
 
-    That is by `end`, or by releasing `booking` itself where that tells the registry of progress, which wakes the queue.
+    It calls `end`, or releases `booking` itself where that tells the registry of progress, which wakes the queue.
     """
 
     placement: Placement
     booking: B
     decision: RoutingDecision
-    prefill_priority: PrefillPriority  # of its prompt at the worker that computes it
+    prefill_priority: PrefillPriority  # the order of its prompt at the worker that computes it
     _queue: AdmissionQueue[R, B]
 
     def first_token(self) -> None:
-        """The first token came, or the first one after a move."""
+        """The request's first token came, or the first one after a move."""
         self.booking.prefill_done()
         if self.decision.actual_ttft_s is None:
             self.decision.actual_ttft_s = self._queue.now() - self.decision.arrived_s
@@ -159,7 +159,7 @@ class AdmissionQueue(Generic[R, B]):
     async def enter_again(
         self, request: R, placement_request: PlacementRequest, former: RoutingDecision
     ) -> AdmittedRequest[R, B]:
-        """Place a request again that has lost its worker, before all that wait; its `former` place is given back.
+        """Place a request that has lost its worker, before all that wait. Its `former` place is given back.
 
         Waits while no worker can take it. Raises `TimeoutError` or the error of `close`. Cancelling it frees its place.
         """
@@ -199,10 +199,10 @@ class AdmissionQueue(Generic[R, B]):
         booking: B,
         priority: PrefillPriority,
     ) -> AdmittedRequest[R, B]:
-        """A request that goes on at another placement, or begins now that there is one; it was booked just now."""
+        """The admission of a request at a placement that was booked just now: it goes on there, or begins there."""
         now = self.now()
         if former.outcome == "waiting":
-            decision = former  # it had no worker yet
+            decision = former  # the request had no worker yet
             decision.outcome, decision.wait_s = "dispatched", now - former.arrived_s
         else:
             decision = RoutingDecision(request.request_id, placement_request.service_class, former.arrived_s)
@@ -219,7 +219,7 @@ class AdmissionQueue(Generic[R, B]):
         return RoutingDecision("", request.service_class, now, forecast, outcome, error=forecast.error).to_json(now)
 
     def wake(self) -> None:
-        """The load has changed: decide again, once for all changes of this iteration of the event loop."""
+        """Decide again, because the load has changed: once for all changes in this iteration of the event loop."""
         if (self._displaced or len(self._admission)) and not self._is_woken:
             self._is_woken = True
             asyncio.get_running_loop().call_soon(self._decide)
@@ -236,14 +236,14 @@ class AdmissionQueue(Generic[R, B]):
     async def _await_worker(
         self, request: R, placement_request: PlacementRequest, decision: RoutingDecision
     ) -> AdmittedRequest[R, B]:
-        """Wait for a worker as those do that have lost theirs."""
+        """Wait for a worker in the line of those that have lost theirs."""
         with undone_on_error(partial(setattr, decision, "outcome", "dropped")):
             admitted = await self.enter_again(request, placement_request, decision)
         self._admission.note_admitted(placement_request.tenant, self.now() - decision.arrived_s)
         return admitted
 
     async def _wait(self, queued: QueuedRequest, waiter: _Waiter[R, B]) -> None:
-        """Return when it is decided. Deadline and timeout do not depend on a change of load."""
+        """Return once the request is decided. Deadline and timeout do not wait for a change of load."""
         give_up_s = queued.arrived_s + self._timeout_s
         while not waiter.admitted.done():
             timeout_s = min(queued.latest_start_s, give_up_s) - self.now()

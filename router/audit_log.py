@@ -1,8 +1,8 @@
 """The audit log: one line of JSON for each thing that an operator did. It never has a key, a token or a prompt.
 
-Lines are written by a thread of their own, so a slow disk delays no request; of a full disk the log tells once, and the
-server goes on. Each line is one write at the end of the file, so any number of processes may share one file, and a
-program that rotates it may move it away at any time.
+A thread of its own writes the lines, so a slow disk delays no request. A full disk is logged once, and the server goes
+on. Each line is one write at the end of the file, so any number of processes may share one file, and a program that
+rotates it may move it away at any time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["AuditLog", "append_line", "audit_line", "check_audit_log"]
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 10_000  # lines
-MAX_CHARS = 200  # of one value
-MAX_LINE_BYTES = 4096  # what file systems append in one piece
+MAX_CHARS = 200  # per value
+MAX_LINE_BYTES = 4096  # file systems append this much in one piece
 CLOSE_TIMEOUT_S = 2.0
 
 
@@ -92,8 +92,8 @@ class AuditLog:
         self._on_lost = on_lost
         self._lines: queue.Queue[bytes | None] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
-        self._has_failed = False  # and this was told
-        self._is_torn = False  # the line before is incomplete
+        self._has_failed = False  # whether the latest write failed, which was logged
+        self._is_torn = False  # whether the line before is incomplete
 
     def note(self, action: str, **fields: Any) -> None:
         """Write a line soon; does not wait. `fields` are those of `audit_line`."""
@@ -108,7 +108,7 @@ class AuditLog:
             self._lost(f"{MAX_WAITING} lines wait for the disk")
 
     def close(self) -> None:
-        """Write what waits, as far as the disk takes it within two seconds."""
+        """Write the waiting lines, as far as the disk accepts them within two seconds."""
         if self._thread is not None:
             try:
                 self._lines.put(None, timeout=CLOSE_TIMEOUT_S)

@@ -1,6 +1,6 @@
-"""The seam between the HTTP edge and token generation: the edge knows HTTP and text, a backend token ids.
+"""The seam between the HTTP edge and token generation. The edge knows HTTP and text, a backend knows token ids.
 
-Backends are `RequestFlow`, on our own workers, and `RemoteBackend`, in an edge process, which asks a flow in another.
+Backends are `RequestFlow`, on our own workers, and `RemoteBackend`, in an edge process, which asks the hub's flow.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Backend(Protocol):
         """
 
     async def explain(self, request: GenerateRequest) -> dict[str, Any]:
-        """What would be decided for this request now, as JSON; nothing is sent or booked. Raises a `ServingError`."""
+        """The decision that this request would get now, as JSON; nothing is sent or booked. Raises a `ServingError`."""
 
     async def decisions(self) -> list[dict[str, Any]]:
         """The latest decisions, newest first, as JSON."""
@@ -67,9 +67,9 @@ class Backend(Protocol):
         """As `WorkerManager.add_worker`. Raises `AddRefused` where the workers are run by others."""
 
     async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
-        """Let the answers that a worker decodes go on with another one, `to` it if given, or only that of a request.
+        """Move the answers that a worker decodes to another one: `to`, if given. `request_id` limits it to one request.
 
-        Returns the ids of those that are `moving` and of those `staying`. Raises `WorkerNotFound`.
+        Returns the ids of the requests that are `moving` and of those `staying`. Raises `WorkerNotFound`.
         """
 
     async def check(self) -> dict[str, str]:
@@ -84,7 +84,7 @@ class WorkerManager(Protocol):
         """The autoscaler's latest decision, as JSON."""
 
     async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
-        """Let a worker serve in another role from now on; the flip as JSON.
+        """Let a worker serve in another role from now on. Returns the flip as JSON.
 
         Raises `WorkerNotFound`, `RoleRefused`, or a `WorkerError` if the worker does not answer.
         """
@@ -96,7 +96,7 @@ class WorkerManager(Protocol):
         """
 
     async def add_worker(self, role: Role) -> dict[str, Any]:
-        """Begin to start one more worker; what has begun, as JSON. Raises `AddRefused`."""
+        """Begin to start one more worker. Returns what has begun, as JSON. Raises `AddRefused`."""
 
     async def check_integrity(self) -> dict[str, str]:
         """By worker, what is wrong with it or what it holds although it should be idle; "" = nothing."""
@@ -113,16 +113,16 @@ class GenerateRequest:
     conversation_id: str = ""  # "" = none
     service_class: ServiceClass = DEFAULT_CLASS
     explains: bool = False  # whether the first delta carries the routing decision
-    traceparent: str = ""  # span that this is part of, as W3C writes it; "" = not traced
-    is_later_choice: bool = False  # whether its answer may have begun with another choice: then it waits for a worker
-    is_sibling: bool = False  # whether another choice has computed its prompt: it was admitted with that one
+    traceparent: str = ""  # the enclosing span in W3C's format; "" = not traced
+    is_later_choice: bool = False  # whether another choice may have begun the answer: then this one waits for a worker
+    is_sibling: bool = False  # whether another choice computed its prompt: then it was admitted together with that one
     adapter: str = ""  # LoRA adapter: only workers that serve it are used, and only its requests share blocks
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request, in order.
 
-    If a stop token ended the sequence, it may be the last of `token_ids`: it is counted and not shown.
+    If a stop token ended the sequence, it may be the last of `token_ids`: it counts but is not shown.
     """
 
     token_ids: list[int]
@@ -159,7 +159,7 @@ class Pins(Protocol):
 class PinRequest:
     """A prefix to keep."""
 
-    token_ids: list[int] | None  # None = the prefix that the conversation consists of, which grows with its turns
+    token_ids: list[int] | None  # None = the whole conversation, which grows with its turns
     cache_scope: CacheScope
     conversation_id: str = ""
     tenant: str = DEFAULT_TENANT
@@ -177,7 +177,7 @@ class PinState:
     tenant: str
     conversation_id: str
     num_blocks: int
-    num_tokens: int  # of these blocks
+    num_tokens: int  # tokens in these blocks
     remaining_s: float
     prefetch: Prefetch
     # By worker: leading blocks of the chain by place ("pool" or a tier); None for a worker that did not answer in time.

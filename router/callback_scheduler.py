@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 __all__ = ["CallbackScheduler"]
 
-# Calls per iteration, each of some 60 us where tokens are turned into text. An iteration costs 9 us itself, so several
-# calls are made in each while many wait. Else it is one: a new request waits four iterations or so for its first token.
+# Each call takes about 60 us where tokens are turned into text, and an iteration itself 9 us. So each iteration makes
+# several calls while many wait. Otherwise it makes one: a new request waits about four iterations for its first token.
 MIN_CALLS, MAX_CALLS = 1, 8
 _WAITING_PER_CALL = 16  # one call is made for each 16 that wait
 
@@ -29,7 +29,7 @@ class CallbackScheduler:
         self._calls: deque[Callable[[], bool]] = deque()
 
     def add(self, call: Callable[[], bool]) -> None:
-        """Schedule a call in the running event loop. It returns whether it did anything: if not, it is not counted."""
+        """Schedule a call in the running event loop. It returns whether it did anything; if not, it does not count."""
         if not self._calls:
             asyncio.get_running_loop().call_soon(self._run)
         self._calls.append(call)

@@ -1,4 +1,4 @@
-"""Requests that workers died of: clients send a failed request again by themselves, and would end the next workers."""
+"""Requests that killed workers. Clients resend failed requests by themselves, which would kill the next workers too."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from tandem.protocol.errors import PoisonedRequest
 
 __all__ = ["MAX_DEATHS", "PoisonedRequests"]
 
-MAX_DEATHS = 3  # of workers that had the same request
+MAX_DEATHS = 3  # workers that may die while they have the same request
 REFUSED_S = 600.0
 MAX_REMEMBERED = 256
 
 
 class PoisonedRequests:
-    """Refuses requests equal to those that several workers died of, for `REFUSED_S`.
+    """Refuses requests equal to those that killed several workers, for `REFUSED_S`.
 
-    A fingerprint is what requests have in common that do the same to a worker. It is asked for only if needed.
+    Requests with the same fingerprint do the same to a worker. Fingerprints are computed only if needed.
     """
 
     def __init__(self, workers: str = "workers") -> None:
-        """`workers`: the word for them in errors."""
+        """`workers`: what errors call them."""
         self._workers = workers
         self.num_added = 0
         self._until_s: OrderedDict[bytes, float] = OrderedDict()  # by fingerprint, oldest first

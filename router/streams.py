@@ -1,7 +1,7 @@
 """Single-consumer streams: items are pushed to the reader's callback as they arrive.
 
 A token is pushed all the way, `DeltaQueue` -> `QueueStream` -> text -> event -> connection, in the callback
-of the event loop that delivers it. To wake the reader's task for it would cost as much as everything else done with it.
+of the event loop that delivers it. Waking the reader's task would cost as much as everything else done with a token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ I = TypeVar("I")  # noqa: E741
 class _Readable(ABC, Generic[T]):
     @abstractmethod
     async def read_into(self, sink: Callable[[list[T]], bool]) -> bool:
-        """Pass items to `sink` as they arrive, until it returns False or the last was passed; return whether it was.
+        """Pass items to `sink` as they arrive, until it returns False or the last was passed. Returns whether it was.
 
         `sink` gets at least one item, and all that arrived together. It runs in the callback that delivers them, or in
         this task if they are there already. What it raises is raised here.
@@ -89,7 +89,7 @@ class DeltaQueue(_Readable[T]):
             self._schedule(self._scheduler)
 
     async def read_into(self, sink: Callable[[list[T]], bool], idle: IdleTimeout | None = None) -> bool:
-        """As above. `idle` runs while the reader waits, anew from each delivery."""
+        """As `Stream.read_into`. `idle` runs while the reader waits, and restarts at each delivery."""
         self._sink, self._idle = sink, idle
         try:
             while self._push():  # NOTE: again after each wait; more may have arrived before this task ran
@@ -111,7 +111,7 @@ class DeltaQueue(_Readable[T]):
             return False
         try:
             is_waiting = self._push() and not self.is_complete and self._error is None
-        except Exception as exc:  # of the sink: for its task, not for the writer
+        except Exception as exc:  # raised by the sink: it belongs to the reader's task, not to the writer
             if not waiter.done():  # a future does not take a StopIteration
                 waiter.set_exception(RuntimeError(repr(exc)) if isinstance(exc, StopIteration) else exc)
             return True
@@ -162,7 +162,7 @@ class QueueStream(Stream[T], Generic[I, T]):
         self._has_ended = False
 
     async def read_into(self, sink: Callable[[list[T]], bool]) -> bool:
-        """As above. The first call begins the stream."""
+        """As `Stream.read_into`. The first call begins the stream."""
 
         def convert(items: list[I]) -> bool:
             converted = self._convert(items)
@@ -178,7 +178,7 @@ class QueueStream(Stream[T], Generic[I, T]):
                 try:
                     await self._queue.read_into(convert, self._idle)
                     is_read = True
-                except Exception as exc:  # raised again unless the subclass knows a remedy for it
+                except Exception as exc:  # raised again unless the subclass can recover from it
                     await self._recover(exc)
             is_paused = not self._has_ended
         except BaseException as exc:  # raised again: a cancellation is noted too
@@ -195,7 +195,7 @@ class QueueStream(Stream[T], Generic[I, T]):
         self.close()
 
     async def _recover(self, error: Exception) -> None:
-        """Replace the queue, which has failed, by one with the items that would have come. Raises if that cannot be."""
+        """Replace the failed queue by one with the items that would have come. Raises if that is impossible."""
         raise error
 
     def _note_error(self, error: BaseException) -> None:

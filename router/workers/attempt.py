@@ -1,4 +1,4 @@
-"""One try to serve a request on its workers: what is booked there, and the parts of the request that run there."""
+"""One attempt to serve a request on its workers: what is booked there, and the parts of the request that run there."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Attempt", "DeltaOrder", "kv_holder"]
 
 
 class Attempt:
-    """Legs are the parts of the request that its workers do: prefill and decode, or the only one.
+    """Legs are the parts of the request that its workers do: prefill and decode, or all of it.
 
-    `output` is the answer's beginning, which earlier attempts gave. Workers know the attempt by a name of its own, so
-    that what is left of an earlier one on the same worker is not in its way.
+    `output` is the beginning of the answer, from earlier attempts. Workers know the attempt by a name of its own, so
+    remains of an earlier one on the same worker are not in its way.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Attempt:
         self._awaits_handoff = True
 
     def take_handoff(self) -> bool:
-        """Whether both workers of a pair have spoken by now; true once."""
+        """Whether both workers of a pair have sent tokens by now. Returns true only once."""
         if not self._awaits_handoff or not all(leg.has_delivered for leg in self._legs):
             return False
         self._awaits_handoff = False
@@ -92,7 +92,7 @@ class Attempt:
         return [due for delta in deltas for due in self._order.push(delta)]
 
     def stop(self) -> None:
-        """Let its workers stop behind the step under way; `Stopped` follows their last tokens."""
+        """Let its workers stop after the current step; `Stopped` follows their last tokens."""
         for leg in self._legs:
             leg.stop()
 
@@ -128,6 +128,6 @@ class DeltaOrder:
 
 
 def kv_holder(placement: Placement) -> KvHolder | None:
-    """The worker to read KV from, where that is worthwhile."""
+    """The worker to read KV from, if that is worthwhile."""
     holder = placement.best.holder
     return None if holder is None else KvHolder(holder.worker.card.address, holder.num_blocks)

@@ -1,4 +1,4 @@
-"""The router's sockets: per worker one DEALER for requests and tokens, and one SUB for heartbeats.
+"""The router's sockets: for each worker one DEALER for requests and tokens, and one SUB for heartbeats.
 
 Passes the workers' messages to registry, index and cost model, and tokens to the requests that wait for them. A worker
 that is dead, silent or removed fails its requests at once. Decides nothing.
@@ -120,7 +120,7 @@ class WorkerClient:
 
     @property
     def public_key(self) -> str:
-        """The key by which a worker lets this router in: its `WorkerConfig.router_key`."""
+        """The key by which a worker admits this router: its `WorkerConfig.router_key`."""
         return self._keys.public
 
     @property
@@ -202,7 +202,7 @@ class WorkerClient:
             link.send(message)
 
     async def query_pins(self, pin_ids: list[str], timeout_s: float) -> dict[str, dict[str, dict[str, int]]]:
-        """Ask all workers for pins: by worker and pin, leading blocks by place. Leaves out workers that are late."""
+        """Ask all workers about pins. Returns leading blocks by worker, pin and place; late workers are left out."""
         query_id = uuid.uuid4().hex
         links = list(self._links.values())
         for link in links:
@@ -222,13 +222,13 @@ class WorkerClient:
         }
 
     def receive(self, link: Link, data: bytes) -> None:
-        """Act upon a message of a worker. One that is malformed or cannot be handled is dropped and counted."""
+        """Handle a message from a worker. One that is malformed or cannot be handled is dropped and counted."""
         try:
             message = decode_worker_message(data)
         except msgspec.DecodeError as exc:
             link.dropped.add(DropReason.MALFORMED, f"from {link.worker_id}: {exc}")
             return
-        if (error := error_of(self._dispatch, link, message)) is not None:  # it ends no other requests
+        if (error := error_of(self._dispatch, link, message)) is not None:  # other requests go on
             link.dropped.add(DropReason.FAILED, f"from {link.worker_id}: {error!r}", exc_info=error)
             for delta in message.deltas if isinstance(message, StepOutput) else ():
                 if (leg := link.legs.get(delta.request_id)) is not None:

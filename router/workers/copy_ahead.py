@@ -1,7 +1,7 @@
-"""Copies the KV of an answer to another worker, while the present one decodes on.
+"""Copies the KV of an answer to another worker while the present one goes on decoding.
 
-Before a move: the pause that a client sees is then that of the last few tokens, however long the answer's context is.
-Now and then, in case the present worker dies: then little is computed again.
+Before a move: however long the answer's context is, the client sees only the pause for the last few tokens.
+From time to time, in case the present worker dies: then little is computed again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["copy_ahead", "copy_kv", "is_worthwhile"]
 
 MakeQueue = Callable[[], DeltaQueue[SequenceDelta]]
 
-_MIN_COPY_S = 0.02  # about one step of decoding: what takes less is no pause that a client would notice
+_MIN_COPY_S = 0.02  # about one step of decoding: a client would not notice a shorter pause
 _MAX_STAGES = 3
-_FEW_TOKENS = 32  # behind the copy; they are computed in one step
+_FEW_TOKENS = 32  # tokens that the copy may lack; they are computed in one step
 _COPY_TIMEOUT_S = 30.0
 
 
@@ -42,9 +42,9 @@ async def copy_ahead(
     make_queue: MakeQueue,
     name: str,
 ) -> None:
-    """Let the next worker hold all KV but that of the latest tokens of `output`, which grows meanwhile.
+    """Let the next worker get all KV except that of the latest tokens of `output`, which grows meanwhile.
 
-    `digests` gives those of all full blocks so far; `name` begins the names of the copies there. Raises a
+    `digests` gives those of all full blocks so far; names of the copies there begin with `name`. Raises a
     `ServingError` or `TimeoutError`.
     """
     for stage in range(_MAX_STAGES):
@@ -65,7 +65,7 @@ async def copy_kv(
     make_queue: MakeQueue,
     name: str,
 ) -> None:
-    """Let a worker hold these blocks, a chain from its beginning, as far as it has room and `source` has them.
+    """Let a worker get these blocks, the beginning of a chain, as far as it has room and `source` has them.
 
     Raises a `ServingError` or `TimeoutError`.
     """

@@ -43,7 +43,7 @@ __all__ = ["RequestFlow"]
 
 logger = logging.getLogger(__name__)
 
-HUB_CALLS = 64  # requests whose new tokens go to the edge processes together: they are turned into text there
+HUB_CALLS = 64  # requests whose new tokens go to the edge processes together, which turn them into text
 
 
 class RequestFlow:
@@ -119,12 +119,12 @@ class RequestFlow:
 
     @property
     def num_handoffs(self) -> int:
-        """Requests that both workers of a pair sent tokens for."""
+        """Requests for which both workers of a pair sent tokens."""
         return self._context.num_handoffs
 
     @property
     def num_moves(self) -> Counter[str]:
-        """How often a request went on with other workers, by cause: the code of an error, or why it left them."""
+        """How often a request went on with other workers, by cause: an error's code, or the reason for leaving."""
         return self._context.num_moves
 
     @property
@@ -149,7 +149,7 @@ class RequestFlow:
         self._context.shut_down()
 
     async def explain(self, request: GenerateRequest) -> dict[str, Any]:
-        """What would be decided for this request now, as JSON; nothing is sent or booked. Raises `NoWorker`."""
+        """The decision that this request would get now, as JSON; nothing is sent or booked. Raises `NoWorker`."""
         context = self._context
         digests = await context.hasher.digests(request.token_ids, request.cache_scope, request.adapter)
         placement_request = context.placement_request(request, digests)
@@ -237,7 +237,7 @@ class RequestFlow:
     def _book(
         self, request: GenerateRequest, placed: PlacementRequest, placement: Placement, priority: PrefillPriority
     ) -> Booking:
-        """Make the next decision see this one."""
+        """Book a placement, so that the next decision sees it."""
         best = placement.best
         prefill_id, decode_id = best.prefill.worker_id, best.decode.worker_id
         logger.debug(

@@ -1,4 +1,4 @@
-"""One request: admitted, served by an attempt on its workers, moved to others when one dies, everything given back.
+"""The life of a request: it is admitted, served by its workers, moved to others when one dies, and gives all back.
 
 The ledger of a stream is the request and the tokens that were passed on. Whatever else an answer depends on (the draw
 of each token, penalties, the grammar, stop strings) follows from these two. So an answer whose worker died goes on
@@ -69,7 +69,7 @@ class GenerationContext:
     copy_kv_tokens: int
     tracing: Tracing | None = None
     running: set[Generation] = field(default_factory=set)  # requests that were dispatched
-    num_handoffs: int = 0  # requests that both workers of a pair sent tokens for
+    num_handoffs: int = 0  # requests for which both workers of a pair sent tokens
     num_moves: Counter[str] = field(default_factory=Counter)  # by cause: an error's code, or why a worker was left
     move_log: MoveLog = field(default_factory=MoveLog)
     poisoned: PoisonedRequests = field(default_factory=PoisonedRequests)
@@ -91,7 +91,7 @@ class GenerationContext:
     def placement_request(
         self, request: GenerateRequest, digests: Sequence[bytes], num_outputs: int = 0
     ) -> PlacementRequest:
-        """What admission and placement need to know of a request whose answer has `num_outputs` tokens so far.
+        """What admission and placement need to know about a request whose answer has `num_outputs` tokens so far.
 
         A scored prompt finds nothing cached.
         """
@@ -106,7 +106,7 @@ class GenerationContext:
 
 
 class _LeavesWorkers(Exception):
-    """A request leaves its workers for others, where its place is booked. Its text is the cause."""
+    """Raised when a request leaves its workers for others, where its place is booked. Its text is the cause."""
 
 
 class Generation(QueueStream[SequenceDelta, TokenDelta]):
@@ -121,16 +121,16 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         self._make_queue = make_queue
         self._digests: list[bytes] = []
         self._attempt: Attempt | None = None
-        self._error: ServingError | None = None  # with which it ends, whatever its workers do
-        self._next: AdmittedRequest[GenerateRequest, Booking] | None = None  # where it is about to go on
-        self._copying: asyncio.Future[None] | None = None  # its KV, to there or to another worker in case of a death
-        self._leaving: asyncio.TimerHandle | None = None  # its worker was told to stop: how long it has for that
+        self._error: ServingError | None = None  # set if it ends with this error, whatever its workers do
+        self._next: AdmittedRequest[GenerateRequest, Booking] | None = None  # the place where it is about to go on
+        self._copying: asyncio.Future[None] | None = None  # copies its KV there, or elsewhere in case of a death
+        self._leaving: asyncio.TimerHandle | None = None  # limits how long its worker may take to stop
         self._cause = ""  # why it leaves its worker
-        self._latest_s = self._step_s = 0.0  # when its latest tokens came, and how long behind those before
-        self._num_copied = 0  # tokens of prompt and answer, when the latest copy in case of a death began
+        self._latest_s = self._step_s = 0.0  # when its latest tokens came, and how long after those before them
+        self._num_copied = 0  # tokens of prompt and answer when the latest copy in case of a death began
         self._num_attempts = 0
-        self._num_failures = 0  # attempts that others followed
-        self._lost_workers: list[str] = []  # that died while they had the request, since the last token
+        self._num_failures = 0  # failed attempts that others followed
+        self._lost_workers: list[str] = []  # workers that died while they had the request, since its last token
         self._output: list[int] = []
         self._num_cached_tokens = 0
         is_traced = context.tracing is not None and bool(request.traceparent)
@@ -142,9 +142,9 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         return self._request.request_id
 
     def is_of(self, request_id: str) -> bool:
-        """Whether it belongs to this request, by the id that its client was told; all do to "".
+        """Whether it belongs to the request with this id, the one that the client knows. "" = any request.
 
-        A client may have given several requests its id, and each has a number for each of its answers.
+        A client may give several requests one id, and each answer of a request adds a number to it.
         """
         pattern = rf"{re.escape(request_id)}(\.[0-9a-f]{{16}})?(-[0-9]+)?"
         return not request_id or re.fullmatch(pattern, self.request_id) is not None
@@ -156,7 +156,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
 
     @property
     def decode_worker(self) -> RegisteredWorker | None:
-        """Where its answer is decoded; None before its tokens come from there."""
+        """The worker that decodes its answer; None before tokens come from there."""
         attempt = self._attempt
         return attempt.placement.best.decode if attempt is not None and attempt.is_decoding else None
 
@@ -171,16 +171,16 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         return self._request.sampling.max_tokens - len(self._output)
 
     def leave_pool(self) -> None:
-        """Move if its worker is to decode no more: there it would get one token for each chunk of a prompt."""
+        """Move if its worker should not decode any more: there it would get one token for each chunk of a prompt."""
         worker = self.decode_worker
         if worker is not None and worker.state is not WorkerState.DEAD and not can_decode(worker):
             self.move("drain" if worker.state is WorkerState.DRAINING else "role_change")
 
     def move(self, cause: str, *, excluded: Collection[str] = ()) -> bool:
-        """Go on with another decode worker, but not with those `excluded`; False if there is no place.
+        """Go on with another decode worker, but not with those `excluded`. Returns False if there is no place.
 
-        The place is booked first. Then the KV is copied there while the present worker decodes on, where that takes
-        long. Only then is the present one left: it keeps the KV in its cache, from where the rest is read.
+        The place is booked first. If copying the KV takes long, it is copied while the present worker goes on decoding.
+        Only then does the request leave: the present worker keeps the KV in its cache, from where the rest is read.
         """
         worker, attempt = self.decode_worker, self._attempt
         if worker is None or attempt is None or self._error is not None or self._next is not None:
@@ -212,7 +212,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         )
         error = await async_error_of(copy)
         self._copying = None
-        if isinstance(error, WorkerError):  # the next worker is gone: this one goes on, unless there is yet another
+        if isinstance(error, WorkerError):  # the next worker is gone: stay here, unless there is yet another
             admitted.end()
             self._next = None
             self.leave_pool()
@@ -222,10 +222,10 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         self._leave(attempt, cause)
 
     def _leave(self, attempt: Attempt, cause: str) -> None:
-        """Stop the present worker, and go on elsewhere behind its last token.
+        """Stop the present worker, and go on elsewhere after its last token.
 
-        The token of the step under way is computed anyway, and while it is, the next worker would compute the same one.
-        But a step may be one that computes a long prompt: a worker that is late by one step is not waited for.
+        The token of the current step is computed anyway; a next worker that began now would only compute the same one.
+        But the step may be computing a long prompt, so the wait ends once the worker is late by one step.
         """
         attempt.stop()
         timeout_s = self._latest_s + 2 * self._step_s - self._context.admission_queue.now()
@@ -273,7 +273,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         self._send(attempt)
 
     async def _enter(self) -> AdmittedRequest[GenerateRequest, Booking]:
-        """Wait until it may run. A choice of an answer that may have begun does not fail for want of a worker."""
+        """Wait until it may run. A choice of an answer that may have begun does not fail for lack of a worker."""
         context, request = self._context, self._request
         placement_request = msgspec.structs.replace(
             context.placement_request(request, self._digests),
@@ -291,14 +291,14 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         return Attempt(admitted, self._context.workers, self._queue, number=number, output=list(self._output))
 
     def _send(self, attempt: Attempt) -> None:
-        """Begin an attempt. Its workers may have died just now: that is told as any later death."""
+        """Begin an attempt. If its workers died just now, that is reported like any later death."""
         try:
             attempt.begin(self._request, is_traced=self._trace is not None)
         except WorkerError as exc:
             self._queue.fail(exc)
 
     async def _recover(self, error: Exception) -> None:
-        """Go on with another attempt, behind the tokens that were passed on. Raises the error where that is no help."""
+        """Go on with another attempt, after the tokens that were passed on. Raises the error if that cannot help."""
         former = self._attempt
         if former is None or self._error is not None:
             raise self._error or error
@@ -326,7 +326,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         self._send(attempt)
 
     def _keep_copied(self, attempt: Attempt) -> None:
-        """Begin to copy the KV to another worker, if that is wanted and enough has come since the last time."""
+        """Begin to copy the KV to another worker, if configured and if enough tokens have come since the last copy."""
         every, num_tokens = self._context.copy_kv_tokens, len(self._request.token_ids) + len(self._output)
         is_due = every and num_tokens - self._num_copied >= every
         if is_due and self._copying is None and attempt.is_decoding and not self._has_ended:
@@ -340,7 +340,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
             logger.debug("the KV of request %s was not copied: %r", self._request.request_id, error)
 
     async def _copy_to_cheapest(self, attempt: Attempt) -> None:
-        """Where the last copy is, there is least to read: so it is the cheapest place again."""
+        """Copy the KV to the cheapest worker: usually the one with the last copy, because it has least to read."""
         context, here = self._context, attempt.placement.best.decode
         rest = msgspec.structs.replace(self._rest(attempt), can_hand_over=False)
         placement = context.admission.place_again(rest, context.admission_queue.now(), excluded={here.worker_id})
@@ -386,7 +386,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
             raise self._idle_error() from None
 
     def _rest(self, attempt: Attempt) -> PlacementRequest:
-        """What placement needs to know of the request behind the answer so far."""
+        """What placement needs to know about the rest of the request, after the answer so far."""
         digests = self._all_digests(attempt.placement)
         return self._context.placement_request(self._request, digests, len(self._output))
 
@@ -421,7 +421,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
     def _recorded(self, delta: TokenDelta, attempt: Attempt) -> TokenDelta:
         if not attempt.has_spoken:
             attempt.has_spoken = True
-            self._lost_workers.clear()  # a request that ends its workers gets no further than the first time
+            self._lost_workers.clear()  # a request that kills its workers gets no further than it did the first time
             attempt.admitted.first_token()
             if self._request.explains and not self._output:
                 delta = msgspec.structs.replace(delta, decision=attempt.admitted.explain())
@@ -453,7 +453,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
             self._context.pins.record_turn(owner, request.conversation_id, digests)
 
     def _record_answer(self, placement: Placement) -> None:
-        """Tell pins and cache sizing of the answer: the conversation's next turn will ask for its blocks too.
+        """Tell pins and cache sizing about the answer: the conversation's next turn will ask for its blocks too.
 
         Prompts shorter than a block do not count for the sizing, as no cache can hold them: the readiness probe is one.
         Scored prompts do not either, because they use no cache.
@@ -483,7 +483,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
 
 
 def _fingerprint(request: GenerateRequest) -> bytes:
-    """What `PoisonedRequests` knows a request by. The seed is left out: it is drawn anew each time."""
+    """The fingerprint of a request for `PoisonedRequests`. It leaves the seed out, which is drawn anew each time."""
     sampling = msgspec.structs.replace(request.sampling, seed=0)
     hashed = hashlib.blake2b(np.array(request.token_ids, dtype=np.int64).tobytes(), digest_size=16)
     hashed.update(msgspec.msgpack.encode([sampling, request.adapter]))
@@ -491,7 +491,7 @@ def _fingerprint(request: GenerateRequest) -> bytes:
 
 
 def _merged(due: list[SequenceDelta]) -> TokenDelta:
-    """Deltas that arrived together, as one."""
+    """Merge deltas that arrived together into one."""
     first, last = due[0], due[-1]
     if last.finish_reason is FinishReason.ABORT:
         raise WorkerError(f"request {last.request_id} was aborted by its worker")

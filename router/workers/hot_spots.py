@@ -17,7 +17,7 @@ __all__ = ["HotSpotRelief"]
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
-_MIN_REMAINING_TOKENS = 64  # a shorter rest of an answer is not worth a pause
+_MIN_REMAINING_TOKENS = 64  # if fewer tokens may still come, a move is not worth its pause
 
 
 class HotSpotRelief:
@@ -27,7 +27,7 @@ class HotSpotRelief:
         self._running = running
         self._registry = registry
         self._costs = costs
-        self._moved: WeakSet[Generation] = WeakSet()  # each moves for this once: none wanders to and fro
+        self._moved: WeakSet[Generation] = WeakSet()  # each moves at most once for this: none goes back and forth
         self._latest: Generation | None = None
 
     async def run(self) -> None:
@@ -37,7 +37,7 @@ class HotSpotRelief:
             self.look()
 
     def look(self) -> HotSpot | None:
-        """Begin to move one answer if that is worth it and no other one is on its way; from where to where."""
+        """Begin to move one answer, if that is worth it and no other is moving. Returns from where to where."""
         if self._is_moving:
             return None
         spot = find_hot_spot(self._registry, self._costs)

@@ -1,4 +1,4 @@
-"""Keeps the prefix index in step with the caches of the workers, by their events and, after a gap, their snapshots."""
+"""Keeps the prefix index in step with the workers' caches, from their events and, after a gap, their snapshots."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class IndexFeed:
             self.follow(other, now)
 
     def apply(self, link: Link, message: BlockEvents | BlockSnapshot, now: float) -> None:
-        """Apply what a worker says of its cache. After a gap in its events a snapshot is requested."""
+        """Apply what a worker says about its cache. After a gap in its events, request a snapshot."""
         if isinstance(message, BlockSnapshot):
             self._index.apply_snapshot(message)
             link.snapshots_due.discard(message.place)

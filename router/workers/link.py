@@ -26,7 +26,7 @@ __all__ = ["Leg", "Link", "Stopped"]
 
 
 class Stopped(Exception):
-    """A worker has stopped its part of a request, as it was asked to; all its tokens came before."""
+    """A worker has stopped its part of a request, as it was asked to; all its tokens came before this."""
 
 
 class Leg:
@@ -55,7 +55,7 @@ class Leg:
             self._link.drop_leg(self._request_id)
 
     def stop(self) -> None:
-        """Tell the worker to stop behind the step under way, unless it has finished; `Stopped` follows its tokens."""
+        """Tell the worker to stop after the current step, unless it has finished; `Stopped` follows its tokens."""
         if self.is_open:
             self.is_stopping = True
             self._link.send(Cancel(request_id=self._request_id, is_confirmed=True))
@@ -95,7 +95,7 @@ class Link:
         self.snapshots_due: set[str] = set()  # places whose snapshot was requested and has not arrived
         self.snapshot_requested_s = 0.0
         self.pin_reports: dict[str, asyncio.Future[PinReport]] = {}  # awaited, by query
-        self.dropped = DroppedMessages()  # the worker's messages that were not acted upon
+        self.dropped = DroppedMessages()  # messages from the worker that were not handled
         self._messages = messages
         self._heartbeats = heartbeats
 

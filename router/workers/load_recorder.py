@@ -1,4 +1,4 @@
-"""What workers report of themselves, in steps and heartbeats: recorded in the registry, and learned from."""
+"""Records what workers report in steps and heartbeats, and lets the cost model learn from it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["LEARN_INTERVAL_S", "LoadRecorder"]
 
-# Between two steps of one kind of worker that are learned from. Five coefficients are known as well from 500 steps a
-# second as from thousands, and learning from a step costs more than everything else done with it.
+# Time between two steps of one kind of worker that are learned from. 500 steps a second teach five coefficients as well
+# as thousands do, and learning from a step costs more than everything else done with it.
 LEARN_INTERVAL_S = 2e-3
 
 
@@ -25,7 +25,7 @@ class LoadRecorder:
         self._learned_s: dict[str, float] = {}  # by kind of worker, when a step was last learned from
 
     def record_step(self, worker_id: str, kind: str, output: StepOutput, now: float) -> None:
-        """A worker has done a step."""
+        """Record a step that a worker has done."""
         if now - self._learned_s.get(kind, -math.inf) >= LEARN_INTERVAL_S:
             self._learned_s[kind] = now
             self._costs.learn(worker_id, kind, output.stats)
@@ -33,7 +33,7 @@ class LoadRecorder:
         self._registry.note_load(worker_id, output.load, now)
 
     def record_heartbeat(self, heartbeat: Heartbeat, dropped_here: Mapping[str, int], now: float) -> None:
-        """A worker lives. `dropped_here`: its messages that the router did not act upon, by reason."""
+        """Record a heartbeat. `dropped_here`: the worker's messages that the router did not handle, by reason."""
         worker_id = heartbeat.worker_id
         self._registry.note_load(worker_id, heartbeat.load, now, progress_age_s=heartbeat.progress_age_s)
         self._registry.note_tiers(worker_id, heartbeat.tiers, heartbeat.fetches)

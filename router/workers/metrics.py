@@ -18,7 +18,7 @@ __all__ = ["CacheSizingCollector", "LoadCollector", "MoveCollector", "WorkerColl
 # Fixed, so that the series do not depend on the configuration: 256 to 16 million blocks.
 _CAPACITIES = [2**power for power in range(8, 25)]
 
-# What servers of other kinds report of themselves, too.
+# What servers of other engines report as well.
 _LOAD = {
     "num_waiting": "Sequences on the worker that wait to be computed",
     "num_running": "Sequences in the worker's batch",
@@ -115,7 +115,7 @@ class Moving(Protocol):
 
     @property
     def num_moves(self) -> Counter[str]:
-        """By cause."""
+        """Moves by cause."""
 
     @property
     def num_poisoned(self) -> int:

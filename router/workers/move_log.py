@@ -1,4 +1,4 @@
-"""Tells the log of requests that go on elsewhere: a worker's death moves hundreds of them, which is one event."""
+"""Logs requests that go on elsewhere. A worker's death moves hundreds of them at once, which is one event."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["MoveLog"]
 
 logger = logging.getLogger(__name__)
 
-GATHER_S = 1.0  # moves within this time are told together
+GATHER_S = 1.0  # moves within this time are logged together
 MAX_REASONS = 5  # lines at one time
 
 

@@ -13,8 +13,8 @@ from tandem.protocol.messages import Prefetch
 
 __all__ = ["Conversations", "PinLedger", "PinOwner", "PinnedChain"]
 
-MAX_CONVERSATION_BYTES = 32 << 20  # of all conversations: 2 M blocks, less the fixed cost of short ones
-CONVERSATION_BYTES = 512  # of one conversation besides its digests, about
+MAX_CONVERSATION_BYTES = 32 << 20  # for all conversations: 2 M blocks, less the fixed cost of short ones
+CONVERSATION_BYTES = 512  # about what one conversation takes besides its digests
 
 
 class PinOwner(NamedTuple):
@@ -200,7 +200,7 @@ def _size(key: tuple[PinOwner, str], joined: bytes) -> int:
 
 
 def _leading(digests: Sequence[bytes], uses: Mapping[bytes, int], room: int) -> tuple[bytes, ...]:
-    """As many leading blocks as fit if at most `room` of them are new."""
+    """The most leading blocks of which at most `room` are new."""
     for count, digest in enumerate(digests):
         room -= digest not in uses
         if room < 0:

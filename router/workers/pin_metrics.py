@@ -13,7 +13,7 @@ __all__ = ["PinCollector"]
 
 
 class PinCollector:
-    """Reads the pins of a router, and its workers' reports of them, when scraped."""
+    """Reads the pins of a router, and its workers' reports about them, when scraped."""
 
     def __init__(self, service: PinService, registry: Registry) -> None:
         self._service = service

@@ -36,13 +36,13 @@ class PinSummary:
 
     num_pins: int
     num_blocks: int  # covered, cached or not
-    max_blocks: int  # that pins may cover
+    max_blocks: int  # how many they may cover
     num_refused: dict[str, int]  # by the exceeded quota
     num_conversations: int  # with a remembered latest turn
 
 
 class PinService:
-    """Keeps the ledger, tells the workers of its pins, and asks them what they hold."""
+    """Keeps the ledger, tells the workers about its pins, and asks them what they hold."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class PinService:
                 self._send_to(change.worker, pin, now, pin.prefetch if is_target else Prefetch.NONE)
 
     def _send(self, pin: PinnedChain, now: float, prefetch: Prefetch | None = None) -> None:
-        """Send a pin to every worker. Those that would get its next request bring its blocks up."""
+        """Send a pin to every worker. Those that would get its next request also bring its blocks up."""
         targets = self._likely_workers(pin.digests, now)
         for worker in self._registry:
             is_target = worker.worker_id in targets
@@ -212,7 +212,7 @@ class PinService:
 def max_pinned_blocks(registry: Registry) -> int:
     """Blocks that pins may cover: those that decoding workers may keep, each in its own largest place.
 
-    If a shared tier may keep more, that counts instead: a chain is kept if any of these places has it.
+    If a shared tier may keep more, its number counts instead: a chain is kept if any of these places has it.
     """
     own = shared = 0
     for worker in registry:
