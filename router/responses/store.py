@@ -73,6 +73,16 @@ class LocalResponses:
         self._tenants: defaultdict[str, _Tenant] = defaultdict(_Tenant)
         self._num_bytes = 0
 
+    @property
+    def num_bytes(self) -> int:
+        """What all of them take."""
+        return self._num_bytes
+
+    @property
+    def response_ids(self) -> list[str]:
+        """Those that are kept, oldest first."""
+        return list(self._responses)
+
     async def put(self, stored: StoredResponse) -> None:
         """Keep a response under its id."""
         self._responses[stored.response_id] = (self._clock(), stored)
@@ -100,6 +110,16 @@ class LocalResponses:
         """Forget a tenant's response. Raises `ResponseNotFound`."""
         await self.get(response_id, tenant, param)
         self._forget(response_id)
+
+    def check_integrity(self) -> None:
+        """Assert that the account of each tenant, and of all, is what is kept."""
+        for name, tenant in self._tenants.items():
+            mine = {key: stored for key, (_, stored) in self._responses.items() if stored.tenant == name}
+            assert list(tenant.ids) == list(mine), f"tenant {name}: {list(tenant.ids)} are not {list(mine)}"
+            assert mine, f"tenant {name} has nothing"
+            assert tenant.num_bytes == sum(one.num_bytes for one in mine.values()), f"bytes of tenant {name}"
+        assert self._num_bytes == sum(one.num_bytes for one in self._tenants.values()), "bytes of all"
+        assert len(self._responses) == sum(len(one.ids) for one in self._tenants.values()), "responses of nobody"
 
     def _forget(self, response_id: str) -> None:
         stored = self._responses.pop(response_id)[1]

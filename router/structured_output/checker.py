@@ -43,7 +43,7 @@ class GrammarChecker:
         self._num_kept_chars = 0
         self._tenants: dict[str, _Tenant] = {}
         self._lock = asyncio.Lock()  # the process is asked one question at a time
-        self._process: asyncio.subprocess.Process | None = None
+        self.process: asyncio.subprocess.Process | None = None  # which compiles, since the first constraint
         self._task: asyncio.Task[Compiled] | None = None  # the one that asks, which has the lock
 
     async def grammar(self, constraint: Constraint, tenant: str) -> str:
@@ -59,6 +59,26 @@ class GrammarChecker:
             raise GrammarError(f"Invalid value for '{param}': {compiled.error}", param=param)
         return compiled.grammar
 
+    @property
+    def num_waiting(self) -> int:
+        """Constraints that are compiled, or wait for it."""
+        return sum(one.num_waiting for one in self._tenants.values())
+
+    @property
+    def num_kept_chars(self) -> int:
+        """What the kept results take."""
+        return self._num_kept_chars
+
+    def keeps(self, kind: str, text: str) -> bool:
+        """Whether the result for a constraint is kept."""
+        return (kind, text) in self._known
+
+    def check_integrity(self) -> None:
+        """Assert that the account of characters is right, and that no tenant is kept that waits for nothing."""
+        kept = sum(len(text) + len(one.grammar) for (_, text), one in self._known.items())
+        assert self._num_kept_chars == kept, f"{self._num_kept_chars} characters are counted, {kept} are kept"
+        assert all(one.num_waiting for one in self._tenants.values()), f"{self._tenants}"
+
     async def close(self) -> None:
         """End the process. Requests must have ended."""
         if self._task is not None:
@@ -67,7 +87,7 @@ class GrammarChecker:
         await self._end_process()
 
     async def _end_process(self) -> None:
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -92,9 +112,8 @@ class GrammarChecker:
     async def _turn_of(self, name: str) -> AsyncIterator[None]:
         """One of a tenant's constraints at a time. Locks are given in order, so tenants wait for one of each other."""
         tenant = self._tenants.get(name) or _Tenant()
-        num_all = sum(one.num_waiting for one in self._tenants.values())
-        if tenant.num_waiting >= MAX_WAITING or num_all >= MAX_ALL_WAITING:
-            raise Overloaded(f"{num_all} new grammars are being checked already.", retry_after_s=MAX_CPU_S)
+        if tenant.num_waiting >= MAX_WAITING or self.num_waiting >= MAX_ALL_WAITING:
+            raise Overloaded(f"{self.num_waiting} new grammars are being checked already.", retry_after_s=MAX_CPU_S)
         self._tenants[name] = tenant
         tenant.num_waiting += 1
         try:
@@ -116,7 +135,7 @@ class GrammarChecker:
     async def _compile(self, kind: str, text: str) -> Compiled:
         """Raises `Overloaded` if it is not known whether the constraint can be used."""
         try:
-            process = self._process
+            process = self.process
             if process is None or process.returncode is not None:
                 process = await self._start_process()
             async with asyncio.timeout(ANSWER_S):
@@ -133,7 +152,7 @@ class GrammarChecker:
 
     async def _start_process(self) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE
-        self._process = process = await asyncio.create_subprocess_exec(
+        self.process = process = await asyncio.create_subprocess_exec(
             *module_command(_MODULE), env=module_environment(), stdin=pipe, stdout=pipe
         )
         try:

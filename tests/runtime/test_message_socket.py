@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -17,8 +17,10 @@ Messages = list[list[bytes]]
 
 
 @asynccontextmanager
-async def pair() -> AsyncIterator[tuple[MessageSocket, MessageSocket, Messages, Messages]]:
-    """Two sockets, and the messages that each received."""
+async def pair(
+    on_message: Callable[[MessageSocket, list[bytes]], object] = lambda socket, frames: None,
+) -> AsyncIterator[tuple[MessageSocket, MessageSocket, Messages, Messages]]:
+    """Two sockets, and the messages that each received. `on_message` gets those of the first one too."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router, dealer = context.socket(SocketType.ROUTER), context.socket(SocketType.DEALER)
     for socket in (router, dealer):
@@ -27,7 +29,12 @@ async def pair() -> AsyncIterator[tuple[MessageSocket, MessageSocket, Messages, 
     router.bind(ENDPOINT)
     dealer.connect(ENDPOINT)
     heard: tuple[Messages, Messages] = ([], [])
-    ends = [MessageSocket(socket, news.append) for socket, news in zip((router, dealer), heard, strict=True)]
+
+    def at_router(frames: list[bytes]) -> None:
+        heard[0].append(frames)
+        on_message(ends[0], frames)
+
+    ends = [MessageSocket(router, at_router), MessageSocket(dealer, heard[1].append)]
     try:
         async with asyncio.timeout(30):
             yield ends[0], ends[1], *heard
@@ -64,15 +71,14 @@ async def test_messages_that_arrive_while_sending_are_not_missed() -> None:
 
 
 async def test_a_message_whose_handler_raises_is_logged_and_the_rest_is_read(caplog: pytest.LogCaptureFixture) -> None:
-    async with pair() as (router, dealer, _, _):
-        found: list[bytes] = []
+    found: list[bytes] = []
 
-        def on_message(frames: list[bytes]) -> None:
-            if frames[1] == b"bad":
-                raise ValueError("bad")
-            found.append(frames[1])
+    def on_message(_: MessageSocket, frames: list[bytes]) -> None:
+        if frames[1] == b"bad":
+            raise ValueError("bad")
+        found.append(frames[1])
 
-        router._on_message = on_message
+    async with pair(on_message) as (_, dealer, _, _):
         for data in (b"a", b"bad", b"b"):
             dealer.send(data)
         await eventually(lambda: len(found) == 2)
@@ -81,13 +87,7 @@ async def test_a_message_whose_handler_raises_is_logged_and_the_rest_is_read(cap
 
 
 async def test_a_socket_closed_by_a_message_stops_reading() -> None:
-    async with pair() as (router, dealer, to_router, _):
-
-        def on_message(frames: list[bytes]) -> None:
-            to_router.append(frames)
-            router.close()
-
-        router._on_message = on_message
+    async with pair(lambda socket, _: socket.close()) as (router, dealer, to_router, _):
         for data in (b"a", b"b"):
             dealer.send(data)
         await eventually(lambda: router.closed)

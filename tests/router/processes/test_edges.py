@@ -36,6 +36,7 @@ from tandem.router.processes import hub_client, wire
 from tandem.router.processes.backend_service import WIRE_FORMAT, BackendService, Status
 from tandem.router.processes.hub import EdgeHub
 from tandem.router.processes.remote_backend import RemoteBackend
+from tandem.router.responses.store import LocalResponses
 from tandem.router.streams import Stream
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, events
@@ -144,14 +145,16 @@ async def test_a_response_goes_on_in_another_process(tokenizer: Tokenizer, tmp_p
         assert (gone.status_code, gone.json()["error"]["param"]) == (404, "previous_response_id")
 
 
-async def test_an_answer_that_cannot_be_kept_is_an_answer(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_an_answer_that_cannot_be_kept_is_an_answer(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with line(tokenizer, tmp_path) as here:
         client = await here.client(await here.edge())
 
         async def fail(*_: object) -> None:
             raise WorkerError("gone")
 
-        here.service._responses.put = fail  # type: ignore[method-assign]
+        monkeypatch.setattr(LocalResponses, "put", fail)
         answer = await client.post("/v1/responses", json={"input": "one"})
         assert (answer.status_code, answer.json()["status"]) == (200, "completed")
 

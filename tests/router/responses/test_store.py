@@ -13,8 +13,9 @@ async def test_the_oldest_responses_are_forgotten() -> None:
     store = LocalResponses(max_bytes=1000)
     for i in range(50):
         await store.put(response(str(i)))
-        assert store._num_bytes <= 1000
-    assert store._num_bytes == sum(one.num_bytes for _, one in store._responses.values()) > 0
+        assert store.num_bytes <= 1000
+    store.check_integrity()
+    assert store.num_bytes > 0
     assert await store.get("49", "a", "p") == response("49")
     with pytest.raises(ResponseNotFound):
         await store.get("0", "a", "p")
@@ -23,8 +24,8 @@ async def test_the_oldest_responses_are_forgotten() -> None:
 async def test_a_response_larger_than_the_store_is_not_kept() -> None:
     store = LocalResponses(max_bytes=50)
     await store.put(response("1"))
-    assert not store._responses
-    assert store._num_bytes == 0
+    assert not store.response_ids
+    assert store.num_bytes == 0
 
 
 async def test_responses_end_with_their_day() -> None:
@@ -35,7 +36,7 @@ async def test_responses_end_with_their_day() -> None:
     with pytest.raises(ResponseNotFound):
         await store.get("1", "a", "p")
     await store.put(response("2"))
-    assert list(store._responses) == ["2"]
+    assert store.response_ids == ["2"]
 
 
 async def test_a_tenant_that_stores_much_costs_others_nothing() -> None:
@@ -44,10 +45,12 @@ async def test_a_tenant_that_stores_much_costs_others_nothing() -> None:
         await store.put(response(f"b{i}", tenant="b"))
     for i in range(300):
         await store.put(response(f"a{i}", num_bytes=100 * (i % 7 + 1)))
-    assert [name for name in store._responses if name.startswith("b")] == [f"b{i}" for i in range(5)]
-    assert "a299" in store._responses
-    assert store._num_bytes == sum(one.num_bytes for one in store._tenants.values()) <= 10_000
-    for name in list(store._responses):
+    assert [name for name in store.response_ids if name.startswith("b")] == [f"b{i}" for i in range(5)]
+    assert "a299" in store.response_ids
+    store.check_integrity()
+    assert store.num_bytes <= 10_000
+    for name in store.response_ids:
         await store.delete(name, name[0], "p")
-    assert not store._tenants
-    assert store._num_bytes == 0
+    store.check_integrity()
+    assert not store.response_ids
+    assert store.num_bytes == 0

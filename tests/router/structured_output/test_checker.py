@@ -152,19 +152,19 @@ def test_it_ends_without_a_word_if_the_router_dies_meanwhile(tokenizer: Tokenize
 
 async def test_refused_grammars_do_not_end_the_process(checker: GrammarChecker) -> None:
     await checker.grammar(OBJECT, "t")
-    process = checker._process
+    process = checker.process
     with pytest.raises(GrammarError):
         await checker.grammar(HOSTILE, "t")
-    assert checker._process is process
+    assert checker.process is process
     assert await checker.grammar(Constraint("regex", "a", "x"), "t")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_a_verdict_that_the_machine_prevents_is_not_kept(checker: GrammarChecker, number: int) -> None:
     await checker.grammar(OBJECT, "t")
-    assert checker._process is not None
+    assert checker.process is not None
     asked = asyncio.ensure_future(checker.grammar(SLOW, "t"))
-    fork = await until_forked(checker._process.pid)
+    fork = await until_forked(checker.process.pid)
     fork.send_signal(number)  # as the kernel does where no memory is left
     with pytest.raises(Overloaded, match="could not be checked now"):
         await asked
@@ -194,22 +194,23 @@ async def test_a_tenant_waits_for_one_grammar_of_each_other_tenant(checker: Gram
     await asyncio.sleep(0)
     await asyncio.gather(ask("b", 0), ask("c", 0), *flood)
     assert {"b", "c"} <= set(done[:4])
-    assert not checker._tenants
+    checker.check_integrity()
+    assert not checker.num_waiting
 
 
 async def test_a_process_that_dies_is_replaced(checker: GrammarChecker) -> None:
     await checker.grammar(OBJECT, "t")
-    assert checker._process is not None
-    checker._process.kill()
-    await checker._process.wait()
+    assert checker.process is not None
+    checker.process.kill()
+    await checker.process.wait()
     assert await checker.grammar(Constraint("regex", "a", "x"), "t")
 
 
 async def test_a_request_that_is_given_up_does_not_leave_its_answer_to_another(checker: GrammarChecker) -> None:
     await checker.grammar(OBJECT, "t")
-    assert checker._process is not None
+    assert checker.process is not None
     given_up = asyncio.ensure_future(checker.grammar(SLOW, "t"))
-    await until_forked(checker._process.pid)
+    await until_forked(checker.process.pid)
     given_up.cancel()
     with pytest.raises(asyncio.CancelledError):
         await given_up
@@ -219,7 +220,7 @@ async def test_a_request_that_is_given_up_does_not_leave_its_answer_to_another(c
 async def test_requests_that_leave_cost_others_no_new_process(checker: GrammarChecker) -> None:
     """To start the process takes longer than any constraint may take: a flood of them would stop all others."""
     await checker.grammar(OBJECT, "t")
-    process = checker._process
+    process = checker.process
     assert process is not None
     for i, prime in enumerate(("30011", "30013", "30029")):
         given_up = asyncio.ensure_future(checker.grammar(SLOW._replace(text=SLOW.text.replace("30011", prime)), "t"))
@@ -233,15 +234,16 @@ async def test_requests_that_leave_cost_others_no_new_process(checker: GrammarCh
             one.cancel()  # these leave before their turn: nothing is compiled for them
         await asyncio.gather(given_up, *waiting, return_exceptions=True)
         assert await checker.grammar(Constraint("regex", f"b{{{i + 1}}}", "x"), "other")
-    assert checker._process is process
-    assert not [key for key in checker._known if key[1].startswith("c{")]
-    assert not checker._tenants
+    assert checker.process is process
+    assert not any(checker.keeps("regex", f"c{{{j + 1}}}") for j in range(4))
+    checker.check_integrity()
+    assert not checker.num_waiting
 
 
 async def test_too_much_text_is_refused_unread(checker: GrammarChecker) -> None:
     with pytest.raises(GrammarError, match=f"at most {MAX_GRAMMAR_CHARS}"):
         await checker.grammar(Constraint("regex", "a" * (MAX_GRAMMAR_CHARS + 1), "x"), "t")
-    assert checker._process is None
+    assert checker.process is None
 
 
 async def test_a_flood_of_new_grammars_is_refused(checker: GrammarChecker) -> None:
@@ -255,9 +257,9 @@ async def test_what_is_kept_is_bounded(checker: GrammarChecker, monkeypatch: pyt
     monkeypatch.setattr(checker_module, "MAX_KEPT_CHARS", 5000)
     for i in range(60):
         await checker.grammar(Constraint("regex", f"a{{{i + 1}}}", "x"), "t")
-    kept = sum(len(text) + len(one.grammar) for (_, text), one in checker._known.items())
-    assert kept == checker._num_kept_chars <= 5000
-    assert ("regex", "a{60}") in checker._known
+    checker.check_integrity()
+    assert checker.num_kept_chars <= 5000
+    assert checker.keeps("regex", "a{60}")
 
 
 async def test_a_process_that_does_not_start_is_an_error_of_ours() -> None:
