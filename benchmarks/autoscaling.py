@@ -17,7 +17,9 @@ All runs use our routing. They differ in the sizes of the pools:
 - our autoscaler with flips only, and with workers added and removed too;
 - reactive thresholds, Dynamo's planner and llm-d's rules (simulator/scaling.py says what of them is modelled).
 
-A new worker serves after 60 s. All begin with an even split of all workers. Worker-hours end with the last arrival.
+Where a trace leaves times or lengths open, `--seed` draws them; with several seeds a difference that is chance shows as
+such. A new worker serves after 60 s. All begin with an even split of all workers. Worker-hours end with the last
+arrival.
 
     python -m benchmarks.autoscaling
 """
@@ -83,10 +85,12 @@ class Cell:
     num_prefill: int
     num_decode: int
     week_speed: float = _WEEK_SPEED
+    seed: int = 0
 
     def run(self, num_requests: int | None) -> Row:
         """Serve the trace."""
-        requests = load(self.trace, self.num_workers // 16 * LOADS[self.trace][1], self.week_speed)[:num_requests]
+        num_copies = self.num_workers // 16 * LOADS[self.trace][1]
+        requests = load(self.trace, num_copies, self.week_speed, self.seed)[:num_requests]
         cluster = Cluster(
             machine=MACHINES[LOADS[self.trace][0]],
             num_prefill=self.num_prefill,
@@ -104,6 +108,7 @@ class Cell:
             worker_hours=outcome.worker_s / 3600,
             ttft_p99_s=quantile(sorted(ttft_s(job) for job in outcome.jobs), 0.99),
             moves_per_hour=outcome.num_moves / hours,
+            seed=self.seed,
             wall_s=outcome.wall_s,
         )
 
@@ -119,6 +124,7 @@ class Row:
     worker_hours: float
     ttft_p99_s: float
     moves_per_hour: float
+    seed: int
     wall_s: float
 
 
@@ -130,9 +136,9 @@ class _Static:
         return ()
 
 
-def load(trace: str, num_copies: int, week_speed: float) -> list[TraceRequest]:
-    """The requests of `num_copies` copies of a trace, from second 0 on."""
-    rng = random.Random(0)
+def load(trace: str, num_copies: int, week_speed: float, seed: int = 0) -> list[TraceRequest]:
+    """The requests of `num_copies` copies of a trace, from second 0 on. `seed` draws what the trace leaves open."""
+    rng = random.Random(seed)
     if trace.startswith("week"):
         return _week(trace.rpartition(" ")[2], num_copies, week_speed, rng)
     if trace.startswith("code"):
@@ -181,17 +187,22 @@ def _read_azure(path: Path) -> Sequence[TraceRequest]:
 
 
 def cells(
-    traces: Sequence[str], sizes: Sequence[int], splits: Sequence[str] = (), week_speed: float = _WEEK_SPEED
+    traces: Sequence[str],
+    sizes: Sequence[int],
+    splits: Sequence[str] = (),
+    scalers: Sequence[str] = tuple(SCALERS),
+    week_speed: float = _WEEK_SPEED,
+    seed: int = 0,
 ) -> list[Cell]:
-    """All runs, with these static splits (prefill+decode) or all of them."""
+    """All runs with one seed, with these static splits (prefill+decode) or all of them."""
     found: list[Cell] = []
     for trace in traces:
         for num in sizes:
-            found += [Cell(trace, num, scaler, num // 2, num // 2, week_speed) for scaler in SCALERS]
+            found += [Cell(trace, num, scaler, num // 2, num // 2, week_speed, seed) for scaler in scalers]
             step = 1 if num <= 16 else num // 8
             pairs = [(num_prefill, num - num_prefill) for num_prefill in range(step, num, step)]
             pairs = [(int(split.partition("+")[0]), int(split.partition("+")[2])) for split in splits] or pairs
-            found += [Cell(trace, num, "", *pair, week_speed) for pair in pairs]
+            found += [Cell(trace, num, "", *pair, week_speed, seed) for pair in pairs]
     return found
 
 
@@ -201,11 +212,17 @@ def main() -> int:
     parser.add_argument("--trace", choices=sorted(LOADS), nargs="*", default=sorted(LOADS))
     parser.add_argument("--workers", type=int, nargs="*", default=list(NUM_WORKERS))
     parser.add_argument("--static", nargs="*", default=[], help="static splits, for example 12+4")
+    parser.add_argument("--scaler", choices=sorted(SCALERS), nargs="*", default=sorted(SCALERS))
+    parser.add_argument("--seed", type=int, nargs="*", default=[0], help="of what a trace leaves open")
     parser.add_argument("--week-speed", type=float, default=_WEEK_SPEED, help="of the weeks (default: %(default)g)")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="only check that it works")
     args = parser.parse_args()
-    todo = cells(args.trace, args.workers, args.static, args.week_speed)
+    todo = [
+        cell
+        for seed in args.seed
+        for cell in cells(args.trace, args.workers, args.static, args.scaler, args.week_speed, seed)
+    ]
     if args.quick:
         todo = [cell for cell in todo if cell.num_workers == min(args.workers)][::4]
     rows: list[Row] = []
@@ -220,11 +237,11 @@ def main() -> int:
 
 def _print(rows: Sequence[Row]) -> None:
     """A table for each trace and size, best attainment first."""
-    for trace, num in dict.fromkeys((row.trace, row.num_workers) for row in rows):
-        chosen = [row for row in rows if (row.trace, row.num_workers) == (trace, num)]
+    for trace, num, seed in dict.fromkeys((row.trace, row.num_workers, row.seed) for row in rows):
+        chosen = [row for row in rows if (row.trace, row.num_workers, row.seed) == (trace, num, seed)]
         chosen.sort(key=lambda row: -row.attainment)
         print_table(
-            f"{trace}, {num} workers",
+            f"{trace}, {num} workers" + (f", seed {seed}" if seed else ""),
             ["", "in time %", "worker-hours", "TTFT p99 s", "moves/h"],
             [
                 [
