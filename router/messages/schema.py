@@ -34,7 +34,7 @@ __all__ = [
     "Thinking",
 ]
 
-# A system block that begins so changes with every request, so that no prefix would ever be cached; vLLM drops it too.
+# A system block with this beginning changes with every request, which would prevent all caching. vLLM drops it too.
 BILLING_HEADER = "x-anthropic-billing-header"
 UNSERVED_FIELDS = ("container", "context_management", "mcp_servers", "output_format")
 
