@@ -1,4 +1,4 @@
-"""Routes that `tandem serve` and `tandem route` have in common."""
+"""Routes that `tandem serve` and `tandem route` share."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class TlsMetrics:
 
 
 class ServerTls(FollowedTls):
-    """The context for new clients, and what their connections share."""
+    """The context for new clients, and the state that their connections share."""
 
     def __init__(self, config: RouterConfig, registry: CollectorRegistry) -> None:
         """Raises `ConfigError` for files that cannot be used."""

@@ -85,7 +85,7 @@ class MessageToolChoice(msgspec.Struct, frozen=True):
 
     type: Annotated[
         Literal["auto", "any", "tool", "none"],
-        Doc("`any`: it must call one. `tool`: it must call `name`. `none`: it is not told of the tools."),
+        Doc("`any`: it must call one. `tool`: it must call `name`. `none`: it does not see the tools."),
     ]
     name: Annotated[str | None, Doc("With `tool`.")] = None
     disable_parallel_tool_use: Annotated[bool | None, Doc("`true`: at most one call.")] = None
