@@ -36,8 +36,16 @@ class LoadedTls(NamedTuple):
 class FollowedTls:
     """The context for new connections. Connections that exist keep the one that they began with."""
 
-    def __init__(self, files: Sequence[NamedFile], load: Callable[[], LoadedTls]) -> None:
-        """`load` makes a context from the files. It raises `ConfigError`, and so does this constructor."""
+    def __init__(
+        self,
+        files: Sequence[NamedFile],
+        load: Callable[[], LoadedTls],
+        on_change: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`load` makes a context from the files. It raises `ConfigError`, and so does this constructor.
+
+        `on_change` is called after a reload, and when `damage` changes.
+        """
         self._files = [file for file in files if file.path]
         self._load = load
         self._signatures = self._look()
@@ -46,7 +54,7 @@ class FollowedTls:
         self.loaded = load()
         self.damage = ""  # why the files cannot be used
         self.num_reloads = 0
-        self.on_change: Callable[[], object] = lambda: None  # called after a reload, and when `damage` changes
+        self._on_change = on_change
 
     @contextlib.asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
@@ -87,7 +95,7 @@ class FollowedTls:
             self.num_reloads += 1
             self.damage = ""
             logger.warning("the certificates of %s have been loaded again", self._names)
-            self.on_change()
+            self._on_change()
 
     async def _follow(self) -> None:
         while True:
@@ -105,4 +113,4 @@ class FollowedTls:
         if damage != self.damage:
             logger.error("%s. The certificates loaded before stay in use", damage)
             self.damage = damage
-            self.on_change()
+            self._on_change()
