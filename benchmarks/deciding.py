@@ -1,4 +1,4 @@
-"""CPU time of a request in the deciding process, from an edge process' request to the last token.
+"""CPU time of a request in the deciding process, from an edge process's request to the last token.
 
     python -m benchmarks.deciding
 

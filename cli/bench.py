@@ -42,23 +42,23 @@ __all__ = ["BenchSettings", "bench", "measure", "print_summaries"]
 
 Dataset = Literal["random", "chat"]
 Concurrency = Annotated[
-    str, typer.Option(help="Requests at once; several numbers, separated by commas, are one run each.")
+    str, typer.Option(help="Requests at once; several numbers, separated by commas, make one run each.")
 ]
 NumRequests = Annotated[
     int,
-    typer.Option(min=0, help="Requests of each run, or sessions of chat; 0 = three for each client, at least 8."),
+    typer.Option(min=0, help="Requests in each run, or sessions for chat; 0 = three for each client, at least 8."),
 ]
-InputTokens = Annotated[int, typer.Option(min=1, help="Prompt tokens, of each turn.")]
+InputTokens = Annotated[int, typer.Option(min=1, help="Prompt tokens in each turn.")]
 OutputTokens = Annotated[int, typer.Option(min=1, help="Answer tokens; end-of-sequence is ignored.")]
 DatasetName = Annotated[
     Dataset,
     typer.Option(help="random: unrelated prompts, nothing to cache. chat: conversations that resend their history."),
 ]
 NumTurns = Annotated[int, typer.Option(min=1, help="Turns of each conversation (chat only).")]
-NumWarmup = Annotated[int, typer.Option(min=0, help="Requests before each run that are not measured.")]
+NumWarmup = Annotated[int, typer.Option(min=0, help="Unmeasured requests before each run.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same prompts.")]
 
-_WORDS_PER_TOKEN = 0.75  # of English text; the chat dataset needs no exact sizes
+_WORDS_PER_TOKEN = 0.75  # in English text; the chat dataset needs no exact sizes
 
 
 class WarmupError(ServingError):
@@ -138,7 +138,7 @@ async def measure(client: MeasuringClient, settings: BenchSettings, concurrency:
     """Warm up, then one measured run at this concurrency. Raises WarmupError if no request of the warm-up succeeds."""
     num_requests = settings.num_requests or max(8, 3 * concurrency)
     task = progress.add_task(f"{concurrency} at once", total=num_requests)
-    # Another seed for each run and for the warm-up, or a prefix cache would know the prompts already.
+    # Each run and its warm-up have a seed of their own; otherwise a prefix cache would already have the prompts.
     seed = 1_000_003 * settings.seed + 2 * concurrency
     warmup = await _send(client, settings, settings.warmup, concurrency, seed + 1)
     errors = [timing.error for timing in warmup.timings if timing.error]

@@ -1,4 +1,4 @@
-"""`tandem chaos`: a server of its own, load, and faults: says what was done and whether any client lost anything."""
+"""`tandem chaos`: starts a server, loads it and makes faults; says what was done and whether a client lost anything."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ChaosError(ServingError):
 
 
 def chaos(
-    minutes: Annotated[float, typer.Option(min=0.1, max=1440, help="How long faults are made.")] = 2.0,
+    minutes: Annotated[float, typer.Option(min=0.1, max=1440, help="For how many minutes to make faults.")] = 2.0,
     seed: Annotated[int, typer.Option(help="The same seed plans the same faults and requests.")] = 0,
     prefill: Annotated[int, typer.Option(min=1, max=64, help="Prefill workers.")] = 2,
     decode: Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")] = 2,
@@ -47,17 +47,17 @@ def chaos(
     max_tokens: Annotated[int, typer.Option(min=2, max=100_000, help="Of each answer.")] = 100,
     router_processes: Annotated[
         int,
-        typer.Option(min=1, max=64, help="Router processes; one is killed now and then if there are more than one."),
+        typer.Option(min=1, max=64, help="Router processes; if there are several, one is killed from time to time."),
     ] = 1,
-    model: Annotated[str, typer.Option(help="As of tandem serve; empty = the default model.")] = "",
+    model: Annotated[str, typer.Option(help="Model, as for tandem serve; empty = the default model.")] = "",
     link_faults: Annotated[
-        str, typer.Option(help="Faults of KV on its way and their rates; none = no faults.")
+        str, typer.Option(help="Faults of KV transfers and their rates; none = no faults.")
     ] = _LINK_FAULTS,
 ) -> int:
-    """Try what clients lose while workers die: a server of its own, steady load, and faults for some minutes.
+    """Test what clients lose while workers die: on a server of its own, under steady load, with minutes of faults.
 
-    Workers are killed, and stopped for 3 and 20 s; KV is delayed, damaged and lost on its way; the folder of the disk
-    cache vanishes. Every answer is compared with an undisturbed one. It ends with 1 if a request failed, a token
+    Workers are killed, or stopped for 3 and 20 s; KV is delayed, damaged and lost on its way; the folder of the disk
+    cache vanishes. Every answer is compared with an undisturbed one. The exit code is 1 if a request failed, a token
     differed, or a worker held memory that nobody used.
 
     [bold]Examples[/bold]
@@ -112,7 +112,7 @@ def _serving(flags: list[str], log_path: Path) -> Iterator[tuple[subprocess.Pope
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for us; we stop it
+            start_new_session=True,  # Ctrl-C must not reach the server: we stop it
         )
     try:
         deadline_s = time.monotonic() + _START_S

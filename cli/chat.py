@@ -46,7 +46,7 @@ class Conversation:
     model: str
     messages: list[dict[str, str]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
-    num_output_tokens: int = 0  # of the current answer
+    num_output_tokens: int = 0  # in the current answer
 
     def ask(self, text: str) -> Generator[str]:
         """Stream the answer to `text`, after the model's reasoning if it gives any.
@@ -107,7 +107,7 @@ class _Speed:
         self.num_events += 1
 
     def line(self, num_tokens: int) -> str:
-        """TTFT and tokens per second; without a number from the server each event counts as one token."""
+        """TTFT and tokens per second. If the server reports no number, each event counts as one token."""
         num_tokens = num_tokens or self.num_events
         duration_s = self.last_s - self.first_s
         pace = f", {(num_tokens - 1) / duration_s:.1f} tok/s" if duration_s > 0 else ""
@@ -170,7 +170,7 @@ def _talk(conversation: Conversation, system: str) -> int:
 
 
 def _refuse_command(line: str) -> None:
-    """Raise ChatError for a misspelt command, which is not meant for the model."""
+    """Raise ChatError for a misspelt command: it is not meant for the model."""
     if _COMMAND.fullmatch(line):
         raise ChatError(f"unknown command {line}; known: {', '.join([*sorted(_LEAVE), '/reset'])}")
 

@@ -79,7 +79,7 @@ def _from_file(field: Field, value: Any, where: str) -> Any:
 
 
 def _expanded(fields: Sequence[Field], values: Values) -> Values:
-    """The settings with ~ expanded in paths, as not every shell does it behind `--flag=`. Raises `ConfigError`.
+    """The settings with ~ expanded in paths, because not every shell expands it after `--flag=`. Raises `ConfigError`.
 
     Paths of tiers are left to the nodes of a cluster: each has a home folder of its own.
     """

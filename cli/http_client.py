@@ -1,4 +1,4 @@
-"""The HTTP client of commands that talk to a server, and what a user is told when that fails."""
+"""The HTTP client of commands that talk to a server, and its errors as the user sees them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def server_client(
 ) -> Iterator[httpx.Client]:
     """A client of the server at `url`, with or without /v1.
 
-    Errors of HTTP in the block become `ConfigError` if the URL is wrong or nobody listens there, else `lost_error`.
+    HTTP errors in the block become `ConfigError` if the URL is wrong or nobody listens there, otherwise `lost_error`.
     """
     base_url = url.rstrip("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

@@ -392,7 +392,7 @@ def _error(kind: type[ServingError] | type[Refusal]) -> tuple[int, str, str]:
 
 def _subclasses(base: type[ServingError]) -> Iterator[type[ServingError]]:
     for kind in base.__subclasses__():
-        # Errors of commands are answers to no request, and a ConfigError ends the command before anything is served.
+        # Errors of commands answer no request, and a ConfigError ends the command before anything is served.
         if kind is not ConfigError and kind.__module__.startswith(("tandem.protocol.", "tandem.router.")):
             yield kind
             yield from _subclasses(kind)

@@ -32,7 +32,8 @@ app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True, 
 
 KeyFileOption = Annotated[str, typer.Option("--file", help="File of the keys, as in --api-key-file.", metavar="FILE")]
 AuditOption = Annotated[
-    str, typer.Option("--audit-log", help="File to append a line of JSON to, as of the server.", metavar="FILE")
+    str,
+    typer.Option("--audit-log", help="File to which a line of JSON is appended, as for the server.", metavar="FILE"),
 ]
 _DURATION = re.compile(r"(\d{1,9})([smhd])")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
@@ -52,20 +53,24 @@ def create(
         bool, typer.Option("--operator", help="A key that may name any tenant and sees what all tenants do.")
     ] = False,
     priority: Annotated[
-        int, typer.Option(min=-(2**31), max=2**31 - 1, help="Of requests that name none; lower is more urgent.")
+        int,
+        typer.Option(min=-(2**31), max=2**31 - 1, help="Priority of requests that name none; lower is more urgent."),
     ] = 0,
     requests_per_minute: Annotated[
         int | None, typer.Option(min=1, max=MAX_LIMIT, help="Only POST requests count.", show_default=False)
     ] = None,
     tokens_per_minute: Annotated[
-        int | None, typer.Option(min=1, max=MAX_LIMIT, help="Of prompts and answers together.", show_default=False)
+        int | None,
+        typer.Option(min=1, max=MAX_LIMIT, help="Tokens of prompts and answers together.", show_default=False),
     ] = None,
     concurrent_requests: Annotated[
         int | None, typer.Option(min=1, max=MAX_LIMIT, help="At one time.", show_default=False)
     ] = None,
     pins: Annotated[
         int | None,
-        typer.Option(min=0, max=MAX_LIMIT, help="Live at one time; 0 = it may pin nothing.", show_default=False),
+        typer.Option(
+            min=0, max=MAX_LIMIT, help="Pins that live at one time; 0 = it may pin nothing.", show_default=False
+        ),
     ] = None,
     expires: Annotated[
         str, typer.Option(help="When it ends: after a time such as 90d, 12h or 30m, or at a date such as 2030-01-31.")
@@ -97,7 +102,7 @@ def create(
     with _audited("key.create", expanded("audit_log", audit_log)) as targets:
         key, secret = create_key(expanded("file", file), **fields)
         targets.append(key.id)
-        typer.echo(secret)  # also if the audit log cannot be written after all
+        typer.echo(secret)  # even if the audit log cannot be written after all
     Console(stderr=True, highlight=False).print(
         f"This is the key {escape(_title(key))}. It is shown this once: only its hash is in {escape(file)}.",
         soft_wrap=True,
@@ -141,7 +146,7 @@ def revoke(
 
 @contextlib.contextmanager
 def _audited(action: str, audit_log: str) -> Iterator[list[str]]:
-    """Note in the audit log what the block does to the keys that it adds to the list. Raises `ConfigError`."""
+    """Write the outcome of the block to the audit log, with the keys that it adds to the list. Raises `ConfigError`."""
     check_audit_log(audit_log)
     targets: list[str] = []
     result = "failed"

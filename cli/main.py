@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def run(args: Sequence[str]) -> int:
-    """Run the command with these arguments; its exit code: 0 = done, 2 = the user's error (one line on stderr)."""
+    """Run the command with these arguments. Exit codes: 0 = done, 2 = the user's error (one line on stderr)."""
     try:
         code = app(list(args), prog_name="tandem", standalone_mode=False)
     except typer.BadParameter as exc:
@@ -118,8 +118,8 @@ def _complain(message: str) -> None:
 
 
 def _wrong_value(error: typer.BadParameter) -> str:
-    """What is wrong with the value of a flag: for a setting in the words that it would get in a file."""
-    errors = getattr(error.__cause__, "errors", None)  # of pydantic, with which typer checks; only it has the value
+    """What is wrong with the value of a flag; for a setting, in the same words as for its value in a file."""
+    errors = getattr(error.__cause__, "errors", None)  # pydantic's, which typer uses; only they have the value
     if error.param is None or errors is None:
         return error.format_message().rstrip(".")
     name, value = error.param.name or "", errors()[0]["input"]

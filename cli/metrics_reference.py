@@ -37,7 +37,7 @@ replaced, and have no samples while it is away; `rate` and `increase` of Prometh
 samples `_bucket`, `_sum` and `_count`.
 `serve` is `tandem serve` with Tandem's own engine. With `--engine` it has the metrics of `route`.
 """
-# Metrics of parts that a server has with these flags only.
+# Metrics of parts that a server has only with these flags.
 _CONDITIONS = {
     "tandem_tls": "`--tls-cert`",
     "tandem_hub": "`--tracing` and `--router-processes`",
@@ -48,7 +48,7 @@ _CONDITIONS = {
 class MetricDefinition(NamedTuple):
     """A metric as it is exported."""
 
-    name: str  # of its samples; a histogram's have endings
+    name: str  # name of its samples; those of a histogram add endings
     kind: str
     labels: tuple[str, ...]
     text: str
@@ -100,7 +100,7 @@ def _tables() -> Iterator[str]:
 
 
 def _parts() -> dict[str, list[Any]]:
-    """By command, the collectors of a server that has no workers, engines or keys: only definitions are read."""
+    """By command, the collectors of a server without workers, engines and keys: only definitions are read."""
     registry = Registry()
     pins = SimpleNamespace(num_pins=0, num_blocks=0, max_blocks=0, num_refused={})
     shared: list[Any] = [
@@ -135,7 +135,7 @@ def _registered(register: Any) -> list[Any]:
 
 def _definitions(parts: list[Any]) -> Iterator[MetricDefinition]:
     for part in parts:
-        # A metric that counts by itself knows its labels; what it collects does not. A collector's families do.
+        # A metric object knows its labels, but the families that it collects do not. Families of collectors do.
         own = getattr(part, "_labelnames", None)
         for family in part.collect():
             labels = getattr(family, "_labelnames", ()) if own is None else own

@@ -37,7 +37,7 @@ __all__ = [
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 ServerUrl = Annotated[
-    str, typer.Option(help="Server, with or without /v1; of https:// one, SSL_CERT_FILE may name a CA of your own.")
+    str, typer.Option(help="Server, with or without /v1; for https://, SSL_CERT_FILE may name a CA of your own.")
 ]
 ServedModel = Annotated[str, typer.Option(help="Served model; empty = the server's first.")]
 ApiKey = Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Key sent to the server.", show_default=False)]
@@ -47,7 +47,7 @@ Report = Annotated[Path | None, typer.Option(help="File for a report with plots,
 
 
 def no_server(url: str, reason: Exception, remedy: str) -> ConfigError:
-    """The error for a server that cannot be reached. A certificate that is not trusted has a remedy of its own."""
+    """The error for a server that cannot be reached. For an untrusted certificate it names a remedy."""
     if "certificate verify failed" in str(reason).lower():
         return ConfigError(
             f"url={url} shows a certificate that is not accepted ({reason}); if a CA of your own has signed it, name "
@@ -101,12 +101,12 @@ def progress_bars() -> Progress:
 
 
 def printable(text: str) -> str:
-    """One line of a text that a server sent: escape sequences, which would reach the terminal, become visible."""
+    """A server's text as one line: escape sequences, which would reach the terminal, become visible."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def without_controls(text: str) -> str:
-    """An answer for the terminal: with its line ends and tabs, without the characters that begin escape sequences."""
+    """An answer for the terminal: line ends and tabs stay, characters that begin escape sequences go."""
     return _CONTROLS.sub("", text)
 
 

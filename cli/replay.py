@@ -37,18 +37,18 @@ Run = TypeVar("Run")
 TraceFile = Annotated[Path, typer.Argument(help="Trace of block hashes, .jsonl or .jsonl.gz.")]
 NumWorkers = Annotated[int, typer.Option(help="Number of workers.")]
 NumPrefill = Annotated[
-    int, typer.Option(help="How many of the workers prefill, while the others decode; 0 = each does both.")
+    int, typer.Option(help="How many of the workers prefill; the others decode. 0 = each does both.")
 ]
 Policies = Annotated[
     str, typer.Option(help=f"One or several of {', '.join(POLICIES)}, separated by commas; or {_ALL}.")
 ]
 Machine = Annotated[str, typer.Option("--machine", help=f"One of {', '.join(MACHINES)}.")]
 Load = Annotated[
-    float, typer.Option(help="Share of what the workers could do without a cache; 0 = the trace's own pace.")
+    float, typer.Option(help="Load, as a share of what the workers could do without a cache; 0 = the trace's own pace.")
 ]
 NumRequests = Annotated[int, typer.Option(min=0, help="Replay only this many requests from the start; 0 = all.")]
 SloTtft = Annotated[float, typer.Option(help="SLO: most seconds to the first token.")]
-SloItl = Annotated[float, typer.Option(help="SLO: most seconds between tokens, in the mean of a request.")]
+SloItl = Annotated[float, typer.Option(help="SLO: most seconds between tokens, as a request's mean.")]
 HostCache = Annotated[float, typer.Option(min=0, help="GB of host memory for KV in each worker.")]
 PeerReads = Annotated[bool, typer.Option(help="Workers may read KV from each other's pools.")]
 Reference = Annotated[
@@ -143,7 +143,7 @@ def replay(
 
 
 def _replay_simulated(scenario: _Scenario, policy: str, output: Path | None, report: Path | None) -> int:
-    """Replay under each policy, print and write the results; the exit code."""
+    """Replay under each policy, print and write the results. Returns the exit code."""
     console = Console(highlight=False)
     outcomes = list(_each(_choose(policy, POLICIES), scenario.run, len(scenario.requests)).values())
     facts, slo = scenario.facts(), scenario.slo
@@ -230,7 +230,7 @@ def _each(names: Sequence[str], run: Callable[[str, Callable[[], object]], Run],
 
 
 def _ticks(progress: Progress, bar: TaskID) -> Callable[[], object]:
-    """Moves a bar on by each hundred calls: moving it takes as long as a step of the simulation."""
+    """Moves a bar on every hundred calls: moving it takes as long as a step of the simulation."""
     calls = itertools.count(1)
 
     def tick() -> None:

@@ -1,4 +1,4 @@
-"""`tandem serve`: settings to a `ClusterConfig`, the checks that need no worker, then over to the launcher."""
+"""`tandem serve`: turns settings into a `ClusterConfig`, checks what needs no worker, and calls the launcher."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["SERVE_FIELDS", "build_config", "serve"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSize:
-    """The pool's size in another unit than that of its field."""
+    """The pool's size in another unit than the field's."""
 
     pool_gb: Annotated[
         Gigabytes, Setting("Size of the KV pool in GB (10^9 bytes), instead of --pool-bytes; 0 = not given.", ENGINE)
@@ -111,7 +111,7 @@ def serve(values: Values) -> int:
 
 
 def _check_model_and_port(config: ClusterConfig) -> None:
-    """Raise `ConfigError` for what is wrong with either, or both, before anything is fetched or started."""
+    """Raise `ConfigError` if either or both are wrong, before anything is fetched or started."""
     reasons = []
     try:
         check_model(config.engine.model, needs_weights=not config.ray_address)

@@ -25,12 +25,12 @@ __all__ = ["top"]
 Json = dict[str, Any]
 Sort = Annotated[Literal["queue", "running", "pool", "errors"], typer.Option(help="Which workers are shown first.")]
 Once = Annotated[
-    bool, typer.Option("--once", help="Print one screen and leave. So does an output that is no terminal.")
+    bool, typer.Option("--once", help="Print one screen and leave; this is the default if the output is no terminal.")
 ]
 
 _PATH = "/v1/dashboard"
 _SILENT_S = 15.0  # the server says something every five seconds
-_RETRY_S = (0.5, 1.0, 2.0, 5.0)  # the last one from then on
+_RETRY_S = (0.5, 1.0, 2.0, 5.0)  # the last one repeats
 _ALL_LINES = 1000
 _ONCE_WIDTH = 160
 
@@ -44,8 +44,8 @@ def top(
 ) -> int:
     """Watch a server: pools, queues, hits, workers and decisions, once a second. Ctrl-C leaves.
 
-    The same as the page /dashboard, of tandem serve and tandem route. Where the server has API keys it needs an
-    operator's.
+    It shows the same as the page /dashboard, for tandem serve and tandem route. If the server has API keys, it needs
+    an operator's.
 
     [bold]Examples[/bold]
 
@@ -66,7 +66,7 @@ def top(
 
 @contextlib.contextmanager
 def _leaving_on_sigterm() -> Iterator[None]:
-    """SIGTERM is as Ctrl-C: the terminal must not be left with another screen and no cursor."""
+    """SIGTERM acts like Ctrl-C: the terminal must not be left with another screen and no cursor."""
 
     def leave(*_: object) -> None:
         raise KeyboardInterrupt
@@ -79,7 +79,7 @@ def _leaving_on_sigterm() -> Iterator[None]:
 
 
 def _screen(snapshot: Json, url: str, sort: str, width: int, height: int, notice: str = "") -> RenderableType:
-    """As `render`. Raises `TopError` for a snapshot that is not as this version makes it."""
+    """As `render`. Raises `TopError` for a snapshot in a form that this version does not make."""
     try:
         return render(snapshot, url=url, sort=sort, width=width, height=height, notice=notice)
     except (LookupError, TypeError, ValueError, AttributeError) as exc:
@@ -100,7 +100,7 @@ def _with_rates(client: httpx.Client) -> Json:
 
 
 def _watch(client: httpx.Client, console: Console, sort: str) -> None:
-    """Draw each snapshot until Ctrl-C. A server that is lost is looked for again; what it last said stays, marked."""
+    """Draw each snapshot until Ctrl-C. If the server is lost, reconnect; its last snapshot stays, marked as old."""
     url = _url(client)
     snapshots = _snapshots(client)
     latest = next(snapshots)  # an error of the first one ends the command

@@ -18,7 +18,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _BAR_WIDTH = 12
 _CURVE_WIDTH = 30
 _GAP = 2  # between columns
-_LEAST_MEMBERS = 3  # are shown before anything that can be left out
+_LEAST_MEMBERS = 3  # shown before anything that can be left out
 _NUM_DECISIONS = 6
 _LEAST_DECISIONS = 2
 _LEAST_NAME, _LEAST_TEXT = 12, 7  # characters to which the first column and other texts are shortened
@@ -33,7 +33,7 @@ SORT_KEYS: dict[str, Callable[[Json], float]] = {
 
 
 class _Column(NamedTuple):
-    """One column of a table. Texts are shortened where there is no room; then the columns of the highest rank go."""
+    """One column of a table. If there is no room, texts are shortened; then the columns of the highest rank go."""
 
     heading: str
     cells: Sequence[Text]
@@ -44,7 +44,7 @@ class _Column(NamedTuple):
 def render(snapshot: Json, *, url: str, sort: str, width: int, height: int, notice: str = "") -> RenderableType:
     """A screen of at most `height` lines of `width` characters. `notice` says why the snapshot is not live; "" = it is.
 
-    What matters most comes first where there is room for some of it only: traffic, pools and the worst workers.
+    If there is not enough room, what matters most comes first: traffic, pools and the worst workers.
     """
     members = _members(snapshot)
     is_own = snapshot["kind"] == "workers"
@@ -81,7 +81,7 @@ def _members(snapshot: Json) -> list[Json]:
 
 
 def _header(snapshot: Json, url: str, notice: str) -> list[Text]:
-    """One line, and one before it if the snapshot is not live: that must be seen on every screen."""
+    """One line, after a notice if the snapshot is not live: every screen must show that."""
     clock = time.strftime("%H:%M:%S", time.localtime(snapshot["time"]))
     text = Text.assemble(("tandem ", "bold"), _clean(snapshot["version"]), f"  {clock}  ")
     text.append_text(_clean(", ".join(snapshot["models"])))
@@ -91,7 +91,7 @@ def _header(snapshot: Json, url: str, notice: str) -> list[Text]:
 
 
 def _traffic(snapshot: Json, width: int) -> list[Text]:
-    """The last minute, in as few lines as the width allows; what matters most comes first."""
+    """The traffic of the last minute, in as few lines as the width allows; what matters most comes first."""
     traffic, history = snapshot["traffic"], snapshot["history"]
     ttft_s, itl_s = (traffic.get(name) or [None] * 3 for name in ("ttft_s", "itl_s"))
     facts = [
@@ -158,7 +158,7 @@ def _tiers(snapshot: Json, width: int) -> list[Text]:
 
 
 def _autoscaler_lines(snapshot: Json) -> Iterable[Text]:
-    """What the autoscaler decided last, and the latest move of a worker, in a line each."""
+    """The autoscaler's latest decision and the latest move of a worker, one line each."""
     if reason := snapshot["autoscaler"].get("reason"):
         yield Text("autoscaler  ", style="dim", no_wrap=True) + _clean(reason)
     if advice := snapshot["autoscaler"].get("advice"):
@@ -227,7 +227,7 @@ def _decisions(snapshot: Json, num_shown: int, width: int) -> list[Text]:
 
 
 def _table(columns: Sequence[_Column], width: int) -> list[Text]:
-    """A heading and rows of one line each. Numbers are whole: what does not fit is left out."""
+    """A heading and rows of one line each. Numbers are never cut: those that do not fit are left out."""
     kept = list(columns)
     while _least_width(kept) > width and (last := max(kept, key=lambda one: one.rank)).rank:
         kept.remove(last)
@@ -288,7 +288,7 @@ def _bar(share: float | None) -> Text:
 
 
 def _clean(text: str, style: str = "") -> Text:
-    """Text that others wrote, in one line: no markup and no escape sequences, which would reach the terminal."""
+    """Text that others wrote, as one line without markup and escape sequences, which would reach the terminal."""
     shown = "".join(char if char.isprintable() else "?" for char in text)
     return Text(shown, style=style, no_wrap=True, overflow="ellipsis")
 

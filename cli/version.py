@@ -1,4 +1,4 @@
-"""`tandem version`, and what a result says about the build and the machine that it was measured with."""
+"""`tandem version`, and what a result says about the build and the machine of its measurement."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ def drain(
 ) -> int:
     """Let a worker of a running server leave for good; no request fails.
 
-    It gets nothing new. Its answers move to other workers and go on there, what it computes for others ends, then its
-    process ends. Where the server has API keys it needs an operator's.
+    It gets nothing new. Its answers move to other workers and go on there, what it computes for others ends, and then
+    its process ends. If the server has API keys, this needs an operator's.
 
     [bold]Example[/bold]
 
@@ -67,8 +67,8 @@ def restart(
 ) -> int:
     """Start workers of a running server again, one after the other; no request fails.
 
-    Each worker leaves as by tandem drain; the next one follows once it serves again. If one does not come back, the
-    others are left as they are. Where the server has API keys it needs an operator's.
+    Each worker leaves as with tandem drain; the next one follows once it serves again. If one does not come back, the
+    others are left as they are. If the server has API keys, this needs an operator's.
 
     [bold]Examples[/bold]
 
@@ -93,8 +93,8 @@ def add(
 ) -> int:
     """Let one more worker join a running server, and wait until it serves.
 
-    It is like the workers that are there. On a Ray cluster that has no room for it, Ray is asked for a node. Where the
-    server has API keys it needs an operator's.
+    It is like the workers that are there. If a Ray cluster has no room for it, Ray is asked for a node. If the server
+    has API keys, this needs an operator's.
 
     [bold]Example[/bold]
 
@@ -121,7 +121,7 @@ def add(
 def _depart(
     client: httpx.Client, console: Console, worker: str, grace_s: float, timeout_s: float, *, restart: bool
 ) -> None:
-    """Let one worker leave and wait for what is to follow. Raises `WorkerChangeError`."""
+    """Let one worker leave, and wait for its departure or its return. Raises `WorkerChangeError`."""
     number = _begin(client, {"worker": worker, "grace_s": grace_s, "restart": restart})
     end = "back_after_s" if restart else "left_after_s"
     deadline_s = time.monotonic() + grace_s + timeout_s
@@ -140,7 +140,7 @@ def _depart(
 
 
 def _begin(client: httpx.Client, body: Json) -> int:
-    """Ask for a departure; its number. A worker that is not ready for it is asked again for a while."""
+    """Ask for a departure. Returns its number. Asks again for a while if the worker is not ready for it."""
     deadline_s = time.monotonic() + _REFUSED_S
     while True:
         response = client.post("/v1/pools/drain", json=body)
@@ -153,15 +153,15 @@ def _begin(client: httpx.Client, body: Json) -> int:
 
 
 def _record(client: httpx.Client, kind: str, field: str, value: object) -> Json:
-    """What the server tells of one departure or arrival now. Raises `WorkerChangeError`."""
+    """The server's present record of one departure or arrival. Raises `WorkerChangeError`."""
     for record in _pools(client)["autoscaler"][kind]:
         if record[field] == value:
             return dict(record)
-    raise WorkerChangeError("the server knows nothing of it any more: it was started again, or many others followed")
+    raise WorkerChangeError("the server has no record of it any more: it was started again, or many others followed")
 
 
 def _all_workers(client: httpx.Client) -> list[str]:
-    """All workers that the server runs: those that prefill first. Data-parallel ranks of one server are one."""
+    """All workers that the server runs, those that prefill first. Data-parallel ranks of one server count as one."""
     pools = _pools(client)
     if "engines" in pools:
         names = [engine["name"].rpartition(".dp")[0] or engine["name"] for engine in pools["engines"]]

@@ -398,7 +398,7 @@ class WorkerMember(Member):
                 await call(getattr(self.actor, method), peer)
                 return
             except (RayError, ServingError, TimeoutError) as exc:
-                logger.warning("%s could not be told of %s yet: %s", self.worker_id, peer.worker_id, first_line(exc))
+                logger.warning("%s could not be told about %s yet: %s", self.worker_id, peer.worker_id, first_line(exc))
             await asyncio.sleep(_TELL_AGAIN_S)
 
 

@@ -92,7 +92,7 @@ class NodeRequests:
         try:
             await asyncio.wait_for(asyncio.to_thread(self._send, wanted), _SEND_TIMEOUT_S)
         except (RayError, RuntimeError, OSError, TimeoutError) as exc:
-            logger.warning("Ray was not told of the nodes that are needed: %s", str(exc) or type(exc).__name__)
+            logger.warning("Ray was not told about the nodes that are needed: %s", str(exc) or type(exc).__name__)
             return False
         self._sent = wanted
         return True

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 _REMIND_S = 1.0  # between two messages to a sender about prompts in line, and about leases whose end it must confirm
 _LATE = "the prompt's KV did not arrive in time"
-_MAX_EARLY = 4096  # lease requests kept that overtook the request itself, which comes over another connection
+_MAX_EARLY = 4096  # lease requests kept because they overtook their request, which comes over another connection
 
 
 @dataclass(eq=False, slots=True)
@@ -59,16 +59,16 @@ class _Pending:
     deadline: float  # for a message from the sender about this request; waiting for room has no deadline
     is_requested: bool = False
     num_matched_blocks: int = 0
-    generation: int = 0  # of the lease, once it is granted
-    is_late: bool = False  # the lease expired, and the sender was asked whether it was done
+    generation: int = 0  # the lease's, once it is granted
+    is_late: bool = False  # whether the lease expired, and the sender was asked if it was done
 
 
 class DecodeRole:
-    """All handoffs this worker receives. `on_failed(request_id, message, code)` is called for one that failed.
+    """All handoffs that this worker receives. `on_failed(request_id, message, code)` is called for a failed one.
 
-    Two things may take long, and each has its own rule. A request of which its sender says nothing for
-    `handoff_timeout_s` fails. A full pool fails no request: the sender keeps the prompt's KV and is told that the
-    request is in line, until there is room or the router gives the request up.
+    Two things may take long, and each has its own rule. A request fails if its sender says nothing about it for
+    `handoff_timeout_s`. A full pool fails no request: the sender keeps the prompt's KV and is told that the request
+    is in line, until there is room or the router gives the request up.
 
     `num_recomputed` counts prompts that were computed again.
     """
@@ -87,7 +87,7 @@ class DecodeRole:
         self._config = config
         self._on_failed = on_failed
         self._leases = LeaseTable(first_generation=first_generation)
-        self._pending: dict[str, _Pending] = {}  # by request; those with a lease request in the order of these
+        self._pending: dict[str, _Pending] = {}  # by request, in the order of lease requests
         self._early: OrderedDict[tuple[str, str, int], None] = OrderedDict()  # request, sender and its epoch
         self._unsent: deque[tuple[Mark, _Pending, LeaseGrant]] = deque()  # the device may still use their blocks
         self._remind_at = 0.0
@@ -166,7 +166,7 @@ class DecodeRole:
             pending.deadline = now + self._config.handoff_timeout_s
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request whose KV is not here yet. Its lease is fenced: blocks wait for the sender's word."""
+        """Drop a request whose KV is not here yet. Its lease is fenced: blocks wait for the sender's confirmation."""
         pending = self._pending.pop(request_id, None)
         if pending is None:
             return
@@ -188,7 +188,7 @@ class DecodeRole:
                 pending.deadline = now + self._config.handoff_timeout_s
 
     def notified(self, notification: Notification, now: float) -> None:
-        """Take in a notification behind a write. A damaged one is dropped: its chunk will be missing."""
+        """Handle a notification that follows a write. A damaged one is dropped: its chunk will be missing."""
         message = _decode(notification)
         if message is None:
             logger.warning("dropped a notification from %s: it was damaged on its way", notification.worker_id)
@@ -232,8 +232,8 @@ class DecodeRole:
                 self._fail(request_id, f"prefill worker {worker_id} died", PeerLost.code)
 
     def peer_lost(self, worker_id: str, epoch: int) -> None:
-        """Free the blocks that a process might have written to: it is gone."""
-        self.peer_given_up(worker_id, epoch)  # else a request in line would get blocks that nobody frees
+        """Free the blocks that a process could write to until it was gone."""
+        self.peer_given_up(worker_id, epoch)  # otherwise a request in line would get blocks that nobody frees
         for released in self._leases.sender_lost(worker_id, epoch):
             self._release(released, code=PeerLost.code)
 
@@ -287,7 +287,7 @@ class DecodeRole:
         self._engine.scheduler.request_room(pending.sequence)
 
     def _grant(self, pending: _Pending, reserved: list[int], now: float) -> LeaseGrant:
-        """A lease for the sender on blocks for the part of the prompt that is not cached here."""
+        """Grant the sender a lease on blocks for the part of the prompt that is not cached here."""
         sequence = pending.sequence
         pending.num_matched_blocks = len(sequence.blocks)
         if sequence.timeline is not None:
@@ -313,14 +313,14 @@ class DecodeRole:
         )
 
     def _send_grants(self) -> None:
-        """Send the grants whose blocks the device has done with: the sender's writes do not wait for it."""
+        """Send the grants whose blocks the device has finished with: the sender's writes do not wait for the device."""
         while self._unsent and self._engine.stream.is_done(self._unsent[0][0]):
             _, pending, grant = self._unsent.popleft()
-            if self._pending.get(grant.request_id) is pending:  # else its sender was told that the lease has ended
+            if self._pending.get(grant.request_id) is pending:  # otherwise its sender was told that the lease has ended
                 self._links.send(pending.sender.worker_id, pending.sender.epoch, grant)
 
     def _join(self, received: LeaseReceived, now: float) -> None:
-        """Let the sequence run if all blocks arrived as they were sent; else compute its prompt here."""
+        """Let the sequence run if all blocks arrived as they were sent; otherwise compute its prompt here."""
         lease = received.lease
         wrong = wrong_blocks(self._engine.kv.shards, lease.block_ids, received.checksums)
         if wrong:
@@ -375,14 +375,14 @@ class DecodeRole:
             self._fail(lease.request_id, released.reason, code)
 
     def _drop(self, request_id: str) -> bool:
-        """Forget a pending request and free its cached prefix; whether it was pending."""
+        """Forget a pending request and free its cached prefix. Returns whether it was pending."""
         pending = self._pending.pop(request_id, None)
         if pending is not None:
             self._give_up(pending.sequence)
         return pending is not None
 
     def _give_up(self, sequence: Sequence) -> None:
-        """Give up receiving this sequence. Blocks under a lease stay with the lease."""
+        """Stop receiving this sequence. Blocks under a lease stay with the lease."""
         self._engine.scheduler.stop_receiving(sequence)
         self._engine.scheduler.blocks.release(sequence)
 

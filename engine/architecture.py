@@ -71,7 +71,7 @@ def model_class(name: str, config: Any) -> type[PreTrainedModel]:
 
 
 def _generator(config: Any) -> type[PreTrainedModel] | None:
-    """The text generator of this config, or else the wrapper of one that reads images or sound too."""
+    """The text generator of this config, or otherwise the wrapper of one that also reads images or sound."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING):
         if type(config) in mapping:
             found: type[PreTrainedModel] | tuple[type[PreTrainedModel], ...] = mapping[type(config)]

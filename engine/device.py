@@ -27,7 +27,7 @@ class DeviceStream(abc.ABC):
 
     @abc.abstractmethod
     def record(self) -> Mark:
-        """A mark behind all work launched so far."""
+        """A mark after all work launched so far."""
 
     @abc.abstractmethod
     def is_done(self, mark: Mark) -> bool:

@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 _STEP_TOKENS = 512  # the default without a role's own choice
 _SCORED_BYTES = 64 << 20  # float32 logits of the prompt tokens that a step scores
 _MIN_SCORED = 16
-_MAX_RUN = 64  # tokens of a sequence that one step gives: a sampled one, and those that its grammar forces behind it
-_MAX_LAUNCHED = 2  # one that computes and one behind it: more would make new requests wait
+_MAX_RUN = 64  # tokens that one step gives a sequence: a sampled one, and those that its grammar forces after it
+_MAX_LAUNCHED = 2  # steps: one that computes and the next one; more would make new requests wait
 _MAX_FAILED_STEPS = 3  # in a row, each failing for every sequence: then the engine is at fault, not the sequences
 
 
@@ -228,7 +228,7 @@ class Engine:
         self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request and free its blocks; False if it is unknown or has ended."""
+        """Drop a request and free its blocks. Returns False if it is unknown or has ended."""
         sequence = self.sequences.get(request_id)
         if sequence is None:
             return False
@@ -243,8 +243,8 @@ class Engine:
 
         On a CPU that is the step's own result, or nothing if there was nothing to compute. On a GPU it comes from a
         later call, and the next step is launched meanwhile: its input tokens never leave the device. What it computes
-        for a sequence that turns out to have ended is dropped. A step with a sequence whose next token depends on the
-        ones before it in other ways than through the model (a penalty) is waited for.
+        for a sequence that turns out to have ended is dropped. If a sequence's next token depends on the ones before it
+        in other ways than through the model (a penalty), its step is waited for.
 
         `before_compute` is called once when the chunks, and the sequences that were admitted, are known.
         `between_layers` is called in each layer, for work that must not wait for the end of a long step.
@@ -325,13 +325,13 @@ class Engine:
         self._launched.append(_LaunchedStep(scheduled, chunks, computed, used, sample, scores, failures, begin, end))
 
     def _begin_masks(self, chunks: list[ScheduledChunk]) -> None:
-        """Begin to compute what the grammars of a step's sequences allow."""
+        """Begin to compute the tokens that the grammars of a step's sequences allow."""
         self.structured_output.begin_masks(
             [(s.matcher, s.unmatched_ids) for s in _sampling(chunks) if s.matcher is not None]
         )
 
     def _take_masks(self, sampling: list[Sequence]) -> tuple[dict[Sequence, TokenMask | Exception], set[Sequence]]:
-        """What the grammars of these sequences allow, and the sequences for which that is not known yet."""
+        """The tokens that the grammars of these sequences allow, and the sequences for which they are not known yet."""
         matchers = {sequence: sequence.matcher for sequence in sampling if sequence.matcher is not None}
         if not matchers:
             return {}, set()
@@ -464,7 +464,7 @@ class Engine:
         return SequenceOutput(sequence, offset, token_id, logprobs, sequence.finish_reason, stop_token_id)
 
     def _forced_token(self, sequence: Sequence) -> int | None:
-        """The token that must come next, if nobody needs its logits: it is computed with the one behind it."""
+        """The token that must come next, if nobody needs its logits: it is computed together with the next one."""
         matcher, sampling = sequence.matcher, sequence.sampling
         if matcher is None or sequence.finish_reason is not None or sequence.phase is Phase.PREFILL_ONLY:
             return None
@@ -489,7 +489,7 @@ class Engine:
         return FinishReason.LENGTH if self._is_full(sequence, position) else None
 
     def _is_stop_token(self, sequence: Sequence, token_id: int) -> bool:
-        """Whether a token ends the sequence. Behind an end token a grammar allows nothing, so `ignore_eos` is void."""
+        """Whether a token ends the sequence. A grammar allows nothing after an end token, so `ignore_eos` is void."""
         sampling = sequence.sampling
         ends = token_id in self.model.eos_token_ids and (not sampling.ignore_eos or sequence.matcher is not None)
         return ends or token_id in sampling.stop_token_ids

@@ -42,7 +42,7 @@ class ReceiveQueue:
             self.leads.append(self.step_number - prompt.step)
 
     def reserve(self) -> list[Reservation]:
-        """Give room to the prompts that requested it, in order, as far as there is some."""
+        """Give room to the prompts that requested it, in order, as long as there is room."""
         if not self._queues.awaiting_room or not self._may_have_room():
             return []
         num_seats = self._admission.num_free_seats

@@ -44,7 +44,7 @@ class _Step:
     # Waiting sequences at the head of the queue that were skipped because they lack room, or because their prefix is
     # being computed. A seat is reserved for each of them, and for the latter also their blocks.
     num_passed: int = 0
-    num_refused: int = 0  # those of them that lack more than a seat or a block
+    num_refused: int = 0  # how many of them lack more than a seat or a block
     forecast: PoolForecast | None = None  # made when the first sequence needs room
     has_counted_awaiting: bool = False
 
@@ -104,11 +104,11 @@ class Scheduler:
         self.awaiting_room[sequence] = None
 
     def reserve(self) -> list[Reservation]:
-        """Give room to the prompts that requested it, in order, as far as there is some."""
+        """Give room to the prompts that requested it, in order, as long as there is room."""
         return self.receive_queue.reserve()
 
     def stop_receiving(self, sequence: Sequence) -> None:
-        """Nothing of it will be received: end its reservation. The reserved blocks belong to the caller."""
+        """End the reservation of a prompt that will not be received. The reserved blocks belong to the caller."""
         self.awaiting_room.pop(sequence, None)
         self.receiving.pop(sequence, None)
 
@@ -259,7 +259,7 @@ class Scheduler:
         step.num_scored += num_scored
         step.budget -= num_tokens
         step.num_prompt_tokens += num_tokens
-        if priority.max_step_tokens:  # those behind it do not lengthen the step either
+        if priority.max_step_tokens:  # later prompts must not lengthen the step either
             step.budget = min(step.budget, priority.max_step_tokens - step.num_prompt_tokens)
 
     def _awaited(self, sequence: Sequence) -> Sequence | None:
@@ -300,7 +300,7 @@ def _num_shared(digests: list[bytes], others: list[bytes]) -> int:
 
 
 def _num_scored(sequence: Sequence, end: int) -> int:
-    """Of the tokens before `end` that are computed now, those whose logits score the next one for the first time."""
+    """How many of the tokens computed now, before `end`, have logits that score the next token for the first time."""
     scores = sequence.prompt_scores
     if scores is None or not sequence.is_scored:
         return 0

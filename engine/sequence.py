@@ -26,7 +26,7 @@ PENDING_TOKEN = -1  # stands for a token that is still on the device
 
 
 class SequenceStatus(enum.Enum):
-    """In which of the engine's queues the sequence is."""
+    """The engine's queue that the sequence is in."""
 
     WAITING = enum.auto()  # not admitted: holds no blocks (or only those received for it)
     RUNNING = enum.auto()
@@ -34,7 +34,7 @@ class SequenceStatus(enum.Enum):
 
 
 class Phase(enum.Enum):
-    """Which part of the request this engine computes."""
+    """The part of the request that this engine computes."""
 
     WHOLE = enum.auto()  # prefill and decode
     PREFILL_ONLY = enum.auto()  # up to the first token; blocks are kept until the handoff is over
@@ -85,7 +85,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of full blocks of token_ids
     arrival: int = 0  # counted by the scheduler; 0 = not queued yet
-    num_passed_blocks: int = 0  # given to sequences behind it in the queue while there was no room for it
+    num_passed_blocks: int = 0  # blocks given to later sequences in the queue while there was no room for this one
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     has_last_token: bool = False  # its last token is sampled, whether it is read yet or not
@@ -114,7 +114,7 @@ class Sequence:
 
     @property
     def unprobed_ids(self) -> list[int]:
-        """Tokens of the output that were not looked behind for forced ones."""
+        """Tokens of the output after which no forced ones were looked for yet."""
         return self._output_from(0 if self.matcher is None else self.matcher.num_probed)
 
     @property
@@ -154,13 +154,13 @@ class Sequence:
         return PrefillPriority(self.order, self.priority.max_step_tokens)
 
     def add_pending_token(self, *, is_last: bool) -> None:
-        """The device has sampled one more token."""
+        """Note that the device has sampled one more token."""
         self.token_ids.append(PENDING_TOKEN)
         self.num_pending_tokens += 1
         self.has_last_token = is_last
 
     def set_pending_token(self, token_id: int) -> int:
-        """The oldest token that was not read yet is this one. Returns its position."""
+        """Set the oldest token that was not read yet. Returns its position."""
         position = len(self.token_ids) - self.num_pending_tokens
         self.token_ids[position] = token_id
         self.num_pending_tokens -= 1

@@ -80,7 +80,7 @@ class SequenceBlocks:
         return True
 
     def end_onboarding(self, sequence: Sequence) -> None:
-        """Nothing more will be loaded: compute up to what is in place."""
+        """Load nothing more: compute up to what is in place."""
         onboarding = sequence.onboarding
         if onboarding is not None and onboarding.start == onboarding.end:
             sequence.onboarding = None

@@ -36,9 +36,9 @@ from tandem.protocol.grammar import (
 __all__ = ["GrammarMatcher", "StructuredOutput", "TokenMask"]
 
 _MAX_COMPILED = 64  # grammars that are kept: requests of one application share theirs
-_MAX_THREADS = 8  # that compute masks
+_MAX_THREADS = 8  # threads that compute masks
 _MAX_RUN_BYTES = 512  # of a forced text whose tokens are looked for one by one: each time the rest of it is cut anew
-# Of waiting for masks behind a step's forward. Most take less than a millisecond, but all cores may be busy.
+# Wait for masks after a step's forward. Most take less than a millisecond, but all cores may be busy.
 _MAX_MASK_WAIT_S = 0.02
 
 TokenMask = np.ndarray[Any, Any]  # [ceil(vocab / 32)], int32; bit i of word w allows token 32 w + i
@@ -56,12 +56,12 @@ class _Compilation:
 
     def __init__(self, grammar: str) -> None:
         self.grammar = grammar
-        self.order: float | None = None  # in which it waits
+        self.order: float | None = None  # its place in the line
         self.compiled: Future[_Compiled] = Future()
 
 
 class _Waiting(NamedTuple):
-    """A grammar to compile, unless all who asked for it have left. The smallest one is compiled next."""
+    """A grammar to compile, unless all requests for it have left. The smallest one is compiled next."""
 
     order: float
     number: int  # in order of arrival, each once
@@ -94,7 +94,7 @@ class GrammarMatcher:
         return self._compilation.compiled.done() and (self.pending is None or self.pending.rows.done())
 
     def follow(self, new_ids: list[int]) -> llguidance.LLMatcher:
-        """The matcher behind these tokens, which come after those that it has consumed.
+        """The matcher after these tokens, which follow those that it has consumed.
 
         Raises `GrammarError` if the output does not match, or costs too much.
         """
@@ -135,7 +135,7 @@ class GrammarMatcher:
         return forced[0] if forced else None
 
     def is_complete(self, new_ids: list[int]) -> bool:
-        """Whether nothing may follow these tokens. Raises `GrammarError` as `follow` does."""
+        """Whether nothing may follow these tokens. Raises `GrammarError`, as `follow` does."""
         return bool(self.follow(new_ids).is_stopped())
 
     def take_mask(self) -> TokenMask | Exception | None:
@@ -188,7 +188,7 @@ class StructuredOutput:
         return GrammarMatcher(compilation)
 
     def begin_masks(self, rows: list[tuple[GrammarMatcher, list[int]]]) -> None:
-        """Begin to compute what each matcher allows behind its new tokens. A late mask that is there now is kept."""
+        """Begin to compute what each matcher allows after its new tokens. A late mask that is there now is kept."""
         rows = [row for row in rows if row[0].pending is None]
         quick = [row for row in rows if not row[0].is_slow]
         if quick:

@@ -1,4 +1,4 @@
-"""Frees what text alone does not use of a multimodal model: its towers for images and sound."""
+"""Frees the parts of a multimodal model that text does not use: its towers for images and sound."""
 
 from __future__ import annotations
 

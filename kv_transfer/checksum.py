@@ -36,7 +36,7 @@ def block_checksums(
     interpreter lock. On a GPU, where copying the bytes to the host would cost more than sending them, it is a weighted
     sum that the device computes. A checksum names its kind, so both kinds of pool can check either.
 
-    The blocks are in memory: the sums of a GPU are computed beside the steps that are launched, not after them.
+    The blocks must be in memory: a GPU computes the sums beside the launched steps, not after them.
 
     shards: the pool, or its shards, each [num_blocks, ...] and contiguous; a block is its parts of them, in order
     share:  part of the blocks that get a checksum, chosen by `draw`, which returns numbers in [0, 1)

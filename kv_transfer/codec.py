@@ -306,7 +306,7 @@ def _reciprocal(scales: Tensor) -> Tensor:
 
 
 def _order_behind(other: torch.device, device: torch.device) -> None:
-    """Let later work on `device` wait for the work launched so far on `other`."""
+    """Make later work on `device` wait for the work launched so far on `other`."""
     if other != device and other.type == "cuda":
         torch.cuda.current_stream(device).wait_stream(torch.cuda.current_stream(other))
 

@@ -110,7 +110,7 @@ class LeaseTable:
         return lease
 
     def is_foreign(self, generation: int, sender_id: str, sender_epoch: int) -> bool:
-        """Whether this lease belongs to another sender; only its own sender may report writes under it."""
+        """Whether this lease belongs to another sender. Only its own sender may report writes under it."""
         entry = self._entries.get(generation)
         if entry is None or (entry.lease.sender_id, entry.lease.sender_epoch) == (sender_id, sender_epoch):
             return False

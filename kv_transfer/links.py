@@ -49,7 +49,7 @@ class _PeerLink:
 
 
 class PeerLinks:
-    """The links this worker opened, one per peer, each for one epoch of that peer."""
+    """The links that this worker opened, one per peer, each for one epoch of that peer."""
 
     def __init__(
         self,

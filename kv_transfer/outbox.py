@@ -49,7 +49,7 @@ class LeaseEnded(NamedTuple):
     request_id: str
     generation: int
     reason: str
-    first_token_id: int | None = None  # of a delivered handoff, because the receiver may have missed it
+    first_token_id: int | None = None  # set for a delivered handoff, because the receiver may have missed it
 
 
 class Outbox:
@@ -115,7 +115,7 @@ class Outbox:
         ttl_s: float,
         now: float,
     ) -> None:
-        """Handle a `LeaseGrant`, also one that comes before its handoff is opened, late or twice."""
+        """Handle a `LeaseGrant`, which may come before its handoff is opened, late or twice."""
         key = HandoffKey(request_id, receiver_id, receiver_epoch)
         lease = LeaseKey(receiver_id, receiver_epoch, generation)
         if lease in self._past or lease in self._lost_leases or lease in self._by_lease:
@@ -140,7 +140,7 @@ class Outbox:
         return handoff is not None and handoff.grant is not None
 
     def refused(self, request_id: str, receiver_id: str, receiver_epoch: int, reason: str) -> None:
-        """No grant will come."""
+        """Fail a handoff: no grant will come."""
         handoff = self._active.get(HandoffKey(request_id, receiver_id, receiver_epoch))
         if handoff is not None and handoff.grant is None:
             self._fail(handoff, reason)
@@ -193,7 +193,7 @@ class Outbox:
         return {(lease.receiver_id, lease.receiver_epoch) for lease in self._lost_leases}
 
     def confirm_lost_writes(self, receiver_id: str, receiver_epoch: int) -> None:
-        """No lost write to this receiver can land any more: confirm those leases."""
+        """Confirm the leases with lost writes to this receiver: none of these can land any more."""
         for lease, key in list(self._lost_leases.items()):
             if (lease.receiver_id, lease.receiver_epoch) == (receiver_id, receiver_epoch):
                 del self._lost_leases[lease]

@@ -58,14 +58,14 @@ class OutgoingHandoff:
     is_done_submitted: bool = False
     is_done_settled: bool = False
     has_failed_write: bool = False
-    has_lost_write: bool = False  # its blocks may still land
+    has_lost_write: bool = False  # whether a write was lost: its blocks may still land
     is_revoked: bool = False
     is_receiver_lost: bool = False
     is_ended: bool = False
     failure: str = ""
 
     def take_writes(self) -> list[BlockWrite]:
-        """Writes to start now: the blocks computed since the last call, and `HandoffDone` behind the last block."""
+        """Writes to start now: the blocks computed since the last call, and `HandoffDone` after the last block."""
         if self.grant is None:
             return []
         request_id, generation = self.key.request_id, self.grant.lease.generation

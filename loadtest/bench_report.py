@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["BenchRun", "bench_report"]
 
 _PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")  # Okabe and Ito's
-_NUM_WINDOWS = 60  # of a timeline
+_NUM_WINDOWS = 60  # in a timeline
 
 
 @dataclass(frozen=True, slots=True)

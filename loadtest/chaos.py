@@ -1,4 +1,4 @@
-"""Faults and load for a running server: what is done to it, what its clients see, and what they should have seen.
+"""Faults and load for a running server: what is done to it, what its clients see, and what they should see.
 
 Faults and requests follow from one seed. Each request has been answered once before the first fault, and every later
 answer to it is compared with that one: text, end, log probabilities and usage of each choice.
@@ -27,7 +27,7 @@ __all__ = ["Answer", "ChaosEvent", "ChaosRun", "chaos_client", "plan", "run_chao
 
 Json = dict[str, Any]
 
-_MEAN_GAP_S = 10.0  # between two faults
+_MEAN_GAP_S = 10.0  # mean time between two faults
 _KINDS = {"kill": 5, "stop 3 s": 2, "stop 20 s": 2, "kill router process": 1, "lose disk cache": 1}
 _DISK_LOST_S = 5.0
 HUNG_S = 120.0  # a stream without an event for this long
@@ -49,7 +49,7 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class ChaosEvent:
-    """Something that is done to the server. `drawn` in [0, 1) chooses its victim among those that are there then."""
+    """A fault to be made. `drawn`, in [0, 1), chooses its victim among the processes that are there then."""
 
     at_s: float
     kind: str
@@ -67,20 +67,20 @@ class Answer:
 
 @dataclass(slots=True)
 class ChaosRun:
-    """What was done and seen. `lost` says in words what must not be; empty = nothing was lost."""
+    """What was done and seen. `lost` says in words what went wrong; empty = nothing was lost."""
 
     num_requests: Counter[str] = field(default_factory=Counter)  # by kind of sampling
-    num_sent_again: int = 0  # because a router process died with their connections
+    num_sent_again: int = 0  # requests whose connection broke because a router process died
     failed: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    silences_s: list[float] = field(default_factory=list)  # the longest of each request
+    silences_s: list[float] = field(default_factory=list)  # the longest silence of each request
     events: Counter[str] = field(default_factory=Counter)
-    held: Json = field(default_factory=dict)  # by workers that should be idle
-    moves: dict[str, float] = field(default_factory=dict)  # of requests, by cause
+    held: Json = field(default_factory=dict)  # what workers hold that should be idle
+    moves: dict[str, float] = field(default_factory=dict)  # moves of requests, by cause
 
     @property
     def lost(self) -> list[str]:
-        """What must not be."""
+        """What went wrong, in words."""
         failed = [f"{len(self.failed)} requests failed, the first: {self.failed[0]}"] if self.failed else []
         wrong = [f"{len(self.wrong)} answers differ, the first: {self.wrong[0]}"] if self.wrong else []
         held = [f"{worker} holds what nobody uses: {what}" for worker, what in self.held.items() if what]
@@ -101,7 +101,7 @@ def plan(seed: int, duration_s: float, *, has_edges: bool, has_disk: bool) -> li
 
 
 def sample_requests(seed: int, model: str, max_tokens: int) -> list[tuple[str, Json]]:
-    """Bodies of text completions with the kind of each: all kinds of sampling, short and long prompts."""
+    """Pairs of kind and body of text completions: all kinds of sampling, short and long prompts."""
     source = random.Random(seed)
     requests = []
     for number, num_words in enumerate((8, 60, 250)):
@@ -184,7 +184,7 @@ async def run_chaos(
     disk_folder: Path | None,
     say: Callable[[str], None],
 ) -> ChaosRun:
-    """Learn what each request's answer is, then send them while the faults happen, then let the server come to rest.
+    """Learn each request's answer, then send the requests while faults happen, then let the server come to rest.
 
     `server` is the process of `tandem serve` on this machine.
     """
@@ -229,7 +229,7 @@ async def _load(
     breaker: _Breaker,
     run: ChaosRun,
 ) -> None:
-    """One client, that sends one request after the other."""
+    """One client, which sends one request after the other."""
     while time.monotonic() < until_s:
         kind, body, content = source.choice(expected)
         answer = await ask(client, body)
@@ -246,7 +246,7 @@ async def _load(
 
 
 class _Breaker:
-    """Does the faults."""
+    """Makes the faults."""
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ class _Breaker:
         return time.monotonic() - self._router_killed_s < _LOST_WITH_ROUTER_S
 
     async def play(self, events: Sequence[ChaosEvent]) -> None:
-        """Do all of them at their times."""
+        """Make all of them at their times."""
         began_s = time.monotonic()
         for event in events:
             await asyncio.sleep(max(began_s + event.at_s - time.monotonic(), 0.0))
@@ -281,11 +281,11 @@ class _Breaker:
                 self._say(f"{event.at_s:7.1f} s  {done}")
 
     async def repair(self) -> None:
-        """Undo what is undone after a while."""
+        """Undo the faults that last only for a while."""
         await asyncio.gather(*self._repairs)
 
     async def _do(self, event: ChaosEvent) -> str:
-        """Do one; what it was, or "" if there was nothing to do it to."""
+        """Make one fault. Returns what was done, or "" if there was no victim."""
         match event.kind:
             case "lose disk cache":
                 return self._lose_disk()
@@ -296,7 +296,7 @@ class _Breaker:
         workers = await self._workers()
         worker = _chosen(workers, event.drawn)
         if worker is None or not any(one != worker and one[1] not in self._down for one in workers):
-            return ""  # without any worker requests are refused: that is no trial
+            return ""  # without any worker, requests are refused: that would test nothing
         name, process = worker
         self._down.add(process)
         if event.kind == "kill":
@@ -330,12 +330,12 @@ class _Breaker:
         folder = self._disk_folder
         if folder is None or not folder.exists():
             return ""
-        # Another one may still be away, if a worker has made the folder anew.
+        # An earlier one may still be away if a worker has made the folder again.
         away = Path(tempfile.mkdtemp(prefix=f"{folder.name}.away-", dir=folder.parent))
         os.rename(folder, away)
 
         def bring_back() -> None:
-            if folder.exists():  # a worker has made it anew: what was in the old one is lost
+            if folder.exists():  # a worker has made it again: the content of the old one is lost
                 shutil.rmtree(away)
             else:
                 os.rename(away, folder)
@@ -365,7 +365,7 @@ def _chosen(among: Sequence[Any], drawn: float) -> Any:
 
 
 async def _come_to_rest(client: httpx.AsyncClient, run: ChaosRun) -> None:
-    """Wait until all workers are back and nothing is held; what still is goes into the run."""
+    """Wait until all workers are back and hold nothing; the run records what is still held."""
     deadline_s = time.monotonic() + _SETTLE_S
     while True:
         check = (await client.post("/v1/pools/check", json={})).json()

@@ -71,7 +71,7 @@ class MeasuringClient:
         try:
             parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
             host, port = parts.hostname or "", parts.port
-            host.encode("idna")  # what a name is looked up as
+            host.encode("idna")  # as look-ups of the name encode it
         except ValueError as exc:
             raise ValueError(f"url={url!r} is not of the form http://host:port: {exc}") from exc
         if parts.scheme not in ("http", "https") or not host:
@@ -147,7 +147,7 @@ class MeasuringClient:
                 transport.write(head.encode() + payload)
                 return await reply.done
             finally:  # a cancelled request hangs up, as a client that leaves does
-                # Over TLS, `close` would wait for the server to say goodbye, perhaps longer than the event loop runs.
+                # Over TLS, `close` would wait for the server's answer, perhaps longer than the event loop runs.
                 transport.close() if self._tls is None else transport.abort()
 
 

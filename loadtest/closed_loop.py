@@ -17,7 +17,7 @@ __all__ = ["ChatLoad", "LoadRun", "run_chats", "run_completions"]
 
 
 class LoadRun(NamedTuple):
-    """The streams of one run, in the order they ended, and how long it took."""
+    """The streams of one run, in the order in which they ended, and the run's duration."""
 
     timings: list[StreamTiming]
     duration_s: float

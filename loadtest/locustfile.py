@@ -93,7 +93,7 @@ def _pieces(stream: Any) -> Iterator[str]:
             continue
         content = line[len(b"data:") :].strip()
         if content == b"[DONE]":
-            stream.read()  # to the end of the answer, so that the connection can be used again
+            stream.read()  # reads to the end of the answer, so that the connection can be used again
             return
         event = msgspec.json.decode(content)
         if "error" in event:

@@ -1,4 +1,4 @@
-"""The one-sided writes of a prefill worker: those under way, what each link has carried, and links that stand still."""
+"""The one-sided writes of a prefill worker: those in flight, what each link has carried, and stalled links."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class _Flight(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _OldestWrite:
-    """The oldest write of a link, and since when it has been the oldest."""
+    """The oldest write of a link, and the time since when it has been the oldest."""
 
     transfer: Transfer
     since: float
 
 
 class BlockWrites:
-    """All writes of one worker. Knows receivers and blocks, and nothing of prompts."""
+    """All writes of one worker. Knows receivers and blocks, but no prompts."""
 
     def __init__(self, engine: Engine, transport: Transport, links: PeerLinks, config: TransferConfig) -> None:
         self.totals: dict[str, LinkTotals] = {}  # by receiver
@@ -74,7 +74,7 @@ class BlockWrites:
 
     @property
     def num_in_flight(self) -> int:
-        """Writes that have not settled, as far as is known."""
+        """Writes that are not known to have settled."""
         return len(self._in_flight)
 
     @property
@@ -90,8 +90,8 @@ class BlockWrites:
         return num_blocks * self._engine.block_bytes * totals.seconds / totals.num_bytes
 
     def start(self, write: BlockWrite, receiver: PeerAddress, now: float) -> bool:
-        """Start a write; False, and nothing is written, if that is not possible."""
-        # NOTE: the transport knows peers by name only. After a restart the name leads to another process, where the
+        """Start a write. Returns False, and writes nothing, if that is not possible."""
+        # NOTE: the transport knows peers only by name. After a restart the name leads to another process, where the
         # blocks that the old one granted belong to somebody else.
         if not self._links.is_ready(receiver):
             return False
@@ -137,7 +137,7 @@ class BlockWrites:
                 self._links.reset(worker_id, epoch)
 
     def _payload(self, write: BlockWrite) -> bytes:
-        """The notification that travels behind a write, with checksums of the blocks that are to be checked."""
+        """The notification that follows a write, with checksums of the blocks to be checked."""
         notification, share = write.notification, CHECKED_SHARE[self._config.checksums]
         if share > 0 and isinstance(notification, ChunkArrived):
             notification = ChunkArrived(
@@ -153,8 +153,8 @@ class BlockWrites:
         """Add a write to its link's totals.
 
         Its seconds are the time for which the link was busy: from the start of the write, or from the end of the one
-        before it, to the poll of ours that saw its end and told the receiver. Waiting for the grant, for writes of
-        other handoffs and for the receiver's next step is not in it.
+        before it, to our poll that saw its end and told the receiver. Waiting for the grant, for writes of other
+        handoffs and for the receiver's next step does not count.
         """
         seconds = transfer.seconds or 0.0
         if transfer.state is TransferState.LOST:

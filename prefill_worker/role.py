@@ -43,14 +43,14 @@ class _Handoff:
     sequence: Sequence
     receiver: PeerAddress
     num_blocks: int
-    is_requested: bool = False  # the receiver was asked for a lease
+    is_requested: bool = False  # whether the receiver was asked for a lease
     is_computed: bool = False
     exposed_bytes: int = 0  # written after the prompt was computed
     exposed_s: float = 0.0
 
 
 class PrefillRole:
-    """All handoffs this worker sends.
+    """All handoffs that this worker sends.
 
     `on_failed(request_id, message, code)` is called for one that failed, `on_delivered(request_id)` when this worker
     has nothing more to do with a request.
@@ -78,7 +78,7 @@ class PrefillRole:
         self._held: dict[str, SequenceOutput] = {}  # first tokens of handoffs without a lease
         self._early_grants: dict[tuple[str, int], list[LeaseGrant]] = {}  # by worker and epoch: the link is not up yet
         self._confirm_at = 0.0
-        self._dead: set[tuple[str, int]] = set()  # worker and epoch; its last messages may come after its death
+        self._dead: set[tuple[str, int]] = set()  # worker and epoch; last messages may come after its death
 
     @property
     def num_open(self) -> int:
@@ -140,7 +140,7 @@ class PrefillRole:
             self._early_grants.setdefault((grant.sender.worker_id, grant.sender.epoch), []).append(grant)
 
     def link_ready(self, peer: PeerAddress, now: float) -> None:
-        """Use the grants that waited for the link to this peer."""
+        """Use the grants that were waiting for the link to this peer."""
         for grant in self._early_grants.pop((peer.worker_id, peer.epoch), []):
             self._apply_grant(grant, now)
 
@@ -178,7 +178,7 @@ class PrefillRole:
         self.writes.totals.pop(worker_id, None)
 
     def after_step(self, result: StepResult) -> list[SequenceOutput]:
-        """Give what the step computed to the outbox; the outputs to send to the router now.
+        """Give what the step computed to the outbox. Returns the outputs to send to the router now.
 
         The first tokens of handoffs without a lease are kept for `take_first_tokens`.
         """
@@ -200,7 +200,7 @@ class PrefillRole:
                 self._outbox.first_token(sequence.request_id, output.token_id)
                 handoff.is_computed = True
                 self._held[sequence.request_id] = output
-            else:  # the first token was the last: there is nothing to hand over
+            else:  # the first token was also the last: there is nothing to hand over
                 self._outbox.cancel(sequence.request_id, FINISHED_EARLY)
                 outputs.append(output)
         return outputs + self.take_first_tokens()
@@ -235,7 +235,7 @@ class PrefillRole:
             self._links.send(receiver.worker_id, receiver.epoch, message)
 
     def pump(self, now: float) -> None:
-        """Start writes that are due, take in those that settled, free the blocks of handoffs that are over."""
+        """Start writes that are due, handle those that settled, free the blocks of handoffs that are over."""
         self._settle()
         self.request_leases(now)
         for write in self._outbox.next_writes():
@@ -269,7 +269,7 @@ class PrefillRole:
         return self._outbox.has_lease(request_id, receiver.worker_id, receiver.epoch)
 
     def _due(self) -> list[_Handoff]:
-        """Handoffs that need their lease by now, whether or not it was requested.
+        """Handoffs that need their lease by now, whether or not it has been requested.
 
         Grants are read between two steps. To write while the prompt's last step computes, the lease must be requested
         before the step ahead of that one, and still earlier if the transfer takes longer than the last step.
@@ -280,7 +280,7 @@ class PrefillRole:
             num_tokens += sequence.num_uncomputed_tokens
             handoff = self._handoffs.get(sequence.request_id)
             if handoff is not None:
-                num_later_steps = -(-num_tokens // step_tokens) - 1  # behind the next one
+                num_later_steps = -(-num_tokens // step_tokens) - 1  # after the next one
                 transfer_s = self.writes.seconds_to_send(handoff.receiver.worker_id, handoff.num_blocks)
                 if num_later_steps <= 1 or num_later_steps * self.step_s <= transfer_s:
                     due.append(handoff)
@@ -321,7 +321,7 @@ class PrefillRole:
             totals.exposed_s += handoff.exposed_s
 
     def _give_up_late_writes(self, now: float) -> None:
-        """Cancel handoffs with a write that takes too long. Heartbeats do not name them any more: leases run out."""
+        """Cancel handoffs with a write that takes too long. Heartbeats stop naming them, so their leases run out."""
         for write in self.writes.late(now):
             reason = f"a write to {write.receiver_id} took over {self._config.handoff_timeout_s} s"
             self._outbox.cancel(write.notification.request_id, reason)

@@ -5,7 +5,7 @@ ServingError
  |   |- ModelNotFound          404
  |   |- ContextLengthExceeded  400
  |   |- PinNotFound            404
- |   |- PoisonedRequest        422: workers died of it
+ |   |- PoisonedRequest        422: it killed several workers
  |   |- WorkerNotFound         404
  |   |- RoleRefused            409
  |   |- DrainRefused           409
@@ -62,7 +62,7 @@ class ServingError(Exception):
     """Base of every error that this product raises on purpose.
 
     `status`, `error_type`, `code` and `param` go into an OpenAI-shaped error response. `may_quote`: its message may
-    have text of a client or of another server in it, which is for that client only.
+    contain text of a client or of another server, which is only for that client.
     """
 
     may_quote = False
@@ -79,7 +79,7 @@ class ServingError(Exception):
 
     @property
     def log_text(self) -> str:
-        """What a log may have of it: its message, or its code only if the message may quote somebody."""
+        """What a log may show of it: its message, or only its code if the message may quote somebody."""
         return (self.code or type(self).__name__) if self.may_quote else self.message
 
 

@@ -1,7 +1,7 @@
 """Fault boundaries: the places where any exception is caught, so that one failure does not end everything else.
 
-A request, a message, a listener or a background task may fail by a bug of ours or of a model's code. Its caller then
-ends what the failure concerns and goes on. Cancellation and the end of the process pass through.
+A request, a message, a listener or a background task may fail because of a bug in our code or in a model's. Its caller
+then ends what the failure concerns and goes on. Cancellation and the end of the process pass through.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ _LIMITS = llguidance.LLParserLimits(
     verbose_errors=False,
 )
 
-# Of a probe. Looking for forced bytes makes lexer states, one or more for each byte. With the limits above it may take
-# 50 ms, with these about 3 ms.
+# Limits of a probe. Looking for forced bytes makes lexer states, one or more for each byte. With the limits above it
+# may take 50 ms, with these about 3 ms.
 _PROBE_LIMITS = llguidance.LLParserLimits(
     step_max_items=2_000,
     step_lexer_fuel=50_000,
@@ -55,12 +55,12 @@ class GrammarError(RequestError):
 
 @contextmanager
 def grammar_errors_only() -> Iterator[None]:
-    """Whatever the block raises becomes a `GrammarError`."""
+    """Turn whatever the block raises into a `GrammarError`."""
     try:
         yield
     except GrammarError:
         raise
-    except BaseException as exc:  # a panic of llguidance is no Exception: it would end the thread or the process
+    except BaseException as exc:  # a panic of llguidance is not an Exception: it would end the thread or the process
         raise GrammarError(f"The grammar cannot be used: {' '.join(str(exc).split())[:300]}") from exc
 
 
@@ -78,8 +78,8 @@ def make_grammar_tokenizer(
 def compile_grammar(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
     """A matcher at the grammar's beginning. Raises `GrammarError`.
 
-    NOTE: a few grammars take minutes (an integer that is a multiple of a large prime, say), in one call without the
-    interpreter's lock that nothing can end but the end of its process.
+    NOTE: a few grammars take minutes (for example an integer that is a multiple of a large prime), in one call without
+    the interpreter's lock, which ends only with its process.
     """
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
     check_matcher(matcher)
@@ -89,13 +89,13 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidan
 def compile_probe(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher | None:
     """A matcher for looking for forced tokens only: no call of it takes long. None for a grammar that is too large."""
     probe = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=_PROBE_LIMITS)
-    # NOTE: the lexer has no limits before the first mask of a place with a choice; behind it, what that left of them.
+    # NOTE: the lexer has no limits before the first mask at a place with a choice; then it has what that mask left.
     for num_tokens in range(_MAX_FIXED_START):
         mask = int.from_bytes(probe.compute_bitmask(), "little")
         if probe.is_error():
             return None
         num_forced = len(probe.compute_ff_bytes())
-        if num_forced > _MAX_FIXED_START:  # each mask within it takes as long as the rest of it is
+        if num_forced > _MAX_FIXED_START:  # a mask within it takes time in proportion to the rest
             return None
         if not num_forced:
             probe.rollback(num_tokens)
@@ -107,7 +107,7 @@ def compile_probe(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance
 
 
 def num_forced_bytes(matcher: llguidance.LLMatcher) -> int:
-    """How many bytes are the only ones that may follow. Raises `GrammarError` if they are too many."""
+    """How many of the next bytes are forced. Raises `GrammarError` if they are too many."""
     num_bytes = len(matcher.compute_ff_bytes())
     if num_bytes > MAX_FORCED_BYTES:
         limit = f"at most {MAX_FORCED_BYTES} are allowed"

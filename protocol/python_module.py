@@ -9,10 +9,10 @@ __all__ = ["module_command", "module_environment"]
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module, without the current folder in its path: a user's random.py is not ours."""
+    """The command that runs a module, without the current folder in its path, which may have a user's random.py."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def module_environment() -> dict[str, str]:
-    """This process's environment, with which the module is found where this process found its own."""
+    """This process's environment, extended so that the module is found where this process found its own."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -62,11 +62,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] = {}
     num_logprobs: int | None = None  # None = off; 0 = only the chosen token's
     num_prompt_logprobs: int | None = None  # the same for the prompt's tokens
-    grammar: str = ""  # that the output must match, in llguidance's form; empty = any output
+    grammar: str = ""  # grammar that the output must match, in llguidance's form; empty = any output
 
     @property
     def depends_on_output(self) -> bool:
-        """Whether the next token depends on which ones were sampled before it in other ways than through the model."""
+        """Whether earlier output affects the next token in other ways than through the model."""
         has_penalty = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
         return bool(has_penalty or self.grammar)
 

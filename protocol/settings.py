@@ -43,7 +43,7 @@ class Setting:
     metavar: str = ""  # name of the value in `--help`; empty = its type
     flag: str = ""  # empty = made from the field's name
     short: str = ""  # second name of the flag
-    flag_type: Any = None  # type of flags, files and helm values, if they accept less than the field
+    flag_type: Any = None  # type for flags, files and helm values, if they accept less than the field
     is_valid: Callable[[Any], bool] | None = None  # for a tuple: of each item
     rule: str = ""  # what a value must be, if type and bounds do not say it
     own_workers_only: bool = False  # not a setting of `tandem route`
@@ -103,13 +103,13 @@ def check_settings(config: object) -> None:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise `ConfigError` with this message unless the condition, which is on several settings, holds."""
+    """Raise `ConfigError` with this message unless the condition on several settings holds."""
     if not condition:
         raise ConfigError(message)
 
 
 def from_values(config: type[Config], values: Mapping[str, Any], **parts: object) -> Config:
-    """A configuration out of settings by name and of its parts; what is not given keeps its default."""
+    """A configuration from settings by name and from its parts; settings that are not given keep their defaults."""
     given = {field.name: checked(field, values[field.name]) for field in settings_of(config) if field.name in values}
     return config(**given, **parts)
 

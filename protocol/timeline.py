@@ -1,7 +1,7 @@
 """When things happened to one traced request on a worker.
 
-Workers export no spans: they tell the router how long ago things happened, with the first tokens that they send of a
-request. Ages need no common clock. They are off by the time that the message took, which is far less than a step.
+Workers export no spans. With a request's first tokens they tell the router how long ago things happened. Ages need no
+common clock. They are off by the time that the message took, which is far less than a step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class Ages(msgspec.Struct, frozen=True, array_like=True):
-    """A timeline as it is sent."""
+    """A timeline in the form in which it is sent."""
 
     ages_s: Annotated[dict[_Name, _Age], Meta(max_length=16)]  # seconds before the message was sent, by mark
     counts: Annotated[dict[_Name, _Count], Meta(max_length=16)]

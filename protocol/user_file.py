@@ -13,7 +13,7 @@ _MAX_CHARS = 16 << 20  # a device such as /dev/zero has no end, and would fill t
 
 
 def expanded(name: str, path: str) -> str:
-    """The path with a home folder for its ~, as a shell does it. Raises `ConfigError` for the ~ of no user."""
+    """The path with ~ replaced by a home folder, as a shell does. Raises `ConfigError` for the ~ of an unknown user."""
     result = os.path.expanduser(path)
     if result.startswith("~"):
         raise ConfigError(f"{name}={path!r} begins with the home folder of no user; write the whole path")

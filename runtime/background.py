@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S = 0.1  # before failed work is restarted; it doubles with each failure in a row
 MAX_DELAY_S = 10.0
-CALM_S = 60.0  # work that ran this long has recovered: the delay starts anew
+CALM_S = 60.0  # work that ran this long has recovered: the delay starts from the beginning
 
 Work = Callable[
     [], Coroutine[Any, Any, None]

@@ -37,7 +37,7 @@ class NamedFile(NamedTuple):
 def load_identity(
     context: ssl.SSLContext, certificate: NamedFile, key: NamedFile, now: Callable[[], float] = time.time
 ) -> float:
-    """Make the context show this certificate; when it expires, as Unix time. Raises `ConfigError`.
+    """Make the context show this certificate. Returns when it expires, as Unix time. Raises `ConfigError`.
 
     The file has the certificate first, then those of its issuers. The key is in another file, or in the same one.
     """
@@ -71,7 +71,7 @@ def load_ca(context: ssl.SSLContext, ca: NamedFile) -> None:
 
 
 def exposure_of(key: NamedFile) -> str:
-    """A warning if others than this user and its group can read the key, or change it; else ""."""
+    """A warning if users beyond this one and its group can read or change the key; otherwise ""."""
     try:
         mode = stat.S_IMODE(os.stat(key.path).st_mode)
     except OSError:

@@ -33,7 +33,7 @@ _MAX_MESSAGE_BYTES = 1 << 30
 _HANDSHAKE_TIMEOUT_MS = 3000  # without progress; then the connection is tried again
 _RECONNECT_MS, _MAX_RECONNECT_MS = 20, 500
 _PATIENCE_S = 2.0  # a key that is not allowed yet may wait this long: less than the handshake timeout
-_MAX_WAITING = 64  # such connections; the oldest beyond it are dropped at once, so that a flood costs little
+_MAX_WAITING = 64  # waiting connections; beyond it the oldest are dropped at once, so that a flood costs little
 _POLL_MS = 10
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where ZeroMQ asks about each connection (RFC 27, ZAP)
 _ZAP_DOMAIN = "tandem"
@@ -41,7 +41,7 @@ _ZAP_DOMAIN = "tandem"
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A process' CURVE keys, in ZeroMQ's printable form of 40 characters."""
+    """A process's CURVE keys, in ZeroMQ's printable form of 40 characters."""
 
     public: str
     secret: bytes = field(repr=False)
@@ -68,7 +68,7 @@ def listening_socket(context: zmq.Context[Any], kind: SocketType, keys: KeyPair,
 
 
 def bind(socket: Any, endpoint: str) -> str:
-    """Bind a listening socket; the endpoint to connect to, in which the port is a number. Raises `ZMQError`."""
+    """Bind a listening socket. Returns the endpoint to connect to, with a port number. Raises `ZMQError`."""
     _allow_ipv6(socket, endpoint)
     socket.bind(endpoint)
     return str(socket.last_endpoint.decode().rstrip("\0"))

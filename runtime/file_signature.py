@@ -1,4 +1,4 @@
-"""Whether a file has changed: a signature that differs after each change, also of a file behind links."""
+"""Detects changes of a file by a signature that differs after each change, even of a file behind links."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Signature = tuple[int, ...]  # differs after each change of a file
 
 
 def signature_of(path: str) -> Signature | None:
-    """The signature of the file now; None if it cannot be looked at."""
+    """The present signature of the file; None if it cannot be read."""
     try:
         return signature_of_status(os.stat(path))
     except OSError:

@@ -1,7 +1,7 @@
 """A TLS context that follows its files: certificates are renewed without a restart.
 
 The files may be replaced one by one, or all at once behind a link, as Kubernetes does. Files that cannot be used change
-nothing: the context of before stays, until all of them fit together.
+nothing: the former context stays until all files fit together.
 """
 
 from __future__ import annotations
@@ -36,17 +36,25 @@ class LoadedTls(NamedTuple):
 class FollowedTls:
     """The context for new connections. Connections that exist keep the one that they began with."""
 
-    def __init__(self, files: Sequence[NamedFile], load: Callable[[], LoadedTls]) -> None:
-        """`load` makes a context of the files, and raises `ConfigError` as this does."""
+    def __init__(
+        self,
+        files: Sequence[NamedFile],
+        load: Callable[[], LoadedTls],
+        on_change: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`load` makes a context from the files. It raises `ConfigError`, and so does this constructor.
+
+        `on_change` is called after a reload, and when `damage` changes.
+        """
         self._files = [file for file in files if file.path]
         self._load = load
         self._signatures = self._look()
-        self._is_pending = True  # to be loaded again at the next look
+        self._is_pending = True  # whether to load again at the next look
         self._looked_s = time.monotonic()
         self.loaded = load()
         self.damage = ""  # why the files cannot be used
         self.num_reloads = 0
-        self.on_change: Callable[[], object] = lambda: None  # called after a reload, and when `damage` changes
+        self._on_change = on_change
 
     @contextlib.asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
@@ -77,17 +85,17 @@ class FollowedTls:
             loaded = await asyncio.to_thread(self._load)
         except ConfigError as exc:
             self._is_pending = True
-            if is_same:  # who writes one file after the other is not reported as an error in between
+            if is_same:  # somebody who writes one file after the other causes no error in between
                 self._note_damage(exc.message)
             return
-        # Once more after each change: a second one may have come too soon after it for its time to differ.
+        # Load once more after each change: a second one may have come so soon that the files' times are the same.
         self._is_pending = not is_same
         self.loaded = loaded
         if not is_same or self.damage:
             self.num_reloads += 1
             self.damage = ""
             logger.warning("the certificates of %s have been loaded again", self._names)
-            self.on_change()
+            self._on_change()
 
     async def _follow(self) -> None:
         while True:
@@ -105,4 +113,4 @@ class FollowedTls:
         if damage != self.damage:
             logger.error("%s. The certificates loaded before stay in use", damage)
             self.damage = damage
-            self.on_change()
+            self._on_change()

@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["IdleClock", "IdleTimeout", "answered_in_time"]
 
-LATE_SHARE = 1 / 4  # of the timeout: a check this late shows that our own process stood still
+LATE_SHARE = 1 / 4  # share of the timeout: a check this late shows that our own process stood still
 CHECKS = 8  # within a timeout
 
 
@@ -39,7 +39,7 @@ class IdleClock:
         return now - max(heard_s, self._awake_since_s)
 
     def is_idle(self, heard_s: float, now: float) -> bool:
-        """Whether that is longer than the timeout."""
+        """Whether the peer has been idle for longer than the timeout."""
         return self.idle_s(heard_s, now) > self._timeout_s
 
 
@@ -67,7 +67,7 @@ class IdleTimeout:
         self._timeout_s = timeout_s
         self._on_idle = on_idle
         self._loop = asyncio.get_running_loop()
-        self._since_s = math.inf  # start of the wait under way
+        self._since_s = math.inf  # start of the current wait
         self._clock = IdleClock(timeout_s)
         self._clock.check(self._loop.time(), timeout_s)
         self._timer = self._loop.call_later(timeout_s, self._check)

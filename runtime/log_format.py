@@ -1,4 +1,4 @@
-"""How log lines look in every process: with the time."""
+"""The format of log lines in every process: with the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop signals, what child processes inherit of them, and waiting for the first of several events."""
+"""Stop signals, what child processes inherit from them, and waiting for the first of several events."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def restore_child_signals() -> None:
 
 @contextlib.contextmanager
 def defer_keyboard_interrupt(on_deferred: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C within the block is told to `on_deferred` and takes effect at the block's end.
+    """Within the block, a first Ctrl-C calls `on_deferred` and takes effect only at the block's end.
 
     A second one takes effect at once.
 
@@ -77,7 +77,7 @@ def defer_keyboard_interrupt(on_deferred: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ignore_keyboard_interrupt() -> Iterator[None]:
-    """Ctrl-C has no effect within the block. In other threads than the main one it never has."""
+    """Ctrl-C has no effect within the block. (Outside of the main thread it never has any.)"""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

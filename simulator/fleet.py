@@ -50,7 +50,7 @@ class SimulatedFleet:
         return worker
 
     def leave(self, worker_id: str) -> None:
-        """A worker that has nothing to do is gone, with what it cached."""
+        """Remove an idle worker, with everything that it cached."""
         self.registry.set_state(worker_id, WorkerState.DEAD, "simulated")
         self.index.remove_worker(worker_id)
 

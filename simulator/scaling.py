@@ -1,4 +1,4 @@
-"""How pools are sized while a trace is served: our autoscaler, and the rules that other projects publish.
+"""Sizes pools while a trace is served: our autoscaler, and the rules that other projects publish.
 
 A scaler is asked at intervals of virtual time, and its moves are carried out: flips at once, new workers after their
 start, leaving ones when their work has ended. Rules of others are simplified to what their docstrings say.
@@ -29,7 +29,7 @@ _P, _D = Role.PREFILL, Role.DECODE
 
 
 class Scene(NamedTuple):
-    """What a scaler may look at."""
+    """What a scaler may see."""
 
     registry: Registry
     costs: CostModel
@@ -50,7 +50,7 @@ class ScalingPlan:
     """A scaler, and how its moves take effect."""
 
     scaler: Scaler
-    slo: tuple[float, float]  # of TTFT and of the mean gap between tokens, in seconds
+    slo: tuple[float, float]  # limits of TTFT and of the mean gap between tokens, in seconds
     interval_s: float = 5.0
     start_s: float = 60.0  # until a new worker serves
 
@@ -71,7 +71,7 @@ class TandemScaler:
 
 @dataclass(slots=True)
 class _Resizing:
-    """What the rules of others have in common: each pool alone, by new and by leaving workers."""
+    """The part that the rules of others share: they size each pool alone, by new and by leaving workers."""
 
     slo: tuple[float, float]
     max_workers: int
@@ -113,7 +113,7 @@ class Threshold(_Resizing):
     """
 
     def decide(self, scene: Scene) -> Sequence[Move]:
-        """By what is queued and runs now."""
+        """Decide by what is queued and running now."""
         seen, num_prefill, num_decode = self._observe(scene)
         costs, backlog = seen.capacity.costs, seen.backlog
         wait_s = backlog.prompt_tokens * costs.prefill_token_s / max(num_prefill, 1)
@@ -146,7 +146,7 @@ class DynamoPlanner(_Resizing):
     planned_num: float = 0.0
 
     def decide(self, scene: Scene) -> Sequence[Move]:
-        """Both loops."""
+        """Run both loops."""
         seen, num_prefill, num_decode = self._observe(scene)
         moves: list[Move] = []
         if scene.now - self.planned_s >= 180:
@@ -204,7 +204,7 @@ class LlmdRules(_Resizing):
     asked_s: float = 0.0
 
     def decide(self, scene: Scene) -> Sequence[Move]:
-        """Both pools, by their own ratio."""
+        """Size both pools, each by its own ratio."""
         self._note(scene)
         if scene.now - self.asked_s < 15:
             return ()

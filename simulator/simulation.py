@@ -56,7 +56,7 @@ class Outcome:
     wall_s: float  # real time of the simulation
     place_s: float  # real time in the policy
     step_error: float  # relative error of the router's step model at the end
-    worker_s: float = 0.0  # worker-seconds, starting and leaving ones too, until the last arrival
+    worker_s: float = 0.0  # worker-seconds until the last arrival, including starting and leaving workers
     num_moves: int = 0
 
 
@@ -162,7 +162,7 @@ class _Simulation:
         )
 
     def _scale(self) -> None:
-        """Let the scaler decide, and do what it decided."""
+        """Let the scaler decide, and carry its decision out."""
         assert self._scaling is not None
         plan, now, registry = self._scaling, self._clock.now, self._fleet.registry
         for worker in self._computing:

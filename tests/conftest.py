@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tandem.runtime.signals import restore_child_signals
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 # Triton decides when it is imported (torch imports it too) whether kernels are compiled or interpreted on the CPU. On a
 # machine with a GPU, TRITON_INTERPRET=0 runs their tests there.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Property tests measure no time: on a busy machine any example may take seconds.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 restore_child_signals()  # tests stop what they start with SIGINT, and may themselves run as a background job
 

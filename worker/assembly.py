@@ -1,4 +1,4 @@
-"""Builds the parts of a worker and connects them: read it from top to bottom to see who tells whom of what."""
+"""Builds the parts of a worker and connects them: read it from top to bottom to see who tells whom about what."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class WorkerParts:
     heartbeats: HeartbeatThread
     dropped: DroppedMessages
     replies: RouterReplies
-    compatibility: dict[str, str]  # what a peer must agree with
+    compatibility: dict[str, str]  # values that must be equal at a peer
     links: PeerLinks
     prefill: PrefillRole
     decode: DecodeRole

@@ -1,4 +1,4 @@
-"""Which part of a worker each message goes to, and what becomes of a message or a request that raises."""
+"""Routes each message to a part of the worker, and handles messages and requests that raise."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class MessageDispatcher:
-    """Hands messages to a worker's parts. What one of them raises ends a request at most, never the worker."""
+    """Hands messages to a worker's parts. An error in one of them ends at most a request, never the worker."""
 
     def __init__(self, parts: WorkerParts, reporter: StatusReporter) -> None:
         self._parts = parts
@@ -63,7 +63,7 @@ class MessageDispatcher:
             self._parts.dropped.add(DropReason.FAILED, text, exc_info=error)
 
     def give_up(self, request_id: str, error: Exception) -> None:
-        """End a request that met an error, wherever it is: its client is told, its blocks are freed."""
+        """End a request that met an error, wherever it is: tell its client, and free its blocks."""
         if isinstance(error, RequestError):  # the client's fault, such as a grammar that costs too much
             message, code = error.message, error.code or INVALID_REQUEST
         else:
@@ -77,13 +77,13 @@ class MessageDispatcher:
                 logger.error("request %s left something behind", request_id, exc_info=left)
 
     def obey(self, router_key: str) -> None:
-        """Serve another router from now on. What the one before it asked for ends: nobody waits for it."""
+        """Serve another router from now on. What the former one asked for ends: nobody waits for it."""
         self._parts.sockets.obey(router_key)
         for request_id in self._parts.replies.forget_routers():
             self._cancel(request_id)
 
     def send_events(self) -> None:
-        """Tell the routers, and the pins, which blocks came and went."""
+        """Tell the routers and the pins which blocks came and went."""
         changes = self._parts.cache.take_events()
         for place, (stored, removed) in changes.items():
             self._parts.pins.changed(place, stored, removed)
@@ -129,7 +129,7 @@ class MessageDispatcher:
                     logger.warning("ignored a %s", type(message).__name__)
 
     def _meet_peers(self, request: RequestPart) -> None:
-        """Introduce the peers that a request names, too: an `Introduce` can be lost with a connection."""
+        """Also introduce the peers that a request names: an `Introduce` can be lost with a connection."""
         if isinstance(request, Prefill):
             self._parts.sockets.introduce(request.decode_worker)
         if isinstance(request, CopyKv):
@@ -179,6 +179,6 @@ class MessageDispatcher:
         self._parts.engine.abort(request_id)
 
     def _send_snapshots(self, identity: bytes, places: list[str]) -> None:
-        self.send_events()  # what is pending belongs before the snapshots, not after them
+        self.send_events()  # pending events belong before the snapshots, not after them
         for place in places:
             self._parts.replies.send_snapshot(identity, place, self._parts.cache.digests(place))

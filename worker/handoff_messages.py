@@ -1,4 +1,4 @@
-"""Messages between workers about handoffs: which role or link each one goes to."""
+"""Routes messages between workers about handoffs to a role or a link."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HandoffMessages:
         self._decode = decode
 
     def take(self, message: Message, now: float) -> bool:
-        """Handle a message; False if it is about something else."""
+        """Handle a message. Returns False if it is about something else."""
         match message:
             case Heartbeat():
                 self._decode.heartbeat(message.worker_id, message.epoch, message.handoffs, now)

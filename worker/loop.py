@@ -51,7 +51,7 @@ class Worker:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._next_link_expiry = 0.0
-        self._is_waiting = False  # there is work, but no room for it, or the device has enough for now
+        self._is_waiting = False  # whether there is work but no room for it, or the device has enough for now
         self._notifications: list[Notification] = []  # polled, but not acted upon yet
 
     @property
@@ -61,16 +61,16 @@ class Worker:
 
     @property
     def role(self) -> Role:
-        """What the router uses this worker for."""
+        """The role in which the router uses this worker."""
         return self.reporter.role
 
     @property
     def card(self) -> WorkerCard:
-        """What a router has to know of this worker."""
+        """What a router has to know about this worker."""
         return self.reporter.card
 
     def run(self) -> None:
-        """Serve until `stop`. An error that no request is to blame for ends the worker, and the process is replaced."""
+        """Serve until `stop`. An error that is not a request's fault ends the worker, and the process is replaced."""
         self.parts.heartbeats.start(self.reporter.heartbeat)
         try:
             with undone_on_error(self._fail_requests):
@@ -120,11 +120,11 @@ class Worker:
         return self.reporter.status()
 
     def set_role(self, role: Role) -> None:
-        """Play another role from now on; the cache stays, and so do requests of the old role."""
+        """Serve in another role from now on; the cache stays, and so do requests of the old role."""
         self.reporter.set_role(role)
 
     def obey(self, router_key: str) -> None:
-        """Serve another router, whose public key this is. What the one before it asked for ends."""
+        """Serve another router, which has this public key. What the former one asked for ends."""
         self._dispatcher.obey(router_key)
 
     def peer_given_up(self, peer: PeerAddress) -> None:
@@ -248,18 +248,18 @@ class Worker:
         results = engine.step(before_compute=self._request_leases, between_layers=self._poll_transport)
         if not engine.is_computing:
             reporter.step_started = 0.0
-        elif results:  # the next one began when the last of these ended
+        elif results:  # the next step began when the last of these ended
             reporter.step_started = time.monotonic()
         return results
 
     def _request_leases(self) -> None:
-        """Ask for the room of prompts that the step has just admitted: their handoffs may begin right after it."""
+        """Request room for prompts that the step has just admitted: their handoffs may begin right after it."""
         self.parts.prefill.request_leases(time.monotonic())
 
     def _poll_transport(self) -> None:
         """Keep writes moving while a step computes: a peer's write completes only when its receiver polls.
 
-        What arrives is acted upon after the step.
+        Whatever arrives is handled after the step.
         """
         if self._is_transferring:
             self._notifications += self.parts.transport.poll()

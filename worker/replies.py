@@ -64,12 +64,12 @@ class RouterReplies:
         return [request_id for request_id, one in self._requests.items() if one in former]
 
     def forget_routers(self) -> list[str]:
-        """No router that was welcomed is there any more. Returns the requests that they sent."""
+        """Forget all routers: those that were welcomed are gone. Returns the requests that they sent."""
         self._routers.clear()
         return list(self._requests)
 
     def open(self, request_id: str, identity: bytes) -> bool:
-        """Remember which router sent a request; False if the request is known already."""
+        """Remember which router sent a request. Returns False if the request is already known."""
         if request_id in self._requests:
             return False
         self._requests[request_id] = identity
@@ -120,7 +120,7 @@ class RouterReplies:
                 self.send(identity, events)
 
     def send_snapshot(self, identity: bytes, place: str, digests: list[bytes]) -> None:
-        """Tell one router of all blocks in a place. The events that led to them must have been sent before."""
+        """Tell one router about all blocks in a place. The events that led to them must have been sent before."""
         snapshot = BlockSnapshot(
             worker_id=self._address.worker_id,
             epoch=self._address.epoch,

@@ -1,4 +1,4 @@
-"""What a worker says of itself: its card, its status, and the load in every heartbeat."""
+"""What a worker says about itself: its card, its status, and the load in every heartbeat."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class StatusReporter:
 
     def __init__(self, parts: WorkerParts) -> None:
         self.role = parts.config.role
-        self.num_errors = 0  # each ended a request, or a message, and nothing else
-        self.step_started = 0.0  # of the oldest step that is computed; 0 between two steps
-        self.turned = time.monotonic()  # when the loop last came round
+        self.num_errors = 0  # errors that ended only a request or a message
+        self.step_started = 0.0  # start of the oldest step that is computed; 0 between two steps
+        self.turned = time.monotonic()  # when the loop last began a turn
         self._parts = parts
         self._load = parts.engine.load()
         self._live_handoffs: list[tuple[str, int]] = []
@@ -51,7 +51,7 @@ class StatusReporter:
 
     @property
     def card(self) -> WorkerCard:
-        """What a router has to know of this worker."""
+        """What a router has to know about this worker."""
         parts, engine, config = self._parts, self._parts.engine, self._parts.config
         return WorkerCard(
             address=parts.address,

@@ -1,4 +1,4 @@
-"""A worker's sockets: one ROUTER for all who talk to it, a DEALER and a SUB for each peer, and a PUB for heartbeats.
+"""A worker's sockets: a ROUTER for everyone who talks to it, a DEALER and a SUB for each peer, a PUB for heartbeats.
 
 `receive` returns only messages whose sender is proven: the router, or a peer that the router introduced, in its own
 name.
@@ -37,7 +37,7 @@ __all__ = ["HeartbeatThread", "WorkerSockets", "socket_endpoint"]
 
 logger = logging.getLogger(__name__)
 
-# Messages kept for a peer that does not read. Further ones are dropped: the loop never waits for a peer.
+# Messages kept for a peer that does not read. Later ones are dropped: the loop never waits for a peer.
 _SEND_QUEUE_MESSAGES = 100_000
 _MAX_RECEIVED = 10_000  # messages taken in at once: a flood does not keep the loop from its other work
 _MAX_IPC_PATH = 107  # bytes, of a Unix socket on Linux
@@ -123,7 +123,7 @@ class WorkerSockets:
         return messages
 
     def obey(self, router_key: str) -> None:
-        """Let another router in, in place of the one before it."""
+        """Admit another router in place of the former one."""
         self._authenticator.revoke(self._router_key)
         self._router_key = router_key
         self._authenticator.allow(router_key)
@@ -154,7 +154,7 @@ class WorkerSockets:
             self._dropped.add(DropReason.UNDELIVERED, text)
 
     def forget_peer(self, peer: PeerAddress) -> None:
-        """Close the sockets for this epoch of a peer, and take no message of it any more."""
+        """Close the sockets for this epoch of a peer, and accept no more messages from it."""
         self._gone.add((peer.worker_id, peer.epoch))
         self._introduced.pop(peer.public_key, None)
         self._authenticator.revoke(peer.public_key)
@@ -189,7 +189,7 @@ class WorkerSockets:
         return sockets
 
     def _take(self, messages: list[tuple[bytes, Message]], frames: list[zmq.Frame]) -> None:
-        """Take one message of our ROUTER. The key it came with decides which kinds of message it may be."""
+        """Read one message from our ROUTER. The key that it came with decides which kinds of message it may be."""
         identity, data, key = frames[0].bytes, frames[-1].buffer, str(frames[-1].get("User-Id"))
         try:
             if key == self._router_key:
@@ -202,7 +202,7 @@ class WorkerSockets:
                     self._dropped.add(DropReason.IMPOSTOR, f"{peer} said it was {message.sender}")
             else:
                 self._dropped.add(DropReason.STRANGER, "a message of a peer that is known to be dead")
-        except msgspec.DecodeError as exc:  # ValidationError is one
+        except msgspec.DecodeError as exc:  # includes ValidationError
             self._dropped.add(DropReason.MALFORMED, str(exc))
             if key == self._router_key and (request_id := request_id_of(data)) is not None:
                 text = f"the request is malformed: {exc}"
@@ -257,7 +257,7 @@ class HeartbeatThread:
 
 
 def _frames_of(socket: Any) -> Iterator[list[zmq.Frame]]:
-    """The messages that are here, up to `_MAX_RECEIVED`; the next poll tells of the rest."""
+    """The messages that are here, up to `_MAX_RECEIVED`; the next poll reports the rest."""
     for _ in range(_MAX_RECEIVED):
         try:
             yield socket.recv_multipart(zmq.NOBLOCK, copy=False)

@@ -1,4 +1,4 @@
-"""What a worker tells its supervisor. A module of its own, so that the supervisor need not import torch."""
+"""What a worker tells its supervisor. It is a separate module so that the supervisor need not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class WorkerStatus:
     load: WorkerLoad
     num_open_handoffs: int  # sent and received
     num_open_leases: int
-    num_open_reads: int  # by peers, of its blocks
+    num_open_reads: int  # reads of its blocks by peers
     num_used_blocks: int
     num_preemptions: int
     request_ids: frozenset[str]  # of requests this worker still has something to say about

@@ -23,7 +23,7 @@ ATTENTION_NAME = "tandem_paged"
 
 
 class LayerAttention(NamedTuple):
-    """What a layer of a model asks of its backend; see `AttentionBackend` for the terms."""
+    """What a layer of a model needs from its backend; see `AttentionBackend` for the terms."""
 
     num_heads: int
     scale: float
@@ -41,7 +41,7 @@ class LayerAttention(NamedTuple):
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> LayerAttention:
-        """From what a layer passes to its attention function, read as `paged_attention_forward` does."""
+        """Made from what a layer passes to its attention function, read as `paged_attention_forward` reads it."""
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         return cls(query.shape[1], scale, sliding_window or 0, softcap or 0.0, s_aux is not None)
 

@@ -20,7 +20,7 @@ MAX_HEAD_DIM = 256
 _SMALLEST_SPLIT, _MOST_SPLITS = 512, 64
 _MAX_DECODING = 512  # sequences whose splits one program counts
 _PROGRAMS_PER_PROCESSOR = 4
-_WRITE_ELEMENTS = 2048  # of the keys, and of the values, that one program writes into the pool
+_WRITE_ELEMENTS = 2048  # elements of keys, and of values, that one program writes into the pool
 
 
 class Tile(NamedTuple):
@@ -51,7 +51,7 @@ def split_tokens(max_model_len: int) -> int:
 
 
 class _Options(NamedTuple):
-    """What the kernels are compiled for, of one layer."""
+    """The kernels' compile-time options for one layer."""
 
     rows: int  # of one program's tile
     decoding: dict[str, Any]
@@ -146,7 +146,7 @@ class TritonAttention:
         )
 
     def _attend(self, layer: _Layer, head_dim: int) -> None:
-        """Compute rows whole, or their splits apart and merge them."""
+        """Compute rows whole, or compute their splits separately and merge them."""
         context, num_seqs = layer.context, layer.context.kv_lens.shape[0]
         num_splits = -(-context.max_kv_len // self._split)
         # With several splits, sequences of few tokens are computed by a program for each split, those of one token

@@ -32,7 +32,7 @@ class DeviceGraph(Protocol):
     """Recorded work."""
 
     def replay(self) -> None:
-        """Launch the work once more, behind everything launched before."""
+        """Launch the work once more, after everything launched before."""
 
 
 class GraphRecorder(abc.ABC):
@@ -89,7 +89,7 @@ class CudaGraphRecorder(GraphRecorder):
         return _GRAPH_BYTES
 
     def _capture(self, function: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """NOTE: torch does not get over a capture that fails, because its allocator goes on as if within it."""
+        """NOTE: torch does not recover from a failed capture, because its allocator goes on as if it were within it."""
         graph = torch.cuda.CUDAGraph()
         try:
             with _without_gc():
@@ -114,7 +114,7 @@ def _capture_stream(device: torch.device) -> Any:
 
 @contextmanager
 def _without_gc() -> Iterator[None]:
-    """What garbage collection may destroy, such as another graph, must not be destroyed within a capture."""
+    """Turn off garbage collection: it could destroy something, such as another graph, within a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -55,7 +55,7 @@ def main(connection: Connection, store: str, lifeline: int) -> None:
     _end_with_rank_0(lifeline)
     error = error_of(_follow, connection, store)
     if error is not None and not isinstance(error, EOFError | ConnectionError):
-        # Rank 0 knows more about who was lost, and tells the user what to mend.
+        # Rank 0 knows more about which rank was lost, and tells the user what to correct.
         if not isinstance(error, RanksLost | ConfigError):
             logger.error("this rank failed", exc_info=error)
         error_of(connection.send, RankFailed(f"{type(error).__name__}: {error}"))
@@ -120,7 +120,7 @@ def _expect(connection: Connection, kind: type[M]) -> M:
 
 
 def _end_with_rank_0(lifeline: int) -> None:
-    """Let the kernel kill this process once rank 0's is gone, also if it is stopped or hangs and runs no Python."""
+    """Let the kernel kill this process once rank 0's is gone, even if this one is stopped or runs no Python."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)

@@ -27,7 +27,7 @@ _UNCHANGED = frozenset(
 
 
 class _RowParallel(nn.Module):
-    """A linear layer of which each rank has some of the input features."""
+    """A linear layer whose input features are divided among the ranks."""
 
     def __init__(self, linear: nn.Linear, group: RankGroup, *, cuts_input: bool) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _RowParallel(nn.Module):
 
 
 class _GatheredColumns(nn.Module):
-    """A linear layer of which each rank has some of the output features, and all get all outputs."""
+    """A linear layer whose output features are divided among the ranks; all ranks get all outputs."""
 
     def __init__(self, linear: nn.Linear, width: int, group: RankGroup) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class _GatheredColumns(nn.Module):
 
 
 class _ShardedEmbedding(nn.Module):
-    """An embedding of which each rank has some of the tokens."""
+    """An embedding whose tokens are divided among the ranks."""
 
     def __init__(self, embedding: nn.Embedding, vocab_size: int, group: RankGroup) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What rank 0 and a follower say to each other, over a socket pair that only they have."""
+"""Messages between rank 0 and a follower, over a socket pair that only they have."""
 
 from __future__ import annotations
 

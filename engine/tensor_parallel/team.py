@@ -180,7 +180,7 @@ class Team:
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """Say which rank is gone where a collective only knows that one is."""
+        """Name the lost rank in an error of a collective, which only knows that some rank is lost."""
         try:
             yield
         except RanksLost:

@@ -78,7 +78,7 @@ class LeafQueue:
 
 
 class EvictionPolicy(ABC):
-    """Says which key to evict next from a tier of about `capacity` keys.
+    """Chooses the key to evict next from a tier of about `capacity` keys.
 
     The tier calls `touch` for each hit, `add` for each key it stores and, while it is too full, `remove(victim())`.
     Because keys are added before others are evicted, a policy can refuse a key: the victim may be the one just added.

@@ -108,7 +108,7 @@ class BlockIndex:
         self._add(name)
 
     def forget(self, block: StoredBlock) -> None:
-        """The block is not there any more. Pins of its loads end with it. Does nothing the second time."""
+        """Note that the block is not there any more. Pins of its loads end with it. A second call does nothing."""
         if block.is_forgotten:
             return
         block.is_forgotten = True
@@ -169,7 +169,7 @@ class BlockIndex:
         assert len(known) <= self.capacity, f"{len(known)} blocks, but there is room for {self.capacity}"
 
     def _adopt(self, name: BlockName) -> list[BlockName]:
-        """Take in a block that a scan has found; returns blocks to delete."""
+        """Add a block that a scan has found. Returns blocks to delete."""
         if name.digest in self._blocks:
             self._blocks[name.digest].seen_in = self._num_scans
         if name.digest in self._policy or name.digest in self._gone:

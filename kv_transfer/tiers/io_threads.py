@@ -84,7 +84,7 @@ class IoThreads:
             thread.start()
 
     def read(self, job: ReadJob) -> None:
-        """Queue a read. Each block gives a `ReadResult`; those behind a failed one may give none."""
+        """Queue a read. Each block gives a `ReadResult`; those after a failed one may give none."""
         with self._work:
             self._reads.append(job)
             self._work.notify(len(job.names))

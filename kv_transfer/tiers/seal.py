@@ -1,4 +1,4 @@
-"""How blocks lie on disk and in object stores: with a proof that a holder of the key wrote them, and maybe encrypted.
+"""The form of blocks on disk and in object stores: with proof that a holder of the key wrote them, maybe encrypted.
 
 A footer follows the bytes, so that they start at offset 0: direct I/O and GPUDirect Storage need them aligned.
 """
@@ -48,7 +48,7 @@ class BlockSeal(Protocol):
         """What is stored for the block: its size and `FOOTER_BYTES`."""
 
     def parts(self, scratch: Block) -> Sequence[Part]:
-        """Where a stored block of the size of `scratch` is to be read to, for `open`."""
+        """The places into which a stored block of the size of `scratch` is read, for `open`."""
 
     def split(self, content: Block) -> Sequence[Part]:
         """The parts of a stored block, for `open`."""

@@ -1,8 +1,8 @@
 """One tier of cached blocks: loads and stores under way. `block_index.py` knows the blocks, `io_threads.py` moves
 bytes.
 
-The owner's thread makes all calls and alone changes the index and the counters; `poll` takes in what the I/O threads
-have finished. Nothing the owner calls waits for I/O. Loads go before stores, and stores are dropped when there is too
+The owner's thread makes all calls, and only it changes the index and the counters; `poll` collects what the I/O threads
+have finished. No call of the owner waits for I/O. Loads go before stores, and stores are dropped when there is too
 much to do.
 """
 
@@ -205,7 +205,7 @@ class Tier:
         return self._index.pinned_digests()
 
     def poll(self) -> None:
-        """Take in what the I/O threads have finished. Under a microsecond when there is nothing."""
+        """Collect what the I/O threads have finished. It takes under a microsecond when there is nothing."""
         if not (self._results or self._live or self._is_scanning or self._scan_at < float("inf")):
             return
         now = self._clock()

@@ -134,7 +134,7 @@ class NixlTransport(Transport):
         self._peers: dict[str, _NixlPeer] = {}
         self._notifications = NotificationReceiver()
         self._links = itertools.count(1)
-        self._stuck: list[_NixlTransfer] = []  # of lost links; NIXL could not cancel them yet
+        self._stuck: list[_NixlTransfer] = []  # transfers of lost links that NIXL could not cancel yet
         self._is_closed = False
         has_mailbox = bool(mailbox) and needs_no_port(shards[0])
         name = agent_name(worker_id, epoch)
@@ -284,7 +284,7 @@ class NixlTransport(Transport):
                 peer.in_flight[0].begin()
 
     def _try_finish(self, peer: _NixlPeer, copy: _NixlTransfer) -> bool:
-        """Whether it is done and its notification sent."""
+        """Finish a transfer if possible. Returns whether it is done and its notification was sent."""
         if copy.handle is not None:
             if not self._agent.try_finish(copy.handle):
                 return False
@@ -334,7 +334,7 @@ class NixlTransport(Transport):
                 copy.settle(TransferState.LOST)
 
     def _try_release(self, copy: _NixlTransfer) -> bool:
-        """Whether NIXL holds nothing for it any more."""
+        """Release a transfer. Returns whether NIXL holds nothing for it any more."""
         if copy.handle is not None:
             # A copy between processes that has begun goes on after its release, so its end is awaited.
             if self._mailbox is not None and self._agent.is_moving(copy.handle):

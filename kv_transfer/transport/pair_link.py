@@ -74,7 +74,7 @@ _decode: Callable[[bytes], _LinkMessage] = safe_decoder(_LinkMessage)
 
 
 class PairLink:
-    """What both ends of a link have in common."""
+    """The part that both ends of a link share."""
 
     def __init__(self, stream: MessageStream, channel: PairChannel, name: str) -> None:
         self.stream = stream

@@ -62,13 +62,11 @@ class ClusterConfig:
     autoscale_interval_s: Annotated[Seconds, Setting("Seconds between two decisions of the autoscaler.", WORKERS)] = 2.0
     min_workers: Annotated[
         NumWorkers,
-        Setting(
-            "Workers that the autoscaler leaves at least, two or more; 0 = it removes none, and advises it.", WORKERS
-        ),
+        Setting("Workers down to which the autoscaler removes, two or more; 0 = it only advises removals.", WORKERS),
     ] = 0
     max_workers: Annotated[
         NumWorkers,
-        Setting("Workers up to which the autoscaler adds some; 0 = it adds none, and advises it.", WORKERS),
+        Setting("Workers up to which the autoscaler adds; 0 = it only advises additions.", WORKERS),
     ] = 0
     num_gpus_per_worker: Annotated[
         UnitsPerWorker,
@@ -110,7 +108,7 @@ class ClusterConfig:
     service_name: Annotated[
         str,
         Setting(
-            "On a joined Ray cluster: the name under which a server that starts again finds its workers.",
+            "On a joined Ray cluster: the name under which a restarted server finds its workers.",
             WORKERS,
             is_valid=_is_name,
             rule="1 to 64 letters, digits, dots, dashes and underscores",

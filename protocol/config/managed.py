@@ -62,7 +62,7 @@ class ManagedEngineConfig:
         ),
     ] = ""
     engine_start_timeout_s: Annotated[
-        Seconds, Setting("Time that a vLLM or SGLang server has to load its model and answer.", MANAGED)
+        Seconds, Setting("Seconds that a vLLM or SGLang server has to load its model and answer.", MANAGED)
     ] = 1800.0
     engine_stall_timeout_s: Annotated[
         Seconds,

@@ -118,7 +118,7 @@ class RouterConfig:
     ] = True
     max_queued_prompt_tokens: Annotated[
         int,
-        Meta(ge=1, le=2**62),  # a simulation sets no limit
+        Meta(ge=1, le=2**62),  # so that a simulation can set no limit
         Setting("Most prompt tokens that may wait for one model; requests beyond it get 429.", QUEUES),
     ] = 2_000_000
     max_worker_queue_s: Annotated[

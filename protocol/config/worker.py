@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 DEFAULT_MODEL = "smollm2-135m"
-GPU_MEMORY_SHARE = 0.9  # that workers take; the rest is for temporaries of steps, CUDA itself and fragmentation
+GPU_MEMORY_SHARE = 0.9  # what workers take; the rest is for temporaries of steps, CUDA itself and fragmentation
 
 DType = Literal["auto", "float32", "bfloat16"]
 AttentionBackendName = Literal["auto", "cpu", "fa3", "triton"]
@@ -70,7 +70,7 @@ def _is_store_url(url: str) -> bool:
 class EngineConfig:
     """One paged engine."""
 
-    # A worker's is always a local folder: `tandem serve` fetches the model and puts its folder here.
+    # For a worker it is always a local folder: `tandem serve` fetches the model and puts its folder here.
     model: Annotated[
         str,
         Meta(min_length=1),

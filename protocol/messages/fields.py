@@ -28,8 +28,8 @@ __all__ = [
 WIRE_VERSION = 13  # changes with the meaning of any field and of digests; peers with another version are refused
 
 _MAX_INT = 2**63 - 1
-_MAX_ITEMS = 1 << 24  # of a list: tokens of a prompt, blocks of a handoff
-_MAX_DIGESTS = 1 << 26  # blocks of a tier
+_MAX_ITEMS = 1 << 24  # in a list: tokens of a prompt, blocks of a handoff
+_MAX_DIGESTS = 1 << 26  # blocks in a tier
 
 Name = Annotated[str, Meta(max_length=1024)]  # ids and names
 Names = Annotated[list[Name], Meta(max_length=1 << 20)]

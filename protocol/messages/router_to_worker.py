@@ -56,8 +56,8 @@ class PrefillPriority(msgspec.Struct, frozen=True, omit_defaults=True):
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Do the whole request on this worker: prefill and decode.
 
-    `output_ids` is the answer's beginning, if another worker has already given it: the answer goes on behind it as it
-    would have there. Offsets, penalties, `min_tokens`, `max_tokens`, draws and the grammar count it as output.
+    `output_ids` is the beginning of the answer if another worker has already given it: the answer continues as it would
+    have there. Offsets, penalties, `min_tokens`, `max_tokens`, draws and the grammar count it as output.
     """
 
     request_id: Name
@@ -112,7 +112,7 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Stop working on the request and free what it holds. Unknown ids are ignored."""
 
     request_id: Name
-    is_confirmed: bool = False  # answered by `RequestFailed` with the code `CANCELLED`, behind the last tokens
+    is_confirmed: bool = False  # answered by `RequestFailed` with the code `CANCELLED`, after the last tokens
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -76,7 +76,7 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     pid: Number
     tiers: dict[Name, Name] = {}  # KV tier -> the store it shares with other workers ("" = none), fast to slow
     adapters: Names = []  # LoRA adapters it serves
-    serves_alone: bool = True  # whether it computes prompts and decodes; else it needs another worker for one of both
+    serves_alone: bool = True  # whether it both computes prompts and decodes; if not, another worker does one of them
     max_pinned_blocks: dict[Name, Number] = {}  # the most that pins may keep, by place: "pool" or a tier
 
 
@@ -147,7 +147,7 @@ class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_handoffs: Number = 0  # complete
     exposed_bytes: Number = 0
     exposed_s: Measure = 0.0
-    num_lost: Number = 0  # writes that may still land, as far as anybody knows
+    num_lost: Number = 0  # writes with an unknown outcome, which may still land
     num_resets: Number = 0  # resets of the link because nothing moved on it
 
 
@@ -182,10 +182,10 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """I am alive. Sent from a thread of its own, so a long step does not silence it.
+    """A sign of life. It is sent from a thread of its own, so a long step does not silence it.
 
     `handoffs` names the handoffs that the sender still works on, as (request_id, generation), with generation 0 before
-    their lease: receiving it extends their leases. `progress_age_s` is the time since the loop last came round, or
+    their lease: receiving it extends their leases. `progress_age_s` is the time since the loop's latest turn began, or
     since the oldest unfinished step began, whichever is longer: a worker that is stuck still sends heartbeats, with a
     growing age.
     """

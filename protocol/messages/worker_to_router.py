@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 INVALID_REQUEST = "invalid_request"  # `RequestFailed.code` of a request that no worker could serve
-CANCELLED = "cancelled"  # that of a request whose `Cancel` is confirmed
+CANCELLED = "cancelled"  # `RequestFailed.code` that confirms a `Cancel`
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -97,7 +97,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The worker gave the request up and holds nothing of it any more."""
+    """The worker gave the request up and holds nothing for it any more."""
 
     request_id: Name
     message: Text

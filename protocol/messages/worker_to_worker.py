@@ -43,7 +43,7 @@ FINISHED_EARLY = "finished with the first token"
 
 
 class PeerHello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Opens a link: who I am, what must agree, and (only once it agrees) how my pool is reached."""
+    """Opens a link: who the sender is, what must agree, and (only once it agrees) how its pool is reached."""
 
     sender: PeerAddress
     compatibility: Annotated[dict[Name, Name], Meta(max_length=64)]

@@ -1,6 +1,6 @@
 """Server-sent events of snapshots: built once for all viewers, and only while somebody watches.
 
-A viewer that reads slowly misses snapshots: it is given the latest one when it has read the one before.
+A viewer that reads slowly misses snapshots: once it has read one, it gets the latest.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _RETRY_AFTER_S = 10.0
 
 
 class TooManyViewers(Overloaded):
-    """As many dashboards as a process serves are open."""
+    """The process already serves its maximum of dashboards."""
 
     code = "too_many_viewers"
 
 
 class SnapshotFeed:
-    """The events of one process. For one event loop."""
+    """The events of one process. Used from one event loop only."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class SnapshotFeed:
         heartbeat_s: float = HEARTBEAT_S,
         max_viewers: int = MAX_VIEWERS,
     ) -> None:
-        """`build` gives a snapshot as JSON, or raises a `ServingError`, which viewers are told."""
+        """`build` gives a snapshot as JSON, or raises a `ServingError`, which viewers see."""
         self._build = build
         self._interval_s = interval_s
         self._heartbeat_s = heartbeat_s
@@ -55,7 +55,7 @@ class SnapshotFeed:
 
     @property
     def num_viewers(self) -> int:
-        """Streams that are open."""
+        """Number of open streams."""
         return self._num_viewers
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class SnapshotFeed:
             return b"event: snapshot\ndata: %b\n\n" % await self._build()
         except ServingError as exc:
             message = exc.message
-        except Exception:  # viewers are told, and the next snapshot may succeed
+        except Exception:  # viewers see the error, and the next snapshot may succeed
             logger.exception("a snapshot for the dashboard could not be built")
             message = "The snapshot could not be built; the server's log says why."
         return b"event: problem\ndata: %b\n\n" % orjson.dumps({"message": message})

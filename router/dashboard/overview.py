@@ -29,10 +29,10 @@ Json = dict[str, Any]
 NUM_DECISIONS = 20
 _NUM_MOVES = 12
 _NUM_TENANTS = 50
-_MAX_CHARS = 200  # of a text that others write
+_MAX_CHARS = 200  # in a text that others write
 _REST = "(all others)"
 
-# The fields of a row, in its order. Engines have more behind them.
+# The fields of a row, in order. Rows of engines have more after them.
 MEMBER_COLUMNS = (
     "name",
     "role",
@@ -87,7 +87,7 @@ def overview_of(
     decisions: Iterable[Json],
     autoscaler: Mapping[str, Any],
 ) -> Json:
-    """What routers of workers and of engines have in common. `decisions` and `autoscaler` are as `/v1` shows them."""
+    """The part that routers of workers and of engines share. `decisions` and `autoscaler` are as `/v1` shows them."""
     return {
         "pools": _pools(workers, costs),
         "tenants": _tenants(admission, tenants),
@@ -97,7 +97,7 @@ def overview_of(
 
 
 def workers_overview(registry: Registry, index: PrefixIndex, costs: CostModel, sizing: CacheSizing) -> Json:
-    """What only a router of our own workers knows."""
+    """The part that only a router of our own workers knows."""
     return {
         "kind": "workers",
         "members": {"columns": MEMBER_COLUMNS, "rows": [member_row(worker, index, costs) for worker in registry]},
@@ -146,7 +146,7 @@ def _pool(workers: Sequence[RegisteredWorker], costs: CostModel) -> Json:
         "num_ready": len(ready),
         "prompts": sum(len(worker.prompts) for worker in workers),
         "queued_tokens": sum(worker.uncomputed_tokens for worker in workers),
-        # What a prompt that arrives now would wait for: the shortest queue.
+        # A prompt that arrives now would wait for the shortest queue.
         "queue_s": min((queue_s(worker, costs.steps(worker.card.kind)) for worker in ready), default=None),
         "booked": sum(worker.num_booked_seqs for worker in workers),
         "incoming": sum(worker.num_incoming_seqs for worker in workers),
@@ -190,7 +190,7 @@ def _tier_names(workers: Iterable[RegisteredWorker]) -> list[str]:
 
 def _tier(name: str, workers: Sequence[RegisteredWorker]) -> Json:
     reports = [(tier_owner(name, worker), tier) for worker in workers for tier in worker.tiers if tier.name == name]
-    by_owner = dict(reports)  # those who share a store report the same of it
+    by_owner = dict(reports)  # workers that share a store report the same about it
     costs_s = [tier.block_s for _, tier in reports if tier.block_s < float("inf")]
     return {
         "name": name,
@@ -285,12 +285,12 @@ def _latest_moves(autoscaler: Mapping[str, Any]) -> Json:
 
 
 def _cut(fields: Mapping[str, Any]) -> Json:
-    """With texts of bounded length: what went wrong with a move may be a long story."""
+    """The same with texts of bounded length: the reason why a move failed may be long."""
     return {name: value[:_MAX_CHARS] if isinstance(value, str) else value for name, value in fields.items()}
 
 
 def _tenants(admission: AdmissionSource, tenants: Tenants) -> list[Json]:
-    """What tenants have waiting, and what became of their requests: the busiest, and the sum of the others."""
+    """The waiting work and the outcomes of the busiest tenants, and the sum over the others."""
     queued = admission.queued()
     ranked = sorted(admission.stats.items(), key=lambda item: item[1].num_admitted, reverse=True)
     rows = [

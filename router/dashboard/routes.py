@@ -80,7 +80,7 @@ class _SnapshotStream(Response):
 
 
 def _may_watch(request: Request, api_keys: ApiKeys) -> Callable[[], bool]:
-    """Whether the key that a stream was opened with is still valid: streams last, and keys are revoked."""
+    """Whether the key with which a stream was opened is still valid: it may be revoked while the stream lasts."""
     opened_with = key_of(request)
 
     def may_watch() -> bool:

@@ -16,8 +16,8 @@ __all__ = ["SnapshotBuilder"]
 
 Json = dict[str, Any]
 
-WINDOW_S = 60.0  # of rates and percentiles
-_POINT_S = 10.0  # of a point of the small curves
+WINDOW_S = 60.0  # window of rates and percentiles
+_POINT_S = 10.0  # time that one point of the small curves covers
 _SHARES = (0.5, 0.9, 0.99)
 HISTORY_COLUMNS = ("time", "finished_per_s", "output_tokens_per_s", "ttft_s", "itl_s", "hit_ratio", "waiting")
 
@@ -113,13 +113,13 @@ def _point(change: Change | None) -> list[float | None]:
 
 
 def _hits(overview: Json, change: Change | None) -> list[Json]:
-    """Where the prompt tokens of the window came from: the pool, a tier, a peer, or computing; shares of all."""
+    """Where the prompt tokens of the window came from (pool, tier, peer, computing), as shares of all."""
     num_tokens = change.total("prompt_tokens") if change else 0.0
     if change is None or not num_tokens:
         return []
     cached = min(change.total("cached_tokens"), num_tokens)
     loaded = {source: change.total(f"loaded {source}") for source in overview.get("loaded_tokens", {})}
-    # Loads are reported by heartbeats, hits with the first token: a load may be known before its hit.
+    # Heartbeats report loads, and first tokens report hits: a load may be known before its hit.
     scale = min(cached / sum(loaded.values()), 1.0) if sum(loaded.values()) else 0.0
     shares = {source: count * scale for source, count in loaded.items()}
     shares = {"pool": cached - sum(shares.values()), **shares, "computed": num_tokens - cached}
@@ -135,7 +135,7 @@ def _pool(role: str, pool: Json, change: Change | None) -> Json:
     return shown | {
         "handoffs_per_s": num_handoffs / change.seconds,
         "bytes_per_s": change.per_s(f"num_bytes {role}"),
-        "exposed_s": exposed_s,  # of a handoff: transfer time that computing the prompt did not hide
+        "exposed_s": exposed_s,  # transfer time of a handoff that computing the prompt did not hide
     }
 
 
@@ -153,7 +153,7 @@ def _tenant(tenant: Json, change: Change | None) -> Json:
 
 
 def _rounded(value: Any) -> Any:
-    """Four decimals: they halve the size of a snapshot."""
+    """The value with four decimals: rounding halves the size of a snapshot."""
     if isinstance(value, float):
         return round(value, 4)
     if isinstance(value, dict):

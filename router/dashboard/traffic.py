@@ -1,4 +1,4 @@
-"""Rates and percentiles of a recent window, from counters that only grow. Knows neither a clock nor metrics' owners."""
+"""Rates and percentiles of a recent window, from counters that only grow. Knows no clock and no owners of metrics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REFUSED = {"429", "503"}
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What was counted since the start."""
+    """Counts since the start."""
 
     counts: dict[str, float] = field(default_factory=dict)
     # By name: pairs of a bucket's upper bound and the number of values up to it, ascending.
@@ -42,7 +42,7 @@ class Change:
     last: Totals
 
     def total(self, name: str) -> float:
-        """Events in this time. A counter that fell was restarted: nothing is known of it."""
+        """Events in this time. A counter that fell was restarted, so nothing is known about it."""
         return max(self.last.counts.get(name, 0.0) - self.first.counts.get(name, 0.0), 0.0)
 
     def per_s(self, name: str) -> float:
@@ -50,7 +50,7 @@ class Change:
         return self.total(name) / self.seconds
 
     def ratio(self, part: str, whole: str) -> float | None:
-        """The share that one count has of another; None if there was nothing."""
+        """One count as a share of another; None if there was nothing."""
         total = self.total(whole)
         return min(self.total(part) / total, 1.0) if total else None
 
@@ -67,7 +67,7 @@ class Change:
 
 
 class TrafficWindow:
-    """Totals of the latest time. A gap, in which nobody looked, is no harm: counters tell of all that happened."""
+    """Totals of the latest time. A gap in which nobody looked does no harm: counters include all that happened."""
 
     def __init__(self, span_s: float = 60.0) -> None:
         self._span_s = span_s
@@ -111,7 +111,7 @@ def totals_of(metrics: Iterable[Metric]) -> Totals:
 
 
 def _quantile(counts: Sequence[tuple[float, float]], share: float) -> float:
-    """`counts` are pairs of a bound and the number of values up to it; the first is of no values."""
+    """`counts` are pairs of a bound and the number of values up to it; the first pair counts no values."""
     rank = share * counts[-1][1]
     for (low, num_low), (high, num_high) in pairwise(counts):
         if num_high >= rank and num_high > num_low:

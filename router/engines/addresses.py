@@ -1,4 +1,4 @@
-"""Addresses that engines added at run time may have: none that only this machine can reach.
+"""Checks the addresses of engines added at run time: none may be one that only this machine can reach.
 
 Names are resolved here, and the resolved addresses are connected to. So a name cannot point elsewhere between the check
 and the connection, and other spellings of a number (127.1, 0x7f000001, ::ffff:127.0.0.1) are checked as the address
@@ -34,7 +34,7 @@ class AddressRefused(OSError):
 
 
 def is_local(address: str) -> bool:
-    """Whether a numeric address is this machine's, its link's or its cloud's, also when IPv6 wraps an IPv4 address."""
+    """Whether a numeric address belongs to this machine, its link or its cloud, even as IPv4 wrapped in IPv6."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         wrapped = ip.ipv4_mapped or ip.sixtofour

@@ -1,4 +1,4 @@
-"""What is known of an engine before it is asked: the `--engines` file, and the body of `POST /v1/engines`.
+"""What is known about an engine before it is asked: the `--engines` file, and the body of `POST /v1/engines`.
 
 Both have the same keys, so both go through `spec_from`. Unknown keys are errors: a mistyped one would be ignored.
 A server with several data-parallel ranks becomes one engine per rank (`ranks_of`), because each has its own cache.
@@ -35,7 +35,7 @@ __all__ = [
 
 EngineKind = Literal["openai", "vllm", "sglang", "llamacpp"]
 
-# The description of each type is what an error says that a value must be.
+# Errors quote the description of each type: what a value must be.
 _Text = Annotated[str, Meta(description="text")]
 _Count = Annotated[int, Meta(ge=0, le=2**40, description="a whole number, 0 or more")]
 _Port = Annotated[int, Meta(ge=0, le=65535, description="a port from 1 to 65535, or 0 for none")]
@@ -97,19 +97,19 @@ class EngineSpec:
     kv_bytes_per_token: _Count = 0  # size of a handoff; 0 = only its latency is learned
     kv_events: _Endpoint = ""  # ZMQ endpoint of its KV events, such as tcp://host:5557
     kv_replay: _Endpoint = ""  # ZMQ endpoint that sends past events again
-    bootstrap_port: _Port = 0  # of an SGLang prefill server: decode servers ask there where its KV is
-    cache_salt: _Switch = True  # whether it is sent the field of this name; without, tenants share its prefix cache
+    bootstrap_port: _Port = 0  # port of an SGLang prefill server where decode servers ask for the place of its KV
+    cache_salt: _Switch = True  # whether it is sent this field; if not, tenants share its prefix cache
     cache_ttl_s: _Seconds = 600.0  # without events: how long a prompt sent there counts as cached
     headers: _Headers = field(default_factory=dict, repr=False)
     tls_ca: _File = ""  # file of the CA that its certificate must be signed by; "" = that of --engine-ca
-    tls_cert: _File = ""  # file of the certificate that it is shown; "" = that of --engine-cert
+    tls_cert: _File = ""  # file of the certificate that we show it; "" = that of --engine-cert
     tls_key: _File = ""
     data_parallel_size: _Ranks = 1  # ranks of its server, which share the URL
     data_parallel_rank: int | None = None  # the rank that this engine is; set by `ranks_of` only
 
     @property
     def server(self) -> str:
-        """Name of the server that it is a rank of, or its own."""
+        """Name of the server of which it is a rank, or its own name."""
         return self.name if self.data_parallel_rank is None else self.name.rpartition(".dp")[0]
 
     @property
@@ -223,7 +223,7 @@ def ranks_of(server: EngineSpec) -> list[EngineSpec]:
 def check_fleet(engines: Iterable[EngineSpec], *, is_complete: bool = True) -> None:
     """Raise `ConfigError` for engines that cannot be in one fleet.
 
-    Those of a fleet that is not complete need not be able to decode: others will follow.
+    The engines of an incomplete fleet need not be able to decode: others will follow.
     """
     engines = list(engines)
     servers = {spec.server for spec in engines if spec.data_parallel_rank is not None}
@@ -256,7 +256,7 @@ def check_fleet(engines: Iterable[EngineSpec], *, is_complete: bool = True) -> N
 
 
 def check_tokenizer(spec: EngineSpec, tokenizers: Container[str]) -> None:
-    """Raise `ConfigError` for events of an engine without tokenizer: they identify blocks by their tokens."""
+    """Raise `ConfigError` for an engine with KV events but without tokenizer: events identify blocks by tokens."""
     if spec.kv_events and spec.model not in tokenizers:
         raise ConfigError(
             f"engine {spec.name}: kv_events={spec.kv_events!r} need model, and its tokenizer in the engines file: "
@@ -285,7 +285,7 @@ def _has_address(url: str) -> bool:
         if "[" in parts.netloc:
             ipaddress.IPv6Address(parts.hostname or "")
         return bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port out of range, a bracket without its other, something else than an address in brackets
+    except ValueError:  # a port out of range, an unbalanced bracket, or brackets around something else than an address
         return False
 
 

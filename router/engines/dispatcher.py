@@ -30,17 +30,17 @@ __all__ = [
     "EngineTarget",
 ]
 
-Abort = Callable[[str, str], None]  # ends a request with an error: the engine that is gone, and why
-GAP_INTERVAL_S = 0.1  # the deciding side uses one gap between tokens per engine and interval
+Abort = Callable[[str, str], None]  # ends a request with an error, which names the lost engine and the reason
+GAP_INTERVAL_S = 0.1  # the deciding side uses one gap between tokens for each engine and interval
 
 
 class DispatchRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A client's request as the deciding side needs to know it."""
+    """What the deciding side needs to know about a client's request."""
 
     request_id: str
     model: str  # the base model, if an adapter is asked for
     prompt: bytes  # token ids, as `token_bytes` packs them
-    cache_scope: CacheScope  # whose cached blocks it may use
+    cache_scope: CacheScope  # the scope of cached blocks that it may use
     max_tokens: int
     is_stream: bool
     service_class: ServiceClass
@@ -59,7 +59,7 @@ class DispatchRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
 
 
 class EngineTarget(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Where a request goes: the names of one engine twice, or of a pair of engines."""
+    """The engines that a request goes to: one engine named twice, or a pair."""
 
     prefill: str
     decode: str
@@ -89,14 +89,14 @@ class EngineReservation(Protocol):
         """
 
     async def go_on(self, cause: str, prompt: bytes, num_output_tokens: int) -> EngineTarget:
-        """Give the target up and book another one, which goes on with a stream of which tokens were shown.
+        """Give the target up and book another one, which goes on with a stream after tokens were shown.
 
         `prompt` is the prompt and the answer's tokens so far, packed as that of the request. `cause` says why the
         former engine was left. The stream is neither queued nor refused again. Raises a `ServingError`.
         """
 
     def answered(self) -> None:
-        """The first byte of the answer came: the engines of the target work."""
+        """The first byte of the answer came, so the engines of the target work."""
 
     def failed(self, engine: str, *, is_absent: bool = False, is_lost: bool = False) -> None:
         """The engine failed the request. `is_absent`: nothing listens there. `is_lost`: it died while it had it."""
@@ -111,13 +111,13 @@ class EngineReservation(Protocol):
         """The first token of a stream came."""
 
     def is_gap_due(self, now: float) -> bool:
-        """Whether `gap` would use a gap now (`GAP_INTERVAL_S`). Cheap, because it is asked at every token."""
+        """Whether `gap` would use a gap now (`GAP_INTERVAL_S`). It is cheap, because it is called for every token."""
 
     def gap(self, duration_s: float, now: float) -> None:
-        """Two tokens of the stream came this far apart, the second of them now."""
+        """Two tokens of the stream came this far apart; the second one came just now."""
 
     def held(self, *, is_held: bool) -> None:
-        """The client takes nothing of its stream, or does so again: meanwhile the engine owes it nothing."""
+        """The client has stopped reading its stream, or reads it again. While it does not read, no token is due."""
 
     def stored(self, answer_id: str) -> None:
         """The engine that answers keeps the answer under this id: later requests for it go there."""
@@ -130,7 +130,7 @@ class EngineReservation(Protocol):
 
 
 class EngineListener(Protocol):
-    """Is told of each engine that joins or leaves the fleet."""
+    """Gets to know of each engine that joins or leaves the fleet."""
 
     def engine_added(self, spec: EngineSpec, *, is_trusted: bool) -> None:
         """An engine was added. Only a trusted one may be at an address of this machine."""
@@ -159,22 +159,22 @@ class Dispatcher(Protocol):
         """Why the router is not ready; None when it is."""
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """It decides for as long as this context is entered."""
+        """A context in which the dispatcher decides."""
 
     def max_model_len(self, model: str) -> int | None:
         """Longest context of the model's engines; None while it is not known."""
 
     def capabilities(self, model: str) -> dict[str, Any] | None:
-        """What all engines of the model that tell it can do; None if none does."""
+        """The capabilities that all reporting engines of the model share; None if none reports any."""
 
     def now(self) -> float:
-        """The clock of all times that reservations get."""
+        """The clock for all times that reservations are given."""
 
     def reserve(self, request: DispatchRequest, abort: Abort) -> EngineReservation:
         """A reservation that holds nothing yet. `abort` is called when one of its engines is gone."""
 
     async def explain(self, request: DispatchRequest) -> dict[str, Any]:
-        """The decision that would be taken now, as JSON. Raises a `ServingError`."""
+        """The decision that the request would get now, as JSON. Raises a `ServingError`."""
 
     async def decisions(self) -> list[dict[str, Any]]:
         """The latest decisions, newest first, as JSON."""

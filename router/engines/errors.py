@@ -47,7 +47,7 @@ class EngineFailed(WorkerError):
         return "engine_lost" if self.is_lost or self.is_absent else "engine_failed"
 
     def because(self, obstacle: str) -> EngineFailed:
-        """The same error, saying why the stream did not go on elsewhere."""
+        """The same error with the reason why the stream did not go on elsewhere."""
         message = f"{self.message.removeprefix(f'engine {self.engine}: ')}; the stream cannot go on: {obstacle}"
         return type(self)(self.engine, message, is_absent=self.is_absent, is_lost=self.is_lost)
 

@@ -1,6 +1,6 @@
 """TLS towards engines: which CA must have signed an engine's certificate, and which certificate we show.
 
-Nothing here lets a connection go on that cannot be checked.
+A connection that cannot be checked is never used.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class ModelList(msgspec.Struct):
 
 
 class RoleChange(msgspec.Struct, frozen=True):
-    """A worker, and the role in which it shall serve."""
+    """A worker, and the role in which it should serve."""
 
     worker: Annotated[str, Meta(description="Its id in `/v1/pools`.")]
     role: Literal["prefill", "decode"]
@@ -116,7 +116,7 @@ class NewWorker(msgspec.Struct, frozen=True):
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """A worker that shall leave: it gets nothing new, and its work ends or goes on with others."""
+    """A worker that should leave: it gets nothing new, and its work ends or goes on with others."""
 
     worker: Annotated[str, Meta(description="Its id in `/v1/pools`.")]
     grace_s: Annotated[
@@ -132,7 +132,7 @@ class Drain(msgspec.Struct, frozen=True):
 
 
 class Migration(msgspec.Struct, frozen=True):
-    """Answers that shall go on with another worker."""
+    """Answers that should go on with another worker."""
 
     worker: Annotated[str, Meta(description="Where they are decoded: its id in `/v1/pools`.")]
     to: Annotated[str, Meta(description="The worker that takes them over; empty = the cheapest for each.")] = ""
@@ -140,7 +140,7 @@ class Migration(msgspec.Struct, frozen=True):
 
 
 class Migrated(msgspec.Struct):
-    """Requests, by what became of them."""
+    """Requests, by outcome."""
 
     moving: Annotated[list[str], Meta(description="These go on elsewhere once their KV is there.")]
     staying: Annotated[list[str], Meta(description="For these there is no place, or they move already.")]

@@ -58,7 +58,7 @@ class RouterApp(FastAPI):
 
         `running` is entered when the app starts and left when it ends.
         """
-        # FastAPI's own document has no route that is answered past it, and its pages load scripts from a CDN.
+        # FastAPI's own document lacks routes that are answered without it, and its pages load scripts from a CDN.
         super().__init__(title="Tandem", description=description, openapi_url=None, lifespan=self._lifespan, **options)
         self._operations = operations
         self._running = running
@@ -85,7 +85,7 @@ class RouterApp(FastAPI):
         self.router.routes.append(Route(path, _RawRoute(path, answer), methods=["POST"]))
 
     def on_drain(self, end: Callable[[], None]) -> None:
-        """Call `end` when the server begins to drain: it ends streams that would never end by themselves."""
+        """Register `end`, which is called when the server begins to drain: it ends streams that would never end."""
         self._on_drain.append(end)
 
     def drain(self) -> None:
@@ -114,7 +114,7 @@ class RouterApp(FastAPI):
             await asyncio.to_thread(self.audit_log.close)
 
     def _answer_http_exception(self, request: Request, exc: Exception) -> Response:
-        """Response for an unknown route or method. Starlette would allow the methods of one route of the path only."""
+        """Response for an unknown route or method. Starlette would allow only the methods of one route of the path."""
         assert isinstance(exc, HTTPException), exc
         if exc.status_code == 405:
             exc.headers = {"allow": ", ".join(self._methods_of(request.scope["path"]))}

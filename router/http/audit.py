@@ -20,12 +20,12 @@ ADMIN_TOKEN = "admin-token"  # in place of a key's id: the token for `/v1/engine
 
 @dataclass(slots=True)
 class _Action:
-    target: str = ""  # what it is done to, as far as it is known
+    target: str = ""  # the object of the action, as far as it is known
 
 
 @contextlib.contextmanager
 def audited(request: Request, action: str, target: str = "", *, key_id: str | None = None) -> Iterator[_Action]:
-    """Note in the audit log what the block does, and how it ends. `key_id` is that of the request by default."""
+    """Write to the audit log what the block does, and how it ends. `key_id` is by default that of the request."""
     done = _Action(target)
     result = "internal_error"
     try:
@@ -45,7 +45,7 @@ def audited(request: Request, action: str, target: str = "", *, key_id: str | No
 
 @contextlib.contextmanager
 def audited_if_operator(request: Request, action: str, target: str = "") -> Iterator[_Action]:
-    """`audited`, for what tenants may do too: only what is done with an operator's key is noted."""
+    """`audited`, for actions that tenants may do too: only those with an operator's key are written."""
     key = key_of(request)
     if key is None or key.tenant != OPERATOR:
         yield _Action(target)

@@ -38,7 +38,7 @@ class OperatorKeyRequired(RequestError):
 
 
 class Authenticator:
-    """Finds out whose request it is, and whether its key may have another one.
+    """Finds out whose request it is, and whether its key's limits allow it.
 
     Refused requests are counted, and logged by the id of their key.
     """
@@ -63,7 +63,7 @@ class Authenticator:
             return None
         note_key(scope, key)
         if key.tenant == OPERATOR:
-            # An operator that names a tenant, as a gateway does, sees what that tenant would.
+            # If an operator's key names a tenant, as a gateway does, it sees what that tenant would see.
             named = headers.getlist(TENANT_HEADER)
             if len(named) > 1:  # a gateway may have added its header to a client's, who would choose the tenant
                 raise RequestError(f"The header {TENANT_HEADER} was sent {len(named)} times; send it once.")
@@ -75,9 +75,9 @@ class Authenticator:
         return key
 
     async def begin_use(self, scope: Scope, key: ApiKey) -> KeyUse | None:
-        """Count the request on the limits of its key; None if nothing limits it. Raises `RateLimitExceeded`.
+        """Count the request against the limits of its key; None if nothing limits it. Raises `RateLimitExceeded`.
 
-        Only what costs work is limited: a POST. Looking at models, pools and metrics is not.
+        Only requests that cost work (POST) are limited; reading models, pools and metrics is not.
         """
         if scope["method"] != "POST":
             return None
@@ -90,7 +90,7 @@ class Authenticator:
         """Count a refused request, and log it if the last line about this key is old enough."""
         self._metrics.refused_keys.labels(key_id, reason).inc()
         now = time.monotonic()
-        # Unknown keys are counted only: anybody can send any number of them.
+        # Unknown keys are only counted, not logged: anybody can send any number of them.
         if key_id and now >= self._logged_s.get((key_id, reason), -math.inf) + _LOG_INTERVAL_S:
             self._logged_s[key_id, reason] = now
             logger.warning("requests with the API key %s are refused: %s", key_id, reason)
@@ -98,7 +98,7 @@ class Authenticator:
     def _key_of(self, headers: Headers, *, is_open: bool) -> ApiKey | None:
         """The valid key of a request; None if it has none and the path is open. Raises `InvalidApiKey`."""
         scheme, _, secret = headers.get("authorization", "").partition(" ")
-        if not scheme:  # clients of `/v1/messages` send their key so
+        if not scheme:  # clients of `/v1/messages` send their key like this
             scheme, secret = "bearer", headers.get("x-api-key", "")
         key = self._api_keys.find(secret.strip()) if scheme.lower() == "bearer" else None
         if key is not None and (state := key.state(time.time())) != "active":

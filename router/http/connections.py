@@ -47,10 +47,10 @@ class Connections:
         self.header_timeout_s = config.header_timeout_s
         self.body_timeout_s = config.body_timeout_s
         self.max_unfinished_bytes = MAX_UNFINISHED_BODIES * config.max_body_bytes
-        self.num_unfinished_bytes = 0  # of bodies that have begun to arrive
+        self.num_unfinished_bytes = 0  # bytes of bodies that have begun to arrive
         self.now_s = 0.0
         self.open: set[Connection] = set()
-        # Connections whose client owes us a request or the rest of one; those that we wait for longest come first.
+        # Connections whose client owes us a request or the rest of one, the one that we have waited for longest first.
         self.waiting: OrderedDict[Connection, None] = OrderedDict()
         self._ticked_s = time.monotonic()
         self._warned_s = -math.inf
@@ -82,7 +82,7 @@ class Connections:
         return len(self.open) <= self.max_connections
 
     def admit(self, connection: Connection, num_open: int) -> bool:
-        """Take in a new connection, the last of `num_open`; whether there is room for it at all.
+        """Add a new connection, the last of `num_open`. Returns whether there is room for it at all.
 
         The connection sets its own deadline for what its client owes.
         """

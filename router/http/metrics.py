@@ -15,7 +15,7 @@ from tandem.router.keys.limiter import KeyUse
 
 __all__ = ["EdgeMetrics", "RequestClock"]
 
-MAX_BATCH = 32  # deltas of one sequence that are recorded at once
+MAX_BATCH = 32  # deltas of one sequence that are recorded together
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0)
 ITL_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -108,7 +108,7 @@ class RequestClock:
         *,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`use` counts the tokens on the limits of an API key."""
+        """`use` counts the tokens against the limits of an API key."""
         self._metrics = metrics
         self._use = use
         self._last_s = arrived_s

@@ -1,6 +1,6 @@
 """The OpenAPI document of an app: its routes, each with an `Operation` that says what it takes and answers.
 
-FastAPI would show none of that: generation is answered past it, and other routes read their bodies themselves. Schemas
+FastAPI would show none of that: generation bypasses it, and other routes read their bodies themselves. Schemas
 are made from the structs that decode the bodies, so the document cannot say anything else than the server checks.
 """
 
@@ -83,8 +83,8 @@ class Operation:
     example: Any = None  # of a body
     refused: Mapping[str, tuple[Any, ...]] | None = None  # fields that are not served -> the values that are accepted
     exactly_one: Mapping[str, tuple[str, ...]] | None = None  # names of structs -> fields of which one must be given
-    errors: tuple[int, ...] = ()  # beside those that every route has
-    passes_errors: bool = False  # those of an engine are passed on, with any status from 400 to 499
+    errors: tuple[int, ...] = ()  # in addition to those that every route has
+    passes_errors: bool = False  # whether an engine's errors are passed on, with any status from 400 to 499
     parameters: tuple[Parameter, ...] = ()
     access: Literal["key", "open", "admin"] = "key"
 
@@ -258,7 +258,7 @@ def _event_schema(data: Json, done: str) -> Json:
 
 
 def _complete(schema: Json, refused: Mapping[str, tuple[Any, ...]]) -> None:
-    """Say of an object that other fields are ignored, and of fields that are not served what they may be."""
+    """Add to an object's schema that other fields are ignored, and which values unserved fields may have."""
     properties = schema.get("properties")
     if properties is None:
         return

@@ -24,7 +24,7 @@ PAGE_HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
-    # Asked for again at each use, which an ETag makes cheap: a new version of the server shows its own page at once.
+    # Browsers ask again at each use, which an ETag makes cheap: a new version of the server shows its page at once.
     "cache-control": "no-cache",
 }
 
@@ -72,7 +72,7 @@ def add_page(app: FastAPI, path: str, folder: Path, summary: str) -> None:
         return answer(request, name)
 
     async def lead_to_page() -> Response:
-        # Relative: behind a proxy, scheme and path are other ones than this server knows.
+        # Relative, because behind a proxy scheme and path differ from those that this server knows.
         return Response(status_code=307, headers={**PAGE_HEADERS, "location": f"../{path.rpartition('/')[2]}"})
 
     # For the reference of all routes.

@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 MAX_URL_BYTES = 8192
 MAX_HEADERS = 128
-PIECE_BYTES = 4096  # parsed at once: its requests are all created, even if many wait before them
-MAX_UNPARSED_BYTES = 64 * 1024  # behind requests that wait; beyond it the connection is not read
+PIECE_BYTES = 4096  # bytes parsed at once: all their requests are created, even if many wait before them
+MAX_UNPARSED_BYTES = 64 * 1024  # bytes after requests that wait; beyond it the connection is not read
 MIN_BODY_BYTES_PER_S = 16 * 1024  # a large body gets body_timeout_s plus the time it takes at this rate
 _LINGER_S = 2.0  # for a client to read our last response, or to end a body that nobody reads
 _STALL_S = 60.0  # the longest that a response may wait without the client reading a byte of it
@@ -73,11 +73,11 @@ class HttpProtocol(HttpToolsProtocol):
         super().__init__(**uvicorn)
         self._shared = shared
         self._running: RequestResponseCycle | None = None  # the request being answered; `cycle` is the latest to arrive
-        self._deadline_s = math.inf  # by which the client must have sent what it owes us
+        self._deadline_s = math.inf  # when the client must have sent what it owes us
         self._is_idle = False  # between two requests
         self._is_lingering = False  # our last response is written, and input is dropped until the client hangs up
         self._pending_refusal: Refusal | None = None  # to be sent after the responses to earlier requests
-        self._unparsed = bytearray()  # what arrived behind requests that wait
+        self._unparsed = bytearray()  # bytes that arrived after requests that wait
         self._num_stray_bytes = 0  # received since the last complete head or byte of a body
         self._num_unfinished_bytes = 0  # of a body that is not complete
         self._num_unsent_bytes = 0
@@ -386,7 +386,7 @@ async def _answer_unchunked(
 
 
 def _write(cycle: RequestResponseCycle, data: bytes) -> bool:
-    """Write a part of a response's body now. If that cannot be, return False: then `send` must do it, and may wait."""
+    """Write a part of a response's body now. If that is impossible, return False: `send` must do it, and may wait."""
     if not cycle.chunked_encoding or cycle.response_complete or cycle.flow.write_paused or cycle.disconnected:
         return False
     if data:  # an empty chunk would be the end of the body

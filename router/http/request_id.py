@@ -1,4 +1,4 @@
-"""The id of each request: in its answer, in log lines about it, and in what workers and engines are told of it."""
+"""The id of each request: in its answer, in log lines about it, and in what workers and engines are sent for it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class RequestId(NamedTuple):
     """The names of one request."""
 
     shown: str  # in the answer's header and in logs of the router: the client's id, or one that is made here
-    unique: str  # what workers and engines are told; it begins with `shown`, which two requests of a client may share
+    unique: str  # what workers and engines get; it begins with `shown`, which two requests of a client may share
 
     def answer_id(self, prefix: str) -> str:
-        """Id of the answer: the same digits as in an id that was made here. A client's id is no part of it.
+        """Id of the answer: the same digits as in an id that was made here. A client's id is not part of it.
 
         Answers are kept under their ids, so these must be unique and hard to guess.
         """
@@ -33,7 +33,7 @@ class RequestId(NamedTuple):
 
 
 def new_request_id() -> RequestId:
-    """The id of a request that brought none."""
+    """The id for a request that has none."""
     name = _PREFIX + secrets.token_hex(16)
     return RequestId(name, name)
 

@@ -49,11 +49,11 @@ class RequestOptions(NamedTuple):
     request_id: RequestId
     service_class: ServiceClass = DEFAULT_CLASS
     explains: bool = False  # the response explains the routing decision
-    span: LiveSpan | None = None  # of the request, if it is traced
+    span: LiveSpan | None = None  # the request's span, if it is traced
 
     @property
     def traceparent(self) -> str:
-        """What makes spans part of the request's trace; "" = it has none."""
+        """The header value that makes spans part of the request's trace; "" = it is not traced."""
         return self.span.traceparent if self.span is not None and self.span.is_sampled else ""
 
 
@@ -83,18 +83,18 @@ def span_of(scope: Scope) -> LiveSpan | None:
 
 
 def trace_headers_of(scope: Scope) -> dict[str, str]:
-    """What a server that serves a request is told of its trace: our span, or unchanged what the client sent."""
+    """Trace headers for a server that serves a request: our span's, or the client's own unchanged."""
     span = span_of(scope)
     return client_trace_headers(scope["headers"]) if span is None else span.headers
 
 
 def note_key_use(scope: Scope, use: KeyUse) -> None:
-    """Note what a request takes of the limits of its API key."""
+    """Note what counts a request against the limits of its API key."""
     scope[_KEY_USE] = use
 
 
 def key_use_of(request: Request) -> KeyUse | None:
-    """What a request takes of the limits of its API key; None if nothing limits it."""
+    """What counts a request against the limits of its API key; None if nothing limits it."""
     use: KeyUse | None = request.scope.get(_KEY_USE)
     return use
 

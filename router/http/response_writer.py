@@ -1,4 +1,4 @@
-"""Writes a response from callbacks and tasks: directly to the connection if the server offers it, else by ASGI."""
+"""Writes a response from callbacks and tasks: directly to the connection if the server can, otherwise by ASGI."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # Longer than clients keep an idle connection (httpx 5 s, nginx 60 s): a client that closes first never sends a request
 # into a connection that ends. When connections run out, idle ones are closed at once.
 _KEEP_ALIVE_S = 75
-_CLOSE_TIMEOUT_S = 10.0  # for the app to notice that its clients disconnected
+_CLOSE_TIMEOUT_S = 10.0  # how long the app has to notice that its clients disconnected
 _NUM_OTHER_FILES = 256  # files that this process may need besides its clients' connections
 
 
@@ -64,7 +64,7 @@ class HttpServer(uvicorn.Server):
                 http=self._protocol,  # type: ignore[arg-type]  # uvicorn only calls it
                 ws="none",
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                lifespan="off",  # uvicorn logs its errors; run by the caller they are raised
+                lifespan="off",  # uvicorn would only log its errors; when the caller runs it, they are raised
             )
         )
         self.has_started = asyncio.Event()  # set once it listens
@@ -127,7 +127,7 @@ async def http_server(
     *,
     on_drain: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[HttpServer]:
-    """The HTTP server, while the block runs. The app's lifespan is the caller's to run around it.
+    """The HTTP server, while the block runs. The caller runs the app's lifespan around it.
 
     `on_drain` is called when the server begins to drain, to end what the app would otherwise send for ever. Raises
     `ConfigError` if the files of `tls_cert` cannot be used.

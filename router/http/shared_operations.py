@@ -1,4 +1,4 @@
-"""What the routes that `tandem serve` and `tandem route` have in common take and answer, for `/openapi.json`."""
+"""What the routes that `tandem serve` and `tandem route` share take and answer, for `/openapi.json`."""
 
 from __future__ import annotations
 

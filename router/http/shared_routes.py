@@ -1,4 +1,4 @@
-"""Routes that `tandem serve` and `tandem route` have in common."""
+"""Routes that `tandem serve` and `tandem route` share."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def add_worker_routes(app: FastAPI, managed: Managed) -> None:
         Their KV is copied while they are decoded on. Answers at once. Needs an operator's key.
         """
         migration = await _read(
-            request, Migration, '{"worker": NAME}, and "to" or "request_id" if only some shall move'
+            request, Migration, '{"worker": NAME}, and "to" or "request_id" if only some should move'
         )
         with audited(request, "answers.migrate", f"{migration.worker} -> {migration.to or 'any'}"):
             return json_response(await managed.migrate(migration.worker, migration.to, migration.request_id))

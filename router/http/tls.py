@@ -48,15 +48,14 @@ class TlsMetrics:
 
 
 class ServerTls(FollowedTls):
-    """The context for new clients, and what their connections share."""
+    """The context for new clients, and the state that their connections share."""
 
     def __init__(self, config: RouterConfig, registry: CollectorRegistry) -> None:
         """Raises `ConfigError` for files that cannot be used."""
-        super().__init__(_files(config), lambda: _load(config))
+        super().__init__(_files(config), lambda: _load(config), self._show)
         self.handshakes, self.reads = Turns(), Turns()
         self._metrics = TlsMetrics(registry)
         self._num_counted = 0
-        self.on_change = self._show
         self._show()
 
     def count_failure(self, reason: HandshakeFailure) -> None:

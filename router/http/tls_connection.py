@@ -2,7 +2,7 @@
 
     socket -> TlsConnection: handshake -> HttpProtocol is made, and this is its transport
 
-The loops' own TLS tells us of a connection only after its handshake. Here a connection has a deadline, and counts
+The event loops' own TLS reports a connection only after its handshake. Here a connection has a deadline, and counts
 against the limits, from its first moment. Its only write buffer is that of the socket: flow control is as without TLS.
 
 A client can send little that costs much: handshakes, and records of a byte or of none. So each iteration of the event
@@ -63,9 +63,9 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         self._num_empty_records = 0  # more than those that had content
         self._is_costly = False  # its records took too long once, so that they always wait for their turn
         self._waits_for_turn = False
-        self._is_reading_paused = False  # by `HttpProtocol`
-        self._deadline_s = math.inf  # of the handshake
-        self._has_failed = False  # the handshake, and this was counted
+        self._is_reading_paused = False  # whether `HttpProtocol` has paused it
+        self._deadline_s = math.inf  # deadline of the handshake
+        self._has_failed = False  # whether the handshake has failed, which was counted
         self._has_ended = False  # TLS is over: nothing more is encrypted, and input is dropped
 
     # -- called by the event loop
@@ -97,7 +97,7 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
             self._is_costly = self._waits_for_turn
 
     def eof_received(self) -> None:
-        """The client has closed its side without a word of TLS: the socket is closed, as without TLS."""
+        """The client has closed its side without TLS's closing message: close the socket, as without TLS."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended."""
@@ -241,11 +241,11 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
             self._break(exc)
 
     def can_write_eof(self) -> bool:
-        """Yes: the client may still send what nobody reads."""
+        """Always true: the client may still send, although nobody reads it."""
         return True
 
     def write_eof(self) -> None:
-        """Tell the client that nothing more comes, and drop what it still sends."""
+        """Tell the client that nothing more follows, and drop what it still sends."""
         self._end_tls()
         if not self.transport.is_closing():
             self.transport.write_eof()
@@ -280,7 +280,7 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         return self.transport.get_write_buffer_size()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """As the socket's, and of TLS: "sslcontext" and "ssl_object"."""
+        """The socket's, and for TLS "sslcontext" and "ssl_object"."""
         if name == "sslcontext":
             return self._session.context
         return self._session if name == "ssl_object" else self.transport.get_extra_info(name, default)
@@ -333,6 +333,6 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         if self._has_ended:
             return
         self._has_ended = True
-        with contextlib.suppress(ssl.SSLError):  # it wants to read the client's own end, which nobody needs
+        with contextlib.suppress(ssl.SSLError):  # it wants to read the client's closing message, which nobody needs
             self._session.unwrap()
         self._flush()

@@ -23,7 +23,7 @@ class TlsRecords:
         self._unread += data
 
     def take(self) -> bytes:
-        """The next whole record; b"" if it is not there yet. What is no TLS comes as it is, for OpenSSL to refuse."""
+        """The next whole record; b"" if it has not arrived yet. What is no TLS comes as it is, to be refused."""
         unread = self._unread
         if len(unread) < _HEADER_BYTES:
             return b""

@@ -16,11 +16,11 @@ __all__ = ["Turns", "Work"]
 
 BUDGET_S = 0.001  # for one iteration of the event loop; the piece of work that exceeds it is the last
 
-Work: TypeAlias = Callable[[float], object]  # is told by what time of the clock it is to stop
+Work: TypeAlias = Callable[[float], object]  # its argument is the time at which it must stop
 
 
 class Turns:
-    """Work of one event loop, done in the order in which it came, and a little in each iteration."""
+    """The work of one event loop, done in order of arrival, a little in each iteration."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -28,7 +28,7 @@ class Turns:
         self._is_scheduled = False
 
     def end_s(self) -> float:
-        """By when work that begins now is to stop."""
+        """When work that begins now must stop."""
         return self.clock() + BUDGET_S
 
     def add(self, work: Work) -> None:

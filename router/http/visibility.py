@@ -1,4 +1,4 @@
-"""What a tenant's key may see of things that concern all tenants: its own decisions, and no load figures of others.
+"""What a tenant's key may see of things that concern all tenants: its own decisions, but no load figures of others.
 
 An operator's key sees everything, and so does everyone if the server has no API keys.
 """

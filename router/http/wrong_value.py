@@ -1,4 +1,4 @@
-"""What an error says of a value that does not fit its field: the value itself, shortened, and what is expected.
+"""What an error says about a value that does not fit its field: the shortened value, and what is expected.
 
 msgspec names the field and one broken bound. The value is looked up in the body, and all bounds in the field's type.
 """
@@ -17,7 +17,7 @@ from msgspec import inspect
 __all__ = ["members", "shown", "wrong_value"]
 
 _MAX_SHOWN = 50  # characters of a value
-_MAX_READ_BYTES = 1 << 20  # of a list or an object: reading the millions of items of a larger one takes too long
+_MAX_READ_BYTES = 1 << 20  # in a list or an object: reading the millions of items of a larger one takes too long
 _STEP = re.compile(r"\[(\.\.\.|\d+)\]|([^.\[\]]+)")
 T = TypeVar("T", bound=inspect.Type)
 L = TypeVar("L", list[msgspec.Raw], dict[str, msgspec.Raw])

@@ -1,1 +1,1 @@
-"""API keys: the file that keeps them, what a process knows of them, and how it follows the file."""
+"""API keys: the file that keeps them, what a process knows about them, and how it follows the file."""

@@ -19,10 +19,10 @@ class ApiKeys:
     def __init__(
         self, keys: Iterable[ApiKey] = (), *, is_required: bool = False, limiter: Limiter | None = None
     ) -> None:
-        """A server that requires keys and knows none refuses everybody. By default limits are counted here."""
+        """A server that requires keys and knows none refuses everybody. By default this process counts limits."""
         self._limiter = limiter or LocalLimiter()
         self.is_required = is_required
-        self.damage = ""  # why the file cannot be used now; the keys are then those of before
+        self.damage = ""  # why the file cannot be used now; then the earlier keys stay valid
         self.num_reloads = 0
         self._by_digest: dict[str, ApiKey] = {}
         self._by_id: dict[str, ApiKey] = {}
@@ -34,7 +34,7 @@ class ApiKeys:
 
     @property
     def all(self) -> list[ApiKey]:
-        """All keys, expired and revoked ones too."""
+        """All keys, including expired and revoked ones."""
         return list(self._by_id.values())
 
     def find(self, secret: str) -> ApiKey | None:
@@ -46,7 +46,7 @@ class ApiKeys:
         return self._by_id.get(key_id)
 
     async def begin(self, key: ApiKey) -> KeyUse | None:
-        """A request with this key begins; None if nothing limits it. Raises `RateLimitExceeded`."""
+        """Begin a request with this key. Returns None if nothing limits it. Raises `RateLimitExceeded`."""
         if not key.limits.is_any_on_requests:
             return None
         use = await self._limiter.begin(key)
@@ -61,7 +61,7 @@ class ApiKeys:
         self._listeners.append(listener)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
-        """Know these keys instead of those of before, from the next request on."""
+        """Replace all keys by these, from the next request on."""
         self._set(keys)
         self._limiter.keep(self._by_id)
         self.num_reloads += 1

@@ -24,12 +24,12 @@ MAX_NAMED = 20  # keys of each kind of change in one line of the audit log
 
 
 class KeyFile:
-    """The keys of a file, kept as the file is. A file that cannot be used changes nothing: the keys of before count."""
+    """The keys of a file, kept up to date. A file that cannot be used changes nothing: the earlier keys stay valid."""
 
     def __init__(self, path: str, audit_log: str = "") -> None:
         """Read the file; without a path the server requires no keys. Raises `ConfigError`.
 
-        Changes are noted in the file `audit_log`; "" = in none.
+        Changes are written to the file `audit_log`; "" = to none.
         """
         self._path = path
         self._audit_log = AuditLog(audit_log)
@@ -40,7 +40,7 @@ class KeyFile:
 
     @contextlib.asynccontextmanager
     async def followed(self) -> AsyncIterator[ApiKeys]:
-        """The keys, which follow the file while the block runs."""
+        """The keys; they follow the file while the block runs."""
         background = BackgroundTasks()
         if self._path:
             background.keep("watch of the API keys", self._follow)
@@ -55,7 +55,7 @@ class KeyFile:
         signature = await asyncio.to_thread(signature_of, self._path)
         if signature == self._signature and self._is_settled and not self.api_keys.damage:
             return
-        # Once more after each change: a second one may have come too soon after it for its time to differ.
+        # Read once more after each change: a second one may have come so soon that the file's time is the same.
         self._is_settled = signature == self._signature
         try:
             stored = await asyncio.to_thread(read_keys, self._path)
@@ -86,7 +86,7 @@ class KeyFile:
 
 
 def changes_of(before: Iterable[ApiKey], after: Iterable[ApiKey]) -> dict[str, list[str]]:
-    """The ids of keys that are new, revoked, changed otherwise, or gone; of many only the first ones."""
+    """The ids of keys that are new, revoked, otherwise changed, or gone; only the first ones of many."""
     old, new = ({key.id: key for key in keys} for keys in (before, after))
     changes: dict[str, list[str]] = {"created": [], "revoked": [], "changed": []}
     for key_id, key in new.items():

@@ -73,7 +73,7 @@ class LocalUse:
 
 
 class KeyUse:
-    """What one request takes of its key's limits. The middleware ends it on every path."""
+    """Counts one request against its key's limits. The middleware ends it on every path."""
 
     def __init__(self, use: LimitedUse, *, is_charged: bool) -> None:
         """`is_charged`: the key has a limit of tokens."""
@@ -83,7 +83,7 @@ class KeyUse:
         self._is_charged = is_charged
 
     async def charge(self, num_prompt_tokens: int, num_answers: int, max_tokens: int) -> None:
-        """The prompt is known, and how long all answers together may be. Raises `RateLimitExceeded`."""
+        """Charge the prompt and the most that all answers together may be. Raises `RateLimitExceeded`."""
         if self._is_charged:
             await self._use.charge(num_prompt_tokens, num_answers, max_tokens)
             self.num_prompt_tokens = num_prompt_tokens

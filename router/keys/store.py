@@ -26,7 +26,7 @@ __all__ = ["StoredKeys", "create_key", "read_keys", "revoke_key", "write_keys"]
 MAX_FILE_BYTES = 16 << 20  # 40,000 keys
 _LOCK_TIMEOUT_S = 10.0
 _LOCK_POLL_S = 0.02
-_FORBIDDEN_MODE = stat.S_IWGRP | stat.S_IRWXO  # who can write it can let anybody in; who reads it learns the tenants
+_FORBIDDEN_MODE = stat.S_IWGRP | stat.S_IRWXO  # writers of the file could let anybody in; readers learn the tenants
 _CREATE = "make it with: tandem keys create --file"
 
 
@@ -43,7 +43,7 @@ class StoredKeys(NamedTuple):
 
 
 def read_keys(path: str) -> StoredKeys:
-    """All keys of a file, revoked ones too. Raises `ConfigError`, which shows no hash."""
+    """All keys of a file, including revoked ones. Raises `ConfigError`, which shows no hash."""
     try:
         with open(path, "rb", opener=open_at_once) as file:
             status = os.fstat(file.fileno())
@@ -91,7 +91,7 @@ def create_key(
 
 
 def revoke_key(path: str, key_id: str) -> ApiKey:
-    """Revoke a key for ever, and return it; one that is revoked already stays as it is. Raises `ConfigError`."""
+    """Revoke a key for ever, and return it; one that is already revoked stays as it is. Raises `ConfigError`."""
     with _locked(path) as real_path:
         keys = read_keys(real_path).keys
         index = next((index for index, key in enumerate(keys) if key.id == key_id), None)
@@ -137,7 +137,7 @@ def _parsed(path: str, content: bytes) -> list[ApiKey]:
 
 @contextlib.contextmanager
 def _locked(path: str) -> Iterator[str]:
-    """Be the only writer while the block runs. Gives the path of the file itself, behind links.
+    """Be the only writer while the block runs. Yields the path of the file itself, with links resolved.
 
     The lock is a file of its own, because the file of keys is replaced by each change.
     """
@@ -167,14 +167,14 @@ def _try_lock(lock: int) -> bool:
 
 
 def write_keys(path: str, keys: Sequence[ApiKey]) -> None:
-    """Replace the file in one step. Only its owner may read it, and its group if that could before.
+    """Replace the file in one step. Its owner may read it, and its group if that could before.
 
     The caller is the only writer. Raises `ConfigError`.
     """
     content = msgspec.json.format(msgspec.json.encode(_File(keys=list(keys))), indent=1)
     new_path = Path(f"{path}.new")
     try:
-        new_path.unlink(missing_ok=True)  # of a writer that was killed
+        new_path.unlink(missing_ok=True)  # left by a writer that was killed
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(new_path, flags, 0o600), "wb") as file:
             if os.path.exists(path):

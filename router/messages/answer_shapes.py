@@ -13,7 +13,7 @@ __all__ = ["CountedTokens", "Message", "MessageEvent"]
 
 
 class ThinkingTokens(msgspec.Struct):
-    """What the answer's tokens were."""
+    """The answer's tokens by what they were."""
 
     thinking_tokens: int
 

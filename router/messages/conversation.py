@@ -36,7 +36,7 @@ __all__ = ["FIELD_NAMES", "chat_prompt", "chat_request"]
 
 T = TypeVar("T")
 
-# What checks of the chat request call a field -> what it is called here.
+# Names of fields in checks of the chat request -> names here.
 FIELD_NAMES = {
     "response_format": "output_config.format",
     "response_format.json_schema.schema": "output_config.format.schema",
@@ -115,7 +115,7 @@ def _chat_messages(message: InputMessage, index: int) -> list[ChatMessage]:
 
 
 def _user_messages(blocks: Sequence[ContentBlock], where: str) -> list[ChatMessage]:
-    """Results of tools become messages of their own, among those of the texts between them."""
+    """Results of tools become messages of their own, among messages with the texts between them."""
     messages: list[ChatMessage] = []
     texts: list[ContentPart] = []
     for i, block in enumerate(blocks):
@@ -142,7 +142,7 @@ def _assistant_message(blocks: Sequence[ContentBlock], where: str) -> ChatMessag
             case "thinking":
                 thoughts.append(_given(block.thinking, "thinking", block, at))
             case "redacted_thinking":
-                pass  # only who encrypted it can read it
+                pass  # only the party that encrypted it can read it
             case "tool_use":
                 name = _given(block.name, "name", block, at)
                 function = {"name": name, "arguments": _given(block.input, "input", block, at)}
@@ -215,4 +215,4 @@ def _template_kwargs(request: CountTokensRequest) -> dict[str, Any]:
 def _thinking_switches(thinking: Thinking | None) -> dict[str, Any]:
     if thinking is None or thinking.type == "adaptive":
         return {}
-    return dict.fromkeys(("enable_thinking", "thinking"), thinking.type == "enabled")  # one of them is the template's
+    return dict.fromkeys(("enable_thinking", "thinking"), thinking.type == "enabled")  # templates know one of them

@@ -43,13 +43,13 @@ class _MessageEvents:
     def __init__(self, answer: PlannedAnswer) -> None:
         self._answer = answer
         self._usage = answer.new_usage()
-        self._index = -1  # of the open block; -1 = none was begun
+        self._index = -1  # index of the open block; -1 = none has begun
         self._last: Event | None = None
         self._is_begun = False
         self._stop: Json = {}
 
     def of(self, delta: ChoiceDelta) -> bytes:
-        """The events for one delta; before the first one that of the message's start."""
+        """The events for one delta. The event of the message's start comes before the first one."""
         self._usage.add(delta)
         data = b"" if self._is_begun else self._begin()
         data += b"".join(map(self._piece, delta.parts))
@@ -123,7 +123,7 @@ def _stop(finish_reason: str | None, stop: str | int | None) -> Json:
 
 
 def _begins_block(event: Event, last: Event | None) -> bool:
-    """Whether an event begins a block. Pieces of one kind in a row are one block; arguments belong to their call."""
+    """Whether an event begins a block. Adjacent pieces of one kind share a block; arguments belong to their call."""
     return not isinstance(event, ToolCallArguments) and (
         isinstance(event, ToolCallBegin) or type(event) is not type(last)
     )
@@ -134,7 +134,7 @@ def _empty_block(event: Event) -> Json:
         case Content():
             return {"type": "text", "text": ""}
         case Reasoning():
-            return {"type": "thinking", "thinking": "", "signature": ""}  # there is nobody who would check one
+            return {"type": "thinking", "thinking": "", "signature": ""}  # nobody would check a signature
         case ToolCallBegin(_, id, name):
             return {"type": "tool_use", "id": id, "name": name, "input": {}}
         case ToolCallArguments():
@@ -171,8 +171,8 @@ def _filled(block: Json, text: str) -> Json:
 
 
 def _input_of(arguments: str) -> Any:
-    """The input of a call, as JSON. Of one that `max_tokens` cut short it is what Anthropic's client reads in a stream:
-    the values that are complete. It is empty if the model wrote something that is not a JSON object.
+    """The input of a call, as JSON. If `max_tokens` cut the call short, only complete values are in it, as Anthropic's
+    client reads them from a stream. It is empty if the model wrote something that is not a JSON object.
     """
     try:
         value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)

@@ -34,7 +34,7 @@ __all__ = [
     "Thinking",
 ]
 
-# A system block that begins so changes with every request, so that no prefix would ever be cached; vLLM drops it too.
+# A system block with this beginning changes with every request, which would prevent all caching. vLLM drops it too.
 BILLING_HEADER = "x-anthropic-billing-header"
 UNSERVED_FIELDS = ("container", "context_management", "mcp_servers", "output_format")
 
@@ -85,7 +85,7 @@ class MessageToolChoice(msgspec.Struct, frozen=True):
 
     type: Annotated[
         Literal["auto", "any", "tool", "none"],
-        Doc("`any`: it must call one. `tool`: it must call `name`. `none`: it is not told of the tools."),
+        Doc("`any`: it must call one. `tool`: it must call `name`. `none`: it does not see the tools."),
     ]
     name: Annotated[str | None, Doc("With `tool`.")] = None
     disable_parallel_tool_use: Annotated[bool | None, Doc("`true`: at most one call.")] = None

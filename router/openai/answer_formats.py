@@ -23,7 +23,7 @@ from tandem.router.tool_calls.response_template import ResponseTemplateParser, l
 
 __all__ = ["AnswerFormats", "AnswerParsing", "Parser", "choose_formats"]
 
-PROMPT_END_TOKENS = 64  # which may open the reasoning
+PROMPT_END_TOKENS = 64  # tokens at a prompt's end that may open the reasoning
 
 Parser = AnswerParser | ResponseTemplateParser
 
@@ -34,8 +34,8 @@ class AnswerParsing:
 
     new_parser: Callable[[], Parser]
     special_ids: frozenset[int] = frozenset()  # special tokens that the parser must see
-    marks: Mapping[int, str] = field(default_factory=dict)  # those of which it must know the places, and their texts
-    has_reasoning: bool = False  # it tells reasoning from content
+    marks: Mapping[int, str] = field(default_factory=dict)  # those whose places it must know, and their texts
+    has_reasoning: bool = False  # whether it tells reasoning from content
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class AnswerFormats:
     reasoning: ReasoningFormat | None
     template: Any  # the checkpoint's response template, instead of both; None = not used
     traits: TemplateTraits
-    shows_calls: bool  # the chat template shows the calls that the model made before, in this format
+    shows_calls: bool  # whether the chat template shows the model's earlier calls, in this format
 
     def check_tools(self, tools: RequestedTools | None) -> None:
         """Raise `RequestError` if these tools cannot be served."""
@@ -79,7 +79,7 @@ class AnswerFormats:
     def parsing(
         self, tokenizer: Tokenizer, prompt_end: str, tools: RequestedTools | None, *, hides_special: bool
     ) -> AnswerParsing | None:
-        """How answers to a prompt with this end are parsed; None if they are nothing but content."""
+        """How answers to a prompt with this end are parsed; None if they are only content."""
         if self.template is not None:
             return self._template_parsing(tokenizer, prompt_end, tools)
         if tools is None and self.reasoning is None:

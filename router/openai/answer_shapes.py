@@ -30,7 +30,7 @@ Created = Annotated[int, Doc("Unix time.")]
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """What the prompt's tokens cost."""
+    """The prompt's tokens by what they cost."""
 
     cached_tokens: Annotated[int, Doc("Those that were not computed.")]
     cached_tokens_by_tier: Annotated[
@@ -39,7 +39,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """What the answer's tokens were."""
+    """The answer's tokens by what they were."""
 
     reasoning_tokens: int
 

@@ -155,7 +155,7 @@ def _add_generation_routes(app: RouterApp, context: ServingContext) -> None:
 def _add_tokenizer_routes(app: FastAPI, context: ServingContext) -> None:
     @app.post("/tokenize")
     async def tokenize_prompt(request: Request) -> Response:
-        """Token ids of a prompt or of messages, as a request with them would have."""
+        """Token ids of a prompt or of messages, as in a request with them."""
         return json_response(await tokenize(context, request))
 
     @app.post("/detokenize")

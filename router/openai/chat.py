@@ -194,7 +194,7 @@ def _content_text(message: ChatMessage, where: str) -> str:
 
 
 def _with_argument_text(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call with its arguments as JSON text: as the model wrote them, where the client sends them back so."""
+    """A tool call with its arguments as JSON text; the model's own text, if the client sends that back."""
     function = call.get("function")
     if not isinstance(function, dict) or (isinstance(function.get("arguments"), str) and function["arguments"]):
         return call
@@ -210,7 +210,7 @@ def _with_decoded_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decoded(arguments: Any) -> dict[str, Any]:
-    """Arguments as an object. Of those that are broken or cut short it has what can be read.
+    """Arguments as an object. From broken or cut ones it takes what can be read.
 
     Templates refuse anything else, and a conversation with it could never go on.
     """
@@ -238,7 +238,7 @@ async def _grammar(
     prompt_end: str,
     content: str,
 ) -> str:
-    """The grammar of the answers, where the grammar `content` is that of their content. Raises `RequestError`."""
+    """The grammar of the answers, given the grammar `content` of their content. Raises `RequestError`."""
     grammar = context.formats.grammar(context.tokenizer, prompt_end, tools, content)
     if grammar == content:
         return content

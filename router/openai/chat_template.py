@@ -23,8 +23,8 @@ Message = dict[str, Any]
 class TemplateTraits:
     """One chat template."""
 
-    shows_tools: bool  # the tools of a request
-    shows_calls: bool  # the calls that the model made before
+    shows_tools: bool  # it shows the tools of a request
+    shows_calls: bool  # it shows the calls that the model made before
     refuses_roles: bool  # it may refuse a system message
     takes_argument_texts: bool  # it shows the arguments of calls only if they are JSON text
     takes_single_calls: bool  # it refuses a message with several calls
@@ -57,7 +57,7 @@ class _ShownCalls:
         self._tokenizer = tokenizer
 
     def has_calls(self) -> bool:
-        """Whether it shows calls. Some do only beside content that is null, which transformers has no way to pass."""
+        """Whether it shows calls. Some do so only beside null content, which transformers cannot pass."""
         return any("weather" in self._text([one]) for one in (_OBJECT, _TEXT))
 
     def takes_argument_texts(self) -> bool:
@@ -70,12 +70,12 @@ class _ShownCalls:
         return any(self._text([one]) and not self._text([one, one]) for one in (_OBJECT, _TEXT))
 
     def refuses_reasoning(self) -> bool:
-        """That of gpt-oss refuses it beside content, which it would show as reasoning too."""
+        """The template of gpt-oss refuses reasoning beside content, which it would show as reasoning too."""
         texts = {"content": "I look.", "reasoning_content": "Why?"}
         return any(self._text([one]) and not self._text([one], **texts) for one in (_OBJECT, _TEXT))
 
     def _text(self, arguments: Sequence[Any], **texts: str) -> str:
-        """A conversation with a call for each of these arguments; empty if the template refuses it, or if none is."""
+        """A rendered conversation with a call for each of these arguments; empty if there is none, or it refuses."""
         if not self._tokenizer.chat_template:
             return ""
         calls: list[Message] = [
@@ -94,7 +94,7 @@ class _ShownCalls:
 
 
 def _with_one_text(message: Message) -> Message:
-    """A message with calls whose content stands at the end of its reasoning."""
+    """A message with calls whose content is moved to the end of its reasoning."""
     reasoning, content = message.get("reasoning_content"), message.get("content")
     if not message.get("tool_calls") or not reasoning or not content:
         return message

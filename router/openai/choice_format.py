@@ -24,7 +24,7 @@ class ChoiceFormat(ABC):
     prompt_field: str
     plain_object: str
     chunk_object: str
-    has_choice_prompts: bool  # each choice has its own prompt, and so the ids of that
+    has_choice_prompts: bool  # whether each choice has its own prompt, and so shows that prompt's ids
 
     @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -116,7 +116,7 @@ class _ChoiceEvents:
         return _event({**self._envelope, "choices": [], "usage": self._usage.to_json()}) + DONE_EVENT
 
     def error(self, body: dict[str, Any]) -> bytes:
-        """The error itself, without an end behind it."""
+        """The error itself; no end follows it."""
         return _event(body)
 
     def _chunk(self, choice: dict[str, Any], extra: dict[str, Any] | None = None) -> bytes:

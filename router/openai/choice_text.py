@@ -44,7 +44,7 @@ class ChoiceDelta:
     num_tokens: int
     num_cached_tokens: int | None = None
     num_loaded_tokens: dict[str, int] | None = None  # cached tokens that were not in the pool, by tier
-    num_reasoning_tokens: int = 0  # of `num_tokens`
+    num_reasoning_tokens: int = 0  # how many of `num_tokens` are reasoning
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     entries: list[TokenEntry] = field(default_factory=list)
@@ -78,7 +78,7 @@ class ChoiceText:
         )
         self._parser = plan.parsing.new_parser() if plan.parsing is not None else None
         self._marks = plan.parsing.marks if plan.parsing is not None else {}
-        self._mark_positions: list[int] = []  # that the parser was not told of yet
+        self._mark_positions: list[int] = []  # positions that the parser does not know yet
         self._counts_reasoning = plan.parsing is not None and plan.parsing.has_reasoning
         self._matcher = StopMatcher(plan.stops)
         self._num_tokens = 0
@@ -95,7 +95,7 @@ class ChoiceText:
         shown_ids = delta.token_ids
         if delta.stop_token_id is not None and shown_ids and shown_ids[-1] == delta.stop_token_id:
             shown_ids = shown_ids[:-1]
-        ends: list[int] | None = [] if self._counts_reasoning else None  # of each token's text in that of the delta
+        ends: list[int] | None = [] if self._counts_reasoning else None  # where each token's text ends in the delta's
         stop = self._add_tokens(shown_ids, delta.logprobs, result, ends)
         if stop is None:
             self._num_tokens += len(delta.token_ids) - len(shown_ids)
@@ -104,7 +104,7 @@ class ChoiceText:
         if stop is None and delta.finish_reason is not None:
             stop = self._finish(delta, result)
             if self._plan.scored_prompt is not None and delta.logprobs and len(shown_ids) < len(delta.token_ids):
-                # An evaluation harness drops the last score, which is to be that of the generated token.
+                # An evaluation harness drops the last score, which should be that of the generated token.
                 self._hold_entry("", delta.logprobs[-1])
         if stop is not None:
             result.finish_reason, result.stop_reason = "stop", stop
@@ -127,7 +127,7 @@ class ChoiceText:
         Where reasoning is counted, `ends` gets the end of each token's text.
         """
         one_by_one = (
-            bool(self._plan.stops)  # tokens behind the one that completes a stop string are not counted
+            bool(self._plan.stops)  # tokens after the one that completes a stop string do not count
             or logprobs is not None
             or ends is not None
             or bool(self._marks)
@@ -193,8 +193,8 @@ class ChoiceText:
 def _parse(parser: Parser, result: ChoiceDelta, ends: Sequence[int]) -> None:
     """Split the text of a delta into content, reasoning and tool calls.
 
-    `ends` are those of its tokens. A token counts as reasoning if the text before or behind it is reasoning, so the
-    markers do too, but for the beginning of one that consists of several tokens.
+    `ends` are those of its tokens. A token counts as reasoning if the text before or after it is reasoning. So markers
+    count too, except for the beginning of a marker of several tokens.
     """
     events: list[Event] = []
     begin = 0

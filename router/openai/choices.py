@@ -18,7 +18,7 @@ from tandem.router.text.tokenizer import Tokenizer
 __all__ = ["run_choices"]
 
 NO_REASON = "The generation ended without a reason."
-MAX_QUEUED_DELTAS = 64  # of all choices of one request: a client that reads slower holds its backend back
+MAX_QUEUED_DELTAS = 64  # for all choices of one request: a client that reads slower holds its backend back
 
 
 def run_choices(
@@ -52,7 +52,7 @@ class _Choice(Stream[ChoiceDelta]):
 
         plan, wants_more = self._plan, True
         is_known = plan.request.sampling.max_tokens == 0 or (plan.is_prompt_only and not plan.is_first_sibling)
-        if is_known and not self._has_ended:  # the prompt is echoed, nothing more
+        if is_known and not self._has_ended:  # so far only the prompt is echoed
             self._has_ended = True
             sink([ChoiceDelta(plan.index, "", 0, finish_reason="length")])
         elif plan.scored_prompt is not None and plan.is_first_sibling and self._is_new:

@@ -130,7 +130,7 @@ def tokenize_prompt(
         check_token_ids(prompt, tokenizer.vocab_size, param="prompt")
         return prompt
     token_ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens, limit=limit)
-    if not token_ids:  # as OpenAI: an empty text is continued from the token that starts texts
+    if not token_ids:  # as in OpenAI's API: an empty text is continued from the token that starts texts
         if tokenizer.start_id is None:
             raise RequestError("'prompt' must not be empty.", param="prompt")
         token_ids = [tokenizer.start_id]

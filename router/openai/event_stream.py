@@ -69,7 +69,7 @@ class EventStream(Response):
             last = self._error_event(serving_error_body(exc))
         except ClientDisconnected:
             raise
-        except Exception:  # a bug: the client is told, as the stream has begun
+        except Exception:  # a bug: the stream has begun, so the client gets an error event
             logger.exception("the stream of request %s failed", self._answer.request_id)
             last = self._error_event(internal_error_body())
         await writer.end(last)

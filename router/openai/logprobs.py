@@ -67,7 +67,7 @@ class ScoredPrompt:
         self._tokenizer = tokenizer
 
     async def fill(self, scores: PromptLogprobs | None) -> None:
-        """Take the scores in. Raises `WorkerError` if they are not those of this prompt."""
+        """Add the scores. Raises `WorkerError` if they are not those of this prompt."""
         if len(self._token_ids) * (1 + self._num_top) > LONG_PROMPT:
             await asyncio.to_thread(self._fill, scores)
         else:
@@ -85,7 +85,7 @@ class ScoredPrompt:
         self.logprobs = {name: [first[name], *values] for name, values in scored.items()}
 
     def _rows(self, scores: PromptLogprobs | None) -> Iterator[tuple[float, list[tuple[int, float]]]]:
-        """Of each token but the first: its log probability and the likeliest tokens at its place."""
+        """For each token but the first: its log probability and the likeliest tokens at its place."""
         num_rows, num_top = len(self._token_ids) - 1, self._num_top
         sizes = (0, 0, 0) if scores is None else tuple(map(len, (scores.chosen, scores.top_logprobs, scores.top_ids)))
         if scores is None or sizes != (4 * num_rows, 4 * num_rows * num_top, 4 * num_rows * num_top):

@@ -1,8 +1,8 @@
-"""Fields of a body that its struct does not have: misspelt, not served, or passed over.
+"""Fields of a body that its struct does not have: misspelt, not served, or ignored.
 
 Clients send many fields that a server need not know, and OpenAI adds new ones all the time, so most are passed over. A
 name that is almost that of a field is a typing mistake, and is refused. So are the fields of `UNSERVED`, which would
-change the answer: dropping either silently would answer another question than the one asked.
+change the answer. If either were silently dropped, the answer would be to another question than the one asked.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = ["PASSED_OVER", "UNSERVED", "check_other_fields", "unsupported"]
 
 logger = logging.getLogger(__name__)
 
-MAX_NEUTRAL_BYTES = 256  # of a value that asks for nothing
+MAX_NEUTRAL_BYTES = 256  # in a value that asks for nothing
 # Similarity of two names (difflib's ratio) from which one is taken for a misspelling of the other. `max_token` and
 # `max_tokens` have 0.95, `temprature` and `temperature` 0.95, `max_new_tokens` (another API's) and `max_tokens` 0.83.
 MIN_SIMILARITY = 0.85
 MIN_NAME_CHARS, MAX_NAME_CHARS = 3, 64
-MAX_UNKNOWN_NAMES = 32  # of one body; comparing a name takes 0.2 ms
+MAX_UNKNOWN_NAMES = 32  # in one body; comparing a name takes 0.2 ms
 MAX_COLONS = 4096  # in a body whose names are listed, so at most that many names
 MAX_LOGGED_NAMES = 100
 
-# Of chat, completions and pins: field -> values that ask for nothing (null always does).
+# For chat, completions and pins: field -> values that ask for nothing (null always does).
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "audio": (),
@@ -62,7 +62,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-# Fields of clients and of other servers that are passed over. To list one here saves time, and protects a name that is
+# Fields of clients and of other servers that are ignored. Listing one here saves time, and protects a name that is
 # almost that of another field.
 _PASSED_OVER = """
 access_programs cache_control cached_content context_length_exceeded_behavior conversation deferred diagnostics
@@ -89,7 +89,7 @@ class _Names(NamedTuple):
 
 
 def check_other_fields(body: bytes, request_type: type[msgspec.Struct]) -> None:
-    """Raise `RequestError` for a field that is misspelt or not served. Wrong JSON is left for `decode_body` to tell."""
+    """Raise `RequestError` for a field that is misspelt or not served. `decode_body` reports wrong JSON."""
     try:
         fields = _check_names(body, request_type, "")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -128,7 +128,7 @@ def _check_names(body: bytes | msgspec.Raw, struct: type[msgspec.Struct], where:
 
 
 def _unknown_names(body: bytes, message: str, names: _Names) -> Iterable[str]:
-    """Names that are in no list, some at the most. `message` is msgspec's, which has the first one."""
+    """Names that are in no list; only some of many. `message` is msgspec's, which has the first one."""
     if body.count(b":") > MAX_COLONS:
         return re.findall(r"^Object contains unknown field `(.{1,64})`$", message)
     given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -198,7 +198,7 @@ def _is_neutral(name: str, raw: msgspec.Raw) -> bool:
         return False
     try:
         value = msgspec.json.decode(raw)
-    except msgspec.ValidationError:  # a number that no float can hold is no neutral value
+    except msgspec.ValidationError:  # a number that no float can hold is not a neutral value
         return False
     # In Python 0 is False, but in JSON it is not.
     return any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in (None, *UNSERVED[name]))

@@ -1,4 +1,4 @@
-"""A request checked and tokenized, the input of `answer_request`, and what the format of an API makes of it."""
+"""A checked and tokenized request, the input of `answer_request`, and what an API's format makes of its answer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class TokensUsed:
     """Tokens that a request has used so far. A prompt counts once, even if several choices share it."""
 
     num_prompt_tokens: int
-    has_reasoning: bool = False  # reasoning is told from content, and counted
+    has_reasoning: bool = False  # whether reasoning is told from content, and counted
     num_completion_tokens: int = 0
-    num_reasoning_tokens: int = 0  # of the completion
+    num_reasoning_tokens: int = 0  # how many tokens of the completion are reasoning
     num_cached_tokens: int = 0
     num_loaded_tokens: Counter[str] = field(default_factory=Counter)  # cached, but not in the pool, by tier
 

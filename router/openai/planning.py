@@ -52,11 +52,11 @@ class PreparedRequest:
     options: RequestOptions
     cache_scope: CacheScope
     parsing: AnswerParsing | None = None
-    grammar: str = ""  # that every choice must match
+    grammar: str = ""  # grammar that every choice must match; "" = none
 
 
 def conversation_of(request: Request, fields: GenerationFields) -> str:
-    """The conversation that a request belongs to, by its body or its header; "" = none. Raises `RequestError`."""
+    """The conversation that a request's body or header names; "" = none. Raises `RequestError`."""
     named = request.headers.get(CONVERSATION_HEADER, "")
     if len(named) > MAX_CONVERSATION_ID_CHARS:
         raise RequestError(

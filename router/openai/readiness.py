@@ -102,7 +102,7 @@ class ReadinessProbe:
             self._reason = "A one-token generation failed."
         else:
             if num_tokens:
-                logger.info("ReadinessCheck: a one-token generation succeeded")
+                logger.info("Ready: a one-token generation succeeded")
                 return True
             self._reason = "A one-token generation returned no token."
         logger.warning("Not ready: %s", self._reason)

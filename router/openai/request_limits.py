@@ -65,7 +65,7 @@ def check_messages(messages: Sequence[ChatMessage], template_kwargs: dict[str, o
 
 
 def check_num_parts(num_messages: int, num_parts: int, param: str) -> None:
-    """Raise `RequestError` for a conversation of too many parts: even to convert them to another form takes time."""
+    """Raise `RequestError` for a conversation of too many parts: even converting them to another form takes time."""
     _check(num_messages, MAX_MESSAGES, "messages", param)
     _check(num_parts, MAX_MESSAGE_PARTS, "content parts and tool calls", param)
 

@@ -1,7 +1,7 @@
 """Request bodies.
 
-Types are strict and ranges are checked while decoding. Every optional field may be null. `field_names.py` has what
-becomes of fields that are not in these structs.
+Types are strict and ranges are checked while decoding. Every optional field may be null. `other_fields.py` handles
+fields that are not in these structs.
 
 `docs/http_api.md` is generated from these structs.
 """
@@ -57,7 +57,7 @@ __all__ = [
     "check_exactly_one",
 ]
 
-MAX_CHOICES = 128  # of one prompt, as OpenAI
+MAX_CHOICES = 128  # for one prompt, as in OpenAI's API
 MAX_CONVERSATION_ID_CHARS = 256
 MAX_CACHE_SALT_CHARS = 256
 
@@ -97,7 +97,7 @@ TemplateKwargs = Annotated[dict[str, Any] | None, Doc("Variables of the chat tem
 ToolList = Annotated[list[Tool] | None, Doc("Tools that the model may call, at most 128: docs/tools.md.")]
 ToolChoice = Annotated[
     Annotated[str, Meta(extra_json_schema={"enum": ["auto", "none", "required"]})] | NamedToolChoice | None,
-    Doc("`auto` (the default), `none` (the model is not told of the tools), `required`, or the function to call."),
+    Doc("`auto` (the default), `none` (the model does not see the tools), `required`, or the function to call."),
 ]
 
 
@@ -111,7 +111,7 @@ QueuePriority = Annotated[
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream tells about usage."""
+    """What a stream says about usage."""
 
     include_usage: Annotated[bool | None, Doc("A last chunk has the usage of the whole request.")] = None
     continuous_usage_stats: Annotated[bool | None, Doc("Every chunk has the usage so far.")] = None

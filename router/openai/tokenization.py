@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`: the model's tokenizer as requests meet it."""
+"""`POST /tokenize` and `POST /detokenize`: the model's tokenizer as requests use it."""
 
 from __future__ import annotations
 

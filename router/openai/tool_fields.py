@@ -1,4 +1,4 @@
-"""The fields of a request about tools, and what they come to."""
+"""The fields of a request about tools, and what they result in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tandem.router.tool_calls.formats import Tools
 
 __all__ = ["FunctionName", "NamedToolChoice", "RequestedTools", "Tool", "ToolFields", "ToolFunction", "requested_tools"]
 
-MAX_TOOLS = 128  # as OpenAI
+MAX_TOOLS = 128  # as in OpenAI's API
 MAX_TOOLS_BYTES = 1 << 19  # of all tools as JSON
 
 _NAME = re.compile(TOOL_NAME, re.ASCII)
@@ -74,7 +74,7 @@ class RequestedTools:
 
     tools: list[dict[str, Any]]
     schemas: Tools
-    is_required: bool  # the model must call one
+    is_required: bool  # whether the model must call one
     max_calls: int | None
 
 

@@ -1,4 +1,4 @@
-"""A `Backend` served to edge processes: what they may ask of it, and what they are told."""
+"""Serves a `Backend` to edge processes: what they may ask it, and what they get to know."""
 
 from __future__ import annotations
 
@@ -132,12 +132,12 @@ Answer = dict[str, Any] | list[Any] | str | PinState | list[PinState] | StoredRe
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True):
-    """The news: what every request needs to know of the backend."""
+    """The news: what every request needs to know about the backend."""
 
     model: str
     max_model_len: int | None
     unready: str | None  # why requests should not be sent here now
-    can_serve: bool  # whether workers are there at all
+    can_serve: bool  # whether there are any workers
 
 
 WIRE_FORMAT = WireFormat(request=GenerateRequest, question=Question, item=TokenDelta, news=Status)
@@ -156,7 +156,7 @@ class BackendService:
         self._responses = LocalResponses()
 
     def open(self, edge_id: str, request: GenerateRequest, put: Callable[[TokenDelta], None]) -> _Generation:
-        """Generate, when it runs."""
+        """A call that generates once it runs."""
         return _Generation(self._backend, request, put)
 
     async def answer(self, question: Question) -> Answer:
@@ -200,14 +200,14 @@ class BackendService:
         return None
 
     def joined(self, edge_id: str) -> Sequence[Status]:
-        """The status is all that an edge process needs."""
+        """The news for it: the status is all that an edge process needs."""
         return [self.status()]
 
     def left(self, edge_id: str) -> None:
-        """Nothing is kept of it here."""
+        """Nothing about it is kept here."""
 
     def status(self) -> Status:
-        """As it is now."""
+        """The present status."""
         backend = self._backend
         return Status(backend.model, backend.max_model_len, self._readiness.reason, backend.ready)
 

@@ -1,6 +1,6 @@
 """Messages between edge processes and the hub of `tandem route`.
 
-They are apart from the service, so that edge processes do not load what only the hub needs: 20 MB each.
+They are separate from the service, so that edge processes do not load what only the hub needs, 20 MB each.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Gap(_DispatchMessage, frozen=True):
 
 
 class ClientHolds(_DispatchMessage, frozen=True):
-    """The client takes nothing of its stream, or does so again."""
+    """The client has stopped reading its stream, or reads it again."""
 
     is_held: bool
 
@@ -115,7 +115,7 @@ class PlaceElsewhere(_DispatchMessage, frozen=True):
 
 
 class GoOn(_DispatchMessage, frozen=True):
-    """A stream of which tokens were shown needs another target."""
+    """A stream needs another target after tokens were shown."""
 
     cause: str
     prompt: bytes
@@ -211,10 +211,10 @@ Question = (
 
 
 class FleetStatus(_DispatchMessage, frozen=True):
-    """What every request needs to know of the fleet."""
+    """What every request needs to know about the fleet."""
 
-    models: dict[str, int | None]  # with the longest context of each
-    capabilities: dict[str, dict[str, Any] | None]  # of each model
+    models: dict[str, int | None]  # the longest context of each model
+    capabilities: dict[str, dict[str, Any] | None]  # by model
     adapters: dict[str, str]  # the base model of each LoRA adapter
     unknown_engines: list[str]
     unready: str | None

@@ -1,4 +1,4 @@
-"""A `LocalDispatcher` served to edge processes: it answers their requests and tells them of engines."""
+"""Serves a `LocalDispatcher` to edge processes: answers their requests and tells them about engines."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class DispatchService:
         self._dispatcher = dispatcher
         self._overview = OncePerInterval(dispatcher.overview)  # for all edge processes
         self._scrape = scrape
-        self._num_calls: Counter[str] = Counter()  # by edge process; those without any are there too
+        self._num_calls: Counter[str] = Counter()  # by edge process, including those without any
 
     @property
     def num_edges(self) -> int:
@@ -66,7 +66,7 @@ class DispatchService:
         return len(self._num_calls)
 
     def open(self, edge_id: str, request: DispatchRequest, put: Callable[[Item], None]) -> _DispatchCall:
-        """Reserve, when it runs."""
+        """A call that makes a reservation once it runs."""
         return _DispatchCall(self._dispatcher, request, put, self._num_calls, edge_id)
 
     async def answer(self, question: Question) -> Any:
@@ -94,7 +94,7 @@ class DispatchService:
                 return await dispatcher.remove_engine(name)
 
     def joined(self, edge_id: str) -> Sequence[News]:
-        """The status, with which it can begin, and all engines, which it hears of before it can be told to use them."""
+        """The news for it: all engines, which it must know before it is told to use them, and the status."""
         self._num_calls[edge_id] = 0
         fleet = self._dispatcher.fleet
         specs = [engine.configured for engine in fleet.engines]
@@ -131,7 +131,7 @@ class EngineNews:
         self._publish_status()
 
     def worker_changed(self, _: WorkerChange) -> None:
-        """An engine became ready, was lost, began to drain or has other adapters: a listener of the registry."""
+        """Listens to the registry: an engine became ready, was lost, began to drain or has other adapters."""
         self._publish_status()
 
     def _publish_status(self) -> None:

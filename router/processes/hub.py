@@ -1,7 +1,7 @@
-"""The deciding process' side: serves the calls and answers the questions of edge processes.
+"""The deciding process's side: serves the calls and answers the questions of edge processes.
 
 The parent of an edge process announces it by `expect` and calls `drop` when it has ended, which cancels its calls.
-Messages of other senders are ignored: a message of a dead process, read late, must not start a call that nobody ends.
+Messages from other senders are ignored: a dead process's message, read late, must not start a call that nobody ends.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class HubCall(Protocol):
 
     @property
     def request_id(self) -> str:
-        """Its name in the log."""
+        """Its id in the log."""
 
     async def run(self) -> None:
-        """Serve it. Cancelled when nobody waits for it any more; holds nothing before it runs and after it ended."""
+        """Serve it. It is cancelled when nobody waits any more. It holds nothing before it runs and after its end."""
 
     def note(self, note: Any) -> None:
-        """The edge process tells what happened."""
+        """Handle what the edge process reports about it."""
 
 
 class HubService(Protocol):
@@ -54,7 +54,7 @@ class HubService(Protocol):
         """The types of its messages."""
 
     def open(self, edge_id: str, request: Any, put: Callable[[Any], None]) -> HubCall:
-        """A new call of an edge process. Its items go to `put`. Nothing is held until the call runs."""
+        """A new call for an edge process. Its items go to `put`. It holds nothing until it runs."""
 
     async def answer(self, question: Any) -> Any:
         """The answer to a question. Raises a `ServingError`."""
@@ -80,7 +80,7 @@ class EdgeHub:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`path` of a socket in a folder that only this user may enter. Edge processes get the keys, and changes."""
+        """`path`: the socket, in a folder that only this user may enter. Edge processes get the keys, then changes."""
         self._path = path
         self._api_keys = api_keys
         self.limiter = LocalLimiter(clock)
@@ -88,8 +88,8 @@ class EdgeHub:
         self._service = service
         self._decode = service.wire_format.decode_for_hub
         self._expected: set[str] = set()
-        self._edges: dict[str, _Edge] = {}  # the expected ones that have been heard
-        self._tasks: set[asyncio.Task[None]] = set()  # of calls and questions; `_guarded` handles their errors
+        self._edges: dict[str, _Edge] = {}  # the expected ones that have joined
+        self._tasks: set[asyncio.Task[None]] = set()  # calls and questions; `_guarded` handles their errors
         self._background = BackgroundTasks()
         self._server: asyncio.Server | None = None
         self._links: set[MessageLink] = set()
@@ -121,7 +121,7 @@ class EdgeHub:
         self._expected.add(edge_id)
 
     def drop(self, edge_id: str) -> None:
-        """An edge process has ended: cancel its calls and questions, and ignore what else it sent."""
+        """An edge process has ended: cancel its calls and questions, and ignore whatever else it sent."""
         self._expected.discard(edge_id)
         edge = self._edges.pop(edge_id, None)
         if edge is None:
@@ -150,7 +150,7 @@ class EdgeHub:
         return wire.Keys(self._api_keys.all)
 
     def _connection(self) -> MessageLink:
-        """A connection of an edge process that has not said yet which one it is."""
+        """A connection to an edge process; at first it is not known to which one."""
         edge: _Edge | None = None
 
         def on_message(data: bytes) -> None:
@@ -189,7 +189,7 @@ class EdgeHub:
             self.drop(edge.edge_id)
 
     def _may_join(self, edge_id: str) -> bool:
-        """Whether a process of this name is expected, and has not joined: a second one would take its calls over."""
+        """Whether a process of this name is expected and has not joined: a second one would take over its calls."""
         return edge_id in self._expected and edge_id not in self._edges
 
     def _join(self, edge_id: str, link: MessageLink) -> _Edge:
@@ -220,7 +220,7 @@ class EdgeHub:
                 pass
 
     def _limit(self, edge: _Edge, message: wire.BeginUse | wire.ChargeUse) -> None:
-        """Count a request on the limits of its API key."""
+        """Count a request against the limits of its API key."""
         try:
             match message:
                 case wire.BeginUse(number, key_id):
@@ -234,14 +234,14 @@ class EdgeHub:
 
     def _key(self, key_id: str) -> ApiKey:
         key = self._api_keys.get(key_id)
-        if key is None:  # the edge process has not heard yet that it is gone
+        if key is None:  # the edge process does not know yet that the key is gone
             raise InvalidApiKey(f"The API key {key_id} is removed.")
         return key
 
     def _note(self, edge: _Edge, number: int, note: Any) -> None:
         if (call := edge.calls.get(number)) is None:
             return  # it has ended here
-        if (error := error_of(call.note, note)) is not None:  # notes about other calls are still to be handled
+        if (error := error_of(call.note, note)) is not None:  # notes about other calls must still be handled
             logger.error("a note about request %s could not be handled", call.request_id, exc_info=error)
             edge.fail(number, INTERNAL_ERROR)
 
@@ -278,12 +278,12 @@ class _Edge:
         self.edge_id = edge_id
         self.link = link
         self.calls: dict[int, HubCall] = {}
-        self.tasks: dict[int, asyncio.Task[None]] = {}  # of calls and questions
+        self.tasks: dict[int, asyncio.Task[None]] = {}  # calls and questions
         self.uses: dict[int, LocalUse] = {}  # requests whose API keys have limits
         self.out: wire.Batch[Any] = wire.Batch(link.send, wire.Items, self._unsendable)
 
     def name(self, number: int) -> str:
-        """A call or a question, for the log."""
+        """The name of a call or a question in the log."""
         call = self.calls.get(number)
         return f"question {number} of {self.edge_id}" if call is None else f"request {call.request_id}"
 

@@ -1,4 +1,4 @@
-"""An edge process' connection to the hub: calls, questions, news, and a watch over the hub's silence."""
+"""An edge process's connection to the hub: calls, questions, news, and a watch for the hub's silence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["HubClient"]
 logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.5
-ASK_TIMEOUT_S = 30.0  # the integrity check waits for every worker
+ASK_TIMEOUT_S = 30.0  # long, because the integrity check waits for every worker
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ class HubClient:
         self._link.close()
 
     def open(self, request: Any, receive: Callable[[Any], None]) -> int:
-        """Begin a call: `receive` gets its items, or a `ServingError`, which is the last. Returns the call's number.
+        """Begin a call: `receive` gets its items, or finally a `ServingError`. Returns the call's number.
 
         The caller ends it by `close_call`. Raises `NoWorker` when the hub is silent.
         """
@@ -108,7 +108,7 @@ class HubClient:
         return number
 
     def is_open(self, number: int) -> bool:
-        """Whether the hub still answers this call: it has not ended it, and is not silent."""
+        """Whether the hub still serves this call: it has not ended the call, and is not silent."""
         return number in self._calls and not self.is_silent
 
     def note(self, number: int, note: Any) -> None:
@@ -116,12 +116,12 @@ class HubClient:
         self._out.add(number, note)
 
     def close_call(self, number: int, *, is_over: bool = False) -> None:
-        """Expect nothing more of a call, and end it in the hub. `is_over`: its last item has come."""
+        """Expect nothing more from a call, and end it in the hub. `is_over`: its last item has come."""
         if self._calls.pop(number, None) is not None and not is_over:
             self._out.send(wire.Close(number))
 
     async def ask(self, question: Any, answer_type: type[T]) -> T:
-        """The hub's answer. Raises a `ServingError`: the hub's own, or that there is none."""
+        """The hub's answer. Raises a `ServingError`: the hub's own, or one that says that there is no answer."""
         number = self._begin()
         return msgspec.msgpack.decode(await self._ask_as(number, wire.Ask(number, question)), type=answer_type)
 
@@ -160,7 +160,7 @@ class HubClient:
         match self._decode(data):
             case wire.Items(items):
                 for number, item in items:
-                    if (call := self._calls.get(number)) is not None:  # else its client has left
+                    if (call := self._calls.get(number)) is not None:  # otherwise its client has left
                         _pass_on(call, item)
             case wire.Failed(number, error):
                 if (call := self._calls.get(number)) is not None:
@@ -186,7 +186,7 @@ class HubClient:
             call.receive(WorkerError("a message to the deciding process could not be sent"))
 
     def _fail_all(self, message: str) -> None:
-        """Fail what waits for the hub. Calls are ended by their owners; the hub may answer again."""
+        """Fail everything that waits for the hub. Owners end their calls; the hub may answer again."""
         for call in list(self._calls.values()):
             call.receive(NoWorker(message))
         for number, asked in self._questions.items():
@@ -209,7 +209,7 @@ class HubClient:
 
 
 def _pass_on(call: _Call, item: Any) -> None:
-    """Give a call its item. If that raises, this call fails and no other."""
+    """Give a call its item. If that raises, only this call fails."""
     if (error := error_of(call.receive, item)) is not None:
         logger.error("an item of request %s could not be handled", call.request_id, exc_info=error)
         call.receive(WorkerError("a message of the deciding process could not be handled"))

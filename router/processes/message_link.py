@@ -48,7 +48,7 @@ class MessageLink(asyncio.Protocol):
                 return
             message = bytes(self._data[_LENGTH_BYTES:end])
             del self._data[:end]
-            if (error := error_of(self._on_message, message)) is not None:  # the messages behind it are still handled
+            if (error := error_of(self._on_message, message)) is not None:  # later messages must still be handled
                 logger.error("a message could not be handled", exc_info=error)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -58,7 +58,7 @@ class MessageLink(asyncio.Protocol):
             self._on_lost()
 
     def send(self, data: bytes) -> None:
-        """Send a message; after the end nothing happens."""
+        """Send a message; does nothing after the end of the connection."""
         if self._transport is not None:
             self._transport.write(framed(data))
 

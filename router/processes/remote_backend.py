@@ -1,4 +1,4 @@
-"""An edge process' `Backend`: the one that the hub serves."""
+"""An edge process's `Backend`: the one that the hub serves."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RemoteBackend(RemoteWorkers):
 
     @property
     def num_open(self) -> int:
-        """Requests and questions that the hub deals with."""
+        """Number of requests and questions at the hub."""
         return self._hub.num_open
 
     # -- Backend --------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class RemoteBackend(RemoteWorkers):
         return _RemoteStream(self._hub, request, DeltaQueue(self._scheduler))
 
     async def explain(self, request: GenerateRequest) -> dict[str, Any]:
-        """What would be decided for this request now, as JSON. Raises a `ServingError`."""
+        """The decision that this request would get now, as JSON. Raises a `ServingError`."""
         return await self._hub.ask(service.Explain(request), dict[str, Any])
 
     async def decisions(self) -> list[dict[str, Any]]:

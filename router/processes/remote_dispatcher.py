@@ -41,7 +41,7 @@ class RemoteDispatcher(RemoteWorkers):
         timeout_s: float,
         needs_key: bool = False,
     ) -> None:
-        """`listener` is told of each engine; `on_lost` is called when the connection to the hub has ended.
+        """`listener` gets to know of each engine; `on_lost` is called when the connection to the hub has ended.
 
         `needs_key`: clients need an API key.
         """
@@ -75,7 +75,7 @@ class RemoteDispatcher(RemoteWorkers):
 
     @property
     def num_open(self) -> int:
-        """Requests and questions that are open at the hub."""
+        """Number of requests and questions at the hub."""
         return self._hub.num_open
 
     @property
@@ -103,7 +103,7 @@ class RemoteDispatcher(RemoteWorkers):
         return self._status.models.get(model)
 
     def capabilities(self, model: str) -> dict[str, Any] | None:
-        """What all engines of the model that tell it can do; None if none does."""
+        """The capabilities that all reporting engines of the model share; None if none reports any."""
         return self._status.capabilities.get(model)
 
     def now(self) -> float:
@@ -115,7 +115,7 @@ class RemoteDispatcher(RemoteWorkers):
         return RemoteReservation(self._hub, request, abort, self._gaps)
 
     async def explain(self, request: DispatchRequest) -> dict[str, Any]:
-        """The decision that would be taken now, as JSON. Raises a `ServingError`."""
+        """The decision that the request would get now, as JSON. Raises a `ServingError`."""
         return await self._hub.ask(messages.ExplainDispatch(request), dict[str, Any])
 
     async def decisions(self) -> list[dict[str, Any]]:
@@ -166,7 +166,7 @@ class RemoteReservation:
         self._request = request
         self._abort = abort
         self._gaps = gaps
-        self._gap_offers = _GapOffers()  # of the target's engine
+        self._gap_offers = _GapOffers()  # those of the target's engine
         self._call: int | None = None
         # The next target, or the latest one.
         self._target: asyncio.Future[EngineTarget] = asyncio.get_running_loop().create_future()
@@ -214,7 +214,7 @@ class RemoteReservation:
         self._note(messages.Gap(duration_s, now))
 
     def held(self, *, is_held: bool) -> None:
-        """The client takes nothing of its stream, or does so again."""
+        """The client has stopped reading its stream, or reads it again."""
         self._note(messages.ClientHolds(is_held))
 
     def stored(self, answer_id: str) -> None:
@@ -256,4 +256,4 @@ class RemoteReservation:
             self._target.set_result(item)
         elif isinstance(item, ServingError):
             self._target.set_exception(item)
-        # else an earlier target is gone, which the request no longer uses
+        # otherwise an earlier target is gone, which the request no longer uses

@@ -1,4 +1,4 @@
-"""An edge process' limits of API keys: the hub counts, for all edge processes together."""
+"""Limits of API keys in an edge process: the hub counts for all edge processes together."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What edge processes and the hub send each other. Both run the same version: the hub's process starts the others.
+"""Messages between edge processes and the hub. Both run the same version: the hub's process starts the others.
 
     edge -> hub    Join; Open, Notes, Close of a call; Ask; BeginUse, ChargeUse, EndUse of a key
     hub -> edge    Keys, News; Items, Failed of a call; Answered
 
-A call is a request that lasts: the hub sends items of it, and may be sent notes about it. What requests, notes, items,
-questions and news are depends on the service (`WireFormat`).
+A call is a request that lasts: the hub sends its items, and the edge process may send notes about it. The types of
+requests, notes, items, questions and news depend on the service (`WireFormat`).
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Items(_Message, Generic[T], frozen=True):
 class WireError(msgspec.Struct, frozen=True, array_like=True):
     """A `ServingError`."""
 
-    kind: str  # name of its class
+    kind: str  # the name of its class
     message: str
     param: str | None
     code: str | None
@@ -178,7 +178,7 @@ def encode(message: Any) -> bytes:
 
 
 def calls_in(data: bytes) -> list[int]:
-    """The calls of the hub that a message is about, although the message as a whole cannot be decoded."""
+    """The hub's calls that a message is about, found even if the message as a whole cannot be decoded."""
     match outcome_of(msgspec.msgpack.decode, data):
         case ["Open" | "Ask" | "Close" | "BeginUse" | "ChargeUse", int(call), *_]:
             return [call]
@@ -213,7 +213,7 @@ class Batch(Generic[T]):
         self._items.append((call, item))
 
     def send(self, message: Any) -> None:
-        """Send another message, behind what was added before."""
+        """Send another message, after what was added before."""
         self._flush()
         self._send(encode(message))
 
@@ -227,7 +227,7 @@ class Batch(Generic[T]):
                 self._send_each(items)
 
     def _send_each(self, items: list[tuple[int, T]]) -> None:
-        """Send the items one by one: the one that cannot be sent fails its own call, not those of the others."""
+        """Send the items one by one, so that an item that cannot be sent fails only its own call."""
         for item in items:
             data = outcome_of(encode, self._kind([item]))
             if isinstance(data, bytes):
@@ -237,13 +237,13 @@ class Batch(Generic[T]):
 
 
 def wire_error(exc: ServingError) -> WireError:
-    """The error as it is sent."""
+    """The error in the form in which it is sent."""
     retry_after_s = exc.retry_after_s if isinstance(exc, Overloaded) else 0.0
     return WireError(type(exc).__name__, exc.message, exc.param, exc.code, retry_after_s)
 
 
 def error_of(wire: WireError) -> ServingError:
-    """The error as it was raised: its class decides how a client sees it."""
+    """The error in the form in which it was raised: its class decides what a client sees."""
     kind = next((kind for kind in _kinds(ServingError) if kind.__name__ == wire.kind), ServingError)
     error = kind.__new__(kind)  # a subclass's constructor may take other arguments
     ServingError.__init__(error, wire.message, param=wire.param)

@@ -12,7 +12,7 @@ __all__ = ["ResponseEvent", "ResponseObject"]
 
 
 class InputTokensDetails(msgspec.Struct):
-    """What the input's tokens cost."""
+    """The input's tokens by what they cost."""
 
     cached_tokens: Annotated[int, Doc("Those that were not computed.")]
     cached_tokens_by_tier: Annotated[
@@ -22,7 +22,7 @@ class InputTokensDetails(msgspec.Struct):
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """What the output's tokens were."""
+    """The output's tokens by what they were."""
 
     reasoning_tokens: int
 

@@ -1,4 +1,4 @@
-"""From a request of the Responses API to a conversation as chat has it, and back."""
+"""Turns requests of the Responses API into conversations of chat, and answers back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["FIELD_NAMES", "chat_request", "input_messages", "output_messages", "
 
 _UNSERVED = ("background", "conversation", "prompt", "include", "max_tool_calls", "top_logprobs")
 _ROLES = ("system", "developer", "user", "assistant")
-# What checks of the chat request call a field -> what it is called here.
+# Names of fields in checks of the chat request -> names here.
 FIELD_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -84,12 +84,12 @@ def output_messages(output: Iterable[dict[str, Any]]) -> list[ChatMessage]:
 
 
 def stored_messages(messages: bytes) -> list[ChatMessage]:
-    """The messages of a response that is kept."""
+    """The messages of a stored response."""
     return msgspec.json.decode(messages, type=list[ChatMessage])
 
 
 def _joined(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
-    """Reasoning, text and calls of one turn are items of their own; chat has them in one message."""
+    """Join items into messages: one turn's reasoning, text and calls are separate items, but one message of chat."""
     joined: list[ChatMessage] = []
     for message in messages:
         last = joined[-1] if joined else None
@@ -108,7 +108,7 @@ def _joined(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
 
 
 def _follows(last: ChatMessage, message: ChatMessage) -> bool:
-    """Whether a message may be part of the same turn: reasoning comes first, calls last, and text is there once."""
+    """Whether a message may be part of the same turn: reasoning comes first, calls come last, and text comes once."""
     if message.tool_calls:
         return True
     return last.tool_calls is None and last.content is None and message.reasoning is None

@@ -28,7 +28,7 @@ class ResponsesFormat:
     def __init__(self, request: ResponsesRequest, keep: Callable[[Json], Awaitable[None]]) -> None:
         self._request = request
         self.keep = keep
-        self.plain_body: Json | None = None  # of the answer, if it was not streamed
+        self.plain_body: Json | None = None  # the answer's body if it was not streamed
 
     def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: TokensUsed) -> Json:
         """The response object of a plain answer."""
@@ -91,7 +91,7 @@ class _ResponseEvents:
         self._finish_reason: str | None = None
 
     def of(self, delta: ChoiceDelta) -> bytes:
-        """The events for one delta; before the first one those that announce the response."""
+        """The events for one delta. Events that announce the response come before the first one."""
         data = b"" if self._number else self._begin()
         self._usage.add(delta)
         self._finish_reason = delta.finish_reason
@@ -122,7 +122,7 @@ class _ResponseEvents:
 
 
 def _as_sent(value: object) -> orjson.Fragment:
-    """What a client sent, as JSON: orjson refuses integers above 64 bits."""
+    """A client's value as JSON: orjson refuses integers above 64 bits."""
     return orjson.Fragment(msgspec.json.encode(value))
 
 

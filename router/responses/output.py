@@ -1,4 +1,4 @@
-"""The items of a response's output, made from an answer's events as they come, and the events that tell of them."""
+"""The items of a response's output, made from an answer's events as they come, and the events that announce them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Json = dict[str, Any]
 
 
 class OutputItems:
-    """An item is open while its text grows: a message, reasoning, or a function call. One is open at a time."""
+    """Builds the items. A message, reasoning or function call is open while its text grows; one is open at a time."""
 
     def __init__(self) -> None:
         self.items: list[Json] = []
-        self._pieces: list[str] = []  # of the open item's text
+        self._pieces: list[str] = []  # pieces of the open item's text
         self._is_open = False
 
     def add(self, event: Event) -> Iterator[Json]:

@@ -89,7 +89,7 @@ async def _create(context: ServingContext, request: Request) -> Response:
 
 
 async def _keep(context: ServingContext, stored: StoredResponse) -> None:
-    """Keep a response. The client gets its answer even if it cannot be kept."""
+    """Store a response. The client gets its answer even if it cannot be stored."""
     try:
         await context.responses.put(stored)
     except ServingError as exc:

@@ -1,4 +1,4 @@
-"""The responses that later ones may refer to: bounded in memory, each for its own tenant only."""
+"""Stored responses that later ones may refer to: bounded in memory, and each only for its own tenant."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StoredResponse(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_bytes(self) -> int:
-        """What it takes."""
+        """Its size."""
         return len(self.body) + len(self.messages)
 
 
@@ -55,15 +55,15 @@ class ResponseStore(Protocol):
 
 @dataclass(slots=True)
 class _Tenant:
-    """What is kept of one tenant."""
+    """What is kept for one tenant."""
 
     ids: dict[str, None] = field(default_factory=dict)  # oldest first
     num_bytes: int = 0
 
 
 class LocalResponses:
-    """Keeps them in this process. All are forgotten after a day, and beyond `max_bytes` the oldest of the tenant that
-    has most: so a tenant that stores much does not cost others their conversations.
+    """Keeps them in this process. All are forgotten after a day. Beyond `max_bytes`, the oldest ones of the tenant that
+    has most are forgotten, so a tenant that stores much does not cost others their conversations.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
@@ -75,12 +75,12 @@ class LocalResponses:
 
     @property
     def num_bytes(self) -> int:
-        """What all of them take."""
+        """The size of all of them."""
         return self._num_bytes
 
     @property
     def response_ids(self) -> list[str]:
-        """Those that are kept, oldest first."""
+        """Ids of the kept responses, oldest first."""
         return list(self._responses)
 
     async def put(self, stored: StoredResponse) -> None:
@@ -112,7 +112,7 @@ class LocalResponses:
         self._forget(response_id)
 
     def check_integrity(self) -> None:
-        """Assert that the account of each tenant, and of all, is what is kept."""
+        """Assert that the accounts of each tenant and of all agree with what is kept."""
         for name, tenant in self._tenants.items():
             mine = {key: stored for key, (_, stored) in self._responses.items() if stored.tenant == name}
             assert list(tenant.ids) == list(mine), f"tenant {name}: {list(tenant.ids)} are not {list(mine)}"

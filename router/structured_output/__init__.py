@@ -1,1 +1,1 @@
-"""Structured output at the edge: what a request asks its output to match becomes a grammar that a worker can take."""
+"""Structured output at the edge: turns the form that a request asks for into a grammar that a worker can use."""

@@ -1,4 +1,4 @@
-"""Checks what requests ask their output to match, before any worker sees it."""
+"""Checks the constraints that requests put on their output, before any worker sees them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tandem.router.structured_output.constraint import Constraint
 
 __all__ = ["GrammarChecker"]
 
-MAX_WAITING = 32  # constraints of one tenant that nobody has asked for before
-MAX_ALL_WAITING = 256  # of all tenants
-MAX_KEPT_CHARS = 1 << 24  # of constraints and their grammars
+MAX_WAITING = 32  # new constraints of one tenant
+MAX_ALL_WAITING = 256  # new constraints of all tenants
+MAX_KEPT_CHARS = 1 << 24  # characters of kept constraints and their grammars
 START_S, ANSWER_S = 60.0, 20.0  # deadlines; an answer takes `MAX_CPU_S` of CPU time at most
 _MODULE = "tandem.router.structured_output.compile_process"
 
@@ -31,7 +31,7 @@ class _Tenant:
     """A tenant whose constraints wait."""
 
     num_waiting: int = 0
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one of its constraints has it, and waits for the process
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the one constraint that waits for the process
 
 
 class GrammarChecker:
@@ -43,8 +43,8 @@ class GrammarChecker:
         self._num_kept_chars = 0
         self._tenants: dict[str, _Tenant] = {}
         self._lock = asyncio.Lock()  # the process is asked one question at a time
-        self.process: asyncio.subprocess.Process | None = None  # which compiles, since the first constraint
-        self._task: asyncio.Task[Compiled] | None = None  # the one that asks, which has the lock
+        self.process: asyncio.subprocess.Process | None = None  # compiles; started for the first constraint
+        self._task: asyncio.Task[Compiled] | None = None  # asks the process, and holds the lock
 
     async def grammar(self, constraint: Constraint, tenant: str) -> str:
         """The constraint's grammar, for `SamplingParams.grammar`. Raises `GrammarError`, `Overloaded`."""
@@ -61,12 +61,12 @@ class GrammarChecker:
 
     @property
     def num_waiting(self) -> int:
-        """Constraints that are compiled, or wait for it."""
+        """Constraints that are being compiled, or wait for that."""
         return sum(one.num_waiting for one in self._tenants.values())
 
     @property
     def num_kept_chars(self) -> int:
-        """What the kept results take."""
+        """Characters of the kept results."""
         return self._num_kept_chars
 
     def keeps(self, kind: str, text: str) -> bool:
@@ -96,8 +96,8 @@ class GrammarChecker:
     async def _compile_in_turn(self, kind: str, text: str, tenant: str) -> Compiled:
         async with self._turn_of(tenant):
             await self._lock.acquire()
-            # A request may leave while its constraint is compiled. The process goes on: to start another one takes
-            # longer than any constraint. So the lock is the task's, which has it until the answer.
+            # A request may leave while its constraint is compiled. The process goes on: starting another one takes
+            # longer than any constraint. So the task holds the lock until the answer comes.
             self._task = asyncio.create_task(self._compile_and_release(kind, text))
             return await asyncio.shield(self._task)
 
@@ -110,7 +110,7 @@ class GrammarChecker:
 
     @contextlib.asynccontextmanager
     async def _turn_of(self, name: str) -> AsyncIterator[None]:
-        """One of a tenant's constraints at a time. Locks are given in order, so tenants wait for one of each other."""
+        """One of a tenant's constraints at a time. Locks are fair: a tenant waits for at most one of each other."""
         tenant = self._tenants.get(name) or _Tenant()
         if tenant.num_waiting >= MAX_WAITING or self.num_waiting >= MAX_ALL_WAITING:
             raise Overloaded(f"{self.num_waiting} new grammars are being checked already.", retry_after_s=MAX_CPU_S)
@@ -133,7 +133,7 @@ class GrammarChecker:
         return compiled
 
     async def _compile(self, kind: str, text: str) -> Compiled:
-        """Raises `Overloaded` if it is not known whether the constraint can be used."""
+        """Compile a constraint. Raises `Overloaded` if it is not known whether the constraint can be used."""
         try:
             process = self.process
             if process is None or process.returncode is not None:

@@ -1,9 +1,9 @@
-"""The process that makes grammars of constraints and tries them out.
+"""The process that turns constraints into grammars and tries them out.
 
     python -m tandem.router.structured_output.compile_process
 
-A hostile schema may take hours in one call that nothing can interrupt, or all memory. So it is compiled here first, in
-a fork that has the tokenizer, and the kernel ends the fork that takes too much.
+A hostile schema may take hours in a call that nothing can interrupt, or all memory. So it is compiled here first, in a
+fork that has the tokenizer. The kernel ends a fork that takes too much.
 
 Frames on stdin and stdout: four bytes of length, then msgpack. The first one is the text of a `tokenizer.json`.
 """
@@ -33,15 +33,15 @@ from tandem.router.structured_output.structural_tag import structural_tag_gramma
 
 __all__ = ["MAX_CPU_S", "Compiled", "Question", "answer_of_fork", "make_grammar", "read_frame", "write_frame"]
 
-MAX_CPU_S = 1.0  # of one grammar
-MAX_MEMORY_BYTES = 16 << 20  # of one grammar: a worker keeps those of all its requests
-# What a grammar ends its process by. Other signals, such as SIGKILL where the machine has no memory left, tell nothing.
+MAX_CPU_S = 1.0  # for one grammar
+MAX_MEMORY_BYTES = 16 << 20  # for one grammar: a worker keeps those of all its requests
+# Signals by which a grammar ends its process. Others, such as SIGKILL for lack of memory, say nothing about a grammar.
 _CAUSES: dict[int, str] = {
     signal.SIGPROF: f"Compiling it takes more than {MAX_CPU_S:g} s.",
     signal.SIGABRT: f"Compiling it takes more than {MAX_MEMORY_BYTES >> 20} MiB.",
     signal.SIGSEGV: "It is nested too deeply.",
 }
-# Models that are unsure write white space for ever. This is enough to indent a line.
+# A model that is unsure may write white space for ever. This much is enough to indent a line.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 
 
@@ -53,7 +53,7 @@ class Question(msgspec.Struct):
 
 
 class Compiled(msgspec.Struct):
-    """Its grammar in llguidance's form, or why it cannot be used. With neither of them nobody knows."""
+    """The grammar in llguidance's form, or why it cannot be used. Neither of them: not known."""
 
     grammar: str = ""
     error: str = ""
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def answer_of_fork(tokenizer: llguidance.LLTokenizer, question: Question) -> bytes:
-    """The encoded `Compiled`, made by a child that ends where it takes too much. What ended it is then the answer."""
+    """The encoded `Compiled`, made by a child. If the child took too much and was ended, that is the answer."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

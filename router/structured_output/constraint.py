@@ -1,4 +1,4 @@
-"""What a request asks its output to match: `response_format` as OpenAI, `structured_outputs` as vLLM."""
+"""Constraints on the output of a request: OpenAI's `response_format`, vLLM's `structured_outputs`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Constraint(NamedTuple):
     """The output must match this."""
 
     kind: str  # json, regex, choice, grammar, structural_tag, or llguidance: a grammar in llguidance's form
-    text: str  # JSON of a schema, a list of choices or structural tags; else the expression itself
+    text: str  # a schema, a list of choices or structural tags as JSON; otherwise the expression itself
     param: str  # the field of the request
 
 
 def constraint_of(response_format: ResponseFormat | None, outputs: StructuredOutputs | None) -> Constraint | None:
-    """The constraint that a request's fields ask for, if they do. Raises `RequestError`."""
+    """The constraint that a request's fields ask for, if any. Raises `RequestError`."""
     found = [one for one in (_of_format(response_format), *_of_outputs(outputs)) if one is not None]
     if len(found) > 1:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""The rules of one grammar while it is written, in llguidance's dialect of Lark."""
+"""Collects the rules of one grammar, in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LarkRules:
         self._num_chars = 0
 
     def add(self, body: str, attributes: str = "", *, is_terminal: bool = False) -> str:
-        """Add a rule; its name. Raises `ValueError` if the grammar becomes too large."""
+        """Add a rule. Returns its name. Raises `ValueError` if the grammar becomes too large."""
         self._num_chars += len(body)
         if self._num_chars > MAX_GRAMMAR_CHARS:  # definitions are repeated for each parameter that may use them
             raise ValueError(f"the grammar has more than {MAX_GRAMMAR_CHARS} characters")
@@ -60,7 +60,7 @@ class LarkRules:
 
 
 def lark_of(grammar: str) -> str:
-    """A grammar in Lark's form, which is given in that or in GBNF. Raises `ValueError`."""
+    """A grammar in Lark's form, from one in that form or in GBNF. Raises `ValueError`."""
     if "::=" not in grammar:  # every rule of GBNF has it
         return grammar
     try:

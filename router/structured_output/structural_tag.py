@@ -1,7 +1,7 @@
 """Structural tags, in both forms that vLLM and SGLang take: `format`, and the older `structures` with `triggers`.
 
-They become a grammar in llguidance's dialect of Lark. A lexeme that is lazy ends where it first can: so free text ends
-at a trigger or at the text that closes it.
+They become a grammar in llguidance's dialect of Lark. A lazy lexeme ends as early as it can, so free text ends at a
+trigger or at the text that closes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Text = Annotated[str, Meta(min_length=1)]
 
 
 class _Format(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
-    """What a part of the output looks like. A field that is not known here would change that: it is refused."""
+    """The form of a part of the output. Unknown fields are refused, because they would change it."""
 
 
 class ConstString(_Format, frozen=True, tag="const_string"):
@@ -39,7 +39,7 @@ class JsonSchema(_Format, frozen=True, tag="json_schema"):
 
 
 class AnyText(_Format, frozen=True, tag="any_text"):
-    """Any text without some others."""
+    """Any text that does not contain certain others."""
 
     excludes: list[Text] = []
 
@@ -137,11 +137,11 @@ class _Structure(msgspec.Struct, frozen=True):
 
     begin: str
     end: str
-    schema: dict[str, Any] | str = {}  # the latter: its JSON
+    schema: dict[str, Any] | str = {}  # a string is the schema's JSON
 
 
 class _Document(msgspec.Struct, frozen=True):
-    """Either form."""
+    """A document in either form."""
 
     format: Format | UnsetType = UNSET
     structures: list[_Structure] | None = None
@@ -174,7 +174,7 @@ class _Writer:
 
     def __init__(self, whitespace: str) -> None:
         self._rules = LarkRules({"whitespace_pattern": whitespace})
-        self._grammars: list[dict[str, str]] = []  # those that are parts of it
+        self._grammars: list[dict[str, str]] = []  # grammars that are parts of it
 
     def grammar(self, form: Format) -> str:
         """The whole grammar."""
@@ -185,7 +185,7 @@ class _Writer:
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self._grammars]}, ensure_ascii=False)
 
     def _write(self, form: Format, *, is_last: bool) -> str:
-        """An expression. Free text that nothing closes can only be last."""
+        """Write a format as an expression. Free text that nothing closes can only come last."""
         match form:
             case ConstString(value):
                 return quoted(value)
@@ -231,7 +231,7 @@ class _Writer:
         return f"({' '.join(written)})"
 
     def _content_and_end(self, tag: Tag) -> str:
-        """A tag behind its begin."""
+        """A tag after its begin."""
         if isinstance(tag.content, AnyText):
             return self._text_until(tag.ends, tag.content.excludes)
         return f"{self._write(tag.content, is_last=False)} {one_of(tag.ends)}"
@@ -266,7 +266,7 @@ class _Writer:
         return self._rules.json(schema)
 
     def _text_until(self, ends: Sequence[str], excludes: Sequence[str]) -> str:
-        """Free text, and the first of the ends behind it."""
+        """Free text, and the first of the ends after it."""
         if "" in ends:
             raise ValueError("any_text needs a text that closes it")
         return self._rules.add(f"{self._free_text(excludes)} {one_of(ends)}", "[lazy]")

@@ -12,7 +12,7 @@ from tokenizers.decoders import DecodeStream
 
 __all__ = ["Detokenizer"]
 
-CONTEXT_TOKENS = 6  # of the prompt: enough for a decoder to know that the answer does not start a text
+CONTEXT_TOKENS = 6  # tokens of the prompt: enough for a decoder to know that the answer does not start a text
 MAX_HELD_TOKENS = 32  # more tokens than this without a complete character are not text
 REPLACEMENT = "\ufffd"
 
@@ -28,13 +28,13 @@ class Detokenizer:
     def __init__(self, fast: FastTokenizer, *, prompt_ids: Sequence[int] = (), skip_ids: Collection[int] = ()) -> None:
         self._fast = fast
         self._skip_ids = skip_ids
-        self._context: list[int]  # decoded again for the sake of what follows
-        self._held: list[int]  # whose text was not returned yet
+        self._context: list[int]  # decoded again, because the next tokens' text depends on them
+        self._held: list[int]  # tokens whose text was not returned yet
         self._stream: DecodeStream
         self._start([i for i in prompt_ids[-CONTEXT_TOKENS:] if i not in skip_ids])
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens and return the text they complete: often that of all of them, sometimes none."""
+        """Add tokens and return the text that they complete: often that of all of them, sometimes none."""
         text = ""
         for token_id in token_ids:
             if token_id in self._skip_ids:
@@ -42,7 +42,7 @@ class Detokenizer:
             self._held.append(token_id)
             try:
                 piece = self._stream.step(self._fast, token_id)
-            except Exception:  # tokenizers has no narrower one: this token changes text that was sent
+            except Exception:  # `tokenizers` raises nothing narrower: this token changes text that was sent
                 text += self.flush()
                 continue
             if piece is not None:

@@ -25,7 +25,7 @@ __all__ = ["Tokenizer", "TokenizerPool"]
 
 T = TypeVar("T")
 
-MIN_THREAD_BYTES = 2048  # of text: about 500 tokens, encoded within a millisecond
+MIN_THREAD_BYTES = 2048  # bytes of text: about 500 tokens, encoded within a millisecond
 LONG_TOKENS = 1024  # decoded within half a millisecond
 
 
@@ -105,7 +105,7 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation. The template writes its own BOS, so none is added by default.
 
-        Of a growing conversation only the new part is encoded; the rest is cached, for requests of the same `scope`.
+        Only the new part of a growing conversation is encoded; the rest is cached, for requests of the same `scope`.
         Raises `ContextLengthExceeded` if there are more ids than the limit allows.
         """
         text = self.render_chat(messages, options)

@@ -1,4 +1,4 @@
-"""Which formats a model writes, by its chat template."""
+"""Detects the formats that a model writes from its chat template."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def detect_tool_format(chat_template: str) -> ToolFormat | None:
 
 
 def detect_reasoning_format(chat_template: str) -> ReasoningFormat | None:
-    """The format in which a model with this template writes its reasoning; None if it has none that is known."""
+    """The format in which a model with this template writes its reasoning; None if it has no known one."""
     formats = REASONING_FORMATS.values()
     return next((one for one in formats if any(mark in chat_template for mark in one.template_marks)), None)

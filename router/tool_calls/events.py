@@ -43,7 +43,7 @@ class Reasoning:
 class ToolCallBegin:
     """A call of a tool begins. Its arguments follow."""
 
-    index: int  # of the call in the answer
+    index: int  # the call's index in the answer
     id: str
     name: str
 
@@ -98,8 +98,8 @@ class EventWriter:
     ) -> None:
         self.has_calls = has_calls  # otherwise text in the form of a call is content
         self.has_reasoning = has_reasoning
-        self.is_reasoning = False  # whether the text that comes next belongs to reasoning
-        self._max_calls = max_calls  # further ones are dropped
+        self.is_reasoning = False  # whether the next text belongs to reasoning
+        self._max_calls = max_calls  # later ones are dropped
         self._tool_names = tool_names
         self._new_id = new_id
         self._events: list[ToolCallBegin | tuple[type[Content] | type[Reasoning] | int, list[str]]] = []
@@ -117,7 +117,7 @@ class EventWriter:
         self._add(Reasoning, text)
 
     def begin_call(self, name: str, id: str = "") -> None:
-        """Add a call. `arguments` then belong to it. It has the id that the model gave it, if that is a new one."""
+        """Add a call; later `arguments` belong to it. It keeps the id that the model gave it if that id is new."""
         if not self._is_dropped(self.num_calls):
             if not id or id in self._ids:
                 id = self._new_id()

@@ -44,9 +44,9 @@ class ToolFormat:
     """How one family of models writes tool calls."""
 
     name: str
-    read: Callable[[TextReader, EventWriter, Tools], Reading[None]]  # an answer, behind its reasoning
-    markers: tuple[str, ...]  # strings that the reader must see, also where they are special tokens
-    template_mark: str  # a pattern; a chat template in which it is found tells that the model writes this format
+    read: Callable[[TextReader, EventWriter, Tools], Reading[None]]  # reads an answer after its reasoning
+    markers: tuple[str, ...]  # strings that the reader must see even if they are special tokens
+    template_mark: str  # pattern; if a chat template contains it, the model writes this format
     ends_reasoning: str = ""  # a marker that may stand in place of the one that closes the reasoning
     num_id_chars: int = DEFAULT_ID_CHARS  # the chat templates of Mistral refuse ids of another length than 9
 
@@ -122,7 +122,7 @@ def _read_pythonic(reader: TextReader, writer: EventWriter, _: Tools) -> Reading
 
 
 def _read_pythonic_calls(reader: TextReader, writer: EventWriter) -> Reading[None]:
-    """Read a list of calls. What is none stays held."""
+    """Read a list of calls. Text that is no list of calls stays held."""
     reader.hold()
     yield from reader.skip_space()
     if not (yield from reader.literal("[")):
@@ -153,11 +153,11 @@ def _marked(name: str, marks: Marks, template_mark: str, *, ends_reasoning: str 
 
 
 def _without(other: str, mark: str) -> str:
-    """A pattern for templates with this mark that have none of another format."""
+    """A pattern for templates with this mark and without marks of another format."""
     return rf"^(?![\s\S]*(?:{other}))[\s\S]*(?:{mark})"
 
 
-# In the order in which templates are looked through: the marks of the later ones are in templates of earlier ones too.
+# In the order in which templates are searched: templates of earlier formats may contain marks of later ones.
 _ALL = (
     ToolFormat("harmony", read_harmony, HARMONY_MARKERS, r"<\|channel\|>"),
     ToolFormat("mistral", _read_mistral, (_TOOL_CALLS, _CALL_ID, _ARGS), r"\[TOOL_CALLS\]", num_id_chars=9),

@@ -1,7 +1,7 @@
 """Grammars of answers that must call tools: in the model's own format, with arguments that fit the tools' schemas.
 
-They are texts in llguidance's dialect of Lark. All white space is fixed, as models are trained on one form and a free
-choice of it can go on for ever.
+They are texts in llguidance's dialect of Lark. All white space is fixed: models are trained on one form, and with a
+free choice white space could go on for ever.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tandem.router.tool_calls.tagged_calls import (
 
 __all__ = ["tool_call_grammar"]
 
-MAX_CALLS = 16  # of one answer: a model that finds no end would write calls until its tokens are used up
+MAX_CALLS = 16  # in one answer: a model that finds no end would write calls until its tokens are used up
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "if"}  # may add properties to an object's own
@@ -45,7 +45,7 @@ Schema = Mapping[str, Any]
 class _CallForm(NamedTuple):
     """How calls are written in one format: each of them, and the texts around and between them."""
 
-    call: Callable[[LarkRules, str, Schema], str]  # of a name and a schema
+    call: Callable[[LarkRules, str, Schema], str]  # the rule for a call, from a tool's name and schema
     opening: str = ""
     separator: str = ""
     closing: str = ""
@@ -72,7 +72,7 @@ def tool_call_grammar(
     rules = LarkRules(_JSON_STYLE, special_ids)
     is_harmony = "harmony" in (tool_format and tool_format.name, reasoning and reasoning.name)
     answers: list[str] = []
-    # Beside other content a call must begin with a marker: the lexer cannot tell its "{" or "[" from the content's.
+    # If other content is allowed, a call must begin with a marker: the lexer cannot tell its "{" from the content's.
     marker = _OPTIONAL_MARKERS.get(tool_format.name, "") if tool_format is not None and content else ""
     if tool_format is not None and tools and (not marker or marker in special_ids):
         calls = _calls(rules, _form(tool_format, special_ids), tools, max_calls)
@@ -114,7 +114,7 @@ def _reasoning(rules: LarkRules, reasoning: ReasoningFormat | None, *, is_open: 
 
 
 def _object_schema(name: str, schema: Schema) -> Schema:
-    """A tool's schema, for an object without properties that the schema does not name."""
+    """A tool's schema, restricted to an object with only the properties that the schema names."""
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise ValueError(f"the parameters of the tool {name!r} must be a schema of an object, not of type {kind!r}")
@@ -187,7 +187,7 @@ def _pythonic_call(rules: LarkRules, name: str, schema: Schema) -> str:
     """`f(a=1, b="x")`, the arguments in the order of the properties."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"the name of the tool {name!r} is not an identifier of Python")
-    first = rest = quoted("")  # what may follow: at the beginning, and behind another argument
+    first = rest = quoted("")  # what may follow: at the beginning, and after another argument
     for key, one, is_required in reversed(_properties(name, schema)):
         if not key.isidentifier():
             raise ValueError(f"the parameter {key!r} of the tool {name!r} is not an identifier of Python")
@@ -199,7 +199,7 @@ def _pythonic_call(rules: LarkRules, name: str, schema: Schema) -> str:
 
 
 def _python_value(rules: LarkRules, schema: Schema) -> str:
-    """A value as Python writes it, or as JSON where the schema asks for more than a type; our parser reads both."""
+    """A value in Python's notation, or as JSON if the schema asks for more than a type; our parser reads both."""
     kind, others = schema.get("type"), schema.keys() - _ANNOTATIONS
     if kind == "boolean" and not others:
         return rules.add('"True" | "False"')
@@ -217,7 +217,7 @@ def _python_value(rules: LarkRules, schema: Schema) -> str:
 
 
 def _tagged_call(tags: Tags, rules: LarkRules, name: str, schema: Schema) -> str:
-    """A call in tags, one a line. GLM 4.7 leaves out the newlines that GLM 4.5 writes."""
+    """A call in tags, one per line. GLM 4.7 leaves out the newlines that GLM 4.5 writes."""
     newline = '"\\n"?' if tags is GLM45_TAGS else '"\\n"'
     opening, closing = tags.name or tags.opening, rules.text(tags.call_end)
     items: list[str] = []
@@ -235,7 +235,7 @@ def _wrapped_call(tags: Tags, rules: LarkRules, name: str, schema: Schema) -> st
 
 
 def _tagged_item(tags: Tags, rules: LarkRules, key: str, schema: Schema, newline: str) -> str:
-    """A parameter. Strings stand there as they are, without quotes."""
+    """A parameter. Strings are written as they are, without quotes."""
     has_string = value_types(schema) == {"string"}
     key_end = next(end for end, is_string in tags.key_ends.items() if is_string in (None, has_string))
     opening = rules.text(f"{tags.key}{key}{key_end}")
@@ -256,7 +256,7 @@ def _tagged_item(tags: Tags, rules: LarkRules, key: str, schema: Schema, newline
 def _section(tags: Tags) -> _CallForm:
     """A form with one opening and one closing around all calls."""
 
-    # NOTE: the newline is the call's: the lexer cannot tell one that separates calls from one before the closing.
+    # NOTE: the newline belongs to the call: the lexer cannot tell a separating one from one before the closing.
     def call(rules: LarkRules, name: str, schema: Schema) -> str:
         return row(_tagged_call(tags, rules, name, schema), rules.text("\n"))
 

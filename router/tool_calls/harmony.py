@@ -50,7 +50,7 @@ def read_harmony(reader: TextReader, writer: EventWriter, _: Mapping[str, Any]) 
 
 
 def _read_recipient(reader: TextReader) -> Reading[str]:
-    """Read a recipient that stands before the first channel: the role before it is in the prompt."""
+    """Read a recipient before the first channel: the role before it is in the prompt."""
     yield from reader.skip_space()
     if (yield from reader.next_char()) != RECIPIENT[0]:
         return ""
@@ -62,7 +62,7 @@ def _read_recipient(reader: TextReader) -> Reading[str]:
 
 
 def _read_body(reader: TextReader, writer: EventWriter, header: str, spoken: set[str]) -> Reading[str]:
-    """Read a message's text; the marker behind it. `spoken`: the channels that had messages before."""
+    """Read a message's text. Returns the marker after it. `spoken`: the channels that had messages before."""
     function = _FUNCTION.search(header)
     if function and writer.has_calls and writer.is_name(function[1], known_only=False):
         return (yield from _read_call(reader, writer, function[1]))

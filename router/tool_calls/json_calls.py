@@ -1,7 +1,7 @@
 """Calls written as JSON objects: `{"name": ..., "arguments": {...}}`, alone or in a list.
 
-The arguments are passed on as the model writes them. So only brackets and strings are looked at, not whether all of it
-is JSON.
+The arguments are passed on as the model writes them. So only brackets and strings are checked, not whether everything
+is valid JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OPENING = re.compile(r"[{[]+")
 
 
 def read_json_calls(reader: TextReader, writer: EventWriter, *, known_only: bool = False) -> Reading[bool]:
-    """Read a call, or a list of them; whether they are well-formed. What is none stays held."""
+    """Read a call, or a list of calls. Returns whether they are well-formed. Other text stays held."""
     reader.hold()
     yield from reader.skip_space()
     if not (yield from reader.literal("[")):
@@ -40,7 +40,7 @@ def read_json_calls(reader: TextReader, writer: EventWriter, *, known_only: bool
 
 
 def read_json_arguments(reader: TextReader, sink: Callable[[str], None]) -> Reading[bool]:
-    """Read the JSON object or list that comes next, and pass it on; whether its brackets are balanced."""
+    """Read the JSON object or list that comes next, and pass it on. Returns whether its brackets are balanced."""
     depth = 0
     while True:
         yield from reader.each_of(_PLAIN, sink)
@@ -62,7 +62,7 @@ def read_json_arguments(reader: TextReader, sink: Callable[[str], None]) -> Read
 
 
 def _read_call(reader: TextReader, writer: EventWriter, known_only: bool) -> Reading[bool]:
-    """Read one call. It is told of when its name is known and its arguments begin, or it ends without any."""
+    """Read one call. It is reported once its name is known and its arguments begin, or at its end without arguments."""
     reader.hold()
     yield from reader.skip_space()
     if not (yield from reader.literal("{")):
@@ -85,12 +85,12 @@ class _Call:
         self._writer = writer
         self._known_only = known_only
         self._name = ""
-        self._early_arguments: list[str] = []  # that came before the name
+        self._early_arguments: list[str] = []  # arguments that came before the name
         self._has_begun = False
         self._has_arguments = False
 
     def read_item(self) -> Reading[bool]:
-        """Read one key with its value; whether a call may have it."""
+        """Read one key with its value. Returns whether a call may have it."""
         reader = self._reader
         key = yield from self._read_key()
         if key in NAME_KEYS and not self._name:
@@ -107,7 +107,7 @@ class _Call:
         return True
 
     def end(self) -> bool:
-        """The object is closed; whether it is a call."""
+        """The object is closed. Returns whether it is a call."""
         if self._name and not self._has_begun:
             self._begin()
             if not self._early_arguments:
@@ -131,7 +131,7 @@ class _Call:
         return key or ""
 
     def _read_arguments(self) -> Reading[bool]:
-        """Arguments are an object, the text of one as a string, or null."""
+        """Read arguments: an object, the text of one as a string, or null."""
         first = yield from self._reader.next_char()
         if first == "{":
             if self._name:
@@ -148,7 +148,7 @@ class _Call:
 
 
 def _read_string(reader: TextReader) -> Reading[str | None]:
-    """Read the JSON string that comes next; None if it is none, or has characters that are no text."""
+    """Read the JSON string that comes next; None if there is none, or if it has characters that are no text."""
     pieces: list[str] = []
     if not (yield from _pass_string(reader, pieces.append)):
         return None
@@ -161,7 +161,7 @@ def _read_string(reader: TextReader) -> Reading[str | None]:
 
 
 def _pass_string(reader: TextReader, sink: Callable[[str], None]) -> Reading[bool]:
-    """Read the JSON string that comes next, and pass it on as it is; whether it is one and ends."""
+    """Read the JSON string that comes next, and pass it on as it is. Returns whether it is one, with its end."""
     if not (yield from reader.literal('"')):
         return False
     sink('"')

@@ -1,4 +1,4 @@
-"""Calls written as a name and JSON between marks, which most vocabularies have as tokens.
+"""Calls written as a name and JSON between marks, most of which are tokens of the vocabulary.
 
 <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>...
 """
@@ -27,11 +27,11 @@ class Marks:
 
     opening: str  # before all calls
     call: str  # before each call
-    separator: str  # behind the name, or before it
+    separator: str  # after the name, or before it
     call_end: str
     closing: str
-    read_header: Callable[[TextReader], Reading[Header]]  # from behind `call` up to the arguments
-    fence: str = ""  # behind the arguments
+    read_header: Callable[[TextReader], Reading[Header]]  # reads from `call` up to the arguments
+    fence: str = ""  # after the arguments
 
 
 def read_marked_calls(marks: Marks, reader: TextReader, writer: EventWriter) -> Reading[None]:
@@ -56,7 +56,7 @@ def read_marked_calls(marks: Marks, reader: TextReader, writer: EventWriter) -> 
 def read_marked_call(
     read_header: Callable[[TextReader], Reading[Header]], reader: TextReader, writer: EventWriter
 ) -> Reading[bool]:
-    """Read a call from its name on; whether it is one. What is none stays held."""
+    """Read a call from its name on. Returns whether it is one. Other text stays held."""
     name, id = yield from read_header(reader)
     yield from reader.skip_space()
     if (yield from reader.next_char()) != "{" or not writer.is_name(name, known_only=False):
@@ -78,7 +78,7 @@ def _read_kimi_header(reader: TextReader) -> Reading[Header]:
 
 
 def _read_deepseek_header(reader: TextReader) -> Reading[Header]:
-    """A name before the separator (V3.1), or `function` before and the name behind it (V3, R1)."""
+    """A name before the separator (V3.1), or `function` before it and the name after it (V3, R1)."""
     name = yield from reader.run(_HEADER)
     yield from reader.literal(DEEPSEEK_V3_MARKS.separator)
     yield from reader.skip_space()

@@ -1,7 +1,7 @@
 """Splits the text of an answer, as it arrives, into content, reasoning and tool calls.
 
-However the text is cut into pieces, the events join to the same. What is no well-formed call is content, and nothing of
-the text is lost but markers and the white space beside them.
+However the text is cut into pieces, the joined events are the same. Text that is no well-formed call is content. Only
+markers and the white space beside them are lost.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class AnswerParser:
 
     `tools` are the parameters' schemas of the tools that may be called. Without `tool_format` there are no calls, and
     without `reasoning_format` no reasoning. `prompt_end` is the end of the prompt, which may open the reasoning.
-    `hidden` are the markers that are special tokens, which never become content. Of those in `tokens` the parser must
-    know the places, from `add_marks`. Calls beyond `max_calls` are dropped.
+    `hidden` are the markers that are special tokens, which never become content. `add_marks` must give the places of
+    those in `tokens`. Calls beyond `max_calls` are dropped.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class AnswerParser:
         return self._reader.num_unread_chars
 
     def add_marks(self, positions: Iterable[int]) -> None:
-        """Markers that are special tokens begin at these characters of the answer's text, of the part not fed yet."""
+        """Note where markers that are special tokens begin in the answer's text, in the part that was not fed yet."""
         self._reader.add_marks(positions)
 
     def feed(self, text: str) -> list[Event]:
-        """What more text adds."""
+        """The events that more text adds."""
         if text:
             self._reader.add(text)
             next(self._reading)
         return self._writer.take()
 
     def finish(self) -> list[Event]:
-        """What is left at the end of the answer. Call it once, after the last `feed`."""
+        """The events left at the end of the answer. Call it once, after the last `feed`."""
         self._reader.end()
         next(self._reading, None)
         return self._writer.take()
@@ -113,8 +113,8 @@ class AnswerParser:
 class _LastCalls:
     """The calls that a text ends with.
 
-    Some models call a tool within their reasoning and stop. They also draft calls there, and write them again behind
-    it. So these calls count only where nothing follows them.
+    Some models call a tool within their reasoning and stop. They also draft calls there, and write them again after
+    it. So these calls count only if nothing follows them.
     """
 
     def __init__(self, tool_format: ToolFormat, tools: Tools) -> None:
@@ -127,7 +127,7 @@ class _LastCalls:
         self._fold(self._parser.feed(text))
 
     def write(self, writer: EventWriter) -> None:
-        """Pass on the calls, if all are complete and of known tools. Call it once, behind the last `add`."""
+        """Pass on the calls if all are complete and for known tools. Call it once, after the last `add`."""
         self._fold(self._parser.finish())
         calls: list[tuple[ToolCallBegin, list[str]]] = []
         for event in self._events:

@@ -1,6 +1,6 @@
 """Tools, calls and their results as plain text, for models whose chat template does not show them.
 
-Calls are asked for in the model's own format where that is known, and otherwise in the format `hermes`, which most
+The model is asked to write calls in its own format if that is known, and otherwise in the format `hermes`, which most
 models have seen.
 """
 
@@ -26,7 +26,7 @@ _HERMES_CALL = """between <tool_call> and </tool_call>:
 {"name": "NAME", "arguments": {...}}
 </tool_call>"""
 
-# Formats of models whose chat templates show calls, but no tools.
+# Formats of models whose chat templates show calls but no tools.
 TEXT_FORMATS = {
     "deepseek_v3": """in this form, with several calls in a row if you need them:
 <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
@@ -56,7 +56,7 @@ def with_tools_as_text(
 
 
 def with_calls_as_text(messages: Sequence[Message]) -> list[Message]:
-    """The messages with calls as text of the assistant, and the results in a row as one message of the user."""
+    """The messages with calls as text of the assistant, and adjacent results as one message of the user."""
     shown: list[Message] = []
     is_result = False
     for message in messages:
@@ -77,7 +77,7 @@ def with_calls_as_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_single_calls(messages: Sequence[Message]) -> list[Message]:
-    """The messages with several calls of one message as a row of messages, each with its result behind it."""
+    """The messages with several calls of one message split into one message per call, each followed by its result."""
     shown: list[Message] = []
     at = 0
     while at < len(messages):

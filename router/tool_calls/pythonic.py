@@ -1,6 +1,6 @@
 """Calls written as Python: `f(a=1, b=["x"])`. Only literals are understood, and nothing is evaluated.
 
-They are turned into JSON as they arrive, so the end of a long call costs no more than any other part of it.
+Calls are turned into JSON as they arrive, so the end of a long one costs no more than any other part of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tandem.router.tool_calls.reader import Reading, TextReader
 
 __all__ = ["read_pythonic_call"]
 
-MAX_DEPTH = 100  # of brackets in each other
+MAX_DEPTH = 100  # nested brackets
 MAX_NUMBER_CHARS = 4300  # Python has the same limit
 
 _FUNCTION = re.compile(r"[\w.]+")
@@ -27,7 +27,7 @@ _CHAR_NAME = re.compile(r"[\w -]+", re.ASCII)
 _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _QUOTES = "'\""
 _IN_STRING = {quote: re.compile(rf"[^{quote}\\]+") for quote in _QUOTES}
-_IS_RAW = {"r": True, "R": True, "u": False, "U": False}  # by what stands before a string
+_IS_RAW = {"r": True, "R": True, "u": False, "U": False}  # by a string's prefix
 _CLOSINGS = {"[": "]", "(": ")", "{": "}"}
 _ESCAPED = {"\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r",
             "t": "\t", "v": "\v"}  # fmt: skip
@@ -36,7 +36,7 @@ _MAX_CHAR = 0x10FFFF
 
 
 def read_pythonic_call(reader: TextReader, writer: EventWriter) -> Reading[bool]:
-    """Read a call of a known tool; whether there is one. It is told of when its closing parenthesis is read."""
+    """Read a call of a known tool. Returns whether there is one. It is reported at its closing parenthesis."""
     reader.hold()
     yield from reader.skip_space()
     name = yield from reader.run(_FUNCTION)
@@ -56,7 +56,7 @@ class _Bracket:
 
     def __init__(self, opening: str, position: int) -> None:
         self.closing = _CLOSINGS[opening]
-        self.position = position  # of its opening in the JSON
+        self.position = position  # where its opening is in the JSON
         self.num_items = 0
         self.has_comma = False
 
@@ -91,7 +91,7 @@ class _Literals:
                 return False
 
     def _read_value(self) -> Reading[bool]:
-        """Read a value. Those within it take no recursion: the wait for more text must not get slower."""
+        """Read a value, without recursion for values within it: waiting for more text must not get slower."""
         brackets: list[_Bracket] = []
         while True:
             yield from self._reader.skip_space()
@@ -110,7 +110,7 @@ class _Literals:
                 return False
 
     def _close(self, brackets: list[_Bracket]) -> Reading[bool]:
-        """Read the brackets that are closed next, with a comma before them; whether any is still open."""
+        """Read closing brackets, with a comma before them. Returns whether any bracket is still open."""
         while brackets:
             bracket = brackets[-1]
             yield from self._reader.skip_space()
@@ -121,13 +121,13 @@ class _Literals:
                 return True
             brackets.pop()
             if bracket.closing == ")" and bracket.num_items == 1 and not bracket.has_comma:
-                self.json[bracket.position] = ""  # parentheses around a value make no tuple
+                self.json[bracket.position] = ""  # parentheses around one value do not make a tuple
             else:
                 self.json.append("}" if bracket.closing == "}" else "]")
         return False
 
     def _begin_item(self, bracket: _Bracket) -> Reading[bool]:
-        """Read what stands before the value of an item: of an object, its key."""
+        """Read what comes before the value of an item: in an object, the key."""
         if bracket.num_items:
             if not bracket.has_comma:
                 return False
@@ -153,7 +153,7 @@ class _Literals:
         return (yield from self._read_word())
 
     def _read_word(self, *, strings_only: bool = False) -> Reading[bool]:
-        """Read a constant, or a string with a prefix. JSON's names of constants are understood too."""
+        """Read a constant, or a string with a prefix. JSON's names of constants are accepted too."""
         word = yield from self._reader.run(_WORD)
         if word in _IS_RAW:
             return (yield from self._read_strings(is_raw=_IS_RAW[word]))
@@ -181,7 +181,7 @@ class _Literals:
         return True
 
     def _read_strings(self, *, is_raw: bool = False) -> Reading[bool]:
-        """Read a string, and those behind it, which Python joins to one."""
+        """Read a string and the strings right after it, which Python joins."""
         self.json.append('"')
         while True:
             quote = yield from self._reader.next_char()
@@ -200,7 +200,7 @@ class _Literals:
                 return True
 
     def _read_string(self, quote: str, *, is_raw: bool) -> Reading[bool]:
-        """Read a string in one or three quotes. Newlines may stand in both, since models forget to escape them."""
+        """Read a string in one or three quotes. Both may contain newlines, because models forget to escape them."""
         reader, end = self._reader, quote
         yield from reader.literal(quote)
         if (yield from reader.literal(quote * 2)):
@@ -218,7 +218,7 @@ class _Literals:
                 return False
 
     def _read_escaped(self, *, is_raw: bool) -> Reading[bool]:
-        """Read what stands behind a backslash."""
+        """Read what follows a backslash."""
         reader = self._reader
         char = yield from reader.next_char()
         if char in _NUM_HEX_DIGITS and not is_raw:
@@ -261,7 +261,7 @@ class _Literals:
 
 
 def _json_number(text: str) -> str | None:
-    """A number of Python as JSON; None if it is none, or has no finite value."""
+    """A Python number as JSON; None if it is not a number, or not finite."""
     if len(text) > MAX_NUMBER_CHARS or _ZEROS_FIRST.fullmatch(text):
         return None
     if _INTEGER.fullmatch(text):

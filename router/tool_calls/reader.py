@@ -1,7 +1,7 @@
-"""Reads a text that arrives in pieces, for parsers written as if all of it were there.
+"""Reads a text that arrives in pieces, for parsers that are written as if all of it were there.
 
-A parser is a generator. It waits for more text at a `yield`, which only the methods here do: it calls them with
-`yield from`. What it finds depends on the text alone, not on how the text was cut into pieces.
+A parser is a generator that calls the methods here with `yield from`. Only these methods `yield`, to wait for more
+text. What a parser finds depends only on the text, not on how the text was cut into pieces.
 
 NOTE: at most one marker of text is ever looked at again when more arrives. So the time is linear in the text.
 """
@@ -18,7 +18,7 @@ from tandem.router.tool_calls.events import EventWriter
 __all__ = ["SPACE", "Markers", "Reading", "TextReader", "ignore", "markers_of"]
 
 T = TypeVar("T")
-Reading = Generator[None, None, T]  # of a result, which may have to wait for text
+Reading = Generator[None, None, T]  # returns a result, and may have to wait for text
 
 SPACE = re.compile(r"\s+")
 
@@ -35,7 +35,7 @@ class Markers:
         self._longest = max(map(len, self._beginnings), default=0)
 
     def num_held(self, text: str) -> int:
-        """Length of the text's end that may be the beginning of a marker."""
+        """Number of characters at the text's end that may be the beginning of a marker."""
         for length in range(min(self._longest, len(text)), 0, -1):
             if text[-length:] in self._beginnings:
                 return length
@@ -44,14 +44,14 @@ class Markers:
 
 @lru_cache(maxsize=256)
 def markers_of(texts: frozenset[str]) -> Markers:
-    """Markers, kept for the next one who looks for them."""
+    """Markers, cached for later searches."""
     return Markers(*texts)
 
 
 class TextReader:
     """The text of one answer.
 
-    What is read while it is held (`hold`) can still become content (`reject`), if it turns out to be no tool call.
+    Text that is read while held (`hold`) can still become content (`reject`) if it turns out to be no tool call.
     White space beside a marker separates parts of an answer and belongs to none, so it waits until it is clear what
     follows.
     """
@@ -64,9 +64,9 @@ class TextReader:
         self._writer = writer
         self._hidden = frozenset(hidden)
         self._tokens = frozenset(tokens)
-        self._marks: set[int] = set()  # where they begin in the whole text
-        self._num_dropped_chars = 0  # of the text that was read
-        self._text = ""  # not read yet from `_pos` on
+        self._marks: set[int] = set()  # where special tokens begin in the whole text
+        self._num_dropped_chars = 0  # characters that were read and dropped
+        self._text = ""  # unread from `_pos` on
         self._pos = 0
         self._has_ended = False
         self._space: list[str] = []  # white space that was read, and is content if no marker follows
@@ -76,7 +76,7 @@ class TextReader:
 
     @property
     def num_unread_chars(self) -> int:
-        """Characters that wait for what follows them."""
+        """Number of characters that wait for what follows them."""
         return len(self._text) - self._pos
 
     def add(self, text: str) -> None:
@@ -86,7 +86,7 @@ class TextReader:
         self._pos = 0
 
     def add_marks(self, positions: Iterable[int]) -> None:
-        """Special tokens begin at these characters of the whole text, which may not have arrived yet."""
+        """Note where special tokens begin in the whole text, which may not have arrived yet."""
         self._marks.update(positions)
 
     def end(self) -> None:
@@ -96,7 +96,7 @@ class TextReader:
     # -- holding
 
     def hold(self) -> None:
-        """Keep what is read from here on, and the white space before it."""
+        """Keep the text that is read from here on, and the white space before it."""
         if self._held is None:
             self._held, self._space = self._space, []
 
@@ -105,7 +105,7 @@ class TextReader:
         self._held, self._space = None, []
 
     def reject(self) -> None:
-        """Let what is held be content: it is no call after all."""
+        """Turn what is held into content: it is no call after all."""
         held, self._held = "".join(self._held or ()), None
         hidden = self._hidden - self._tokens  # of `tokens` none is held: `until` drops them
         self._writer.content(markers_of(hidden).pattern.sub("", held) if hidden else held)
@@ -125,7 +125,7 @@ class TextReader:
         return self._text[self._pos]
 
     def literal(self, literal: str) -> Reading[bool]:
-        """Read this string if it comes next; whether it does. The beginning of a hidden marker is no such string."""
+        """Read this string if it comes next. Returns whether it did. The start of a hidden marker does not count."""
         for marker in self._hidden:
             if marker != literal and marker.startswith(literal) and (yield from self._is_next(marker)):
                 return False
@@ -153,7 +153,7 @@ class TextReader:
             yield
 
     def each_of(self, pattern: re.Pattern[str], sink: Callable[[str], None]) -> Reading[None]:
-        """Read as long as the pattern, which is of the form `[...]+`, matches; pass on each piece."""
+        """Read while the pattern, which has the form `[...]+`, matches, and pass on each piece."""
         while (yield from self.next_char()):
             match = pattern.match(self._text, self._pos)
             if match is None:
@@ -162,7 +162,7 @@ class TextReader:
             self._read(match.end())
 
     def run(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Read as long as the pattern, which is of the form `[...]+`, matches; the text."""
+        """Read while the pattern, which has the form `[...]+`, matches. Returns the text."""
         pieces: list[str] = []
         yield from self.each_of(pattern, pieces.append)
         return "".join(pieces)
@@ -172,12 +172,12 @@ class TextReader:
         yield from self.each_of(SPACE, self._space.append if self._held is None else ignore)
 
     def drop_space(self) -> Reading[None]:
-        """Read white space behind a marker, and drop it."""
+        """Read white space after a marker, and drop it."""
         yield from self.skip_space()
         self._space = []
 
     def end_calls(self, closing: str = "") -> Reading[None]:
-        """Behind calls: read their closing marker, which models may forget, unless something held is no call."""
+        """After calls: read their closing marker, which models may forget, unless something held is no call."""
         if self._held:
             self.reject()
             return
@@ -188,7 +188,7 @@ class TextReader:
         yield from self.drop_space()
 
     def until(self, markers: Markers, sink: Callable[[str], None]) -> Reading[str]:
-        """Read up to and with a marker, and pass on the text before it; the marker, or "" at the end."""
+        """Read through a marker, and pass on the text before it. Returns the marker, or "" at the end."""
         while True:
             match = self._search(markers)
             end = match.start() if match else len(self._text)
@@ -211,7 +211,7 @@ class TextReader:
         return marker
 
     def content_until(self, markers: Markers) -> Reading[str]:
-        """Read content up to and with a marker, and hold that marker; "" at the end. Other hidden ones are dropped."""
+        """Read content through a marker, and hold the marker; "" at the end. Other hidden markers are dropped."""
         looked_for = markers_of(markers.texts | self._hidden) if self._hidden else markers
         while (marker := (yield from self._trimmed_until(looked_for, self._writer.content))) not in markers.texts:
             if not marker:
@@ -239,7 +239,7 @@ class TextReader:
         return marker
 
     def _search(self, markers: Markers) -> re.Match[str] | None:
-        """The next marker, without those that are only quoted."""
+        """The next marker that is not just quoted."""
         start = self._pos
         while (match := markers.pattern.search(self._text, start)) is not None:
             if match.group() not in self._tokens or self._num_dropped_chars + match.start() in self._marks:

@@ -19,11 +19,11 @@ class ReasoningFormat:
     name: str
     opening: str
     closing: str
-    markers: tuple[str, ...]  # strings that the reader must see, also where they are special tokens
+    markers: tuple[str, ...]  # strings that the reader must see even if they are special tokens
 
     @property
     def template_marks(self) -> tuple[str, ...]:
-        """Strings of which a chat template of this format has one. Other formats have the mark that ends a header."""
+        """Strings of which a chat template of this format has one. Other formats share the mark that ends a header."""
         return (self.opening,) if self.opening in HARMONY_MARKERS else (self.opening, self.closing)
 
     def is_open(self, prompt_end: str) -> bool:
@@ -40,7 +40,7 @@ def read_reasoning(
     ended_by: str = "",
     sink: Callable[[str], None] | None = None,
 ) -> Reading[None]:
-    """Read the reasoning at the beginning of an answer, and the white space behind it.
+    """Read the reasoning at the beginning of an answer, and the white space after it.
 
     The marker `ended_by` of calls ends it too, and comes next. `sink` gets a copy of the reasoning's text.
     """
@@ -77,4 +77,4 @@ _ALL = (
     _between("seed_oss", "<seed:think>", "</seed:think>"),
     _between("kimi", "◁think▷", "◁/think▷"),
 )
-REASONING_FORMATS = {format.name: format for format in _ALL}  # in the order in which templates are looked through
+REASONING_FORMATS = {format.name: format for format in _ALL}  # in the order in which templates are searched

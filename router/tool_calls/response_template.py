@@ -1,8 +1,8 @@
-"""Answers of models whose checkpoint has a response template, which transformers' own parser follows.
+"""Parses answers of models whose checkpoint has a response template, with transformers' own parser.
 
-That parser raises for calls that are no JSON, and gives arguments as a whole at a call's end. Some patterns make it
-look again and again at all of the text that it holds back. So it gets one character at a time, to know which
-text it raised for, and it may hold back a bounded number of them.
+That parser raises for calls that are no JSON, and gives arguments as a whole at a call's end. With some patterns it
+scans all text that it holds back again and again. So it gets one character at a time, which shows for which text it
+raised, and it may hold back only a bounded number of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def load_template(template: object) -> Any:
 
 
 class ResponseTemplateParser:
-    """As `AnswerParser`, by a response template. `tools` are as chat templates get them; None = there are no calls."""
+    """As `AnswerParser`, with a response template. `tools` are as chat templates get them; None = no calls."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class ResponseTemplateParser:
             has_reasoning=True,
             max_calls=max_calls,
         )
-        self._held: list[str] = []  # characters that the parser has told nothing of
+        self._held: list[str] = []  # characters of which the parser has reported nothing yet
         self._call: list[str] = []  # the text of the call that is being read
-        self._space: list[str] = []  # at the end of a region's text, where it is dropped
-        self._is_at_start = True  # of a region, where white space is dropped
+        self._space: list[str] = []  # white space that is dropped if the region's text ends after it
+        self._is_at_start = True  # whether a region has just begun, where white space is dropped
 
     @property
     def num_calls(self) -> int:
@@ -76,7 +76,7 @@ class ResponseTemplateParser:
         return self._writer.is_reasoning
 
     def feed(self, text: str) -> list[Event]:
-        """What more text adds."""
+        """The events that more text adds."""
         for position, char in enumerate(text):
             if self._parser is None:
                 self._writer.content(text[position:])
@@ -88,7 +88,7 @@ class ResponseTemplateParser:
         return self._writer.take()
 
     def finish(self) -> list[Event]:
-        """What is left at the end of the answer. Call it once, after the last `feed`."""
+        """The events left at the end of the answer. Call it once, after the last `feed`."""
         if self._parser is not None:
             self._try(lambda: self._parser.finalize()[1])
         return self._writer.take()
@@ -111,7 +111,7 @@ class ResponseTemplateParser:
             self._held.clear()  # a marker
 
     def _give_up(self) -> None:
-        """Let all that follows be content, after what was held back or belongs to a call that did not end."""
+        """Make everything that follows content, and before it what was held back or belongs to an unfinished call."""
         self._parser = None
         self._writer.is_reasoning = False
         for text in (*self._space, *self._call, *self._held):
@@ -136,7 +136,7 @@ class ResponseTemplateParser:
             self._call = []
 
     def _end_calls(self, value: Any, text: str) -> None:
-        """Pass on the calls that this text is, or the text if it is none."""
+        """Pass on the calls in this text, or the text itself if it is not calls."""
         found = [_name_and_arguments(call) for call in (value if isinstance(value, list) else [value])]
         calls = [one for one in found if one is not None and self._writer.is_name(one[0], known_only=False)]
         if not self._writer.has_calls or len(calls) < len(found):

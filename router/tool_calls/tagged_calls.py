@@ -2,8 +2,8 @@
 
     <tool_call><function=f><parameter=city>Paris</parameter></function></tool_call>
 
-Strings are passed on as they come. What other values are, is known at their end. A closing tag ends a string only if
-another parameter or the end of the call follows: a model may quote one.
+Strings are passed on as they come; other values are known only at their end. A closing tag ends a string only if
+another parameter or the end of the call follows, because a string may quote one.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _ALTERNATIVES = ("anyOf", "oneOf")
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """How one family of models writes calls: texts in their order. Newlines may stand between them."""
+    """How one family of models writes calls: the texts in order. Newlines may come between them."""
 
     opening: str  # before a call, or before several
     name: str
     name_end: str
     key: str
-    key_ends: Mapping[str, bool | None]  # and whether a string follows; None = as the tool's schema says
+    key_ends: Mapping[str, bool | None]  # -> whether a string follows; None = as the schema says
     value: str
-    value_space: str  # it stands around each value, and is no part of it
+    value_space: str  # surrounds each value, and is not part of it
     value_end: str
     call_end: str
     closing: str
@@ -113,7 +113,7 @@ def read_tagged_calls(
 def _read_call(
     tags: Tags, reader: TextReader, writer: EventWriter, tools: Mapping[str, Mapping[str, Any]]
 ) -> Reading[None]:
-    """Read a call from its name on. It is told of with its first parameter. What is none stays held."""
+    """Read a call from its name on. It is reported with its first parameter. Text that is no call stays held."""
     name = (yield from reader.run(_NAME)).strip()
     if not (yield from reader.literal(tags.name_end)) or not writer.is_name(name, known_only=False):
         return
@@ -137,7 +137,7 @@ def _read_call(
 
 
 def _read_end(tags: Tags, reader: TextReader) -> Reading[bool]:
-    """Read the end of a call; the end of all calls is one too."""
+    """Read the end of a call; the end of all calls counts too."""
     has_ended = yield from reader.literal(tags.call_end)
     return has_ended or (bool(tags.closing) and (yield from reader.literal(tags.closing)))
 
@@ -149,10 +149,10 @@ class _Parameter:
         self._tags = tags
         self._reader = reader
         self._writer = writer
-        self._separator = separator  # what stands before it in the JSON object
+        self._separator = separator  # text before it in the JSON object
 
     def read(self, schema: Mapping[str, Any]) -> Reading[bool]:
-        """Read it from its key on, and pass it on as an item of a JSON object; whether it is one and ends."""
+        """Read it from its key on, and pass it on as an item of a JSON object. Returns whether it is complete."""
         tags, reader = self._tags, self._reader
         key = (yield from reader.run(_NAME)).strip()
         types: set[str] | None = None
@@ -184,7 +184,7 @@ class _Parameter:
         return has_ended
 
     def _read_until_end(self, sink: Callable[[str], None], *, may_quote: bool) -> Reading[bool]:
-        """Read up to the closing tag, and pass on the text before it; whether there is one."""
+        """Read up to the closing tag, and pass on the text before it. Returns whether there is one."""
         tags, reader = self._tags, self._reader
         markers = markers_of(frozenset((tags.value_end, tags.value_space + tags.value_end)))
         while marker := (yield from reader.until(markers, sink)):
@@ -226,7 +226,7 @@ def _types_of(schema: Mapping[str, Any], key: str) -> set[str]:
 
 
 def _json_value(text: str, types: set[str]) -> str:
-    """A value's text as JSON. It is a string if it is no JSON, or if a string is what fits its types."""
+    """A value's text as JSON. It becomes a string if it is no JSON, or if only a string fits its types."""
     shown = text if "string" in types else _PYTHON_NAMES.get(text.strip(), text)
     try:
         value = json.loads(shown)

@@ -29,7 +29,7 @@ class Loss(NamedTuple):
 
     at_s: float  # time.monotonic()
     cause: str  # NOTE: not the error's message, which may quote the request
-    num_tokens: int  # before it
+    num_tokens: int  # tokens before it
 
 
 def attempt_trace(
@@ -75,7 +75,7 @@ class AttemptTrace:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What the engine is told, for its own spans."""
+        """Headers for the engine's own spans."""
         return self._span.headers
 
     def prefilled(self) -> None:

@@ -1,4 +1,4 @@
-"""The trace that a client's headers name, as W3C writes it. It is read alike with and without OpenTelemetry."""
+"""The trace that a client's headers name, in W3C's format. It is read alike with and without OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["client_trace_headers"]
 
 MAX_TRACESTATE_BYTES = 512  # a longer one is dropped, as the standard allows
 
-# Only later versions may have more behind the flags. Identifiers of zeros and the version ff are invalid.
+# Only later versions may have more after the flags. Identifiers of only zeros and the version ff are invalid.
 _IDS = rb"-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
 _TRACEPARENT = re.compile(rb"00%b|(?!00|ff)[0-9a-f]{2}%b(?:-[!-~]{0,200})?" % (_IDS, _IDS))
 _TRACESTATE = re.compile(rb"[\t -~]+")

@@ -1,7 +1,7 @@
 """Sends spans to a collector over OTLP/HTTP, as OpenTelemetry's environment variables say. It imports OpenTelemetry.
 
-A collector that is slow or gone costs spans and nothing else: they wait in a bounded queue, a thread sends them, and
-what does not fit is dropped and counted.
+A slow or lost collector costs only spans: they wait in a bounded queue, a thread sends them, and those that do not fit
+are dropped and counted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SpanExport:
         registry.register(self._counts.dropped)
 
     async def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Send what is left, for this long at most."""
+        """Send what is left, in bounded time."""
         # A daemon: one that hangs in a send must not keep the process from ending.
         ending = threading.Thread(target=self._provider.shutdown, name="end of tracing", daemon=True)
         ending.start()
@@ -73,7 +73,7 @@ class _SpanCounts:
 
 
 class _BoundedBatches(SpanProcessor):
-    """OpenTelemetry's batches behind a bound of ours: its own drops without counting, and logs each time."""
+    """OpenTelemetry's batches with a bound of ours: its own bound drops without counting, and logs each time."""
 
     def __init__(self, exporter: SpanExporter, counts: _SpanCounts) -> None:
         self._counts = counts
@@ -127,7 +127,7 @@ class _CountingExporter(SpanExporter):
 
 
 class _OncePer(logging.Filter):
-    """Lets one line pass in a while: failures are counted, and a line for each batch would fill the log."""
+    """Lets one line pass per interval: failures are counted, and a line for each batch would fill the log."""
 
     def __init__(self, interval_s: float) -> None:
         super().__init__()

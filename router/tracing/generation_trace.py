@@ -1,4 +1,4 @@
-"""Follows one sequence through admission and its workers, and says what spans that makes. Pure: the clock is passed in.
+"""Follows one sequence through admission and its workers, and makes spans of that. Pure: the clock is passed in.
 
 generate
   admission            in the router's queue
@@ -32,7 +32,7 @@ __all__ = ["GenerationTrace", "admission_node", "placement_node"]
 
 
 class _Told(NamedTuple):
-    """What a worker told of a sequence: when things happened, on the router's clock, and how many."""
+    """A worker's report about a sequence: when things happened, on the router's clock, and how many."""
 
     marks: dict[str, float]
     counts: dict[str, int]
@@ -48,7 +48,7 @@ class _Move:
 
     lost_s: float
     error: BaseException
-    num_tokens: int  # before it
+    num_tokens: int  # tokens before it
     decision: RoutingDecision
     next_token_s: float | None = None
 
@@ -68,15 +68,15 @@ class GenerationTrace:
         self._finish_reason = ""
         self._itl = ItlSummary()
         self._error: BaseException | None = None
-        self._first = self._later = _Told({}, {})  # by the worker of the prompt, and by the one it was handed to
+        self._first = self._later = _Told({}, {})  # from the prompt's worker, and from the one it was handed to
         self._moves: list[_Move] = []
 
     def entered(self, now: float) -> None:
-        """It asks to be admitted."""
+        """The request asks to be admitted."""
         self._entered_s = now
 
     def dispatched(self, decision: RoutingDecision, now: float) -> None:
-        """It was admitted and goes to its workers."""
+        """The request was admitted and goes to its workers."""
         self._decision, self._dispatched_s = decision, now
 
     def worker_told(self, ages: Ages, now: float, *, offset: int) -> None:
@@ -111,7 +111,7 @@ class GenerationTrace:
         self._error = error
 
     def finish(self, now: float) -> SpanNode:
-        """All of it, ended now."""
+        """The whole trace, ended now."""
         node = SpanNode("generate", self._start_s, now, self._attributes())
         # Nothing asked for more tokens: a stop string was found, or the client has left.
         node.attributes["tandem.finish_reason"] = self._finish_reason or ("error" if self._error else "closed")
@@ -153,7 +153,7 @@ class GenerationTrace:
         prefill = node.child("prefill", dispatched_s, end_s, {"tandem.worker": worker})
         assert prefill is not None, "both times are known"
         prefill.child("prefill.queue", marks.get("received"), marks.get("computing"))
-        # The worker may hold the first token until the prompt has a lease: that is no computing.
+        # The worker may hold the first token until the prompt has a lease: that is not computing.
         prefill.child("prefill.compute", marks.get("computing"), marks.get("sampled"), self._first.attributes)
         if self._first_token_s is None and self._error is not None:
             prefill.fail(self._error)
@@ -204,7 +204,7 @@ def admission_node(
 
 
 def placement_node(start_s: float, end_s: float, placement: Placement | None, error: BaseException | None) -> SpanNode:
-    """The span of a decision outside of the queue: a request that failed at its first place goes elsewhere."""
+    """The span of a decision outside of the queue, for a request that failed at its first place."""
     node = SpanNode("placement", start_s, end_s, _placement_attributes(placement))
     if error is not None:
         node.fail(error)

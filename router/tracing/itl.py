@@ -9,7 +9,7 @@ from tandem.router.tracing.span_node import Attributes
 
 __all__ = ["ItlSummary"]
 
-_MAX_GAPS = 4096  # of one sequence, kept for the percentiles
+_MAX_GAPS = 4096  # gaps of one sequence that are kept for the percentiles
 
 
 class ItlSummary:

@@ -1,4 +1,4 @@
-"""Switches tracing on, and is all that a process without it loads."""
+"""Switches tracing on. A process without tracing loads nothing else of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["begin_tracing", "check_tracing", "close_tracing", "closing_tracing",
 
 
 def check_tracing(*, is_on: bool) -> None:
-    """Raise `ConfigError` for what would keep tracing from beginning: no OpenTelemetry, or unusable variables."""
+    """Raise `ConfigError` if tracing could not begin: OpenTelemetry is missing, or its variables cannot be used."""
     asyncio.run(close_tracing(begin_tracing("check", is_on=is_on)))
 
 
@@ -37,7 +37,7 @@ def begin_tracing(process: str, *, is_on: bool) -> SpanExport | None:
 
 
 def tracing_of(export: SpanExport | None) -> Tracing | None:
-    """What makes the spans; None if tracing is off."""
+    """The object that makes the spans; None if tracing is off."""
     return None if export is None else export.tracing
 
 

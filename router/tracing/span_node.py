@@ -14,14 +14,14 @@ Attributes = dict[str, str | bool | int | float | Sequence[str]]
 
 @dataclass(slots=True)
 class SpanNode:
-    """What happened between two times of `time.monotonic`."""
+    """A span between two times of `time.monotonic`."""
 
     name: str
     start_s: float
     end_s: float
     attributes: Attributes = field(default_factory=dict)
     error: str = ""  # code or class of the error that ended it; "" = none
-    message: str = ""  # of that error, if it may be shown
+    message: str = ""  # message of that error, if it may be shown
     events: list[tuple[str, float]] = field(default_factory=list)  # name and time
     children: list[SpanNode] = field(default_factory=list)
 
@@ -34,7 +34,7 @@ class SpanNode:
     ) -> SpanNode | None:
         """Add a span within this one, if both times are known. Times outside are moved to the nearest time inside.
 
-        Times of workers are off by the time that their messages took.
+        Times from workers are off by the time that their messages took.
         """
         if start_s is None or end_s is None:
             return None
@@ -50,5 +50,5 @@ def error_type(error: BaseException) -> str:
 
 
 def error_message(error: BaseException) -> str:
-    """The message of an error that quotes nobody; "" for others. A part of a prompt must not get into a trace."""
+    """The message of an error that quotes no client; "" for others. No part of a prompt must get into a trace."""
     return str(error)[:500] if isinstance(error, ServingError) and not error.may_quote else ""

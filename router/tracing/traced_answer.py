@@ -1,4 +1,4 @@
-"""What the span of a request says of its answer. Texts are no part of it."""
+"""What the span of a request says about its answer, without any text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Spans of OpenTelemetry: live ones of requests and attempts, and finished ones made from `SpanNode`s.
 
-This module imports OpenTelemetry: it is imported where tracing is on only.
+This module imports OpenTelemetry, so it is imported only where tracing is on.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class LiveSpan:
 
     @property
     def traceparent(self) -> str:
-        """Its name for other processes, as W3C has it."""
+        """Its identity for other processes, in W3C's format."""
         return self.headers["traceparent"]
 
     @property
     def headers(self) -> dict[str, str]:
-        """What a request within this span says of it: `traceparent`, and `tracestate` if there is one."""
+        """Headers of a request within this span: `traceparent`, and `tracestate` if there is one."""
         headers: dict[str, str] = {}
         _W3C.inject(headers, self._context)
         return headers

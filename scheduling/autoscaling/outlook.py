@@ -59,12 +59,12 @@ class Outlook:
 
     @property
     def num_alive(self) -> int:
-        """Processes that run or are being started; at most `max_workers`."""
+        """Processes that run or are being started. The autoscaler adds none beyond `max_workers`."""
         return len(self.observation.servers)
 
     @property
     def num_ready(self) -> int:
-        """Processes that serve and are not about to leave; removals leave at least `min_workers`."""
+        """Processes that serve and are not about to leave. The autoscaler removes none below `min_workers`."""
         return len({view.server for view in self.observation.workers if view.is_ready})
 
     def describe(self, prediction: Prediction) -> str:

@@ -171,9 +171,8 @@ class Followed:
         self.swap(*self.authority.issue())
         self.certificate, self.key = folder / "live" / "tls.crt", folder / "live" / "tls.key"
         files = [NamedFile("tls_cert", str(self.certificate)), NamedFile("tls_key", str(self.key))]
-        self.tls = FollowedTls(files, self.load)
         self.changes: list[str] = []
-        self.tls.on_change = lambda: self.changes.append(self.tls.damage)
+        self.tls = FollowedTls(files, self.load, lambda: self.changes.append(self.tls.damage))
 
     def load(self) -> LoadedTls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -1,4 +1,4 @@
-"""A KV tier as a source of a prompt's blocks: its codec, and what loads from it cost."""
+"""A KV tier as a source of a prompt's blocks: its codec, and the cost of its loads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CachedTier(KvSource):
         self.tier = tier
         self.store = store
         self.codec = codec
-        self.block_bytes = block_bytes  # encoded
+        self.block_bytes = block_bytes  # of an encoded block
         self.num_threads = num_threads
         self.name = self.kind = tier.name
         self.cost = LoadCost(prior, block_bytes)

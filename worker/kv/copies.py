@@ -1,8 +1,7 @@
-"""KV that a router wants here too, in case the worker of an answer dies or is left: read from it, never computed.
+"""Copies of KV that a router wants here too, in case an answer's worker dies or is left: read, never computed.
 
-A copy takes the blocks of a chain that are not here yet, from the front: so whatever has come is of use, however the
-copy ends. Copies take no room that a sequence is expected to need (`PeerRead`), and each ends with its lease at the
-latest.
+A copy reads the blocks of a chain that are not here yet, from the front, so whatever has come is useful however the
+copy ends. Copies take no room that a sequence is expected to need (`PeerRead`). Each ends with its lease at the latest.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from tandem.worker.kv.peer_reader import PeerReader
 
 __all__ = ["KvCopies"]
 
-_PIECE_BYTES = 12 << 20  # of one read: a few ms from memory
+_PIECE_BYTES = 12 << 20  # per read: a few ms from memory
 
 
 @dataclass(eq=False, slots=True)
@@ -36,10 +35,10 @@ class KvCopies:
         self._piece_blocks = max(_PIECE_BYTES // engine.block_bytes, 1)
         self._reader = reader
         self._copies: dict[str, _Copy] = {}  # by request
-        self._complete: list[str] = []  # requests of which nothing was missing
+        self._complete: list[str] = []  # requests for which nothing was missing
 
     def accept(self, request: CopyKv, now: float) -> None:
-        """Begin to read what is missing here."""
+        """Begin to read the blocks that are missing here."""
         held = self._pool.acquire_cached(request.digests)
         if len(held) == len(request.digests):
             self._pool.release(held)
@@ -49,13 +48,13 @@ class KvCopies:
         self._copies[request.request_id] = _Copy(request.digests, held, read)
 
     def cancel(self, request_id: str) -> None:
-        """Read no more of it. What has come stays in the cache."""
+        """Stop a copy. What has come stays in the cache."""
         copy = self._copies.pop(request_id, None)
         if copy is not None:
             self._end(copy)
 
     def pump(self, now: float) -> list[str]:
-        """Take in what was read and request more. Returns the requests that are done."""
+        """Put what was read in place and request more. Returns the requests that are done."""
         ended = [request_id for request_id, copy in self._copies.items() if not self._goes_on(copy, now)]
         for request_id in ended:
             self.cancel(request_id)

@@ -27,13 +27,13 @@ __all__ = ["FetchRecord", "Fetcher"]
 
 logger = logging.getLogger(__name__)
 
-# Limits are bytes, because a block of a large model has a hundred times those of a small one. All round up to a block.
-_PIECE_BYTES = 12 << 20  # of one load: a few ms from memory
+# Limits are in bytes: a large model's block has a hundred times the bytes of a small one's. All round up to a block.
+_PIECE_BYTES = 12 << 20  # per load: a few ms from memory
 _PIECES_IN_FLIGHT = 4  # per prompt
 _PROBE_BYTES = 3 << 19
-_LATE_FACTOR = 2.0  # a load that takes this much longer than predicted is not waited for
+_LATE_FACTOR = 2.0  # a load that takes this many times its prediction is given up
 _LATE_SLACK_S = 0.02
-_PROBE_INTERVAL_S = 5.0  # between trials of a source that is not worth using, to notice when it is again
+_PROBE_INTERVAL_S = 5.0  # between trials of a source that is not worth using, to notice when it becomes so again
 _NUM_RECORDS = 256
 
 
@@ -42,12 +42,12 @@ class FetchRecord:
     """One plan and its outcome. Times are in seconds."""
 
     request_id: str
-    num_cached_blocks: int  # in the pool
+    num_cached_blocks: int  # blocks found in the pool
     loads: tuple[LoadRange, ...]
     num_loaded_blocks: int
     predicted_s: float
     recompute_s: float
-    load_s: float  # predicted, of the loads alone
+    load_s: float  # predicted time of the loads alone
     actual_load_s: float
     outcome: str  # loaded, overtaken, failed, withdrawn, computed
 
@@ -83,7 +83,7 @@ class Fetcher:
         self._engine = engine
         self._step_bytes = int(config.load_step_mb * 1e6)
         self._window_blocks = self._num_blocks(int(config.load_window_mb * 1e6))
-        self._num_loading_blocks = 0  # in pieces that are not in place
+        self._num_loading_blocks = 0  # blocks of pieces that are not in place yet
         self._tiers = list(tiers)
         self._steps = steps
         self._peers = peers
@@ -138,8 +138,8 @@ class Fetcher:
         assert num_blocks == self._num_loading_blocks, f"{self._num_loading_blocks} blocks are loaded, not {num_blocks}"
 
     def admitted(self, sequence: EngineSequence) -> None:
-        """Plan the loads of a sequence that has just got its blocks."""
-        if (error := error_of(self._plan, sequence)) is not None:  # all of the prompt can still be computed
+        """Plan the loads for a sequence that has just been given its blocks."""
+        if (error := error_of(self._plan, sequence)) is not None:  # the whole prompt can still be computed
             logger.error("request %s: nothing is loaded for it", sequence.request_id, exc_info=error)
 
     def _plan(self, sequence: EngineSequence) -> None:
@@ -182,12 +182,12 @@ class Fetcher:
     def _sources(self, sequence: EngineSequence) -> list[KvSource]:
         if self._peers is None or sequence.kv_holder is None:
             return self._tiers
-        # A decode worker to which the prompt is handed over needs its own copy of the prefix for that.
+        # A decode worker that gets the prompt by a handoff needs its own copy of the prefix for that.
         is_moved = sequence.kv_holder.worker != sequence.kv_receiver
         return [*self._tiers, self._peers.source(sequence.kv_holder, is_moved=is_moved)]
 
     def _advance(self, fetch: _Fetch, now: float, room: int) -> int:
-        """Let one fetch go on; the bytes that others may still copy before the next step."""
+        """Let one fetch go on. Returns the bytes that others may still copy before the next step."""
         sequence = fetch.sequence
         while fetch.pieces and fetch.pieces[0].is_done and room > 0:
             if sequence.onboarding is not fetch.onboarding:
@@ -215,9 +215,9 @@ class Fetcher:
         return -(-sequence.num_computed_tokens // self._engine.config.block_size)
 
     def _request(self, fetch: _Fetch, now: float) -> bool:
-        """Request the pieces in front of those that are loaded or requested, up to where computing has got.
+        """Request the pieces in front of those that are loaded or requested, as far as computing has come.
 
-        Whether more is to be requested later: prompts share the window, and those that were planned first fill it.
+        Returns whether more must be requested later: prompts share the window, and those planned first fill it.
         """
         front, piece_blocks = self._front(fetch.sequence), self._num_blocks(_PIECE_BYTES)
         for load in reversed(fetch.plan.loads):
@@ -237,7 +237,7 @@ class Fetcher:
         return max(num_bytes // self._engine.block_bytes, 1)
 
     def _place(self, fetch: _Fetch, piece: Piece) -> int:
-        """Put a piece in place, without the blocks that were computed meanwhile; the bytes copied."""
+        """Put a piece in place, without the blocks that were computed meanwhile. Returns the bytes copied."""
         size, sequence = self._engine.config.block_size, fetch.sequence
         first = max(piece.first_block, self._front(sequence))
         if first >= piece.end_block:
@@ -265,7 +265,7 @@ class Fetcher:
             self.admitted(sequence)
 
     def _end(self, fetch: _Fetch, outcome: str, now: float) -> None:
-        """Nothing more is loaded for this prompt."""
+        """End a fetch: nothing more is loaded for this prompt."""
         for piece in fetch.pieces:
             if outcome == "overtaken" and not piece.is_done:
                 piece.learn_late(now)
@@ -301,7 +301,7 @@ class Fetcher:
             self._saved_s += record.recompute_s - record.predicted_s
 
     def _probe(self, source: KvSource, first_block: int, end_block: int, digests: Sequence[bytes], now: float) -> None:
-        """Now and then, load a few blocks from a source that the plan does not use, to learn its cost."""
+        """From time to time, load a few blocks from a source that the plan does not use, to learn its cost."""
         end_block = min(end_block, first_block + self._num_blocks(_PROBE_BYTES))
         if end_block <= first_block or now < source.cost.probed_at + _PROBE_INTERVAL_S:
             return

@@ -28,7 +28,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU of the proc
 
 
 class PageLocker(Protocol):
-    """Locks pages in memory, so that a GPU can copy them. Both return CUDA's error code, 0 if they succeeded."""
+    """Locks pages in memory, so that a GPU can copy them. Both methods return CUDA's error code, 0 for success."""
 
     def lock(self, address: int, num_bytes: int) -> int:
         """Lock them."""
@@ -45,13 +45,13 @@ class CudaPages:
         return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))  # type: ignore[no-untyped-call]
 
     def unlock(self, address: int) -> int:
-        """`cudaHostUnregister`, behind all work."""
+        """`cudaHostUnregister`, after all work."""
         torch.cuda.synchronize()
         return int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
 
 
 class HostBuffers:
-    """Memory of a machine without a GPU."""
+    """Buffers on a machine without a GPU: ordinary memory."""
 
     def take(self, num_rows: int, num_bytes: int) -> Tensor:
         """A buffer [num_rows, num_bytes], uint8. It is given back when nothing refers to it."""
@@ -73,7 +73,7 @@ class PinnedBuffers(HostBuffers):
         self._memory = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
         self._stream = stream
         self._pages = pages
-        self._free = [(0, num_bytes)]  # (offset, size), ascending, never two side by side
+        self._free = [(0, num_bytes)]  # (offset, size), ascending, never adjacent
         self._returned: deque[tuple[int, int]] = deque()  # filled by any thread, when it drops the last reference
         self._waiting: deque[tuple[Mark, int, int]] = deque()
         if code := pages.lock(self._memory.ctypes.data, num_bytes):
@@ -82,13 +82,13 @@ class PinnedBuffers(HostBuffers):
 
     @property
     def num_free_bytes(self) -> int:
-        """Bytes that no buffer has, and no copy."""
+        """Bytes that neither a buffer nor a copy uses."""
         self._reclaim()
         return sum(size for _, size in self._free)
 
     @override
     def take(self, num_rows: int, num_bytes: int) -> Tensor:
-        """Where there is no room, torch's own pinned memory is taken."""
+        """As `HostBuffers.take`. If there is no room, it takes torch's own pinned memory."""
         assert self._is_locked, "it is closed"
         self._reclaim()
         size = -(-max(num_rows * num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT

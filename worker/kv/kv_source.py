@@ -17,7 +17,7 @@ _MIN_BLOCK_S = 1e-7
 
 
 class LoadPrior(NamedTuple):
-    """The assumed cost of a load before one was measured."""
+    """The assumed cost of a load until one has been measured."""
 
     latency_s: float
     bytes_per_s: float
@@ -26,8 +26,8 @@ class LoadPrior(NamedTuple):
 class LoadCost:
     """Latency and seconds per block of loads from one source, learned.
 
-    Each load moves the estimate half the way to what was measured, on a logarithmic scale: a source's speed changes by
-    factors when others begin or cease to use it.
+    Each load moves the estimate half way to the measurement, on a logarithmic scale: a source's speed changes by
+    factors when others begin or stop using it.
     """
 
     def __init__(self, prior: LoadPrior, block_bytes: int) -> None:
@@ -116,7 +116,7 @@ class KvSource(abc.ABC):
 
     @abc.abstractmethod
     def look_up(self, first_block: int, digests: Sequence[bytes]) -> FetchSource:
-        """How much of a chain it has from `first_block` on, for the planner. No I/O."""
+        """How much of a chain the source has from `first_block` on, for the planner. No I/O."""
 
     @abc.abstractmethod
     def open(self, digests: Sequence[bytes], first_block: int, end_block: int, now: float) -> OpenSource:

@@ -29,7 +29,7 @@ __all__ = ["MAX_IN_FLIGHT_BYTES", "Offloader"]
 _BATCH_BYTES = 4 << 20
 _BACKLOG_SHARE = 1 / 4
 _BATCHES_WHEN_IDLE = 8
-MAX_IN_FLIGHT_BYTES = 256 << 20  # encoded and not in host memory yet: none on a CPU, about 10 ms of a GPU's link
+MAX_IN_FLIGHT_BYTES = 256 << 20  # encoded but not in host memory yet: none on a CPU, about 10 ms of a GPU's link
 
 
 class _OffloadBatch(NamedTuple):
@@ -83,7 +83,7 @@ class Offloader:
                 self._copy(cached, [name for name in names if name.digest not in cached.tier])
 
     def _copy(self, cached: CachedTier, names: list[BlockName]) -> None:
-        """Begin to copy those of these blocks that are still in the pool."""
+        """Begin to copy the blocks among these that are still in the pool."""
         find = self._engine.pool.block_of
         present = [(name, block) for name in names if (block := find(name.digest)) is not None]
         cached.tier.note_dropped("evicted before its turn", len(names) - len(present))

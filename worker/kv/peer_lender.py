@@ -3,8 +3,8 @@
 `tandem.worker.kv.peer_read` describes the protocol and why it is safe.
 
 A read moves a prefix. If both copies stayed equally long, pools would hold half as many prefixes. So the lender's copy
-goes first once its room is needed; until then it can still be found. A block from which another chain hangs keeps its
-place in the order of eviction.
+is evicted first once its room is needed; until then it can still be found. A block with another chain after it keeps
+its place in the order of eviction.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tandem.worker.kv.cached_tier import CachedTier
 
 __all__ = ["PeerLender"]
 
-_LONGER = 1.01  # times the reader's ttl: the rates of two clocks may differ by a hundredth
-_MAX_LENT_SHARE = 0.25  # of the pool, which readers may keep from eviction at one time
+_LONGER = 1.01  # multiplies the reader's ttl: the rates of two clocks may differ by a hundredth
+_MAX_LENT_SHARE = 0.25  # share of the pool that readers may keep from eviction at one time
 
 
 class _ReadKey(NamedTuple):
@@ -48,7 +48,7 @@ class _Loan:
     ttl_s: float
     num_resident: int
     host_read: TierRead | None = None
-    placed: Mark | None = None  # behind the copy of the loaded blocks into the pool
+    placed: Mark | None = None  # recorded after the copy of the loaded blocks into the pool
     data: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
@@ -92,7 +92,7 @@ class PeerLender:
             self._grant(key, loan, now)
 
     def done(self, message: ReadDone) -> None:
-        """Let go. A reader that has a copy now is the one that the next turn finds, so ours is evicted first."""
+        """Let go. If the reader has a copy now, the next turn finds that one, so ours is evicted first."""
         loan = self._let_go(_ReadKey(message.sender.worker_id, message.sender.epoch, message.read_id))
         if loan is not None and loan.blocks and message.has_copy:
             self._engine.pool.demote(loan.digests[len(loan.blocks) - 1])
@@ -103,7 +103,7 @@ class PeerLender:
             self._let_go(key)
 
     def pump(self, now: float) -> None:
-        """Grant what has been loaded from the host tier, let go of what is out of time."""
+        """Grant what has been loaded from the host tier, and let go of what is out of time."""
         for key, loan in list(self._loans.items()):
             if loan.host_read is not None and loan.host_read.is_done:
                 self._place(loan)
@@ -139,7 +139,7 @@ class PeerLender:
         return loan
 
     def _begin_loading(self, loan: _Loan) -> bool:
-        """Load blocks that only the host tier has into the pool; False if there are none, or no room."""
+        """Load blocks that only the host tier has into the pool. Returns False if there are none, or no room."""
         tier, pool = self._host_tier, self._engine.pool
         missing = loan.digests[len(loan.blocks) :]
         num_blocks = 0 if tier is None else tier.tier.count_present(missing)

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadContext:
-    """What all reads of one worker share."""
+    """Context that all reads of one worker share."""
 
     engine: Engine
     transport: Transport
@@ -85,12 +85,12 @@ class PeerRead(OpenSource):
         self.is_failed = False
         self._digests = digests
         self.context = context
-        self._pieces: list[PeerPiece] = []  # those that are not settled
+        self._pieces: list[PeerPiece] = []  # pieces that are not settled
         self._is_closed = False
 
     @property
     def is_over(self) -> bool:
-        """Whether no piece is under way and none will be."""
+        """Whether no piece is under way, and none will be."""
         return self._is_closed and not self._pieces
 
     @property
@@ -125,11 +125,11 @@ class PeerRead(OpenSource):
             self.cost.observe_latency(now - self.asked_at)
 
     def fail(self) -> None:
-        """Read nothing more."""
+        """End the read: nothing more is read."""
         self.is_failed = True
 
     def pump(self, now: float) -> None:
-        """Start the pieces that wait, settle those that are done."""
+        """Start the waiting pieces, and settle those that are done."""
         if self.is_late:
             self.is_failed = True
         if self.num_stuck_blocks(now):  # they would wait for ever, and so would the link
@@ -179,8 +179,8 @@ class PeerPiece(Piece):
         super().__init__(first_block, end_block, begun_at)
         self.transfer: Transfer | None = None
         self.landing: list[int] = []
-        self.allocated: Mark | None = None  # when they were taken from the pool
-        self.is_refused = False  # this piece cannot be read, others may
+        self.allocated: Mark | None = None  # recorded when they were taken from the pool
+        self.is_refused = False  # whether this piece cannot be read; others may
         self.is_dropped = False
         self._read = read
         self._engine = read.context.engine
@@ -203,7 +203,7 @@ class PeerPiece(Piece):
         return self._has_arrived
 
     def settle(self) -> bool:
-        """Take in the end of the transfer; whether the transport will not touch the landing blocks (any more)."""
+        """Note the end of the transfer. Returns whether the transport will not touch the landing blocks any more."""
         if self.transfer is None:
             self._is_done = self._read.is_failed or self.is_refused or self.is_dropped
         elif self.transfer.is_settled:
@@ -245,7 +245,7 @@ class PeerPiece(Piece):
         return 0
 
     def take(self) -> list[int]:
-        """The blocks of a complete piece, which the caller releases. Instead of `place`."""
+        """Take the blocks of a complete piece, instead of `place`. The caller releases them."""
         blocks, self.landing = self.landing, []
         return blocks
 

@@ -1,4 +1,4 @@
-"""The reading side of reads between workers: what is known of the peers' speed, and the reads under way.
+"""The reading side of reads between workers: what is known about the peers' speed, and the reads under way.
 
 `tandem.worker.kv.peer_read` describes the protocol and why it is safe; the other side is
 `tandem.worker.kv.peer_lender`.
@@ -95,7 +95,7 @@ class PeerReader:
         return read
 
     def granted(self, message: ReadGrant, now: float) -> None:
-        """Take in a grant of blocks."""
+        """Handle a grant of blocks."""
         read = self._reads.get(message.read_id)
         if read is None:  # given up meanwhile: the lender need not wait for its deadline
             done = ReadDone(sender=self._context.links.me, read_id=message.read_id)
@@ -116,7 +116,7 @@ class PeerReader:
         return self._num_stuck_blocks
 
     def pump(self, now: float) -> None:
-        """Start reads that were granted, end those that are over."""
+        """Start reads that were granted, and end those that are over."""
         for read in list(self._reads.values()):
             read.pump(now)
             if read.is_over:

@@ -1,8 +1,8 @@
 """The blocks that a worker keeps for pins: which ones, where, how many at most, and for how long.
 
 A pin names a chain of blocks and a time. With host memory for KV, pins keep blocks there and in the tiers below;
-without it, in the pool. Each place keeps at most its share of blocks, older pins first. Of a chain that does not fit it
-keeps the leading blocks, which are useful without the rest. The worker's own clock ends pins, so a router that dies
+without it, in the pool. Each place keeps at most its share of blocks, older pins first. If a chain does not fit, its
+leading blocks are kept, which are useful without the rest. The worker's own clock ends pins, so a router that dies
 leaves nothing behind.
 """
 
@@ -73,7 +73,7 @@ class KeptBlocks:
         self._kept = chosen
 
     def changed(self, stored: Sequence[bytes], removed: Sequence[bytes], wanted: Container[bytes]) -> bool:
-        """Follow blocks that came and went; whether a review could choose better."""
+        """Follow blocks that came and went. Returns whether a review could choose better."""
         gone = [digest for digest in removed if digest in self._kept]
         self._place.unpin(gone)
         for digest in gone:
@@ -107,7 +107,7 @@ class WorkerPinTable:
         self._expiries: dict[str, float] = {}
         self._wanted: dict[bytes, None] = {}
         self._review_at = math.inf
-        self._expires_at = math.inf  # of the pin that ends first
+        self._expires_at = math.inf  # when the pin that ends first expires
 
     def __len__(self) -> int:
         return len(self.chains)
@@ -186,7 +186,7 @@ class WorkerPins:
         return self._prefetcher.is_busy
 
     def pin(self, message: Pin, now: float) -> None:
-        """Keep a chain, and load it to where the message says."""
+        """Keep a chain, and load it to the place that the message names."""
         self._table.pin(message.pin_id, message.digests, message.ttl_s, now)
         if message.pin_id in self._table.chains:
             self._prefetcher.want(message.pin_id, message.prefetch)
@@ -196,7 +196,7 @@ class WorkerPins:
         self._table.unpin(pin_id)
 
     def pump(self, now: float) -> None:
-        """Let pins expire and prefetching go on."""
+        """End expired pins, and let prefetching go on."""
         self._now = now
         self._table.pump(now)
         self._prefetcher.pump(self._table.chains, self._table.places.get("host"), now)

@@ -24,7 +24,7 @@ from tandem.worker.kv.tiered_cache import TieredCache
 __all__ = ["HostBlocks", "Prefetcher"]
 
 _PIECE_BYTES = 8 << 20  # at most this much is in flight; copying it between two steps takes a few ms
-_RETRY_S = 1.0  # after a load or a store that failed
+_RETRY_S = 1.0  # pause after a failed load or store
 
 
 class HostBlocks(Protocol):
@@ -46,7 +46,7 @@ class _PrefetchPiece:
     chain: tuple[bytes, ...]
     first_block: int
     source: CachedTier
-    target: CachedTier | None  # None: the pool
+    target: CachedTier | None  # None = the pool
     data: Tensor  # [num_blocks, encoded bytes], uint8
     load: TierRead
 
@@ -138,7 +138,7 @@ class Prefetcher:
         return None
 
     def _piece_to_pool(self, pin_id: str, chain: tuple[bytes, ...]) -> _PrefetchPiece | None:
-        """The blocks behind those in the pool, as far as the pool has free blocks for them."""
+        """The blocks after those in the pool, as far as the pool has free blocks for them."""
         pool = self._engine.pool
         first, room = pool.count_cached(chain), pool.num_free
         source = next((c for c in self._cache.tiers if c.tier.count_present(chain[first : first + 1])), None)
@@ -156,7 +156,7 @@ class Prefetcher:
         return _PrefetchPiece(pin_id, chain, first, source, target, data, load)
 
     def _land(self, piece: _PrefetchPiece, kept: HostBlocks | None) -> _Landing | None:
-        """Begin to put a piece in place; None if it is of no use."""
+        """Begin to put a piece in place; None if it is useless."""
         num_loaded = piece.load.num_loaded
         if not num_loaded:
             return None

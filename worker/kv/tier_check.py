@@ -57,7 +57,7 @@ def _check_folder(name: str, folder: Path) -> None:
         raise ConfigError(f"{name}: {folder} cannot be a folder: {there} is not one; choose another place")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"{name}: {folder} cannot be written to: {there} is closed to this user; choose another")
-    try:  # root may write everywhere by its rights, also where the file system takes nothing, as /proc
+    try:  # root's rights allow writing everywhere, even where the file system takes no files, such as /proc
         os.rmdir(tempfile.mkdtemp(prefix=".tandem-", dir=there))
     except OSError as exc:
         raise ConfigError(

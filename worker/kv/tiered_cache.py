@@ -1,4 +1,4 @@
-"""The KV of one worker beyond its pool: its tiers, and the way into them and back.
+"""The KV of one worker beyond its pool: its tiers, and how blocks move into them and back.
 
 Runs in the worker's loop and never waits. Full blocks are offered to every tier (`tandem.worker.kv.offload`), so an
 eviction from the pool costs nothing. `tandem.worker.kv.fetcher` brings a prompt's blocks back.
@@ -88,7 +88,7 @@ class TieredCache:
         self.fetcher.after_step(stats)
 
     def pump(self, now: float) -> None:
-        """Let offloading, the tiers and the fetches go on."""
+        """Let offloading, tiers and fetches go on."""
         self._offloader.pump()
         for cached in self.tiers:
             cached.tier.poll()
@@ -124,7 +124,7 @@ class TieredCache:
         self.fetcher.close()
         for cached in self.tiers:
             cached.tier.close()
-        for cached in self.tiers:  # they share them
+        for cached in self.tiers:  # tiers share the I/O threads
             cached.buffers.close()
 
     def check_integrity(self, *, idle: bool = False) -> None:
@@ -193,7 +193,7 @@ def _make_tier(
 
 
 def _make_buffers(config: TierConfig, engine: Engine) -> HostBuffers:
-    """What the tiers' loads and the offloads have under way, at most."""
+    """Buffers for the most that the tiers' loads and the offloads may have under way."""
     if engine.kv.device.type != "cuda":
         return HostBuffers()
     return PinnedBuffers(int(config.load_window_mb * 1e6) + MAX_IN_FLIGHT_BYTES, engine.stream, CudaPages())

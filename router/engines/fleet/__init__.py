@@ -1,1 +1,1 @@
-"""Deciding: which engines there are, how they are, and where a request goes. One process does this."""
+"""Deciding: which engines there are, what state they are in, and where a request goes. One process does this."""

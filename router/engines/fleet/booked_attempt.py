@@ -1,4 +1,4 @@
-"""One attempt of a request on the deciding side: its booking, and what its engines' behaviour teaches."""
+"""One attempt of a request on the deciding side: its booking, and what is learned from its engines' behaviour."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class BookedAttempt:
         self._booking = fleet.registry.reserve(placement.load)
         self._predicted_first_token: asyncio.TimerHandle | None = None
         if not is_stream and not best.is_pair:
-            # Nothing shows when the first token of a plain answer is there: the prediction has to do.
+            # A plain answer does not show when its first token was computed, so the prediction is used.
             ttft_s = best.terms.ttft_s
             loop = asyncio.get_running_loop()
             self._predicted_first_token = loop.call_later(ttft_s, self.prefill_done)
@@ -66,7 +66,7 @@ class BookedAttempt:
         self._fleet.registry.notify_progress()
 
     def release(self) -> None:
-        """Give the booking back; a trial whose outcome is unknown was abandoned. Later calls change nothing."""
+        """Give the booking back; a trial without a known outcome counts as abandoned. Later calls change nothing."""
         self._booking.release()
         if self._predicted_first_token is not None:
             self._predicted_first_token.cancel()
@@ -83,7 +83,7 @@ class BookedAttempt:
         """The first byte of the answer came: its engines work."""
         self.has_answer = True
         for engine in list(self._trials):
-            if not engine.progress.is_on_trial:  # else the beginning of an answer shows too little
+            if not engine.progress.is_on_trial:  # on trial, the beginning of an answer shows too little
                 engine.breaker.succeeded()
                 del self._trials[engine]
 
@@ -103,7 +103,7 @@ class BookedAttempt:
             engine.hold_back(retry_after_s, self._fleet.clock())
 
     def held(self, *, is_held: bool) -> None:
-        """The client of a stream takes nothing of it, or does so again."""
+        """The client of a stream has stopped reading it, or reads it again."""
         self._decode.progress.hold(self, self._fleet.clock(), is_held=is_held)
 
     def _token(self) -> None:
@@ -120,7 +120,7 @@ class BookedAttempt:
     def prefilled(self, now: float) -> None:
         """The prefill engine of a pair returned; the request goes to the decode engine next.
 
-        SGLang's engines have it at once: what they need for the prompt includes the transfer, and ends once.
+        SGLang's engines both have it from the start: their time for the prompt includes the transfer, and ends once.
         """
         if not self._is_prefilled:
             self._is_prefilled = True

@@ -41,7 +41,7 @@ class Breaker:
         self._trial = 0  # number of the running trial; 0 = none
         self._num_trials = 0
         self._is_absent = False
-        self.has_stalled = False  # and not succeeded since
+        self.has_stalled = False  # whether it has stalled and not succeeded since
         self.num_opened = 0
 
     def state(self, now: float) -> BreakerState:
@@ -51,13 +51,13 @@ class Breaker:
         return BreakerState.OPEN if now < self._opened_until_s else BreakerState.HALF_OPEN
 
     def allows(self, now: float) -> bool:
-        """Whether a request may be sent. Ask before `begin`."""
+        """Whether a request may be sent. Call it before `begin`."""
         state = self.state(now)
         return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._trial)
 
     @property
     def may_be_bypassed(self) -> bool:
-        """Whether requests may be sent although it is open, when no other engine is left: the engine would answer.
+        """Whether requests may be sent in spite of an open breaker if no other engine is left: the engine would answer.
 
         Otherwise one client's requests that make every engine fail would shut out all other clients.
         """

@@ -29,7 +29,7 @@ class CacheView:
         self._context = context
         self._on_malformed = on_malformed
         self._epoch = 0
-        self._sequence = 0  # of changes told to the index in this epoch
+        self._sequence = 0  # number of changes passed to the index in this epoch
         self._simulated: SimulatedCache | None = None
         self._translator: BlockTranslator | None = None
         self._feed: KvEventFeed | None = None
@@ -66,7 +66,7 @@ class CacheView:
     def expect(self, digests: Sequence[bytes], now: float, *, is_exact: bool = True) -> None:
         """A prompt is on its way to the engine: count it as cached for a while, or until events say more.
 
-        Of tokens that are an estimate no event will say anything.
+        No event will ever mention tokens that are only an estimate.
         """
         if self._simulated is None:
             if is_exact:
@@ -75,7 +75,7 @@ class CacheView:
             self._publish(*self._simulated.touch(digests, now))
 
     def expire(self, now: float) -> None:
-        """Drop blocks that were not used for long."""
+        """Drop blocks that have not been used for long."""
         if self._simulated is not None and (removed := self._simulated.expire(now)):
             self._publish([], removed)
 
@@ -89,7 +89,7 @@ class CacheView:
             change = translator.apply(events)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as exc:
             self._on_malformed(f"its KV events are malformed: {exc!r}")
-            change = translator.apply([{"type": "AllBlocksCleared"}])  # what it said of its blocks is not known
+            change = translator.apply([{"type": "AllBlocksCleared"}])  # nothing is known about its blocks any more
         if change.is_cleared:
             self._index.add_worker(self._name, self._epoch)
             self._sequence = 0

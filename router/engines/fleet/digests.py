@@ -13,7 +13,7 @@ __all__ = ["EngineDigests", "digest_root"]
 def digest_root(model: str, block_size: int, *, is_exact: bool = True) -> bytes:
     """Namespace of the digests by which engines of one model are compared.
 
-    Tokens that are an estimate have one of their own: no KV event can name their blocks.
+    Estimated tokens have a namespace of their own: no KV event can name their blocks.
     """
     return root_digest(b"engines" if is_exact else b"estimates", cache_salt=model, lora=str(block_size))
 
@@ -22,7 +22,7 @@ class EngineDigests:
     """Digests of a prompt's blocks for each model and block size, computed when they are first asked for."""
 
     def __init__(self, prompt: bytes, scope: CacheScope, adapter: str = "", *, is_exact: bool = True) -> None:
-        """`prompt` are token ids, as `token_bytes` packs them. With a LoRA adapter all KV is another."""
+        """`prompt` are token ids, as `token_bytes` packs them. A LoRA adapter makes all KV different."""
         self._is_exact = is_exact
         self._prompt = prompt
         self._scope = scope

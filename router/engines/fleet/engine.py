@@ -33,10 +33,10 @@ from tandem.scheduling.workers.registry import Registry
 __all__ = ["RemoteEngine", "RunningRequest"]
 
 DEFAULT_BLOCK_SIZE = 16
-DEFAULT_SIMULATED_BLOCKS = 8192  # of an engine that does not report its size
+DEFAULT_SIMULATED_BLOCKS = 8192  # cache of an engine that does not report its size
 DEFAULT_NUM_BLOCKS = 1 << 16
 DEFAULT_MODEL_LEN = 1 << 20
-DEFAULT_BATCHED_TOKENS = 2048  # vLLM's, and SGLang's is of that order
+DEFAULT_BATCHED_TOKENS = 2048  # vLLM's default; SGLang's is of the same order
 MAX_RETRY_AFTER_S = 60.0
 
 
@@ -52,7 +52,7 @@ class RunningRequest(Protocol):
 
 
 class RemoteEngine:
-    """What the router has of one engine."""
+    """The router's side of one engine."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class RemoteEngine:
         self.num_stalls = 0
         self.progress = EngineProgress()
         self.card: WorkerCard | None = None
-        self.capabilities: dict[str, Any] | None = None  # None = it has not told them
+        self.capabilities: dict[str, Any] | None = None  # None = it has not reported them
         self.gives_token_ids = False  # whether its streams have the ids of their tokens, if asked for
         self.step_timing = StepTiming(DEFAULT_BATCHED_TOKENS)
         self.cache = CacheView(spec.name, index, context, self._set_reason)
@@ -105,7 +105,7 @@ class RemoteEngine:
         return self.card.adapters if self.card is not None else []
 
     def refusal(self, now: float, *, is_last: bool = False) -> str:
-        """Why it gets no request now; "" when it may. `is_last`: there is no other engine."""
+        """Why it gets no request now; "" = it may get one. `is_last`: there is no other engine."""
         if self.state is not WorkerState.READY:
             return f"{self.state.value}: {self.reason}"
         if not self.breaker.allows(now) and not (is_last and self.breaker.may_be_bypassed):
@@ -132,7 +132,7 @@ class RemoteEngine:
         self.busy_until_s = max(self.busy_until_s, now + min(retry_after_s, MAX_RETRY_AFTER_S))
 
     def next_card(self, served: ServedModel, size: CacheSize) -> WorkerCard:
-        """The engine as a worker of its next life: as configured, else as reported, else a default."""
+        """The engine's card for its next life: values as configured, else as reported, else defaults."""
         model = served.name
         spec = replace(self.configured, model=model)
         block_size = spec.block_size or size.block_size or DEFAULT_BLOCK_SIZE
@@ -146,7 +146,7 @@ class RemoteEngine:
             num_blocks=spec.num_blocks or size.num_blocks or DEFAULT_NUM_BLOCKS,
             block_bytes=spec.kv_bytes_per_token * block_size,
             max_num_batched_tokens=spec.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS,
-            # Of its own: engines cannot read each other's caches, so placement must not count on it.
+            # A name of its own: engines cannot read each other's caches, so placement must not count on it.
             namespace=root_digest(digest_root(model, block_size), cache_salt=spec.name),
             adapters=list(served.adapters),
             serves_alone=spec.serves_alone,
@@ -154,7 +154,7 @@ class RemoteEngine:
         )
 
     def join(self, card: WorkerCard, now: float) -> None:
-        """Begin a life with this card: ready, with an empty cache as far as we know."""
+        """Begin a life with this card: ready, and with an empty cache as far as we know."""
         self.card = card
         self.spec = replace(self.configured, model=card.model)
         self._epoch = card.address.epoch
@@ -181,7 +181,7 @@ class RemoteEngine:
         self.set_state(WorkerState.DEAD, reason)
 
     def stall(self, reason: str, now: float) -> None:
-        """It answers, but computes nothing: take its requests from it. It gets others once it has shown a step."""
+        """Take its requests from it: it answers, but computes nothing. It gets others once it has shown a step."""
         self.num_stalls += 1
         self.progress.stalled()
         self.breaker.stalled(now)

@@ -1,6 +1,6 @@
-"""Where a request goes: the cheapest engine or pair of its model, among those that may get requests now.
+"""Decides where a request goes: to the cheapest engine or pair of its model that may get requests now.
 
-The decision is the one of `Placer`, which places on our own workers too. This module says on which engines.
+`Placer` makes the decision, as it does for our own workers. This module says which engines it may choose from.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["EnginePlacer", "ModelWorkers"]
 
 
 class ModelWorkers:
-    """The engines of one model, out of the registry of all engines."""
+    """The engines of one model, taken from the registry of all engines."""
 
     def __init__(self, registry: Registry, model: str) -> None:
         self._registry = registry
@@ -110,7 +110,7 @@ class EnginePlacer(Placer):
         options: dict[str, Any],
     ) -> Placement:
         decoders = [engine for engine in available if engine.spec.role is not Role.PREFILL]
-        # A prompt that is too long for all engines is sent nevertheless: the engine's own 400 says best what is wrong.
+        # A prompt that is too long for all engines is sent nevertheless: the engine's own 400 explains it best.
         num_prompt_tokens = max(1, min(request.num_prompt_tokens, max(map(_room, decoders), default=1) - 1))
         request = msgspec.structs.replace(request, num_prompt_tokens=num_prompt_tokens)
         found: list[Placement] = []
@@ -149,6 +149,6 @@ def _check_pair(request: PlacementRequest, decoders: Sequence[RemoteEngine], gro
 
 
 def _room(engine: RemoteEngine) -> int:
-    """Tokens of the longest context that it has room for."""
+    """Tokens of the longest context for which it has room."""
     card = engine.card
     return min(card.num_blocks * card.block_size, card.max_model_len) if card is not None else 0

@@ -1,4 +1,4 @@
-"""Whether an engine gets on, judged by everything that comes from it.
+"""Whether an engine makes progress, judged by everything that comes from it.
 
 The HTTP server of an engine may go on answering, health checks included, while its core hangs. One silent stream shows
 nothing: it may be preempted, or wait behind a long prompt. So the engine is judged, not a stream:
@@ -7,7 +7,7 @@ nothing: it may be preempted, or wait behind a long prompt. So the engine is jud
                          requests, in metrics that follow each of its steps; on trial after a stall: any request
     it shows a step      a token, a whole answer, a prompt computed for another engine, or its counters of tokens change
 
-While the client of a stream takes nothing, its stream waits for nothing. Comments and parts of events show no step.
+While a client does not read its stream, that stream waits for no token. Comments and parts of events show no step.
 Pure: the time is passed in, in seconds of one clock.
 """
 
@@ -23,27 +23,27 @@ __all__ = ["EngineProgress"]
 class _Phase(enum.Enum):
     SENT = enum.auto()  # its first token may take any time
     DUE = enum.auto()
-    HELD = enum.auto()  # its client takes nothing: it was due before
+    HELD = enum.auto()  # a token was due, but its client has stopped reading
 
 
 class EngineProgress:
-    """Follows one engine. What is told of requests from before the latest stall is ignored: it may be old."""
+    """Follows one engine. Reports about requests from before the latest stall are ignored: they may be old."""
 
     def __init__(self) -> None:
-        self.is_on_trial = False  # since a stall, until it shows a step
-        self._phases: dict[object, _Phase] = {}  # of each request on the engine
+        self.is_on_trial = False  # true from a stall until it shows a step
+        self._phases: dict[object, _Phase] = {}  # the phase of each request on the engine
         self._num_due = 0
-        self._says_it_runs = False  # requests, ours among them
+        self._says_it_runs = False  # whether it reports that it runs requests, while it has some of ours
         self._work = WorkCounter()
         self._since_s = 0.0
 
     @property
     def silent_since_s(self) -> float | None:
-        """Since when it has shown no step while one was due; None while none is."""
+        """The time since when it has shown no step although one was due; None while none is due."""
         return self._since_s if self._is_due else None
 
     def begin(self, request: object, now: float) -> None:
-        """A request is sent to it."""
+        """A request was sent to it."""
         self._set(request, _Phase.DUE if self.is_on_trial else _Phase.SENT, now)
 
     def end(self, request: object) -> None:
@@ -58,13 +58,13 @@ class EngineProgress:
             self._set(request, _Phase.DUE, now)
 
     def answer(self, request: object, now: float) -> None:
-        """All that it computes for the request came."""
+        """Everything that it computes for the request came."""
         if request in self._phases:
             self._step(now)
             self._set(request, _Phase.SENT, now)
 
     def hold(self, request: object, now: float, *, is_held: bool) -> None:
-        """The client of a stream takes nothing of it, or does so again."""
+        """The client of a stream has stopped reading it, or reads it again."""
         former, new = (_Phase.DUE, _Phase.HELD) if is_held else (_Phase.HELD, _Phase.DUE)
         if self._phases.get(request) is former:
             self._set(request, new, now)
@@ -82,14 +82,14 @@ class EngineProgress:
             self._since_s = max(self._since_s, now)
 
     def stalled(self) -> None:
-        """It was found to have stalled: forget its requests, which are taken from it."""
+        """It was found to have stalled: forget its requests, which leave it."""
         self._phases.clear()
         self._num_due = 0
         self._says_it_runs = False
         self.is_on_trial = True
 
     def joined(self, now: float) -> None:
-        """It answers again: while it did not, its probes judged it."""
+        """It answers again. While it did not, its probes judged it."""
         self._since_s = max(self._since_s, now)
 
     def returned(self, now: float) -> None:

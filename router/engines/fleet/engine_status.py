@@ -47,13 +47,13 @@ _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?(\.dev)?")
 _LOAD_NAMES = (*_RUNNING, *_WAITING, *_USAGE)
 _CACHE_CONFIG = "vllm:cache_config_info"
 _PAGE_SIZE, _NUM_PAGES = "sglang:page_size", "sglang:num_pages"
-MAX_ADAPTERS = 1024  # of one engine; later ones in alphabetical order are not served
-MAX_NAME_CHARS = 512  # of a model or an adapter
-MAX_COUNT = 1 << 40  # of requests, tokens or blocks
+MAX_ADAPTERS = 1024  # per engine; later ones in alphabetical order are not served
+MAX_NAME_CHARS = 512  # in the name of a model or an adapter
+MAX_COUNT = 1 << 40  # largest number of requests, tokens or blocks
 MAX_DIGITS = 20
-_MAX_VALUE = 1e300  # of a sample. NOTE: prometheus_client's parser makes an int of many digits, which is no float
+_MAX_VALUE = 1e300  # largest sample. NOTE: prometheus_client parses many digits as an int too large for a float
 MAX_CAPABILITIES_CHARS = 8192
-_RANK_LABELS = ("engine", "dp_rank")  # of vLLM and SGLang
+_RANK_LABELS = ("engine", "dp_rank")  # vLLM's and SGLang's
 
 
 class ReportedLoad(NamedTuple):
@@ -93,7 +93,7 @@ class WorkDone(NamedTuple):
 
 
 class EngineReport(NamedTuple):
-    """One reading of an engine's metrics. None stands for what they do not tell."""
+    """One reading of an engine's metrics. None stands for what they do not say."""
 
     load: ReportedLoad | None
     work: WorkDone | None
@@ -106,7 +106,7 @@ class WorkCounter:
         self._num_tokens: float | None = None
 
     def has_changed(self, work: WorkDone | None) -> bool:
-        """Note what was read now: whether it differs from the reading before. A first reading does not."""
+        """Note what was read now. Returns whether it differs from the reading before; a first reading does not."""
         if work is None:
             return False
         former, self._num_tokens = self._num_tokens, work.num_tokens
@@ -119,7 +119,7 @@ def parse_report(text: str, rank: int | None = None) -> EngineReport:
 
 
 def parse_work(text: str, rank: int | None = None) -> WorkDone | None:
-    """The work in a Prometheus exposition, of one data-parallel rank or of all; None if it does not tell."""
+    """The work in a Prometheus exposition, of one data-parallel rank or of all; None if it does not say."""
     samples = list(_samples(text, _WORK, rank))
     if not samples:
         return None
@@ -169,9 +169,9 @@ def served_model(catalog: Any, wanted: str) -> ServedModel:
 
 
 def vllm_gives_token_ids(version: bytes) -> bool:
-    """Whether a vLLM of this version, as its `/version` tells it, knows `return_token_ids`: all since 0.10.2.
+    """Whether a vLLM with this answer to `/version` knows `return_token_ids`: all versions since 0.10.2 do.
 
-    Builds of no release, whose version begins with 0.1.dev, count as newer.
+    Builds outside of releases, whose version begins with 0.1.dev, count as newer.
     """
     try:
         told = orjson.loads(version)
@@ -185,7 +185,7 @@ def vllm_gives_token_ids(version: bytes) -> bool:
 
 
 def _capabilities(card: dict[str, Any]) -> dict[str, Any] | None:
-    """The capabilities on a card, unless they are larger than any that are meant."""
+    """The capabilities on a card, unless they are larger than any sensible ones."""
     found = card.get("capabilities")
     try:
         is_usable = isinstance(found, dict) and len(orjson.dumps(found)) <= MAX_CAPABILITIES_CHARS
@@ -205,7 +205,7 @@ def _is_adapter(card: dict[str, Any]) -> bool:
 
 
 def _samples(text: str, names: tuple[str, ...], rank: int | None = None) -> Iterator[Sample]:
-    """The samples of these names and this rank; lines that cannot be parsed and values without an end are skipped.
+    """The samples of these names and this rank. Skips lines that cannot be parsed and infinite values.
 
     Only lines that begin with one of the names are parsed: 0.6 ms for the 2,900 lines of a vLLM with eight ranks, which
     are read once a second, instead of 41 ms for all of them.
@@ -224,7 +224,7 @@ def _samples(text: str, names: tuple[str, ...], rank: int | None = None) -> Iter
 
 
 def _is_of_rank(labels: Mapping[str, str], rank: int | None) -> bool:
-    """Whether a sample is of this rank: one without a label for ranks is of all of them."""
+    """Whether a sample belongs to this rank: one without a label for ranks belongs to all of them."""
     found = next((labels[name] for name in _RANK_LABELS if name in labels), None)
     return rank is None or found is None or found == str(rank)
 

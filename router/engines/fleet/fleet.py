@@ -79,7 +79,7 @@ class EngineFleet:
 
     @property
     def adapters(self) -> dict[str, str]:
-        """The base model of each LoRA adapter. A name that several models or adapters have is that of the first."""
+        """The base model of each LoRA adapter. A name of several models or adapters belongs to the first one."""
         if self._adapters is None:
             found = {name: engine.spec.model for engine in reversed(self.engines) for name in engine.adapters}
             models = set(self.models)
@@ -97,7 +97,7 @@ class EngineFleet:
         )
 
     def listen(self, listener: EngineListener) -> None:
-        """Tell `listener` of all engines, now and from now on."""
+        """Tell `listener` about all present engines, and about changes from now on."""
         self._listeners.append(listener)
         for engine in self.engines:
             listener.engine_added(engine.configured, is_trusted=self.trusts(engine.configured))
@@ -118,7 +118,7 @@ class EngineFleet:
         return max((e.card.max_model_len for e in self.engines if e.card and e.spec.model == model), default=None)
 
     def capabilities(self, model: str) -> dict[str, Any] | None:
-        """What all engines of the model that tell it can do; None if none does."""
+        """The capabilities that all reporting engines of the model share; None if none reports any."""
         told = [engine.capabilities for engine in self.engines if engine.spec.model == model and engine.capabilities]
         if not told:
             return None
@@ -131,7 +131,7 @@ class EngineFleet:
     def add_all(self, specs: Iterable[EngineSpec], *, is_complete: bool = True) -> list[RemoteEngine]:
         """Add several engines, in any order: all of them or, when one does not fit, none.
 
-        Raises `ConfigError`, also when nothing of a fleet that is complete could decode.
+        Raises `ConfigError`, also if the fleet is complete and nothing in it could decode.
         """
         specs = list(specs)
         check_fleet([*(engine.spec for engine in self.engines), *specs], is_complete=is_complete)
@@ -213,7 +213,7 @@ class EngineFleet:
             probe.cancel()
             await asyncio.gather(probe, return_exceptions=True)
         if self._probes.pop(engine.name, None) is None:
-            return  # done by somebody else meanwhile. One who was cancelled before this has changed nothing
+            return  # somebody else did it meanwhile. A caller that was cancelled before this has changed nothing
         for request in list(engine.running):
             request.abort(engine.name, reason)
         engine.leave(reason)
@@ -253,7 +253,7 @@ class EngineFleet:
 def stall_limit_s(engines: ExternalEnginesConfig, config: RouterConfig) -> float:
     """The silence after which an engine has stalled; 0 = none.
 
-    An edge process that hangs tells of no tokens. It is ended before engines are blamed for that.
+    An edge process that hangs reports no tokens. It is ended before engines are blamed for that.
     """
     stall_s = engines.engine_stall_s
     return max(stall_s, 2 * config.worker_timeout_s) if stall_s and config.router_processes > 1 else stall_s

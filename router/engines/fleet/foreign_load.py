@@ -1,4 +1,4 @@
-"""Requests that other clients put on an engine, booked as if they were ours.
+"""Requests that other clients send to an engine, booked as if they were ours.
 
 An engine reports how many requests it has, not how long they are: they are assumed to be as long as ours on average.
 """
@@ -11,9 +11,9 @@ from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["ForeignLoad", "MeanLengths"]
 
-MAX_FOREIGN_BOOKINGS = 512  # of one engine
-FIRST_GUESS_TOKENS = 256.0  # of a prompt, until prompts were seen
-MEAN_WEIGHT = 0.05  # of the newest request in the means
+MAX_FOREIGN_BOOKINGS = 512  # per engine
+FIRST_GUESS_TOKENS = 256.0  # length of a prompt until prompts have been seen
+MEAN_WEIGHT = 0.05  # weight of the newest request in the means
 
 
 class MeanLengths:
@@ -24,7 +24,7 @@ class MeanLengths:
         self.mean_output_tokens = FIRST_GUESS_TOKENS / 2
 
     def note(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """A request of these lengths has ended."""
+        """Count a request of these lengths that has ended."""
         self.mean_prompt_tokens += MEAN_WEIGHT * (num_prompt_tokens - self.mean_prompt_tokens)
         self.mean_output_tokens += MEAN_WEIGHT * (num_output_tokens - self.mean_output_tokens)
 

@@ -66,7 +66,7 @@ class BlockTranslator:
     namespace: bytes
     block_size: int
     digests: dict[BlockHash, bytes] = field(default_factory=dict)
-    num_skipped: int = 0  # blocks of another size, blocks that are not of text, and blocks whose parent is unknown
+    num_skipped: int = 0  # blocks of another size, blocks that are not plain text, and blocks with an unknown parent
 
     def apply(self, events: Sequence[dict[str, Any]]) -> BlockChange:
         """Translate a batch.
@@ -157,7 +157,7 @@ class KvEventFeed:
         self._last_published = number
         if number > self._next:
             await self._replay(self._next)
-        if number >= self._next:  # else the replay contained it
+        if number >= self._next:  # otherwise the replay contained it
             self._take(number, payload, is_lost=number > self._next)
 
     def _take(self, number: int, payload: bytes, *, is_lost: bool) -> None:
@@ -171,7 +171,7 @@ class KvEventFeed:
         self._on_batch(events, is_lost)
 
     async def _replay(self, first: int) -> None:
-        """Take in the batches from this number on that the engine still has. Without an answer nothing changes."""
+        """Read the batches from this number on that the engine still has. Without an answer nothing changes."""
         if not self._replay_endpoint:
             return
         socket = self._context.socket(SocketType.DEALER)
@@ -197,7 +197,7 @@ class KvEventFeed:
 
 
 def _num_text_blocks(event: dict[str, Any]) -> int:
-    """Number of leading blocks whose KV depends on nothing but tokens, adapter and salt.
+    """Number of leading blocks whose KV depends only on tokens, adapter and salt.
 
     The others have more extra keys: `[hash, offset]` of an image in the block, or the hash of embeddings given instead
     of tokens. Their token ids are placeholders that any text may contain, so they get no digests. Without a digest, no

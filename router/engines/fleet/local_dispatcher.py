@@ -1,4 +1,4 @@
-"""The `Dispatcher` that decides in this process, by its fleet and queues, and its reservations."""
+"""The `Dispatcher` that decides in this process, with its fleet and queues, and its reservations."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class LocalDispatcher:
         self.fleet = fleet
         self.queues = Queues(fleet)
         self.num_retries = 0
-        self.num_moves: Counter[str] = Counter()  # of streams, by cause
+        self.num_moves: Counter[str] = Counter()  # moves of streams, by cause
         self.move_log = MoveLog()
         self.poisoned = PoisonedRequests("engines")
         self.is_shut_down = False
@@ -101,7 +101,7 @@ class LocalDispatcher:
     async def running(self) -> AsyncIterator[None]:
         """Add the engines of the file; at the end refuse waiting requests. Raises `ConfigError`.
 
-        Who made the fleet closes it, after everybody who adds engines to it has ended.
+        The maker of the fleet closes it, after everything that adds engines to it has ended.
         """
         try:
             self.fleet.add_all(self._specs)
@@ -281,7 +281,7 @@ class LocalDispatcher:
 
     def _check_key(self, spec: EngineSpec) -> None:
         if named := next((name for name in ("tls_ca", "tls_cert", "tls_key") if getattr(spec, name)), ""):
-            raise ConfigError(  # an admin of engines must not show our certificates to a URL, or learn of our files
+            raise ConfigError(  # an admin of engines must not send our certificates to a URL, or learn about our files
                 f"engine: {named} cannot be given over HTTP; name the engine in the --engines file, or give --engine-ca"
             )
         key = spec.api_key_env
@@ -292,7 +292,7 @@ class LocalDispatcher:
 
 
 class LocalReservation:
-    """A `EngineReservation` of `LocalDispatcher`."""
+    """An `EngineReservation` of `LocalDispatcher`."""
 
     def __init__(self, dispatcher: LocalDispatcher, request: DispatchRequest, abort: Abort) -> None:
         self.request_id = request.request_id
@@ -305,7 +305,7 @@ class LocalReservation:
         self._attempt: BookedAttempt | None = None  # the latest one
         self._tried: set[str] = set()  # engines that failed or refused it since its last token
         self._lost: list[str] = []  # engines that ended while they had it, since its last token
-        self._verdict: PoisonedRequest | None = None  # it ends its engines
+        self._verdict: PoisonedRequest | None = None  # set once it has killed several engines
 
     async def place(self) -> EngineTarget:
         """Wait in the queue if necessary, and book a target. Raises a `ServingError`."""
@@ -359,7 +359,7 @@ class LocalReservation:
         return self._target(placement)
 
     async def go_on(self, cause: str, prompt: bytes, num_output_tokens: int) -> EngineTarget:
-        """As `move`, for a stream of which tokens were shown."""
+        """As `move`, for a stream after tokens were shown."""
         return self.move_stream(cause, prompt, num_output_tokens)
 
     def move_stream(self, cause: str, prompt: bytes, num_output_tokens: int) -> EngineTarget:
@@ -464,7 +464,7 @@ class LocalReservation:
         """The first token of a stream came."""
         assert self._admitted is not None, "it has been placed"
         self._tried.clear()  # an engine that failed long ago may be back
-        self._lost.clear()  # a request that ends its engines gets no further than the first time
+        self._lost.clear()  # a request that kills its engines gets no further than it did the first time
         self._booked.first_token(now)
         self._admitted.first_token()
 
@@ -478,7 +478,7 @@ class LocalReservation:
         self._booked.gap(duration_s, now)
 
     def held(self, *, is_held: bool) -> None:
-        """The client takes nothing of its stream, or does so again."""
+        """The client has stopped reading its stream, or reads it again."""
         self._booked.held(is_held=is_held)
 
     def stored(self, answer_id: str) -> None:
@@ -497,7 +497,7 @@ class LocalReservation:
             self._attempt.release()
 
     def _owner(self) -> RemoteEngine | None:
-        """The engine that has what the request builds on. Raises `AnswerNotFound`."""
+        """The engine that keeps the answer which the request builds on. Raises `AnswerNotFound`."""
         request = self._request
         if not request.stored_before:
             return None

@@ -24,7 +24,7 @@ def fleet_overview(
     decisions: Iterable[dict[str, Any]],
     autoscaler: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """All engines, those that are not ready too, and what waits for them."""
+    """All engines, including those that are not ready, and what waits for them."""
     now = fleet.clock()
     return {
         "kind": "engines",

@@ -15,7 +15,7 @@ from tandem.runtime.idle_timeout import answered_in_time
 
 __all__ = ["ProbeClient"]
 
-MAX_ANSWER_BYTES = 8 * 1024 * 1024  # of a health check, `/metrics` or the list of models
+MAX_ANSWER_BYTES = 8 * 1024 * 1024  # answer to a health check, `/metrics` or the list of models
 
 
 class ProbeClient:
@@ -81,7 +81,7 @@ class _Transport(httpx.AsyncBaseTransport):
                 await former.aclose()
         response = await self._inner.handle_async_request(request)
         assert isinstance(response.stream, httpx.AsyncByteStream), "the transport is asynchronous"
-        response.headers.pop("content-encoding", None)  # none was asked for, and one can unpack to any size
+        response.headers.pop("content-encoding", None)  # we asked for none, and it could unpack to any size
         response.stream = _BoundedStream(response.stream)
         return response
 

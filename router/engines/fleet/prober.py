@@ -1,6 +1,6 @@
 """Probes of one engine: whether it is there, which model it serves, and how much work it has.
 
-Each probe asks for the engine's health and its metrics, and, when it joins and now and then, for its models.
+Each probe asks for the engine's health and its metrics, and sometimes for its models: when it joins, and regularly.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HEALTH_PATHS = {"openai": "/v1/models", "vllm": "/health", "sglang": "/health",
 
 
 class EngineProber:
-    """Probes one engine until its task is cancelled, and changes the engine's state by what it finds."""
+    """Probes one engine until its task is cancelled, and sets the engine's state accordingly."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""Where requests wait for engines: one queue for each model, so that none waits behind requests for another model.
+"""The queues of requests for engines: one for each model, so that no request waits for those of another model.
 
-`Admission` decides here as in `tandem serve`; the engines of the queue's model are its workers.
+`Admission` decides as in `tandem serve`; the engines of the queue's model are its workers.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Requester(Protocol):
 
     @property
     def request_id(self) -> str:
-        """Its name in the log of decisions."""
+        """Its id in the log of decisions."""
 
     @property
     def explains(self) -> bool:
-        """Whether other candidates than the best are recorded too."""
+        """Whether candidates besides the best one are recorded."""
 
     def book(self, placement_request: PlacementRequest, placement: Placement) -> BookedAttempt:
         """Book a placement that was decided just now."""
@@ -49,7 +49,7 @@ class ModelQueue:
     def __init__(self, fleet: EngineFleet, model: str) -> None:
         workers = ModelWorkers(fleet.registry, model)
         self._placer = EnginePlacer(model, lambda: fleet.engines, workers, fleet.index, fleet.costs, fleet.config)
-        # The placer knows which engines may compute prompts, group by group. To admission, all with room may.
+        # The placer knows which engines may compute prompts, group by group. For admission, all with room may.
         config = replace(fleet.config, local_prefill=True)
         self.admission = Admission(workers, fleet.costs, self._placer, fleet.tenants, config, fleet.registry.demand)
         self.admission_queue: AdmissionQueue[Any, BookedAttempt] = AdmissionQueue(
@@ -75,7 +75,7 @@ class ModelQueue:
         return self.admission_queue.explain(self.placement_request(request))
 
     def place_elsewhere(self, placement_request: PlacementRequest, tried: set[str]) -> Placement:
-        """Another placement for a request that has waited already. Raises a `ServingError`."""
+        """Another placement for a request that has already waited. Raises a `ServingError`."""
         return self._placer.place(placement_request, self._clock(), tried=tried)
 
 

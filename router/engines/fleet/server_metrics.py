@@ -21,7 +21,7 @@ class MetricsReading(NamedTuple):
     """What one reading found."""
 
     text: str  # "" if the server has no metrics
-    num_ours: dict[str, int]  # by engine: the most requests of this router that it had while the text was made
+    num_ours: dict[str, int]  # by engine: the most requests it had from this router while the text was made
     read_s: float
 
 
@@ -38,7 +38,7 @@ class ServerMetrics:
         self._failure: tuple[httpx.HTTPError, float] | None = None
 
     async def read(self, engine: RemoteEngine, timeout_s: float) -> MetricsReading:
-        """The metrics as they are now, or were just now. Raises `httpx.HTTPError`."""
+        """The metrics, at most `max_age_s` old. Raises `httpx.HTTPError`."""
         asked_s = self._clock()
         async with self._lock:
             if self._failure is not None and self._failure[1] > asked_s:  # another rank has waited for it meanwhile

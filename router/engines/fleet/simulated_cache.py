@@ -25,7 +25,7 @@ class SimulatedCache:
         return len(self._used_s)
 
     def touch(self, digests: Sequence[bytes], now: float) -> tuple[list[bytes], list[bytes]]:
-        """A prompt with this chain is computed: (blocks that are new, blocks that are evicted)."""
+        """Note that a prompt with this chain is computed. Returns (new blocks, evicted blocks)."""
         kept = digests[: self._capacity]
         stored = [digest for digest in kept if digest not in self._used_s]
         for digest in reversed(kept):
@@ -37,7 +37,7 @@ class SimulatedCache:
         return stored, removed
 
     def expire(self, now: float) -> list[bytes]:
-        """Drop and return the blocks that were not used for the time to live."""
+        """Drop and return the blocks that have not been used for `ttl_s`."""
         removed = []
         while self._used_s and next(iter(self._used_s.values())) <= now - self._ttl_s:
             removed.append(self._used_s.popitem(last=False)[0])

@@ -1,4 +1,4 @@
-"""Finds engines that answer but do not get on, and takes their requests from them."""
+"""Finds engines that answer but make no progress, and takes their requests from them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _MAX_INTERVAL_S = 1.0
 
 
 class StallWatch:
-    """Watches all engines of a fleet. `EngineProgress` says what is due of each."""
+    """Watches all engines of a fleet. `EngineProgress` says of each whether a step is due."""
 
     def __init__(self, engines: Callable[[], Iterable[RemoteEngine]], stall_s: float, clock: Callable[[], float]):
-        """`stall_s` is the longest silence of an engine of which something is due."""
+        """`stall_s` is the longest silence of an engine while a step is due."""
         self._engines = engines
         self._stall_s = stall_s
         self._clock = clock
         self._interval_s = min(stall_s / CHECKS, _MAX_INTERVAL_S)
-        self._silence = IdleClock(stall_s)  # a pause of this process is no engine's
+        self._silence = IdleClock(stall_s)  # does not blame engines for a pause of this process
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Look at all engines again and again, until cancelled."""
         while True:
             self.look()
             await asyncio.sleep(self._interval_s)

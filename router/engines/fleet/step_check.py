@@ -1,7 +1,7 @@
 """Asks an engine that has stalled for one token, to learn whether it computes again without risking a client's request.
 
 There is one question at a time, and it waits as long as a client's request may: an engine that hangs does not collect
-questions, and one that gets on again is found at once. SGLang's halves of a pair answer one route alone.
+questions, and one that computes again is found at once. The halves of an SGLang pair answer only one of the routes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CANNOT_ASK = frozenset({400, 404, 405, 422, 501})
 
 
 class StepVerdict(enum.Enum):
-    """What is known of an engine that has stalled."""
+    """What is known about an engine that has stalled."""
 
     UNKNOWN = enum.auto()  # not answered yet, or it failed
     COMPUTES = enum.auto()
@@ -33,13 +33,13 @@ class StepCheck:
     """Its owner calls `close` on every path."""
 
     def __init__(self, client: ProbeClient, timeout_s: float) -> None:
-        """`timeout_s`: a question that is not answered by then is asked again."""
+        """`timeout_s`: a question that is not answered within this time is asked again."""
         self._client = client
         self._timeout_s = timeout_s
         self._asking: asyncio.Task[StepVerdict] | None = None
 
     def verdict(self, spec: EngineSpec) -> StepVerdict:
-        """What the question has shown; it is asked if it is not yet."""
+        """What the question has shown. Asks it if none is under way."""
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask(spec), name=f"question to engine {spec.name}")
         if not self._asking.done():

@@ -1,4 +1,4 @@
-"""Which engine keeps which answer: `/v1/responses` can be continued, read and cancelled where it was made only."""
+"""Which engine keeps which answer: a response can only be continued, read and cancelled where it was made."""
 
 from __future__ import annotations
 

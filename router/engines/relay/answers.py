@@ -16,7 +16,7 @@ from tandem.router.engines.errors import EngineBusy, EngineFailed
 __all__ = ["as_count", "as_dict", "error_text", "parse_answer"]
 
 DEFAULT_RETRY_AFTER_S = 1.0
-MAX_ERROR_CHARS = 500  # of an engine's own message
+MAX_ERROR_CHARS = 500  # how much of an engine's own message is shown
 
 
 def parse_answer(
@@ -55,14 +55,14 @@ def as_dict(value: Any) -> dict[str, Any]:
 
 
 def as_count(value: Any) -> int:
-    """`value` if it is a positive integer that some prompt or answer may have, else 0. `True` is none."""
+    """`value` if it is a plausible number of tokens, a positive integer; else 0. `True` is not one."""
     return value if type(value) is int and 0 < value <= MAX_COUNT else 0
 
 
 def _check_status(engine: str, status: int, headers: Mapping[str, str], content: bytes) -> None:
     """Raise for a status that shows the engine's fault or load; 200 and the client's own errors pass.
 
-    501 is one of them: the model is of a kind that cannot answer this route, as all engines of it.
+    501 is one of them: this kind of model cannot answer the route, on any engine.
     """
     if status == 429 or (status == 503 and "retry-after" in headers):
         retry_after_s = _retry_after_s(headers.get("retry-after", ""))

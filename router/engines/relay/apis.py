@@ -69,7 +69,7 @@ class Api:
         self.answer_field = answer_field
 
     def is_answer(self, answer: Json) -> bool:
-        """Whether this is an answer, not something else that came with 200."""
+        """Whether this is an answer, and not something else that came with status 200."""
         return answer.get(self.answer_field) is not None
 
     def max_tokens(self, body: Json) -> int | None:
@@ -101,7 +101,7 @@ class Api:
         return {"error": error}
 
     def stored_id(self, body: Json, answer: Json) -> str:
-        """The id under which the engine keeps the answer, "" if it does not. `answer`: or the first event."""
+        """The id under which the engine keeps the answer, "" if it does not. `answer` may also be the first event."""
         return ""
 
     def stored_before(self, body: Json) -> str:
@@ -143,7 +143,7 @@ class _ChoicesApi(Api):
             and body.get("best_of") in (None, 1)
             and not body.get("use_beam_search")
             and not (isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int))
-            # The KV of a prompt whose own probabilities are asked for is not read from anywhere.
+            # Prompt probabilities need the whole prompt computed, so its KV is not read from anywhere.
             and not body.get("echo")
             and body.get("prompt_logprobs") is None
             and body.get("prompt_embeds") is None
@@ -179,7 +179,7 @@ class _ResponsesApi(Api):
             not self.stored_before(body)
             and not body.get("background")
             and body.get("truncation") in (None, "disabled")
-            # With tools that the engine itself calls, it generates several times.
+            # With tools that the engine itself calls, the engine generates several times.
             and isinstance(tools, list)
             and all(isinstance(tool, dict) and tool.get("type") in ("function", "custom") for tool in tools)
         )
@@ -217,7 +217,7 @@ class _MessagesApi(Api):
         return _positive(body.get("max_tokens"))
 
     def can_hand_over(self, body: Json) -> bool:
-        # The call of a tool that was named is decoded from JSON, which one token is not.
+        # The call of a named tool is decoded from JSON, and one token is no JSON.
         return as_dict(body.get("tool_choice")).get("type") != "tool"
 
     def prefill_body(self, body: Json) -> Json:

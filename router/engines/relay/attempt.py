@@ -38,9 +38,9 @@ T = TypeVar("T")
 
 
 class StreamMove(NamedTuple):
-    """How a stream came to an attempt after tokens of it were shown."""
+    """The history of a stream that comes to an attempt after tokens of it were shown."""
 
-    observer: AttemptObserver  # of the attempts before
+    observer: AttemptObserver  # the observer of the attempts before
     loss: Loss
 
 
@@ -85,7 +85,7 @@ class EngineAttempt:
         self._prefill_usage: dict[str, Any] | None = None  # of a pair
         self._prefill_leg: PrefillLeg | None = None  # of SGLang's pair
         self._waits_for = self._engine
-        self._timeout: asyncio.Timeout | None = None  # of the wait in progress
+        self._timeout: asyncio.Timeout | None = None  # for the current wait
         self._aborted: EngineFailed | None = None
         self._trace = attempt_trace(request, target, number, None if move is None else move.loss)
         self._trace_headers = request.trace_headers if self._trace is None else self._trace.headers
@@ -93,7 +93,7 @@ class EngineAttempt:
         self.observer = AttemptObserver(reservation, request, metrics, now, self._trace, former)
 
     async def open(self) -> None:
-        """Send the request and wait for the whole plain answer, or the first event of a stream.
+        """Send the request and wait for the whole plain answer, or for the first event of a stream.
 
         Raises `EngineFailed` or `EngineBusy`: then the request may go elsewhere.
         """
@@ -144,7 +144,7 @@ class EngineAttempt:
         self._aborted = error
         if self._timeout is not None:
             if self._timeout.expired():
-                return  # it ends already
+                return  # it is ending already
             self._timeout.reschedule(asyncio.get_running_loop().time())
         elif self._reply is not None:
             self._reply.fail(self._aborted)
@@ -232,7 +232,7 @@ class EngineAttempt:
             self._reply = None
         try:
             content = orjson.dumps(body)
-        except orjson.JSONEncodeError as exc:  # the client's body can be sent, so it is what the other engine returned
+        except orjson.JSONEncodeError as exc:  # the client's body can be sent, so the other engine's answer is to blame
             raise EngineFailed(self.target.prefill, "returned kv_transfer_params that cannot be sent on") from exc
         with engine_errors(engine.name):
             request_id = self._request.routing.request_id
@@ -296,7 +296,7 @@ class EngineAttempt:
             content = orjson.dumps(self._api.error_body(error))
         except orjson.JSONEncodeError as exc:
             raise EngineFailed(engine.name, f"answered with something that cannot be sent on: {exc}") from exc
-        # Raises for what is the engine's fault or load, not the client's.
+        # Raises for the engine's faults and its load, not for the client's errors.
         parse_answer(engine.name, code, {}, content, self._api.is_answer)
         self.status, self.content = code, content
 
@@ -316,7 +316,7 @@ class EngineAttempt:
         except TimeoutError as exc:
             silent = EngineTimeout(self._waits_for.name, f"sent nothing within request_timeout_s={timeout_s:g}")
             raise self._aborted or silent from exc
-        except EngineFailed as exc:  # the connection to an engine that is gone may break first
+        except EngineFailed as exc:  # if the engine is gone, the connection may break first
             raise self._aborted or exc from exc
         finally:
             self._timeout = None

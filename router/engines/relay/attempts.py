@@ -1,7 +1,7 @@
 """The attempts of one request, one after the other: retries before the first byte, and moves of a stream after it.
 
-A stream moves behind the tokens that were shown, where the request allows it (`continuation`) and the engines give
-token ids. Otherwise it ends with the engine's error, which says why it did not go on.
+A stream can move after tokens were shown if the request allows it (`continuation`) and the engines give token ids.
+Otherwise it ends with the engine's error, which says why it did not go on.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AttemptLimits:
     max_attempts: int  # before the first byte, each on another engine
     timeout_s: float  # longest silence of an engine
     max_moves: int = 0  # of a stream; 0 = it ends with its engine, and none is asked for token ids
-    probe_timeout_s: float = 10.0  # for the text of a stream's tokens
+    probe_timeout_s: float = 10.0  # for asking an engine for the text of a stream's tokens
 
 
 class Attempts:
@@ -90,7 +90,7 @@ class Attempts:
             try:
                 attempt = self._begin(await self._reservation.place_elsewhere())
             except NoWorker:
-                raise last from None  # it says more than that no engine is left
+                raise last from None  # it says more than "no engine is left"
             except EngineBusy:
                 if isinstance(last, EngineFailed):
                     raise last from None
@@ -191,7 +191,7 @@ class Attempts:
                 failure = EngineFailed(exc.engine, exc.message)
 
     def _movable(self, former: EngineAttempt, failure: EngineFailed) -> StreamLedger:
-        """The ledger of a stream that can go on. Raises the failure, with the reason, for others."""
+        """The ledger of a stream that can go on. For others, raises the failure with the reason."""
         if not self._limits.max_moves:
             raise failure
         ledger, why = former.ledger, self._obstacle

@@ -28,8 +28,8 @@ class ClientRequest:
     routing: DispatchRequest
     arrived_s: float  # time.perf_counter()
     span: LiveSpan | None = None  # None = it is not traced
-    trace_headers: Mapping[str, str] = field(default_factory=dict)  # what engines are told of its trace, if not traced
-    key_use: KeyUse | None = None  # what it takes of the limits of its API key; None = nothing limits it
+    trace_headers: Mapping[str, str] = field(default_factory=dict)  # sent to engines if it is not traced
+    key_use: KeyUse | None = None  # counts it against the limits of its API key; None = nothing limits it
 
     @property
     def wants_usage(self) -> bool:

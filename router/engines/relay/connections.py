@@ -55,6 +55,6 @@ class EngineConnections:
         self._connections.pop(name).upstream.close()
 
     def close(self) -> None:
-        """Close all connections. The fleet may live on: it goes on telling of its engines."""
+        """Close all connections. The fleet may live on and go on reporting its engines."""
         for connection in self._connections.values():
             connection.upstream.close()

@@ -1,8 +1,8 @@
-"""Which streams can go on on another engine after tokens of them were shown, and the request by which they do.
+"""Which streams can continue on another engine after tokens were shown, and the request that continues them.
 
 The next engine gets the prompt and the tokens so far as one prompt of token ids. So a stream can go on only if its next
-token depends on nothing else: what counts the tokens of the answer apart from those of the prompt, or keeps a state
-between them, must be off. Fields that are not known here are taken for such. Pure functions.
+token depends on nothing else. Options that treat tokens of the answer unlike those of the prompt, or that keep a state
+between tokens, must be off. Unknown fields count as such options. Pure functions.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ __all__ = ["continued_body", "obstacle", "stops_of"]
 
 Json = dict[str, Any]
 
-_DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI's
+_DEFAULT_MAX_TOKENS = 16  # default of /v1/completions, as in OpenAI's API
 
 # Fields that the next engine gets as they are.
 _CARRIED = frozenset(
     {
         *("model", "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos"),
-        # NOTE: it counts tokens of the prompt and of the answer alike, other than the other penalties.
+        # NOTE: unlike the other penalties, it counts tokens of the prompt and of the answer alike.
         *("repetition_penalty",),
         *("logit_bias", "allowed_token_ids", "skip_special_tokens", "spaces_between_special_tokens"),
         *("stream", "stream_options", "priority", "user", "cache_salt"),
     }
 )
-# Fields that only shape the prompt, whose token ids are known, or that say nothing of tokens.
+# Fields that only shape the prompt, whose token ids are known, or that do not affect tokens.
 _SETTLED = frozenset(
     {
         *("prompt", "messages", "stop", "min_tokens", "max_tokens", "max_completion_tokens", "return_token_ids"),
@@ -38,7 +38,7 @@ _SETTLED = frozenset(
         *("prompt_cache_key", "session_id", "conversation_id", "parallel_tool_calls"),
     }
 )
-# Fields that must have one of these values, or none: what they do otherwise would begin anew.
+# Fields that must be unset or have one of these values: otherwise their effect would start anew.
 _OFF: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -59,7 +59,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
 
 
 def obstacle(api: Api, body: Json) -> str:
-    """Why a stream of this request cannot go on on another engine; "" if it can."""
+    """Why a stream of this request cannot continue on another engine; "" if it can."""
     if api is not CHAT and api is not COMPLETIONS:
         return f"streams of {api.path} have a state that other engines do not have"
     for name, value in body.items():

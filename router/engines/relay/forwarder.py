@@ -45,7 +45,7 @@ _ROUTER_FIELDS = frozenset(
         *("id_slot", "slot_id"),  # llama.cpp
     }
 )
-MAX_OUTPUT_TOKENS = 1 << 20  # of a request that sets no limit
+MAX_OUTPUT_TOKENS = 1 << 20  # assumed for a request that sets no limit
 _REQUEST_IDS = ("request_id", "rid")  # the router sets the id
 _MAX_ANSWERS = 2048
 _MAX_BRACKETS = 250  # above it, nesting may be too deep to be encoded again
@@ -202,7 +202,7 @@ def _headers(target: EngineTarget) -> dict[str, str]:
 
 
 def _num_answers(request: ClientRequest) -> int:
-    """Answers that are generated, as far as the router reads the body; the engine checks it."""
+    """Number of answers that are generated, as far as the router reads the body; the engine checks it."""
     return min(as_count(request.body.get("n")) or 1, _MAX_ANSWERS) if request.api.generates else 0
 
 

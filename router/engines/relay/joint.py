@@ -1,10 +1,10 @@
-"""Where a stream goes on on another engine: between its last token that counts and the first one of the next engine.
+"""The joint of a stream that continues on another engine: after the last token that counts, before the next engine's.
 
     tokens   | prompt | output, kept               | dropped |   a token that ends within a character is computed again
     text              | shown            | pending |             what the engine held back: it may begin a stop string
 
-The router has no tokenizer of the engine's, so it asks the engine for the text of the tokens. That must be the text
-that was shown, and what was held back for stop strings: else the stream has a part that cannot be known, and ends.
+The router does not have the engine's tokenizer, so it asks the engine for the text of the tokens. That must equal the
+text that was shown, plus what was held back for stop strings. Otherwise a part of the stream is unknown, and it ends.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["CannotContinue", "ContinuedStream", "Joint", "find_joint"]
 
 Json = dict[str, Any]
 
-_NUM_CONTEXT_TOKENS = 16  # of the prompt: text of a token may depend on those before it
-_MAX_PARTIAL_TOKENS = 8  # whose bytes are one character; 4 in UTF-8, and some tokenizers add empty ones
+_NUM_CONTEXT_TOKENS = 16  # tokens of the prompt that are decoded too: a token's text may depend on those before it
+_MAX_PARTIAL_TOKENS = 8  # tokens that may share one character: 4 in UTF-8, and some tokenizers add empty ones
 _REPLACEMENT = "\ufffd"  # what incomplete characters are decoded to
 
 
@@ -35,7 +35,7 @@ class Joint:
     """`num_kept` tokens of the output come before it. `pending` is the end of their text, which was not shown yet."""
 
     num_kept: int
-    text: str  # of the output that is kept, pending text included
+    text: str  # text of the output that is kept, pending text included
     pending: str
 
 
@@ -46,7 +46,7 @@ async def find_joint(
     max_held_chars: int,
     decode: Callable[[list[int]], Awaitable[str]],
 ) -> Joint:
-    """The joint behind as many tokens as possible. `decode` gives the text of token ids.
+    """The joint after as many tokens as possible. `decode` gives the text of token ids.
 
     Stop strings may have held back `max_held_chars` of the text. Raises `CannotContinue`, and what `decode` raises.
     """
@@ -79,7 +79,7 @@ class ContinuedStream:
         # The matcher must know the text that a stop string may begin in, of which a part was shown.
         num_known = max(map(len, stops), default=1) - 1
         known = joint.text[-num_known:] if num_known else ""
-        self._num_shown_chars = len(known) - len(joint.pending)  # of what the matcher returns next
+        self._num_shown_chars = len(known) - len(joint.pending)  # how much of what the matcher returns next was shown
         self._due = self._unshown(self._stops.push(known).text)
 
     def rewrite(self, events: bytes) -> tuple[bytes, int]:

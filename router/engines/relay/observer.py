@@ -1,4 +1,4 @@
-"""What one attempt shows: times of tokens, usage and the end, for the metrics and the reservation."""
+"""What one attempt reports to metrics and reservation: times of tokens, usage and the end."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class AttemptObserver:
         self._metrics = metrics
         self._now = now
         self._clock: RequestClock
-        self._num_tokens: int  # of the whole answer
+        self._num_tokens: int  # tokens of the whole answer
         if former is None:
             self._clock, self._num_tokens = RequestClock(metrics, request.arrived_s, request.key_use), 0
         else:
             self._clock, self._num_tokens = former._clock, former._num_tokens
-        self._has_token = False  # of this attempt
+        self._has_token = False  # whether this attempt has shown a token
         self._last_token_s = 0.0
         self._usage: dict[str, Any] = {}
 
@@ -62,7 +62,7 @@ class AttemptObserver:
             self._trace.tokens(count)
 
     def held(self, *, is_held: bool) -> None:
-        """The client takes nothing of its stream, or does so again."""
+        """The client has stopped reading its stream, or reads it again."""
         self._reservation.held(is_held=is_held)
 
     def saw_usage(self, usage: dict[str, Any], *, is_total: bool) -> None:

@@ -1,4 +1,4 @@
-"""The half of a request that an SGLang prefill engine gets, while the decode engine has the other half.
+"""The half of a request that goes to an SGLang prefill engine, while the other half goes to the decode engine.
 
 SGLang's two engines find each other: both get the same request, with the address of the prefill engine's bootstrap
 server and a room number that is theirs alone. The first token comes from the prefill engine with the KV, so both must

@@ -35,12 +35,12 @@ class PromptForm(NamedTuple):
 
 
 def chat_form(body: Json) -> PromptForm:
-    """Of `/v1/chat/completions` and `/v1/completions`."""
+    """The form of `/v1/chat/completions` and `/v1/completions`."""
     return PromptForm(body, all(body.get(name) is None for name in _UNREAD))
 
 
 def input_form(body: Json) -> PromptForm:
-    """Of embeddings and of other routes with an `input`."""
+    """The form of embeddings and other routes with an `input`."""
     given = body.get("input")
     if isinstance(given, str) or (isinstance(given, list) and given and all(type(token) is int for token in given)):
         return PromptForm({"prompt": given}, body.get("truncate_prompt_tokens") is None)
@@ -48,18 +48,18 @@ def input_form(body: Json) -> PromptForm:
 
 
 def pairs_form(body: Json) -> PromptForm:
-    """Of routes that compute several prompts (texts, or pairs of texts): all that is not an option."""
+    """The form of routes that compute several prompts (texts, or pairs of texts): everything that is not an option."""
     parts = [orjson.dumps(body[name]).decode() for name in _SEVERAL if body.get(name) is not None]
     return PromptForm({"prompt": "\n".join(parts)}, is_exact=False)
 
 
 def no_form(_: Json) -> PromptForm:
-    """Of routes that compute nothing."""
+    """The form of routes that compute nothing."""
     return PromptForm({"prompt": ""}, is_exact=False)
 
 
 def responses_form(body: Json) -> PromptForm:
-    """Of `/v1/responses`: instructions, then the items of the input."""
+    """The form of `/v1/responses`: instructions, then the items of the input."""
     try:
         messages = _items_as_messages(body.get("input"))
         tools = [_function(tool, tool["parameters"]) for tool in _objects(body.get("tools")) if _is_function(tool)]
@@ -77,7 +77,7 @@ def responses_form(body: Json) -> PromptForm:
 
 
 def messages_form(body: Json) -> PromptForm:
-    """Of `/v1/messages`: the system prompt, then the blocks of the messages."""
+    """The form of `/v1/messages`: the system prompt, then the blocks of the messages."""
     try:
         system = "".join(_system_texts(body.get("system")))
         messages = [part for message in _objects(body.get("messages")) for part in _as_chat_messages(message)]

@@ -38,8 +38,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _BYTES_PER_TOKEN = 4
-MEDIA_TOKENS = 512  # of an image, say: a guess between the 256 of small models and the thousands of large images
-# A tuple, because a client's type may be anything, also what cannot be in a set.
+MEDIA_TOKENS = 512  # guess for an image and the like: between 256 for small models and thousands for large images
+# A tuple, because a client's type may be anything, including values that cannot be in a set.
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking", "tool_use", "redacted_thinking")
 
 
@@ -183,7 +183,7 @@ def _rendered_tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def _message_bytes(part: Any) -> bytes:
-    """A message or the tools as bytes. Images and the like become their hash, as long as they may be in tokens."""
+    """A message or the tools as bytes. Media become their hash, repeated to the length of their estimated tokens."""
     content = part.get("content") if isinstance(part, dict) else None
     if not isinstance(content, list):
         return orjson.dumps(part)

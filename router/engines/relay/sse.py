@@ -32,7 +32,7 @@ class SseEvent:
     is_opening: bool = False  # that part is the role alone, no token
     usage: dict[str, Any] | None = None  # tokens used, in the shape of chat completions
     is_total: bool = False  # the usage is that of the whole answer
-    is_usage_only: bool = False  # clients get it only if they asked for usage
+    is_usage_only: bool = False  # it has only usage: clients get it only if they asked for that
     error: dict[str, Any] | None = None  # what the engine sent instead of an answer
 
     @property
@@ -109,7 +109,7 @@ class ChunkEvents:
 
 
 def _is_opening(choices: Any) -> bool:
-    """Whether each choice of a chat tells its role and nothing else."""
+    """Whether each choice of a chat has only its role."""
     return isinstance(choices, list) and all(
         isinstance(choice, dict)
         and isinstance(delta := choice.get("delta"), dict)
@@ -130,7 +130,7 @@ class EventSplitter:
     def push(self, data: bytes) -> bytes:
         """The bytes of the events that are complete now. Raises `ValueError` for an event that is too long."""
         if not self._rest and data.endswith(b"\n\n"):
-            return data  # engines usually write whole events
+            return data  # the usual case: engines write whole events
         start = max(0, len(self._rest) - 3)  # a separator may be cut
         data = self._rest + data
         end = 0

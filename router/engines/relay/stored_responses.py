@@ -62,7 +62,7 @@ class StoredResponses:
             return await engine.upstream.send(method, path, b"", request_id, trace)
 
     async def _parts(self, engine: EngineConnection, reply: Reply) -> AsyncIterator[bytes]:
-        """The bytes of a stream. An error breaks the connection to the client, so that it sees the end missing."""
+        """The bytes of a stream. An error breaks the connection to the client, which sees that the end is missing."""
         try:
             while True:
                 async with _in_time(engine.name, self._timeout_s):

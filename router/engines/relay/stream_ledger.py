@@ -1,7 +1,7 @@
-"""What was shown of a stream that may go on on another engine: its text, the token ids, and the form of its events.
+"""Records what was shown of a stream that may continue on another engine: text, token ids, and form of its events.
 
 The engine is asked for token ids. They are taken out of the events again, so that the client sees what it would have
-seen without.
+seen without them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StreamLedger:
         self._is_chat = is_chat
         self._shows_ids = shows_ids
         self._shows_running_usage = shows_running_usage
-        self._head: Json = {}  # what all events have in common
+        self._head: Json = {}  # fields that all events share
         self._text = io.StringIO()
         self._is_over = False  # an error has come: nothing behind it is shown
         self._is_restarted = False
@@ -57,12 +57,12 @@ class StreamLedger:
 
     @property
     def usage(self) -> Json:
-        """Usage so far. What was cached is not known of a stream that several engines computed."""
+        """Usage so far. For a stream that several engines computed, the number of cached tokens is not known."""
         num_prompt, num_output = len(self.prompt_ids or ()), len(self.output_ids)
         return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
 
     def restart(self) -> None:
-        """Another engine begins the same answer, of which no token was shown."""
+        """Start over: another engine begins the same answer, of which no token was shown."""
         self._is_restarted = bool(self._head)
 
     def follow(self, events: bytes) -> tuple[bytes, int]:
@@ -111,7 +111,7 @@ class StreamLedger:
         return self._event([], self.usage)
 
     def ending(self) -> bytes:
-        """The last events, as far as they were not shown."""
+        """The last events that were not shown yet."""
         return self.usage_event() + DONE
 
     def _event(self, choices: list[Json], usage: Json | None) -> bytes:
@@ -142,7 +142,7 @@ class StreamLedger:
         return raw if self._shows_ids else _IDS.sub(rb"\1null", raw)
 
     def _note_piece(self, found: re.Match[bytes]) -> bool:
-        """Note an event of the usual form. Returns whether that is all there is to do."""
+        """Note an event of the usual form. Returns whether nothing else has to be done."""
         if self._is_over or self._is_restarted or not self._head:
             return False
         text, ids = found.groups()

@@ -28,7 +28,7 @@ Rewrite = Callable[[bytes], tuple[bytes, int]]
 
 
 class StreamObserver(Protocol):
-    """Is told what a stream contains."""
+    """Gets to know what a stream contains."""
 
     def saw_tokens(self, count: int) -> None:
         """Tokens came just now."""
@@ -37,7 +37,7 @@ class StreamObserver(Protocol):
         """The engine reported usage, of the answer so far or in total."""
 
     def held(self, *, is_held: bool) -> None:
-        """The client takes nothing of the stream, or does so again."""
+        """The client has stopped reading the stream, or reads it again."""
 
     def ended(self) -> None:
         """The answer is complete."""
@@ -79,7 +79,7 @@ class StreamRelay:
         self._last_event_s = 0.0
 
     async def read_first_event(self) -> SseEvent:
-        """The first event that says anything. To be called before `run`; comments before it are not kept."""
+        """The first event that is more than a comment. Call it before `run`; comments before it are dropped."""
         while (first := first_event(self._pending, self._events)) is None:
             with engine_errors(self._engine):
                 data = await self._reply.read()
@@ -100,7 +100,7 @@ class StreamRelay:
             self._forward(writer, self._pending)
             while not self.is_done:
                 await self._drain(writer)
-                self._last_event_s = time.monotonic()  # what the client's slowness took is not the engine's
+                self._last_event_s = time.monotonic()  # the engine is not to blame for the client's slowness
                 if self._failure is not None:
                     raise self._failure
                 with engine_errors(self._engine):
@@ -117,7 +117,7 @@ class StreamRelay:
         return self.visible(events)
 
     def visible(self, events: bytes) -> bytes:
-        """The part of these events that the client gets, all of which the observer is told of.
+        """The part of these events that the client gets. The observer gets to know of all of them.
 
         Comments that keep a connection alive go no further.
         """

@@ -31,7 +31,7 @@ _PIECES = re.compile(rb"(?:event: (?:response\.[a-z_.]+\.delta|content_block_del
 
 
 class _TypedEvents:
-    """What both have in common."""
+    """What both formats share."""
 
     last_types: frozenset[str]  # types of events that end a stream
 

@@ -101,7 +101,7 @@ class Upstream:
             connection.close()
 
     def _take(self) -> _UpstreamConnection | None:
-        """The connection that was used last, if it is young enough; else all idle ones are too old and are closed."""
+        """The connection that was used last, if it is young enough. Otherwise all idle ones are too old: close them."""
         if self._idle and time.monotonic() - self._idle[-1].idle_since_s < _MAX_IDLE_S:
             return self._idle.pop()
         while self._idle:
@@ -183,7 +183,7 @@ class Reply(DeltaQueue[bytes]):
         return b"".join(parts)
 
     def close(self, *, is_ending: bool = False) -> None:
-        """Read no further. `is_ending`: only the end of the body is missing, so the connection may be kept."""
+        """Stop reading. `is_ending`: only the end of the body is missing, so the connection may be kept."""
         self._connection.end(self, is_ending=is_ending)
 
     def drop_unread(self) -> None:
@@ -299,7 +299,7 @@ class _UpstreamConnection(asyncio.Protocol):
             return ConnectionError(tls_reason(exc))
         if isinstance(exc, OSError) and not isinstance(exc, ConnectionError):
             return exc
-        # A server that wants another certificate may hang up or reset the connection: which one is seen is chance.
+        # A server that wants another certificate may hang up or reset the connection; which of them we see is chance.
         is_new_tls = self._is_tls and not self._has_answered
         hint = " before any answer; it may ask for another certificate of ours" if is_new_tls else ""
         return ConnectionResetError(f"the engine closed the connection{hint}")
@@ -337,7 +337,7 @@ class _UpstreamConnection(asyncio.Protocol):
 
 
 def _checked(value: str) -> str:
-    """The value of a header, which must not start another header. Raises `ValueError`."""
+    """The value of a header. Raises `ValueError` if it would start another header."""
     if "\r" in value or "\n" in value:
         raise ValueError("a header's value has a line end in it")
     return value

@@ -4,7 +4,7 @@
     responses          input_tokens                output_tokens      input_tokens_details.cached_tokens
     messages           input_tokens, without those that were cached   output_tokens   cache_read_input_tokens
 
-Of a pair, the cached tokens are those that the prefill engine did not compute, not those that it handed over: each API
+For a pair, cached tokens are those that the prefill engine did not compute, not those that it handed over. So each API
 has a function that corrects its usage by that of the prefill engine.
 """
 
@@ -27,7 +27,7 @@ Json = dict[str, Any]
 
 
 def num_cached_tokens(usage: Json) -> int:
-    """Prompt tokens that were cached, of usage in the shape of chat completions."""
+    """Cached prompt tokens in a usage object of chat completions."""
     return as_count(as_dict(usage.get("prompt_tokens_details")).get("cached_tokens"))
 
 

@@ -43,7 +43,7 @@ def fields_of(fake: FakeServer, name: str) -> dict[str, Any]:
 
 
 async def probed(fake: FakeServer, num_probes: int) -> None:
-    """Wait until the engine was probed so many times more, every 20 ms at the most."""
+    """Wait until the engine has been probed this many more times; it is probed every 20 ms at most."""
     enough = fake.num_probes["/health"] + num_probes
     await eventually(lambda: fake.num_probes["/health"] >= enough)
 
