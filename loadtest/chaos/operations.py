@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 _POLL_S = 0.2
 _END_S = 240.0  # for a departure and a start, which may be tried again with growing delays
-_REFUSED_S = 30.0  # how long to ask again while other things happen to the workers
+_REFUSED_S = 60.0  # how long to ask again while other things happen to the workers
 _REFUSED = (404, 409)  # the worker is gone, or the server has a rule against it now
 
 
@@ -115,7 +115,7 @@ class Operations:
     async def _roll(self) -> str:
         """Restart all workers that are there now, one after the other."""
         done = [name for name in await self._names() if await self._is_restarted(name)]
-        return f"{', '.join(done)} were restarted in turn"
+        return f"restarted in turn: {', '.join(done) or 'none'}"
 
     async def _names(self) -> list[str]:
         return [worker.name for worker in await self._server.workers()]
