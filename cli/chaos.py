@@ -102,6 +102,7 @@ def chaos(
         with _serving([*flags, *(serve_flags or [])], log_path) as (process, name, url):
             trial = _StartedTrial(psutil.Process(process.pid), name, folder / "kv", kinds, seed, minutes * 60, streams)
             run = asyncio.run(trial.run(url, max_tokens, say))
+        run.num_tracebacks = log_path.read_text(errors="replace").count("Traceback (most recent call last)")
         _show(run, Console(highlight=False))
         if run.lost and not log:
             say(f"the server's log is kept: {_kept(log_path)}")
@@ -207,5 +208,6 @@ def _show(run: ChaosRun, console: Console) -> None:
         "moves by cause", ", ".join(f"{cause} {count:g}" for cause, count in sorted(run.moves.items())) or "none"
     )
     facts.add_row("operations that did not end as they should", str(len(run.broken)))
+    facts.add_row("tracebacks in the server's log", str(run.num_tracebacks))
     facts.add_row("workers that hold what nobody uses", str(sum(map(bool, run.held.values()))))
     console.print(facts)

@@ -52,6 +52,7 @@ class ChaosRun:
     broken: list[str] = field(default_factory=list)  # operations that did not end as they should
     held: Json = field(default_factory=dict)  # by workers that should be idle
     unrest: str = ""  # what the server lacks long after the last event
+    num_tracebacks: int = 0  # in the server's log
     moves: dict[str, float] = field(default_factory=dict)  # of requests, by cause
 
     @property
@@ -60,7 +61,8 @@ class ChaosRun:
         told = {"requests failed": self.failed, "answers differ": self.wrong, "operations went wrong": self.broken}
         lost = [f"{len(what)} {words}, the first: {what[0]}" for words, what in told.items() if what]
         lost += [f"{worker} holds what nobody uses: {what}" for worker, what in self.held.items() if what]
-        return lost + ([f"{self.unrest}"] if self.unrest else [])
+        lost += [f"{self.num_tracebacks} tracebacks are in the server's log"] if self.num_tracebacks else []
+        return lost + ([self.unrest] if self.unrest else [])
 
 
 async def run_chaos(

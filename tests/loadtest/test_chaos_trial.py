@@ -375,6 +375,11 @@ async def test_no_worker_goes_while_no_other_one_serves(
     assert [child.poll() for child in processes] == [None, None, None]
 
 
+def test_a_traceback_in_the_log_is_a_loss() -> None:
+    assert ChaosRun().lost == []
+    assert ChaosRun(num_tracebacks=2).lost == ["2 tracebacks are in the server's log"]
+
+
 async def test_memory_that_nobody_uses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_SETTLE_S", 0.0)
     server = FakeServer([])
