@@ -6,7 +6,7 @@ import json
 import random
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -61,6 +61,7 @@ class Answer:
     content: object = None  # compared as a whole
     error: str = ""
     code: str = ""  # of the error, for programs
+    is_cut_off: bool = False  # whether the error is that the connection broke
     longest_silence_s: float = 0.0
 
 
@@ -122,7 +123,8 @@ async def ask(client: httpx.AsyncClient, request: ChaosRequest) -> Answer:
                 if read.error:
                     return _failure(read, str(read.error), str(read.error.get("code")))
     except (httpx.HTTPError, ValueError) as exc:
-        return _failure(read, f"{type(exc).__name__}: {exc}", type(exc).__name__)
+        failure = _failure(read, f"{type(exc).__name__}: {exc}", type(exc).__name__)
+        return replace(failure, is_cut_off=isinstance(exc, httpx.NetworkError | httpx.RemoteProtocolError))
     if not read.has_ended(request.body.get("n", 1)):
         return _failure(read, f"the stream ended without an end of its choices: {read.reasons}", "no_end")
     return Answer(read.content(), longest_silence_s=read.longest_silence_s)

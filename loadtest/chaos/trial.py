@@ -170,7 +170,7 @@ class _Trial:
 
     async def _answer(self, request: ChaosRequest) -> Answer:
         answer = await ask(self._client, request)
-        while answer.error and self._server.has_broken_connections:
+        while answer.is_cut_off and self._server.has_broken_connections:
             self.run.num_sent_again += 1
             await asyncio.sleep(_RETRY_S)
             answer = await ask(self._client, request)

@@ -20,6 +20,7 @@ import pytest
 from tandem.loadtest.chaos import faults, operations, trial
 from tandem.loadtest.chaos.plan import FAULTS, OPERATIONS, ChaosEvent, kinds_of, plan
 from tandem.loadtest.chaos.requests import ChaosRequest, ask, sample_requests
+from tandem.loadtest.chaos.server import TrialServer
 from tandem.loadtest.chaos.trial import ChaosRun, TrialError, run_chaos
 from tandem.protocol.errors import ConfigError
 from tests.support.waiting import eventually
@@ -282,6 +283,26 @@ async def test_what_the_model_cannot_be_asked_for_is_left_out() -> None:
         )
     assert [line.split(":")[1] for line in said if "no template" in line] == [" chat", " JSON schema", " tool call"]
     assert result.lost == []
+
+
+@pytest.mark.parametrize(("fault", "is_lost"), [("cut off", False), ("status", True)])
+async def test_a_client_whose_router_process_died_sends_again_what_was_cut_off(
+    fault: str, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors that a server tells are lost at that time too."""
+
+    class Cutting(FakeServer):
+        def _stream(self, body: Json) -> httpx.Response:
+            if self.num_answers == self.num_undisturbed and self.spoil.pop("cut off", 0):
+                raise httpx.ReadError("the connection broke")
+            return super()._stream(body)
+
+    monkeypatch.setattr(TrialServer, "has_broken_connections", True)
+    server = Cutting([])
+    server.spoil = {fault: 1}
+    result = await run(server, [])
+    assert bool(result.lost) == is_lost
+    assert result.num_sent_again == (not is_lost)
 
 
 async def test_a_server_that_fails_before_anything_is_done_is_no_trial() -> None:
