@@ -156,7 +156,11 @@ def _kept(log: Path) -> str:
 
 @contextmanager
 def _serving(flags: list[str], log_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, str]]:
-    """`tandem serve` with these flags: its process, the model's name and the URL. Raises `ChaosError`."""
+    """`tandem serve` with these flags: its process, the model's name and the URL. Raises `ChaosError`.
+
+    SIGTERM to this process ends the server as Ctrl-C does.
+    """
+    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "tandem", "serve", "--port", "0", *flags],
@@ -175,6 +179,7 @@ def _serving(flags: list[str], log_path: Path) -> Iterator[tuple[subprocess.Pope
             time.sleep(0.1)
         yield process, found[1], found[2]
     finally:
+        signal.signal(signal.SIGTERM, former)
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
         try:
