@@ -1,27 +1,30 @@
-"""`tandem chaos`: starts a server, loads it and makes faults; says what was done and whether a client lost anything."""
+"""`tandem chaos`: a server of its own, load, faults and operators' moves: says what its clients lost."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import httpx
 import psutil
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from tandem.loadtest.chaos import ChaosRun, chaos_client, plan, run_chaos, sample_requests
+from tandem.loadtest.chaos.plan import kinds_of, plan
+from tandem.loadtest.chaos.requests import chaos_client, sample_requests
+from tandem.loadtest.chaos.trial import ChaosRun, run_chaos
 from tandem.loadtest.stats import Distribution
 from tandem.protocol.errors import ConfigError, ServingError
 
@@ -39,8 +42,15 @@ class ChaosError(ServingError):
 
 
 def chaos(
-    minutes: Annotated[float, typer.Option(min=0.1, max=1440, help="For how many minutes to make faults.")] = 2.0,
-    seed: Annotated[int, typer.Option(help="The same seed plans the same faults and requests.")] = 0,
+    serve_flags: Annotated[
+        list[str] | None,
+        typer.Argument(help="Further flags of tandem serve, after --.", show_default=False, metavar="[-- FLAGS]"),
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.1, max=1440, help="How long the load lasts.")] = 2.0,
+    seed: Annotated[int, typer.Option(help="The same seed plans the same events and requests.")] = 0,
+    events: Annotated[
+        str, typer.Option(help="What is done: faults, operations, single kinds (docs/chaos.md), or none.")
+    ] = "faults,operations",
     prefill: Annotated[int, typer.Option(min=1, max=64, help="Prefill workers.")] = 2,
     decode: Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")] = 2,
     streams: Annotated[int, typer.Option(min=1, max=1024, help="Clients at once.")] = 8,
@@ -53,59 +63,104 @@ def chaos(
     link_faults: Annotated[
         str, typer.Option(help="Faults of KV transfers and their rates; none = no faults.")
     ] = _LINK_FAULTS,
+    log: Annotated[
+        str, typer.Option(help="File of the server's log; empty = a temporary one, kept if something is lost.")
+    ] = "",
 ) -> int:
-    """Test what clients lose while workers die: on a server of its own, under steady load, with minutes of faults.
+    """Try what clients lose while workers die, leave and change roles: a server of its own, and steady load.
 
-    Workers are killed, or stopped for 3 and 20 s; KV is delayed, damaged and lost on its way; the folder of the disk
-    cache vanishes. Every answer is compared with an undisturbed one. The exit code is 1 if a request failed, a token
-    differed, or a worker held memory that nobody used.
+    Workers are killed, and stopped for 3 and 20 s; KV is delayed, damaged and lost on its way; the folder of the disk
+    cache vanishes. Workers are flipped, drained, restarted and added, and answers migrate. Every answer is compared
+    with an undisturbed one. It ends with 1 if a request failed, a token differed, a worker held memory that nobody
+    used, or an operation did not end.
 
     [bold]Examples[/bold]
 
     [cyan]tandem chaos --minutes 10[/cyan]
 
     [cyan]tandem chaos --seed 7 --prefill 1 --decode 3 --streams 16[/cyan]
+
+    [cyan]tandem chaos --events operations --link-faults none -- --pool-gb 0.05 --max-num-seqs 8[/cyan]
     """
     console = Console(stderr=True, highlight=False)
 
     def say(line: str) -> None:
         console.print(line, soft_wrap=True, markup=False)
 
-    duration_s = minutes * 60
+    kinds = [] if events == "none" else kinds_of(events)
+    if router_processes == 1:
+        kinds = [kind for kind in kinds if kind != "kill-router"]
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as scratch:
         folder = Path(scratch)
-        flags = [f"--prefill={prefill}", f"--decode={decode}", f"--router-processes={router_processes}"]
-        flags += [f"--disk-cache-path={folder / 'kv'}", *_FLAGS]
+        flags = [f"--prefill={prefill}", f"--decode={decode}", f"--router-processes={router_processes}", *_FLAGS]
+        flags += [f"--num-cpus-per-worker={_share_of_cores(prefill + decode + 1)}"]  # one may be added
+        flags += [f"--disk-cache-path={folder / 'kv'}"]
         flags += [f"--model={model}"] if model else []
         flags += [f"--inject-faults=seed={seed},{link_faults}"] if link_faults != "none" else []
-        say(f"seed {seed}; the server's log: {folder / 'serve.log'}")
-        with _serving(flags, folder / "serve.log") as (process, name, url):
-            trial = partial(
-                run_chaos,
-                server=psutil.Process(process.pid),
-                requests=sample_requests(seed, name, max_tokens),
-                events=plan(seed, duration_s, has_edges=router_processes > 1, has_disk=True),
-                duration_s=duration_s,
-                num_streams=streams,
-                seed=seed,
-                disk_folder=folder / "kv",
-                say=say,
-            )
-            run = asyncio.run(_with_client(url, trial))
+        log_path = Path(log) if log else folder / "serve.log"
+        say(f"seed {seed}; the server's log: {log_path}")
+        with _serving([*flags, *(serve_flags or [])], log_path) as (process, name, url):
+            trial = _StartedTrial(psutil.Process(process.pid), name, folder / "kv", kinds, seed, minutes * 60, streams)
+            run = asyncio.run(trial.run(url, max_tokens, say))
+        run.num_tracebacks = log_path.read_text(errors="replace").count("Traceback (most recent call last)")
         _show(run, Console(highlight=False))
+        if run.lost and not log:
+            say(f"the server's log is kept: {_kept(log_path)}")
     for line in run.lost:
         say(f"lost: {line}")
     return 1 if run.lost else 0
 
 
-async def _with_client(url: str, trial: Callable[[httpx.AsyncClient], Awaitable[ChaosRun]]) -> ChaosRun:
-    async with chaos_client(url) as client:
-        return await trial(client)
+@dataclass(frozen=True, slots=True)
+class _StartedTrial:
+    """What the user asked for, and the server that was started for it."""
+
+    process: psutil.Process
+    model: str
+    disk_folder: Path
+    kinds: list[str]
+    seed: int
+    duration_s: float
+    num_streams: int
+
+    async def run(self, url: str, max_tokens: int, say: Callable[[str], None]) -> ChaosRun:
+        async with chaos_client(url) as client:
+            cards = (await client.get("/v1/models")).raise_for_status().json()["data"]
+            requests = sample_requests(self.seed, self.model, max_tokens, cards[0]["max_model_len"])
+            return await run_chaos(
+                client,
+                self.process,
+                requests,
+                plan(self.seed, self.duration_s, self.kinds),
+                duration_s=self.duration_s,
+                num_streams=self.num_streams,
+                seed=self.seed,
+                disk_folder=self.disk_folder,
+                say=say,
+            )
+
+
+def _share_of_cores(num_workers: int) -> float:
+    """A whole number or below one, where Ray counts in steps of a ten thousandth."""
+    share = len(os.sched_getaffinity(0)) / num_workers
+    return float(int(share)) if share >= 1 else max(int(share * 1e4) / 1e4, 0.01)
+
+
+def _kept(log: Path) -> str:
+    """A copy of the log that outlives this run."""
+    descriptor, path = tempfile.mkstemp(prefix="tandem-chaos-", suffix=".log")
+    os.close(descriptor)
+    shutil.copyfile(log, path)
+    return path
 
 
 @contextmanager
 def _serving(flags: list[str], log_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str, str]]:
-    """`tandem serve` with these flags: its process, the model's name and the URL. Raises `ChaosError`."""
+    """`tandem serve` with these flags: its process, the model's name and the URL. Raises `ChaosError`.
+
+    SIGTERM to this process ends the server as Ctrl-C does.
+    """
+    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "tandem", "serve", "--port", "0", *flags],
@@ -124,6 +179,7 @@ def _serving(flags: list[str], log_path: Path) -> Iterator[tuple[subprocess.Pope
             time.sleep(0.1)
         yield process, found[1], found[2]
     finally:
+        signal.signal(signal.SIGTERM, former)
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
         try:
@@ -134,9 +190,9 @@ def _serving(flags: list[str], log_path: Path) -> Iterator[tuple[subprocess.Pope
 
 
 def _show(run: ChaosRun, console: Console) -> None:
-    done = Table("done to the server", "times", title="what was done")
-    for kind, count in sorted(run.events.items()):
-        done.add_row(kind, str(count))
+    done = Table("done to the server", "times", "left out", title="what was done")
+    for kind in sorted(run.events | run.refused):
+        done.add_row(kind, str(run.events[kind]), str(run.refused[kind]))
     console.print(done)
     seen = Table("kind of request", "answers", title="what clients saw")
     for kind, count in sorted(run.num_requests.items()):
@@ -145,15 +201,18 @@ def _show(run: ChaosRun, console: Console) -> None:
     silences = Distribution.of(run.silences_s)
     facts = Table("", "", title="result")
     facts.add_row("requests", str(run.num_requests.total()))
-    facts.add_row("failed", str(len(run.failed)))
+    facts.add_row("failed", ", ".join(f"{code} {count}" for code, count in sorted(run.codes.items())) or "0")
     facts.add_row("different from the undisturbed answer", str(len(run.wrong)))
     facts.add_row(
         "longest silence of a request, p50 / p99 / max",
         f"{silences.p50:.2f} / {silences.p99:.2f} / {silences.max:.2f} s",
     )
     facts.add_row("sent again, as a router process died", str(run.num_sent_again))
+    facts.add_row("left by their clients before the end", str(run.num_left))
     facts.add_row(
         "moves by cause", ", ".join(f"{cause} {count:g}" for cause, count in sorted(run.moves.items())) or "none"
     )
+    facts.add_row("operations that did not end as they should", str(len(run.broken)))
+    facts.add_row("tracebacks in the server's log", str(run.num_tracebacks))
     facts.add_row("workers that hold what nobody uses", str(sum(map(bool, run.held.values()))))
     console.print(facts)

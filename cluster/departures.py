@@ -84,7 +84,7 @@ class Departures:
             raise DrainRefused(f"{name} is leaving already.")
         if restart and not member.is_up.is_set():
             raise DrainRefused(f"{name} is not up; ask again when it is.")
-        if member.is_up.is_set() and not member.is_ready:
+        if member.is_up.is_set() and (member.flip_lock.locked() or not member.is_ready):
             raise DrainRefused(f"{name} is about to play another role; ask again in a moment.")
         if restart:
             return  # requests that nothing else can serve wait for it

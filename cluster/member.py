@@ -369,8 +369,10 @@ class WorkerMember(Member):
         return not (status.request_ids or status.num_open_handoffs or status.num_open_leases or status.num_open_reads)
 
     async def play(self, role: Role, reason: str) -> Requests:
-        """As `Member.play`."""
-        self._registry.set_state(self.worker_id, WorkerState.DRAINING, reason)
+        """As `Member.play`. One that is to decode gets work meanwhile: it may be the only one that is left."""
+        is_leaving_pool = role is Role.PREFILL  # its answers leave at once
+        if is_leaving_pool:
+            self._registry.set_state(self.worker_id, WorkerState.DRAINING, reason)
         outcome = "the flip failed"
         try:
             await call(self.actor.set_role, role)
@@ -380,7 +382,8 @@ class WorkerMember(Member):
             outcome = "it plays its new role"
             return left
         finally:
-            self._registry.set_state(self.worker_id, WorkerState.READY, outcome)
+            if is_leaving_pool:
+                self._registry.set_state(self.worker_id, WorkerState.READY, outcome)
 
     async def running(self) -> Requests:
         """As `Member.running`: ids of requests."""

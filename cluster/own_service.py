@@ -50,7 +50,10 @@ class OwnService:
         self._export = begin_tracing(process, is_on=config.router.tracing)
         self._registry, index, costs = Registry(), PrefixIndex(), CostModel()
         self._sizing = CacheSizing(self._registry)
-        self._workers = WorkerClient(self._registry, index, costs, config.router)
+        heartbeat_interval_s = config.transfer.heartbeat_interval_s
+        self._workers = WorkerClient(
+            self._registry, index, costs, config.router, heartbeat_interval_s=heartbeat_interval_s
+        )
         configs = worker_configs(config, model=model, router_key=self._workers.public_key, socket_folder=socket_folder)
         members = [
             WorkerMember(one, RestartBudget(config.max_restarts), self._workers, self._registry) for one in configs

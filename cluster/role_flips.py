@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from ray.exceptions import RayError
 
-from tandem.cluster.member import Member, Requests, member_of
+from tandem.cluster.member import Member, Requests, first_line, member_of
 from tandem.protocol.errors import RoleRefused, ServingError, WorkerError, WorkerNotFound
 from tandem.protocol.messages import Role
 from tandem.runtime.background import BackgroundTasks
@@ -124,8 +124,8 @@ class RoleFlips:
         try:
             left = await member.play(role, str(record["reason"]))
         except (RayError, ServingError, TimeoutError, KeyError) as exc:
-            logger.warning("%s did not flip to %s: %s", member.worker_id, role, exc)
-            record["failed"] = str(exc) or type(exc).__name__
+            record["failed"] = first_line(exc)
+            logger.warning("%s did not flip to %s: %s", member.worker_id, role, record["failed"])
             return None
         record["serving_after_s"] = round(time.monotonic() - began_s, 4)
         return left
@@ -136,7 +136,7 @@ class RoleFlips:
         try:
             await member.finish(left)
         except (RayError, ServingError, TimeoutError) as exc:
-            logger.warning("%s serves as %s, but is not drained: %s", member.worker_id, record["to"], exc)
-            record["not_drained"] = str(exc) or type(exc).__name__
+            record["not_drained"] = first_line(exc)
+            logger.warning("%s serves as %s, but is not drained: %s", member.worker_id, record["to"], first_line(exc))
         else:
             record["drained_after_s"] = round(serving_after_s + time.monotonic() - began_s, 4)

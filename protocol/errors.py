@@ -202,9 +202,11 @@ class WorkerLost(WorkerError):
 
     code = "worker_lost"
 
-    def __init__(self, message: str, *, worker_id: str) -> None:
+    def __init__(self, message: str, *, worker_id: str, may_have_read: bool = True) -> None:
+        """`may_have_read`: whether it was alive when the request was sent, so that it may have ended because of it."""
         super().__init__(message)
         self.worker_id = worker_id
+        self.may_have_read = may_have_read
 
 
 class WorkerTimeout(WorkerError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable
@@ -70,6 +71,8 @@ __all__ = ["WorkerClient"]
 
 logger = logging.getLogger(__name__)
 
+_HEARTBEATS_MISSED = 2  # one may be late
+
 _ERRORS: dict[str | None, type[ServingError]] = {
     error.code: error
     for error in (
@@ -105,12 +108,15 @@ class WorkerClient:
         *,
         router_id: str = "",
         keys: KeyPair | None = None,
+        heartbeat_interval_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`heartbeat_interval_s` is that of the workers."""
         self._registry = registry
         self._config = config
         self._router_id = router_id or f"router-{uuid.uuid4().hex[:12]}"
         self._keys = keys or make_keys()
+        self._heartbeat_interval_s = heartbeat_interval_s
         self._clock = clock
         self._links: dict[str, Link] = {}
         self._recorder = LoadRecorder(registry, costs)
@@ -194,7 +200,7 @@ class WorkerClient:
         link = self._links.get(worker_id)
         if link is None:
             raise WorkerError(f"worker {worker_id} is gone")
-        return link.open_leg(request, queue)
+        return link.open_leg(request, queue, self._clock())
 
     def send(self, worker_id: str, message: Pin | Unpin) -> None:
         """Send a worker a message that needs no answer, unless the worker is gone. Does not wait."""
@@ -239,11 +245,17 @@ class WorkerClient:
         if self._links.get(worker_id) is not link:
             return
         del self._links[worker_id]
+        silent_since_s = self._silent_since_s(worker_id)
         try:
             self._registry.set_state(worker_id, WorkerState.DEAD, reason)
             self._feed.forget(link, self._links.values(), self._clock())
         finally:  # whatever fails above, no request waits for this worker any more
-            link.fail(f"worker {worker_id} is gone: {reason}")
+            link.fail(f"worker {worker_id} is gone: {reason}", silent_since_s)
+
+    def _silent_since_s(self, worker_id: str) -> float:
+        """When a living worker would have been heard again. Its heartbeats go on while it computes or hangs."""
+        worker = self._registry.get(worker_id)
+        return math.inf if worker is None else worker.last_seen_s + _HEARTBEATS_MISSED * self._heartbeat_interval_s
 
     def _dispatch(self, link: Link, message: WorkerMessage) -> None:
         match message:

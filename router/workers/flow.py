@@ -115,7 +115,7 @@ class RequestFlow:
     @property
     def ready(self) -> bool:
         """Whether a request could be placed now."""
-        return self._placer.can_place
+        return self._placer.can_cover
 
     @property
     def num_handoffs(self) -> int:

@@ -363,7 +363,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         if not isinstance(error, WorkerError | TransferError):
             raise error
         context = self._context
-        if isinstance(error, WorkerLost):
+        if isinstance(error, WorkerLost) and error.may_have_read:
             self._lost_workers.append(error.worker_id)
             if len(self._lost_workers) >= MAX_DEATHS:
                 now = context.admission_queue.now()

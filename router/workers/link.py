@@ -32,9 +32,10 @@ class Stopped(Exception):
 class Leg:
     """One worker's part of a request. It is open until it finishes, fails, or is closed or cancelled here."""
 
-    def __init__(self, link: Link, request_id: str, queue: DeltaQueue[SequenceDelta]) -> None:
+    def __init__(self, link: Link, request_id: str, queue: DeltaQueue[SequenceDelta], sent_s: float) -> None:
         self.has_delivered = False  # whether the worker has sent tokens
         self.is_stopping = False  # whether the worker was asked to stop, and to say so
+        self.sent_s = sent_s
         self._link = link
         self._request_id = request_id
         self._queue = queue
@@ -108,10 +109,10 @@ class Link:
         """Queue a message. Never blocks: the queue has no limit, and silence ends the link."""
         self._messages.send(encode_message(message))
 
-    def open_leg(self, request: RequestPart, queue: DeltaQueue[SequenceDelta]) -> Leg:
+    def open_leg(self, request: RequestPart, queue: DeltaQueue[SequenceDelta], now: float) -> Leg:
         """Send the worker its part of a request; its tokens go to `queue`."""
         assert request.request_id not in self.legs, f"request {request.request_id} is already on {self.worker_id}"
-        leg = self.legs[request.request_id] = Leg(self, request.request_id, queue)
+        leg = self.legs[request.request_id] = Leg(self, request.request_id, queue, now)
         self.idle.clear()
         self.send(request)
         return leg
@@ -126,12 +127,13 @@ class Link:
         if not self.legs:
             self.idle.set()
 
-    def fail(self, message: str) -> None:
-        """Close the sockets and give every leg an error of its own."""
+    def fail(self, message: str, silent_since_s: float) -> None:
+        """Close the sockets and give every leg an error of its own. Nothing that was sent in the silence was read."""
         self._messages.close()
         self._heartbeats.close()
         for leg in list(self.legs.values()):
-            leg.fail(WorkerLost(message, worker_id=self.worker_id))
+            may_have_read = leg.sent_s <= silent_since_s
+            leg.fail(WorkerLost(message, worker_id=self.worker_id, may_have_read=may_have_read))
         if not self.welcome.done():
             self.welcome.set_exception(WorkerError(message))
         for report in self.pin_reports.values():

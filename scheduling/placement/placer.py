@@ -19,7 +19,7 @@ from tandem.scheduling.placement.placement import Held, Holder, Placement
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.request import PlacementRequest
 from tandem.scheduling.workers.worker_table import Workers, WorkerTable
-from tandem.scheduling.workers.workers import can_decode
+from tandem.scheduling.workers.workers import can_decode, can_prefill
 
 __all__ = ["Placer"]
 
@@ -44,6 +44,11 @@ class Placer:
     def can_place(self) -> bool:
         """Whether there is a worker that can decode; such a worker can compute prompts too."""
         return any(can_decode(worker) for worker in self._workers)
+
+    @property
+    def can_cover(self) -> bool:
+        """Whether a worker could do all of a request that `may_cover`."""
+        return any(can_decode(one) or (can_prefill(one) and one.card.serves_alone) for one in self._workers)
 
     def place(
         self,

@@ -121,6 +121,10 @@ async def test_one_that_is_down_or_flipping_is_not_drained(monkeypatch: pytest.M
         cluster.registry.set_state("prefill-0", WorkerState.DRAINING, "it flips")
         with pytest.raises(DrainRefused, match="about to play another role"):
             await cluster.supervisor.drain("prefill-0", 60, restart=True)
+        cluster.registry.set_state("prefill-0", WorkerState.READY, "it does not")
+        async with cluster.supervisor.members["prefill-0"].flip_lock:
+            with pytest.raises(DrainRefused, match="about to play another role"):
+                await cluster.supervisor.drain("prefill-0", 60, restart=True)
         cluster.ray.loaded.clear()
         cluster.die("prefill-1")
         await eventually(lambda: state_of(cluster, "prefill-1") is None)
@@ -215,7 +219,7 @@ async def test_one_that_gets_sigterm_while_it_flips_leaves_after_it(monkeypatch:
         first, may_flip = cluster.ray.latest("prefill-1"), asyncio.Event()
         monkeypatch.setattr(first, "set_role", SimpleNamespace(remote=lambda _: may_flip.wait()))
         flip = asyncio.create_task(cluster.supervisor.set_role("prefill-1", Role.DECODE))
-        await eventually(lambda: state_of(cluster, "prefill-1") is WorkerState.DRAINING)
+        await eventually(cluster.supervisor.members["prefill-1"].flip_lock.locked)
         first.news.put_nowait(WatchNews.ASKED_TO_LEAVE)
         await eventually(first.news.empty)
         with pytest.raises(RoleRefused, match="prefill-1 is about to play another role"):

@@ -6,10 +6,11 @@ import asyncio
 from typing import Any, cast
 
 import pytest
+from ray.exceptions import RayActorError
 
 from tandem.cluster.member import Member, Requests
 from tandem.cluster.role_flips import RoleFlips
-from tandem.protocol.errors import RoleRefused
+from tandem.protocol.errors import RoleRefused, WorkerError
 from tandem.protocol.messages import Role
 from tandem.runtime.background import BackgroundTasks
 
@@ -91,3 +92,16 @@ async def test_a_worker_whose_role_is_fixed_is_never_flipped() -> None:
         await flips.set_role("w0", Role.DECODE)
     assert flips.latest == []
     assert [member.role for member in members] == [Role.PREFILL] * 2 + [Role.DECODE] * 2
+
+
+async def test_a_flip_of_a_worker_that_dies_is_told_in_one_line() -> None:
+    class Dying(FakeMember):
+        async def play(self, role: Role, _: str) -> Requests:
+            raise RayActorError(
+                error_msg=f"The actor died unexpectedly.\n\tpid: 7\nThe actor is dead: it does not become {role}."
+            )
+
+    flips = flips_of(Dying("w0", Role.PREFILL), FakeMember("w1", Role.PREFILL))
+    with pytest.raises(WorkerError, match=r"^w0 did not flip to decode: The actor is dead: it does not become decode$"):
+        await flips.set_role("w0", Role.DECODE)
+    assert "\n" not in str(flips.latest[0]["failed"])

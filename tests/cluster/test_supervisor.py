@@ -266,6 +266,30 @@ async def test_pools_have_their_sizes_again_after_all_workers_were_restarted_at_
         await eventually(lambda: cluster.roles() == before)
 
 
+@pytest.mark.parametrize(("role", "state"), [(Role.DECODE, WorkerState.READY), (Role.PREFILL, WorkerState.DRAINING)])
+async def test_a_worker_gets_work_while_it_becomes_one_that_decodes(
+    monkeypatch: pytest.MonkeyPatch, role: Role, state: WorkerState
+) -> None:
+    """It may be the only one that is left. One that is to decode no more gets none: its answers leave."""
+    async with supervised(monkeypatch, num_prefill=2, num_decode=2) as cluster:
+        name = "prefill-0" if role is Role.DECODE else "decode-0"
+        may_flip, asked = asyncio.Event(), []
+
+        async def set_role(role: Role) -> None:
+            asked.append(role)
+            await may_flip.wait()
+
+        monkeypatch.setattr(cluster.ray.latest(name), "set_role", SimpleNamespace(remote=set_role))
+        flip = asyncio.create_task(cluster.supervisor.set_role(name, role))
+        await eventually(lambda: asked == [role])
+        worker = cluster.registry.get(name)
+        assert worker is not None
+        assert worker.state is state
+        may_flip.set()
+        await flip
+        assert (worker.role, worker.state) == (role, WorkerState.READY)
+
+
 async def test_no_worker_covers_for_a_pool_if_it_could_not_serve_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerMember, "can_cover", False)
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=0) as cluster:

@@ -1,4 +1,4 @@
-"""`tandem chaos` on real processes: two minutes of kills, stops and damaged KV, after which nothing is lost."""
+"""`tandem chaos` on real processes: two minutes of faults and operators' moves, after which nothing is lost."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("flags", [["--seed", "1"], ["--seed", "2", "--router-processes", "2"]], ids=["one", "edges"])
-def test_two_minutes_of_faults_lose_nothing(text_model: Path, flags: list[str]) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--seed", "1"],
+        ["--seed", "2", "--router-processes", "2"],
+        ["--seed", "3", "--", "--pool-gb", "0.002", "--max-num-seqs", "4"],
+    ],
+    ids=["one", "edges", "small-pools"],
+)
+def test_two_minutes_of_faults_and_operations_lose_nothing(text_model: Path, flags: list[str]) -> None:
     command = [sys.executable, "-m", "tandem", "chaos", "--minutes", "2", "--model", str(text_model), *flags]
     result = subprocess.run(command, capture_output=True, text=True, timeout=800)
     print(result.stdout, result.stderr)

@@ -196,12 +196,16 @@ class FakeCluster:
         tenants: Tenants = Tenants(),
         manager: WorkerManager | None = None,
         tracing: Tracing | None = None,
+        heartbeat_interval_s: float = 60.0,
     ) -> None:
+        """The workers send no heartbeats by themselves."""
         self.registry = Registry()
         self.index = PrefixIndex()
         self.costs = CostModel()
         self.sizing = CacheSizing(self.registry)
-        self.client = WorkerClient(self.registry, self.index, self.costs, config)
+        self.client = WorkerClient(
+            self.registry, self.index, self.costs, config, heartbeat_interval_s=heartbeat_interval_s
+        )
         self.flow = RequestFlow(
             model="toy",
             registry=self.registry,
@@ -239,9 +243,11 @@ async def fake_cluster(
     manager: WorkerManager | None = None,
     local_prefill: bool = False,
     tracing: Tracing | None = None,
+    heartbeat_interval_s: float = 60.0,
 ) -> AsyncIterator[FakeCluster]:
     """Workers "p" and "d", those whose script is given, behind a started router."""
-    cluster = FakeCluster(replace(config or RouterConfig(), local_prefill=local_prefill), tenants, manager, tracing)
+    config = replace(config or RouterConfig(), local_prefill=local_prefill)
+    cluster = FakeCluster(config, tenants, manager, tracing, heartbeat_interval_s)
     await cluster.client.start()
     try:
         if prefill is not None:

@@ -144,9 +144,10 @@ async def test_without_moves_the_death_of_a_worker_ends_all_its_streams_at_once(
         async with asyncio.timeout(RouterConfig().worker_timeout_s / 2):  # not when its silence is noticed
             results = await asyncio.gather(*readers, return_exceptions=True)
         assert all(isinstance(result, WorkerError) for result in results)
-        assert not cluster.flow.ready
+        assert cluster.flow.ready, "new requests go to the prefill worker"
         cluster.assert_nothing_left()
         cluster.client.mark_dead("p", "exit code -9")
+        assert not cluster.flow.ready
         with pytest.raises(NoWorker):
             await collect(cluster, make_request())
 

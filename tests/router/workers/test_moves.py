@@ -391,6 +391,24 @@ async def test_a_request_that_got_tokens_between_the_deaths_is_not_to_blame() ->
         cluster.assert_nothing_left()
 
 
+async def test_a_request_that_workers_never_read_is_not_to_blame() -> None:
+    """They were silent before it came: stopped, or hanging in what they had before."""
+    config = RouterConfig(max_moves=10)
+    async with fake_cluster(local_prefill=True, config=config, heartbeat_interval_s=0.0) as cluster:
+        names = [f"d{idx}" for idx in range(MAX_DEATHS)]
+        for name in names:
+            await cluster.add(FakeWorker(name, Role.DECODE, silent))
+        serving = asyncio.create_task(collect(cluster, make_request()))
+        for _ in names:
+            await eventually(lambda: serving.done() or cluster.client.num_open_legs)
+            holder = next(worker.worker_id for worker in cluster.registry if worker.num_booked_seqs)
+            cluster.client.mark_dead(holder, "silent for 8.0 s")
+        await cluster.add(FakeWorker("last", Role.DECODE, remaining_tokens))
+        assert tokens(await serving) == [100, 101, 102, 103]
+        assert cluster.flow.num_poisoned == 0
+        cluster.assert_nothing_left()
+
+
 def test_what_is_refused_is_forgotten_after_a_while_and_never_grows() -> None:
     poisoned = PoisonedRequests()
     requests = [make_request(request_id=f"r{i}") for i in range(MAX_REMEMBERED + 5)]

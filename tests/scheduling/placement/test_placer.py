@@ -552,7 +552,10 @@ def test_reasons_are_counted_as_in_a_loop_over_workers(seed: int) -> None:
 
 def test_a_prefill_worker_does_all_of_a_request_only_while_no_worker_decodes() -> None:
     pool = Pool()
+    assert not pool.placer.can_cover
     pool.add("p", Role.PREFILL)
+    assert pool.placer.can_cover
+    assert not pool.placer.can_place
     request = msgspec.structs.replace(make_request(64), may_cover=True)
     assert chosen(pool.placer.place(request, 0.0)) == ("p", "p")
     with pytest.raises(NoWorker, match="1 prefill only"):
