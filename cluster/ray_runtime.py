@@ -25,6 +25,7 @@ from ray.job_config import JobConfig
 
 from tandem.cluster.cleanup import RAY_FOLDER
 from tandem.protocol.errors import ConfigError, WorkerError
+from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.process import ProcessId, has_ended, process_of
 from tandem.runtime.signals import defer_keyboard_interrupt, ignore_keyboard_interrupt
 
@@ -112,18 +113,24 @@ def _private_ray(folder: Path, progress: Callable[[str], None]) -> Iterator[list
         _require_loopback_and_token()
         daemons: list[RayDaemon] = []
         stack.callback(_leave_ray, daemons)  # processes that do not end by this end with the folder
+        init = partial(
+            ray.init,
+            address="local",
+            num_cpus=len(os.sched_getaffinity(0)),
+            include_dashboard=False,
+            job_config=_job_config(),
+            object_store_memory=_OBJECT_STORE_BYTES,
+            # Ray opens it to all users, but it is in a folder that only we can enter.
+            _temp_dir=str(folder / RAY_FOLDER),
+            **_RAY_LOGS,
+        )
         with defer_keyboard_interrupt(partial(progress, "stopping: Ray, which starts now, may take some seconds")):
-            # It forks.
-            ray.init(
-                address="local",
-                num_cpus=len(os.sched_getaffinity(0)),
-                include_dashboard=False,
-                job_config=_job_config(),
-                object_store_memory=_OBJECT_STORE_BYTES,
-                # Ray opens it to all users, but it is in a folder that only we can enter.
-                _temp_dir=str(folder / RAY_FOLDER),
-                **_RAY_LOGS,
-            )
+            error = error_of(init)  # it forks
+        if error is not None:  # mostly a bare Exception: its processes were not there after 30 s
+            raise WorkerError(
+                f"Ray did not start: {str(error).partition('. ')[0].rstrip('.') or type(error).__name__}. If this "
+                "machine is busy with other work, wait until it is less so; then start the server again"
+            ) from error
         _check_loopback_and_token()
         for child in psutil.Process().children():
             if child.name() in _DAEMONS and (process := process_of(child.pid)) is not None:

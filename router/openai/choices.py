@@ -54,7 +54,7 @@ class _Choice(Stream[ChoiceDelta]):
         is_known = plan.request.sampling.max_tokens == 0 or (plan.is_prompt_only and not plan.is_first_sibling)
         if is_known and not self._has_ended:  # so far only the prompt is echoed
             self._has_ended = True
-            sink([ChoiceDelta(plan.index, "", 0, finish_reason="length")])
+            sink([self._end_of_prompt()])
         elif plan.scored_prompt is not None and plan.is_first_sibling and self._is_new:
             wants_more = sink(await self._take_scores(plan.scored_prompt))
         if wants_more and not self._has_ended:
@@ -91,13 +91,20 @@ class _Choice(Stream[ChoiceDelta]):
             self._clock.start()
         return self._deltas
 
+    def _end_of_prompt(
+        self, num_cached_tokens: int | None = None, num_loaded_tokens: dict[str, int] | None = None
+    ) -> ChoiceDelta:
+        """The only delta of a choice that consists of its prompt."""
+        token_ids: list[int] | None = [] if self._plan.shows_token_ids else None
+        cached = (num_cached_tokens, num_loaded_tokens)
+        return ChoiceDelta(self._plan.index, "", 0, *cached, finish_reason="length", token_ids=token_ids)
+
     def _converted(self, deltas: list[TokenDelta]) -> list[ChoiceDelta]:
         if self._plan.is_prompt_only:  # the engine was asked for one token
             self._has_ended = True
             first = deltas[0]
             self._clock.record(0, first.num_cached_tokens)
-            cached = (first.num_cached_tokens, first.num_loaded_tokens)
-            return [ChoiceDelta(self._plan.index, "", 0, *cached, finish_reason="length")]
+            return [self._end_of_prompt(first.num_cached_tokens, first.num_loaded_tokens)]
         converted: list[ChoiceDelta] = []
         for delta in deltas:
             result = self._text.push(delta)

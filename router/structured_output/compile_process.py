@@ -28,7 +28,7 @@ from tandem.protocol.grammar import (
     make_grammar_tokenizer,
     num_forced_bytes,
 )
-from tandem.router.structured_output.lark_rules import lark_of
+from tandem.router.structured_output.lark_rules import check_pattern, lark_of, quoted
 from tandem.router.structured_output.structural_tag import structural_tag_grammar
 
 __all__ = ["MAX_CPU_S", "Compiled", "Question", "answer_of_fork", "make_grammar", "read_frame", "write_frame"]
@@ -100,10 +100,11 @@ def make_grammar(kind: str, text: str) -> str:
             "{}" if text == "true" else text, overrides={"whitespace_pattern": WHITESPACE}
         )
     if kind == "regex":
+        check_pattern(text)
         return matcher.grammar_from_regex(text)
     if kind == "choice":
         choices = json.loads(text)
-        return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices))
+        return matcher.grammar_from_lark("start: " + " | ".join(map(quoted, choices)))
     if kind == "grammar":
         return matcher.grammar_from_lark(lark_of(text))
     assert kind == "structural_tag", f"unknown kind {kind}"

@@ -11,7 +11,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from tandem.protocol.sampling import MAX_GRAMMAR_CHARS
 
-__all__ = ["ANY_TEXT", "LarkRules", "lark_of", "one_of", "quoted", "regex", "row"]
+__all__ = ["ANY_TEXT", "LarkRules", "check_pattern", "lark_of", "one_of", "quoted", "regex", "row"]
 
 ANY_TEXT = "/(?s:.*)/"
 
@@ -81,12 +81,22 @@ def one_of(texts: Iterable[str]) -> str:
 
 
 def quoted(text: str) -> str:
-    """This text, all of which is ordinary tokens."""
-    return json.dumps(text, ensure_ascii=False)
+    """This text, all of which is ordinary tokens. Lark refuses the character DEL, which JSON does not escape."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
+
+
+def check_pattern(pattern: str) -> None:
+    """Raise `ValueError` for a backslash at the end, which llguidance would drop."""
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise ValueError("the pattern ends with a backslash that escapes nothing")
 
 
 def regex(pattern: str) -> str:
-    """Text that matches a pattern: it stands between slashes, so those within it are escaped, and so are line ends."""
+    """Text that matches a pattern: it stands between slashes, so those within it are escaped, and so are line ends.
+
+    Raises `ValueError`.
+    """
+    check_pattern(pattern)
     special = {"/": r"\/", "\n": r"\n"}
     escaped = re.sub(r"(?s)\\.|[/\n]", lambda found: special.get(found[0], found[0]), pattern)
     return f"/{escaped}/"

@@ -135,6 +135,25 @@ def test_ctrl_c_while_ray_starts_is_answered_at_once_and_stops_it_then(
     assert told[2:] == ["Ray has started"]
 
 
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["", "with Ctrl-C"])
+def test_a_ray_that_does_not_start_is_told_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_stopped: bool
+) -> None:
+    def start(**_: object) -> None:
+        if is_stopped:
+            signal.raise_signal(signal.SIGINT)
+        raise Exception("The current node timed out during startup. This could happen because")  # as Ray does
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(ray, "init", start)
+    expected = (KeyboardInterrupt, None) if is_stopped else (WorkerError, r"timed out during startup\. If .* is busy")
+    try:
+        with pytest.raises(expected[0], match=expected[1]), ray_running("", tmp_path, lambda _: None):
+            pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_the_death_of_a_daemon_of_ray_is_told_at_once_and_once(
     make_loop: Callable[[], asyncio.AbstractEventLoop],

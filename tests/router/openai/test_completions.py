@@ -199,6 +199,18 @@ async def test_token_ids_are_shown_to_those_who_ask(tokenizer: Tokenizer) -> Non
         assert [i for piece in pieces for i in piece["token_ids"]] == choices[index]["token_ids"]
 
 
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_the_ids_of_a_prompt_that_is_repeated_alone_are_shown(tokenizer: Tokenizer, logprobs: int | None) -> None:
+    body = {"prompt": "hi", "echo": True, "max_tokens": 0, "n": 2, "logprobs": logprobs, "return_token_ids": True}
+    async with closing(FakeBackend(tokenizer)) as client:
+        choices = (await client.post(COMPLETIONS, json=body)).json()["choices"]
+        streamed = [e["choices"][0] for e in events(await client.post(COMPLETIONS, json=body | {"stream": True}))[:-1]]
+    assert [(one["prompt_token_ids"], one["token_ids"]) for one in choices] == [(tokenizer.encode("hi"), [])] * 2
+    for index in (0, 1):
+        pieces = [piece for piece in streamed if piece["index"] == index and "token_ids" in piece]
+        assert [(one["prompt_token_ids"], one["token_ids"]) for one in pieces] == [(tokenizer.encode("hi"), [])]
+
+
 async def test_tokens_without_text_yet_are_pieces_where_their_ids_are_shown(tokenizer: Tokenizer) -> None:
     body = {"prompt": "hi", "max_tokens": 9, "stream": True, "stop": "bcd"}
     async with closing(FakeBackend(tokenizer, "abce")) as client:

@@ -50,6 +50,8 @@ async def until_forked(pid: int) -> psutil.Process:
         ("json", "true"),
         ("regex", "(yes|no)+"),
         ("choice", '["a", "say \\"b\\"", "é🎉", ""]'),
+        ("choice", '["\\u0000", "\\n", "\\u001f", "\\u007f", "\\u0085", "\\u2028", "\\\\u0041"]'),
+        ("regex", r"a\\"),
         ("grammar", 'root ::= "a" | "b" root'),
         ("grammar", 'start: "a"+'),
         ("grammar", "start[lazy]: /(a|c)*b/"),
@@ -71,11 +73,14 @@ async def test_what_can_be_kept_becomes_a_grammar(checker: GrammarChecker, kind:
         ("json", "[" * 20_000 + "]" * 20_000, "recursion"),
         ("json", "{", "malformed"),
         ("regex", "(((", "unclosed group"),
+        ("regex", "a\\", "ends with a backslash"),
+        ("regex", "a\\\\\\", "ends with a backslash"),
         ("grammar", "start: ((", "Expected token"),
         ("grammar", 'a: "b"', "start"),
         ("grammar", 'root ::= "a" )', "malformed"),
         ("structural_tag", TAG.replace('["<f="]', '["<g="]'), "none of the triggers"),
         ("structural_tag", "{}", "structures"),
+        ("structural_tag", r'{"format": {"type": "regex", "pattern": "a\\"}}', "ends with a backslash"),
     ],
 )
 async def test_what_cannot_be_kept_is_refused_by_name(
