@@ -9,7 +9,7 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from tandem.protocol.config import RouterConfig
-from tandem.router.http.turns import Turns
+from tandem.router.http.time_slicer import TimeSlicer
 from tandem.runtime.certificates import NamedFile, exposure_of, load_ca, load_identity
 from tandem.runtime.followed_tls import FollowedTls, LoadedTls
 
@@ -53,7 +53,7 @@ class ServerTls(FollowedTls):
     def __init__(self, config: RouterConfig, registry: CollectorRegistry) -> None:
         """Raises `ConfigError` for files that cannot be used."""
         super().__init__(_files(config), lambda: _load(config), self._show)
-        self.handshakes, self.reads = Turns(), Turns()
+        self.handshakes, self.reads = TimeSlicer(), TimeSlicer()
         self._metrics = TlsMetrics(registry)
         self._num_counted = 0
         self._show()

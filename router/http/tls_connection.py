@@ -26,9 +26,9 @@ from tandem.router.http.connections import Connections
 from tandem.router.http.protocol import HttpProtocol
 from tandem.router.http.refusals import PlainHttp
 from tandem.router.http.request_id import new_request_id
+from tandem.router.http.time_slicer import TimeSlicer
 from tandem.router.http.tls import HandshakeFailure, ServerTls
 from tandem.router.http.tls_records import TlsRecords
-from tandem.router.http.turns import Turns
 
 __all__ = ["TlsConnection"]
 
@@ -61,8 +61,8 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         self._records = TlsRecords()
         self._num_handshake_bytes = 0
         self._num_empty_records = 0  # more than those that had content
-        self._is_costly = False  # its records took too long once, so that they always wait for their turn
-        self._waits_for_turn = False
+        self._is_costly = False  # its records took too long once, so that they always wait for a time slice
+        self._waits_for_slice = False
         self._is_reading_paused = False  # whether `HttpProtocol` has paused it
         self._deadline_s = math.inf  # deadline of the handshake
         self._has_failed = False  # whether the handshake has failed, which was counted
@@ -89,12 +89,12 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
             return
         self._records.add(data)
         if self._http is None:
-            self._wait_for_turn(self._tls.handshakes)
+            self._wait_for_slice(self._tls.handshakes)
         elif self._is_costly:
-            self._wait_for_turn(self._tls.reads)
+            self._wait_for_slice(self._tls.reads)
         else:
             self._take_records(self._tls.reads.end_s())
-            self._is_costly = self._waits_for_turn
+            self._is_costly = self._waits_for_slice
 
     def eof_received(self) -> None:
         """The client has closed its side without TLS's closing message: close the socket, as without TLS."""
@@ -145,23 +145,23 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
 
     # -- what has arrived
 
-    def _wait_for_turn(self, turns: Turns) -> None:
-        if not self._waits_for_turn:
-            self._waits_for_turn = True
+    def _wait_for_slice(self, slicer: TimeSlicer) -> None:
+        if not self._waits_for_slice:
+            self._waits_for_slice = True
             self.transport.pause_reading()
-            turns.add(self._take_turn)
+            slicer.add(self._use_slice)
 
-    def _take_turn(self, end_s: float) -> None:
-        self._waits_for_turn = False
+    def _use_slice(self, end_s: float) -> None:
+        self._waits_for_slice = False
         if self._has_ended or self.is_closing():
             return
         with undone_on_error(self.abort):
             self._take_records(end_s)
-        if not (self._waits_for_turn or self._is_reading_paused or self.is_closing()):
+        if not (self._waits_for_slice or self._is_reading_paused or self.is_closing()):
             self.transport.resume_reading()
 
     def _take_records(self, end_s: float) -> None:
-        """Give TLS the records that have arrived. Those for which there is no time now wait for their turn."""
+        """Give TLS the records that have arrived. Those for which there is no time now wait for a time slice."""
         while record := self._records.take():
             self._incoming.write(record)
             if self._http is not None:
@@ -171,7 +171,7 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
             if self._has_ended or self.is_closing():
                 return
             if self._records and self._tls.reads.clock() >= end_s:
-                self._wait_for_turn(self._tls.handshakes if self._http is None else self._tls.reads)
+                self._wait_for_slice(self._tls.handshakes if self._http is None else self._tls.reads)
                 return
 
     # -- the handshake
@@ -272,7 +272,7 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
     def resume_reading(self) -> None:
         """Read again."""
         self._is_reading_paused = False
-        if not self._waits_for_turn:
+        if not self._waits_for_slice:
             self.transport.resume_reading()
 
     def get_write_buffer_size(self) -> int:

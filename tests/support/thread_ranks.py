@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tandem.engine.tensor_parallel import follower, team
+from tandem.engine.tensor_parallel.messages import RankFailed
 from tandem.protocol.fault_boundary import error_of
 
 __all__ = ["thread_ranks"]
@@ -35,7 +36,7 @@ class _ThreadFollower(team._Follower):
         error = error_of(follower._follow, self._theirs, store)
         if error is not None and not isinstance(error, EOFError | ConnectionError):
             self.error = error
-            error_of(self._theirs.send, team.Failed(f"{type(error).__name__}: {error}"))
+            error_of(self._theirs.send, RankFailed(f"{type(error).__name__}: {error}"))
         self._theirs.close()
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import ConfigError
-from tandem.router.http import turns
+from tandem.router.http import time_slicer
 from tandem.router.http.listening import listening
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.http.server import HttpServer, http_server
@@ -240,7 +240,7 @@ async def test_an_endless_handshake_is_cut(tmp_path: Path) -> None:
 async def test_other_work_goes_on_between_handshakes_that_begin_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "BUDGET_S", 0.0)
+    monkeypatch.setattr(time_slicer, "BUDGET_S", 0.0)
     begun: list[TlsConnection] = []
     shake_hands = TlsConnection._shake_hands
 
@@ -269,7 +269,7 @@ async def test_records_of_one_byte_leave_time_for_others_and_are_all_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One client sends a body byte by byte, all at once; another one is answered long before it is read."""
-    monkeypatch.setattr(turns, "BUDGET_S", 0.0)
+    monkeypatch.setattr(time_slicer, "BUDGET_S", 0.0)
     async with serving(tmp_path) as port:
         flood = await Flood.connected(port)
         body = random.Random(0).randbytes(3000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tandem.router.http.turns import BUDGET_S, Turns
+from tandem.router.http.time_slicer import BUDGET_S, TimeSlicer
 
 
 class Clock:
@@ -22,9 +22,9 @@ def work_of(clock: Clock, done: list[int], number: int, took_s: float) -> object
 
 async def test_an_iteration_ends_with_the_piece_that_exceeds_its_time() -> None:
     clock, done = Clock(), []  # type: tuple[Clock, list[int]]
-    turns = Turns(clock)
+    slicer = TimeSlicer(clock)
     for number in range(7):
-        turns.add(lambda _, number=number: work_of(clock, done, number, 0.4 * BUDGET_S))
+        slicer.add(lambda _, number=number: work_of(clock, done, number, 0.4 * BUDGET_S))
     after = []
     while len(done) < 7:
         await asyncio.sleep(0)
@@ -34,13 +34,13 @@ async def test_an_iteration_ends_with_the_piece_that_exceeds_its_time() -> None:
 
 
 async def test_work_that_comes_again_waits_for_the_next_iteration() -> None:
-    turns, times = Turns(Clock()), []  # type: tuple[Turns, list[float]]
+    slicer, times = TimeSlicer(Clock()), []  # type: tuple[TimeSlicer, list[float]]
 
     def again(end_s: float) -> None:
         times.append(end_s)
-        turns.add(again)
+        slicer.add(again)
 
-    turns.add(again)
+    slicer.add(again)
     for count in range(1, 4):
         await asyncio.sleep(0)
         assert times == [100.0 + BUDGET_S] * count
@@ -49,13 +49,13 @@ async def test_work_that_comes_again_waits_for_the_next_iteration() -> None:
 async def test_a_piece_that_raises_takes_no_turn_from_the_others() -> None:
     reported: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(str(context["exception"])))
-    turns, done = Turns(), []  # type: tuple[Turns, list[float]]
+    slicer, done = TimeSlicer(), []  # type: tuple[TimeSlicer, list[float]]
 
     def fail(_: float) -> None:
         raise ValueError("a bug")
 
-    turns.add(fail)
-    turns.add(done.append)
+    slicer.add(fail)
+    slicer.add(done.append)
     for _ in range(3):
         await asyncio.sleep(0)
     assert reported == ["a bug"]

@@ -1,4 +1,4 @@
-"""Takes turns between what many connections bring at once and everything else in the event loop.
+"""Divides the event loop's time between what many connections bring at once and everything else.
 
 A TLS handshake takes as long as hundreds of tokens. Those of many new clients, done as they arrive, would hold up every
 stream.
@@ -12,27 +12,27 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
-__all__ = ["Turns", "Work"]
+__all__ = ["SlicedWork", "TimeSlicer"]
 
 BUDGET_S = 0.001  # for one iteration of the event loop; the piece of work that exceeds it is the last
 
-Work: TypeAlias = Callable[[float], object]  # its argument is the time at which it must stop
+SlicedWork: TypeAlias = Callable[[float], object]  # its argument is the time at which it must stop
 
 
-class Turns:
+class TimeSlicer:
     """The work of one event loop, done in order of arrival, a little in each iteration."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
-        self._waiting: deque[Work] = deque()
+        self._waiting: deque[SlicedWork] = deque()
         self._is_scheduled = False
 
     def end_s(self) -> float:
         """When work that begins now must stop."""
         return self.clock() + BUDGET_S
 
-    def add(self, work: Work) -> None:
-        """Call `work` soon. If it raises, the event loop reports that, and the others still get their turns."""
+    def add(self, work: SlicedWork) -> None:
+        """Call `work` soon. If it raises, the event loop reports that, and the others still get their time."""
         self._waiting.append(work)
         if not self._is_scheduled:
             self._schedule()
