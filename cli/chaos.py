@@ -173,7 +173,8 @@ def _serving(flags: list[str], log_path: Path) -> Iterator[tuple[subprocess.Pope
         deadline_s = time.monotonic() + _START_S
         while (found := _SERVING.search(log_path.read_text(errors="replace"))) is None:
             if process.poll() is not None:
-                raise ConfigError(f"tandem serve did not start:\n{log_path.read_text(errors='replace')[-1500:]}")
+                lines = log_path.read_text(errors="replace").strip().splitlines()
+                raise ConfigError(f"tandem serve did not start: {lines[-1].removeprefix('tandem: ') if lines else ''}")
             if time.monotonic() > deadline_s:
                 raise ChaosError(f"tandem serve was not ready within {_START_S:g} s")
             time.sleep(0.1)

@@ -42,7 +42,7 @@ def test_a_server_that_does_not_start_is_told_with_its_own_words(
 ) -> None:
     log = server(tmp_path, "echo no such flag: $*; exit 2", monkeypatch)
     with (
-        pytest.raises(ConfigError, match=r"no such flag: -m tandem serve --port 0 --odd"),
+        pytest.raises(ConfigError, match=r"^tandem serve did not start: no such flag: -m tandem serve --port 0 --odd$"),
         chaos._serving(["--odd"], log),
     ):
         pass
