@@ -49,12 +49,12 @@ def chaos(
     minutes: Annotated[float, typer.Option(min=0.1, max=1440, help="How long the load lasts.")] = 2.0,
     seed: Annotated[int, typer.Option(help="The same seed plans the same events and requests.")] = 0,
     events: Annotated[
-        str, typer.Option(help="What is done: faults, operations, single kinds (docs/chaos.md), or none.")
+        str, typer.Option(help="What to do to the server: faults, operations, single kinds (docs/chaos.md), or none.")
     ] = "faults,operations",
     prefill: Annotated[int, typer.Option(min=1, max=64, help="Prefill workers.")] = 2,
     decode: Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")] = 2,
     streams: Annotated[int, typer.Option(min=1, max=1024, help="Clients at once.")] = 8,
-    max_tokens: Annotated[int, typer.Option(min=2, max=100_000, help="Of each answer.")] = 100,
+    max_tokens: Annotated[int, typer.Option(min=2, max=100_000, help="Tokens of each answer.")] = 100,
     router_processes: Annotated[
         int,
         typer.Option(min=1, max=64, help="Router processes; if there are several, one is killed from time to time."),
@@ -67,11 +67,11 @@ def chaos(
         str, typer.Option(help="File of the server's log; empty = a temporary one, kept if something is lost.")
     ] = "",
 ) -> int:
-    """Try what clients lose while workers die, leave and change roles: a server of its own, and steady load.
+    """Test what clients lose while workers die, leave and change roles: on a server of its own, under steady load.
 
-    Workers are killed, and stopped for 3 and 20 s; KV is delayed, damaged and lost on its way; the folder of the disk
+    Workers are killed, or stopped for 3 and 20 s; KV is delayed, damaged and lost on its way; the folder of the disk
     cache vanishes. Workers are flipped, drained, restarted and added, and answers migrate. Every answer is compared
-    with an undisturbed one. It ends with 1 if a request failed, a token differed, a worker held memory that nobody
+    with an undisturbed one. The exit code is 1 if a request failed, a token differed, a worker held memory that nobody
     used, or an operation did not end.
 
     [bold]Examples[/bold]
