@@ -37,7 +37,7 @@ _RAY_LOGS = {"logging_level": logging.ERROR, "log_to_driver": True, "configure_l
 # The daemons of a private Ray. Without any one of them it is useless, and it does not restart them.
 _DAEMONS = {"gcs_server": "which knows all workers", "raylet": "which starts the workers"}
 # What Ray prints about each actor that died, with a paragraph of guesses. The supervisor reports it in one line.
-_DEATH_NOTICE = "A worker died or was killed"
+DEATH_NOTICE = "A worker died or was killed"
 _PROBE_TIMEOUT_S = 2.0  # Ray itself would try an address for a minute
 
 
@@ -81,7 +81,7 @@ def _print_no_deaths() -> None:
     shown = ray_worker.print_to_stdstream
 
     def show(data: dict[str, Any], ignore_prefix: bool) -> None:
-        if data.get("pid") != "raylet" or not all(_DEATH_NOTICE in line for line in data["lines"]):
+        if data.get("pid") != "raylet" or not all(DEATH_NOTICE in line for line in data["lines"]):
             shown(data, ignore_prefix)
 
     if shown.__module__ == ray_worker.__name__:  # once a process

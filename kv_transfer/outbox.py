@@ -181,7 +181,7 @@ class Outbox:
         receiver = (receiver_id, receiver_epoch)
         for key in [key for key in self._early_grants if key[1:] == receiver]:
             del self._early_grants[key]
-        for handoff in [*self._active.values(), *self._by_lease.values()]:
+        for handoff in self.open_handoffs:
             if handoff.key[1:] == receiver:
                 handoff.is_receiver_lost = True
                 self._fail(handoff, f"{receiver_id} is gone")
@@ -201,7 +201,7 @@ class Outbox:
 
     def expire(self, now: float) -> None:
         """Give up handoffs without a grant, and grants without a handoff, whose time is over."""
-        for handoff in [handoff for handoff in self._active.values() if handoff.grant is None]:
+        for handoff in [handoff for handoff in self.active_handoffs if handoff.grant is None]:
             if now >= handoff.grant_deadline:
                 self._fail(handoff, f"no word from {handoff.key.receiver_id} of the lease it was asked for")
         for key, grant in list(self._early_grants.items()):
@@ -239,9 +239,19 @@ class Outbox:
         return [(h.key.request_id, h.grant.lease.generation if h.grant else 0) for h in self._active.values()]
 
     @property
+    def active_handoffs(self) -> list[OutgoingHandoff]:
+        """Handoffs that are neither delivered nor failed, in the order in which they were opened."""
+        return list(self._active.values())
+
+    @property
+    def open_handoffs(self) -> list[OutgoingHandoff]:
+        """Handoffs that have not ended: the active ones, and those that only wait for in-flight writes."""
+        return list(dict.fromkeys([*self._active.values(), *self._by_lease.values()]))
+
+    @property
     def num_open(self) -> int:
-        """Handoffs that have not ended, including those that only wait for in-flight writes."""
-        return len(set(self._active.values()) | set(self._by_lease.values()))
+        """Handoffs that have not ended."""
+        return len(self.open_handoffs)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the maps agree."""

@@ -20,7 +20,7 @@ __all__ = ["MessageSocket"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_RECEIVED = 256  # messages received before other callbacks of the loop run
+MAX_RECEIVED = 256  # messages received before other callbacks of the loop run
 
 
 class MessageSocket:
@@ -75,8 +75,8 @@ class MessageSocket:
             self._read()
 
     def _read(self) -> None:
-        """Receive what is there; after `_MAX_RECEIVED` messages, go on in a later callback."""
-        for _ in range(_MAX_RECEIVED):
+        """Receive what is there; after `MAX_RECEIVED` messages, go on in a later callback."""
+        for _ in range(MAX_RECEIVED):
             if self._socket.closed:
                 return
             try:

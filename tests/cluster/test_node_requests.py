@@ -53,13 +53,15 @@ async def test_what_did_not_reach_ray_is_sent_again(monkeypatch: pytest.MonkeyPa
     running.cancel()
 
 
-async def test_a_request_of_unknown_fate_is_withdrawn_too() -> None:
+async def test_a_request_of_unknown_fate_is_withdrawn_too(caplog: pytest.LogCaptureFixture) -> None:
     """Ray may have heard it although its answer was lost."""
     fake = FakeRay()
     fake.num_failures = 1
     requests = NodeRequests("s", fake.send)
-    requests._wanted = [{"CPU": 1.0}]
-    assert not await requests._told()
+    running = asyncio.create_task(requests.run())
+    requests.want([{"CPU": 1.0}])
+    await eventually(lambda: "Ray was not told" in caplog.text)
+    running.cancel()
     await requests.close()
     assert fake.requests == [[]]
 

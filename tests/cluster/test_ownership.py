@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -68,22 +70,30 @@ class PlainActor(OwnedActor):
     def stop(self) -> None:
         pass
 
+    def news(self, owner: str) -> WatchNews | None:
+        """What the `watch` of a real actor would return now."""
+        return self._news(owner)
+
 
 @pytest.fixture
-def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def exits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The exit codes of this process, which goes on. Actors think that they have it for themselves."""
     codes: list[int] = []
+    monkeypatch.setattr("tandem.cluster.owned_actor.ray.is_initialized", lambda: True)
     monkeypatch.setattr("tandem.cluster.owned_actor.os._exit", codes.append)
     monkeypatch.setattr("tandem.cluster.owned_actor._UNHEARD_S", 1e6)
-    return codes
+    former = signal.signal(signal.SIGTERM, lambda *_: codes.append(-signal.SIGTERM))
+    yield codes
+    signal.signal(signal.SIGTERM, former)
 
 
 def test_a_second_sigterm_ends_a_worker_at_once_though_its_server_heard_the_first(exits: list[int]) -> None:
     actor = PlainActor(None)
-    actor._on_sigterm()
-    assert actor._news("") is WatchNews.ASKED_TO_LEAVE
-    assert actor._news("") is None
+    signal.raise_signal(signal.SIGTERM)
+    assert actor.news("") is WatchNews.ASKED_TO_LEAVE
+    assert actor.news("") is None
     assert exits == []
-    actor._on_sigterm()
+    signal.raise_signal(signal.SIGTERM)
     assert exits == [1]
 
 
@@ -93,11 +103,11 @@ def test_the_next_server_hears_of_a_sigterm_that_the_dead_one_was_told_of(
     monkeypatch.setattr("tandem.cluster.ownership.LEASE_S", 0.0)
     actor = PlainActor(Tenure(owner=replace(OWNER, orphan_timeout_s=1e6), place=Place("ab", 0), is_added=False))
     assert isinstance(actor.claim("next", "key"), WorkerClaim)
-    assert actor._news("next") is None
-    actor._on_sigterm()
-    assert actor._news("next") is WatchNews.ASKED_TO_LEAVE
+    assert actor.news("next") is None
+    signal.raise_signal(signal.SIGTERM)
+    assert actor.news("next") is WatchNews.ASKED_TO_LEAVE
     assert isinstance(actor.claim("next but one", "key"), WorkerClaim)
-    assert actor._news("next but one") is WatchNews.ASKED_TO_LEAVE
+    assert actor.news("next but one") is WatchNews.ASKED_TO_LEAVE
     assert exits == []
 
 
@@ -136,6 +146,8 @@ class Actors:
 
     async def _claim(self, name: str) -> Any:
         answer = self.answers[name]
+        if callable(answer):
+            return await answer()
         if isinstance(answer, list):
             answer = answer.pop(0) if len(answer) > 1 else answer[0]
         if isinstance(answer, Exception):
@@ -212,14 +224,13 @@ async def test_workers_that_wait_for_room_are_their_servers_while_it_lives(
 ) -> None:
     monkeypatch.setattr(survivors, "_CLAIM_TIMEOUT_S", 0.01)
     monkeypatch.setattr(survivors, "RENEW_S", 0.01)
-    actors = Actors(monkeypatch, waits=None)
-    monkeypatch.setattr(survivors, "_internal_kv_get", lambda *_, **__: f"pid 7 on h {signs.pop(0)}".encode())
 
-    async def claim(*_: object) -> None:
+    async def claim() -> None:
         await asyncio.get_running_loop().create_future()
 
-    waits = SimpleNamespace(name="waits", claim=SimpleNamespace(remote=claim))
-    monkeypatch.setattr(survivors, "_actor_named", lambda *_: waits)
+    actors = Actors(monkeypatch, waits=claim)
+    monkeypatch.setattr(survivors, "_internal_kv_get", lambda *_, **__: f"pid 7 on h {signs.pop(0)}".encode())
+
     if is_refused:
         with pytest.raises(ConfigError, match=r"has this name: pid 7 on h\. .*--service-name"):
             await claim_survivors(OWNER, "key", [])
@@ -231,9 +242,9 @@ async def test_workers_that_wait_for_room_are_their_servers_while_it_lives(
 
 async def test_workers_that_do_not_answer_are_waited_for_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that found no room for sixteen workers would cost the next one minutes."""
-    actors, may_answer, num_asked = Actors(monkeypatch, a=claim_of(), b=None, c=None, d=claim_of()), asyncio.Event(), 0
+    may_answer, num_asked = asyncio.Event(), 0
 
-    async def claim(*_: object) -> WorkerClaim:
+    async def claim() -> WorkerClaim:
         nonlocal num_asked
         num_asked += 1
         if num_asked == 2:
@@ -241,11 +252,7 @@ async def test_workers_that_do_not_answer_are_waited_for_at_the_same_time(monkey
         await may_answer.wait()
         return claim_of()
 
-    slow = SimpleNamespace(name="slow", claim=SimpleNamespace(remote=claim))
-    get_actor = survivors._actor_named
-    monkeypatch.setattr(
-        survivors, "_actor_named", lambda name, namespace: slow if name in "bc" else get_actor(name, namespace)
-    )
+    actors = Actors(monkeypatch, a=claim_of(), b=claim, c=claim, d=claim_of())
     claimed: list[Survivor] = []
     await asyncio.wait_for(claim_survivors(OWNER, "key", claimed), 5)
     assert len(claimed) == 4

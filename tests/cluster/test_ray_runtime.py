@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -46,7 +47,7 @@ def test_a_ray_address_that_answers_or_has_no_port_passes(monkeypatch: pytest.Mo
     assert addresses == []
 
 
-def test_rays_paragraph_about_a_dead_worker_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rays_paragraph_about_a_dead_worker_is_not_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     printed: list[str] = []
 
     def show(data: dict[str, Any], ignore_prefix: bool) -> None:
@@ -55,9 +56,10 @@ def test_rays_paragraph_about_a_dead_worker_is_not_printed(monkeypatch: pytest.M
 
     monkeypatch.setattr(show, "__module__", ray_worker.__name__)
     monkeypatch.setattr(ray_worker, "print_to_stdstream", show)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     for _ in range(2):
-        ray_runtime._print_no_deaths()
-    notice = f"{ray_runtime._DEATH_NOTICE} while executing a task by an unexpected system error. To troubleshoot ..."
+        ray_running("auto", tmp_path, lambda _: None)  # it is not entered: nothing is joined
+    notice = f"{ray_runtime.DEATH_NOTICE} while executing a task by an unexpected system error. To troubleshoot ..."
     for data in (
         {"pid": "raylet", "lines": [notice]},
         {"pid": "raylet", "lines": ["no room for an actor"]},
@@ -69,7 +71,7 @@ def test_rays_paragraph_about_a_dead_worker_is_not_printed(monkeypatch: pytest.M
 
 def test_ray_still_writes_that_notice() -> None:
     raylet = Path(ray.__file__).parent / "core" / "src" / "ray" / "raylet" / "raylet"
-    assert ray_runtime._DEATH_NOTICE.encode() in raylet.read_bytes()
+    assert ray_runtime.DEATH_NOTICE.encode() in raylet.read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,14 @@ arrives, time passes, the dead are reported) has to lead to a world at rest.
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
@@ -33,6 +34,7 @@ TTL_TICKS = 2  # a lease outlives one tick and a heartbeat in it
 FIRST_TOKEN = 7
 
 Snapshot = tuple[Any, ...]
+_Cloned = TypeVar("_Cloned")
 
 
 class Broken(Exception):
@@ -80,7 +82,7 @@ class Bounds(NamedTuple):
 class World:
     """All state. `actions` names all events; the first of them belongs to the quiet schedule.
 
-    NOTE: it reads and copies private state of both objects: a model checker has to tell all their states apart.
+    NOTE: `snapshot` reads private state of both objects: a model checker has to tell all their states apart.
     """
 
     bounds: Bounds
@@ -135,11 +137,11 @@ class World:
         actions.append(("sender submits", World.submit))
         if self.bounds.can_vouch and self.strays:
             actions.append(("strays land", World.land_strays))
-        elif self.bounds.can_vouch and self.outbox._lost_leases:
+        elif self.bounds.can_vouch and self.outbox.receivers_with_lost_writes:
             actions.append(("nothing lost can land", World.confirm_lost_writes))
         elif (
             any(lease.sender_epoch == self.sender_epoch for lease in self.table.fenced)
-            and self.outbox._lost_leases
+            and self.outbox.receivers_with_lost_writes
             and self.is_sender_death_known
         ):
             actions.append(("sender with a lost write is restarted", World.kill_sender))
@@ -150,9 +152,8 @@ class World:
 
     def _client_actions(self) -> list[tuple[str, Callable[[World], None]]]:
         actions: list[tuple[str, Callable[[World], None]]] = []
-        key = (REQUEST, RECEIVER, self.receiver_epoch)
-        active = next(iter(self.outbox._active.values()), None)
-        if self._may("opens") and key not in self.outbox._active:
+        active = next(iter(self.outbox.active_handoffs), None)
+        if self._may("opens") and not self._is_active(self.receiver_epoch):
             actions.append(("sender opens", World.open))
         room = len(self.free) >= self.bounds.num_blocks
         if self._may("queues") and self.table.num_live == 0:
@@ -197,6 +198,10 @@ class World:
     def _may(self, budget: str) -> bool:
         return self.used.get(budget, 0) < getattr(self.bounds, budget)
 
+    def _is_active(self, receiver_epoch: int) -> bool:
+        key = (REQUEST, RECEIVER, receiver_epoch)
+        return any(handoff.key == key for handoff in self.outbox.active_handoffs)
+
     def _use(self, budget: str) -> None:
         self.used[budget] = self.used.get(budget, 0) + 1
 
@@ -237,7 +242,7 @@ class World:
         self._send(Message("grant", lease.sender_epoch, self.receiver_epoch, lease.generation, lease.block_ids))
 
     def compute(self) -> None:
-        handoff = next(iter(self.outbox._active.values()))
+        handoff = self.outbox.active_handoffs[0]
         self.outbox.blocks_computed(REQUEST, list(range(len(handoff.local_block_ids) + 1)))
 
     def heartbeat(self) -> None:
@@ -346,7 +351,7 @@ class World:
             return
         if message.kind == "queued":
             deadline = self.now + TTL_TICKS
-            if (REQUEST, RECEIVER, message.receiver_epoch) in self.outbox._active:
+            if self._is_active(message.receiver_epoch):
                 self.vouched_until = deadline
             self.outbox.queued(REQUEST, RECEIVER, message.receiver_epoch, grant_deadline=deadline)
         elif message.kind == "revoked":
@@ -445,12 +450,10 @@ class World:
         new.free, new.pinned, new.used = set(self.free), set(self.pinned), dict(self.used)
         new.lent, new.content = dict(self.lent), dict(self.content)
         new.notifications = deque(self.notifications)
-        new.table = _clone_table(self.table)
-        outbox = self.outbox
-        handoffs = [*outbox._active.values(), *outbox._by_lease.values(), *(write.handoff for write in self.writes)]
-        copies = {h: replace(h, local_block_ids=list(h.local_block_ids)) for h in dict.fromkeys(handoffs)}
-        new.writes = deque(replace(write, handoff=copies[write.handoff]) for write in self.writes)
-        new.outbox = _clone_outbox(outbox, copies)
+        assert not self.outbox.take_ended(), "collect comes first"
+        copies: dict[int, Any] = {}
+        new.table, new.outbox = _clone(self.table, copies), _clone(self.outbox, copies)
+        new.writes = deque(replace(write, handoff=_copied(write.handoff, copies)) for write in self.writes)
         return new
 
     # What can be said of it.
@@ -476,8 +479,8 @@ class World:
     def snapshot(self) -> Snapshot:
         """Identifies this state: times count from now, and all deadlines that have passed are equal."""
         table, outbox, now = self.table, self.outbox, self.now
-        names = {id(handoff): handoff.handoff_id for handoff in outbox._active.values()}
-        handoffs = {id(h): h for h in (*outbox._active.values(), *outbox._by_lease.values())}
+        active = {id(handoff) for handoff in outbox.active_handoffs}
+        handoffs = {id(handoff): handoff for handoff in outbox.open_handoffs}
         handoffs |= {id(write.handoff): write.handoff for write in self.writes}
         leases = tuple(
             (g, e.is_fenced, max(0, e.deadline - now), e.lease.sender_epoch, tuple(e.checksums))
@@ -486,7 +489,7 @@ class World:
         sent = tuple(
             sorted(
                 (
-                    *(h.handoff_id, h.key.receiver_epoch, id(h) in names, h.num_submitted, h.num_in_flight),
+                    *(h.handoff_id, h.key.receiver_epoch, id(h) in active, h.num_submitted, h.num_in_flight),
                     *(len(h.local_block_ids), h.first_token_id is None, h.is_done_submitted, h.is_done_settled),
                     *(h.has_failed_write, h.has_lost_write, h.is_revoked, h.is_receiver_lost, h.is_ended),
                     *(bool(h.failure), h.grant is None and max(0, h.grant_deadline - now)),
@@ -502,7 +505,7 @@ class World:
         notifications = tuple(
             (m.generation, m.first_block if isinstance(m, ChunkArrived) else -1) for m in self.notifications
         )
-        past = tuple(sorted(outbox._past)), tuple(sorted(outbox._lost_leases))
+        past = tuple(sorted(outbox._past)), tuple(sorted(outbox._ungranted)), tuple(sorted(outbox._lost_leases))
         return (
             *(leases, sent, early, writes, notifications, past, self.network, self.strays, self.is_link_up),
             *(self.sender_epoch, self.receiver_epoch, self.is_sender_death_known, self.is_receiver_death_known),
@@ -511,26 +514,35 @@ class World:
         )
 
 
-def _clone_table(table: LeaseTable) -> LeaseTable:
-    assert vars(table).keys() == vars(LeaseTable()).keys()
-    new = object.__new__(type(table))
-    new.__dict__ |= table.__dict__
-    new._entries = {g: replace(entry, checksums=dict(entry.checksums)) for g, entry in table._entries.items()}
-    new._live = dict(table._live)
+def _clone(original: _Cloned, copies: dict[int, Any]) -> _Cloned:
+    """A copy that shares nothing which can change. `copies` has the copies of records, by the `id` of the original."""
+    new = object.__new__(type(original))
+    new.__dict__ |= {k: v if type(v) is int else _copied(v, copies) for k, v in vars(original).items()}
     return new
 
 
-def _clone_outbox(outbox: Outbox, copies: dict[Any, Any]) -> Outbox:
-    """`copies` maps each handoff to its copy."""
-    assert not outbox._ended, "collect comes first"
-    new = object.__new__(type(outbox))
-    new.__dict__ |= outbox.__dict__
-    new._active = {key: copies[handoff] for key, handoff in outbox._active.items()}
-    new._by_request = {name: [copies[handoff] for handoff in of] for name, of in outbox._by_request.items()}
-    new._by_lease = {key: copies[handoff] for key, handoff in outbox._by_lease.items()}
-    new._early_grants, new._past = dict(outbox._early_grants), outbox._past.copy()
-    new._lost_leases, new._ended = dict(outbox._lost_leases), []
-    return new
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    kind = type(value)
+    if isinstance(value, dict):
+        new = value.copy()
+        for key, one in value.items():
+            if type(one) is list or hasattr(one, "__dataclass_fields__"):
+                new[key] = _copied(one, copies)
+        return new
+    if kind is list:
+        return [_copied(one, copies) for one in value]
+    if not hasattr(kind, "__dataclass_fields__"):
+        return value
+    if id(value) not in copies:
+        parts = {name: _copied(getattr(value, name), copies) for name in _container_names(kind)}
+        copies[id(value)] = replace(value, **parts)
+    return copies[id(value)]
+
+
+@functools.cache
+def _container_names(record: type) -> list[str]:
+    """The fields of a record that begin as an empty list or dictionary."""
+    return [one.name for one in fields(record) if one.default_factory is not MISSING]
 
 
 class Explored(NamedTuple):

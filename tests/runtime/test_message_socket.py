@@ -16,11 +16,8 @@ ENDPOINT = "inproc://here"
 Messages = list[list[bytes]]
 
 
-@asynccontextmanager
-async def pair(
-    on_message: Callable[[MessageSocket, list[bytes]], object] = lambda socket, frames: None,
-) -> AsyncIterator[tuple[MessageSocket, MessageSocket, Messages, Messages]]:
-    """Two sockets, and the messages that each received. `on_message` gets those of the first one too."""
+def connected() -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """A router and a dealer, and their context."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router, dealer = context.socket(SocketType.ROUTER), context.socket(SocketType.DEALER)
     for socket in (router, dealer):
@@ -28,6 +25,16 @@ async def pair(
     dealer.identity = b"dealer"
     router.bind(ENDPOINT)
     dealer.connect(ENDPOINT)
+    return context, router, dealer
+
+
+@asynccontextmanager
+async def pair(
+    on_message: Callable[[MessageSocket, list[bytes]], object] = lambda socket, frames: None,
+    sockets: tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes], zmq.Socket[bytes]] | None = None,
+) -> AsyncIterator[tuple[MessageSocket, MessageSocket, Messages, Messages]]:
+    """Two sockets, and the messages that each received. `on_message` gets those of the first one too."""
+    context, router, dealer = sockets or connected()
     heard: tuple[Messages, Messages] = ([], [])
 
     def at_router(frames: list[bytes]) -> None:
@@ -48,7 +55,7 @@ async def pair(
 
 async def test_messages_arrive_whole_and_in_order() -> None:
     async with pair() as (router, dealer, to_router, to_dealer):
-        sent = [b"%d" % number for number in range(3 * message_socket._MAX_RECEIVED)]
+        sent = [b"%d" % number for number in range(3 * message_socket.MAX_RECEIVED)]
         for data in sent:
             dealer.send(data)
         await eventually(lambda: len(to_router) == len(sent))
@@ -59,13 +66,14 @@ async def test_messages_arrive_whole_and_in_order() -> None:
 
 
 async def test_messages_that_arrive_while_sending_are_not_missed() -> None:
-    async with pair() as (router, dealer, to_router, _):
+    _, bare_router, bare_dealer = sockets = connected()
+    async with pair(sockets=sockets) as (router, dealer, to_router, _):
         dealer.send(b"first")
         await eventually(lambda: len(to_router) == 1)
         await asyncio.sleep(0)
-        dealer._socket.send(b"second")
+        bare_dealer.send(b"second")
         # As sending does now and then: the signal for new messages is consumed, and the descriptor stays silent.
-        assert router._socket.poll(0, zmq.POLLIN)
+        assert bare_router.poll(0, zmq.POLLIN)
         router.send(b"dealer", b"mine")
         await eventually(lambda: len(to_router) == 2)
 

@@ -34,6 +34,7 @@ from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 from tests.support.fake_openai import FakeServer
+from tests.support.hub_relay import HubRelay
 from tests.support.keys import api_keys_of
 from tests.support.waiting import eventually
 
@@ -104,12 +105,16 @@ class Hub(Deciding):
         self._settings = settings
         self._stack = stack
 
-    async def edge(self, edge_id: str, timeout_s: float = 20.0) -> Edge:
+    async def relay(self) -> HubRelay:
+        """Stands between this hub and one edge."""
+        return await self._stack.enter_async_context(HubRelay(self.endpoint, f"{self.endpoint}-relay"))
+
+    async def edge(self, edge_id: str, timeout_s: float = 20.0, relay: HubRelay | None = None) -> Edge:
         """Add an edge and wait until it has joined."""
         self.hub.expect(edge_id)
         connections = EngineConnections(self._settings.external)
         remote = RemoteDispatcher(
-            self.endpoint,
+            self.endpoint if relay is None else relay.endpoint,
             edge_id,
             connections,
             on_lost=lambda: None,

@@ -124,7 +124,7 @@ class World:
     def compute(self) -> None:
         """A handoff's prefill computes more."""
         sender = self.senders[self.pick(2)]
-        active = list(sender.outbox._active.values())
+        active = sender.outbox.active_handoffs
         if not active:
             return
         handoff = active[self.pick(len(active))]

@@ -19,8 +19,8 @@ from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.engines.relay.prompt_forms import chat_form
 from tandem.router.engines.relay.prompts import ByteTokenReader
 from tandem.router.processes import dispatch_messages as messages
-from tandem.router.processes import dispatch_service, hub_client, wire
 from tandem.router.processes import hub as hub_module
+from tandem.router.processes import hub_client, wire
 from tandem.router.processes.remote_dispatcher import RemoteDispatcher
 from tandem.scheduling.request import ServiceClass
 from tests.support.engines_harness import (
@@ -463,7 +463,8 @@ async def test_streams_outlive_a_hub_that_is_silent_and_requests_are_refused(
     monkeypatch.setattr(hub_client, "WATCH_INTERVAL_S", 0.01)
     monkeypatch.setattr(hub_module, "STATUS_INTERVAL_S", 0.01)
     async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
-        edge = await hub.edge("edge", timeout_s=0.3)
+        relay = await hub.relay()
+        edge = await hub.edge("edge", timeout_s=0.3, relay=relay)
         fake_a.pause.clear()
         stream = start(edge, prompt_of("stream"), max_tokens=8)
         await eventually(lambda: any(request.has_answer for request in hub.engine("a").running))
@@ -472,8 +473,7 @@ async def test_streams_outlive_a_hub_that_is_silent_and_requests_are_refused(
         await eventually(lambda: len(fake_a.requests) == 2)
         tasks.append(start(edge, prompt_of("waiting")))
         await eventually(lambda: num_waiting(hub) == 1)
-        with monkeypatch.context() as deaf:
-            deaf.setattr(edge.remote._hub, "_on_message", lambda _: None)
+        with relay.silent_hub():
             await eventually(lambda: edge.remote.unready is not None)
             assert (await tasks[1]).status_code == 503
             refused = await start(edge)
@@ -493,11 +493,11 @@ async def test_a_silent_hub_is_not_waited_for_to_place_a_request_elsewhere(
 ) -> None:
     monkeypatch.setattr(hub_client, "WATCH_INTERVAL_S", 0.01)
     async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
-        edge = await hub.edge("edge", timeout_s=0.3)
+        relay = await hub.relay()
+        edge = await hub.edge("edge", timeout_s=0.3, relay=relay)
         reservation = edge.remote.reserve(routing_request(), lambda _: None)
         await reservation.place()
-        with monkeypatch.context() as deaf:
-            deaf.setattr(edge.remote._hub, "_on_message", lambda _: None)
+        with relay.silent_hub():
             await eventually(lambda: edge.remote.unready is not None)
             with pytest.raises(NoWorker):
                 await reservation.place_elsewhere()
@@ -510,9 +510,17 @@ async def test_a_request_that_the_hub_gave_up_is_not_placed_elsewhere(
 ) -> None:
     async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
         edge = await hub.edge("edge")
+        open_call, calls = hub.service.open, []
+
+        def opened(*args: Any) -> Any:
+            calls.append(open_call(*args))
+            return calls[-1]
+
+        monkeypatch.setattr(hub.service, "open", opened)
         reservation = edge.remote.reserve(routing_request(), lambda _: None)
         await reservation.place()
-        monkeypatch.setattr(dispatch_service._DispatchCall, "note", lambda *_: 1 / 0)
+        [call] = calls
+        monkeypatch.setattr(type(call), "note", lambda *_: 1 / 0)
         reservation.answered()
         await eventually(lambda: edge.remote.num_open == 0)
         with pytest.raises(NoWorker):
@@ -531,12 +539,14 @@ async def test_a_hub_that_is_not_there_is_told_in_time(tmp_path: Path) -> None:
 
 async def test_an_edge_that_closes_sends_those_who_wait_away(fake_a: FakeServer, tmp_path: Path) -> None:
     async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
-        one, two = await hub.edge("one"), await hub.edge("two")
-        running = await one_runs(one, fake_a)
-        reservation = two.remote.reserve(routing_request(prompt_of("waits")), lambda _: None)
-        waiting = asyncio.create_task(reservation.place())
-        await eventually(lambda: num_waiting(hub) == 1)
-        await two.remote._hub.close()
+        running = await one_runs(await hub.edge("one"), fake_a)
+        hub.hub.expect("two")
+        connections = EngineConnections(ExternalEnginesConfig())
+        two = RemoteDispatcher(hub.endpoint, "two", connections, on_lost=lambda: None, timeout_s=20.0)
+        async with two.running():
+            reservation = two.reserve(routing_request(prompt_of("waits")), lambda _: None)
+            waiting = asyncio.create_task(reservation.place())
+            await eventually(lambda: num_waiting(hub) == 1)
         with pytest.raises(NoWorker, match="shutting down"):
             await waiting
         hub.hub.drop("two")

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -35,11 +36,13 @@ from tandem.router.processes import hub as hub_module
 from tandem.router.processes import hub_client, wire
 from tandem.router.processes.backend_service import WIRE_FORMAT, BackendService, Status
 from tandem.router.processes.hub import EdgeHub
+from tandem.router.processes.hub_client import HubClient
 from tandem.router.processes.remote_backend import RemoteBackend
 from tandem.router.responses.store import LocalResponses
 from tandem.router.streams import Stream
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, events
+from tests.support.hub_relay import HubRelay
 from tests.support.raw_edge import RawEdge
 from tests.support.streams import Pulled
 from tests.support.waiting import eventually
@@ -66,9 +69,15 @@ class Line:
         self.lost: list[str] = []  # edges whose connection ended
         self._stack = stack
 
-    async def edge(self, name: str = "edge", timeout_s: float = 20.0) -> RemoteBackend:
+    async def relay(self) -> HubRelay:
+        return await self._stack.enter_async_context(HubRelay(self.endpoint, f"{self.endpoint}-relay"))
+
+    async def edge(
+        self, name: str = "edge", timeout_s: float = 20.0, relay: HubRelay | None = None, **options: Any
+    ) -> RemoteBackend:
         self.hub.expect(name)
-        edge = RemoteBackend(self.endpoint, name, on_lost=lambda: self.lost.append(name), timeout_s=timeout_s)
+        endpoint = self.endpoint if relay is None else relay.endpoint
+        edge = RemoteBackend(endpoint, name, on_lost=lambda: self.lost.append(name), timeout_s=timeout_s, **options)
         self._stack.push_async_callback(edge.close)
         await edge.start()
         return edge
@@ -328,11 +337,12 @@ async def test_an_edge_whose_message_names_no_call_is_disconnected(
 ) -> None:
     """It cannot be said who waits for an answer. The edge process sees the end of the connection, and is replaced."""
     async with line(tokenizer, tmp_path) as here:
-        edge, other = await here.edge(), await here.edge("other")
+        relay = await here.relay()
+        edge, other = await here.edge(relay=relay), await here.edge("other")
         here.backend.script = lambda _: [asyncio.Event()]
         waiting = asyncio.create_task(collect(edge.serve(REQUEST)))
         await eventually(lambda: here.backend.num_open == 1)
-        edge._hub._link.send(data)
+        relay.say(data)
         with pytest.raises(NoWorker, match="has closed the connection"):
             await waiting
         assert here.lost == ["edge"]
@@ -376,14 +386,24 @@ async def test_an_item_that_cannot_be_sent_fails_its_call_and_no_other(tokenizer
 
 async def test_a_note_that_cannot_be_sent_fails_its_call(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with line(tokenizer, tmp_path) as here:
-        edge = await here.edge()
+        here.hub.expect("edge")
+        client = HubClient(
+            here.endpoint, "edge", WIRE_FORMAT, lambda _: None, on_lost=lambda: here.lost.append("edge"), timeout_s=20.0
+        )
+        await client.start()
         here.backend.script = lambda _: [asyncio.Event()]
-        waiting = asyncio.create_task(collect(edge.serve(REQUEST)))
+        received: list[object] = []
+        call = client.open(REQUEST, received.append)
         await eventually(lambda: here.backend.num_open == 1)
-        edge._hub.note(0, object())
-        with pytest.raises(WorkerError, match="could not be sent"):
-            await waiting
+        client.note(call, object())
+        await eventually(lambda: received)
+        [failure] = received
+        assert isinstance(failure, WorkerError)
+        assert "could not be sent" in str(failure)
+        client.close_call(call)
         await eventually(lambda: here.backend.num_open == 0)
+        assert here.lost == []
+        await client.close()
 
 
 async def test_a_hub_that_is_silent_fails_calls_and_is_taken_back_when_it_speaks(
@@ -393,15 +413,12 @@ async def test_a_hub_that_is_silent_fails_calls_and_is_taken_back_when_it_speaks
     monkeypatch.setattr(hub_module, "STATUS_INTERVAL_S", 0.01)
     now = [100.0]
     async with line(tokenizer, tmp_path) as here:
-        here.hub.expect("edge")
-        edge = RemoteBackend(here.endpoint, "edge", on_lost=lambda: None, timeout_s=5.0, clock=lambda: now[0])
-        here._stack.push_async_callback(edge.close)
-        await edge.start()
+        relay = await here.relay()
+        edge = await here.edge(timeout_s=5.0, relay=relay, clock=lambda: now[0])
         here.backend.script = lambda _: [asyncio.Event()]
         waiting = asyncio.create_task(collect(edge.serve(REQUEST)))
         await eventually(lambda: here.backend.num_open == 1)
-        with monkeypatch.context() as deaf:
-            deaf.setattr(edge._hub, "_on_message", lambda _: None)
+        with relay.silent_hub():
             await eventually(lambda: _advance(now) and edge.reason is not None)
             with pytest.raises(NoWorker, match="silent for"):
                 await waiting
