@@ -12,6 +12,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from tandem.cluster.cleanup import RAY_FOLDER
 from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.process import ProcessId, has_ended, process_of
+from tandem.runtime.daemon_threads import in_daemon_thread
 from tandem.runtime.signals import defer_keyboard_interrupt, ignore_keyboard_interrupt
 
 __all__ = ["RayDaemon", "daemons_watched", "probe_address", "ray_running"]
@@ -39,6 +41,7 @@ _DAEMONS = {"gcs_server": "which knows all workers", "raylet": "which starts the
 # What Ray prints about each actor that died, with a paragraph of guesses. The supervisor reports it in one line.
 DEATH_NOTICE = "A worker died or was killed"
 _PROBE_TIMEOUT_S = 2.0  # Ray itself would try an address for a minute
+_LEAVE_TIMEOUT_S = 15.0  # of a Ray that is alive, but answers no more; Ray would end this process after a minute
 
 
 class RayDaemon(NamedTuple):
@@ -93,7 +96,7 @@ def _joined_ray(address: str, progress: Callable[[str], None]) -> Iterator[list[
     progress(f"joining Ray at {address}")
     probe_address(address)
     with contextlib.ExitStack() as stack:
-        stack.callback(_leave_ray, [])
+        stack.push(_leaving([]))
         try:
             ray.init(address=address, job_config=_job_config(), **_RAY_LOGS)
         except (ConnectionError, AuthenticationError) as exc:  # Ray reports a wrong token as the former
@@ -112,7 +115,7 @@ def _private_ray(folder: Path, progress: Callable[[str], None]) -> Iterator[list
     with contextlib.ExitStack() as stack:
         _require_loopback_and_token()
         daemons: list[RayDaemon] = []
-        stack.callback(_leave_ray, daemons)  # processes that do not end by this end with the folder
+        stack.push(_leaving(daemons))  # processes that do not end by this end with the folder
         init = partial(
             ray.init,
             address="local",
@@ -181,20 +184,35 @@ def probe_address(ray_address: str) -> None:
         raise ConfigError(f"ray_address={ray_address!r} cannot be reached: {exc}") from exc
 
 
-def _leave_ray(daemons: list[RayDaemon]) -> None:
-    """Disconnect from Ray, which ends a private one. One with a dead daemon is left: Ray would wait a minute for it."""
+def _leaving(daemons: list[RayDaemon]) -> Callable[..., None]:
+    """What a context does at its end: it leaves Ray, with exit code 1 after an error if this process cannot go on."""
+
+    def leave(kind: type[BaseException] | None, *_: object) -> None:
+        is_stop = kind is None or issubclass(kind, KeyboardInterrupt | SystemExit)
+        _leave_ray(daemons, exit_code=0 if is_stop else 1)
+
+    return leave
+
+
+def _leave_ray(daemons: list[RayDaemon], *, exit_code: int) -> None:
+    """Disconnect from Ray, which ends a private one. It is left as it is if it is dead, or dies or hangs meanwhile.
+
+    Ray would wait a minute for it, and then abort this process. SIGTERM to all processes of a server, as systemd sends
+    it, reaches Ray's daemons too.
+    """
     with ignore_keyboard_interrupt():  # an impatient Ctrl-C here would leave it running
         if all(daemon.is_alive for daemon in daemons):
-            ray.shutdown()
-        else:
-            atexit.register(_exit_without_ray)  # called first: the last one registered is
+            done, _ = wait([in_daemon_thread(ray.shutdown)], timeout=_LEAVE_TIMEOUT_S)
+            if done:
+                return
+        atexit.register(_exit_without_ray, exit_code)  # called first: the last one registered is
 
 
-def _exit_without_ray() -> None:
+def _exit_without_ray(exit_code: int) -> None:
     """End at once: Ray's threads would end this process by SIGSEGV, or with a report of what they miss."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(exit_code)
 
 
 @contextlib.contextmanager

@@ -138,7 +138,8 @@ async def _serve(
                 progress("the first generation succeeded")
                 print_welcome(config, listener.getsockname()[1], console, needs_key=api_keys.is_required)
             await wait_for_any(*ends, stop)
-            _raise_failures(ends)
+            if not stop.is_set():  # SIGTERM may have reached all our processes
+                _raise_failures(ends)
             await drain(frontend, stop_now, service.shut_down, config.router.drain_timeout_s, progress)
     return 0
 
@@ -149,7 +150,7 @@ async def _unless(stop: asyncio.Event, work: object, progress: Callable[[str], N
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
-    if not task.done():
+    if stop.is_set():
         progress("stopping: what loads now may take some seconds to end")
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -32,6 +32,8 @@ from tandem.protocol.errors import AddRefused, ConfigError, DrainRefused, Servin
 from tandem.protocol.fault_boundary import async_error_of
 from tandem.protocol.messages import PeerAddress, Role, WorkerState
 from tandem.runtime.background import BackgroundTasks
+from tandem.runtime.daemon_threads import in_daemon_thread
+from tandem.runtime.signals import wait_for_any
 from tandem.scheduling.autoscaling.moves import Flip
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.workers.registry import Registry
@@ -42,6 +44,7 @@ __all__ = ["Supervisor"]
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 15.0
+_RAY_TIMEOUT_S = 5.0  # Ray needs milliseconds to end its workers, unless it is about to end itself
 _SIGTERM_GRACE_S = 30.0  # as of `tandem drain`
 _ASK_AGAIN_S = 0.2
 _GONE_TIMEOUT_S = 5.0  # how long a replacement waits for the memory that a dead worker's process may still take
@@ -174,14 +177,10 @@ class Supervisor:
         for stop in stops:
             stop.cancel()
         await asyncio.gather(self._background.close(), *stops, return_exceptions=True)
-        for member in self.members.values():
-            self._kill(member)
-        if not self._is_hands_off:
-            kill_all(self._claimed)  # including those whose members have not begun yet
         if self._requests is not None and not self._is_hands_off:
             await self._requests.close()
-        if self.bundles is not None and not self._is_hands_off:
-            self.bundles.remove()
+        if not self._is_hands_off:
+            await self._end_workers()
 
     async def check_integrity(self) -> dict[str, str]:
         """What is wrong with, or held by, each worker that should be idle; "" where nothing is."""
@@ -205,6 +204,24 @@ class Supervisor:
                 "smaller num_cpus_per_worker."
             )
         return self.arrivals.begin(role, reason=reason)
+
+    async def _end_workers(self) -> None:
+        """Let Ray end those that are left and take their bundles back, as long as it lives and answers."""
+        ending = asyncio.wrap_future(in_daemon_thread(self._end_workers_now))
+        ends = [ending] if self._failure.done() else [ending, self._failure]
+        await wait_for_any(*ends, timeout_s=_RAY_TIMEOUT_S)
+        if not ending.done():
+            logger.warning("Ray has not ended the workers within %g s", _RAY_TIMEOUT_S)
+        elif (error := ending.exception()) is not None:
+            logger.error("the workers could not be ended", exc_info=error)
+
+    def _end_workers_now(self) -> None:
+        """May block for a minute if Ray does not answer."""
+        for member in list(self.members.values()):
+            self._kill(member)
+        kill_all(self._claimed)  # including those whose members have not begun yet
+        if self.bundles is not None:
+            self.bundles.remove()
 
     def _give_up(self, worker: str, reason: str) -> None:
         """End the wait for a worker that was added and does not serve yet."""
