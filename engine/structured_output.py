@@ -35,7 +35,7 @@ from tandem.protocol.grammar import (
 
 __all__ = ["GrammarMatcher", "StructuredOutput", "TokenMask"]
 
-_MAX_COMPILED = 64  # grammars that are kept: requests of one application share theirs
+MAX_COMPILED = 64  # grammars that are kept: requests of one application share theirs
 _MAX_THREADS = 8  # threads that compute masks
 _MAX_RUN_BYTES = 512  # of a forced text whose tokens are looked for one by one: each time the rest of it is cut anew
 # Wait for masks after a step's forward. Most take less than a millisecond, but all cores may be busy.
@@ -170,6 +170,13 @@ class StructuredOutput:
         self._tokenizer = self._compiler.submit(self._load_tokenizer)
         wait([self._tokenizer])
 
+    @property
+    def tokenizer(self) -> llguidance.LLTokenizer:
+        """The model's tokenizer, as grammars use it. Raises `GrammarError` if the model has none that they can use."""
+        if (error := self._tokenizer.exception()) is not None:
+            raise GrammarError(f"This model has no tokenizer that structured output can use: {error}")
+        return self._tokenizer.result()
+
     def matcher(self, grammar: str, order: float = 0.0) -> GrammarMatcher:
         """A matcher at the grammar's beginning, which is compiled in the background, the smallest `order` first.
 
@@ -215,7 +222,7 @@ class StructuredOutput:
         while self._compiled:
             compilation = self._compiled.popleft()
             self._kept[compilation.grammar] = compilation
-            if len(self._kept) > _MAX_COMPILED:
+            if len(self._kept) > MAX_COMPILED:
                 self._kept.popitem(last=False)
 
     def _begin(self, pool: ThreadPoolExecutor, rows: list[tuple[GrammarMatcher, list[int]]]) -> None:
@@ -248,9 +255,7 @@ class StructuredOutput:
         self._compiled.append(compilation)
 
     def _compile(self, grammar: str) -> _Compiled:
-        if (error := self._tokenizer.exception()) is not None:
-            raise GrammarError(f"This model has no tokenizer that structured output can use: {error}")
-        tokenizer = self._tokenizer.result()
+        tokenizer = self.tokenizer
         with grammar_errors_only():
             return _Compiled(compile_grammar(tokenizer, grammar), compile_probe(tokenizer, grammar))
 

@@ -229,6 +229,7 @@ class FairQueue(Generic[E]):
         assert self._num_entries == sum(len(queue.entries) for queue in self._tenants.values()), "number of entries"
         assert self._busy == {name: queue for name, queue in self._tenants.items() if queue.entries}, "busy tenants"
         assert self._idle.keys() == self._tenants.keys() - self._busy.keys(), "idle tenants"
+        assert len(self._idle) <= MAX_IDLE_TENANTS, f"{len(self._idle)} idle tenants are remembered"
         for tenant, queue in self._tenants.items():
             assert queue.priorities == sorted(queue.levels), f"priorities of {tenant}"
             assert all(queue.levels.values()), f"an empty level of {tenant}"

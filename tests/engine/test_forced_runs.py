@@ -5,18 +5,17 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from tandem.engine.engine import Engine, SequenceOutput
 from tandem.engine.sequence import Sequence
 from tandem.engine.structured_output import StructuredOutput
-from tandem.protocol.grammar import make_grammar_tokenizer
 from tandem.protocol.messages import FinishReason
 from tests.engine.test_engine import add, make_prompt
 from tests.engine.test_structured_output import make_engine
@@ -124,7 +123,7 @@ def test_a_run_ends_where_the_model_does(folder: Path) -> None:
 
 def test_a_run_ends_at_a_stop_token(folder: Path) -> None:
     engine = make_engine(folder)
-    [x] = engine.structured_output._load_tokenizer().tokenize_str("q")
+    [x] = engine.structured_output.tokenizer.tokenize_str("q")
     grammar = lark_grammar('start: "aaaaqbbbb" /[xyz]{9}/')
     request = {"num_prompt": 20, "sampling": {"grammar": grammar, "max_tokens": 100, "stop_token_ids": (x,)}}
     told = answers(engine, [request], random.Random(0), 0.0)
@@ -146,10 +145,9 @@ def merging(tmp_path_factory: pytest.TempPathFactory) -> StructuredOutput:
     trainer = trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, special_tokens=["<|end|>"])
     texts = ['{"description": "ab", "quantity": 12}, {"description": "the middle of it, "', "hello, world", "celsius"]
     bpe.train_from_iterator([*texts * 5, *GRAMMARS], trainer)
-    structured_output = StructuredOutput(Path("nowhere"), bpe.get_vocab_size(), frozenset({0}))
-    structured_output._tokenizer = Future()
-    structured_output._tokenizer.set_result(make_grammar_tokenizer(bpe.to_str(), None, [0]))
-    return structured_output
+    folder = tmp_path_factory.mktemp("merging")
+    PreTrainedTokenizerFast(tokenizer_object=bpe).save_pretrained(folder)
+    return StructuredOutput(folder, bpe.get_vocab_size(), frozenset({0}))
 
 
 def walk(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
@@ -16,6 +17,7 @@ import pytest
 from tandem.engine import structured_output
 from tandem.engine.engine import Engine, SequenceFailure, StepResult
 from tandem.engine.sequence import Phase, Sequence
+from tandem.engine.structured_output import GrammarMatcher
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.grammar import GrammarError, compile_probe
 from tandem.protocol.messages import FinishReason
@@ -84,7 +86,7 @@ def text_of(engine: Engine, sequence: Sequence) -> str:
     """The output without the end token, which may come at the end only."""
     token_ids = output(sequence)
     assert EOS_TOKEN_ID not in token_ids[:-1]
-    tokenizer = engine.structured_output._load_tokenizer()
+    tokenizer = engine.structured_output.tokenizer
     return tokenizer.decode_str(token_ids[:-1] if token_ids[-1:] == [EOS_TOKEN_ID] else token_ids)
 
 
@@ -286,15 +288,23 @@ def test_the_tokenizer_is_loaded_before_there_are_requests(folder: Path, monkeyp
 
 
 def hold_masks(engine: Engine, grammar: str, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Let masks of this grammar wait for the event."""
-    may_go_on, compute_masks = threading.Event(), engine.structured_output._compute_masks
+    """Let masks of this grammar wait for the event. Call it before a sequence has the grammar."""
+    may_go_on, make_matcher = threading.Event(), engine.structured_output.matcher
 
-    def compute(rows: list[tuple[Any, list[int]]]) -> Any:
-        if any(matcher._compilation.grammar == grammar for matcher, _ in rows):
-            assert may_go_on.wait(60)
-        return compute_masks(rows)
+    def matcher(text: str, order: float) -> GrammarMatcher:
+        made = make_matcher(text, order)
+        follow = made.follow
 
-    monkeypatch.setattr(engine.structured_output, "_compute_masks", compute)
+        def follow_late(new_ids: list[int]) -> Any:
+            if threading.current_thread() is not threading.main_thread():  # so a mask is computed
+                assert may_go_on.wait(60)
+            return follow(new_ids)
+
+        if text == grammar:
+            monkeypatch.setattr(made, "follow", follow_late)
+        return made
+
+    monkeypatch.setattr(engine.structured_output, "matcher", matcher)
     return may_go_on
 
 
@@ -357,7 +367,7 @@ def test_no_step_looks_for_the_end_of_a_long_text(
     assert re.search("leaves no choice for|too many expressions", str(failure.error))
     assert len(output(other)) == 30
     assert threads <= {"token-masks", "slow-token-masks"}
-    tokenizer = engine.structured_output._tokenizer.result()
+    tokenizer = engine.structured_output.tokenizer
     probe = compile_probe(tokenizer, grammar)
     assert probe is not None
     probe.consume_tokens(tokenizer.tokenize_str(start + "x"))
@@ -473,10 +483,21 @@ def test_equal_grammars_are_compiled_once(engine: Engine, monkeypatch: pytest.Mo
     assert compiled == [regex_grammar("[ab]{5}"), regex_grammar("[ab]{6}")]
 
 
-def test_old_grammars_are_forgotten(engine: Engine) -> None:
-    for i in range(structured_output._MAX_COMPILED + 20):
-        ask(engine, str(i), regex_grammar(f"a{{{i + 1}}}"), max_tokens=1)
-    assert run(engine) == []
-    engine.structured_output._keep_compiled()
-    assert len(engine.structured_output._kept) == structured_output._MAX_COMPILED
-    assert not engine.structured_output._compiled
+def test_old_grammars_are_forgotten(engine: Engine, held_compiler: HeldCompiler) -> None:
+    may_go_on, compiled = held_compiler
+    may_go_on.set()
+
+    def use(*grammars: str) -> None:
+        for grammar in grammars:
+            ask(engine, grammar, grammar, max_tokens=1)
+        assert run(engine) == []
+        gc.collect()
+
+    use(*(regex_grammar(f"a{{{i + 1}}}") for i in range(structured_output.MAX_COMPILED + 20)))
+    forgotten, kept = compiled[:20], compiled[20:]
+    assert len(kept) == structured_output.MAX_COMPILED
+    compiled.clear()
+    use(*kept)
+    assert compiled == []
+    use(*forgotten)
+    assert compiled == forgotten

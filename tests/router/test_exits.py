@@ -37,7 +37,7 @@ def dripping(rng: random.Random, token_ids: list[int], tasks: list[asyncio.Task[
     async def drip(worker: FakeWorker, message: Decode | Generate) -> None:
         for offset in range(int(isinstance(message, Decode)), NUM_TOKENS):
             await asyncio.sleep(rng.choice([0, 0, 0.001, 0.003]))
-            if worker._socket.closed:
+            if worker.is_closed:
                 return
             finish = FinishReason.LENGTH if offset == NUM_TOKENS - 1 else None
             worker.output(SequenceDelta(message.request_id, offset, [token_ids[offset % len(token_ids)]], finish))

@@ -261,8 +261,11 @@ class Client:
 class Oracle:
     """One engine alone: what every way of serving must give, token for token."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, max_run: int | None = None) -> None:
+        """`max_run` is the engine's, unless it is None."""
         self._engine = Engine(engine_config(model))
+        if max_run is not None:
+            self._engine.max_run = max_run
         self._num_requests = 0
 
     def answer(self, token_ids: Sequence[int], **sampling: Any) -> list[int]:

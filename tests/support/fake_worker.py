@@ -147,6 +147,10 @@ class FakeWorker:
         """Say that a request was stopped."""
         self.send(RequestFailed(request_id=request_id, message="it was cancelled", code=CANCELLED))
 
+    @property
+    def is_closed(self) -> bool:
+        return self._socket.closed
+
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)

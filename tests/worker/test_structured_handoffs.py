@@ -28,9 +28,7 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def oracle(text_model: Path) -> Oracle:
-    made = Oracle(text_model)
-    made._engine.max_run = 1
-    return made
+    return Oracle(text_model, max_run=1)
 
 
 def garble(write: InProcessWrite) -> Verdict:

@@ -25,7 +25,7 @@ from tandem.router.http import server as http_server_module
 from tandem.router.http.app import RouterApp
 from tandem.router.http.listening import listening
 from tandem.router.http.metrics import EdgeMetrics
-from tandem.router.http.response_writer import ResponseWriter
+from tandem.router.http.response_writer import DIRECT_WRITE, ResponseWriter
 from tandem.router.http.server import http_server
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.runtime.signals import wait_for_any
@@ -35,13 +35,21 @@ from tests.support.waiting import eventually
 PART = b"data: %d\n\n"
 
 
+class Writer(ResponseWriter):
+    """It also has what the server offers for parts that can be written at once."""
+
+    def __init__(self, scope: Any, send: Any) -> None:
+        super().__init__(scope, send)
+        self.write_now: Callable[[bytes], bool] = scope["extensions"][DIRECT_WRITE]["write"]
+
+
 @asynccontextmanager
-async def serving(answer: Callable[[ResponseWriter], Awaitable[None]]) -> AsyncIterator[int]:
+async def serving(answer: Callable[[Writer], Awaitable[None]]) -> AsyncIterator[int]:
     """The port of a server that answers requests with `answer`."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            await answer(ResponseWriter(scope, send))
+            await answer(Writer(scope, send))
 
     async with serving_app(app) as port:
         yield port
@@ -184,15 +192,15 @@ async def read_chunked(reader: asyncio.StreamReader) -> tuple[bytes, list[bytes]
 async def test_parts_are_chunks_of_a_body_and_the_connection_stays_open() -> None:
     ways: list[bool] = []
 
-    async def answer(writer: ResponseWriter) -> None:
-        ways.append(writer._write(b"too early"))
+    async def answer(writer: Writer) -> None:
+        ways.append(writer.write_now(b"too early"))
         await writer.start([(b"content-type", b"text/event-stream")])
         for number in range(20):
             assert writer.write(PART % number)
-            assert writer._write(b"")  # an empty write does not end the body
-        ways.append(writer._write(PART % 20))
+            assert writer.write_now(b"")  # an empty write does not end the body
+        ways.append(writer.write_now(PART % 20))
         await writer.end(b"last")
-        ways.append(writer._write(b"too late"))
+        ways.append(writer.write_now(b"too late"))
 
     async with serving(answer) as port:
         reader, writer = await ask(port)
@@ -209,7 +217,7 @@ async def test_a_slow_reader_pauses_the_stream_and_gets_all_of_it() -> None:
     part, num_parts = b"x" * 65_536, 400
     num_waits = 0
 
-    async def answer(writer: ResponseWriter) -> None:
+    async def answer(writer: Writer) -> None:
         nonlocal num_waits
         await writer.start([])
         for number in range(num_parts):
@@ -235,12 +243,12 @@ async def test_nothing_is_written_to_a_client_that_left() -> None:
     left, shown = asyncio.Event(), asyncio.Event()
     ways: list[bool] = []
 
-    async def answer(writer: ResponseWriter) -> None:
+    async def answer(writer: Writer) -> None:
         await writer.start([])
         writer.write(b"one")
         await left.wait()
         async with asyncio.timeout(30):
-            while writer._write(b"more"):  # noqa: ASYNC110 - until the server has noticed
+            while writer.write_now(b"more"):  # noqa: ASYNC110 - until the server has noticed
                 await asyncio.sleep(0.01)
         ways.append(writer.write(b"nobody reads this"))
         await writer.end(b"")
@@ -260,7 +268,7 @@ async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.M
     monkeypatch.setattr(http_protocol_module, "_STALL_S", 0.3)
     ended = asyncio.Event()
 
-    async def answer(writer: ResponseWriter) -> None:
+    async def answer(writer: Writer) -> None:
         try:
             await writer.start([])
             for _ in range(1000):  # more than fits into the buffers on the way
@@ -528,7 +536,7 @@ async def test_a_complete_request_that_waits_in_the_pipeline_does_not_time_out(s
 
 @pytest.mark.parametrize("headers", [b"", b"host: h\r\n", b"connection: keep-alive\r\n"])
 async def test_an_http_1_0_client_gets_a_stream_without_chunks_that_ends_with_the_connection(headers: bytes) -> None:
-    async def answer(writer: ResponseWriter) -> None:
+    async def answer(writer: Writer) -> None:
         await writer.start([(b"content-type", b"text/event-stream")])
         for number in range(3):
             writer.write(PART % number)
