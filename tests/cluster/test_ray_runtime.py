@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,6 +157,24 @@ def test_a_ray_that_does_not_start_is_told_in_one_sentence(
             pass
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, WorkerError], ids=["stopped", "Ctrl-C", "failed"])
+def test_a_ray_that_hangs_at_the_end_is_left_with_the_right_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: type[BaseException] | None
+) -> None:
+    hangs, at_exit = threading.Event(), []
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: hangs.wait(60))
+    monkeypatch.setattr("tandem.cluster.ray_runtime._LEAVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(atexit, "register", lambda call, code: at_exit.append((call.__name__, code)))
+    try:
+        with contextlib.suppress(error or ()), ray_running("auto", tmp_path, lambda _: None):
+            if error is not None:
+                raise error("the server ends")
+    finally:
+        hangs.set()
+    assert at_exit == [("_exit_without_ray", int(error is WorkerError))]
 
 
 @pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])

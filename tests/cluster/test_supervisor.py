@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,6 +107,44 @@ async def test_nothing_is_asked_of_a_ray_that_died(monkeypatch: pytest.MonkeyPat
             await cluster.supervisor.failure
         await cluster.supervisor.close()
         assert asked == []
+
+
+async def test_a_ray_that_answers_no_more_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM to all processes of a server ends Ray's daemons too. Calls of a Ray that ends may block for a minute."""
+    monkeypatch.setattr("tandem.cluster.supervisor._RAY_TIMEOUT_S", 0.05)
+    answers, asked = threading.Event(), []
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
+
+        def kill(*_: object, **__: object) -> None:
+            asked.append("kill")
+            answers.wait(60)
+
+        monkeypatch.setattr(cluster.ray, "kill", kill)
+        try:
+            await cluster.supervisor.close()
+            assert asked == ["kill"]
+        finally:
+            answers.set()
+
+
+async def test_a_ray_that_dies_while_the_server_stops_is_left_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.cluster.supervisor._RAY_TIMEOUT_S", 3600.0)
+    answers, is_asked = threading.Event(), threading.Event()
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
+
+        def kill(*_: object, **__: object) -> None:
+            is_asked.set()
+            answers.wait(60)
+
+        monkeypatch.setattr(cluster.ray, "kill", kill)
+        try:
+            closing = asyncio.create_task(cluster.supervisor.close())
+            await eventually(is_asked.is_set)
+            assert not closing.done()
+            cluster.supervisor.let_go(WorkerError("Ray's raylet has died"))
+            await closing
+        finally:
+            answers.set()
 
 
 async def test_when_the_last_worker_died_too_often_the_service_ends_with_its_reason(

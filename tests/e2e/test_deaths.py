@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -68,6 +69,22 @@ def test_the_death_of_a_daemon_of_ray_is_told_in_our_words(text_model: Path, tmp
         until(lambda: not any(map(is_alive, children)), GONE_S, lambda: str([p for p in children if is_alive(p)]))
         assert not list(server.scratch.iterdir())
         stream.close()
+
+
+def test_sigterm_to_all_processes_of_a_server_ends_it_as_sigterm_to_one_does(text_model: Path, tmp_path: Path) -> None:
+    """As systemd sends it by default. Ray's daemons end with it, and a call of such a Ray may block for a minute."""
+    with started(text_model, tmp_path, "--router-processes", "2", *POOL) as server:
+        children = server.wait_ready().children()
+        signalled_at = time.monotonic()
+        for process in (server.process, *children):
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGTERM)
+        assert server.process.wait(45.0) == 0, server.output
+        print(f"ended after {time.monotonic() - signalled_at:.1f} s")
+        assert "Traceback" not in server.output
+        assert "GCS" not in server.output
+        until(lambda: not any(map(is_alive, children)), GONE_S, lambda: str([p for p in children if is_alive(p)]))
+        until(lambda: not list(server.scratch.iterdir()), GONE_S, lambda: str(list(server.scratch.iterdir())))
 
 
 def test_a_worker_that_gets_sigterm_finishes_its_answers_elsewhere_and_is_replaced(

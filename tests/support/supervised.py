@@ -56,8 +56,12 @@ class FakeRay:
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.start))
 
     def kill(self, actor: FakeActor, *, no_restart: bool) -> None:
-        if not actor.ended.done():
-            actor.ended.set_exception(RayActorError())
+        """May be called in a thread, as Ray's own."""
+        loop = actor.ended.get_loop()
+        if asyncio._get_running_loop() is loop:
+            actor.die()
+        else:
+            loop.call_soon_threadsafe(actor.die)
 
     def nodes(self) -> list[dict[str, object]]:
         self.num_looks_at_nodes += 1
@@ -145,6 +149,10 @@ class FakeActor:
     @property
     def is_gone(self) -> bool:
         return self.process.poll() is not None
+
+    def die(self) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(RayActorError())
 
     async def _call(self, name: str, *args: Any) -> Any:
         if name == "identity":
