@@ -74,7 +74,9 @@ def answers(server: Server) -> list[str]:
 
 
 def hosts(server: Server) -> set[str]:
-    return {server.worker(role).get("host", "") for role in ("prefill", "decode")}
+    """Where the workers of both roles get requests; "" for a role whose worker is gone or still flips."""
+    workers = [server.worker(role) for role in ("prefill", "decode")]
+    return {worker["host"] if worker.get("state") == "ready" else "" for worker in workers}
 
 
 def num_handoffs(server: Server) -> int:
