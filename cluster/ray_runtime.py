@@ -202,8 +202,9 @@ def _leave_ray(daemons: list[RayDaemon], *, exit_code: int) -> None:
     """
     with ignore_keyboard_interrupt():  # an impatient Ctrl-C here would leave it running
         if all(daemon.is_alive for daemon in daemons):
-            done, _ = wait([in_daemon_thread(ray.shutdown)], timeout=_LEAVE_TIMEOUT_S)
-            if done:
+            leaving = in_daemon_thread(ray.shutdown)
+            if wait([leaving], timeout=_LEAVE_TIMEOUT_S).done:
+                leaving.result()  # raises what it raised
                 return
         atexit.register(_exit_without_ray, exit_code)  # called first: the last one registered is
 
