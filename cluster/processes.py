@@ -118,8 +118,11 @@ class ProcessGroup:
         except TimeoutError as exc:
             _kill(child)
             raise ConfigError(f"process {number} did not serve within {READY_TIMEOUT_S:g} s") from exc
+        if line == "":
+            code = await _exit_code(child)
+            raise ConfigError(f"process {number} ended before it served, with code {code}")
         if line != "ready":
-            raise ConfigError(line.removeprefix("error: ") or f"process {number} ended before it served")
+            raise ConfigError(line.removeprefix("error: "))
 
     async def _new_process(self) -> Process:
         # A session of its own keeps Ctrl-C at the terminal from the child: the parent tells it to stop.
@@ -203,6 +206,15 @@ async def _next_line(child: Process) -> str:
     """The next line that the child writes; "" at the end."""
     assert child.stdout is not None, "its output is a pipe"
     return (await child.stdout.readline()).decode(errors="replace").strip()
+
+
+async def _exit_code(child: Process) -> int:
+    """The exit code of a child that has closed its output. One that goes on nevertheless is killed."""
+    try:
+        return await asyncio.wait_for(child.wait(), KILL_AFTER_S)
+    except TimeoutError:
+        _kill(child)
+        return await child.wait()
 
 
 def _kill(child: Process) -> None:

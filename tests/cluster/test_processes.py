@@ -120,6 +120,15 @@ def test_what_one_cannot_do_is_told_and_ends_the_others() -> None:
     run(scenario())
 
 
+def test_how_one_ended_that_never_served_is_told() -> None:
+    async def scenario() -> None:
+        here = Group(lambda *_: "die", 1)
+        with pytest.raises(ConfigError, match=r"process 0 ended before it served, with code -9"):
+            await here.running
+
+    run(scenario())
+
+
 def test_a_replacement_that_hangs_before_it_serves_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         here = Group(lambda _, num_started: "hang" if num_started == 1 else "serve", 1)

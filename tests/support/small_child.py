@@ -1,8 +1,10 @@
-"""A child of a `ProcessGroup` that does what its setup says: serve, hang (before it is ready), refuse."""
+"""A child of a `ProcessGroup` that does what its setup says: serve, hang (before it is ready), refuse, die."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 
 from tandem.cluster.processes import ParentPipe
 
@@ -13,6 +15,8 @@ async def main() -> None:
     if word == "refuse":
         pipe.say("error: it does not want to")
         return
+    if word == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
     async with pipe.obeying() as (stop, _):
         if word == "serve":
             pipe.say("ready")
