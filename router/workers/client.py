@@ -116,7 +116,7 @@ class WorkerClient:
         self._config = config
         self._router_id = router_id or f"router-{uuid.uuid4().hex[:12]}"
         self._keys = keys or make_keys()
-        self._heartbeat_interval_s = heartbeat_interval_s
+        self._missed_s = _HEARTBEATS_MISSED * heartbeat_interval_s
         self._clock = clock
         self._links: dict[str, Link] = {}
         self._recorder = LoadRecorder(registry, costs)
@@ -255,7 +255,7 @@ class WorkerClient:
     def _silent_since_s(self, worker_id: str) -> float:
         """When a living worker would have been heard again. Its heartbeats go on while it computes or hangs."""
         worker = self._registry.get(worker_id)
-        return math.inf if worker is None else worker.last_seen_s + _HEARTBEATS_MISSED * self._heartbeat_interval_s
+        return math.inf if worker is None else worker.last_seen_s + self._missed_s
 
     def _dispatch(self, link: Link, message: WorkerMessage) -> None:
         match message:
@@ -334,7 +334,7 @@ class WorkerClient:
             link.dropped.add(DropReason.IMPOSTOR, text)
 
     async def _watch(self) -> None:
-        """Give up workers that are silent or stuck, and request snapshots again that did not arrive."""
+        """Pass over workers that fall silent, give up those that stay so or are stuck, and request late snapshots."""
         timeout_s = self._config.worker_timeout_s
         idle_clock = IdleClock(timeout_s)
         idle_clock.check(self._clock(), timeout_s / CHECKS)
@@ -347,5 +347,7 @@ class WorkerClient:
                     self.mark_dead(worker.worker_id, f"silent for {idle_clock.idle_s(worker.last_seen_s, now):.1f} s")
                 elif worker.progress_age_s > self._config.worker_stall_timeout_s:
                     self.mark_dead(worker.worker_id, f"stuck: its step or loop began {worker.progress_age_s:.1f} s ago")
+                elif idle_clock.idle_s(worker.last_seen_s, now) > self._missed_s:
+                    self._registry.note_silence(worker.worker_id)
             for link in self._links.values():
                 self._feed.request_overdue(link, now, timeout_s)

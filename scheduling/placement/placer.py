@@ -65,12 +65,15 @@ class Placer:
         `held`: for each worker, the work that waits in the router and goes before this request.
         `order`: the prompt's place among those at a worker; it overtakes those of a later order.
         The digests are those of the workers that remain, which must all hash alike.
+        A worker whose heartbeats are missing is chosen only where no other one can decode.
         Where no worker decodes, a request that `may_cover` goes to a prefill worker. So does a resumed one
         where none that decodes can take it: its client is in the midst of an answer.
         Raises `NoWorker` with the reasons when no worker can take the request.
         """
         table = self._workers.table
         is_usable, skipped = self._usable(table, request, excluded)
+        if table.has_silent:
+            is_usable = _preferably_heard(table, is_usable, skipped)
         decoders = is_usable & table.can_decode
         can_hand_over = request.can_hand_over
         if not np.count_nonzero(decoders) and (request.is_resumed or (request.may_cover and not self.can_place)):
@@ -158,3 +161,17 @@ class Placer:
         asked = f" of tenant '{request.tenant}'" if request.allowed_workers else ""
         asked += f" for adapter '{request.adapter}'" if request.adapter else ""
         return f"no worker can take this request{asked}: {', '.join(reasons) or 'none is connected'}"
+
+
+def _preferably_heard(table: WorkerTable, is_usable: Mask, skipped: dict[str, int]) -> Mask:
+    """The usable workers without those that are silent now, unless no other one decodes.
+
+    A silent worker is dead, stopped or cut off more often than late. Until that is known, a request there would wait
+    for the whole timeout.
+    """
+    heard = is_usable & table.is_heard
+    if not np.count_nonzero(heard & table.can_decode):
+        return is_usable
+    if num_silent := int(np.count_nonzero(is_usable)) - int(np.count_nonzero(heard)):
+        skipped["silent"] = num_silent
+    return heard

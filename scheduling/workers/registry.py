@@ -141,6 +141,18 @@ class Registry:
             worker.load = load
             worker.progress_age_s = progress_age_s
             worker.last_seen_s = now
+            self._set_silent(worker, False)
+
+    def note_silence(self, worker_id: str) -> None:
+        """Note that heartbeats of a worker are missing: others are preferred until its next sign of life."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            self._set_silent(worker, True)
+
+    def _set_silent(self, worker: RegisteredWorker, is_silent: bool) -> None:
+        if worker.is_silent != is_silent:
+            worker.is_silent = is_silent
+            self._table = None
 
     def note_tiers(self, worker_id: str, tiers: Sequence[TierLoad], fetches: FetchStats | None) -> None:
         """Store a worker's report on its KV tiers."""

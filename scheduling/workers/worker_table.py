@@ -95,6 +95,8 @@ class WorkerTable:
         # For each state that occurs and takes no requests: a mask of the workers in other states.
         states = sorted({worker.state for worker in workers} - {WorkerState.READY})
         self.not_in_state = {s.value: _mask(worker.state is not s for worker in workers) for s in states}
+        self.is_heard = _mask(not worker.is_silent for worker in workers)
+        self.has_silent = any(worker.is_silent for worker in workers)
         self.is_colocated = _mask(worker.role == Role.COLOCATED for worker in workers)
         self.is_decoder = _vector(worker.role == Role.DECODE for worker in workers)
         self.can_prefill = _mask(can_prefill(worker) for worker in workers)

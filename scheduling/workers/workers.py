@@ -50,6 +50,7 @@ class RegisteredWorker:
     role: Role
     state: WorkerState
     last_seen_s: float
+    is_silent: bool = False  # heartbeats are missing, though not yet for so long that it counts as dead
     load: WorkerLoad = field(default_factory=WorkerLoad)
     progress_age_s: float = 0.0
     tiers: Sequence[TierLoad] = ()

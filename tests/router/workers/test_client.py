@@ -243,6 +243,22 @@ async def test_a_silent_worker_is_given_up() -> None:
         assert len(cluster.registry) == 0
 
 
+async def test_a_worker_whose_heartbeats_are_missing_is_marked_until_it_is_heard_again() -> None:
+    config = RouterConfig(worker_timeout_s=2.0)
+    async with fake_cluster(prefill=silent, decode=silent, config=config, heartbeat_interval_s=0.1) as cluster:
+        worker = cluster.registry.get("d")
+        assert worker is not None
+        beating = asyncio.create_task(beat({cluster.workers["p"]: 0.0}))
+        try:
+            await eventually(lambda: worker.is_silent)
+            assert [one.worker_id for one in cluster.registry if one.is_silent] == ["d"]
+            cluster.workers["d"].beat(WorkerLoad())
+            await eventually(lambda: not worker.is_silent)
+            assert worker.state == WorkerState.READY
+        finally:
+            beating.cancel()
+
+
 async def test_a_worker_that_lives_but_does_not_get_on_is_given_up() -> None:
     config = RouterConfig(worker_timeout_s=0.3, worker_stall_timeout_s=20.0)
     async with fake_cluster(prefill=silent, decode=silent, config=config) as cluster:

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import NoWorker
-from tandem.protocol.messages import POOL_PLACE, BlockEvents, PrefillPriority, Role, StepStats, TierLoad, WorkerState
+from tandem.protocol.messages import (
+    POOL_PLACE,
+    BlockEvents,
+    PrefillPriority,
+    Role,
+    StepStats,
+    TierLoad,
+    WorkerLoad,
+    WorkerState,
+)
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.placement import Held, Placement
 from tandem.scheduling.placement.placer import Placer
@@ -112,6 +121,32 @@ def test_a_long_prompt_leaves_a_busy_decode_worker_alone() -> None:
     assert chosen(placement) == ("p", "d")
     assert placement.runner_up is not None
     assert placement.runner_up.terms.delay_s == pytest.approx(4 * placement.runner_up.terms.prefill_s, rel=0.3)
+
+
+def test_a_silent_worker_is_passed_over_while_another_one_can_serve() -> None:
+    pool = make_pair()
+    pool.add("d2", Role.DECODE)
+    pool.cache("d", chain(64))
+    held = chain(64)
+    assert pool.place(1024, digests=held).best.decode.worker_id == "d"
+    pool.registry.note_silence("d")
+    placement = pool.place(1024, digests=held)
+    assert (placement.best.decode.worker_id, placement.skipped) == ("d2", {"silent": 1})
+    pool.registry.note_silence("p")
+    assert chosen(pool.place(1024)) == ("d2", "d2")
+    pool.registry.note_silence("d2")
+    assert pool.place(1024).skipped == {}, "where all are silent, each is as good as another"
+    for worker_id in ("p", "d", "d2"):
+        pool.registry.note_load(worker_id, WorkerLoad(), 1.0)
+    assert pool.place(1024, digests=held).best.decode.worker_id == "d"
+
+
+def test_a_silent_worker_is_not_passed_over_for_those_that_cannot_take_the_request() -> None:
+    pool = make_pair()
+    pool.add("small", Role.DECODE, max_model_len=512)
+    pool.registry.note_silence("d")
+    assert pool.place(1024).best.decode.worker_id == "d"
+    assert pool.place(100).best.decode.worker_id == "small"
 
 
 def test_prompts_that_come_together_are_computed_on_both_workers_of_a_pair() -> None:
