@@ -279,6 +279,11 @@ class TierConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        require(
+            self.kv_encryption == "off" or bool(self.disk_cache_path or self.object_cache_url),
+            "kv_encryption='on' would encrypt nothing: it is for KV on disk and in the object store; give "
+            "disk_cache_path or object_cache_url too, or leave it out",
+        )
 
     @property
     def is_used(self) -> bool:

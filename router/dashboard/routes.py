@@ -19,7 +19,7 @@ from tandem.router.http.app import RouterApp, is_head
 from tandem.router.http.authentication import check_operator
 from tandem.router.http.disconnect import cancel_on_disconnect
 from tandem.router.http.errors import ClientDisconnected
-from tandem.router.http.pages import add_page
+from tandem.router.http.pages import PAGE_HEADERS, add_page
 from tandem.router.http.request_options import key_of
 from tandem.router.keys.api_keys import ApiKeys
 
@@ -40,6 +40,11 @@ def add_dashboard(
     feed = SnapshotFeed(SnapshotBuilder(overview, traffic, app.version).build)
     app.on_drain(feed.close)
     add_page(app, "/dashboard", _FOLDER, "The dashboard: a page that shows the system live, for operators.")
+
+    @app.get("/", include_in_schema=False)
+    async def lead_to_dashboard() -> Response:
+        """Leads a browser that was given only the server's address to the dashboard."""
+        return Response(status_code=307, headers={**PAGE_HEADERS, "location": "dashboard"})
 
     @app.get("/v1/dashboard")
     async def stream_snapshots(request: Request) -> Response:

@@ -21,8 +21,8 @@ __all__ = ["OPEN_PATHS", "Authenticator", "OperatorKeyRequired", "check_operator
 
 logger = logging.getLogger(__name__)
 
-# For load balancers and Prometheus.
-OPEN_PATHS = {"/health", "/ready", "/metrics"}
+# For load balancers and Prometheus; "/" leads to the dashboard.
+OPEN_PATHS = {"/health", "/ready", "/metrics", "/"}
 # With everything below them. The admin routes check a token of their own, in the same header. Pages hold no data.
 _OPEN_TREES = ("/v1/engines", "/dashboard", "/docs")
 _VISIBLE_TENANT = "tandem.visible_tenant"  # key in the ASGI scope: a tenant; "" = no tenant; None = all tenants

@@ -144,3 +144,10 @@ def test_an_unknown_field_is_an_error() -> None:
 def test_configs_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         make_engine_config().block_size = 32  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("tiers", [{"disk_cache_path": "/kv"}, {"object_cache_url": "s3://bucket/kv"}])
+def test_encryption_of_kv_that_nothing_stores_is_refused(tiers: dict[str, str]) -> None:
+    assert TierConfig(kv_encryption="on", **tiers).kv_encryption == "on"  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"kv_encryption='on' would encrypt nothing.*give disk_cache_path"):
+        TierConfig(kv_encryption="on", host_cache_gb=1.0)

@@ -71,7 +71,7 @@ async def test_a_known_key_is_accepted_and_may_belong_to_a_tenant() -> None:
 
 
 @pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer", "Bearer ", "Basic any", "any", "Bearer search"])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/pools", "/v1/models", "/health/", "/v1/enginesx", "/"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/pools", "/v1/models", "/health/", "/v1/enginesx", "/x"])
 async def test_unknown_keys_get_an_openai_shaped_401(given: str | None, path: str) -> None:
     async with app_with({"any": "default", "ours": "search"}) as client:
         headers = ORIGIN | ({"authorization": given} if given is not None else {})
@@ -119,10 +119,10 @@ async def test_an_operators_request_names_one_tenant_at_most() -> None:
     """Otherwise a gateway that adds the header without removing a client's own would let the client choose."""
     named = [("authorization", "Bearer any"), ("x-tandem-tenant", "victim"), ("x-tandem-tenant", "ours")]
     async with app_with({"any": "*"}) as client:
-        refused = await client.get("/", headers=named)
-        served = await client.get("/", headers=named[:2])
+        refused = await client.get("/x", headers=named)
+        served = await client.get("/x", headers=named[:2])
         for name in ("", "^8", "x" * 65):
-            malformed = await client.get("/", headers=[named[0], ("x-tandem-tenant", name)])
+            malformed = await client.get("/x", headers=[named[0], ("x-tandem-tenant", name)])
             assert malformed.status_code == 400, name
     assert (refused.status_code, served.status_code) == (400, 200)
     assert "x-tandem-tenant was sent 2 times" in refused.text
@@ -171,12 +171,12 @@ async def test_expired_and_revoked_keys_are_refused_counted_and_logged_once_by_i
 async def test_a_change_of_the_keys_counts_from_the_next_request_on() -> None:
     keys = api_keys_of({"sk-a": "a"})
     async with client_of(keys, tenant_of) as client:
-        assert (await client.get("/", headers=bearer("sk-a"))).json() == "a"
+        assert (await client.get("/x", headers=bearer("sk-a"))).json() == "a"
         keys.replace([stored_key("sk-b", "b")])
-        assert (await client.get("/", headers=bearer("sk-a"))).status_code == 401
-        assert (await client.get("/", headers=bearer("sk-b"))).json() == "b"
+        assert (await client.get("/x", headers=bearer("sk-a"))).status_code == 401
+        assert (await client.get("/x", headers=bearer("sk-b"))).json() == "b"
         keys.replace([])
-        assert (await client.get("/", headers=bearer("sk-b"))).status_code == 401
+        assert (await client.get("/x", headers=bearer("sk-b"))).status_code == 401
 
 
 async def test_a_keys_priority_counts_where_the_request_names_none() -> None:
@@ -185,7 +185,7 @@ async def test_a_keys_priority_counts_where_the_request_names_none() -> None:
 
     keys = ApiKeys([stored_key("sk-a", "a", priority=7), stored_key("sk-b", "b")], is_required=True)
     async with client_of(keys, priorities) as client:
-        assert (await client.get("/", headers=bearer("sk-a"))).json() == [7, 0, -3]
-        assert (await client.get("/", headers=bearer("sk-b"))).json() == [0, 0, -3]
+        assert (await client.get("/x", headers=bearer("sk-a"))).json() == [7, 0, -3]
+        assert (await client.get("/x", headers=bearer("sk-b"))).json() == [0, 0, -3]
     async with client_of(ApiKeys(), priorities) as client:
-        assert (await client.get("/")).json() == [0, 0, -3]
+        assert (await client.get("/x")).json() == [0, 0, -3]
