@@ -32,6 +32,7 @@ BEAT_INTERVAL_S = 0.5
 KILL_AFTER_S = 2.0  # a child that was told to end now has this long
 _SHORT_LIFE_S = 10.0  # a child that lived shorter is replaced after a growing delay
 _MAX_DELAY_S = 5.0
+_MAX_STARTS = 3  # of a child that ends without a word
 _ALIVE = "alive"
 
 
@@ -105,7 +106,22 @@ class ProcessGroup:
             raise group.exceptions[0] from None
 
     async def _start(self, number: int) -> None:
-        """Start one child and wait until it serves. Raises `ConfigError` with the reason if it does not."""
+        """Start one child and wait until it serves. Raises `ConfigError` with the reason if it does not.
+
+        One that ends without a word may have been killed by somebody, and is started again a few times.
+        """
+        code = 0
+        for _ in range(_MAX_STARTS):
+            if (word := await self._first_word(number)) == "ready":
+                return
+            if word:
+                raise ConfigError(word.removeprefix("error: "))
+            code = await self._end_of(number)
+            logger.warning("process %d of %d ended with code %d before it served", number, self._count, code)
+        raise ConfigError(f"process {number} ended before it served, {_MAX_STARTS} times; the last code is {code}")
+
+    async def _first_word(self, number: int) -> str:
+        """Start one child and wait for what it says first; "" if it ends before. Raises `ConfigError`."""
         try:
             child = self._children[number] = await self._new_process()
         except OSError as exc:
@@ -113,16 +129,12 @@ class ProcessGroup:
         _write(child, self._make_setup(number))
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                while (line := await _next_line(child)) == _ALIVE:
+                while (word := await _next_line(child)) == _ALIVE:
                     pass
+                return word
         except TimeoutError as exc:
             _kill(child)
             raise ConfigError(f"process {number} did not serve within {READY_TIMEOUT_S:g} s") from exc
-        if line == "":
-            code = await _exit_code(child)
-            raise ConfigError(f"process {number} ended before it served, with code {code}")
-        if line != "ready":
-            raise ConfigError(line.removeprefix("error: "))
 
     async def _new_process(self) -> Process:
         # A session of its own keeps Ctrl-C at the terminal from the child: the parent tells it to stop.
@@ -158,7 +170,7 @@ class ProcessGroup:
                 "process %d of %d has been silent for %g s and is killed", number, self._count, self._silence_timeout_s
             )
             _kill(child)
-        code = await child.wait()
+        code = await _exit_code(child)
         del self._children[number]
         self._on_ended(number)
         return code

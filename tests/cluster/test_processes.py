@@ -83,12 +83,13 @@ def test_a_machine_that_has_no_room_for_a_process_is_asked_again_later(monkeypat
         nonlocal here, pids
         here = Group(lambda *_: "serve", 2)
         pids = await here.serves()
+        num_ended = len(here.ended)  # before they served, if somebody killed them then
         monkeypatch.setattr(asyncio, "create_subprocess_exec", start_or_refuse)
         os.kill(pids[0], signal.SIGKILL)
         await eventually(lambda: (not refusals and len(here.group.pids) == 2) or here.running.done(), WAIT_S)
         assert pids[0] not in here.group.pids
         assert pids[1] in here.group.pids
-        assert here.ended == [0]
+        assert len(here.ended) == num_ended + 1
         await here.end()
 
     here: Group
@@ -123,8 +124,19 @@ def test_what_one_cannot_do_is_told_and_ends_the_others() -> None:
 def test_how_one_ended_that_never_served_is_told() -> None:
     async def scenario() -> None:
         here = Group(lambda *_: "die", 1)
-        with pytest.raises(ConfigError, match=r"process 0 ended before it served, with code -9"):
+        with pytest.raises(ConfigError, match=r"process 0 ended before it served, 3 times; the last code is -9"):
             await here.running
+        assert here.ended == [0] * 3
+
+    run(scenario())
+
+
+def test_one_that_is_killed_before_it_serves_is_started_again() -> None:
+    async def scenario() -> None:
+        here = Group(lambda _, num_started: "die" if num_started == 0 else "serve", 2)
+        assert len(await here.serves()) == 2
+        assert here.num_started == 3
+        await here.end()
 
     run(scenario())
 

@@ -36,6 +36,7 @@ class RayNode:
     def __init__(self, ip: str, *, head: str = "", num_cpus: int = 1, env: dict[str, str] | None = None) -> None:
         """Joins the cluster at the address `head`; without one it is the head of a new cluster."""
         self.ip = ip
+        self._joins = bool(head)
         self.folder = Path(tempfile.mkdtemp(prefix="t-"))  # short: Ray puts sockets in it
         self.home = self.folder / "home"
         self.home.mkdir()
@@ -58,8 +59,9 @@ class RayNode:
         self._seen: set[psutil.Process] = set()
 
     def wait_started(self) -> RayNode:
-        """Return once it is part of the cluster."""
-        until(lambda: "Ray runtime started" in self.log or self._process.poll() is not None, START_S, lambda: self.log)
+        """Return once it is part of the cluster, and the head has told where others join it, a few lines later."""
+        sign = re.compile("Ray runtime started") if self._joins else _ADDRESS
+        until(lambda: sign.search(self.log) or self._process.poll() is not None, START_S, lambda: self.log)
         assert self._process.poll() is None, self.log
         return self
 

@@ -182,6 +182,7 @@ async def test_answers_go_to_a_worker_that_joins_and_stay_there(
             await asyncio.sleep(0.005)  # whatever they do meanwhile
         for answer, (prompt, sampling) in zip(answers, requests, strict=True):
             assert (await answer).token_ids == oracle.answer(prompt, **sampling)
-        assert cluster.flow.num_moves[HotSpotCause.PACE] == len(spots) >= 2
+        # An answer may end before it has left.
+        assert 2 <= cluster.flow.num_moves[HotSpotCause.PACE] <= len(spots)
         assert {(spot.worker, spot.to) for spot in spots} == {("d", "d2")}
         await cluster.becomes_idle()
