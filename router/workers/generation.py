@@ -7,7 +7,6 @@ elsewhere as if nothing had happened: the next attempt gets the tokens as known 
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import re
@@ -21,7 +20,6 @@ import msgspec
 import numpy as np
 
 from tandem.protocol.errors import NoWorker, ServingError, TransferError, WorkerError, WorkerLost, WorkerTimeout
-from tandem.protocol.fault_boundary import async_error_of
 from tandem.protocol.messages import FinishReason, SequenceDelta, WorkerState
 from tandem.router.admission_queue import AdmissionQueue, AdmittedRequest
 from tandem.router.backend import GenerateRequest, TokenDelta
@@ -31,11 +29,13 @@ from tandem.router.tracing.generation_trace import GenerationTrace
 from tandem.router.workers.attempt import Attempt
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.copy_ahead import copy_ahead, copy_kv, is_worthwhile
+from tandem.router.workers.departure import Departure, LeavesWorkers
 from tandem.router.workers.link import Stopped
 from tandem.router.workers.move_log import MoveLog
 from tandem.router.workers.pin_ledger import PinOwner
 from tandem.router.workers.pins import PinService
 from tandem.router.workers.prompt_hasher import PromptHasher
+from tandem.router.workers.standby_copies import StandbyCopies
 from tandem.runtime.idle_timeout import IdleTimeout
 from tandem.scheduling.admission.admission import Admission
 from tandem.scheduling.cache_sizing import CacheSizing
@@ -105,10 +105,6 @@ class GenerationContext:
         )
 
 
-class _LeavesWorkers(Exception):
-    """Raised when a request leaves its workers for others, where its place is booked. Its text is the cause."""
-
-
 class Generation(QueueStream[SequenceDelta, TokenDelta]):
     """The tokens of one request."""
 
@@ -122,12 +118,9 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         self._digests: list[bytes] = []
         self._attempt: Attempt | None = None
         self._error: ServingError | None = None  # set if it ends with this error, whatever its workers do
-        self._next: AdmittedRequest[GenerateRequest, Booking] | None = None  # the place where it is about to go on
-        self._copying: asyncio.Future[None] | None = None  # copies its KV there, or elsewhere in case of a death
-        self._leaving: asyncio.TimerHandle | None = None  # limits how long its worker may take to stop
-        self._cause = ""  # why it leaves its worker
+        self._departure: Departure | None = None  # if it is about to go on elsewhere
+        self._copies = StandbyCopies(context.copy_kv_tokens, request.request_id)
         self._latest_s = self._step_s = 0.0  # when its latest tokens came, and how long after those before them
-        self._num_copied = 0  # tokens of prompt and answer when the latest copy in case of a death began
         self._num_attempts = 0
         self._num_failures = 0  # failed attempts that others followed
         self._lost_workers: list[str] = []  # workers that died while they had the request, since its last token
@@ -163,7 +156,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
     @property
     def is_leaving(self) -> bool:
         """Whether it is about to go on elsewhere."""
-        return self._next is not None
+        return self._departure is not None
 
     @property
     def remaining_tokens(self) -> int:
@@ -179,72 +172,64 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
     def move(self, cause: str, *, excluded: Collection[str] = ()) -> bool:
         """Go on with another decode worker, but not with those `excluded`. Returns False if there is no place.
 
-        The place is booked first. If copying the KV takes long, it is copied while the present worker goes on decoding.
-        Only then does the request leave: the present worker keeps the KV in its cache, from where the rest is read.
+        The place is booked first.
         """
         worker, attempt = self.decode_worker, self._attempt
-        if worker is None or attempt is None or self._error is not None or self._next is not None:
+        if worker is None or attempt is None or self._error is not None or self._departure is not None:
             return False
         rest = msgspec.structs.replace(self._rest(attempt), can_hand_over=False)  # no third worker has more of the KV
-        self._stop_copying()
-        admitted = self._next = self._context.admission_queue.place_elsewhere(
+        self._copies.stop()
+        place = self._context.admission_queue.place_elsewhere(
             self._request, rest, attempt.admitted.decision, excluded={worker.worker_id, *excluded}
         )
-        if admitted is None:
+        if place is None:
             return False
-        if is_worthwhile(admitted):
-            self._copying = asyncio.ensure_future(self._copy_and_leave(attempt, admitted, cause))
+        departure = self._departure = Departure(place, cause)
+        if is_worthwhile(place):
+            copy = partial(self._copy_ahead, attempt, departure)
+            departure.copy_first(copy, partial(self._copied_ahead, attempt, departure))
         else:
-            self._leave(attempt, cause)
+            self._leave(attempt, departure)
         return True
 
-    async def _copy_and_leave(
-        self, attempt: Attempt, admitted: AdmittedRequest[GenerateRequest, Booking], cause: str
-    ) -> None:
-        copy = copy_ahead(
+    async def _copy_ahead(self, attempt: Attempt, departure: Departure) -> None:
+        await copy_ahead(
             self._context.workers,
             lambda: self._all_digests(attempt.placement),
             self._output,
             source=attempt.placement.best.decode.card.address,
-            worker_id=admitted.placement.best.decode.worker_id,
+            worker_id=departure.place.placement.best.decode.worker_id,
             make_queue=self._make_queue,
             name=f"{self._request.request_id}/{self._num_attempts}",
         )
-        error = await async_error_of(copy)
-        self._copying = None
+
+    def _copied_ahead(self, attempt: Attempt, departure: Departure, error: Exception | None) -> None:
         if isinstance(error, WorkerError):  # the next worker is gone: stay here, unless there is yet another
-            admitted.end()
-            self._next = None
+            departure.give_up()
+            self._departure = None
             self.leave_pool()
             return
         if error is not None:
             logger.warning("the KV of request %s could not be copied ahead: %r", self._request.request_id, error)
-        self._leave(attempt, cause)
+        self._leave(attempt, departure)
 
-    def _leave(self, attempt: Attempt, cause: str) -> None:
+    def _leave(self, attempt: Attempt, departure: Departure) -> None:
         """Stop the present worker, and go on elsewhere after its last token.
 
         The token of the current step is computed anyway; a next worker that began now would only compute the same one.
         But the step may be computing a long prompt, so the wait ends once the worker is late by one step.
         """
         attempt.stop()
-        timeout_s = self._latest_s + 2 * self._step_s - self._context.admission_queue.now()
-        self._cause = cause
-        fail = partial(self._queue.fail, _LeavesWorkers(cause))
-        self._leaving = asyncio.get_running_loop().call_later(max(timeout_s, 0.0), fail)
-
-    def _stay(self) -> None:
-        leaving, self._leaving = self._leaving, None
-        if leaving is not None:
-            leaving.cancel()
+        late_s = self._latest_s + 2 * self._step_s - self._context.admission_queue.now()
+        departure.limit(late_s, self._queue.fail)
 
     def close(self) -> None:
         """Release the booking and cancel the legs that still run."""
         self._end_trace()
-        self._stop_copying()
-        self._stay()
-        if self._next is not None:
-            self._next.end()
+        self._copies.stop()
+        departure, self._departure = self._departure, None
+        if departure is not None:
+            departure.give_up()
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return
@@ -302,18 +287,16 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         former = self._attempt
         if former is None or self._error is not None:
             raise self._error or error
-        if isinstance(error, Stopped):
-            error = _LeavesWorkers(self._cause)
         lost_s = self._context.admission_queue.now()
-        self._stop_copying()
-        self._stay()
-        admitted, self._next = self._next, None
-        if isinstance(error, _LeavesWorkers):
-            cause = str(error)
+        self._copies.stop()
+        departure, self._departure = self._departure, None
+        admitted = None
+        if departure is not None and isinstance(error, Stopped | LeavesWorkers):
+            departure.stop()
+            error, admitted, cause = LeavesWorkers(departure.cause), departure.place, departure.cause
         else:
-            if admitted is not None:  # the worker was lost on the way out
-                admitted.end()
-                admitted = None
+            if departure is not None:  # the worker was lost on the way out
+                departure.give_up()
             cause = self._check_may_move(error, former)
         self._context.num_moves[cause] += 1
         former.end()
@@ -327,19 +310,12 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
 
     def _keep_copied(self, attempt: Attempt) -> None:
         """Begin to copy the KV to another worker, if configured and if enough tokens have come since the last copy."""
-        every, num_tokens = self._context.copy_kv_tokens, len(self._request.token_ids) + len(self._output)
-        is_due = every and num_tokens - self._num_copied >= every
-        if is_due and self._copying is None and attempt.is_decoding and not self._has_ended:
-            self._num_copied = num_tokens
-            self._copying = asyncio.ensure_future(self._copy(attempt))
+        num_tokens = len(self._request.token_ids) + len(self._output)
+        may_copy = attempt.is_decoding and self._departure is None and not self._has_ended
+        if self._copies.is_due(num_tokens) and may_copy:
+            self._copies.begin(num_tokens, partial(self._copy_to_cheapest, attempt, num_tokens))
 
-    async def _copy(self, attempt: Attempt) -> None:
-        error = await async_error_of(self._copy_to_cheapest(attempt))
-        self._copying = None
-        if error is not None:  # an answer goes on without a copy
-            logger.debug("the KV of request %s was not copied: %r", self._request.request_id, error)
-
-    async def _copy_to_cheapest(self, attempt: Attempt) -> None:
+    async def _copy_to_cheapest(self, attempt: Attempt, num_tokens: int) -> None:
         """Copy the KV to the cheapest worker: usually the one with the last copy, because it has least to read."""
         context, here = self._context, attempt.placement.best.decode
         rest = msgspec.structs.replace(self._rest(attempt), can_hand_over=False)
@@ -350,13 +326,8 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
             source=here.card.address,
             worker_id=placement.best.decode.worker_id,
             make_queue=self._make_queue,
-            name=f"{self._request.request_id}/{self._num_attempts}.{self._num_copied}",
+            name=f"{self._request.request_id}/{self._num_attempts}.{num_tokens}",
         )
-
-    def _stop_copying(self) -> None:
-        copying, self._copying = self._copying, None
-        if copying is not None:
-            copying.cancel()
 
     def _check_may_move(self, error: Exception, attempt: Attempt) -> str:
         """The cause to count. Raises the error, or one that blames the request, if no attempt may follow this one."""

@@ -1,0 +1,58 @@
+"""A running request on its way from its decode worker to another one, where its place is booked.
+
+If copying its KV takes long, it is copied while the present worker goes on decoding. Only then does the request leave:
+the present worker keeps the KV in its cache, from where the rest is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from tandem.protocol.fault_boundary import async_error_of
+from tandem.router.admission_queue import AdmittedRequest
+from tandem.router.backend import GenerateRequest
+from tandem.scheduling.workers.bookings import Booking
+
+__all__ = ["Departure", "LeavesWorkers"]
+
+
+class LeavesWorkers(Exception):
+    """Raised when a request leaves its workers for others, where its place is booked. Its text is the cause."""
+
+
+class Departure:
+    """One departure, until the request goes on at `place` or the departure is given up."""
+
+    def __init__(self, place: AdmittedRequest[GenerateRequest, Booking], cause: str) -> None:
+        self.place = place
+        self.cause = cause
+        self._copying: asyncio.Future[None] | None = None
+        self._limit: asyncio.TimerHandle | None = None
+
+    def copy_first(self, copy: Callable[[], Awaitable[None]], then: Callable[[Exception | None], None]) -> None:
+        """Begin to copy the KV to the place. `then` is called at the end, with the error if there was one."""
+
+        async def run() -> None:
+            error = await async_error_of(copy())
+            self._copying = None  # the call below may stop or give up this departure
+            then(error)
+
+        self._copying = asyncio.ensure_future(run())
+
+    def limit(self, timeout_s: float, fail: Callable[[Exception], None]) -> None:
+        """End the wait for the present worker's last token after this time."""
+        leave = LeavesWorkers(self.cause)
+        self._limit = asyncio.get_running_loop().call_later(max(timeout_s, 0.0), fail, leave)
+
+    def stop(self) -> None:
+        """Nothing more happens by itself. The place stays booked."""
+        if self._copying is not None:
+            self._copying.cancel()
+        if self._limit is not None:
+            self._limit.cancel()
+
+    def give_up(self) -> None:
+        """Stop, and give the place back."""
+        self.stop()
+        self.place.end()
