@@ -33,6 +33,7 @@ KILL_AFTER_S = 2.0  # a child that was told to end now has this long
 _SHORT_LIFE_S = 10.0  # a child that lived shorter is replaced after a growing delay
 _MAX_DELAY_S = 5.0
 _MAX_STARTS = 3  # of a child that ends without a word
+_START_AGAIN_S = 0.2
 _ALIVE = "alive"
 
 
@@ -118,6 +119,7 @@ class ProcessGroup:
                 raise ConfigError(word.removeprefix("error: "))
             code = await self._end_of(number)
             logger.warning("process %d of %d ended with code %d before it served", number, self._count, code)
+            await asyncio.sleep(_START_AGAIN_S)
         raise ConfigError(f"process {number} ended before it served, {_MAX_STARTS} times; the last code is {code}")
 
     async def _first_word(self, number: int) -> str:

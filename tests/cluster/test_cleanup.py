@@ -16,6 +16,7 @@ from tandem.cluster.cleanup import clean_up, private_run
 from tests.support.waiting import until
 
 DEADLINE_S = 20.0
+StartServer = Callable[[str], tuple[subprocess.Popen[str], Path]]
 SLEEP = "import time; print(flush=True); time.sleep(600)"
 # A server that starts a child, whose child outlives it, in a session of its own, and is told nothing of the end.
 SERVER = """
@@ -70,22 +71,47 @@ def sleeper() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         process.communicate()
 
 
-def start_server(tmp_path: Path, then: str) -> tuple[subprocess.Popen[str], Path]:
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVER.replace("{then}", then)],
-        env=os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert server.stdout is not None
-    return server, Path(server.stdout.readline().strip())
+def the_guard(folder: Path) -> psutil.Process:
+    """The guard of the one server that was started with this folder for temporary files."""
+    until(lambda: guards_in(folder))
+    (guard,) = guards_in(folder)
+    return guard
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[StartServer]:
+    """Starts a server, and gives it with its folder. A failed test leaves none behind."""
+    servers: list[subprocess.Popen[str]] = []
+
+    def start(then: str) -> tuple[subprocess.Popen[str], Path]:
+        server = subprocess.Popen(
+            [sys.executable, "-c", SERVER.replace("{then}", then)],
+            env=os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        servers.append(server)
+        assert server.stdout is not None
+        folder = server.stdout.readline().strip()
+        assert folder, f"it ended with code {server.wait()}"
+        return server, Path(folder)
+
+    yield start
+    for server in servers:
+        if server.poll() is None:
+            server.kill()
+            server.communicate()
 
 
 @pytest.mark.parametrize("kills_group", [False, True], ids=["the server", "its process group"])
-def test_after_a_killed_server_its_guard_ends_what_it_left(tmp_path: Path, kills_group: bool) -> None:
-    server, folder = start_server(tmp_path, "time.sleep(600)")
-    (guard,), (orphan,) = guards_in(tmp_path), marked_with(folder)
+def test_after_a_killed_server_its_guard_ends_what_it_left(
+    tmp_path: Path, start_server: StartServer, kills_group: bool
+) -> None:
+    server, folder = start_server("time.sleep(600)")
+    guard = the_guard(tmp_path)
+    (orphan,) = marked_with(folder)
     assert (folder / "secret").exists()
     assert folder.stat().st_mode & 0o777 == 0o700
     assert guard not in psutil.Process(server.pid).children(), "Ray ends the children of an actor with it"
@@ -97,9 +123,9 @@ def test_after_a_killed_server_its_guard_ends_what_it_left(tmp_path: Path, kills
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_guard_leaves_signals_to_the_server(tmp_path: Path, number: int) -> None:
-    server, folder = start_server(tmp_path, "time.sleep(600)")
-    (guard,) = guards_in(tmp_path)
+def test_a_guard_leaves_signals_to_the_server(tmp_path: Path, start_server: StartServer, number: int) -> None:
+    server, folder = start_server("time.sleep(600)")
+    guard = the_guard(tmp_path)
     until(lambda: "ignored" in status_of(guard, number))
     guard.send_signal(number)
     assert folder.exists()
@@ -115,15 +141,17 @@ def status_of(process: psutil.Process, number: int) -> str:
     return "ignored" if ignored >> (number - 1) & 1 else ""
 
 
-def test_a_server_that_ends_leaves_nothing_and_its_guard_does_nothing(tmp_path: Path) -> None:
+def test_a_server_that_ends_leaves_nothing_and_its_guard_does_nothing(
+    tmp_path: Path, start_server: StartServer
+) -> None:
     """Though the server itself still writes into a file of the folder, as Ray does."""
     then = (
         "import tandem.cluster.cleanup as cleanup; cleanup._GRACE_S = 0.1; (folder / 'ray').mkdir(); "
-        "log = (folder / 'ray/log').open('w')"
+        "log = (folder / 'ray/log').open('w'); sys.stdin.readline()"
     )
-    server, _ = start_server(tmp_path, then)
-    (guard,) = guards_in(tmp_path)
-    server.communicate(timeout=DEADLINE_S)
+    server, _ = start_server(then)
+    guard = the_guard(tmp_path)
+    server.communicate("end\n", timeout=DEADLINE_S)
     assert server.returncode == 0
     assert not guard.is_running() or guard.status() == psutil.STATUS_ZOMBIE  # until init has asked for its code
     assert list(tmp_path.iterdir()) == []
