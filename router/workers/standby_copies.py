@@ -1,4 +1,4 @@
-"""From time to time the KV of a running request is copied to another worker, in case its own dies."""
+"""Copies the KV of a running request to another worker from time to time, in case its own worker dies."""
 
 from __future__ import annotations
 
