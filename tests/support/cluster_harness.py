@@ -172,11 +172,13 @@ async def running_cluster(
 ) -> AsyncIterator[Cluster]:
     """Workers of these roles behind a router that always pairs them, and lets a request end with its first error.
 
+    It sends workers all that comes, however long they are busy: what waits waits there.
     `overrides`: engine fields by worker id.
     """
     registry, index, costs = Registry(), PrefixIndex(), CostModel()
     sizing = CacheSizing(registry)
-    config = RouterConfig(**{"local_prefill": False, "max_moves": 0} | (router or {}))
+    defaults = {"local_prefill": False, "max_moves": 0, "max_worker_queue_s": 3600.0}
+    config = RouterConfig(**defaults | (router or {}))
     client = WorkerClient(registry, index, costs, config, keys=ROUTER_KEYS)
     placer = Placer(registry, index, costs, config)
     flow = RequestFlow(

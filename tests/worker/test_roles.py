@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.engine.engine import StepResult
 from tandem.kv_transfer.transport.base import Notification
 from tandem.kv_transfer.transport.in_process import InProcessWrite, Verdict
 from tandem.protocol.errors import NoWorker, ServingError, TransferError, TransferTimeout
@@ -220,18 +222,29 @@ async def test_a_computed_prompt_waits_for_a_full_pool_longer_than_for_any_peer(
         await cluster.becomes_idle()
 
 
-async def test_a_seat_is_waited_for_before_the_first_token(tiny_model: Path, oracle: Oracle) -> None:
+async def test_a_seat_is_waited_for_before_the_first_token(
+    tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     long, short = make_prompt(2 * BLOCK_SIZE, seed=1), make_prompt(2 * BLOCK_SIZE, seed=2)
 
     async with running_cluster(tiny_model, overrides={"d": {"max_num_seqs": 1}}) as cluster:
-        scheduler = cluster.worker("d").parts.engine.scheduler
-        has_seat = asyncio.create_task(cluster.generate(long, max_tokens=470))
-        await eventually(lambda: scheduler.running)
+        engine = cluster.worker("d").parts.engine
+        step, may_end = engine.step, threading.Event()
+
+        def step_unless_held(**hooks: Any) -> list[StepResult]:
+            """The sequence that has the seat stays in it until it may end."""
+            is_held = engine.scheduler.running and not may_end.wait(0.001)
+            return [] if is_held else step(**hooks)
+
+        monkeypatch.setattr(engine, "step", step_unless_held)
+        has_seat = asyncio.create_task(cluster.generate(long, max_tokens=100))
+        await eventually(lambda: engine.scheduler.running)
         first = asyncio.create_task(cluster.serve(cluster.request(short), cancel_after=1))
         await eventually(lambda: cluster.worker("p").parts.prefill.num_held_tokens)
         assert not first.done(), "a token was sent, and nothing would have followed it"
+        may_end.set()
         assert len((await first).token_ids) >= 1
-        assert (await has_seat).token_ids == oracle.answer(long, max_tokens=470)
+        assert (await has_seat).token_ids == oracle.answer(long, max_tokens=100)
         await cluster.becomes_idle()
 
 
