@@ -17,9 +17,12 @@ from tandem.protocol.config import TransferConfig
 from tandem.protocol.errors import PeerLost, TransferError
 from tandem.protocol.messages import ChunkArrived, LinkLoad, PeerAddress, encode_message
 
-__all__ = ["BlockWrites", "LinkTotals", "SettledWrite"]
+__all__ = ["BlockWrites", "LateWrite", "LinkTotals", "SettledWrite"]
 
 logger = logging.getLogger(__name__)
+
+_LATE_FACTOR = 20.0  # times what the link has needed for so many bytes: no such write is merely slow
+_LEAST_PATIENCE_S = 5.0  # a lost packet is sent again, and a worker that swaps polls again, within it
 
 
 @dataclass(eq=False, slots=True)
@@ -45,10 +48,18 @@ class SettledWrite(NamedTuple):
     seconds: float
 
 
+class LateWrite(NamedTuple):
+    """A write that did not settle in time. It may still land."""
+
+    write: BlockWrite
+    patience_s: float
+
+
 class _Flight(NamedTuple):
     write: BlockWrite
     transfer: Transfer
     deadline: float
+    patience_s: float  # from the start to the deadline
 
 
 @dataclass(eq=False, slots=True)
@@ -103,7 +114,8 @@ class BlockWrites:
             if isinstance(exc, PeerLost):
                 self._links.broke(write.receiver_id, write.receiver_epoch)
             return False
-        self._in_flight.append(_Flight(write, transfer, now + self._config.handoff_timeout_s))
+        patience_s = self._patience_s(write)
+        self._in_flight.append(_Flight(write, transfer, now + patience_s, patience_s))
         return True
 
     def take_settled(self) -> list[SettledWrite]:
@@ -115,9 +127,9 @@ class BlockWrites:
             self._in_flight = [flight for flight in self._in_flight if not flight.transfer.is_settled]
         return [self._count(flight.write, flight.transfer) for flight in settled]
 
-    def late(self, now: float) -> list[BlockWrite]:
-        """Writes that have been in flight for longer than a handoff may take."""
-        return [flight.write for flight in self._in_flight if now >= flight.deadline]
+    def late(self, now: float) -> list[LateWrite]:
+        """Writes that have been in flight for much longer than such writes take on their link."""
+        return [LateWrite(flight.write, flight.patience_s) for flight in self._in_flight if now >= flight.deadline]
 
     def reset_stalled_links(self, now: float) -> None:
         """Tear down links whose oldest write has not settled for long: all others would wait behind it for ever."""
@@ -135,6 +147,17 @@ class BlockWrites:
                 logger.warning("nothing moved to %s for %.0f s: the link is reset", worker_id, now - write.since)
                 self._totals_of(worker_id).num_resets += 1
                 self._links.reset(worker_id, epoch)
+
+    def _patience_s(self, write: BlockWrite) -> float:
+        """Seconds after which a write that starts now is late, those on the link before it included."""
+        num_blocks = len(write.local_block_ids)
+        num_blocks += sum(
+            len(flight.write.local_block_ids)
+            for flight in self._in_flight
+            if flight.write.receiver_id == write.receiver_id
+        )
+        expected_s = self.seconds_to_send(write.receiver_id, num_blocks)
+        return min(max(_LATE_FACTOR * expected_s, _LEAST_PATIENCE_S), self._config.handoff_timeout_s)
 
     def _payload(self, write: BlockWrite) -> bytes:
         """The notification that follows a write, with checksums of the blocks to be checked."""

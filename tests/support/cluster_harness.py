@@ -13,10 +13,11 @@ from types import UnionType
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from tandem.engine.engine import Engine
+from tandem.engine.engine import Engine, StepResult
 from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessWrite, Verdict
 from tandem.protocol.config import EngineConfig, RouterConfig, TierConfig, TransferConfig, WorkerConfig
@@ -225,6 +226,18 @@ def worker_config(
         tiers=tiers or TierConfig(),
         router_key=ROUTER_KEYS.public,
     )
+
+
+def hold_steps(monkeypatch: pytest.MonkeyPatch, engine: Engine, condition: Callable[[], Any]) -> threading.Event:
+    """Let no step begin while the condition holds, until the event that is returned is set."""
+    step, may_go_on = engine.step, threading.Event()
+
+    def step_unless_held(**hooks: Any) -> list[StepResult]:
+        is_held = condition() and not may_go_on.wait(0.001)
+        return [] if is_held else step(**hooks)
+
+    monkeypatch.setattr(engine, "step", step_unless_held)
+    return may_go_on
 
 
 class Client:

@@ -15,7 +15,7 @@ from tandem.router.workers import copy_ahead, generation, hot_spots
 from tandem.scheduling import cost_model
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel
 from tandem.scheduling.workers.hot_spots import HotSpotCause
-from tests.support.cluster_harness import BLOCK_SIZE, DEADLINE_S, Answer, Cluster, Oracle, running_cluster
+from tests.support.cluster_harness import BLOCK_SIZE, DEADLINE_S, Answer, Cluster, Oracle, hold_steps, running_cluster
 from tests.support.streams import Pulled
 from tests.support.tiny_llama import VOCAB_SIZE
 from tests.support.waiting import eventually
@@ -171,10 +171,13 @@ async def test_answers_go_to_a_worker_that_joins_and_stay_there(
         for number in range(8):
             sampling = {"max_tokens": num_tokens, "ignore_eos": True} | SAMPLING[rng.choice(list(SAMPLING)[:3])]
             requests.append((make_prompt(rng.choice([40, 150]), number), sampling))
+        engine = cluster.worker("d").parts.engine
+        may_go_on = hold_steps(monkeypatch, engine, lambda: len(engine.scheduler.running) == len(requests))
         answers = [asyncio.create_task(cluster.generate(prompt, **sampling)) for prompt, sampling in requests]
         registry = cluster.registry
         await eventually(lambda: (d := registry.get("d")) is not None and d.load.num_running == len(requests))
         await cluster.client.add_worker(address)
+        may_go_on.set()
         spots = []
         while not all(answer.done() for answer in answers):
             if (spot := cluster.flow.hot_spots.look()) is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine.engine import StepResult
 from tandem.kv_transfer.transport.base import Notification
 from tandem.kv_transfer.transport.in_process import InProcessWrite, Verdict
 from tandem.protocol.errors import NoWorker, ServingError, TransferError, TransferTimeout
@@ -25,6 +23,7 @@ from tests.support.cluster_harness import (
     PAIR,
     Cluster,
     Oracle,
+    hold_steps,
     running_cluster,
     worker_config,
 )
@@ -229,14 +228,7 @@ async def test_a_seat_is_waited_for_before_the_first_token(
 
     async with running_cluster(tiny_model, overrides={"d": {"max_num_seqs": 1}}) as cluster:
         engine = cluster.worker("d").parts.engine
-        step, may_end = engine.step, threading.Event()
-
-        def step_unless_held(**hooks: Any) -> list[StepResult]:
-            """The sequence that has the seat stays in it until it may end."""
-            is_held = engine.scheduler.running and not may_end.wait(0.001)
-            return [] if is_held else step(**hooks)
-
-        monkeypatch.setattr(engine, "step", step_unless_held)
+        may_end = hold_steps(monkeypatch, engine, lambda: engine.scheduler.running)  # the seat stays taken
         has_seat = asyncio.create_task(cluster.generate(long, max_tokens=100))
         await eventually(lambda: engine.scheduler.running)
         first = asyncio.create_task(cluster.serve(cluster.request(short), cancel_after=1))
