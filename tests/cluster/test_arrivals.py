@@ -52,8 +52,8 @@ async def test_one_that_cannot_start_is_withdrawn_and_costs_the_service_nothing(
 
 
 async def test_one_that_ray_finds_no_room_for_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.cluster.member._PLACE_TIMEOUT_S", 0.05)
     async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
+        monkeypatch.setattr("tandem.cluster.member._PLACE_TIMEOUT_S", 0.05)
         cluster.ray.placed.clear()
         record = await cluster.supervisor.add_worker(Role.DECODE)
         await eventually(lambda: "withdrawn" in record)

@@ -35,6 +35,7 @@ class Script:
 
     def __init__(self) -> None:
         self.next: ScalingDecision | None = None
+        self.usual = ScalingDecision(Reason.ON_TARGET, "nothing to do")
         self.seen: list[Observation] = []
         self.policy: AutoscalerPolicy | None = None
 
@@ -43,7 +44,7 @@ class Script:
     ) -> tuple[ScalingDecision, AutoscalerState]:
         self.seen.append(observation)
         self.policy = policy
-        decision, self.next = self.next or ScalingDecision(Reason.ON_TARGET, "nothing to do"), None
+        decision, self.next = self.next or self.usual, None
         return decision, state
 
     def move(self, move: Move) -> None:
@@ -162,10 +163,10 @@ async def test_one_that_loads_when_it_is_withdrawn_goes_and_is_not_started_again
 async def test_a_fixed_role_is_told_and_no_flip_begins(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=2, **TICKS) as cluster:
         cluster.supervisor.members["decode-1"].fixed_role = "its server cannot"
-        script.move(Move("flip", Role.PREFILL, flips=(Flip("decode-1", Role.PREFILL),)))
-        reasons: set[object] = set()
-        wanted = "flip decode-1 to prefill: why, but its server cannot"
-        await eventually(lambda: reasons.add(cluster.supervisor.autoscaler_status.get("reason")) or wanted in reasons)
+        move = Move("flip", Role.PREFILL, flips=(Flip("decode-1", Role.PREFILL),))
+        script.usual = ScalingDecision(Reason.FLIP, "why", move=move)
+        told = "flip decode-1 to prefill: why, but its server cannot"
+        await eventually(lambda: cluster.supervisor.autoscaler_status.get("reason") == told)
         assert cluster.supervisor.flips.latest == []
 
 

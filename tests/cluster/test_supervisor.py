@@ -74,7 +74,7 @@ async def test_a_worker_that_cannot_start_the_first_time_is_an_error(monkeypatch
 async def test_a_worker_may_load_its_model_for_long_while_its_process_answers(
     monkeypatch: pytest.MonkeyPatch, is_stopped: bool
 ) -> None:
-    silent_s = 0.5
+    silent_s = 1.0  # a new process must say something within it, on a busy machine too
     monkeypatch.setattr("tandem.cluster.member._LOOK_AT_START_S", 0.01)
     monkeypatch.setattr("tandem.cluster.member._SILENT_START_S", silent_s)
 

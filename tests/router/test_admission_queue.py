@@ -135,7 +135,7 @@ async def test_those_who_wait_when_the_server_stops_are_told() -> None:
 
 
 async def test_nobody_waits_longer_than_the_timeout() -> None:
-    async with fake_cluster(decode=silent, config=RouterConfig(request_timeout_s=0.3)) as cluster:
+    async with fake_cluster(decode=silent, config=RouterConfig(request_timeout_s=1.0)) as cluster:
         _, waiting = await one_runs_one_waits(cluster)
         # The running request is given up first, so the other one gets its turn, and no token either.
         with pytest.raises(ServingError, match="request_timeout_s"):

@@ -451,7 +451,7 @@ async def test_a_silent_sender_costs_its_lease_and_the_request_in_bounded_time(t
         prefill = cluster.worker("p")
         prefill.parts.heartbeats.close()  # as if the process were suspended
         # Of the sender's patience with its write and the receiver's with the sender, either may end first.
-        with pytest.raises(ServingError, match="did not arrive in time|a write to d took over 1.0 s"):
+        with pytest.raises(ServingError, match=r"did not arrive in time|a write to d took over 1\.0 s"):
             await request
         decode = cluster.worker("d")
         assert (await cluster.call("d", decode.status)).num_open_leases == 1, "in quarantine: it may still land"

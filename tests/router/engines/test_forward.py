@@ -658,7 +658,7 @@ async def test_the_prompt_of_a_plain_answer_waits_no_longer_than_predicted(fake_
     async with routing(spec_of(fake_a, "a")) as router:
         worker = router.fleet.registry.get("a")
         assert worker is not None
-        request = asyncio.create_task(answered_by(router, prompt="x" * 4000))
+        request = asyncio.create_task(answered_by(router, prompt="x" * 16_000))
         await eventually(lambda: worker.queued_prompt_tokens > 0)
         await eventually(lambda: worker.queued_prompt_tokens == 0)
         assert (worker.num_booked_seqs, request.done()) == (1, False)
