@@ -234,10 +234,6 @@ def _router(ports: list[int], count: int) -> Iterator[tuple[int, int]]:
             yield port, running.process.pid
 
 
-def _spread(most: list[int] | None) -> str:
-    return f"{statistics.mean(most):.1f} ({max(most)})" if most else ""
-
-
 def main(argv: list[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
     parser = arguments(__doc__)
