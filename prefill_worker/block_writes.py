@@ -64,10 +64,11 @@ class _Flight(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _OldestWrite:
-    """The oldest write of a link, and the time since when it has been the oldest."""
+    """The oldest write of a link, the time since when it has been the oldest, and that at which the link is reset."""
 
     transfer: Transfer
     since: float
+    deadline: float
 
 
 class BlockWrites:
@@ -133,30 +134,32 @@ class BlockWrites:
 
     def reset_stalled_links(self, now: float) -> None:
         """Tear down links whose oldest write has not settled for long: all others would wait behind it for ever."""
-        oldest: dict[tuple[str, int], Transfer] = {}
+        oldest: dict[tuple[str, int], _Flight] = {}
         for flight in self._in_flight:
-            oldest.setdefault((flight.write.receiver_id, flight.write.receiver_epoch), flight.transfer)
+            oldest.setdefault((flight.write.receiver_id, flight.write.receiver_epoch), flight)
         self._oldest = {
             receiver: known
-            if (known := self._oldest.get(receiver)) is not None and known.transfer is transfer
-            else _OldestWrite(transfer, now)
-            for receiver, transfer in oldest.items()
+            if (known := self._oldest.get(receiver)) is not None and known.transfer is flight.transfer
+            else _OldestWrite(flight.transfer, now, now + self._reset_after_s(flight.write))
+            for receiver, flight in oldest.items()
         }
         for (worker_id, epoch), write in self._oldest.items():
-            if now - write.since >= self._config.handoff_timeout_s:
+            if now >= write.deadline:
                 logger.warning("nothing moved to %s for %.0f s: the link is reset", worker_id, now - write.since)
                 self._totals_of(worker_id).num_resets += 1
                 self._links.reset(worker_id, epoch)
 
     def _patience_s(self, write: BlockWrite) -> float:
         """Seconds after which a write that starts now is late, those on the link before it included."""
-        num_blocks = len(write.local_block_ids)
-        num_blocks += sum(
-            len(flight.write.local_block_ids)
-            for flight in self._in_flight
-            if flight.write.receiver_id == write.receiver_id
-        )
-        expected_s = self.seconds_to_send(write.receiver_id, num_blocks)
+        flights = [flight.write for flight in self._in_flight if flight.write.receiver_id == write.receiver_id]
+        return self._bounded_s(write.receiver_id, [*flights, write])
+
+    def _reset_after_s(self, write: BlockWrite) -> float:
+        """Seconds that a link may need for this write alone. A reset costs all that wait behind it, too."""
+        return min(2 * self._bounded_s(write.receiver_id, [write]), self._config.handoff_timeout_s)
+
+    def _bounded_s(self, receiver_id: str, writes: list[BlockWrite]) -> float:
+        expected_s = self.seconds_to_send(receiver_id, sum(len(write.local_block_ids) for write in writes))
         return min(max(_LATE_FACTOR * expected_s, _LEAST_PATIENCE_S), self._config.handoff_timeout_s)
 
     def _payload(self, write: BlockWrite) -> bytes:
