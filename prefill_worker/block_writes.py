@@ -17,11 +17,12 @@ from tandem.protocol.config import TransferConfig
 from tandem.protocol.errors import PeerLost, TransferError
 from tandem.protocol.messages import ChunkArrived, LinkLoad, PeerAddress, encode_message
 
-__all__ = ["BlockWrites", "LateWrite", "LinkTotals", "SettledWrite"]
+__all__ = ["BlockWrites", "LateWrite", "LinkTotals", "RecentPace", "SettledWrite"]
 
 logger = logging.getLogger(__name__)
 
 _LATE_FACTOR = 20.0  # times what the link has needed for so many bytes: no such write is merely slow
+_KEPT_SHARE = 0.9  # of the weight of older writes, with each new one
 _LEAST_PATIENCE_S = 5.0  # a lost packet is sent again, and a worker that swaps polls again, within it
 
 
@@ -37,6 +38,19 @@ class LinkTotals:
     exposed_s: float = 0.0
     num_lost: int = 0
     num_resets: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class RecentPace:
+    """How long a link's latest writes took; older ones count less and less, for a link may become slow."""
+
+    num_bytes: float = 0.0
+    seconds: float = 0.0
+
+    def note(self, num_bytes: int, seconds: float) -> None:
+        """Count a write that was done."""
+        self.num_bytes = _KEPT_SHARE * self.num_bytes + num_bytes
+        self.seconds = _KEPT_SHARE * self.seconds + seconds
 
 
 class SettledWrite(NamedTuple):
@@ -76,6 +90,7 @@ class BlockWrites:
 
     def __init__(self, engine: Engine, transport: Transport, links: PeerLinks, config: TransferConfig) -> None:
         self.totals: dict[str, LinkTotals] = {}  # by receiver
+        self.paces: dict[str, RecentPace] = {}  # by receiver
         self._engine = engine
         self._transport = transport
         self._links = links
@@ -96,10 +111,10 @@ class BlockWrites:
 
     def seconds_to_send(self, receiver_id: str, num_blocks: int) -> float:
         """Predicted seconds to write blocks to a peer; infinite if nothing was written to it yet."""
-        totals = self.totals.get(receiver_id)
-        if totals is None or totals.num_bytes == 0:
+        pace = self.paces.get(receiver_id)
+        if pace is None or pace.num_bytes == 0:
             return math.inf
-        return num_blocks * self._engine.block_bytes * totals.seconds / totals.num_bytes
+        return num_blocks * self._engine.block_bytes * pace.seconds / pace.num_bytes
 
     def start(self, write: BlockWrite, receiver: PeerAddress, now: float) -> bool:
         """Start a write. Returns False, and writes nothing, if that is not possible."""
@@ -149,6 +164,11 @@ class BlockWrites:
                 self._totals_of(worker_id).num_resets += 1
                 self._links.reset(worker_id, epoch)
 
+    def forget(self, receiver_id: str) -> None:
+        """Drop what is known of the links to a worker that is gone."""
+        self.totals.pop(receiver_id, None)
+        self.paces.pop(receiver_id, None)
+
     def _patience_s(self, write: BlockWrite) -> float:
         """Seconds after which a write that starts now is late, those on the link before it included."""
         flights = [flight.write for flight in self._in_flight if flight.write.receiver_id == write.receiver_id]
@@ -191,6 +211,7 @@ class BlockWrites:
             totals.num_transfers += 1
             totals.num_bytes += transfer.num_bytes
             totals.seconds += seconds
+            self.paces.setdefault(write.receiver_id, RecentPace()).note(transfer.num_bytes, seconds)
         return SettledWrite(write, transfer.state, transfer.num_bytes, seconds)
 
     def _totals_of(self, receiver_id: str) -> LinkTotals:

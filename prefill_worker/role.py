@@ -176,7 +176,7 @@ class PrefillRole:
         self._dead.add((worker_id, epoch))
         self._fail_receiver(worker_id, epoch, f"decode worker {worker_id} died")
         self._outbox.receiver_lost(worker_id, epoch)
-        self.writes.totals.pop(worker_id, None)
+        self.writes.forget(worker_id)
 
     def after_step(self, result: StepResult) -> list[SequenceOutput]:
         """Give what the step computed to the outbox. Returns the outputs to send to the router now.
@@ -330,7 +330,9 @@ class PrefillRole:
             request_id = late.write.notification.request_id
             reason = f"a write to {late.write.receiver_id} took over {late.patience_s:.1f} s"
             self._outbox.cancel(request_id, reason)
-            self._fail(self._handoffs[request_id], reason)
+            handoff = self._handoffs[request_id]
+            self._withdraw(handoff.sequence)
+            self._fail(handoff, reason)
 
     def _confirm_lost_writes(self, now: float) -> None:
         """Confirm the end of leases with lost writes once these cannot land any more; an open link may prove that."""

@@ -21,6 +21,7 @@ from tandem.kv_transfer.outbox import LeaseEnded, Outbox
 from tandem.kv_transfer.transport.base import Notification, TransferState
 from tandem.kv_transfer.transport.faulty import FaultyTransport
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport
+from tandem.prefill_worker.block_writes import RecentPace
 from tandem.prefill_worker.role import PrefillRole
 from tandem.protocol.config import EngineConfig, TransferConfig
 from tandem.protocol.errors import PeerLost
@@ -227,9 +228,16 @@ def test_a_flipped_bit_in_a_sampled_block_is_caught_and_one_beside_it_is_not() -
 # Roles.
 
 
-def make_engine(model: Path) -> Engine:
+def make_engine(model: Path, max_num_batched_tokens: int = 0) -> Engine:
     config = EngineConfig(
-        model=str(model), dtype="float32", device="cpu", block_size=BLOCK_SIZE, pool_bytes=1 << 18, num_threads=1
+        model=str(model),
+        dtype="float32",
+        device="cpu",
+        block_size=BLOCK_SIZE,
+        pool_bytes=1 << 18,
+        num_threads=1,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=8,
     )
     return Engine(config)
 
@@ -242,11 +250,17 @@ class SenderSide:
     """A prefill role with a link to "d". The test plays d's pool and answers."""
 
     def __init__(
-        self, model: Path, *, rates: dict[Fault, float] | None = None, max_delay_s: float = 1000.0, **config: Any
+        self,
+        model: Path,
+        *,
+        rates: dict[Fault, float] | None = None,
+        max_delay_s: float = 1000.0,
+        max_num_batched_tokens: int = 0,
+        **config: Any,
     ) -> None:
         self.now = 0.0
         self.generation = 0
-        self.engine = make_engine(model)
+        self.engine = make_engine(model, max_num_batched_tokens)
         self.hub = InProcessHub()
         self.transport = FaultyTransport(
             InProcessTransport("p", 1, self.engine.kv.shards, self.hub),
@@ -290,13 +304,21 @@ class SenderSide:
         if change is not None and change.state is LinkState.READY:
             self.role.link_ready(change.peer, self.now)
 
-    def prefill(self, request_id: str, prompt: list[int]) -> None:
+    def begin(self, request_id: str, prompt: list[int]) -> None:
+        """Compute the first step of a prompt."""
         self.role.accept(
             Prefill(request_id=request_id, token_ids=prompt, sampling=GREEDY, decode_worker=address("d")), self.now
         )
+        self.step()
+
+    def step(self) -> None:
+        [result] = self.engine.step()
+        self.role.after_step(result)
+
+    def prefill(self, request_id: str, prompt: list[int]) -> None:
+        self.begin(request_id, prompt)
         while request_id in self.engine.sequences:
-            [result] = self.engine.step()
-            self.role.after_step(result)
+            self.step()
 
     def grant(self, request_id: str, num_blocks: int) -> None:
         self.generation += 1
@@ -376,8 +398,7 @@ def test_a_write_that_sticks_on_a_link_of_known_speed_fails_its_request_in_secon
 def test_a_write_may_take_as_long_as_its_link_has_needed_for_so_many_bytes_many_times_over(model: Path) -> None:
     sender = SenderSide(model, handoff_timeout_s=30.0)
     sender.hand_off("before", [9] * 20)
-    totals = sender.role.writes.totals["d"]
-    totals.seconds = 0.2 * totals.num_bytes / sender.engine.block_bytes  # 0.2 s a block
+    sender.role.writes.paces["d"] = RecentPace(sender.engine.block_bytes, 0.2)  # 0.2 s a block
     sender.transport.rates = {Fault.STICK: 1.0}
     for number in range(2):  # the second waits for the first
         sender.prefill(f"r{number}", [7 + number] * 20)
@@ -388,6 +409,34 @@ def test_a_write_may_take_as_long_as_its_link_has_needed_for_so_many_bytes_many_
         sender.role.expire(now)
         failures.append(len(sender.failed))
     assert failures == [0, 1, 1, 2]
+
+
+def test_a_prompt_whose_write_is_late_is_computed_no_further(model: Path) -> None:
+    sender = SenderSide(model, max_num_batched_tokens=16, handoff_timeout_s=30.0)
+    sender.hand_off("before", [9] * 20)
+    sender.role.pump(0.0)
+    sender.transport.rates = {Fault.STICK: 1.0}
+    sender.begin("r", [7] * 160)
+    sender.grant("r", 160 // BLOCK_SIZE)
+    sender.role.pump(0.0)
+    assert sender.role.writes.num_in_flight == 1
+    sender.role.expire(5.0)
+    assert len(sender.failed) == 1
+    assert not sender.engine.has_work, "it computes for a request that has failed"
+
+
+def test_a_link_that_has_become_slow_is_given_the_time_it_needs_now(model: Path) -> None:
+    sender = SenderSide(model, max_delay_s=8.0, handoff_timeout_s=30.0)
+    pace = sender.role.writes.paces["d"] = RecentPace()
+    for _ in range(10_000):
+        pace.note(8 * sender.engine.block_bytes, 0.08)  # 10 ms a block, for long
+    pace.note(8 * sender.engine.block_bytes, 8.0)  # one write at a hundredth of that, which was given up
+    sender.transport.rates = {Fault.STICK: 1.0}
+    sender.prefill("r", [7] * 8 * BLOCK_SIZE)
+    sender.grant("r", 8)
+    sender.role.pump(0.0)
+    sender.role.expire(8.0)
+    assert sender.failed == []
 
 
 def closed_leases(sender: SenderSide) -> list[int]:

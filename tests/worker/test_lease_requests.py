@@ -13,7 +13,7 @@ from tandem.decode_worker.role import DecodeRole
 from tandem.engine.engine import Engine, SequenceOutput
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport
-from tandem.prefill_worker.block_writes import LinkTotals
+from tandem.prefill_worker.block_writes import RecentPace
 from tandem.prefill_worker.role import PrefillRole
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.messages import (
@@ -73,7 +73,7 @@ class Side:
         )
 
     def measured(self, *, seconds_per_block: float) -> None:
-        self.prefill.writes.totals["d"] = LinkTotals(1, self.engine.block_bytes, seconds_per_block)
+        self.prefill.writes.paces["d"] = RecentPace(self.engine.block_bytes, seconds_per_block)
 
     def run_step(self) -> None:
         """One step of a second."""
