@@ -17,13 +17,13 @@ from tandem.protocol.config import TransferConfig
 from tandem.protocol.errors import PeerLost, TransferError
 from tandem.protocol.messages import ChunkArrived, LinkLoad, PeerAddress, encode_message
 
-__all__ = ["BlockWrites", "LateWrite", "LinkTotals", "RecentPace", "SettledWrite"]
+__all__ = ["BlockWrites", "LinkTotals", "RecentPace", "SettledWrite"]
 
 logger = logging.getLogger(__name__)
 
-_LATE_FACTOR = 20.0  # times what the link has needed for so many bytes: no such write is merely slow
+_STUCK_FACTOR = 20.0  # times what the link has needed for so many bytes: no such write is merely slow
+_LEAST_STUCK_S = 10.0  # a worker may stand still for less (`worker_timeout_s` is 8), and its link with it
 _KEPT_SHARE = 0.9  # of the weight of older writes, with each new one
-_LEAST_PATIENCE_S = 5.0  # a lost packet is sent again, and a worker that swaps polls again, within it
 
 
 @dataclass(eq=False, slots=True)
@@ -42,13 +42,13 @@ class LinkTotals:
 
 @dataclass(eq=False, slots=True)
 class RecentPace:
-    """How long a link's latest writes took; older ones count less and less, for a link may become slow."""
+    """How long a link's latest writes took. Older ones count less and less, for a link may become slow."""
 
     num_bytes: float = 0.0
     seconds: float = 0.0
 
     def note(self, num_bytes: int, seconds: float) -> None:
-        """Count a write that was done."""
+        """Count a write."""
         self.num_bytes = _KEPT_SHARE * self.num_bytes + num_bytes
         self.seconds = _KEPT_SHARE * self.seconds + seconds
 
@@ -62,23 +62,15 @@ class SettledWrite(NamedTuple):
     seconds: float
 
 
-class LateWrite(NamedTuple):
-    """A write that did not settle in time. It may still land."""
-
-    write: BlockWrite
-    patience_s: float
-
-
 class _Flight(NamedTuple):
     write: BlockWrite
     transfer: Transfer
     deadline: float
-    patience_s: float  # from the start to the deadline
 
 
 @dataclass(eq=False, slots=True)
 class _OldestWrite:
-    """The oldest write of a link, the time since when it has been the oldest, and that at which the link is reset."""
+    """The oldest write of a link, the time since when it has been the oldest, and that at which it is stuck."""
 
     transfer: Transfer
     since: float
@@ -130,8 +122,7 @@ class BlockWrites:
             if isinstance(exc, PeerLost):
                 self._links.broke(write.receiver_id, write.receiver_epoch)
             return False
-        patience_s = self._patience_s(write)
-        self._in_flight.append(_Flight(write, transfer, now + patience_s, patience_s))
+        self._in_flight.append(_Flight(write, transfer, now + self._config.handoff_timeout_s))
         return True
 
     def take_settled(self) -> list[SettledWrite]:
@@ -143,11 +134,11 @@ class BlockWrites:
             self._in_flight = [flight for flight in self._in_flight if not flight.transfer.is_settled]
         return [self._count(flight.write, flight.transfer) for flight in settled]
 
-    def late(self, now: float) -> list[LateWrite]:
-        """Writes that have been in flight for much longer than such writes take on their link."""
-        return [LateWrite(flight.write, flight.patience_s) for flight in self._in_flight if now >= flight.deadline]
+    def late(self, now: float) -> list[BlockWrite]:
+        """Writes that have been in flight for longer than a handoff may take."""
+        return [flight.write for flight in self._in_flight if now >= flight.deadline]
 
-    def reset_stalled_links(self, now: float) -> None:
+    def reset_stuck_links(self, now: float) -> None:
         """Tear down links whose oldest write has not settled for long: all others would wait behind it for ever."""
         oldest: dict[tuple[str, int], _Flight] = {}
         for flight in self._in_flight:
@@ -155,13 +146,16 @@ class BlockWrites:
         self._oldest = {
             receiver: known
             if (known := self._oldest.get(receiver)) is not None and known.transfer is flight.transfer
-            else _OldestWrite(flight.transfer, now, now + self._reset_after_s(flight.write))
+            else _OldestWrite(flight.transfer, now, now + self._stuck_after_s(flight.write))
             for receiver, flight in oldest.items()
         }
         for (worker_id, epoch), write in self._oldest.items():
             if now >= write.deadline:
-                logger.warning("nothing moved to %s for %.0f s: the link is reset", worker_id, now - write.since)
+                waited_s = now - write.since
+                logger.warning("nothing moved to %s for %.0f s: the link is reset", worker_id, waited_s)
                 self._totals_of(worker_id).num_resets += 1
+                # The link may be slow instead: the next writes get more time.
+                self._pace_of(worker_id).note(write.transfer.num_bytes, waited_s)
                 self._links.reset(worker_id, epoch)
 
     def forget(self, receiver_id: str) -> None:
@@ -169,18 +163,10 @@ class BlockWrites:
         self.totals.pop(receiver_id, None)
         self.paces.pop(receiver_id, None)
 
-    def _patience_s(self, write: BlockWrite) -> float:
-        """Seconds after which a write that starts now is late, those on the link before it included."""
-        flights = [flight.write for flight in self._in_flight if flight.write.receiver_id == write.receiver_id]
-        return self._bounded_s(write.receiver_id, [*flights, write])
-
-    def _reset_after_s(self, write: BlockWrite) -> float:
-        """Seconds that a link may need for this write alone. A reset costs all that wait behind it, too."""
-        return min(2 * self._bounded_s(write.receiver_id, [write]), self._config.handoff_timeout_s)
-
-    def _bounded_s(self, receiver_id: str, writes: list[BlockWrite]) -> float:
-        expected_s = self.seconds_to_send(receiver_id, sum(len(write.local_block_ids) for write in writes))
-        return min(max(_LATE_FACTOR * expected_s, _LEAST_PATIENCE_S), self._config.handoff_timeout_s)
+    def _stuck_after_s(self, write: BlockWrite) -> float:
+        """Seconds after which a link is stuck that does nothing but this write."""
+        expected_s = self.seconds_to_send(write.receiver_id, len(write.local_block_ids))
+        return min(max(_STUCK_FACTOR * expected_s, _LEAST_STUCK_S), self._config.handoff_timeout_s)
 
     def _payload(self, write: BlockWrite) -> bytes:
         """The notification that follows a write, with checksums of the blocks to be checked."""
@@ -211,8 +197,11 @@ class BlockWrites:
             totals.num_transfers += 1
             totals.num_bytes += transfer.num_bytes
             totals.seconds += seconds
-            self.paces.setdefault(write.receiver_id, RecentPace()).note(transfer.num_bytes, seconds)
+            self._pace_of(write.receiver_id).note(transfer.num_bytes, seconds)
         return SettledWrite(write, transfer.state, transfer.num_bytes, seconds)
 
     def _totals_of(self, receiver_id: str) -> LinkTotals:
         return self.totals.setdefault(receiver_id, LinkTotals())
+
+    def _pace_of(self, receiver_id: str) -> RecentPace:
+        return self.paces.setdefault(receiver_id, RecentPace())

@@ -45,7 +45,6 @@ class _Handoff:
     num_blocks: int
     is_requested: bool = False  # whether the receiver was asked for a lease
     is_computed: bool = False
-    has_failed: bool = False  # and the router knows; writes may still be in flight
     exposed_bytes: int = 0  # written after the prompt was computed
     exposed_s: float = 0.0
 
@@ -217,7 +216,7 @@ class PrefillRole:
         """Give up what is too late. Read all messages before calling this: a grant may be among them."""
         self._settle()
         self._give_up_late_writes(now)
-        self.writes.reset_stalled_links(now)
+        self.writes.reset_stuck_links(now)
         self._settle()
         self._confirm_lost_writes(now)
         self._outbox.expire(now)
@@ -322,17 +321,10 @@ class PrefillRole:
             totals.exposed_s += handoff.exposed_s
 
     def _give_up_late_writes(self, now: float) -> None:
-        """Fail handoffs with a write that takes too long, and say so at once: the request can go on elsewhere.
-
-        Their blocks stay reserved until the write settles. Heartbeats stop naming them, so their leases run out.
-        """
-        for late in self.writes.late(now):
-            request_id = late.write.notification.request_id
-            reason = f"a write to {late.write.receiver_id} took over {late.patience_s:.1f} s"
-            self._outbox.cancel(request_id, reason)
-            handoff = self._handoffs[request_id]
-            self._withdraw(handoff.sequence)
-            self._fail(handoff, reason)
+        """Cancel handoffs with a write that takes too long. Heartbeats stop naming them, so their leases run out."""
+        for write in self.writes.late(now):
+            reason = f"a write to {write.receiver_id} took over {self._config.handoff_timeout_s} s"
+            self._outbox.cancel(write.notification.request_id, reason)
 
     def _confirm_lost_writes(self, now: float) -> None:
         """Confirm the end of leases with lost writes once these cannot land any more; an open link may prove that."""
@@ -351,14 +343,8 @@ class PrefillRole:
         self._engine.scheduler.blocks.release(handoff.sequence)
         if ended.is_delivered:
             self._on_delivered(ended.request_id)
-        else:
-            self._fail(handoff, ended.reason)
-
-    def _fail(self, handoff: _Handoff, reason: str) -> None:
-        sequence = handoff.sequence
-        if sequence.finish_reason is None and not handoff.has_failed:
-            handoff.has_failed = True
-            self._on_failed(sequence.request_id, f"KV handoff failed: {reason}", TransferError.code or "")
+        elif handoff.sequence.finish_reason is None:
+            self._on_failed(ended.request_id, f"KV handoff failed: {ended.reason}", TransferError.code or "")
 
     def _withdraw(self, sequence: Sequence) -> None:
         """Take the prompt out of the engine if it is there. Its blocks stay reserved: a write may be reading them."""

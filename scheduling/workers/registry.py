@@ -152,7 +152,8 @@ class Registry:
     def _set_silent(self, worker: RegisteredWorker, is_silent: bool) -> None:
         if worker.is_silent != is_silent:
             worker.is_silent = is_silent
-            self._table = None
+            if self._table is not None:
+                self._table.note_silence(worker)
 
     def note_tiers(self, worker_id: str, tiers: Sequence[TierLoad], fetches: FetchStats | None) -> None:
         """Store a worker's report on its KV tiers."""

@@ -96,7 +96,7 @@ class WorkerTable:
         states = sorted({worker.state for worker in workers} - {WorkerState.READY})
         self.not_in_state = {s.value: _mask(worker.state is not s for worker in workers) for s in states}
         self.is_heard = _mask(not worker.is_silent for worker in workers)
-        self.has_silent = any(worker.is_silent for worker in workers)
+        self.has_silent = not bool(self.is_heard.all())
         self.is_colocated = _mask(worker.role == Role.COLOCATED for worker in workers)
         self.is_decoder = _vector(worker.role == Role.DECODE for worker in workers)
         self.can_prefill = _mask(can_prefill(worker) for worker in workers)
@@ -137,6 +137,11 @@ class WorkerTable:
     def update_from(self, table: WorkerTable, rows: Rows) -> None:
         """Copy what is booked on all workers from another table, in which they have these rows."""
         np.take(table._loads, rows, axis=1, out=self._loads)
+
+    def note_silence(self, worker: RegisteredWorker) -> None:
+        """Copy whether heartbeats of this worker are missing."""
+        self.is_heard[self.rows[worker.worker_id]] = not worker.is_silent
+        self.has_silent = not bool(self.is_heard.all())
 
     def note_tiers(self, worker: RegisteredWorker) -> None:
         """Copy what loading from its tiers costs this worker."""

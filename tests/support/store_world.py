@@ -36,7 +36,7 @@ BLOCK_BYTES = 5000
 NAMESPACE = bytes(range(16))
 KEY = StoreKey(bytes(range(32)))
 DEADLINE_S = 20.0
-S3_TIMEOUT_S = 0.5
+S3_TIMEOUT_S = 1.0
 
 
 def name_of(number: int, parent: int | None = None) -> BlockName:

@@ -129,6 +129,7 @@ def test_a_silent_worker_is_passed_over_while_another_one_can_serve() -> None:
     pool.cache("d", chain(64))
     held = chain(64)
     assert pool.place(1024, digests=held).best.decode.worker_id == "d"
+    table = pool.registry.table
     pool.registry.note_silence("d")
     placement = pool.place(1024, digests=held)
     assert (placement.best.decode.worker_id, placement.skipped) == ("d2", {"silent": 1})
@@ -139,6 +140,8 @@ def test_a_silent_worker_is_passed_over_while_another_one_can_serve() -> None:
     for worker_id in ("p", "d", "d2"):
         pool.registry.note_load(worker_id, WorkerLoad(), 1.0)
     assert pool.place(1024, digests=held).best.decode.worker_id == "d"
+    assert pool.registry.table is table, "built anew while heartbeats come and go"
+    assert not table.has_silent
 
 
 def test_a_silent_worker_is_not_passed_over_for_those_that_cannot_take_the_request() -> None:
