@@ -154,8 +154,8 @@ class BlockWrites:
                 waited_s = now - write.since
                 logger.warning("nothing moved to %s for %.0f s: the link is reset", worker_id, waited_s)
                 self._totals_of(worker_id).num_resets += 1
-                # The link may be slow instead: the next writes get more time.
-                self._pace_of(worker_id).note(write.transfer.num_bytes, waited_s)
+                if write.transfer.num_bytes:  # it may have been slow: the next one gets twice the time
+                    self.paces[worker_id] = RecentPace(write.transfer.num_bytes, 2 * waited_s / _STUCK_FACTOR)
                 self._links.reset(worker_id, epoch)
 
     def forget(self, receiver_id: str) -> None:
@@ -197,11 +197,8 @@ class BlockWrites:
             totals.num_transfers += 1
             totals.num_bytes += transfer.num_bytes
             totals.seconds += seconds
-            self._pace_of(write.receiver_id).note(transfer.num_bytes, seconds)
+            self.paces.setdefault(write.receiver_id, RecentPace()).note(transfer.num_bytes, seconds)
         return SettledWrite(write, transfer.state, transfer.num_bytes, seconds)
 
     def _totals_of(self, receiver_id: str) -> LinkTotals:
         return self.totals.setdefault(receiver_id, LinkTotals())
-
-    def _pace_of(self, receiver_id: str) -> RecentPace:
-        return self.paces.setdefault(receiver_id, RecentPace())

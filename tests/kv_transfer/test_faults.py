@@ -392,15 +392,21 @@ def test_a_link_may_need_many_times_what_it_usually_does(
     assert sender.role.writes.totals["d"].num_resets == 1
 
 
-def test_a_link_that_has_become_slow_is_given_the_time_it_needs_now(model: Path) -> None:
+def test_after_a_reset_a_write_gets_twice_the_time_until_one_was_fast(model: Path) -> None:
     sender = SenderSide(model, handoff_timeout_s=30.0)
-    pace = sender.role.writes.paces["d"] = RecentPace()
+    block_bytes, writes = sender.engine.block_bytes, sender.role.writes
+    writes.paces["d"] = pace = RecentPace()
     for _ in range(10_000):
-        pace.note(3 * sender.engine.block_bytes, 0.03)  # 10 ms a block, for long
+        pace.note(3 * block_bytes, 0.03)  # 10 ms a block, for long
     stuck_writes(sender, num_handoffs=1)
     sender.role.expire(10.0)
     assert sender.role.writes.totals["d"].num_resets == 1
-    assert sender.role.writes.seconds_to_send("d", 3) * 20 > 15.0, "the next write would have no more time"
+    assert writes.seconds_to_send("d", 3) * 20 == pytest.approx(20.0)
+    writes.paces["d"].note(3 * block_bytes, 15.0)
+    assert writes.seconds_to_send("d", 3) * 20 > 150.0, "it is slow now"
+    writes.paces["d"] = RecentPace(3 * block_bytes, 1.0)
+    writes.paces["d"].note(3 * block_bytes, 0.03)
+    assert writes.seconds_to_send("d", 3) * 20 < 10.0, "it was stuck"
 
 
 def closed_leases(sender: SenderSide) -> list[int]:
