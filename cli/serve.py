@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from rich.console import Console
 from rich.markup import escape
 
 from tandem.cli.config_flags import Values, fields_by_panel, with_settings
@@ -28,6 +27,7 @@ from tandem.router.http.listening import listening
 from tandem.router.http.tls import check_server_tls
 from tandem.router.keys.key_file import KeyFile
 from tandem.router.tracing.setup import check_tracing
+from tandem.runtime.status_console import StatusConsole
 from tandem.scheduling.admission.tenants import load_tenants
 from tandem.worker.kv.tier_check import check_tiers
 
@@ -95,7 +95,7 @@ def serve(values: Values) -> int:
     check_tracing(is_on=config.router.tracing)
     _check_model_and_port(config)
     model = config.engine.model
-    console = Console(stderr=True, highlight=False)
+    console = StatusConsole()
     with console.status(f"model {escape(model)}"):
         folder = resolve_model(
             model,

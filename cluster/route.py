@@ -9,7 +9,6 @@ import socket
 from dataclasses import replace
 
 import uvloop
-from rich.console import Console
 
 from tandem.cluster.engine_frontend import RouterSetup, make_fleet, serve_engines_http
 from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
@@ -21,6 +20,7 @@ from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.log_format import show_warnings
 from tandem.runtime.ports import bracketed
 from tandem.runtime.signals import stop_events, wait_for_any
+from tandem.runtime.status_console import StatusConsole
 
 __all__ = ["serve_engines"]
 
@@ -65,4 +65,4 @@ def _welcome(setup: RouterSetup, listener: socket.socket) -> None:
     count = setup.router.router_processes
     by = f" by {count} processes" if count > 1 else ""
     line = f"Routing to {len(setup.fleet_file.engines)} engine(s) on {where}{by}  (Ctrl-C stops it)"
-    Console(stderr=True, highlight=False).print(line)
+    StatusConsole().print(line)

@@ -37,6 +37,7 @@ from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.log_format import show_warnings
 from tandem.runtime.ports import bracketed
 from tandem.runtime.signals import stop_events, wait_for_any
+from tandem.runtime.status_console import StatusConsole
 from tandem.scheduling.admission.tenants import Tenants
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def serve(config: ClusterConfig, tenants: Tenants, key_file: KeyFile, model: str
     Raises ConfigError for what the user can mend.
     """
     show_warnings()
-    console = Console(stderr=True, highlight=False)
+    console = StatusConsole()
     started = time.monotonic()
 
     def progress(line: str) -> None:
@@ -114,7 +115,7 @@ async def _serve(
     socket_folder: str,
     ray_daemons: list[RayDaemon],
     progress: Callable[[str], None],
-    console: Console,
+    console: StatusConsole,
 ) -> int:
     stop, stop_now = stop_events(signal.SIGINT, signal.SIGTERM)
     make = EngineService if config.managed.is_managed else OwnService

@@ -9,7 +9,9 @@ die() {
 }
 
 create_environment() {
-    [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv" || die "no environment could be made in $venv"
+    # One whose making was interrupted has no pip.
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "${PYTHON:-python3}" -m venv --clear "$venv" ||
+        die "no environment could be made in $venv"
     : >"$log"
 }
 

@@ -78,11 +78,13 @@ bash scripts/debian-packages.sh
 
 python=$(find_python) || die "no Python 3.11 or newer found" \
     "install one (Debian 12, Ubuntu 24.04: apt-get install python3 python3-venv) or name it: make PYTHON=/path/to/python3"
-if [ -x "$venv/bin/python" ] && ! "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-    rm -rf "$venv" # its interpreter is gone or too old
-fi
-if [ ! -x "$venv/bin/python" ]; then
-    "$python" -m venv "$venv" || die "$python cannot create a virtual environment" "install its venv module (Debian: python3-venv)"
+is_whole() {
+    "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' && "$venv/bin/python" -m pip --version
+}
+if ! is_whole >/dev/null 2>&1; then
+    rm -rf "$venv" # its interpreter is gone or too old, or its making was interrupted before it had pip
+    problem=$("$python" -m venv "$venv" 2>&1) || die "$python cannot create a virtual environment: ${problem##*$'\n'}" \
+        "install its venv module (Debian: python3-venv)"
 fi
 : >"$log"
 say "[1/4] $("$venv/bin/python" --version) environment"

@@ -40,8 +40,12 @@ class Server:
         env: dict[str, str] | None = None,
         tandem: Sequence[str] = (sys.executable, "-m", "tandem"),
         cwd: Path = REPOSITORY,
+        terminal: int | None = None,
     ) -> None:
-        """`tandem` is the command as words; it runs in `cwd` and logs into `folder`."""
+        """`tandem` is the command as words; it runs in `cwd`.
+
+        It logs into `folder`, or to the descriptor `terminal`.
+        """
         self.log = folder / f"serve-{time.monotonic_ns()}.log"
         command = [*tandem, "serve", "--model", str(model), "--port", "0", *flags]
         self.scratch = Path(tempfile.mkdtemp(prefix="t-"))  # short: Ray puts sockets in it
@@ -54,7 +58,7 @@ class Server:
                 | {"PYTHONUNBUFFERED": "1", "COLUMNS": "400", "TMPDIR": str(self.scratch)}
                 | (env or {}),
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=log if terminal is None else terminal,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
