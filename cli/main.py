@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import rich_utils
@@ -43,7 +42,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={
         "help_option_names": ["-h", "--help"],
-        "token_normalize_func": lambda token: ALIASES.get(token, token),
     },
 )
 
@@ -56,6 +54,14 @@ def tandem(
     ] = False,
 ) -> None:
     """Options before the command."""
+
+
+def _alias_settings(command: Callable[..., int]) -> dict[str, Any]:
+    """What makes a command know the short names. It would take arguments for them too, so not where no flag has one."""
+    has_short = {name for name, field in SETTINGS.items() if field.setting.short}
+    if has_short.isdisjoint(inspect.signature(command).parameters):
+        return {}
+    return {"token_normalize_func": lambda token: ALIASES.get(token, token)}
 
 
 def _paragraphs(command: Callable[..., int]) -> str:
@@ -76,7 +82,7 @@ COMMANDS = (
     chaos.chaos,
 )
 for command in COMMANDS:
-    app.command(help=_paragraphs(command))(command)
+    app.command(help=_paragraphs(command), context_settings=_alias_settings(command))(command)
 app.add_typer(keys.app, name="keys")
 app.add_typer(model.app, name="model")
 app.command()(version.version)
@@ -94,13 +100,13 @@ def run(args: Sequence[str]) -> int:
     try:
         code = app(list(args), prog_name="tandem", standalone_mode=False)
     except typer.BadParameter as exc:
-        _complain(f"{_wrong_value(exc)}. See: tandem {' '.join(_words(args))}--help")
+        _complain(f"{_wrong_value(exc)}. See: {_help_of(exc)}")
         return EXIT_USER_ERROR
     except typer.TyperException as exc:
-        message = _no_such_option(exc) or exc.format_message()
+        message = _no_such_option(exc) or _in_one_line(exc)
         if message:
             end = "" if message.endswith("?") else "."
-            _complain(f"{message.rstrip('.')}{end} See: tandem {' '.join(_words(args))}--help")
+            _complain(f"{message.rstrip('.')}{end} See: {_help_of(exc)}")
         return EXIT_USER_ERROR
     except ServingError as exc:
         _complain(exc.message)
@@ -121,7 +127,7 @@ def _wrong_value(error: typer.BadParameter) -> str:
     """What is wrong with the value of a flag; for a setting, in the same words as for its value in a file."""
     errors = getattr(error.__cause__, "errors", None)  # pydantic's, which typer uses; only they have the value
     if error.param is None or errors is None:
-        return error.format_message().rstrip(".")
+        return _in_one_line(error).rstrip(".")
     name, value = error.param.name or "", errors()[0]["input"]
     if name in SETTINGS:
         return f"{name}={value!r} must be {rule_of(SETTINGS[name], value)}"
@@ -141,22 +147,11 @@ def _no_such_option(error: typer.TyperException) -> str:
     return f"No such option: {name}{meant}"
 
 
-def _words(args: Sequence[str]) -> list[str]:
-    """The leading command words, for the hint; an empty word at the end makes the space before --help."""
-    words = itertools.takewhile(lambda arg: not arg.startswith("-"), args)
-    commands = {
-        "serve",
-        "route",
-        "chat",
-        "top",
-        "bench",
-        "replay",
-        "keys",
-        "create",
-        "list",
-        "revoke",
-        "model",
-        "pull",
-        "version",
-    }
-    return [*(word for word in itertools.islice(words, 2) if word in commands), ""]
+def _in_one_line(error: typer.TyperException) -> str:
+    return " ".join(error.format_message().split())
+
+
+def _help_of(error: typer.TyperException) -> str:
+    """The command whose help tells more."""
+    context = getattr(error, "ctx", None)
+    return f"{context.command_path if context is not None else 'tandem'} --help"

@@ -85,7 +85,8 @@ def check_model(name: str, *, needs_weights: bool = True) -> None:
     if name in _PACKAGED_MODELS or _HUB_ID.fullmatch(name):
         return
     if is_path(name):
-        raise ConfigError(f"model folder {name} does not exist")
+        problem = "is a file; name its folder" if folder.exists() else "does not exist"
+        raise ConfigError(f"model folder {name} {problem}")
     raise ConfigError(
         f"model={name!r} is neither a folder here, a hub id like org/name, nor one of: {', '.join(_PACKAGED_MODELS)}"
     )

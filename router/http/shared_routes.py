@@ -196,7 +196,8 @@ def add_model_routes(
         """One of the served models."""
         base = None if model_id in names() else adapters().get(model_id)
         if base is None and model_id not in names():
-            raise ModelNotFound(f"The model '{model_id[:200]}' does not exist.", param="model")
+            text = f"The model '{model_id[:200]}' does not exist; GET /v1/models lists those that do."
+            raise ModelNotFound(text, param="model")
         return json_response(card(model_id, base))
 
 

@@ -108,6 +108,10 @@ def test_no_flag_means_the_defaults_of_the_config() -> None:
         ("serve --lease-ttl-s=", "lease_ttl_s='' must be a number above 0 and at most 86400 seconds"),
         ("bench --seed x", "seed='x': Input should be a valid integer"),
         ("serve --dtype int3", "dtype='int3' must be one of auto, float32, bfloat16"),
+        ("add", "Missing argument 'role'. Choose from: prefill, decode. See: tandem add --help"),
+        ("add num-decode", "'num-decode' is not one of 'prefill', 'decode'. See: tandem add --help"),
+        ("drain", "Missing argument 'worker'. See: tandem drain --help"),
+        ("keys create --bogus", "No such option: --bogus. See: tandem keys create --help"),
         ("serve --bogus", "No such option: --bogus. See: tandem serve --help"),
         (
             "serve --prefil 2",
