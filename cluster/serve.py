@@ -197,14 +197,12 @@ def print_welcome(config: ClusterConfig, port: int, console: Console, *, needs_k
     body = {"model": config.engine.served_model_name, "temperature": 0, "messages": [question]}
     name = escape(config.engine.served_model_name)
     console.print(f"\n[bold]Serving {name} on {base}[/]  (Ctrl-C stops it)\n\nTry:\n", soft_wrap=True)
-    # Written raw: this line is to be copied whole.
     key_header, key_flag = (" -H 'Authorization: Bearer KEY'", " --api-key KEY") if needs_key else ("", "")
     header = f"-H 'Content-Type: application/json'{key_header}"
-    console.file.write(
-        f"  curl {base}/v1/chat/completions {header} -d {shlex.quote(json.dumps(body, ensure_ascii=False))}\n\n"
-    )
-    console.file.write(f"  {_command()} chat --url {base}{key_flag}\n\n")
-    console.file.flush()
+    # Not wrapped: these lines are to be copied whole.
+    curl = f"  curl {base}/v1/chat/completions {header} -d {shlex.quote(json.dumps(body, ensure_ascii=False))}\n"
+    console.out(curl, highlight=False)
+    console.out(f"  {_command()} chat --url {base}{key_flag}\n", highlight=False)
 
 
 def _command() -> str:

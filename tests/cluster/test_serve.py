@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tandem.cluster.serve import print_welcome
 from tandem.protocol.config import ClusterConfig, EngineConfig
+from tandem.runtime.status_console import StatusConsole
 
 
 def welcome(name: str) -> str:
@@ -44,3 +45,16 @@ def test_the_chat_command_is_one_that_this_users_shell_finds(
     monkeypatch.setattr("shutil.which", lambda _: found)
     monkeypatch.setattr(sys, "argv", [program, "serve"])
     assert f"\n  {expected} --url http://127.0.0.1:8123\n" in welcome("toy")
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, OSError], ids=["pipe", "terminal"])
+def test_a_welcome_that_nobody_reads_ends_nothing(error: type[OSError], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost(io.StringIO):
+        def write(self, _: str) -> int:
+            raise error
+
+    monkeypatch.setattr(sys, "stderr", Lost())
+    config, console = ClusterConfig(engine=EngineConfig(model="m", served_model_name="toy")), StatusConsole()
+    for _ in range(2):
+        print_welcome(config, 8123, console, needs_key=False)
+    assert console.quiet

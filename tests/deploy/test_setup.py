@@ -101,7 +101,8 @@ def test_an_environment_of_its_own_is_ready_when_every_step_succeeded(
 
 @ENVIRONMENTS
 def test_a_failed_installation_names_the_error_and_the_log(script: str, variable: str, tmp_path: Path) -> None:
-    finished = run_with_python(script, variable, tmp_path, "echo ERROR: there is no such package; exit 1")
+    python = 'case "$*" in *--version) exit 0 ;; esac; echo ERROR: there is no such package; exit 1'
+    finished = run_with_python(script, variable, tmp_path, python)
     assert finished.returncode == 1
     assert "ready" not in finished.stdout
     log = tmp_path / "setup.log"
