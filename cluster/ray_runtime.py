@@ -212,7 +212,7 @@ def _leave_ray(daemons: list[RayDaemon], *, exit_code: int) -> None:
 def _exit_without_ray(exit_code: int) -> None:
     """End at once: Ray's threads would end this process by SIGSEGV, or with a report of what they miss."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # whoever read it may be gone
+        with contextlib.suppress(OSError):  # its reader may be gone
             stream.flush()
     os._exit(exit_code)
 

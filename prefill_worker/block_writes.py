@@ -21,7 +21,7 @@ __all__ = ["BlockWrites", "LinkTotals", "RecentPace", "SettledWrite"]
 
 logger = logging.getLogger(__name__)
 
-_STUCK_FACTOR = 20.0  # times what the link has needed for so many bytes: no such write is merely slow
+_STUCK_FACTOR = 20.0  # times the usual duration for so many bytes; a write that takes longer is not merely slow
 _LEAST_STUCK_S = 10.0  # a worker may stand still for less (`worker_timeout_s` is 8), and its link with it
 _KEPT_SHARE = 0.9  # of the weight of older writes, with each new one
 
@@ -70,7 +70,7 @@ class _Flight(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _OldestWrite:
-    """The oldest write of a link, the time since when it has been the oldest, and that at which it is stuck."""
+    """The oldest write of a link: when it became the oldest, and when the link counts as stuck."""
 
     transfer: Transfer
     since: float
@@ -164,7 +164,7 @@ class BlockWrites:
         self.paces.pop(receiver_id, None)
 
     def _stuck_after_s(self, write: BlockWrite) -> float:
-        """Seconds after which a link is stuck that does nothing but this write."""
+        """Seconds after which a link counts as stuck if it is busy with this write alone."""
         expected_s = self.seconds_to_send(write.receiver_id, len(write.local_block_ids))
         return min(max(_STUCK_FACTOR * expected_s, _LEAST_STUCK_S), self._config.handoff_timeout_s)
 
