@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem.protocol.errors import RateLimitExceeded, ServingError
 from tandem.router.http.authentication import OPEN_PATHS, Authenticator
 from tandem.router.http.errors import BodyTooLarge, ClientDisconnected, internal_error_response, serving_error_response
+from tandem.router.http.ignored_fields import IGNORED_HEADER, begin_ignored, ignored_headers
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.origin_checks import check_host_and_origin
 from tandem.router.http.request_id import REQUEST_ID_HEADER, note_request_id
@@ -64,7 +65,7 @@ class EdgeMiddleware:
             allow_origins=settings.allow_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID_HEADER],
+            expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER],
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,6 +84,7 @@ class EdgeMiddleware:
         use: KeyUse | None = None
         request_id = note_request_id(scope).shown
         headers = ((_REQUEST_ID, request_id.encode()), *headers)
+        ignored = begin_ignored()
         span: LiveSpan | None = None
         if self._settings.tracing is not None and scope["path"] not in OPEN_PATHS:
             span = self._settings.tracing.begin_request(scope, request_id)
@@ -93,7 +95,7 @@ class EdgeMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *headers]
+                message["headers"] = [*message.get("headers", ()), *headers, *ignored_headers(ignored)]
             return send(message)
 
         try:

@@ -1,15 +1,14 @@
-"""Fields of a body that its struct does not have: misspelt, not served, or ignored.
+"""Fields of a body that its struct does not have: not served, or ignored.
 
-Clients send many fields that a server need not know, and OpenAI adds new ones all the time, so most are passed over. A
-name that is almost that of a field is a typing mistake, and is refused. So are the fields of `UNSERVED`, which would
-change the answer. If either were silently dropped, the answer would be to another question than the one asked.
+Clients send many fields that a server need not know, and OpenAI adds new ones all the time, so they are ignored and
+named in the response header `x-tandem-ignored`; a misspelt name is named with the field that was meant. Only the fields
+of `UNSERVED` are refused: the answer without them would be to another question than the one asked.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,12 +17,11 @@ import msgspec
 from msgspec import inspect
 
 from tandem.protocol.errors import RequestError
+from tandem.router.http.ignored_fields import note_ignored
 from tandem.router.http.wrong_value import members, shown
 from tandem.router.openai.schema import ABSENT, GenerationFields, PinFields
 
 __all__ = ["PASSED_OVER", "UNSERVED", "check_other_fields", "unsupported"]
-
-logger = logging.getLogger(__name__)
 
 MAX_NEUTRAL_BYTES = 256  # in a value that asks for nothing
 # Similarity of two names (difflib's ratio) from which one is taken for a misspelling of the other. `max_token` and
@@ -32,7 +30,6 @@ MIN_SIMILARITY = 0.85
 MIN_NAME_CHARS, MAX_NAME_CHARS = 3, 64
 MAX_UNKNOWN_NAMES = 32  # in one body; comparing a name takes 0.2 ms
 MAX_COLONS = 4096  # in a body whose names are listed, so at most that many names
-MAX_LOGGED_NAMES = 100
 
 # For chat, completions and pins: field -> values that ask for nothing (null always does).
 UNSERVED: dict[str, tuple[Any, ...]] = {
@@ -62,8 +59,8 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-# Fields of clients and of other servers that are ignored. Listing one here saves time, and protects a name that is
-# almost that of another field.
+# Fields of clients and of other servers that are ignored. Listing one here saves time, and keeps it from being taken
+# for a misspelling of another field.
 _PASSED_OVER = """
 access_programs cache_control cached_content context_length_exceeded_behavior conversation deferred diagnostics
 documents ec_transfer_params enable_response_messages extra_body extra_headers image include_obfuscation
@@ -85,13 +82,17 @@ class _Names(NamedTuple):
     known: frozenset[str]
     raw: type[Any]  # a struct with these and those passed over, each as undecoded JSON; it passes over all others
     strict: type[Any]  # the same; refuses all others
+    passed_over: tuple[str, ...]
     parts: dict[str, type[msgspec.Struct]]  # fields that are structs themselves
 
 
 def check_other_fields(body: bytes, request_type: type[msgspec.Struct]) -> None:
-    """Raise `RequestError` for a field that is misspelt or not served. `decode_body` reports wrong JSON."""
+    """Note the fields that are ignored. Raises `RequestError` for one that is not served.
+
+    Wrong JSON passes: `decode_body` reports it.
+    """
     try:
-        fields = _check_names(body, request_type, "")
+        fields = _note_names(body, request_type, "")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
     if issubclass(request_type, GenerationFields | PinFields):
@@ -111,19 +112,22 @@ def unsupported(name: str, value: bytes, accepted: Sequence[Any] = ()) -> Reques
 # -- names
 
 
-def _check_names(body: bytes | msgspec.Raw, struct: type[msgspec.Struct], where: str) -> Any:
-    """The fields as undecoded JSON. Raises `RequestError` for one that is misspelt, also in a field's own fields."""
+def _note_names(body: bytes | msgspec.Raw, struct: type[msgspec.Struct], where: str) -> Any:
+    """The fields as undecoded JSON, after noting those that are ignored, also in a field's own fields."""
     names = _names_of(struct)
     try:
         fields = msgspec.json.decode(body, type=names.strict)
     except msgspec.ValidationError as exc:
         for name in _unknown_names(bytes(body), str(exc), names):
-            _refuse_misspelt(name, names.known, where)
+            _note_unknown(name, names.known, where)
         fields = msgspec.json.decode(body, type=names.raw)
+    for name in names.passed_over:
+        if (raw := getattr(fields, name)) is not ABSENT and not _is_null(raw):
+            note_ignored(where + name)
     for name, part in names.parts.items():
         raw = getattr(fields, name)
         if raw is not ABSENT and bytes(memoryview(raw)[:1]) == b"{":
-            _check_names(raw, part, f"{where}{name}.")
+            _note_names(raw, part, f"{where}{name}.")
     return fields
 
 
@@ -136,16 +140,10 @@ def _unknown_names(body: bytes, message: str, names: _Names) -> Iterable[str]:
     return unknown[:MAX_UNKNOWN_NAMES]
 
 
-def _refuse_misspelt(name: str, known: frozenset[str], where: str) -> None:
-    if not MIN_NAME_CHARS <= len(name) <= MAX_NAME_CHARS:
-        return
-    if meant := _meant(name, known):
-        raise RequestError(
-            f"There is no field '{where}{name}'; did you mean '{where}{meant}'?",
-            param=where + name,
-            code="unknown_parameter",
-        )
-    _log_once(where + name)
+def _note_unknown(name: str, known: frozenset[str], where: str) -> None:
+    is_comparable = MIN_NAME_CHARS <= len(name) <= MAX_NAME_CHARS
+    meant = _meant(name, known) if is_comparable else None
+    note_ignored(where + name, f"did you mean {where}{meant}?" if meant else "")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -155,15 +153,6 @@ def _meant(name: str, known: frozenset[str]) -> str | None:
     return close[0] if close else None
 
 
-_logged: set[str] = set()
-
-
-def _log_once(name: str) -> None:
-    if name not in _logged and len(_logged) < MAX_LOGGED_NAMES:
-        _logged.add(name)
-        logger.info("Requests have the field %r, which is passed over.", name)
-
-
 @functools.cache
 def _names_of(struct: type[msgspec.Struct]) -> _Names:
     served = struct.__struct_fields__
@@ -171,7 +160,7 @@ def _names_of(struct: type[msgspec.Struct]) -> _Names:
     known = frozenset([*served, *(UNSERVED if is_generation else ())])
     raw = msgspec.defstruct("Raw", [(name, msgspec.Raw, ABSENT) for name in sorted(known | PASSED_OVER)])
     strict = msgspec.defstruct("Strict", [], bases=(raw,), forbid_unknown_fields=True)
-    return _Names(known, raw, strict, dict(_parts(struct)))
+    return _Names(known, raw, strict, tuple(sorted(PASSED_OVER - known)), dict(_parts(struct)))
 
 
 def _parts(struct: type[msgspec.Struct]) -> Iterator[tuple[str, type[msgspec.Struct]]]:
@@ -189,8 +178,16 @@ def _parts(struct: type[msgspec.Struct]) -> Iterator[tuple[str, type[msgspec.Str
 def _refuse_unserved(fields: Any, request_type: type[msgspec.Struct]) -> None:
     for name, accepted in UNSERVED.items():
         raw = getattr(fields, name)
-        if raw is not ABSENT and name not in request_type.__struct_fields__ and not _is_neutral(name, raw):
+        if raw is ABSENT or name in request_type.__struct_fields__:
+            continue
+        if not _is_neutral(name, raw):
             raise unsupported(name, bytes(raw), accepted)
+        if not _is_null(raw):
+            note_ignored(name)
+
+
+def _is_null(raw: msgspec.Raw) -> bool:
+    return bytes(memoryview(raw)[:5]) == b"null"
 
 
 def _is_neutral(name: str, raw: msgspec.Raw) -> bool:

@@ -1,4 +1,4 @@
-"""Fields that a request type does not have: typing mistakes are refused, what clients send besides is passed over."""
+"""Fields that a request type does not have: only what would change the answer is refused, the others are named."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from openai.types.chat import completion_create_params as chat
 from openai.types.responses import response_create_params as responses
 
 from tandem.protocol.errors import RequestError
+from tandem.router.http import ignored_fields
+from tandem.router.http.ignored_fields import MAX_HEADER_CHARS, begin_ignored, ignored_headers, note_ignored
 from tandem.router.messages.schema import CountTokensRequest, MessagesRequest
 from tandem.router.openai import other_fields
 from tandem.router.openai.other_fields import MAX_COLONS, MAX_NAME_CHARS, UNSERVED, check_other_fields
@@ -76,8 +78,11 @@ OF_OTHERS = {
 }
 
 
-def check(fields: dict[str, Any], request_type: type[msgspec.Struct] = ChatRequest) -> None:
+def check(fields: dict[str, Any], request_type: type[msgspec.Struct] = ChatRequest) -> list[str]:
+    """What is ignored."""
+    ignored = begin_ignored()
     check_other_fields(msgspec.json.encode(fields), request_type)
+    return ignored
 
 
 @pytest.mark.parametrize(
@@ -98,13 +103,14 @@ def check(fields: dict[str, Any], request_type: type[msgspec.Struct] = ChatReque
         ("sufix", "suffix"),
     ],
 )
-async def test_a_misspelt_field_is_refused_by_name(tokenizer: Tokenizer, written: str, meant: str) -> None:
+async def test_a_misspelt_field_is_named_in_a_header(tokenizer: Tokenizer, written: str, meant: str) -> None:
     backend = FakeBackend(tokenizer)
+    messages = [{"role": "user", "content": "Hi"}]
     async with closing(backend) as client:
-        response = await client.post("/v1/chat/completions", json={"model": "org/toy", written: None})
-    error = response.json()["error"]
-    assert (response.status_code, error["param"], error["code"]) == (400, written, "unknown_parameter")
-    assert error["message"] == f"There is no field '{written}'; did you mean '{meant}'?"
+        body = {"model": "org/toy", "messages": messages, "max_tokens": 1, written: 1}
+        response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-tandem-ignored"] == f"{written} (did you mean {meant}?)"
 
 
 @pytest.mark.parametrize(
@@ -117,11 +123,10 @@ async def test_a_misspelt_field_is_refused_by_name(tokenizer: Tokenizer, written
         (ResponsesRequest, "text", "formatt", "text.format"),
     ],
 )
-def test_a_misspelt_field_of_a_field_is_refused_too(
+def test_a_misspelt_field_of_a_field_is_named_too(
     request_type: type[msgspec.Struct], field: str, written: str, meant: str
 ) -> None:
-    with pytest.raises(RequestError, match=f"'{field}.{written}'; did you mean '{meant}'"):
-        check({field: {written: 1}}, request_type)
+    assert check({field: {written: 1}}, request_type) == [f"{field}.{written} (did you mean {meant}?)"]
 
 
 @pytest.mark.parametrize(("request_type", "declared"), DECLARED)
@@ -137,7 +142,7 @@ def test_every_field_that_a_client_library_declares_is_accepted(
 @pytest.mark.parametrize("who", OF_OTHERS)
 def test_no_field_of_another_server_is_taken_for_a_typing_mistake(request_type: type[msgspec.Struct], who: str) -> None:
     for name in OF_OTHERS[who].split():
-        check({name: 1}, request_type)
+        assert check({name: 1}, request_type) in ([name], [])
 
 
 def test_a_field_that_is_not_served_says_what_it_may_be() -> None:
@@ -146,17 +151,30 @@ def test_a_field_that_is_not_served_says_what_it_may_be() -> None:
     assert raised.value.message == "'best_of' is not supported by this server: got 3; leave it out, or send 1."
     with pytest.raises(RequestError, match="guided_json"):
         check({"guided_json": {}, "brand_new": 1})
-    check({"best_of": 1, "suffix": None, "brand_new": 1})
+    assert check({"best_of": 1, "suffix": None, "brand_new": 1}) == ["brand_new", "best_of"]
 
 
 def test_what_is_not_known_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(other_fields, "_logged", set())
-    with caplog.at_level(logging.INFO, other_fields.__name__):
+    monkeypatch.setattr(ignored_fields, "_logged", set())
+    with caplog.at_level(logging.INFO, ignored_fields.__name__):
         for _ in range(3):
-            check({"brand_new": "secret", "user": "x"})
+            assert check({"brand_new": "secret", "user": "x", "metadata": None}) == ["brand_new", "user"]
     assert [record.getMessage() for record in caplog.records] == [
-        "Requests have the field 'brand_new', which is passed over."
+        f"Requests have {name}, which is ignored; each response says so in x-tandem-ignored."
+        for name in ("brand_new", "user")
     ]
+
+
+def test_the_header_is_bounded_and_holds_no_line_breaks() -> None:
+    ignored = begin_ignored()
+    note_ignored('a\r\nset-cookie: "x", y\x00é')
+    assert ignored_headers(ignored) == [(b"x-tandem-ignored", b"a??set-cookie: ?x?? y??")]
+    for i in range(100):
+        note_ignored(f"{i}" * 1000)
+    [(_, value)] = ignored_headers(ignored)
+    assert len(value) <= MAX_HEADER_CHARS + 5
+    assert value.endswith(b", ...")
+    assert ignored_headers(begin_ignored()) == []
 
 
 def test_many_names_and_long_ones_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
