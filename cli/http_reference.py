@@ -18,6 +18,7 @@ from tandem.protocol.sampling import SamplingParams
 from tandem.router.engines.app import create_engines_app
 from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.http.app import RouterApp
+from tandem.router.http.ignored_fields import IGNORED_HEADER
 from tandem.router.http.refusals import Refusal
 from tandem.router.http.request_id import REQUEST_ID_HEADER
 from tandem.router.http.request_options import EXPLAIN_HEADER, SLO_HEADER, TENANT_HEADER
@@ -139,6 +140,8 @@ _RESPONSE_HEADERS = {
     "traceresponse": "the request's span, with `--tracing`: version, trace id, span id and flags, as in `traceparent`",
     REQUEST_ID_HEADER: "id of the request, which all log lines about it name. Engines are told it too; if the client "
     "chose it, with a suffix that makes it unique",
+    IGNORED_HEADER: "what the body has and the answer is without: hints, fields that nobody here knows, misspelt ones "
+    "with the name that was meant. Absent if nothing was ignored",
     EXPLAIN_HEADER: "the routing decision as JSON, if asked for; a stream also has it in its last chunk with choices, "
     "as `tandem_explain`",
     "retry-after": "seconds to wait, with 429 and some 503",
