@@ -91,6 +91,11 @@ class MetricDefinition(NamedTuple):
         words = self.name.removesuffix("_total").split("_")
         return next((unit for unit in _UNITS if unit in words), "")
 
+    @property
+    def condition(self) -> str:
+        """The flags without which a server does not have it; "" = none."""
+        return next((flags for part, flags in _CONDITIONS.items() if part in self.name), "")
+
 
 def metrics_page() -> str:
     """The text of docs/metrics.md."""
@@ -118,8 +123,7 @@ def _tables() -> Iterator[str]:
         for one in metrics:
             labels = ", ".join(f"`{label}`" for label in one.labels)
             of = ", ".join(f"`{command}`" for command, known in commands.items() if one.name in known)
-            condition = next((flag for part, flag in _CONDITIONS.items() if part in one.name), "")
-            of += f" with {condition}" if condition else ""
+            of += f" with {one.condition}" if one.condition else ""
             yield f"| `{one.name}` | {one.kind} | {labels} | {one.unit} | {of} | {one.text}. |"
         yield ""
 
