@@ -52,7 +52,7 @@ def exposition(source: Source, config: RouterConfig, models: Iterable[str]) -> b
 def as_openmetrics(text: bytes) -> bytes:
     """The same metrics in the format of OpenMetrics, without writing them anew: only the names of counters differ.
 
-    It takes 0.1 ms for a text that took 5 ms, and texts of several processes can be joined before.
+    It takes 0.2 ms for the 28 KB of a small server, and texts of several processes can be joined before.
     """
     return _COUNTER.sub(rb"\1 ", text) + b"# EOF\n"
 
