@@ -14,6 +14,7 @@ from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.engines.fleet.metrics import EngineCollector
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.tls import TlsMetrics
+from tandem.router.http.vllm_names import VLLM_SOURCES
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.keys.metrics import KeyCollector
 from tandem.router.tracing.export import SpanExport
@@ -36,13 +37,37 @@ Counters only rise, and begin anew when the server starts. Those with the label 
 replaced, and have no samples while it is away; `rate` and `increase` of Prometheus allow for that. A histogram has the
 samples `_bucket`, `_sum` and `_count`.
 `serve` is `tandem serve` with Tandem's own engine. With `--engine` it has the metrics of `route`.
+
+A scraper whose `Accept` header prefers `application/openmetrics-text` gets OpenMetrics 1.0, others the classic text
+format. There are no `_created` samples.
 """
+_VLLM_NAMES = """## Names of vLLM
+
+With `--vllm-metric-names`, values that vLLM has too are exported under its names as well. Dashboards, scaling rules,
+load tools and the Gateway API's inference extension then read a Tandem server as if it were one vLLM server. The label
+`model_name` is the name of the served model, and empty where `tandem route` serves several; `engine` is `0`. The bounds
+of the buckets are Tandem's. A name whose source a server does not have (tables above) is not there.
+
+| Metric | Is |
+|---|---|"""
+_VLLM_REMARKS = {
+    "vllm:num_requests_running": ", of all workers",
+    "vllm:num_requests_waiting": ", of all workers and tenants",
+    "vllm:num_preemptions": "; `engine` is the worker",
+    "vllm:request_success": "; `finished_reason` is `stop` or `length`",
+    "vllm:kv_cache_usage_perc": ": the used share of the blocks of that role which is fuller; 1 = all",
+    "vllm:gpu_cache_usage_perc": ": the same, under the name before vLLM 0.11",
+    "vllm:time_per_output_token_seconds": ": the same, under the name before vLLM 0.11",
+}
 # Metrics of parts that a server has only with these flags.
 _CONDITIONS = {
     "tandem_tls": "`--tls-cert`",
     "tandem_hub": "`--tracing` and `--router-processes`",
     "spans": "`--tracing`",
 }
+
+
+_OWN_ANSWERS = {"tandem_router_finished"}  # has no samples where answers are forwarded, as not each event is read there
 
 
 class MetricDefinition(NamedTuple):
@@ -66,10 +91,15 @@ class MetricDefinition(NamedTuple):
         words = self.name.removesuffix("_total").split("_")
         return next((unit for unit in _UNITS if unit in words), "")
 
+    @property
+    def condition(self) -> str:
+        """The flags without which a server does not have it; "" = none."""
+        return next((flags for part, flags in _CONDITIONS.items() if part in self.name), "")
+
 
 def metrics_page() -> str:
     """The text of docs/metrics.md."""
-    return "\n".join([_INTRODUCTION, *_tables()]) + "\n"
+    return "\n".join([_INTRODUCTION, *_tables(), _VLLM_NAMES, *_vllm_rows()]) + "\n"
 
 
 def exported_metrics() -> dict[str, dict[str, MetricDefinition]]:
@@ -93,10 +123,17 @@ def _tables() -> Iterator[str]:
         for one in metrics:
             labels = ", ".join(f"`{label}`" for label in one.labels)
             of = ", ".join(f"`{command}`" for command, known in commands.items() if one.name in known)
-            condition = next((flag for part, flag in _CONDITIONS.items() if part in one.name), "")
-            of += f" with {condition}" if condition else ""
+            of += f" with {one.condition}" if one.condition else ""
             yield f"| `{one.name}` | {one.kind} | {labels} | {one.unit} | {of} | {one.text}. |"
         yield ""
+
+
+def _vllm_rows() -> Iterator[str]:
+    kinds = {name.removesuffix("_total"): one.kind for name, one in exported_metrics()["serve"].items()}
+    for name, sources in VLLM_SOURCES.items():
+        ends = ["_total" if kinds[source] == "counter" else "" for source in sources]
+        named = " and ".join(f"`{source}{end}`" for source, end in zip(sources, ends, strict=True))
+        yield f"| `{name}{ends[0]}` | {named}{_VLLM_REMARKS.get(name, '')} |"
 
 
 def _parts() -> dict[str, list[Any]]:
@@ -123,7 +160,8 @@ def _parts() -> dict[str, list[Any]]:
         EngineCollector(cast(Any, fleet), lambda: 0),
         *_registered(lambda found: show_num_processes(found, lambda: 1)),
     ]
-    return {"serve": [*shared, *serve], "route": [*shared, *route]}
+    forwarded = [one for one in shared if getattr(one, "_name", "") not in _OWN_ANSWERS]
+    return {"serve": [*shared, *serve], "route": [*forwarded, *route]}
 
 
 def _registered(register: Any) -> list[Any]:

@@ -154,7 +154,7 @@ async def _text_app(
     await backend.start()
 
     async def scrape() -> bytes:
-        return _counters(settings) + await backend.scrape()
+        return _counters(settings, [backend.model]) + await backend.scrape()
 
     yield create_app(
         backend,
@@ -195,7 +195,7 @@ async def _engines_app(
     )
 
     async def scrape() -> bytes:
-        return _counters(settings) + await dispatcher.scrape()
+        return _counters(settings, dispatcher.models) + await dispatcher.scrape()
 
     yield create_engines_app(
         dispatcher,
@@ -215,11 +215,11 @@ async def _engines_app(
     await close_tracing(export)
 
 
-def _counters(settings: EdgeSettings) -> bytes:
+def _counters(settings: EdgeSettings, models: Iterable[str]) -> bytes:
     """What all edge processes have counted, as Prometheus reads it."""
-    from prometheus_client import generate_latest
+    from tandem.router.http.exposition import exposition
 
-    return bytes(generate_latest(SimpleNamespace(collect=lambda: _merged(settings))))
+    return exposition(SimpleNamespace(collect=lambda: _merged(settings)), settings.router, models)
 
 
 def _merged(settings: EdgeSettings) -> Iterable[Metric]:

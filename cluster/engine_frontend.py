@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Gauge
 
 from tandem.cluster.edge_process import EngineEdge
 from tandem.cluster.edge_processes import edge_processes
@@ -20,6 +20,7 @@ from tandem.router.engines.fleet.fleet import EngineFleet
 from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
 from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.engines.relay.prompts import load_readers
+from tandem.router.http.exposition import exposition
 from tandem.router.http.server import http_server
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.keys.metrics import KeyCollector
@@ -88,7 +89,7 @@ async def _one_process(
     show_num_processes(metrics, lambda: 1)
 
     async def scrape() -> bytes:
-        return bytes(generate_latest(metrics))
+        return exposition(metrics, setup.router, dispatcher.models)
 
     app = create_engines_app(
         dispatcher,
@@ -120,7 +121,7 @@ async def _edge_processes(
     metrics.register(KeyCollector(setup.api_keys))
     if setup.export is not None:
         setup.export.register(metrics)
-    service = DispatchService(dispatcher, lambda: generate_latest(metrics))
+    service = DispatchService(dispatcher, lambda: exposition(metrics, setup.router, dispatcher.models))
     show_num_processes(metrics, lambda: service.num_edges)
     async with (
         dispatcher.running(),

@@ -108,6 +108,10 @@ class RouterConfig:
             HTTP,
         ),
     ] = False
+    vllm_metric_names: Annotated[
+        bool,
+        Setting("Export metrics under the names that vLLM has for them too (docs/metrics.md).", HTTP),
+    ] = False
     router_processes: Annotated[
         int,
         Meta(ge=1, le=64),

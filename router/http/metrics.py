@@ -63,6 +63,12 @@ class EdgeMetrics:
             buckets=DURATION_BUCKETS_S,
             registry=registry,
         )
+        self.finished = Counter(
+            "tandem_router_finished",
+            "Sequences that were generated to their end for clients, by finish reason",
+            ["reason"],
+            registry=registry,
+        )
         self.client_disconnects = Counter(
             "tandem_router_client_disconnects", "Clients that left before their answer was complete", registry=registry
         )
@@ -142,6 +148,10 @@ class RequestClock:
         self._pending_gaps_s.append(gap_s)
         if len(self._pending_gaps_s) == MAX_BATCH:
             self.flush()
+
+    def finish(self, reason: str) -> None:
+        """Count the sequence as generated to its end."""
+        self._metrics.finished.labels(reason).inc()
 
     def flush(self) -> None:
         """Record what is pending."""

@@ -52,7 +52,7 @@ def add_operation_routes(
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Metrics in Prometheus' text format. A tenant's key does not get samples of single tenants."""
+        """Metrics in Prometheus' text format, or OpenMetrics if `Accept` prefers it. No tenants for a tenant's key."""
         return metrics_response(await scrape(), request)
 
     @app.get("/v1/pools")

@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.router.http.authentication import visible_tenant
+from tandem.router.http.exposition import CLASSIC, OPENMETRICS, as_openmetrics, prefers_openmetrics
 
 __all__ = ["metrics_response", "visible_decisions", "visible_pools"]
 
@@ -36,10 +36,14 @@ def visible_pools(pools: dict[str, Any], request: Request) -> dict[str, Any]:
 
 
 def metrics_response(exposition: bytes, request: Request) -> Response:
-    """Metrics in Prometheus' text format. Samples of one tenant or one key are for operators."""
+    """Metrics in the text format that the request accepts. Samples of one tenant or one key are for operators."""
     if visible_tenant(request) is not None:
         exposition = _TENANT_SAMPLE.sub(b"", exposition)
-    return Response(exposition, headers={"content-type": CONTENT_TYPE_LATEST})
+    is_openmetrics = prefers_openmetrics(request.headers.get("accept", ""))
+    return Response(
+        as_openmetrics(exposition) if is_openmetrics else exposition,
+        headers={"content-type": OPENMETRICS if is_openmetrics else CLASSIC, "vary": "accept"},
+    )
 
 
 def _members(members: list[dict[str, Any]]) -> list[dict[str, Any]]:

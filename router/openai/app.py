@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,6 +21,7 @@ from tandem.router.backend import Backend
 from tandem.router.dashboard.routes import add_dashboard
 from tandem.router.http.app import RouterApp, json_response
 from tandem.router.http.authentication import check_operator
+from tandem.router.http.exposition import exposition
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.shared_routes import (
     add_decision_routes,
@@ -89,7 +90,7 @@ def create_app(
     assert ready is not None
 
     async def scrape_registry() -> bytes:
-        return bytes(generate_latest(registry))
+        return exposition(registry, config, [backend.model])
 
     app = RouterApp(
         config,

@@ -97,6 +97,7 @@ class _Choice(Stream[ChoiceDelta]):
         """The only delta of a choice that consists of its prompt."""
         token_ids: list[int] | None = [] if self._plan.shows_token_ids else None
         cached = (num_cached_tokens, num_loaded_tokens)
+        self._clock.finish("length")
         return ChoiceDelta(self._plan.index, "", 0, *cached, finish_reason="length", token_ids=token_ids)
 
     def _converted(self, deltas: list[TokenDelta]) -> list[ChoiceDelta]:
@@ -113,6 +114,7 @@ class _Choice(Stream[ChoiceDelta]):
             converted.append(result)
             if result.finish_reason is not None:  # maybe by a stop string: the backend would go on
                 self._has_ended = True
+                self._clock.finish(result.finish_reason)
                 break
         return converted
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from tandem.protocol.messages import WorkerLoad
+from tandem.protocol.messages import WorkerCard, WorkerLoad
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import RegisteredWorker
@@ -25,6 +25,7 @@ _LOAD = {
     "num_kv_tokens": "KV tokens of running sequences",
     "num_free_blocks": "Blocks of the pool that are unused or evictable",
 }
+_SIZE = {"num_blocks": "Blocks of the worker's pool; assumed where an engine does not report them"}
 _OWN_LOAD = {
     "num_waiting_tokens": "Prompt tokens not computed yet",
     "num_free_seats": "Sequences that the batch still has room for, less those promised",
@@ -84,7 +85,9 @@ class LoadCollector:
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as they are now."""
-        yield from _fields(GaugeMetricFamily, "worker", _LOAD, ["worker", "role"], _loads(list(self._registry)))
+        workers = list(self._registry)
+        yield from _fields(GaugeMetricFamily, "worker", _LOAD, ["worker", "role"], _loads(workers))
+        yield from _fields(GaugeMetricFamily, "worker", _SIZE, ["worker", "role"], _cards(workers))
         yield CounterMetricFamily(
             "tandem_listener_failures",
             "Errors raised by listeners to changes of workers; each is logged",
@@ -176,6 +179,10 @@ class CacheSizingCollector:
 
 def _loads(workers: list[RegisteredWorker]) -> list[tuple[list[str], WorkerLoad]]:
     return [([worker.worker_id, worker.role.value], worker.load) for worker in workers]
+
+
+def _cards(workers: list[RegisteredWorker]) -> list[tuple[list[str], WorkerCard]]:
+    return [([worker.worker_id, worker.role.value], worker.card) for worker in workers]
 
 
 def _tier_metrics(workers: list[RegisteredWorker]) -> Iterator[Metric]:

@@ -21,6 +21,7 @@ import msgspec
 import openai
 import psutil
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tandem.cluster.edge_process import EdgeSettings, EngineEdge, TextEdge
 from tandem.cluster.edge_processes import EdgeProcesses, edge_processes
@@ -44,6 +45,7 @@ from tests.support.keys import api_keys_of, make_key_file, stored_key
 from tests.support.waiting import eventually
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
+MODEL = FakeBackend.model
 START_S = 60.0
 
 
@@ -84,6 +86,12 @@ class Edges:
         text = (await self.client.get("/metrics")).text
         return float(next(row.rpartition(" ")[2] for row in text.splitlines() if row.startswith(f"{line} ")))
 
+    async def is_openmetrics(self) -> None:
+        """A scraper that prefers OpenMetrics can read the texts of all processes together."""
+        headers = {"accept": "application/openmetrics-text"}
+        families = list(text_string_to_metric_families((await self.client.get("/metrics", headers=headers)).text))
+        assert {"tandem_hub", "tandem_router_requests"} <= {family.name for family in families}
+
 
 @asynccontextmanager
 async def edges(
@@ -121,7 +129,7 @@ async def edges(
 
 
 async def test_processes_share_the_port_and_their_counters(tmp_path: Path) -> None:
-    async with edges(tmp_path, num_processes=2) as here:
+    async with edges(tmp_path, num_processes=2, vllm_metric_names=True) as here:
         answers = [await here.chat() for _ in range(40)]
         assert {answer.json()["choices"][0]["message"]["content"] for answer in answers} == {"hello world"}
         assert len({answer.json()["id"] for answer in answers}) == 40
@@ -131,6 +139,8 @@ async def test_processes_share_the_port_and_their_counters(tmp_path: Path) -> No
         here.add_unreadable_counter_files()
         assert await here.metric(total) == 40
         assert await here.metric("tandem_hub") == 1
+        assert await here.metric(f'vllm:e2e_request_latency_seconds_count{{engine="0",model_name="{MODEL}"}}') == 40
+        await here.is_openmetrics()
         assert here.counter_files() >= {"counter_0.db", "counter_1.db"}  # both processes have answered
         port = here.client.base_url.port
         with pytest.raises(ConfigError, match="Address already in use"), listening("127.0.0.1", port or 0):

@@ -19,8 +19,16 @@ from tests.deploy.test_helm import find, helm, render
 
 ROOT = Path(__file__).resolve().parents[2]
 MONITORING = ROOT / "helm" / "tandem" / "monitoring"
-RULES: list[dict[str, Any]] = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"][0]["rules"]
-PANELS: list[dict[str, Any]] = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
+GROUPS: list[dict[str, Any]] = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]
+RULES: list[dict[str, Any]] = [rule for group in GROUPS for rule in group["rules"]]
+DASHBOARD: list[dict[str, Any]] = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
+ROWS = [one for one in DASHBOARD if one["type"] == "row"]
+PANELS = [panel for one in DASHBOARD for panel in (one["panels"] if one["type"] == "row" else [one])]
+SERVERS = {
+    frozenset({"serve", "route"}): "every server",
+    frozenset({"serve"}): "tandem serve with its own engine",
+    frozenset({"route"}): "tandem route, and tandem serve with --engine",
+}
 PROMTOOL = shutil.which("promtool")
 ENABLED = {
     "monitoring": {
@@ -34,6 +42,22 @@ ENABLED = {
 def queries() -> list[str]:
     shown = [target["expr"].replace("$__rate_interval", "5m") for panel in PANELS for target in panel["targets"]]
     return [rule["expr"] for rule in RULES] + shown
+
+
+def servers_with(query: str) -> set[str]:
+    """The servers that have each metric of a query, in words."""
+    by_command = exported_metrics()
+    found = set()
+    for selector in selectors(promql_parser.parse(query.replace("$__rate_interval", "5m"))):
+        owners = {
+            command: metric
+            for command, metrics in by_command.items()
+            for metric in metrics.values()
+            if selector.name in metric.sample_names
+        }
+        condition = next(iter(owners.values())).condition.replace("`", "")
+        found.add(SERVERS[frozenset(owners)] + (f" with {condition}" if condition else ""))
+    return found
 
 
 def selectors(node: Any) -> Iterator[Any]:
@@ -66,6 +90,48 @@ def test_a_query_asks_for_metrics_and_labels_that_are_exported(query: str) -> No
             assert any(label in labels[one.name] for one in found), f"{label} is a label of none of them"
 
 
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+def test_a_panel_says_which_servers_have_its_metrics(panel: dict[str, Any]) -> None:
+    """In its description, and in place of "No data" where not every server has them."""
+    (servers,) = set.union(*(servers_with(target["expr"]) for target in panel["targets"]))
+    assert panel["description"].startswith(f"For: {servers}.")
+    empty = panel["fieldConfig"]["defaults"]["noValue"]
+    assert empty
+    if servers != "every server":
+        assert empty.startswith("Only ")
+        for flag in re.findall(r"--[a-z-]+|own engine", servers):
+            assert flag in empty
+
+
+def test_what_needs_a_flag_or_engines_is_in_a_row_that_is_closed() -> None:
+    """Grafana does not ask for the panels of a closed row."""
+    for panel in [one for one in DASHBOARD if one["type"] != "row"]:
+        assert all(" with --" not in servers for target in panel["targets"] for servers in servers_with(target["expr"]))
+    for row in ROWS:
+        assert row["collapsed"] == bool(row["panels"])
+        for one in ("tandem route", "--tls-cert", "--tracing"):
+            assert (one in row["title"]) == any(one in panel["description"] for panel in row["panels"])
+    ids = [one["id"] for one in (*ROWS, *PANELS)]
+    assert len(ids) == len(set(ids))
+
+
+def test_panels_do_not_overlap() -> None:
+    places = [panel["gridPos"] for panel in PANELS]
+    cells = [
+        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(cells) == len(set(cells))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_an_alert_says_which_servers_have_its_metrics(rule: dict[str, Any]) -> None:
+    said = rule["annotations"]["servers"]
+    assert all(servers in said for servers in servers_with(rule["expr"]))
+    runbook = (ROOT / "docs" / "runbook.md").read_text()
+    (entry,) = re.findall(rf"^## {rule['alert']}\n(.*?)(?=^## |\Z)", runbook, flags=re.DOTALL | re.MULTILINE)
+    assert f"- **For:** {said}.\n" in entry
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
 def test_an_alert_has_its_entry_in_the_runbook(rule: dict[str, Any]) -> None:
     runbook = (ROOT / "docs" / "runbook.md").read_text()
@@ -93,12 +159,7 @@ def test_the_chart_brings_them_as_they_are() -> None:
     manifests = render(ENABLED)
     dashboard = find(manifests, "ConfigMap", "release-dashboard")
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
-    assert json.loads(dashboard["data"]["tandem.json"])["panels"] == PANELS
-    rules = find(manifests, "PrometheusRule", "release")["spec"]["groups"][0]["rules"]
-    assert [rule["expr"] for rule in rules] == [rule["expr"] for rule in RULES]
-    assert [rule["annotations"]["runbook_url"] for rule in rules] == [
-        f"https://wiki.example/tandem#{rule['alert'].lower()}" for rule in RULES
-    ]
+    assert json.loads(dashboard["data"]["tandem.json"])["panels"] == DASHBOARD
     monitor = find(manifests, "ServiceMonitor", "release")
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
     service = find(manifests, "Service", "release")
@@ -114,6 +175,35 @@ def test_the_chart_brings_them_as_they_are() -> None:
     ]
     assert matching == ["release"], "no other service has a port of this name"
     assert (endpoint["path"], endpoint["scheme"]) == ("/metrics", "http")
+
+
+ENGINES = {"cluster": {"engine_kind": "vllm"}}
+FLAGS = {"router": {"tracing": True}, "tls": {"existingSecret": "ours"}}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, ["tandem", "tandem-own-engine"]),
+        (ENGINES, ["tandem", "tandem-engines"]),
+        (FLAGS, ["tandem", "tandem-own-engine", "tandem-tls", "tandem-tracing"]),
+        (ENGINES | FLAGS, ["tandem", "tandem-engines", "tandem-tls", "tandem-tracing"]),
+        ({"router": {"tls_cert": "/c", "tls_key": "/k"}}, ["tandem", "tandem-own-engine", "tandem-tls"]),
+    ],
+)
+def test_the_chart_brings_the_alerts_whose_metrics_the_release_exports(
+    values: dict[str, Any], expected: list[str]
+) -> None:
+    groups = find(render(ENABLED | values), "PrometheusRule", "release")["spec"]["groups"]
+    assert [group["name"] for group in groups] == expected
+    (command,) = {"serve"} if "tandem-own-engine" in expected else {"route"}
+    exported = {name for metric in exported_metrics()[command].values() for name in metric.sample_names}
+    for group in groups:
+        (written,) = [one for one in GROUPS if one["name"] == group["name"]]
+        for rule, original in zip(group["rules"], written["rules"], strict=True):
+            assert rule["annotations"].pop("runbook_url") == f"https://wiki.example/tandem#{rule['alert'].lower()}"
+            assert rule == original
+            assert exported & {one.name for one in selectors(promql_parser.parse(rule["expr"]))}
 
 
 def test_wrong_values_are_refused() -> None:
@@ -162,6 +252,8 @@ RAISED: dict[str, tuple[dict[str, str], str]] = {
         },
         "30m",
     ),
+    "TandemApiKeyFileDamaged": ({"tandem_api_key_file_damaged": "1x60"}, "10m"),
+    "TandemAuditLinesLost": ({"tandem_router_lost_audit_lines_total": "0x10 1x50"}, "12m"),
     "TandemPreemptions": ({'tandem_worker_preemptions_total{worker="w",role="decode"}': "0+12x60"}, "30m"),
     "TandemWorkerErrors": ({'tandem_worker_errors_total{worker="w",role="decode"}': "0x10 1x50"}, "12m"),
     "TandemRecomputedPrompts": ({'tandem_worker_recomputed_total{worker="w",role="decode"}': "0x10 9x50"}, "12m"),
@@ -172,10 +264,8 @@ RAISED: dict[str, tuple[dict[str, str], str]] = {
         "12m",
     ),
     "TandemEngineNotReady": ({'tandem_engine_ready{engine="e"}': "0x60"}, "10m"),
-    "TandemApiKeyFileDamaged": ({"tandem_api_key_file_damaged": "1x60"}, "10m"),
     "TandemTlsFilesDamaged": ({'tandem_engine_tls_files_damaged{engine="e"}': "1x60"}, "10m"),
     "TandemCertificateExpires": ({"tandem_tls_certificate_expiry_timestamp_seconds": "600000x120"}, "90m"),
-    "TandemAuditLinesLost": ({"tandem_router_lost_audit_lines_total": "0x10 1x50"}, "12m"),
     "TandemSpansDropped": ({'tandem_hub_dropped_spans_total{reason="queue_full"}': "0+1x60"}, "40m"),
 }
 # What raises none of them, whenever it is asked: 501 is the model's, and probes get 503 while a server starts.

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.messages import WorkerState
@@ -24,6 +24,7 @@ from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
 from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.engines.relay.prompts import PromptReader
 from tandem.router.http.app import RouterApp
+from tandem.router.http.exposition import exposition
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.processes.dispatch_service import DispatchService, EngineNews
 from tandem.router.processes.hub import EdgeHub
@@ -96,7 +97,7 @@ class Hub(Deciding):
         super().__init__(settings.dispatcher(specs))
         self.metrics = CollectorRegistry()
         self.dispatcher.register_metrics(self.metrics)
-        self.service = DispatchService(self.dispatcher, lambda: generate_latest(self.metrics))
+        self.service = DispatchService(self.dispatcher, self._scrape)
         self.endpoint = f"{folder}/hub"
         self.hub = EdgeHub(self.service, self.endpoint, settings.api_keys)
         news = EngineNews(self.hub, self.service)
@@ -104,6 +105,9 @@ class Hub(Deciding):
         self.fleet.registry.listen(news.worker_changed)
         self._settings = settings
         self._stack = stack
+
+    def _scrape(self) -> bytes:
+        return exposition(self.metrics, self._settings.config, self.dispatcher.models)
 
     async def relay(self) -> HubRelay:
         """Stands between this hub and one edge."""
@@ -124,7 +128,7 @@ class Hub(Deciding):
         counters = CollectorRegistry()
 
         async def scrape() -> bytes:
-            return bytes(generate_latest(counters)) + await remote.scrape()
+            return exposition(counters, self._settings.config, remote.models) + await remote.scrape()
 
         app = self._settings.app(remote, connections, counters, scrape, remote.api_keys)
         await self._stack.enter_async_context(app.router.lifespan_context(app))
@@ -236,7 +240,7 @@ async def routing(*specs: EngineSpec, wait: bool = True, **options: Any) -> Asyn
     dispatcher.register_metrics(metrics)
 
     async def scrape() -> bytes:
-        return bytes(generate_latest(metrics))
+        return exposition(metrics, settings.config, dispatcher.models)
 
     app = settings.app(dispatcher, connections, metrics, scrape, settings.api_keys)
     async with (

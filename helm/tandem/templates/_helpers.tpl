@@ -53,10 +53,25 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- ceil .Values.cluster.num_cpus_per_worker | int -}}
 {{- end }}
 
+{{/* Worker pods of a RayCluster: those at the start, and the fewest later. */}}
+{{- define "tandem.startedWorkerPods" -}}
+{{- add (int .Values.cluster.num_prefill) (int .Values.cluster.num_decode) -}}
+{{- end }}
+
+{{- define "tandem.minWorkerPods" -}}
+{{- int .Values.cluster.min_workers | default (include "tandem.startedWorkerPods" . | int) -}}
+{{- end }}
+
 {{- define "tandem.scheme" -}}
 {{- ternary "https" "http" (or .Values.tls.existingSecret .Values.router.tls_cert | not | not) -}}
 {{- end }}
 
+{{/* Largest body, as nginx writes it. */}}
+{{- define "tandem.maxBody" -}}
+{{- with .Values.router.max_body_bytes }}{{ int64 . }}{{ else }}8m{{ end }}
+{{- end }}
+
+{{/* With `tandem.containerSecurityContext` this is the Restricted profile of Kubernetes' Pod Security Standards, and more. */}}
 {{- define "tandem.podSecurityContext" -}}
 runAsNonRoot: true
 runAsUser: 1000

@@ -111,6 +111,9 @@ spec:
   affinity:
     {{- toYaml . | nindent 4 }}
   {{- end }}
+  {{- with .Values.head.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
 {{- end }}
 
 {{- define "tandem.workerPod" -}}
@@ -173,5 +176,20 @@ spec:
   {{- with .Values.worker.affinity }}
   affinity:
     {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .Values.worker.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with .Values.worker.topologySpreadConstraints }}
+  topologySpreadConstraints:
+    {{- range . }}
+    - {{- toYaml . | nindent 6 }}
+      {{- if not .labelSelector }}
+      labelSelector:
+        matchLabels:
+          {{- include "tandem.selectorLabels" $ | nindent 10 }}
+          app.kubernetes.io/component: worker
+      {{- end }}
+    {{- end }}
   {{- end }}
 {{- end }}

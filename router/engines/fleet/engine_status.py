@@ -34,9 +34,11 @@ _USAGE = (
     "sglang:token_usage",
     "llamacpp:kv_cache_usage_ratio",
 )
-# Counters that grow while an engine computes.
+# Counters that grow while an engine computes. The first one grows with each step. Others may rest while a long prompt
+# is computed: those of `tandem serve` do, which has some of vLLM's names if it is told to.
+_STEPS = "vllm:iteration_tokens_total_count"
 _WORK = (
-    "vllm:iteration_tokens_total_count",
+    _STEPS,
     "vllm:prompt_tokens_total",
     "vllm:generation_tokens_total",
     "sglang:realtime_tokens_total",  # the others count requests that have ended
@@ -124,7 +126,7 @@ def parse_work(text: str, rank: int | None = None) -> WorkDone | None:
     if not samples:
         return None
     # SGLang counts when it logs, which is every 40th step.
-    is_of_each_step = any(sample.name.startswith("vllm:") for sample in samples)
+    is_of_each_step = any(sample.name == _STEPS for sample in samples)
     return WorkDone(sum(sample.value for sample in samples), is_of_each_step)
 
 

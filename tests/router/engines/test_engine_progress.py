@@ -261,4 +261,6 @@ def test_work_is_read_of_each_rank() -> None:
     assert parse_work(METRICS, 0) == WorkDone(5.0, is_of_each_step=True)
     assert parse_work(METRICS, 1) == WorkDone(10.0, is_of_each_step=True)
     assert parse_work("sglang:realtime_tokens_total 4") == WorkDone(4.0, is_of_each_step=False)
+    served = "vllm:prompt_tokens_total 3\nvllm:generation_tokens_total 4\n"  # of `tandem serve --vllm-metric-names`
+    assert parse_work(served) == WorkDone(7.0, is_of_each_step=False), "a long prompt does not change it"
     assert parse_work("llamacpp:requests_processing 1") is None
