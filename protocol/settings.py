@@ -97,16 +97,20 @@ def _resolve(config: type[Any]) -> Iterator[Field]:
                 yield Field(item.name, plain[item.name], annotated[item.name], item.default, note)
 
 
-def changed_settings(*configs: Any) -> dict[str, Any]:
-    """The settings of these configurations, and of their parts, that differ from their defaults, by flag.
+def changed_settings(*configs: Any) -> dict[str, str]:
+    """The settings of these configurations, and of their parts, that differ from their defaults: flag -> value.
 
-    They are shown to operators. Flags that are passed on to another program may hold a key, so their value is left out.
+    They are shown to operators. A switch has no value. Flags that are passed on to another program may hold a key, so
+    they are only said to be given.
     """
-    changed: dict[str, Any] = {}
+    changed: dict[str, str] = {}
     for config in configs:
         for field in settings_of(type(config)):
             if (value := getattr(config, field.name)) != field.default:
-                changed[field.flag.partition("/")[0]] = "(given)" if field.setting.metavar == "FLAGS" else value
+                on, _, off = field.flag.partition("/")
+                is_off = field.type is bool and not value
+                shown = "" if field.type is bool else "(given)" if field.setting.metavar == "FLAGS" else str(value)
+                changed[off if is_off else field.setting.short or on] = shown
         parts = (getattr(config, item.name) for item in fields(config))
         changed |= changed_settings(*(part for part in parts if is_dataclass(part)))
     return changed

@@ -65,7 +65,7 @@ class RequestFlow:
         tenants: Tenants = Tenants(),
         clock: Callable[[], float] = time.monotonic,
         tracing: Tracing | None = None,
-        settings: Mapping[str, Any] = MappingProxyType({}),
+        settings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`manager` is None where the worker processes are run by others. `settings` are shown to operators."""
         self.admission = Admission(registry, costs, placer, tenants, config, registry.demand)

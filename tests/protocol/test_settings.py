@@ -143,10 +143,10 @@ def test_changed_settings_are_named_by_their_flags_without_what_may_be_a_key() -
         router=RouterConfig(port=8001),
     )
     assert changed_settings(config) == {
-        "--prefill": 2,
-        "--autoscale": False,
+        "--prefill": "2",
+        "--no-autoscale": "",
         "--engine": "vllm",
         "--engine-args": "(given)",
-        "--port": 8001,
+        "--port": "8001",
     }
     assert changed_settings(ClusterConfig(engine=EngineConfig())) == {}

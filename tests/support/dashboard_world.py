@@ -62,9 +62,10 @@ class DashboardWorld:
         self.metrics = EdgeMetrics(CollectorRegistry())
         self.autoscaler: dict[str, Any] = {}
         self.settings = {
-            "--prefill": num_workers // 2,
-            "--decode": num_workers - num_workers // 2,
-            "--host-cache-gb": 8.0,
+            "--prefill": str(num_workers // 2),
+            "--decode": str(num_workers - num_workers // 2),
+            "--host-cache-gb": "8.0",
+            "--no-autoscale": "",
         }
         self.num_requests = 0
         for number in range(num_workers):

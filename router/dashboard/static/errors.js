@@ -3,7 +3,7 @@
 import { byId, element, reconcile, setText } from "./dom.js";
 import { count } from "./format.js";
 
-const HEAD = ["Status", "Route", "Last minute", "Since the start"];
+const HEAD = ["Status", "Route", "Last minute", "All"];
 const MEANINGS = {
   400: "wrong request",
   401: "no valid key",

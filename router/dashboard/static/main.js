@@ -62,7 +62,7 @@ function show(snapshot) {
 
 /** The flags that differ from their defaults. */
 function settingsOf(settings) {
-  const flags = Object.entries(settings).map(([flag, value]) => (value === "True" ? flag : `${flag} ${value}`));
+  const flags = Object.entries(settings).map(([flag, value]) => (value ? `${flag} ${value}` : flag));
   return flags.length ? `Started with ${flags.join(" ")}` : "Started without flags";
 }
 

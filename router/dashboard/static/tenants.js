@@ -3,7 +3,7 @@
 import { byId, element, reconcile, setText, setWidth } from "./dom.js";
 import { count, duration, percent, rate } from "./format.js";
 
-const HEAD = ["Tenant", "Share", "Admitted /s", "Waiting", "Mean wait", "Refused since the start"];
+const HEAD = ["Tenant", "Share", "Admitted /s", "Waiting", "Mean wait", "Refused"];
 const EXTRA = ["Admitted /s", "Mean wait"]; // not on a phone
 
 export function showTenants(snapshot) {

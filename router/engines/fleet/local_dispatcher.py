@@ -71,7 +71,7 @@ class LocalDispatcher:
         tokenizers: Container[str],
         manager: WorkerManager | None = None,
         tracing: Tracing | None = None,
-        settings: Mapping[str, Any] = MappingProxyType({}),
+        settings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`specs` are the engines of the file, `tokenizers` the models that have a tokenizer.
 

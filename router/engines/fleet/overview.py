@@ -23,7 +23,7 @@ def fleet_overview(
     *,
     decisions: Iterable[dict[str, Any]],
     autoscaler: Mapping[str, Any],
-    settings: Mapping[str, Any],
+    settings: Mapping[str, str],
 ) -> dict[str, Any]:
     """All engines, including those that are not ready, and what waits for them."""
     now = fleet.clock()

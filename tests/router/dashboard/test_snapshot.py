@@ -122,7 +122,7 @@ async def test_preemptions_and_settings_are_shown() -> None:
     clock.now += 1.0
     snapshot = json.loads(await builder.build())
     assert snapshot["traffic"]["preemptions"] == 3
-    assert snapshot["settings"] == {"--prefill": "1", "--decode": "1", "--host-cache-gb": "8.0"}
+    assert snapshot["settings"] == world.settings
 
 
 @pytest.mark.parametrize("num_workers", [2, 200])
