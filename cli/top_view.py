@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ Json = dict[str, Any]
 _BARS = "▁▂▃▄▅▆▇█"
 _BAR_WIDTH = 12
 _CURVE_WIDTH = 30
+_NUM_ERRORS = 6
 _GAP = 2  # between columns
 _LEAST_MEMBERS = 3  # shown before anything that can be left out
 _NUM_DECISIONS = 6
@@ -60,7 +62,7 @@ def render(snapshot: Json, *, url: str, sort: str, width: int, height: int, noti
         decisions = _decisions(snapshot, num_decisions, width)
     num_left -= len(decisions)
     if num_left > 0:
-        move = [*_autoscaler_lines(snapshot)]
+        move = [*_autoscaler_lines(snapshot), *_error_line(snapshot)][:num_left]
     num_left -= len(move)
     num_blanks = sum(map(bool, (pools, tiers, move, decisions))) + 1
     has_blanks = num_left >= num_blanks
@@ -114,9 +116,11 @@ def _traffic(snapshot: Json, width: int) -> list[Text]:
             lines.append(Text(no_wrap=True))
         lines[-1].append("   " if lines[-1] else "").append_text(fact)
     place = history["columns"].index("output_tokens_per_s")
-    num_points = min(_CURVE_WIDTH, width - lines[-1].cell_len - 3)
-    if num_points > 0:
-        lines[-1].append("   ").append(_curve([row[place] for row in history["rows"]][-num_points:]), style="cyan")
+    values = [row[place] or 0.0 for row in history["rows"]]
+    scale = f"of {_number(max(values, default=0.0))}, last minute" if values else ""
+    num_points = min(_CURVE_WIDTH, width - lines[-1].cell_len - len(scale) - 4)
+    if num_points > 0 and values:
+        lines[-1].append("   ").append(_curve(values[-num_points:]), style="cyan").append(f" {scale}", style="dim")
     return lines
 
 
@@ -132,7 +136,7 @@ def _pools(snapshot: Json, width: int) -> list[Text]:
             _Column(
                 "running", [Text(f"{_number(pool['running'])}/{_number(pool['seats'])}") for pool in pools], rank=1
             ),
-            _Column("for room", [Text(_number(pool["for_room"])) for pool in pools], rank=4),
+            _Column("wait for KV", [Text(_number(pool["for_room"])) for pool in pools], rank=4),
             _Column("sent/s", [Text(_number(pool.get("handoffs_per_s"), 2)) for pool in pools], rank=6),
             _Column("MB/s", [Text(_megabytes(pool.get("bytes_per_s"))) for pool in pools], rank=5),
         ],
@@ -161,11 +165,20 @@ def _autoscaler_lines(snapshot: Json) -> Iterable[Text]:
     """The autoscaler's latest decision and the latest move of a worker, one line each."""
     if reason := snapshot["autoscaler"].get("reason"):
         yield Text("autoscaler  ", style="dim", no_wrap=True) + _clean(reason)
-    if advice := snapshot["autoscaler"].get("advice"):
-        yield Text("it advises to  ", style="dim", no_wrap=True) + _clean(advice)
+    if (advice := snapshot["autoscaler"].get("advice")) and advice not in reason:
+        yield Text("would help too  ", style="dim", no_wrap=True) + _clean(advice)
     for move in snapshot["autoscaler"].get("moves", [])[:1]:
         words = _clean(f"{_move(move)}: {move['reason']}")
         yield Text("latest move  ", style="dim", no_wrap=True) + words
+
+
+def _error_line(snapshot: Json) -> Iterable[Text]:
+    """Answers with an error in the last minute by status, the most frequent first."""
+    counts: Counter[str] = Counter()
+    for row in snapshot["errors"]:
+        counts[row["status"]] += round(row["recent"])
+    if shown := [f"{status} x {number:,}" for status, number in counts.most_common(_NUM_ERRORS) if number]:
+        yield Text("errors of the last minute  ", style="dim", no_wrap=True) + _clean(", ".join(shown))
 
 
 def _move(move: Json) -> str:
@@ -197,6 +210,7 @@ def _member_table(members: Sequence[Json], num_all: int, sort: str, width: int, 
             _Column("pool", [Text(_percent(share)) for share in shares]),
             _Column("", [_bar(share) for share in shares], rank=6),
             _Column("errors", [Text(_number(one["problems"])) for one in members], rank=3),
+            _Column("preempted", [Text(_number(one["preemptions"])) for one in members], rank=4),
         ]
     else:
         columns += [
@@ -218,8 +232,8 @@ def _decisions(snapshot: Json, num_shown: int, width: int) -> list[Text]:
             _Column("tenant", [_clean(row["tenant"]) for row in rows], rank=3, is_text=True),
             _Column("prompt", [Text(_number(row["num_prompt_tokens"])) for row in rows], rank=2),
             _Column("cached", [Text(_number(one.get("num_cached_tokens"))) for one in chosen], rank=5),
-            _Column("TTFT said", [Text(_duration(row["predicted_ttft_s"])) for row in rows], rank=4),
-            _Column("was", [Text(_duration(row["actual_ttft_s"])) for row in rows]),
+            _Column("TTFT predicted", [Text(_duration(row["predicted_ttft_s"])) for row in rows], rank=4),
+            _Column("TTFT", [Text(_duration(row["actual_ttft_s"])) for row in rows]),
             _Column("outcome", [_clean(row["error"] or row["outcome"]) for row in rows], rank=1, is_text=True),
         ],
         width,
@@ -271,11 +285,10 @@ def _natural(column: _Column) -> int:
     return max(len(column.heading), *(cell.cell_len for cell in column.cells), 0)
 
 
-def _curve(values: Sequence[float | None]) -> str:
-    """A line of block characters, the latest value at the right."""
-    shown = [value or 0.0 for value in values]
-    top = max(shown, default=0.0)
-    return "".join(_BARS[round(value / top * (len(_BARS) - 1))] if top else _BARS[0] for value in shown)
+def _curve(values: Sequence[float]) -> str:
+    """A line of block characters from zero to the highest value, the latest value at the right."""
+    top = max(values, default=0.0)
+    return "".join(_BARS[round(value / top * (len(_BARS) - 1))] if top else _BARS[0] for value in values)
 
 
 def _bar(share: float | None) -> Text:

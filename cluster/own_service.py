@@ -14,6 +14,7 @@ from tandem.cluster.restarts import RestartBudget
 from tandem.cluster.supervisor import Supervisor
 from tandem.cluster.worker_layout import worker_configs
 from tandem.protocol.config import ClusterConfig
+from tandem.protocol.settings import changed_settings
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.tracing.setup import begin_tracing, close_tracing, tracing_of
 from tandem.router.workers.client import WorkerClient
@@ -72,6 +73,7 @@ class OwnService:
             tenants=tenants,
             manager=self.supervisor,
             tracing=tracing_of(self._export),
+            settings=changed_settings(config),
         )
         self._background = BackgroundTasks()
         self._http: tuple[ModuleType, Tokenizer] | None = None

@@ -11,6 +11,7 @@ from dataclasses import replace
 import uvloop
 
 from tandem.cluster.engine_frontend import RouterSetup, make_fleet, serve_engines_http
+from tandem.protocol.settings import changed_settings
 from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
 from tandem.router.http.listening import listening
 from tandem.router.http.tls import scheme_of
@@ -40,7 +41,13 @@ async def _serve(setup: RouterSetup, key_file: KeyFile, listener: socket.socket)
     stop, stop_now = stop_events(signal.SIGINT, signal.SIGTERM)
     fleet, file = make_fleet(setup), setup.fleet_file
     export = begin_tracing("router" if setup.router.router_processes == 1 else "hub", is_on=setup.router.tracing)
-    dispatcher = LocalDispatcher(fleet, file.engines, file.tokenizers, tracing=tracing_of(export))
+    dispatcher = LocalDispatcher(
+        fleet,
+        file.engines,
+        file.tokenizers,
+        tracing=tracing_of(export),
+        settings=changed_settings(setup.router, setup.engines),
+    )
     async with (
         contextlib.aclosing(fleet),
         closing_tracing(export),

@@ -9,7 +9,7 @@ are all made from these annotations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -20,6 +20,7 @@ __all__ = [
     "Field",
     "Setting",
     "bounds_of",
+    "changed_settings",
     "check_settings",
     "checked",
     "from_values",
@@ -94,6 +95,25 @@ def _resolve(config: type[Any]) -> Iterator[Field]:
             if isinstance(note, Setting):
                 assert item.default is not MISSING, f"{config.__name__}.{item.name} is a setting without a default"
                 yield Field(item.name, plain[item.name], annotated[item.name], item.default, note)
+
+
+def changed_settings(*configs: Any) -> dict[str, str]:
+    """The settings of these configurations, and of their parts, that differ from their defaults: flag -> value.
+
+    They are shown to operators. A switch has no value. Flags that are passed on to another program may hold a key, so
+    they are only said to be given.
+    """
+    changed: dict[str, str] = {}
+    for config in configs:
+        for field in settings_of(type(config)):
+            if (value := getattr(config, field.name)) != field.default:
+                on, _, off = field.flag.partition("/")
+                is_off = field.type is bool and not value
+                shown = "" if field.type is bool else "(given)" if field.setting.metavar == "FLAGS" else str(value)
+                changed[off if is_off else field.setting.short or on] = shown
+        parts = (getattr(config, item.name) for item in fields(config))
+        changed |= changed_settings(*(part for part in parts if is_dataclass(part)))
+    return changed
 
 
 def check_settings(config: object) -> None:

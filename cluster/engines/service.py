@@ -14,6 +14,7 @@ from tandem.cluster.frontend import HttpFrontend
 from tandem.cluster.restarts import RestartBudget
 from tandem.cluster.supervisor import Supervisor
 from tandem.protocol.config import ClusterConfig, ExternalEnginesConfig
+from tandem.protocol.settings import changed_settings
 from tandem.router.engines.config import FleetFile
 from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
 from tandem.router.keys.api_keys import ApiKeys
@@ -47,7 +48,12 @@ class EngineService:
         ]
         self.supervisor = Supervisor(config, fleet.registry, fleet.costs, members, on_progress=on_progress)
         self._dispatcher = LocalDispatcher(
-            fleet, [], self._setup.fleet_file.tokenizers, self.supervisor, tracing_of(export)
+            fleet,
+            [],
+            self._setup.fleet_file.tokenizers,
+            self.supervisor,
+            tracing_of(export),
+            settings=changed_settings(config),
         )
 
     async def start(self) -> None:

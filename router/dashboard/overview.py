@@ -86,9 +86,14 @@ def overview_of(
     *,
     decisions: Iterable[Json],
     autoscaler: Mapping[str, Any],
+    settings: Mapping[str, str],
 ) -> Json:
-    """The part that routers of workers and of engines share. `decisions` and `autoscaler` are as `/v1` shows them."""
+    """The part that routers of workers and of engines share. `decisions` and `autoscaler` are as `/v1` shows them.
+
+    `settings` are those that the operator gave, by flag.
+    """
     return {
+        "settings": _cut(settings),
         "pools": _pools(workers, costs),
         "tenants": _tenants(admission, tenants),
         "decisions": _decisions(decisions),

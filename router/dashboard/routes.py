@@ -14,8 +14,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tandem.router.dashboard.feed import SnapshotFeed
+from tandem.router.dashboard.history import LongHistory
 from tandem.router.dashboard.snapshot import SnapshotBuilder
-from tandem.router.http.app import RouterApp, is_head
+from tandem.router.http.app import RouterApp, is_head, json_response
 from tandem.router.http.authentication import check_operator
 from tandem.router.http.disconnect import cancel_on_disconnect
 from tandem.router.http.errors import ClientDisconnected
@@ -38,6 +39,8 @@ def add_dashboard(
 ) -> None:
     """Add the page and its stream. `overview` and `traffic` are as for `SnapshotBuilder`."""
     feed = SnapshotFeed(SnapshotBuilder(overview, traffic, app.version).build)
+    history = LongHistory(overview, traffic)
+    app.run_along("the dashboard's history", history.run)
     app.on_drain(feed.close)
     add_page(app, "/dashboard", _FOLDER, "The dashboard: a page that shows the system live, for operators.")
 
@@ -51,6 +54,12 @@ def add_dashboard(
         """What the dashboard shows, once a second, as server-sent events. Needs an operator's key."""
         check_operator(request)
         return _SnapshotStream(feed, _may_watch(request, api_keys))
+
+    @app.get("/v1/dashboard/history")
+    async def show_history(request: Request) -> Response:
+        """The traffic of the last hour, a point each 15 s, as the dashboard draws it. Needs an operator's key."""
+        check_operator(request)
+        return json_response(history.to_json())
 
 
 class _SnapshotStream(Response):

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import orjson
 from prometheus_client.core import Metric
 
-from tandem.router.dashboard.traffic import Change, TrafficWindow, totals_of
+from tandem.router.dashboard.history import COLUMNS, SHARES, History, num_waiting
+from tandem.router.dashboard.traffic import Change, totals_of
 
 __all__ = ["SnapshotBuilder"]
 
 Json = dict[str, Any]
 
 WINDOW_S = 60.0  # window of rates and percentiles
-_POINT_S = 10.0  # time that one point of the small curves covers
-_SHARES = (0.5, 0.9, 0.99)
-HISTORY_COLUMNS = ("time", "finished_per_s", "output_tokens_per_s", "ttft_s", "itl_s", "hit_ratio", "waiting")
+_POINT_S = 10.0  # time that one point of the curves covers
+_NUM_ERRORS = 20  # kinds of errors that are listed
 
 
 class SnapshotBuilder:
@@ -40,19 +39,16 @@ class SnapshotBuilder:
         self._version = version
         self._clock = clock
         self._unix_clock = unix_clock
-        self._window = TrafficWindow(WINDOW_S)
-        self._history: deque[tuple[float, list[float | None]]] = deque(maxlen=round(WINDOW_S))
+        self._history = History(span_s=WINDOW_S, step_s=1.0, point_s=_POINT_S, window_s=WINDOW_S)
 
     async def build(self) -> bytes:
         """A snapshot as JSON. Raises a `ServingError` if the deciding process does not answer."""
         overview = dict(await self._overview())
         totals = totals_of(self._traffic())
         totals.counts.update(_counters_of(overview))
-        self._window.add(self._clock(), totals)
-        change = self._window.latest(WINDOW_S)
-        now = self._unix_clock()
-        waiting = sum(tenant["num_waiting"] for tenant in overview["tenants"])
-        self._history.append((now, [*_point(self._window.latest(_POINT_S)), waiting]))
+        now, waiting = self._unix_clock(), num_waiting(overview)
+        self._history.add(self._clock(), now, totals, waiting)
+        change = self._history.latest(WINDOW_S)
         large = {name: overview.pop(name) for name in ("members", "decisions")}  # rounded already
         snapshot = {
             **overview,
@@ -60,10 +56,8 @@ class SnapshotBuilder:
             "version": self._version,
             "traffic": {"waiting": waiting, "running": totals.counts.get("running", 0), **_traffic(change)},
             "hits": _hits(overview, change),
-            "history": {
-                "columns": HISTORY_COLUMNS,
-                "rows": [[at, *row] for at, row in self._history if at > now - WINDOW_S],
-            },
+            "history": {"columns": COLUMNS, "rows": self._history.rows(now)},
+            "errors": _errors(totals.errors, change),
             "pools": {role: _pool(role, pool, change) for role, pool in overview["pools"].items()},
             "tenants": [_tenant(tenant, change) for tenant in overview["tenants"]],
         }
@@ -82,6 +76,9 @@ def _counters_of(overview: Json) -> dict[str, float]:
         counts[f"admitted {tenant['name']}"] = tenant["num_admitted"]
         counts[f"refused {tenant['name']}"] = sum(tenant["refused"].values())
         counts["admitted"] = counts.get("admitted", 0) + tenant["num_admitted"]
+    members = overview["members"]
+    column = members["columns"].index("preemptions")
+    counts["preemptions"] = sum(row[column] or 0 for row in members["rows"])
     return counts
 
 
@@ -94,22 +91,24 @@ def _traffic(change: Change | None) -> Json:
         "finished_per_s": change.per_s("finished"),
         "refused_per_s": change.per_s("refused"),
         "failed_per_s": change.per_s("failed"),
+        "preemptions": change.total("preemptions"),
         "prompt_tokens_per_s": change.per_s("prompt_tokens"),
         "output_tokens_per_s": change.per_s("output_tokens"),
         "hit_ratio": change.ratio("cached_tokens", "prompt_tokens"),
         # 50th, 90th and 99th percentile
-        "ttft_s": change.quantiles("ttft_s", _SHARES),
-        "itl_s": change.quantiles("itl_s", _SHARES),
+        "ttft_s": change.quantiles("ttft_s", SHARES),
+        "itl_s": change.quantiles("itl_s", SHARES),
     }
 
 
-def _point(change: Change | None) -> list[float | None]:
-    if change is None:
-        return [None] * (len(HISTORY_COLUMNS) - 2)
-    [ttft_s] = change.quantiles("ttft_s", [0.5])
-    [itl_s] = change.quantiles("itl_s", [0.5])
-    hit_ratio = change.ratio("cached_tokens", "prompt_tokens")
-    return [change.per_s("finished"), change.per_s("output_tokens"), ttft_s, itl_s, hit_ratio]
+def _errors(errors: Mapping[tuple[str, str], float], change: Change | None) -> list[Json]:
+    """Answers with an error by status and route: how many in the window, and since the start. The latest come first."""
+    before = change.first.errors if change else errors
+    rows = [
+        {"status": status, "route": route, "recent": max(count - before.get((status, route), 0.0), 0.0), "all": count}
+        for (status, route), count in errors.items()
+    ]
+    return sorted(rows, key=lambda row: (-row["recent"], -row["all"]))[:_NUM_ERRORS]
 
 
 def _hits(overview: Json, change: Change | None) -> list[Json]:

@@ -31,6 +31,7 @@ class Totals:
     counts: dict[str, float] = field(default_factory=dict)
     # By name: pairs of a bucket's upper bound and the number of values up to it, ascending.
     buckets: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    errors: dict[tuple[str, str], float] = field(default_factory=dict)  # by status (499 = the client left) and route
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ def totals_of(metrics: Iterable[Metric]) -> Totals:
     """The totals in Prometheus' metrics of the HTTP side."""
     counts: defaultdict[str, float] = defaultdict(float)
     buckets: defaultdict[str, dict[float, float]] = defaultdict(dict)
+    errors: defaultdict[tuple[str, str], float] = defaultdict(float)
     for metric in metrics:
         for sample in metric.samples:
             if sample.name in _COUNTERS:
@@ -106,8 +108,10 @@ def totals_of(metrics: Iterable[Metric]) -> Totals:
             elif sample.name == _REQUESTS:
                 status = sample.labels["status"]
                 counts["refused" if status in _REFUSED else f"status_{status[0]}xx"] += sample.value
+                if status >= "400":
+                    errors[status, sample.labels["endpoint"]] += sample.value
     counts["failed"] += counts["status_5xx"]
-    return Totals(dict(counts), {name: sorted(values.items()) for name, values in buckets.items()})
+    return Totals(dict(counts), {name: sorted(values.items()) for name, values in buckets.items()}, dict(errors))
 
 
 def _quantile(counts: Sequence[tuple[float, float]], share: float) -> float:

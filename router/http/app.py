@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from tandem.router.http.openapi import Operations, openapi_document
 from tandem.router.http.origin_checks import hosts_allowed
 from tandem.router.http.pages import add_page
 from tandem.router.keys.api_keys import ApiKeys
+from tandem.runtime.background import BackgroundTasks
 
 if TYPE_CHECKING:
     from tandem.router.tracing.tracing import Tracing
@@ -74,6 +75,7 @@ class RouterApp(FastAPI):
         self.audit_log = AuditLog(config.audit_log, metrics.lost_audit_lines.inc)
         self._raw: dict[str, EdgeMiddleware] = {}
         self._on_drain: list[Callable[[], None]] = []
+        self._along: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {}
         self.add_middleware(EdgeMiddleware, settings=self._settings)
         self.add_exception_handler(HTTPException, self._answer_http_exception)
         self._add_documents()
@@ -87,6 +89,10 @@ class RouterApp(FastAPI):
     def on_drain(self, end: Callable[[], None]) -> None:
         """Register `end`, which is called when the server begins to drain: it ends streams that would never end."""
         self._on_drain.append(end)
+
+    def run_along(self, what: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Register `run`, which goes on for ever beside the app. `what` names it in logs."""
+        self._along[what] = run
 
     def drain(self) -> None:
         """The server accepts no more connections, and waits for its running requests."""
@@ -107,10 +113,14 @@ class RouterApp(FastAPI):
 
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        background = BackgroundTasks()
         try:
             async with self._running():
+                for what, run in self._along.items():
+                    background.keep(what, run)
                 yield
         finally:
+            await background.close()
             await asyncio.to_thread(self.audit_log.close)
 
     def _answer_http_exception(self, request: Request, exc: Exception) -> Response:

@@ -40,6 +40,7 @@ SHARED_OPERATIONS = {
     ("GET", "/v1/dashboard"): Operation(
         tag="operations", answer={"type": "string"}, media_type="text/event-stream", errors=(429,)
     ),
+    ("GET", "/v1/dashboard/history"): Operation(tag="operations", answer=_ANY_OBJECT),
     ("POST", "/v1/pools/roles"): Operation(
         tag="operations",
         body=RoleChange,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -64,8 +65,9 @@ class RequestFlow:
         tenants: Tenants = Tenants(),
         clock: Callable[[], float] = time.monotonic,
         tracing: Tracing | None = None,
+        settings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`manager` is None where the worker processes are run by others."""
+        """`manager` is None where the worker processes are run by others. `settings` are shown to operators."""
         self.admission = Admission(registry, costs, placer, tenants, config, registry.demand)
         self._model = model
         self._registry = registry
@@ -75,6 +77,7 @@ class RequestFlow:
         self._sizing = sizing
         self._tenants = tenants
         self._manager = manager
+        self._settings = settings
         self._clock = clock
         hasher = PromptHasher(registry)
         self.cache = PinService(registry, index, workers, config, hasher.digests, clock=clock)
@@ -191,6 +194,7 @@ class RequestFlow:
             self._tenants,
             decisions=decisions,
             autoscaler=self._manager.autoscaler_status if self._manager is not None else {},
+            settings=self._settings,
         )
         own = workers_overview(self._registry, self._index, self._costs, self._sizing)
         return {"models": [self._model], **shared, **own}

@@ -27,6 +27,12 @@ from tandem.scheduling.autoscaling.prediction import Prediction
 
 __all__ = ["decide"]
 
+# How an operator lets a move happen that the autoscaler may not make, by the move's kind.
+_REMEDIES = {
+    "flip": "move the worker with tandem restart --role",
+    "add": "give --max-workers, or run tandem add",
+    "remove": "give --min-workers, or run tandem drain",
+}
 _RELIEF = 0.9  # share of the wait that may be left after a move that counts as relief
 
 
@@ -99,19 +105,21 @@ def _settle(
     advice = better.move if better is not None and better.move.kind not in policy.acts else None
 
     def held(code: Reason, why: str) -> tuple[ScalingDecision, AutoscalerState]:
-        return ScalingDecision(code, f"{why}; {told}", hold, after, advice=advice or move), state
+        return ScalingDecision(code, f"{why}; now {told}", hold, after, advice=advice), state
 
-    effect = f"{move} would make it {after.attainment:.1%}"
+    effect = f"{move} would bring {hold.attainment:.1%} in time to {after.attainment:.1%}"
     if now < (until_s := state.pause(move.kind).until_s):
         return held(Reason.BACKOFF, f"{move} was withdrawn, and is tried again in {until_s - now:.0f} s")
     if num_wanted < policy.num_agreeing:
-        return held(Reason.AGREEING, f"{effect}, seen {num_wanted} of num_agreeing={policy.num_agreeing} times")
+        return held(Reason.AGREEING, f"{effect}, as {num_wanted} of {policy.num_agreeing} looks say")
     if move.kind == "remove" and state.spare_s < policy.remove_after_s:
-        return held(Reason.AGREEING, f"{effect}, for {state.spare_s:.0f} of remove_after_s={policy.remove_after_s:g}")
+        spare = f"a worker is spare for {state.spare_s:.0f} of remove_after_s={policy.remove_after_s:g} s"
+        return held(Reason.AGREEING, f"{spare}; {effect}")
     if move.kind not in policy.acts:
-        return held(Reason.ADVISED, f"{effect}, but the autoscaler does not {move.kind} workers")
+        advice = move
+        return held(Reason.ADVISED, f"{effect}; {_REMEDIES[move.kind]}")
     if now - state.last_move_s < policy.cooldown_s:
-        return held(Reason.COOLDOWN, f"{effect}, {now - state.last_move_s:.1f} of cooldown_s={policy.cooldown_s} over")
+        return held(Reason.COOLDOWN, f"{effect}, in {policy.cooldown_s - (now - state.last_move_s):.0f} s")
     moving = InFlight(move, now + policy.deadline_s(move.kind), outlook.observation.servers)
     state = replace(calm(forget_spare(state)), moving=moving, last_move_s=now)
     detail = f"{told}; {after.attainment:.1%} after it"

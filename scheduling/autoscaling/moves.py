@@ -77,6 +77,23 @@ class Reason(StrEnum):
     REMOVE = "remove"
 
 
+# What a decision without a move means, in words for operators.
+_IN_WORDS = {
+    Reason.NO_POOLS: "waiting for a ready worker of each role",
+    Reason.IN_FLIGHT: "a move is under way",
+    Reason.WITHDRAWN: "a move was given up",
+    Reason.UNWANTED: "a move was given up",
+    Reason.ON_TARGET: "on target, nothing to do",
+    Reason.UNREACHABLE: "below target, but idle workers would be too slow as well, so no move helps",
+    Reason.NO_GAIN: "below target, but no move would gain enough",
+    Reason.AT_MAX: "below target, and max_workers is reached",
+    Reason.BACKOFF: "waiting before the next try",
+    Reason.AGREEING: "watching whether a move stays worth it",
+    Reason.COOLDOWN: "waiting after the latest move",
+    Reason.ADVISED: "a move that it may not make would help",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
     """What to do now, if anything, and why."""
@@ -92,8 +109,7 @@ class ScalingDecision:
     @property
     def reason(self) -> str:
         """The explanation in one line, with numbers."""
-        lead = str(self.move) if self.move else f"hold ({self.code})"
-        return f"{lead}: {self.detail}"
+        return f"{self.move or _IN_WORDS[self.code]}: {self.detail}"
 
     @property
     def prefill_wait_s(self) -> float:

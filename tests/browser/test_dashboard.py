@@ -80,18 +80,76 @@ def test_figures_follow_the_server(windows: Windows) -> None:
 def test_a_decision_shows_its_terms_and_why_it_was_better(windows: Windows) -> None:
     with dashboard_server(LiveWorld()) as url, windows.open(url) as page:
         decision = live(page).locator(".decision:not(.refused)").first
-        expect(decision.locator(".why")).to_have_text(re.compile(r"^0\.\d{3} s cheaper: saves 0\.\d{3} s delay"))
+        expect(decision.locator(".why")).to_have_text(
+            re.compile(r"^0\.\d{3} s cheaper: saves 0\.\d{3} s slowing others")
+        )
         page.get_by_role("button", name="Pause").click()
         decision.locator("summary").click()
         cells = decision.locator("tbody tr").all_inner_texts()
         assert [text.split("\t")[0] for text in cells] == [
-            *("queue", "fetch", "prefill", "delay", "transfer", "memory", "decode", "total")
+            "queue waiting for other prompts",
+            "loading cached KV reading cached blocks from a tier or another worker",
+            "computing the prompt computing the rest of the prompt",
+            "slowing others what computing this prompt takes from the answers that run there",
+            "sending KV the part of the KV transfer that computing does not hide",
+            "waiting for KV memory waiting until the decode worker has room",
+            "decoding decoding the answer",
+            "total",
         ]
         chosen, runner_up, difference = (float(text.split()[0]) for text in cells[-1].split("\t")[1:])
         assert chosen < runner_up
         assert difference == pytest.approx(runner_up - chosen, abs=0.0011)
         widths = decision.locator(".chosen .part").evaluate_all("parts => parts.map(part => part.clientWidth)")
         assert sum(widths) > 0
+        expect(decision.locator(".common")).to_have_text("Not drawn: 0.300 s of decoding, the same for both")
+        bar, drawn = (
+            decision.locator(place).bounding_box() for place in (".runner-up .bar", ".runner-up .part >> nth=-1")
+        )
+        assert bar is not None
+        assert drawn is not None
+        assert bar["x"] + bar["width"] == pytest.approx(drawn["x"] + drawn["width"], abs=2), (
+            "the longer one fills its bar"
+        )
+
+
+def test_charts_have_a_scale_and_a_range_that_is_longer_than_a_minute(windows: Windows) -> None:
+    world = LiveWorld()
+    with dashboard_server(world) as url, windows.open(url) as page:
+        live(page)
+        until_second_window(page)
+        chart = page.locator("#traffic li", has_text="TTFT").locator(".sparkline")
+        expect(chart.locator(".highest")).to_have_text(re.compile(r"^[\d.]+ ms$"))
+        expect(chart.locator(".from")).to_have_text("−1 min")
+        expect(chart.locator("svg g")).to_have_count(3)  # p99, p90, p50
+        with page.expect_response(f"{url}/v1/dashboard/history"):
+            page.get_by_role("button", name="15 min").click()
+        expect(chart.locator(".from")).to_have_text("−15 min")
+        expect(page.get_by_role("button", name="15 min")).to_have_attribute("aria-pressed", "true")
+        page.get_by_role("button", name="1 min").click()
+        expect(chart.locator(".from")).to_have_text("−1 min")
+
+
+def test_errors_flags_and_version_are_shown(windows: Windows) -> None:
+    world = LiveWorld()
+    world.metrics.requests.labels("/v1/chat/completions", "400").inc(1234)
+    with dashboard_server(world) as url, windows.open(url) as page:
+        live(page)
+        row = page.locator("#errors tbody tr", has_text="400")
+        expect(row).to_contain_text("wrong request")
+        expect(row.locator("td").last).to_have_text("1,234")
+        expect(page.locator("#version")).to_have_text("Tandem 1.2.3")
+        expect(page.locator("#settings")).to_have_text(
+            "Started with --prefill 1 --decode 1 --host-cache-gb 8.0 --no-autoscale"
+        )
+
+
+def test_on_a_phone_the_workers_come_before_the_decisions(windows: Windows) -> None:
+    with dashboard_server(LiveWorld()) as url, windows.open(url, width=390) as page:
+        live(page)
+        workers, decisions = (page.locator(place).bounding_box() for place in ("#members-title", "#decisions-title"))
+        assert workers is not None
+        assert decisions is not None
+        assert workers["y"] < decisions["y"]
 
 
 def test_a_key_is_asked_for_and_kept_in_the_tab_only(windows: Windows) -> None:
@@ -199,6 +257,9 @@ def test_everything_can_be_done_by_keyboard(windows: Windows) -> None:
         assert page.evaluate("getComputedStyle(document.activeElement).outlineWidth") == "3px"
         page.keyboard.press("Space")
         expect(page.locator("#status")).to_have_text(re.compile("^Paused since"))
+        for name in ("1 min", "15 min", "1 h"):
+            page.keyboard.press("Tab")
+            expect(page.get_by_role("button", name=name)).to_be_focused()
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.id") == "decisions"
         page.keyboard.press("Tab")
@@ -224,7 +285,14 @@ def test_a_screen_reader_finds_its_way(windows: Windows) -> None:
         snapshot = page.locator("body").aria_snapshot()
         for part in ("banner:", "main:", "contentinfo:", 'heading "Tandem org/toy" [level=1]', "status: Live"):
             assert part in snapshot, part
-        for region in ("Traffic of the last minute", "Path of a request", "KV cache", "Tenants", "Workers"):
+        for region in (
+            "Traffic figures of the last minute",
+            "Path of a request",
+            "KV cache",
+            "Tenants refusals since the start",
+            "Errors since the start",
+            "Workers",
+        ):
             assert f'region "{region}"' in snapshot, region
             assert f'heading "{region}" [level=2]' in snapshot, region
         for column in ("Tenant", "Share", "Name", "Role", "Queue"):
@@ -350,7 +418,8 @@ def test_a_small_curve_has_a_gap_where_nobody_looked(windows: Windows) -> None:
     draw = """async () => {
         const { drawSparkline, sparkline } = await import("./dashboard/charts.js");
         const chart = sparkline();
-        drawSparkline(chart, [[0, 1], [1, 2], [40, 1], [41, 3]], 41, 60);
+        const line = { name: "p50", points: [[0, 1], [1, 2], [40, 1], [41, 3]] };
+        drawSparkline(chart, [line], 41, { name: "1 min", seconds: 60, step: 1 }, String);
         return chart.querySelector(".line").getAttribute("d").replace(/[^ML]/g, "");
     }"""
     with dashboard_server(LiveWorld()) as url, windows.open(url) as page:
@@ -372,7 +441,7 @@ def test_nothing_is_cut_and_no_names_overlap(windows: Windows, width: int) -> No
             assert next_top > top or next_left > right
         right_edge = page.locator("#curve").evaluate("node => node.getBoundingClientRect().right")
         assert all(right <= right_edge + 1 for _, _, right in found)
-        for table in ("#tenants", "#members"):
+        for table in ("#tenants", "#errors", "#members"):
             assert page.locator(table).evaluate("node => node.scrollWidth <= node.parentElement.clientWidth"), table
 
 

@@ -128,6 +128,20 @@ def test_names_of_others_reach_the_terminal_as_text() -> None:
     assert "\x1b[2J" not in shown
 
 
+def test_the_autoscaler_is_told_in_one_sentence_that_does_not_contradict_itself() -> None:
+    world = DashboardWorld(2)
+    world.autoscaler = {"reason": "may not: add 1 prefill worker would help", "advice": "add 1 prefill worker"}
+    assert "would help too" not in screen(snapshot_of(world))
+    world.autoscaler = {"reason": "flip a to prefill: 70% in time", "advice": "add 1 prefill worker"}
+    assert "would help too  add 1 prefill worker" in screen(snapshot_of(world))
+
+
+def test_errors_are_shown_by_status_and_the_curve_has_a_scale() -> None:
+    snapshot = snapshot_of(DashboardWorld(2), num_requests=40)
+    assert "errors of the last minute  429 x " in screen(snapshot)
+    assert re.search(r"[▁-█] of [0-9,]+, last minute", screen(snapshot, width=200))
+
+
 def test_a_server_without_traffic_is_drawn() -> None:
     shown = screen(snapshot_of(DashboardWorld(0, tenants=()), num_requests=0))
     assert "requests/s" in shown.replace("\N{NO-BREAK SPACE}", " ")

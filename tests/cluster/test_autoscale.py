@@ -129,7 +129,7 @@ async def test_nodes_are_asked_for_until_the_worker_is_placed_or_withdrawn(
         script.next = ScalingDecision(Reason.WITHDRAWN, "no room by its deadline", withdrawn=ADD)
         await eventually(lambda: requests == [[], [CORE] * 3, []])
         (arrival,) = cluster.supervisor.arrivals.latest
-        assert arrival["withdrawn"] == "hold (withdrawn): no room by its deadline"
+        assert arrival["withdrawn"] == "a move was given up: no room by its deadline"
         assert set(cluster.supervisor.members) == {"prefill-0", "decode-0"}
         await eventually(lambda: (script.setback, script.seen[-1].fleet.num_unplaced) == ("", 0))
         script.move(ADD)
@@ -157,7 +157,7 @@ async def test_one_that_loads_when_it_is_withdrawn_goes_and_is_not_started_again
         await eventually(lambda: "decode-1" not in cluster.supervisor.members)
         assert cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
         (arrival,) = cluster.supervisor.arrivals.latest
-        assert arrival["withdrawn"] == "hold (withdrawn): late"
+        assert arrival["withdrawn"] == "a move was given up: late"
 
 
 async def test_a_fixed_role_is_told_and_no_flip_begins(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:

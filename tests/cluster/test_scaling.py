@@ -46,8 +46,8 @@ def test_every_part_of_a_move_is_carried_out_and_a_late_one_withdrawn() -> None:
         f"flip w0, w1 to decode: why, but {FIXED}",
         "add 2 prefill workers: why",
         "remove w2: why",
-        "hold (withdrawn): why",
-        "hold (on_target): why",
+        "a move was given up: why",
+        "on target, nothing to do: why",
     ]
     assert calls.calls == [
         (flips[0], "flip w0, w1 to decode: why"),

@@ -16,6 +16,7 @@ from tandem.protocol.config import (
     ClusterConfig,
     EngineConfig,
     ExternalEnginesConfig,
+    ManagedEngineConfig,
     RouterConfig,
     RouterFiles,
     TierConfig,
@@ -23,7 +24,7 @@ from tandem.protocol.config import (
     cache_folder,
 )
 from tandem.protocol.errors import ConfigError
-from tandem.protocol.settings import Field, bounds_of, checked, from_values, settings_of
+from tandem.protocol.settings import Field, bounds_of, changed_settings, checked, from_values, settings_of
 
 CONFIGS = (EngineConfig, TransferConfig, TierConfig, RouterConfig, RouterFiles, ExternalEnginesConfig, ClusterConfig)
 FIELDS = {field.name: field for field in (*SERVE_FIELDS, *ROUTE_FIELDS)}
@@ -131,3 +132,21 @@ def test_cache_folder_expands_the_home_folder(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setenv("TANDEM_CACHE", "~/models")
     assert cache_folder() == Path("/home/somebody/models")
+
+
+def test_changed_settings_are_named_by_their_flags_without_what_may_be_a_key() -> None:
+    config = ClusterConfig(
+        engine=EngineConfig(),
+        num_prefill=2,
+        autoscale=False,
+        managed=ManagedEngineConfig(engine_kind="vllm", engine_args="--api-key secret"),
+        router=RouterConfig(port=8001),
+    )
+    assert changed_settings(config) == {
+        "--prefill": "2",
+        "--no-autoscale": "",
+        "--engine": "vllm",
+        "--engine-args": "(given)",
+        "--port": "8001",
+    }
+    assert changed_settings(ClusterConfig(engine=EngineConfig())) == {}

@@ -175,6 +175,9 @@ class TestMoves:
         assert decision.advice is not None
         assert decision.advice.kind == "add"
         assert "advice" in decision.as_dict()
+        assert decision.code is Reason.ADVISED
+        assert decision.reason.startswith(f"a move that it may not make would help: {decision.advice} would bring ")
+        assert "give --max-workers, or run tandem add" in decision.reason
         assert {move.kind for move in world.moves} <= {"flip"}
 
     def test_a_policy_that_would_swing_is_refused(self) -> None:

@@ -57,7 +57,10 @@ async def _serve(
 ) -> None:
     app = RouterApp(RouterConfig(), EdgeMetrics(CollectorRegistry()), api_keys, version="1.2.3")
     add_dashboard(app, overview=world.overview, traffic=world.metrics.traffic, api_keys=api_keys)
-    async with http_server(app, RouterConfig(), listener, CollectorRegistry(), on_drain=app.drain) as server:
+    async with (
+        app.router.lifespan_context(app),
+        http_server(app, RouterConfig(), listener, CollectorRegistry(), on_drain=app.drain) as server,
+    ):
         await server.has_started.wait()
         on_started()
         await stop.wait()

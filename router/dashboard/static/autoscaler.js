@@ -18,12 +18,20 @@ export function showAutoscaler(snapshot) {
     );
   }
   const [reason, waits, , moves] = node.children;
-  const advice = autoscaler.advice ? `. It advises to ${autoscaler.advice}.` : "";
-  setText(reason, autoscaler.reason ? autoscaler.reason + advice : hasRoles ? "Off: roles change only on an operator's word." : "There are no roles to change.");
+  setText(reason, autoscaler.reason ? sentence(autoscaler.reason) + adviceOf(autoscaler) : hasRoles ? "Off: roles change only on an operator's word." : "There are no roles to change.");
   showWaits(waits, autoscaler);
   reconcile(moves, autoscaler.moves, (move) => `${move.kind} ${move.began} ${move.worker}`, makeMove, updateMove);
   moves.hidden = autoscaler.moves.length === 0;
   moves.previousElementSibling.hidden = moves.hidden;
+}
+
+/** A move that would help too and is not the autoscaler's to make, unless the sentence names it. */
+function adviceOf({ reason, advice }) {
+  return advice && !reason.includes(advice) ? ` It would help too to ${advice}.` : "";
+}
+
+function sentence(text) {
+  return `${text[0].toUpperCase()}${text.slice(1)}.`;
 }
 
 function showWaits(list, autoscaler) {

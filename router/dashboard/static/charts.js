@@ -3,29 +3,43 @@
 import { element, reconcile, setAttribute, setText, setWidth, svg } from "./dom.js";
 
 const WIDTH = 120;
-const HEIGHT = 32;
-const LONGEST_STEP_S = 4; // between two points that a line joins; they come once a second
+const HEIGHT = 40;
+const LONGEST_GAP = 4; // steps between two points that a line joins
 
-/** A line without axes. `points` are pairs of a Unix time and a value; null = not known. It has a gap where nobody looked. */
-export function drawSparkline(chart, points, now, spanSeconds) {
-  const known = points.filter(([, value]) => value !== null);
-  const highest = Math.max(...known.map(([, value]) => value), 1e-9);
-  const x = (time) => WIDTH - 4 - ((now - time) / spanSeconds) * (WIDTH - 8);
-  const y = (value) => HEIGHT - 4 - (value / highest) * (HEIGHT - 8);
-  const follows = (place) => place > 0 && known[place][0] - known[place - 1][0] < LONGEST_STEP_S;
-  const path = known.map(([time, value], place) => `${follows(place) ? "L" : "M"}${x(time).toFixed(1)} ${y(value).toFixed(1)}`);
-  if (!chart.firstChild) {
-    chart.append(svg("path", { class: "line" }), svg("path", { class: "end" }));
-  }
-  const [line, end] = chart.children;
-  setAttribute(line, "d", path.join(""));
-  const last = known.at(-1);
-  setAttribute(end, "visibility", last ? "visible" : "hidden");
-  if (last) setAttribute(end, "d", `M${x(last[0]).toFixed(1)} ${y(last[1]).toFixed(1)}h0`);
+/**
+ * Lines from zero to the highest value, which the chart names, over `range.seconds` up to now. Each line has a `name`,
+ * which is its class, and `points`: pairs of a Unix time and a value; null = not known. A line has a gap where points lack.
+ */
+export function drawSparkline(chart, lines, now, range, format) {
+  const known = lines.map((line) => line.points.filter(([, value]) => value !== null));
+  const highest = Math.max(...known.flat().map(([, value]) => value), 0);
+  const x = (time) => WIDTH - 3 - ((now - time) / range.seconds) * (WIDTH - 3);
+  const y = (value) => HEIGHT - 2 - (value / (highest || 1)) * (HEIGHT - 5);
+  setText(chart.querySelector(".highest"), known.flat().length ? format(highest) : "");
+  setText(chart.querySelector(".from"), `−${range.name}`);
+  reconcile(chart.querySelector("svg"), lines, (line) => line.name, makeLine, (node, line) => {
+    const points = known[lines.indexOf(line)];
+    const follows = (place) => place > 0 && points[place][0] - points[place - 1][0] < LONGEST_GAP * range.step;
+    const path = points.map(([time, value], place) => `${follows(place) ? "L" : "M"}${x(time).toFixed(1)} ${y(value).toFixed(1)}`);
+    const last = points.at(-1);
+    setAttribute(node.firstChild, "d", path.join(""));
+    setAttribute(node.lastChild, "d", last ? `M${x(last[0]).toFixed(1)} ${y(last[1]).toFixed(1)}h0` : "");
+  });
+}
+
+function makeLine(line) {
+  return svg("g", { class: line.name }, svg("path", { class: "line" }), svg("path", { class: "end" }));
 }
 
 export function sparkline() {
-  return svg("svg", { class: "sparkline", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" });
+  return element(
+    "div",
+    { class: "sparkline", "aria-hidden": "true" },
+    element("span", { class: "highest" }),
+    svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none" }),
+    element("span", { class: "from" }),
+    element("span", { class: "to" }, "now"),
+  );
 }
 
 /** Parts of a bar, one after another. `parts` have a name, which is their class, and a share of the whole width. */

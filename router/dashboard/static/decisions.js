@@ -6,15 +6,19 @@ import { ago, count, duration, seconds } from "./format.js";
 
 const LEAST_S = 0.0005; // shorter terms are not worth a word
 
-export const TERMS = {
-  queue: "waiting for other prompts",
-  fetch: "reading cached blocks from a tier or another worker",
-  prefill: "computing the rest of the prompt",
-  delay: "what this takes from sequences that decode there",
-  transfer: "the part of the KV transfer that prefill does not hide",
-  memory: "waiting for room on the decode worker",
-  decode: "decoding the answer",
+/** A term's name, and what it means. */
+const TERMS = {
+  queue: ["queue", "waiting for other prompts"],
+  fetch: ["loading cached KV", "reading cached blocks from a tier or another worker"],
+  prefill: ["computing the prompt", "computing the rest of the prompt"],
+  delay: ["slowing others", "what computing this prompt takes from the answers that run there"],
+  transfer: ["sending KV", "the part of the KV transfer that computing does not hide"],
+  memory: ["waiting for KV memory", "waiting until the decode worker has room"],
+  decode: ["decoding", "decoding the answer"],
 };
+
+const nameOf = (term) => TERMS[term]?.[0] ?? term;
+const meaningOf = (term) => TERMS[term]?.[1] ?? "";
 
 export function showDecisions(snapshot) {
   const { terms, rows } = snapshot.decisions;
@@ -27,7 +31,7 @@ export function showDecisions(snapshot) {
 
 function showLegend(terms) {
   const swatch = (name) => element("span", { class: `swatch term-${name}`, "aria-hidden": "true" });
-  const item = (name) => element("li", { title: TERMS[name] ?? "" }, swatch(name), name);
+  const item = (name) => element("li", { title: meaningOf(name) }, swatch(name), nameOf(name));
   reconcile(byId("terms"), terms, (name) => name, item, () => {});
 }
 
@@ -40,6 +44,7 @@ function makeRow() {
     element("p", { class: "why" }),
     candidateBar("chosen"),
     candidateBar("runner-up"),
+    element("p", { class: "common muted" }),
     element(
       "details",
       {},
@@ -68,14 +73,22 @@ function updateRow(node, row, terms) {
   setText(node.querySelector(".what"), whatOf(row));
   setText(node.querySelector(".why"), whyOf(row, terms));
   node.classList.toggle("refused", row.error !== null);
-  const longest = Math.max(total(row.chosen), total(row.runner_up), 1e-9);
-  updateCandidate(node.querySelector(".chosen"), row.chosen, terms, longest);
-  updateCandidate(node.querySelector(".runner-up"), row.runner_up, terms, longest);
+  const common = commonOf(row, terms);
+  const longest = Math.max(total(row.chosen), total(row.runner_up), common + 1e-9) - common;
+  updateCandidate(node.querySelector(".chosen"), row.chosen, terms, common, longest);
+  updateCandidate(node.querySelector(".runner-up"), row.runner_up, terms, common, longest);
+  setText(node.querySelector(".common"), common >= LEAST_S ? `Not drawn: ${seconds(common)} of decoding, the same for both` : "");
   node.querySelector("details").hidden = row.chosen === null;
   if (row.chosen) fillTable(node.querySelector("table"), row, terms);
 }
 
-function updateCandidate(node, candidate, terms, longest) {
+/** Decoding takes most of the time, and about as long anywhere: what both need would hide what decides. */
+function commonOf(row, terms) {
+  const place = terms.indexOf("decode");
+  return row.chosen && row.runner_up && place >= 0 ? Math.min(row.chosen.terms[place], row.runner_up.terms[place]) : 0;
+}
+
+function updateCandidate(node, candidate, terms, common, longest) {
   node.hidden = !candidate;
   if (!candidate) return;
   setText(node.querySelector(".route"), routeOf(candidate));
@@ -83,7 +96,10 @@ function updateCandidate(node, candidate, terms, longest) {
   setText(node.querySelector(".total"), seconds(total(candidate)));
   drawStack(
     node.querySelector(".bar"),
-    terms.map((name, place) => ({ name: `term-${name}`, share: candidate.terms[place] / longest })),
+    terms.map((name, place) => ({
+      name: `term-${name}`,
+      share: (candidate.terms[place] - (name === "decode" ? common : 0)) / longest,
+    })),
   );
 }
 
@@ -112,7 +128,7 @@ function wordsOf(differences, sign) {
     .filter(([, difference]) => sign * difference >= LEAST_S)
     .sort(([, one], [, other]) => sign * (other - one))
     .slice(0, 3)
-    .map(([name, difference]) => `${seconds(Math.abs(difference))} ${name}`)
+    .map(([name, difference]) => `${seconds(Math.abs(difference))} ${nameOf(name)}`)
     .join(", ");
 }
 
@@ -136,11 +152,11 @@ function fillTable(table, row, terms) {
 
 function tableLine([name, ...values]) {
   const swatch = element("span", { class: `swatch term-${name}`, "aria-hidden": "true" });
-  const title = name in TERMS ? { scope: "row", title: TERMS[name] } : { scope: "row" };
+  const meaning = meaningOf(name) ? element("span", { class: "muted" }, ` ${meaningOf(name)}`) : "";
   return element(
     "tr",
     {},
-    element("th", title, swatch, name),
+    element("th", { scope: "row" }, swatch, nameOf(name), meaning),
     ...values.map((value) => element("td", { class: "number" }, seconds(value ?? undefined))),
   );
 }

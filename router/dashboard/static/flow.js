@@ -19,7 +19,7 @@ function stationsOf(snapshot) {
       title: "Router",
       figure: count(traffic.waiting),
       unit: "waiting",
-      lines: [`${rate(traffic.admitted_per_s)} admitted /s`, `${rate(traffic.refused_per_s)} refused /s`],
+      lines: [`${rate(traffic.admitted_per_s)} sent to workers /s`],
       flow: traffic.admitted_per_s,
     },
   ];
@@ -76,7 +76,7 @@ function decodeStation(role, pool, kind) {
     figure: count(running),
     unit: pool.seats ? `of ${count(pool.seats)} seats` : "running",
     share: pool.seats ? running / pool.seats : null,
-    lines: [waiting, pool.for_room ? `${count(pool.for_room)} wait for room` : "none waits for room"],
+    lines: [waiting, pool.for_room ? `${count(pool.for_room)} wait for KV memory` : "KV memory for all"],
     flow: running,
   };
 }

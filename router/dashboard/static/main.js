@@ -4,16 +4,17 @@ import { showAutoscaler } from "./autoscaler.js";
 import { showCache } from "./cache.js";
 import { showDecisions } from "./decisions.js";
 import { byId, setText } from "./dom.js";
+import { showErrors } from "./errors.js";
 import { showFlow } from "./flow.js";
 import { timeOfDay } from "./format.js";
+import { forgetKey, saveKey, savedKey } from "./key.js";
 import { showMembers } from "./members.js";
 import { EventStream } from "./stream.js";
 import { showTenants } from "./tenants.js";
 import { showTraffic } from "./traffic.js";
 
-const KEY = "tandem.key"; // in sessionStorage
 const OLD_MS = 4000; // snapshots come once a second
-const PANELS = [showTraffic, showFlow, showDecisions, showAutoscaler, showCache, showTenants, showMembers];
+const PANELS = [showTraffic, showFlow, showDecisions, showAutoscaler, showCache, showTenants, showErrors, showMembers];
 
 let lastTimeMs = 0; // when the snapshot came that is shown, by the clock on the wall
 let lastSeenMs = 0; // the same by a clock that nobody can set
@@ -31,7 +32,7 @@ const stream = new EventStream("v1/dashboard", {
     problem = "";
     byId("key-form").hidden = true;
     byId("pause").hidden = false;
-    byId("forget").hidden = !sessionStorage.getItem(KEY);
+    byId("forget").hidden = !savedKey();
     if (isPaused) return showState("paused");
     lastTimeMs = Date.now();
     lastSeenMs = performance.now();
@@ -46,7 +47,7 @@ const stream = new EventStream("v1/dashboard", {
     problem = message;
   },
   refused(status, message) {
-    sessionStorage.removeItem(KEY);
+    forgetKey();
     askForKey(stream.key ? message : "");
   },
 });
@@ -55,7 +56,14 @@ function show(snapshot) {
   byId("panels").hidden = false;
   setText(byId("models"), snapshot.models.join(", "));
   setText(byId("version"), `Tandem ${snapshot.version}`);
+  setText(byId("settings"), settingsOf(snapshot.settings));
   for (const showPanel of PANELS) showPanel(snapshot);
+}
+
+/** The flags that differ from their defaults. */
+function settingsOf(settings) {
+  const flags = Object.entries(settings).map(([flag, value]) => (value ? `${flag} ${value}` : flag));
+  return flags.length ? `Started with ${flags.join(" ")}` : "Started without flags";
 }
 
 /** Say what the figures are worth. They are never shown as live when they are not. */
@@ -103,19 +111,19 @@ function askForKey(message) {
 
 function open() {
   showState(lastTimeMs ? "disconnected" : "connecting");
-  stream.start(sessionStorage.getItem(KEY) ?? "");
+  stream.start(savedKey());
 }
 
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  sessionStorage.setItem(KEY, byId("key").value.trim());
+  saveKey(byId("key").value.trim());
   byId("key").value = "";
   setText(byId("key-error"), "");
   open();
 });
 
 byId("forget").addEventListener("click", () => {
-  sessionStorage.removeItem(KEY);
+  forgetKey();
   stream.stop();
   lastTimeMs = 0;
   askForKey("");

@@ -18,7 +18,8 @@ const WORKERS = [
   ...SHARED,
   { title: "Pool", number: true, value: poolShare, text: (m) => percent(poolShare(m)), share: poolShare },
   { title: "Tiers", value: (m) => m.tiers.length, text: tiersOf, extra: true },
-  { title: "Wait for room", number: true, value: (m) => m.for_room, text: (m) => count(m.for_room), extra: true },
+  { title: "Wait for KV memory", number: true, value: (m) => m.for_room, text: (m) => count(m.for_room), extra: true },
+  { title: "Preempted", number: true, value: (m) => m.preemptions, text: (m) => count(m.preemptions), extra: true },
   { title: "Errors", number: true, value: (m) => m.problems, text: (m) => count(m.problems) },
   { title: "Hardware", value: (m) => m.kind, text: (m) => m.kind, extra: true },
 ];

@@ -1,5 +1,7 @@
 // Reads server-sent events by fetch, because EventSource cannot send an Authorization header. Reconnects with backoff.
 
+import { authorization } from "./key.js";
+
 const FIRST_DELAY_MS = 1000;
 const MAX_DELAY_MS = 15000;
 const SILENCE_MS = 15000; // the server sends something at least every five seconds
@@ -60,8 +62,7 @@ export class EventStream {
   async read(controller) {
     let watchdog = setTimeout(() => controller.abort(), SILENCE_MS);
     try {
-      const headers = this.key ? { Authorization: `Bearer ${this.key}` } : {};
-      const response = await fetch(this.url, { headers, signal: controller.signal, cache: "no-store" });
+      const response = await fetch(this.url, { headers: authorization(this.key), signal: controller.signal, cache: "no-store" });
       if (!response.ok) return await this.refusal(response);
       const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
       let text = "";

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Container, Iterable, Mapping
 from contextlib import asynccontextmanager
 from fnmatch import fnmatchcase
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -70,10 +71,11 @@ class LocalDispatcher:
         tokenizers: Container[str],
         manager: WorkerManager | None = None,
         tracing: Tracing | None = None,
+        settings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`specs` are the engines of the file, `tokenizers` the models that have a tokenizer.
 
-        `manager` runs the servers; None where they are run by others.
+        `manager` runs the servers; None where they are run by others. `settings` are shown to operators.
         """
         self.fleet = fleet
         self.queues = Queues(fleet)
@@ -83,6 +85,7 @@ class LocalDispatcher:
         self.poisoned = PoisonedRequests("engines")
         self.is_shut_down = False
         self._manager = manager
+        self._settings = settings
         self.tracing = tracing
         self.stored_answers = StoredAnswers()
         self._specs = list(specs)
@@ -200,6 +203,7 @@ class LocalDispatcher:
             self.queues,
             decisions=self.queues.decisions(NUM_DECISIONS)[:NUM_DECISIONS],
             autoscaler=self._manager.autoscaler_status if self._manager is not None else {},
+            settings=self._settings,
         )
 
     async def set_role(self, worker: str, role: Role) -> dict[str, Any]:

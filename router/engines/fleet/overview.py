@@ -23,6 +23,7 @@ def fleet_overview(
     *,
     decisions: Iterable[dict[str, Any]],
     autoscaler: Mapping[str, Any],
+    settings: Mapping[str, str],
 ) -> dict[str, Any]:
     """All engines, including those that are not ready, and what waits for them."""
     now = fleet.clock()
@@ -31,7 +32,13 @@ def fleet_overview(
         "models": fleet.models[:_NUM_MODELS],
         "members": {"columns": _COLUMNS, "rows": [_row(engine, fleet, now) for engine in fleet.engines]},
         **overview_of(
-            fleet.registry, fleet.costs, admission, fleet.tenants, decisions=decisions, autoscaler=autoscaler
+            fleet.registry,
+            fleet.costs,
+            admission,
+            fleet.tenants,
+            decisions=decisions,
+            autoscaler=autoscaler,
+            settings=settings,
         ),
     }
 

@@ -37,7 +37,10 @@ async def served(api_keys: ApiKeys) -> AsyncIterator[tuple[httpx.AsyncClient, Ht
     add_dashboard(app, overview=world.overview, traffic=world.metrics.traffic, api_keys=api_keys)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        async with http_server(app, RouterConfig(), listener, CollectorRegistry(), on_drain=app.drain) as server:
+        async with (
+            app.router.lifespan_context(app),
+            http_server(app, RouterConfig(), listener, CollectorRegistry(), on_drain=app.drain) as server,
+        ):
             await server.has_started.wait()
             limits = httpx.Limits(max_connections=None)
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10, limits=limits) as client:
@@ -146,3 +149,13 @@ async def test_open_streams_do_not_keep_a_server_from_stopping() -> None:
             rest = [line async for line in lines]
             await server.serving
     assert rest == [] or rest[-1] == "", "the stream ended with a whole event"
+
+
+async def test_the_history_is_kept_while_nobody_looks_and_shown_to_operators() -> None:
+    async with served(api_keys_of(KEYS)) as (client, _):
+        answer = (await client.get("/v1/dashboard/history", headers=OPERATOR)).json()
+        assert len(answer["rows"]) == 1, "the first point is made at the start"
+        assert len(answer["rows"][0]) == len(answer["columns"])
+        assert answer["span_s"] == 3600
+        for headers, status in [({}, 401), ({"authorization": "Bearer ours"}, 403)]:
+            assert (await client.get("/v1/dashboard/history", headers=headers)).status_code == status

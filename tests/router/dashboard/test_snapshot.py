@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tandem.router.dashboard.overview import OncePerInterval
 from tandem.router.dashboard.snapshot import SnapshotBuilder
@@ -97,6 +98,31 @@ async def test_history_is_a_minute_and_begins_anew_after_nobody_looked() -> None
     last = json.loads(await builder.build())
     assert len(last["history"]["rows"]) == 1
     assert last["traffic"]["window_s"] == 0
+
+
+async def test_errors_of_the_last_minute_come_first() -> None:
+    world, clock = DashboardWorld(), Clock()
+    world.metrics.requests.labels("/v1/chat/completions", "400").inc(50)
+    builder = builder_of(world, clock)
+    assert json.loads(await builder.build())["errors"] == [
+        {"status": "400", "route": "/v1/chat/completions", "recent": 0.0, "all": 50.0}
+    ]
+    world.metrics.requests.labels("/v1/completions", "503").inc(2)
+    clock.now += 1.0
+    errors = json.loads(await builder.build())["errors"]
+    assert [(row["status"], row["recent"], row["all"]) for row in errors] == [("503", 2.0, 2.0), ("400", 0.0, 50.0)]
+
+
+async def test_preemptions_and_settings_are_shown() -> None:
+    world, clock = DashboardWorld(), Clock()
+    builder = builder_of(world, clock)
+    await builder.build()
+    worker = next(iter(world.registry))
+    world.registry.note_load(worker.worker_id, replace(worker.load, num_preemptions=3), 0.0)
+    clock.now += 1.0
+    snapshot = json.loads(await builder.build())
+    assert snapshot["traffic"]["preemptions"] == 3
+    assert snapshot["settings"] == world.settings
 
 
 @pytest.mark.parametrize("num_workers", [2, 200])
