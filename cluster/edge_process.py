@@ -14,7 +14,6 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -154,7 +153,7 @@ async def _text_app(
     await backend.start()
 
     async def scrape() -> bytes:
-        return _counters(settings) + await backend.scrape()
+        return await asyncio.to_thread(_counters, settings) + await backend.scrape()
 
     yield create_app(
         backend,
@@ -195,7 +194,7 @@ async def _engines_app(
     )
 
     async def scrape() -> bytes:
-        return _counters(settings) + await dispatcher.scrape()
+        return await asyncio.to_thread(_counters, settings) + await dispatcher.scrape()
 
     yield create_engines_app(
         dispatcher,
@@ -217,9 +216,9 @@ async def _engines_app(
 
 def _counters(settings: EdgeSettings) -> bytes:
     """What all edge processes have counted, as Prometheus reads it."""
-    from prometheus_client import generate_latest
+    from tandem.router.http.exposition import text_of
 
-    return bytes(generate_latest(SimpleNamespace(collect=lambda: _merged(settings))))
+    return text_of(_merged(settings))
 
 
 def _merged(settings: EdgeSettings) -> Iterable[Metric]:

@@ -6,9 +6,10 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Gauge
 
 from tandem.cluster.edge_process import EngineEdge
 from tandem.cluster.edge_processes import edge_processes
@@ -20,6 +21,7 @@ from tandem.router.engines.fleet.fleet import EngineFleet
 from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
 from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.engines.relay.prompts import load_readers
+from tandem.router.http.exposition import text_of_registry
 from tandem.router.http.server import http_server
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.keys.metrics import KeyCollector
@@ -87,9 +89,6 @@ async def _one_process(
         setup.export.register(metrics)
     show_num_processes(metrics, lambda: 1)
 
-    async def scrape() -> bytes:
-        return bytes(generate_latest(metrics))
-
     app = create_engines_app(
         dispatcher,
         connections,
@@ -97,7 +96,7 @@ async def _one_process(
         metrics,
         config=setup.router,
         engines_config=setup.engines,
-        scrape=scrape,
+        scrape=partial(text_of_registry, metrics),
         api_keys=setup.api_keys,
         tenants=setup.tenants,
         admin_token=setup.admin_token,
@@ -120,7 +119,7 @@ async def _edge_processes(
     metrics.register(KeyCollector(setup.api_keys))
     if setup.export is not None:
         setup.export.register(metrics)
-    service = DispatchService(dispatcher, lambda: generate_latest(metrics))
+    service = DispatchService(dispatcher, partial(text_of_registry, metrics))
     show_num_processes(metrics, lambda: service.num_edges)
     async with (
         dispatcher.running(),

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
 from tandem.cluster.edge_process import TextEdge
 from tandem.cluster.edge_processes import edge_processes
 from tandem.cluster.frontend import HttpFrontend
 from tandem.protocol.config import ClusterConfig
 from tandem.router.admission_metrics import AdmissionCollector
+from tandem.router.http.exposition import text_of_registry
 from tandem.router.http.server import http_server
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.keys.metrics import KeyCollector
@@ -58,7 +60,7 @@ async def serve_http(
     async with (
         ReadinessProbe(flow, tokenizer.start_id or 0) as readiness,
         edge_processes(
-            BackendService(flow, readiness, lambda: generate_latest(metrics)),
+            BackendService(flow, readiness, partial(text_of_registry, metrics)),
             TextEdge(config.engine.model),
             config=config.router,
             listener=listener,

@@ -5,7 +5,6 @@ An operator's key sees everything, and so does everyone if the server has no API
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -13,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.router.http.authentication import visible_tenant
+from tandem.router.http.exposition import Exposition
 
 __all__ = ["metrics_response", "visible_decisions", "visible_pools"]
 
 _MEMBER_FIELDS = ("worker_id", "name", "model", "state")  # the fields of a worker or an engine that do not show load
-_TENANT_SAMPLE = re.compile(rb'^.*\b(?:tenant|key_id)=".*\n', re.MULTILINE)
 
 
 def visible_decisions(decisions: list[dict[str, Any]], request: Request) -> list[dict[str, Any]]:
@@ -35,11 +34,10 @@ def visible_pools(pools: dict[str, Any], request: Request) -> dict[str, Any]:
     return {"roles": {role: _members(workers) for role, workers in pools["roles"].items()}}
 
 
-def metrics_response(exposition: bytes, request: Request) -> Response:
+def metrics_response(exposition: Exposition, request: Request) -> Response:
     """Metrics in Prometheus' text format. Samples of one tenant or one key are for operators."""
-    if visible_tenant(request) is not None:
-        exposition = _TENANT_SAMPLE.sub(b"", exposition)
-    return Response(exposition, headers={"content-type": CONTENT_TYPE_LATEST})
+    text = exposition.everything if visible_tenant(request) is None else exposition.public
+    return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 def _members(members: list[dict[str, Any]]) -> list[dict[str, Any]]:

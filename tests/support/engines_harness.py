@@ -7,12 +7,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.messages import WorkerState
@@ -24,6 +25,7 @@ from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
 from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.engines.relay.prompts import PromptReader
 from tandem.router.http.app import RouterApp
+from tandem.router.http.exposition import text_of_registry
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.processes.dispatch_service import DispatchService, EngineNews
 from tandem.router.processes.hub import EdgeHub
@@ -96,7 +98,7 @@ class Hub(Deciding):
         super().__init__(settings.dispatcher(specs))
         self.metrics = CollectorRegistry()
         self.dispatcher.register_metrics(self.metrics)
-        self.service = DispatchService(self.dispatcher, lambda: generate_latest(self.metrics))
+        self.service = DispatchService(self.dispatcher, partial(text_of_registry, self.metrics))
         self.endpoint = f"{folder}/hub"
         self.hub = EdgeHub(self.service, self.endpoint, settings.api_keys)
         news = EngineNews(self.hub, self.service)
@@ -124,7 +126,7 @@ class Hub(Deciding):
         counters = CollectorRegistry()
 
         async def scrape() -> bytes:
-            return bytes(generate_latest(counters)) + await remote.scrape()
+            return await text_of_registry(counters) + await remote.scrape()
 
         app = self._settings.app(remote, connections, counters, scrape, remote.api_keys)
         await self._stack.enter_async_context(app.router.lifespan_context(app))
@@ -235,9 +237,7 @@ async def routing(*specs: EngineSpec, wait: bool = True, **options: Any) -> Asyn
     dispatcher.fleet.listen(connections)
     dispatcher.register_metrics(metrics)
 
-    async def scrape() -> bytes:
-        return bytes(generate_latest(metrics))
-
+    scrape = partial(text_of_registry, metrics)
     app = settings.app(dispatcher, connections, metrics, scrape, settings.api_keys)
     async with (
         aclosing(dispatcher.fleet),

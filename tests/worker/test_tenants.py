@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
 from tandem.cluster.http_frontend import metrics_of
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import cache_scope
 from tandem.protocol.messages import Role
+from tandem.router.http.exposition import text_of_registry
 from tandem.router.openai.app import create_app
 from tandem.router.processes.backend_service import BackendService
 from tandem.router.processes.hub import EdgeHub
@@ -94,7 +96,8 @@ async def serving(model: Path, folder: Path | None = None, *, keys: dict[str, st
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
                 yield Server(client, tokenizer)
             return
-        hub = EdgeHub(BackendService(cluster.flow, Always(), lambda: generate_latest(shown)), f"{folder}/hub", api_keys)
+        service = BackendService(cluster.flow, Always(), partial(text_of_registry, shown))
+        hub = EdgeHub(service, f"{folder}/hub", api_keys)
         await hub.start()
         hub.expect("edge")
         edge = RemoteBackend(
