@@ -154,7 +154,7 @@ async def _text_app(
     await backend.start()
 
     async def scrape() -> bytes:
-        return _counters(settings, [backend.model]) + await backend.scrape()
+        return await asyncio.to_thread(_counters, settings, [backend.model]) + await backend.scrape()
 
     yield create_app(
         backend,
@@ -195,7 +195,7 @@ async def _engines_app(
     )
 
     async def scrape() -> bytes:
-        return _counters(settings, dispatcher.models) + await dispatcher.scrape()
+        return await asyncio.to_thread(_counters, settings, dispatcher.models) + await dispatcher.scrape()
 
     yield create_engines_app(
         dispatcher,

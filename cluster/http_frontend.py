@@ -14,7 +14,7 @@ from tandem.cluster.edge_processes import edge_processes
 from tandem.cluster.frontend import HttpFrontend
 from tandem.protocol.config import ClusterConfig
 from tandem.router.admission_metrics import AdmissionCollector
-from tandem.router.http.exposition import exposition
+from tandem.router.http.exposition import registry_text
 from tandem.router.http.server import http_server
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.keys.metrics import KeyCollector
@@ -59,7 +59,7 @@ async def serve_http(
     async with (
         ReadinessProbe(flow, tokenizer.start_id or 0) as readiness,
         edge_processes(
-            BackendService(flow, readiness, lambda: exposition(metrics, config.router, [flow.model])),
+            BackendService(flow, readiness, lambda: registry_text(metrics, config.router, [flow.model])),
             TextEdge(config.engine.model),
             config=config.router,
             listener=listener,

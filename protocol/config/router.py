@@ -196,6 +196,14 @@ class RouterConfig:
     body_timeout_s: Annotated[
         Seconds, Setting("Seconds a client has to send a body, plus 1 s for each 16 KB that has arrived.", LIMITS)
     ] = 30.0
+    keep_alive_timeout_s: Annotated[
+        Seconds,
+        Setting(
+            "Seconds that an idle connection is kept; more than a proxy in front keeps its own, so that no request "
+            "meets a connection that ends.",
+            LIMITS,
+        ),
+    ] = 120.0
     tokenizer_threads: Annotated[
         int, Meta(ge=1, le=256), Setting("Threads of each router process that tokenize long prompts.", LIMITS)
     ] = 2

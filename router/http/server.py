@@ -29,9 +29,6 @@ __all__ = ["HttpServer", "http_server", "serve_until"]
 
 logger = logging.getLogger(__name__)
 
-# Longer than clients keep an idle connection (httpx 5 s, nginx 60 s): a client that closes first never sends a request
-# into a connection that ends. When connections run out, idle ones are closed at once.
-_KEEP_ALIVE_S = 75
 _CLOSE_TIMEOUT_S = 10.0  # how long the app has to notice that its clients disconnected
 _NUM_OTHER_FILES = 256  # files that this process may need besides its clients' connections
 
@@ -63,7 +60,6 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 http=self._protocol,  # type: ignore[arg-type]  # uvicorn only calls it
                 ws="none",
-                timeout_keep_alive=_KEEP_ALIVE_S,
                 lifespan="off",  # uvicorn would only log its errors; when the caller runs it, they are raised
             )
         )

@@ -19,6 +19,7 @@ from tandem.router.http.audit import audited
 from tandem.router.http.authentication import check_operator
 from tandem.router.http.decoding import decode_body
 from tandem.router.http.errors import error_body, error_response
+from tandem.router.http.exposition import Scraper, shared_metrics
 from tandem.router.http.json_body import read_json
 from tandem.router.http.visibility import metrics_response, visible_decisions, visible_pools
 
@@ -32,10 +33,11 @@ def add_operation_routes(
     app: FastAPI,
     *,
     not_ready: Callable[[], str | None],
-    scrape: Callable[[], Awaitable[bytes]],
+    scrape: Scraper,
     pools: Callable[[], Awaitable[Json]],
 ) -> None:
     """Add health, readiness, metrics, pools and version. `not_ready` gives the reason, or None when ready."""
+    expose = shared_metrics(scrape)
 
     @app.get("/health")
     async def health() -> Response:
@@ -53,7 +55,7 @@ def add_operation_routes(
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         """Metrics in Prometheus' text format, or OpenMetrics if `Accept` prefers it. No tenants for a tenant's key."""
-        return metrics_response(await scrape(), request)
+        return metrics_response(await expose(), request)
 
     @app.get("/v1/pools")
     async def show_pools(request: Request) -> Response:
