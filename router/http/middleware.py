@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.protocol.errors import RateLimitExceeded, ServingError
 from tandem.router.http.authentication import OPEN_PATHS, Authenticator
+from tandem.router.http.content_encoding import inflating
 from tandem.router.http.errors import BodyTooLarge, ClientDisconnected, internal_error_response, serving_error_response
 from tandem.router.http.ignored_fields import IGNORED_HEADER, begin_ignored, ignored_headers
 from tandem.router.http.metrics import EdgeMetrics
@@ -101,7 +102,8 @@ class EdgeMiddleware:
         try:
             key = self._check(scope)
             use = None if key is None else await self._settings.authenticator.begin_use(scope, key)
-            await self._app(scope, self._limited(receive), send_and_note)
+            max_bytes = self._settings.max_body_bytes
+            await self._app(scope, inflating(self._limited(receive), scope, max_bytes), send_and_note)
         except Exception as exc:  # whatever the app raises gets an error response
             response = _response_to(exc, scope["path"])
             if span is not None:
