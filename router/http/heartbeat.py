@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, Self
 
-from tandem.router.http.errors import is_messages_path
+from tandem.router.http.errors import ClientDisconnected, is_messages_path
 from tandem.router.http.response_writer import ResponseWriter
 
 __all__ = ["HEAD_AFTER_S", "PING_INTERVAL_S", "Heartbeat"]
@@ -57,9 +58,10 @@ class Heartbeat:
 
     def _beat(self) -> None:
         writer = self._writer
-        if not writer.has_started:
-            writer.start_soon(self._headers)
-        if writer.is_silent:
-            writer.ping(self._ping)
+        with suppress(ClientDisconnected):  # the request's own task notices it
+            if not writer.has_started:
+                writer.start_soon(self._headers)
+            if writer.is_silent:
+                writer.ping(self._ping)
         writer.is_silent = True  # until something is written
         self._timer = self._call_later(PING_INTERVAL_S, self._beat)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ _FIRST = itemgetter(0)
 _REQUEST_ID = REQUEST_ID_HEADER.encode()
 _PREFLIGHT = b"access-control-request-method"
 _VARY = (b"vary", b"Origin")
+_CLOSE = (b"connection", b"close")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class MiddlewareSettings:
     allow_origins: Collection[str]
     allow_hosts: Collection[str] | None = None  # None = any
     tracing: Tracing | None = None
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)  # set when the server is going to end
 
 
 class EdgeMiddleware:
@@ -97,6 +100,8 @@ class EdgeMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *headers, *ignored_headers(ignored)]
+                if self._settings.leaving.is_set():
+                    message["headers"].append(_CLOSE)
             return send(message)
 
         try:

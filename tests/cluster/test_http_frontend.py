@@ -60,7 +60,7 @@ def test_answers_that_do_not_end_in_time_end_with_an_error(
             cluster.assert_nothing_left()
 
     asyncio.run(scenario())
-    assert told == [f"stopping: waiting up to {timeout_s:g} s for 1 answer (Ctrl-C again stops now)"]
+    assert told == [f"stopping: waiting up to {timeout_s:g} s for 1 answer (a second signal stops now)"]
     assert "Traceback" not in caplog.text
 
 

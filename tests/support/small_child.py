@@ -17,10 +17,10 @@ async def main() -> None:
         return
     if word == "die":
         os.kill(os.getpid(), signal.SIGKILL)
-    async with pipe.obeying() as (stop, _):
+    async with pipe.obeying() as orders:
         if word == "serve":
             pipe.say("ready")
-        await stop.wait()
+        await orders.stop.wait()
 
 
 if __name__ == "__main__":
