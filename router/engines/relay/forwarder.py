@@ -211,7 +211,8 @@ class Forwarder:
 def _late_error(attempt: EngineAttempt, content: bytes) -> dict[str, Any]:
     """The error object for a plain answer that comes when a stream has begun: mostly the client's own error."""
     if attempt.status == 200:
-        return serving_error_body(EngineFailed(attempt.target.decode, "answered without a stream"))["error"]
+        failure = EngineFailed(attempt.target.decode, "answered without a stream")
+        return as_dict(serving_error_body(failure)["error"])
     answer = as_dict(orjson.loads(content))
     return as_dict(answer.get("error")) or answer
 
