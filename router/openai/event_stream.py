@@ -16,7 +16,7 @@ from tandem.router.http.disconnect import cancel_on_disconnect
 from tandem.router.http.errors import ClientDisconnected, internal_error_body, serving_error_body
 from tandem.router.http.heartbeat import Heartbeat
 from tandem.router.http.metrics import EdgeMetrics
-from tandem.router.http.request_options import EXPLAIN_HEADER
+from tandem.router.http.request_options import EXPLAIN_HEADER, note_unserved
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.openai.choice_text import ChoiceDelta
 from tandem.router.openai.planned_answer import PlannedAnswer
@@ -42,6 +42,7 @@ class EventStream(Response):
         self._events = answer.format.events(answer)
         self._deltas = deltas
         self._metrics = metrics
+        self._has_token = False
         self.status_code = 200
         self.background = None
         self.init_headers(_HEADERS)
@@ -52,7 +53,7 @@ class EventStream(Response):
             writer = ResponseWriter(scope, send)
             try:
                 async with cancel_on_disconnect(receive):
-                    await self._send(writer, scope["path"])
+                    await self._send(writer, scope)
             except ClientDisconnected:
                 self._metrics.client_disconnects.inc()
                 if not writer.has_started:
@@ -62,13 +63,15 @@ class EventStream(Response):
                 if writer.has_started:
                     self._metrics.duration_s.observe(time.perf_counter() - self._answer.arrived_s)
 
-    async def _send(self, writer: ResponseWriter, path: str) -> None:
+    async def _send(self, writer: ResponseWriter, scope: Scope) -> None:
         try:
-            with Heartbeat(writer, self.raw_headers, path):
+            with Heartbeat(writer, self.raw_headers, scope["path"]):
                 last = await self._send_deltas(writer)
         except Exception as exc:  # whatever it is: if the stream has begun, the client gets an error event
             if not writer.has_started or isinstance(exc, ClientDisconnected):
                 raise
+            if not self._has_token:
+                note_unserved(scope)
             last = self._error_event(self._failed(exc))
         await writer.end(last)
 
@@ -81,6 +84,7 @@ class EventStream(Response):
             return not data or writer.write(data)
 
         first = await self._deltas.take()
+        self._has_token = True
         if not writer.has_started:
             await writer.start(self.raw_headers + explanation(first[0].decision))
         await writer.drain()

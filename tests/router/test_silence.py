@@ -20,10 +20,15 @@ from tandem.protocol.errors import NoWorker
 from tandem.router.http import heartbeat
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.http.server import http_server
+from tandem.router.keys.api_keys import ApiKeys
+from tandem.router.keys.limiter import LocalLimiter
+from tandem.router.openai.app import create_app
 from tandem.router.text.tokenizer import Tokenizer
+from tandem.scheduling.admission.key_limits import KeyLimits
 from tests.support.engines_harness import routing, spec_of
 from tests.support.fake_backend import FakeBackend, RawClient, Step, make_app
 from tests.support.fake_openai import FakeServer, fake_openai
+from tests.support.keys import stored_key
 from tests.support.waiting import eventually
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
@@ -62,6 +67,12 @@ def pings(monkeypatch: pytest.MonkeyPatch) -> Pings:
     monkeypatch.setattr(heartbeat, "PING_INTERVAL_S", 0.01)
     monkeypatch.setattr(ResponseWriter, "ping", ping_and_count)
     return counted
+
+
+@pytest.fixture
+def engine() -> Any:
+    with fake_openai() as fake:
+        yield fake
 
 
 def waiting_backend(tokenizer: Tokenizer, *, fails: bool = False) -> tuple[FakeBackend, asyncio.Event]:
@@ -164,6 +175,31 @@ async def test_a_client_that_leaves_during_the_pings_ends_its_generation(tokeniz
     assert registry.get_sample_value("tandem_router_client_disconnects_total") == 1
 
 
+@pytest.mark.parametrize("fails", [True, False])
+async def test_a_key_is_charged_for_a_stream_that_was_answered_and_not_for_an_error_after_pings(
+    tokenizer: Tokenizer, engine: FakeServer, pings: Pings, *, fails: bool
+) -> None:
+    limiter = LocalLimiter(lambda: 100.0)
+    limits = KeyLimits(tokens_per_minute=10_000)
+    keys = ApiKeys([stored_key("sk-a", "a", id="k-a", limits=limits)], is_required=True, limiter=limiter)
+    backend, may_go_on = waiting_backend(tokenizer, fails=fails)
+    app = create_app(backend, tokenizer, RouterConfig(), CollectorRegistry(), api_keys=keys)
+    engine.status = 500 if fails else 200
+    async with routing(spec_of(engine, "a"), api_keys=keys) as router:
+        for one in (app, router.app):
+            level_before = limiter.limiter._states["k-a"].tokens.level if one is router.app else 10_000
+            may_go_on.clear()
+            engine.headers_pause.clear()
+            pings.number = 0
+            client = RawClient(one, COMPLETIONS, BODIES[COMPLETIONS] | {"stream": True}, authorization="Bearer sk-a")
+            await eventually(lambda: pings.number >= 1)
+            may_go_on.set()
+            engine.headers_pause.set()
+            await asyncio.wait_for(client.task, 20)
+            assert ("error" in stream_of(client)[2]) == fails
+            assert (limiter.limiter._states["k-a"].tokens.level == level_before) == fails
+
+
 @asynccontextmanager
 async def served(backend: FakeBackend) -> AsyncIterator[str]:
     """The app on a port of its own."""
@@ -239,12 +275,6 @@ async def test_an_http_1_0_proxy_gets_the_pings_too(tokenizer: Tokenizer, pings:
         may_go_on.set()
         assert without_pings(CHAT, (await reader.read()).decode())[1].endswith("data: [DONE]\n\n")
         writer.close()
-
-
-@pytest.fixture
-def engine() -> Any:
-    with fake_openai() as fake:
-        yield fake
 
 
 async def test_an_engine_that_does_not_begin_gets_pings_from_the_router(engine: FakeServer, pings: Pings) -> None:

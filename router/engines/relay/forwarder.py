@@ -183,6 +183,7 @@ class Forwarder:
 
         Raises a `ServingError` for a failure before the head of a stream.
         """
+        attempt = None
         try:
             attempt = await attempts.open()
             headers = _headers(attempt.target)
@@ -193,18 +194,22 @@ class Forwarder:
                 await writer.drain()
                 last = await attempts.relay(writer)
             elif writer.has_started:
-                last = self._error_event(request, _late_error(attempt, attempt.content))
+                last = self._error_event(
+                    request, _late_error(attempt, attempt.content), is_served=attempt.status == 200
+                )
             else:
                 return Response(attempt.content, attempt.status, headers, attempt.content_type)
         except ServingError as exc:
             if not writer.has_started:
                 raise
-            last = self._error_event(request, serving_error_body(exc)["error"])
+            last = self._error_event(request, serving_error_body(exc)["error"], is_served=attempt is not None)
         await writer.end(last)
         return None
 
-    def _error_event(self, request: ClientRequest, error: dict[str, Any]) -> bytes:
+    def _error_event(self, request: ClientRequest, error: dict[str, Any], *, is_served: bool) -> bytes:
         self._metrics.stream_errors.inc()
+        if not is_served and request.key_use is not None:
+            request.key_use.num_prompt_tokens = 0  # as if it were refused
         return request.api.events.error(error)
 
 
