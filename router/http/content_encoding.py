@@ -19,6 +19,8 @@ __all__ = ["inflating"]
 
 _GZIP, _DEFLATE = ("gzip", "x-gzip"), ("deflate",)
 _WBITS_GZIP, _WBITS_ZLIB, _WBITS_RAW = 31, 15, -15  # zlib's names for the forms
+_MAX_RATIO = 100  # JSON of conversations inflates 3 to 20 times: a running request keeps its body in memory
+_ANY_RATIO_BYTES = 256 * 1024  # up to this size a body may be as repetitive as it likes
 _INLINE_BYTES = 64 * 1024  # inflated in the event loop, in 0.2 ms; what is larger is inflated in a thread
 
 
@@ -69,6 +71,7 @@ async def _whole_body(receive: Receive) -> bytes:
 
 async def _inflated(name: str, body: bytes, max_bytes: int) -> bytes:
     """The body, inflated. Raises a `RequestError` for one that is broken or too large."""
+    max_bytes = min(max_bytes, max(_ANY_RATIO_BYTES, _MAX_RATIO * len(body)))
     inflater = zlib.decompressobj(_wbits(name, body))
     try:
         inflated = inflater.decompress(body, min(_INLINE_BYTES, max_bytes + 1))
@@ -78,7 +81,10 @@ async def _inflated(name: str, body: bytes, max_bytes: int) -> bytes:
     except zlib.error as exc:
         raise _broken(name, str(exc)) from exc
     if len(inflated) > max_bytes:
-        raise BodyTooLarge(f"The request body is larger than {max_bytes} bytes once it is inflated.")
+        raise BodyTooLarge(
+            f"The request body is larger than {max_bytes} bytes once it is inflated, which is the limit for one of "
+            f"{len(body)} bytes."
+        )
     if not inflater.eof:
         raise _broken(name, "it is cut off")
     if inflater.unused_data:
