@@ -103,7 +103,7 @@ async def _one_process(
     )
     async with (
         app.router.lifespan_context(app),
-        http_server(app, setup.router, listener, metrics, on_drain=app.drain) as server,
+        http_server(app, setup.router, listener, metrics, on_leave=app.leave, on_drain=app.drain) as server,
     ):
         yield server
 

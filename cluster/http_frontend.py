@@ -52,7 +52,7 @@ async def serve_http(
         app = create_app(flow, tokenizer, config.router, metrics, api_keys=api_keys, tenants=tenants, tracing=tracing)
         async with (
             app.router.lifespan_context(app),
-            http_server(app, config.router, listener, metrics, on_drain=app.drain) as server,
+            http_server(app, config.router, listener, metrics, on_leave=app.leave, on_drain=app.drain) as server,
         ):
             yield server, app.state.readiness
         return

@@ -246,6 +246,19 @@ class RouterConfig:
     drain_timeout_s: Annotated[
         float, Meta(ge=0, le=DAY_S), Setting("Seconds that running answers get to finish at Ctrl-C.", LIMITS)
     ] = 5.0
+    shutdown_delay_s: Annotated[
+        float,
+        Meta(ge=0, le=DAY_S),
+        Setting(
+            "Seconds after SIGTERM in which new requests are still served, while load balancers see 503 at `/ready`.",
+            LIMITS,
+        ),
+    ] = 0.0
+    shutdown_grace_s: Annotated[
+        float,
+        Meta(ge=0, le=DAY_S),
+        Setting("Seconds after that in which running answers may finish, once SIGTERM has come.", LIMITS),
+    ] = 25.0
 
     def __post_init__(self) -> None:
         check_settings(self)

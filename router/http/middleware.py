@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.protocol.errors import RateLimitExceeded, ServingError
 from tandem.router.http.authentication import OPEN_PATHS, Authenticator
+from tandem.router.http.content_encoding import inflating
 from tandem.router.http.errors import BodyTooLarge, ClientDisconnected, internal_error_response, serving_error_response
 from tandem.router.http.ignored_fields import IGNORED_HEADER, begin_ignored, ignored_headers
 from tandem.router.http.metrics import EdgeMetrics
@@ -35,6 +37,7 @@ _FIRST = itemgetter(0)
 _REQUEST_ID = REQUEST_ID_HEADER.encode()
 _PREFLIGHT = b"access-control-request-method"
 _VARY = (b"vary", b"Origin")
+_CLOSE = (b"connection", b"close")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class MiddlewareSettings:
     allow_origins: Collection[str]
     allow_hosts: Collection[str] | None = None  # None = any
     tracing: Tracing | None = None
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)  # set when the server is going to end
 
 
 class EdgeMiddleware:
@@ -96,12 +100,15 @@ class EdgeMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *headers, *ignored_headers(ignored)]
+                if self._settings.leaving.is_set():
+                    message["headers"].append(_CLOSE)
             return send(message)
 
         try:
             key = self._check(scope)
             use = None if key is None else await self._settings.authenticator.begin_use(scope, key)
-            await self._app(scope, self._limited(receive), send_and_note)
+            max_bytes = self._settings.max_body_bytes
+            await self._app(scope, inflating(self._limited(receive), scope, max_bytes), send_and_note)
         except Exception as exc:  # whatever the app raises gets an error response
             response = _response_to(exc, scope["path"])
             if span is not None:

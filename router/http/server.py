@@ -23,7 +23,7 @@ from tandem.router.http.protocol import HttpProtocol
 from tandem.router.http.tls import ServerTls
 from tandem.router.http.tls_connection import TlsConnection
 from tandem.runtime.gc_tuning import freeze_startup_heap
-from tandem.runtime.signals import wait_for_any
+from tandem.runtime.signals import ServingOrders, wait_for_any
 
 __all__ = ["HttpServer", "http_server", "serve_until"]
 
@@ -46,9 +46,11 @@ class HttpServer(uvicorn.Server):
         listener: socket.socket,
         tls: ServerTls | None = None,
         *,
+        on_leave: Callable[[], None],
         on_drain: Callable[[], None],
     ) -> None:
         self._tls = tls
+        self._on_leave = on_leave
         self._on_drain = on_drain
         self._clients = Connections(config, _possible_connections(config.max_connections))
         super().__init__(
@@ -98,6 +100,10 @@ class HttpServer(uvicorn.Server):
         """Leave the process's handlers as they are."""
         yield
 
+    def leave(self) -> None:
+        """Go on, but let the app tell its clients that this server is about to end."""
+        self._on_leave()
+
     def drain(self) -> None:
         """Accept no more connections, finish the running requests, and end."""
         self.should_exit = True
@@ -121,16 +127,18 @@ async def http_server(
     listener: socket.socket,
     metrics: CollectorRegistry,
     *,
+    on_leave: Callable[[], None] = lambda: None,
     on_drain: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[HttpServer]:
     """The HTTP server, while the block runs. The caller runs the app's lifespan around it.
 
-    `on_drain` is called when the server begins to drain, to end what the app would otherwise send for ever. Raises
-    `ConfigError` if the files of `tls_cert` cannot be used.
+    `on_leave` is called when the server is going to end, for the app to tell its clients. `on_drain` is called when it
+    begins to drain, to end what the app would otherwise send for ever. Raises `ConfigError` if the files of `tls_cert`
+    cannot be used.
     """
     tls = ServerTls(config, metrics) if config.tls_cert else None
     async with contextlib.nullcontext() if tls is None else tls.followed():
-        server = HttpServer(app, config, listener, tls, on_drain=on_drain)
+        server = HttpServer(app, config, listener, tls, on_leave=on_leave, on_drain=on_drain)
         try:
             yield server
         finally:
@@ -138,31 +146,33 @@ async def http_server(
 
 
 async def serve_until(
-    stop: asyncio.Event,
-    stop_now: asyncio.Event,
+    orders: ServingOrders,
     app: RouterApp,
     config: RouterConfig,
     listener: socket.socket,
     metrics: CollectorRegistry,
     on_serving: Callable[[], None],
     *,
-    drain_timeout_s: float | None = None,
+    drain_timeout_s: float,
 ) -> None:
-    """Serve until `stop`, then finish the running requests, for `drain_timeout_s` or until `stop_now`.
+    """Serve until the order to stop, then finish the running requests, for `drain_timeout_s` or until `stop_now`.
 
     Calls `on_serving` once it serves. Raises the error that keeps it from serving.
     """
     async with (
         app.router.lifespan_context(app),
-        http_server(app, config, listener, metrics, on_drain=app.drain) as server,
+        http_server(app, config, listener, metrics, on_leave=app.leave, on_drain=app.drain) as server,
     ):
         await wait_for_any(server.serving, server.has_started)
         if server.is_serving:
             freeze_startup_heap()
             on_serving()
-        await wait_for_any(server.serving, stop, stop_now)
+        await wait_for_any(server.serving, *orders)
+        if orders.leave.is_set():
+            server.leave()
+        await wait_for_any(server.serving, orders.stop, orders.stop_now)
         server.drain()
-        await wait_for_any(server.serving, stop_now, timeout_s=drain_timeout_s)
+        await wait_for_any(server.serving, orders.stop_now, timeout_s=drain_timeout_s)
     server.serving.result()
 
 

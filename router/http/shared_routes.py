@@ -14,7 +14,7 @@ from starlette.responses import Response
 from tandem.protocol.errors import ModelNotFound, RequestError
 from tandem.protocol.messages import Role
 from tandem.router.http.answer_shapes import Drain, Migration, NewWorker, RoleChange
-from tandem.router.http.app import json_response
+from tandem.router.http.app import RouterApp, json_response
 from tandem.router.http.audit import audited
 from tandem.router.http.authentication import check_operator
 from tandem.router.http.decoding import decode_body
@@ -30,7 +30,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def add_operation_routes(
-    app: FastAPI,
+    app: RouterApp,
     *,
     not_ready: Callable[[], str | None],
     scrape: Scraper,
@@ -47,7 +47,7 @@ def add_operation_routes(
     @app.get("/ready")
     async def ready() -> Response:
         """Whether requests should be sent here: 200, or 503 `not_ready` with the reason."""
-        reason = not_ready()
+        reason = "The server is shutting down." if app.is_leaving else not_ready()
         if reason is not None:
             return error_response(503, error_body(reason, "server_error", code="not_ready"))
         return json_response({"status": "ready"})
