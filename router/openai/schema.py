@@ -44,6 +44,7 @@ __all__ = [
     "PrefetchFields",
     "Probability",
     "QueuePriority",
+    "ReasoningEffort",
     "ResponseFormat",
     "StopString",
     "StreamOptions",
