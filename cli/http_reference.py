@@ -21,6 +21,7 @@ from tandem.router.http.app import RouterApp
 from tandem.router.http.refusals import Refusal
 from tandem.router.http.request_id import REQUEST_ID_HEADER
 from tandem.router.http.request_options import EXPLAIN_HEADER, SLO_HEADER, TENANT_HEADER
+from tandem.router.http.sessions import CONVERSATION_HEADER, SESSION_HEADERS
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.messages.schema import (
     ContentBlock,
@@ -35,7 +36,6 @@ from tandem.router.messages.schema import (
 )
 from tandem.router.openai.app import create_app
 from tandem.router.openai.other_fields import UNSERVED
-from tandem.router.openai.planning import CONVERSATION_HEADER
 from tandem.router.openai.schema import (
     ChatMessage,
     ChatRequest,
@@ -148,7 +148,9 @@ _REQUEST_HEADERS = {
     EXPLAIN_HEADER: "`1`: the response explains the routing decision",
     REQUEST_ID_HEADER: "id for the request, 1 to 128 letters, digits or characters of `._:/+=@-`. Any other one is "
     "ignored, and the server chooses an id",
-    CONVERSATION_HEADER: "conversation of the request, if the field `conversation_id` is not set. `serve` only",
+    CONVERSATION_HEADER: "conversation of the request, if the field `conversation_id` is not set; engines get it too",
+    ", ".join(SESSION_HEADERS): "the client's session, which is the conversation if nothing else names it. Values of "
+    "more than 256 characters, or with others than printable ASCII, are ignored",
 }
 _RESPONSE_HEADERS = {
     "traceresponse": "the request's span, with `--tracing`: version, trace id, span id and flags, as in `traceparent`",

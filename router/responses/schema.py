@@ -14,6 +14,7 @@ from tandem.router.openai.schema import (
     Doc,
     Model,
     Probability,
+    PromptCacheKey,
     QueuePriority,
     ReasoningEffort,
     TemplateKwargs,
@@ -139,6 +140,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, frozen=True):
     conversation_id: Annotated[ConversationId | None, Doc("The conversation, for pins; else the first response's.")] = (
         None
     )
+    prompt_cache_key: PromptCacheKey = None
     priority: QueuePriority = None
     # Not served: a value that asks for something is refused.
     background: Annotated[bool | None, Doc("Not served.")] = None

@@ -62,10 +62,13 @@ async def tell(request: Request) -> Response:
             {
                 "vary": "Origin",
                 "access-control-allow-origin": "http://page.example",
-                "access-control-expose-headers": "x-request-id",
+                "access-control-expose-headers": "x-request-id, x-tandem-ignored",
             },
         ),
-        ({"origin": "http://other.example"}, {"vary": "Origin", "access-control-expose-headers": "x-request-id"}),
+        (
+            {"origin": "http://other.example"},
+            {"vary": "Origin", "access-control-expose-headers": "x-request-id, x-tandem-ignored"},
+        ),
     ],
     ids=["no page", "our page", "another page"],
 )
