@@ -603,3 +603,26 @@ async def test_truncation_auto_leaves_the_oldest_turns_out(tokenizer: Tokenizer)
     assert response.json()["truncation"] == "auto"
     assert f"input (the oldest {9 - num_left} of 10 turns do not fit)" in response.headers["x-tandem-ignored"]
     assert alone.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("depth", [90, 110, 300, 900, 2000])
+async def test_deep_nesting_is_the_clients_fault(tokenizer: Tokenizer, depth: int) -> None:
+    nest = "[" * depth + "]" * depth
+    item = f'{{"type": "web_search_call", "action": {nest}}}'
+    tool = f'{{"type": "function", "name": "f", "parameters": {{"enum": {nest}}}}}'
+    choice = f'{{"type": "function", "name": "f", "x": {nest}}}'
+    bodies = [
+        f'{{"input": [{item}, {{"role": "user", "content": "hi"}}]}}',
+        f'{{"input": "hi", "tools": [{tool}]}}',
+        f'{{"input": "hi", "tools": [{{"type": "namespace", "name": "n", "tools": [{tool}]}}]}}',
+        f'{{"input": "hi", "tools": [{{"type": "function", "name": "f"}}], "tool_choice": {choice}, "max_tokens": 2}}',
+        f'{{"input": "hi", "conversation": {nest}}}',
+        f'{{"input": "hi", "metadata": {{"a": {nest}}}}}',
+    ]
+    async with closing(backend_of(tokenizer, "x")) as client:
+        for body in bodies:
+            response = await client.post(PATH, content=body, headers={"content-type": "application/json"})
+            assert response.status_code in ({200, 400} if depth < 100 else {400}), (depth, body[:80], response.text)
+            if response.status_code == 200:
+                listed = await client.get(f"{PATH}/{response.json()['id']}/input_items")
+                assert listed.status_code == 200, listed.text
