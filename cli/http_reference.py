@@ -22,6 +22,7 @@ from tandem.router.http.ignored_fields import IGNORED_HEADER
 from tandem.router.http.refusals import Refusal
 from tandem.router.http.request_id import REQUEST_ID_HEADER
 from tandem.router.http.request_options import EXPLAIN_HEADER, SLO_HEADER, TENANT_HEADER
+from tandem.router.http.sessions import CONVERSATION_HEADER, SESSION_HEADERS
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.messages.schema import (
     ContentBlock,
@@ -36,7 +37,6 @@ from tandem.router.messages.schema import (
 )
 from tandem.router.openai.app import create_app
 from tandem.router.openai.other_fields import UNSERVED
-from tandem.router.openai.planning import CONVERSATION_HEADER
 from tandem.router.openai.schema import (
     ChatMessage,
     ChatRequest,
@@ -55,7 +55,16 @@ from tandem.router.openai.schema import (
     UnpinFields,
 )
 from tandem.router.openai.tool_fields import FunctionName, NamedToolChoice, Tool, ToolFunction
-from tandem.router.responses.schema import FunctionTool, NamedFunction, ResponsesRequest, TextFormat, TextOptions
+from tandem.router.responses.schema import (
+    CustomFormat,
+    CustomTool,
+    FunctionTool,
+    NamespaceTool,
+    ReasoningOptions,
+    ResponsesRequest,
+    TextFormat,
+    TextOptions,
+)
 
 __all__ = ["http_api_page", "route_app", "serve_app"]
 
@@ -72,8 +81,11 @@ _PARTS: dict[Any, str] = {
     JsonSchemaFormat: "`json_schema`",
     Structure: "structure",
     StructuredOutputs: "`structured_outputs`",
+    ReasoningOptions: "`reasoning`",
     FunctionTool: "tool of `/v1/responses`",
-    NamedFunction: "named function",
+    CustomTool: "custom tool",
+    CustomFormat: "`format` of a custom tool",
+    NamespaceTool: "namespace",
     TextOptions: "`text`",
     TextFormat: "`format`",
     InputMessage: "message",
@@ -98,8 +110,11 @@ _TITLES: dict[type[msgspec.Struct], str] = {
     Structure: "A structure of `response_format`",
     StructuredOutputs: "`structured_outputs`",
     ResponsesRequest: "`/v1/responses`",
-    FunctionTool: "A tool of `/v1/responses`",
-    NamedFunction: "A tool choice of `/v1/responses` that names a function",
+    ReasoningOptions: "`reasoning` of `/v1/responses`",
+    FunctionTool: "A function of `/v1/responses`",
+    CustomTool: "A custom tool of `/v1/responses`",
+    CustomFormat: "`format` of a custom tool",
+    NamespaceTool: "A namespace of `/v1/responses`",
     TextOptions: "`text` of `/v1/responses`",
     TextFormat: "`format` of `text`",
     ChatMessage: "A message",
@@ -135,7 +150,9 @@ _REQUEST_HEADERS = {
     EXPLAIN_HEADER: "`1`: the response explains the routing decision",
     REQUEST_ID_HEADER: "id for the request, 1 to 128 letters, digits or characters of `._:/+=@-`. Any other one is "
     "ignored, and the server chooses an id",
-    CONVERSATION_HEADER: "conversation of the request, if the field `conversation_id` is not set. `serve` only",
+    CONVERSATION_HEADER: "conversation of the request, if the field `conversation_id` is not set; engines get it too",
+    ", ".join(SESSION_HEADERS): "the client's session, which is the conversation if nothing else names it. Values of "
+    "more than 256 characters, or with others than printable ASCII, are ignored",
 }
 _RESPONSE_HEADERS = {
     "accept-encoding": "the encodings in which a request's body may be sent, with 415",

@@ -11,11 +11,8 @@ from dataclasses import replace
 import uvloop
 
 from tandem.cluster.engine_frontend import RouterSetup, make_fleet, serve_engines_http
-<<<<<<< HEAD
-from tandem.protocol.settings import changed_settings
-=======
 from tandem.cluster.frontend import stop_serving
->>>>>>> wt-life
+from tandem.protocol.settings import changed_settings
 from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
 from tandem.router.http.listening import listening
 from tandem.router.http.tls import scheme_of

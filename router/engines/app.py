@@ -145,6 +145,11 @@ def _add_forwarded_routes(app: RouterApp, forwarder: Forwarder, stored: StoredRe
         """Forget a stored response, if its engine can."""
         return await stored.forward(request, response_id)
 
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def list_input_items(response_id: str, request: Request) -> Response:
+        """The items that a stored response was made from."""
+        return await stored.forward(request, response_id, "/input_items")
+
     @app.post("/v1/responses/{response_id}/cancel")
     async def cancel_response(response_id: str, request: Request) -> Response:
         """Cancel a response that runs in the background."""

@@ -9,18 +9,27 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import override
 
 from tandem.protocol.errors import RateLimitExceeded, ServingError
 from tandem.router.http.authentication import OPEN_PATHS, Authenticator
 from tandem.router.http.content_encoding import inflating
-from tandem.router.http.errors import BodyTooLarge, ClientDisconnected, internal_error_response, serving_error_response
+from tandem.router.http.errors import (
+    BodyTooLarge,
+    ClientDisconnected,
+    error_response,
+    internal_error_response,
+    serving_error_body,
+    serving_error_response,
+)
 from tandem.router.http.ignored_fields import IGNORED_HEADER, begin_ignored, ignored_headers
 from tandem.router.http.metrics import EdgeMetrics
-from tandem.router.http.origin_checks import check_host_and_origin
+from tandem.router.http.origin_checks import check_host_and_origin, page_refused
 from tandem.router.http.request_id import REQUEST_ID_HEADER, note_request_id
 from tandem.router.http.request_options import note_span
 from tandem.router.keys.api_key import ApiKey
@@ -53,6 +62,19 @@ class MiddlewareSettings:
     leaving: asyncio.Event = field(default_factory=asyncio.Event)  # set when the server is going to end
 
 
+class _Cors(CORSMiddleware):
+    """CORS whose refusals say how to allow a page."""
+
+    @override
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """The answer to a preflight."""
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        body = serving_error_body(page_refused(request_headers["origin"]))
+        return error_response(response.status_code, body, {"vary": "Origin"})
+
+
 class EdgeMiddleware:
     """Enforces the rules and turns exceptions into error responses. Refused requests are counted and get CORS headers.
 
@@ -64,7 +86,7 @@ class EdgeMiddleware:
         self._app = app
         self._settings = settings
         self._path = path
-        self._cors = CORSMiddleware(
+        self._cors = _Cors(
             self._serve,
             allow_origins=settings.allow_origins,
             allow_methods=["*"],

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tandem.router.http.answer_shapes import Deleted
-from tandem.router.http.openapi import GENERATION_HEADERS, Operation, Operations, Parameter
+from tandem.router.http.openapi import CONVERSATION_HEADERS, GENERATION_HEADERS, Operation, Operations, Parameter
 from tandem.router.http.shared_operations import SHARED_OPERATIONS
 from tandem.router.messages.answer_shapes import CountedTokens, Message, MessageEvent
 from tandem.router.messages.schema import CountTokensRequest, MessagesRequest
@@ -23,10 +23,8 @@ from tandem.router.openai.answer_shapes import (
     Unpinned,
 )
 from tandem.router.openai.other_fields import UNSERVED
-from tandem.router.openai.planning import CONVERSATION_HEADER
 from tandem.router.openai.schema import (
     EXACTLY_ONE,
-    MAX_CONVERSATION_ID_CHARS,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -35,7 +33,8 @@ from tandem.router.openai.schema import (
     TokenizeRequest,
     UnpinFields,
 )
-from tandem.router.responses.answer_shapes import ResponseEvent, ResponseObject
+from tandem.router.responses.answer_shapes import InputItems, ResponseEvent, ResponseObject
+from tandem.router.responses.items import MAX_PAGE_ITEMS
 from tandem.router.responses.schema import ResponsesRequest
 
 __all__ = ["SERVE_DESCRIPTION", "SERVE_OPERATIONS"]
@@ -43,19 +42,19 @@ __all__ = ["SERVE_DESCRIPTION", "SERVE_OPERATIONS"]
 SERVE_DESCRIPTION = """\
 The HTTP API of `tandem serve`: OpenAI's API, Anthropic's Messages API, and what operators need.
 
-Every optional field may be null. Unknown fields are passed over, because clients send new ones all the time; a name \
-that is almost that of a field is refused, and so are fields that would change the answer and are not served. Streams \
-are server-sent events; after the first token an error is the last event."""
+Every optional field may be null. Fields that are unknown, or that only hint at something, are ignored, because \
+clients send new ones all the time; the response header `x-tandem-ignored` names them. Refused are fields that would \
+change the answer and are not served. Streams are server-sent events; after the first token an error is the last \
+event."""
 
-_CONVERSATION = Parameter(
-    CONVERSATION_HEADER,
-    "header",
-    {"type": "string", "maxLength": MAX_CONVERSATION_ID_CHARS},
-    "The conversation, if the field `conversation_id` is not set; empty = none.",
-)
-_HEADERS = (*GENERATION_HEADERS, _CONVERSATION)
+_HEADERS = (*GENERATION_HEADERS, *CONVERSATION_HEADERS)
 _TENANT = GENERATION_HEADERS[:1]
 _SALT = Parameter("cache_salt", "query", {"type": "string"}, "Only pins with this salt.")
+_PAGE = (
+    Parameter("order", "query", {"enum": ["asc", "desc"]}, "By default `desc`: the newest first."),
+    Parameter("after", "query", {"type": "string"}, "The id of the item that the list goes on from."),
+    Parameter("limit", "query", {"type": "integer", "minimum": 1, "maximum": MAX_PAGE_ITEMS}, "By default 20."),
+)
 _FAILURES = (404, 429, 502, 504)
 _DONE = "[DONE]"
 _QUESTION = {"anyOf": [{"$ref": f"#/components/schemas/{one.__name__}"} for one in (ChatRequest, CompletionRequest)]}
@@ -95,6 +94,9 @@ SERVE_OPERATIONS: Operations = SHARED_OPERATIONS | {
     ),
     ("GET", "/v1/responses/{response_id}"): Operation(
         tag="generation", answer=ResponseObject, errors=(404,), parameters=_TENANT
+    ),
+    ("GET", "/v1/responses/{response_id}/input_items"): Operation(
+        tag="generation", answer=InputItems, errors=(404,), parameters=(*_TENANT, *_PAGE)
     ),
     ("DELETE", "/v1/responses/{response_id}"): Operation(
         tag="generation", answer=Deleted, errors=(404,), parameters=_TENANT

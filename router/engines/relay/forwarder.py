@@ -31,6 +31,7 @@ from tandem.router.http.json_body import read_json
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.request_options import EXPLAIN_HEADER, key_use_of, request_options, trace_headers_of
 from tandem.router.http.response_writer import ResponseWriter
+from tandem.router.http.sessions import conversation_named
 from tandem.router.http.wrong_value import shown
 from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
 from tandem.router.text.tokenizer import TokenizerPool
@@ -152,6 +153,7 @@ class Forwarder:
             arrived_s=arrived_s,
             span=options.span,
             trace_headers=trace_headers_of(http_request.scope),
+            conversation_id=conversation_named(http_request.headers, None, body.get("prompt_cache_key")),
             key_use=key_use_of(http_request),
         )
 
