@@ -55,7 +55,16 @@ from tandem.router.openai.schema import (
     UnpinFields,
 )
 from tandem.router.openai.tool_fields import FunctionName, NamedToolChoice, Tool, ToolFunction
-from tandem.router.responses.schema import FunctionTool, NamedFunction, ResponsesRequest, TextFormat, TextOptions
+from tandem.router.responses.schema import (
+    CustomFormat,
+    CustomTool,
+    FunctionTool,
+    NamespaceTool,
+    ReasoningOptions,
+    ResponsesRequest,
+    TextFormat,
+    TextOptions,
+)
 
 __all__ = ["http_api_page", "route_app", "serve_app"]
 
@@ -72,8 +81,11 @@ _PARTS: dict[Any, str] = {
     JsonSchemaFormat: "`json_schema`",
     Structure: "structure",
     StructuredOutputs: "`structured_outputs`",
+    ReasoningOptions: "`reasoning`",
     FunctionTool: "tool of `/v1/responses`",
-    NamedFunction: "named function",
+    CustomTool: "custom tool",
+    CustomFormat: "`format` of a custom tool",
+    NamespaceTool: "namespace",
     TextOptions: "`text`",
     TextFormat: "`format`",
     InputMessage: "message",
@@ -98,8 +110,11 @@ _TITLES: dict[type[msgspec.Struct], str] = {
     Structure: "A structure of `response_format`",
     StructuredOutputs: "`structured_outputs`",
     ResponsesRequest: "`/v1/responses`",
-    FunctionTool: "A tool of `/v1/responses`",
-    NamedFunction: "A tool choice of `/v1/responses` that names a function",
+    ReasoningOptions: "`reasoning` of `/v1/responses`",
+    FunctionTool: "A function of `/v1/responses`",
+    CustomTool: "A custom tool of `/v1/responses`",
+    CustomFormat: "`format` of a custom tool",
+    NamespaceTool: "A namespace of `/v1/responses`",
     TextOptions: "`text` of `/v1/responses`",
     TextFormat: "`format` of `text`",
     ChatMessage: "A message",

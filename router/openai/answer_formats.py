@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import RequestError
@@ -21,11 +21,18 @@ from tandem.router.tool_calls.prompt import TEXT_FORMATS, with_calls_as_text, wi
 from tandem.router.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat
 from tandem.router.tool_calls.response_template import ResponseTemplateParser, load_template
 
-__all__ = ["AnswerFormats", "AnswerParsing", "Parser", "choose_formats"]
+__all__ = ["AnswerFormats", "AnswerParsing", "ContinuedPart", "Parser", "choose_formats"]
 
 PROMPT_END_TOKENS = 64  # tokens at a prompt's end that may open the reasoning
 
 Parser = AnswerParser | ResponseTemplateParser
+
+
+class ContinuedPart(NamedTuple):
+    """The part of the last message that the answer continues."""
+
+    field: str  # `content` or `reasoning_content`
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +78,17 @@ class AnswerFormats:
         adds_system = not self.traits.refuses_roles
         return with_tools_as_text(messages, tools.tools, format=name, adds_system=adds_system), {}
 
-    def prompt_end(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
-        """The end of a prompt, which may open the reasoning."""
+    def prompt_end(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], continued: ContinuedPart | None = None
+    ) -> str:
+        """The end of a prompt, which may open the reasoning.
+
+        Of a message that is continued it is the marker that opens the reasoning, wherever it stands, or nothing.
+        """
+        if continued is not None and self.reasoning is not None:
+            opening, text = self.reasoning.opening, continued.text
+            is_open = continued.field != "content" or text.rfind(opening) > text.rfind(self.reasoning.closing)
+            return opening if is_open else ""
         may_open = self.reasoning is not None or self.template is not None
         return tokenizer.decode(prompt_ids[-PROMPT_END_TOKENS:]) if may_open else ""
 

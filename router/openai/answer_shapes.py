@@ -23,7 +23,8 @@ __all__ = [
 ]
 
 FinishReason = Annotated[
-    Literal["stop", "length", "tool_calls"], Doc("`length`: a limit of tokens. `tool_calls`: it ended with calls.")
+    Literal["stop", "length", "tool_calls", "function_call"],
+    Doc("`length`: a limit of tokens. `tool_calls`: it ended with calls; `function_call`: of one of `functions`."),
 ]
 StopReason = Annotated[str | int | None, Doc("The stop string or stop token that ended it, if one of the request did.")]
 Created = Annotated[int, Doc("Unix time.")]
@@ -82,6 +83,7 @@ class AssistantMessage(msgspec.Struct):
     reasoning_content: str | UnsetType = UNSET
     reasoning: Annotated[str | UnsetType, Doc("The same, as newer vLLM calls it.")] = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: Annotated[CalledFunction | UnsetType, Doc("In place of `tool_calls`, with `functions`.")] = UNSET
 
 
 class AlternativeToken(msgspec.Struct):
@@ -151,6 +153,7 @@ class MessageDelta(msgspec.Struct):
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    function_call: Annotated[FunctionDelta | UnsetType, Doc("In place of `tool_calls`, with `functions`.")] = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

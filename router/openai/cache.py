@@ -13,7 +13,7 @@ from tandem.router.backend import PinRequest, PinState
 from tandem.router.http.audit import audited_if_operator
 from tandem.router.http.authentication import visible_tenant
 from tandem.router.http.request_options import key_of, tenant_of
-from tandem.router.openai.chat import tokenize_chat
+from tandem.router.openai.chat import continued_part, template_kwargs, tokenize_chat
 from tandem.router.openai.completions import check_prompt, tokenize_prompt
 from tandem.router.openai.schema import PinFields, PrefetchFields, UnpinFields, check_cache_salt, check_exactly_one
 from tandem.router.openai.serving_context import ServingContext, read_body
@@ -92,11 +92,12 @@ async def _token_ids(context: ServingContext, fields: PinFields, scope: CacheSco
     return await tokenize_chat(
         context,
         given,
-        fields.chat_template_kwargs,
+        template_kwargs(fields),
         opens_answer,
         scope,
         tools=tools,
         add_special_tokens=bool(fields.add_special_tokens),
+        continued=continued_part(fields),
     )
 
 

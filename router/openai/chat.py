@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, Protocol
 
 import orjson
 from pydantic_core import from_json
@@ -16,7 +17,10 @@ from tandem.protocol.errors import RequestError
 from tandem.router.http.json_body import check_brackets
 from tandem.router.http.request_options import request_options
 from tandem.router.openai.answer import answer_request
+from tandem.router.openai.answer_formats import ContinuedPart
+from tandem.router.openai.field_names import renamed_fields
 from tandem.router.openai.formats import ChatFormat
+from tandem.router.openai.legacy_functions import function_field_names, with_tool_calls, with_tools
 from tandem.router.openai.planned_answer import AnswerFormat, PlannedAnswer
 from tandem.router.openai.planning import PreparedRequest, Prompt, conversation_of, plan_answer
 from tandem.router.openai.request_limits import check_fields, check_grammar, check_messages
@@ -27,9 +31,11 @@ from tandem.router.structured_output.constraint import Constraint
 from tandem.router.text.tokenizer import MIN_THREAD_BYTES
 
 __all__ = [
+    "continued_part",
     "create_chat_completion",
     "plan_chat",
     "plan_conversation",
+    "template_kwargs",
     "template_messages",
     "template_options",
     "tokenize_chat",
@@ -48,8 +54,12 @@ async def plan_chat(context: ServingContext, request: Request, arrived_s: float)
     """The answer to generate for a conversation. Raises a `ServingError`."""
     body, fields = await read_body(request, ChatRequest)
     check_cache_salt(fields.cache_salt)
-    answer_format = ChatFormat(_num_logprobs(fields))
-    return await plan_conversation(context, request, fields, answer_format, num_bytes=len(body), arrived_s=arrived_s)
+    answer_format = ChatFormat(_num_logprobs(fields), has_functions=bool(fields.functions))
+    names = function_field_names(fields)
+    with renamed_fields(names) if names else nullcontext():
+        return await plan_conversation(
+            context, request, with_tools(fields), answer_format, num_bytes=len(body), arrived_s=arrived_s
+        )
 
 
 async def plan_conversation(
@@ -66,6 +76,7 @@ async def plan_conversation(
     `num_bytes` is the size of the request's body; `arrived_s` is when it came, by `time.perf_counter`.
     """
     context.check_model(fields.model)
+    continued = continued_part(fields)
     tools = requested_tools(fields, parallel=fields.parallel_tool_calls is not False)
     context.formats.check_tools(tools)
     num_logprobs = _num_logprobs(fields)
@@ -77,22 +88,23 @@ async def plan_conversation(
     token_ids = await tokenize_chat(
         context,
         fields.messages,
-        fields.chat_template_kwargs,
+        template_kwargs(fields),
         fields.add_generation_prompt,
         scope,
         tools=tools,
         add_special_tokens=bool(fields.add_special_tokens),
+        continued=continued,
         num_bytes=num_bytes,
     )
     if not token_ids:
         raise RequestError("The messages make an empty prompt.", param="messages")
-    prompt_end = context.formats.prompt_end(context.tokenizer, token_ids)
+    prompt_end = context.formats.prompt_end(context.tokenizer, token_ids, continued)
     hides_special = fields.skip_special_tokens is not False
     prepared = PreparedRequest(
         fields=fields,
         prompts=[Prompt(token_ids)],
         format=answer_format,
-        requested_tokens=fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens,
+        requested_tokens=_max_tokens(fields),
         default_tokens=None,
         num_logprobs=num_logprobs,
         arrived_s=arrived_s,
@@ -114,11 +126,14 @@ async def tokenize_chat(
     *,
     tools: RequestedTools | None,
     add_special_tokens: bool,
+    continued: ContinuedPart | None = None,
     num_bytes: int = MIN_THREAD_BYTES,
 ) -> list[int]:
     """Token ids of a conversation with these tools; `num_bytes` is the size of its body. Raises `RequestError`."""
     check_messages(messages, template_kwargs)
     options = template_options(template_kwargs, add_generation_prompt)
+    if continued is not None:
+        options |= {"add_generation_prompt": False, "continue_final_message": continued.field}
 
     def encode() -> list[int]:
         try:
@@ -137,12 +152,65 @@ async def tokenize_chat(
     return await context.pool.run(encode, num_bytes=num_bytes)
 
 
+class ConversationFields(Protocol):
+    """A request with messages."""
+
+    @property
+    def messages(self) -> Sequence[ChatMessage] | None:
+        """The conversation."""
+
+    @property
+    def add_generation_prompt(self) -> bool | None:
+        """Whether the template opens the answer."""
+
+    @property
+    def reasoning_effort(self) -> str | None:
+        """How much the model should reason."""
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None:
+        """Variables of the template."""
+
+    @property
+    def continue_final_message(self) -> bool | None:
+        """Whether the answer continues the last message."""
+
+
+def template_kwargs(fields: ConversationFields) -> dict[str, Any]:
+    """Variables of the chat template that a request's fields set; those that the client sets itself win."""
+    effort = fields.reasoning_effort
+    set_by_effort: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":
+        set_by_effort |= {"enable_thinking": False, "thinking": False}  # templates know one of them
+    return set_by_effort | (fields.chat_template_kwargs or {})
+
+
+def continued_part(fields: ConversationFields) -> ContinuedPart | None:
+    """The part of the last message that the answer continues, if it does so. Raises `RequestError`."""
+    if not fields.continue_final_message:
+        return None
+    param = "continue_final_message"
+    if fields.add_generation_prompt:
+        raise RequestError(f"'{param}' and 'add_generation_prompt' exclude each other: send only one.", param=param)
+    last = fields.messages[-1] if fields.messages else None
+    if last is None or last.role != "assistant":
+        raise RequestError(f"'{param}' needs a last message of the role 'assistant'.", param=param)
+    if last.tool_calls or last.function_call:
+        raise RequestError(f"'{param}' cannot continue a message with calls: their results come next.", param=param)
+    content = _content_text(last, f"messages[{len(fields.messages or ()) - 1}].content")
+    reasoning = last.reasoning_content if last.reasoning is None else last.reasoning
+    if reasoning and not content:
+        return ContinuedPart("reasoning_content", reasoning)
+    return ContinuedPart("content", content)
+
+
 def template_messages(messages: Sequence[ChatMessage], *, argument_texts: bool = False) -> list[dict[str, Any]]:
     """Messages as chat templates expect them. Raises `RequestError` that names the wrong one.
 
     With `argument_texts` the arguments of calls are JSON text, and otherwise objects.
     """
-    return [_template_message(message, f"messages[{i}]", argument_texts) for i, message in enumerate(messages)]
+    shown = with_tool_calls(messages)
+    return [_template_message(message, f"messages[{i}]", argument_texts) for i, message in enumerate(shown)]
 
 
 def template_options(kwargs: dict[str, Any] | None, add_generation_prompt: bool | None) -> dict[str, Any]:
@@ -246,6 +314,12 @@ async def _grammar(
     grammar = await context.grammars.grammar(Constraint("llguidance", grammar, param), tenant)
     check_grammar(grammar, fields.n or 1, param)
     return grammar
+
+
+def _max_tokens(fields: ChatRequest) -> int | None:
+    """The most tokens that the request asks for. Front ends send -1 and 0 for as many as there is room for."""
+    asked = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+    return None if asked is None or asked < 1 else asked
 
 
 def _num_logprobs(fields: ChatRequest) -> int | None:

@@ -28,6 +28,7 @@ class ChoicePlan:
     request: GenerateRequest
     stops: StopStrings | None = None
     skip_special_tokens: bool = True
+    shows_stop: bool = False  # whether the stop string that ends it is shown
     parsing: AnswerParsing | None = None  # None = all text is content
     is_first_sibling: bool = True  # computes the prompt; the other choices wait for it and share it
     scored_prompt: ScoredPrompt | None = None
@@ -108,6 +109,8 @@ class ChoiceText:
                 self._hold_entry("", delta.logprobs[-1])
         if stop is not None:
             result.finish_reason, result.stop_reason = "stop", stop
+            if self._plan.shows_stop:
+                result.text += stop
         if self._plan.shows_token_ids:
             result.token_ids = delta.token_ids[: result.num_tokens]
         self._release_entries(result)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from typing import cast
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.protocol.errors import RequestError
 from tandem.router.http.request_options import request_options
 from tandem.router.openai.answer import answer_request
-from tandem.router.openai.formats import CompletionFormat
+from tandem.router.openai.formats import BestOfFormat, CompletionFormat
 from tandem.router.openai.logprobs import ScoredPrompt
 from tandem.router.openai.planned_answer import PlannedAnswer
 from tandem.router.openai.planning import PreparedRequest, Prompt, conversation_of, plan_answer
@@ -35,7 +36,8 @@ async def create_completion(context: ServingContext, request: Request) -> Respon
 
 async def plan_completion(context: ServingContext, request: Request, arrived_s: float) -> PlannedAnswer:
     """The answer to generate for each prompt. Raises a `ServingError`."""
-    body, fields = await read_body(request, CompletionRequest)
+    body, given_fields = await read_body(request, CompletionRequest)
+    fields, num_best = _all_choices(given_fields)
     context.check_model(fields.model)
     check_cache_salt(fields.cache_salt)
     if fields.max_tokens == 0 and not fields.echo:
@@ -62,11 +64,10 @@ async def plan_completion(context: ServingContext, request: Request, arrived_s: 
     prepared = PreparedRequest(
         fields=fields,
         prompts=prompts,
-        format=_format(fields, prompts),
-        # An engine generates at least one token. It is not shown if none was asked for.
-        requested_tokens=1 if fields.max_tokens == 0 and fields.logprobs is not None else fields.max_tokens,
-        default_tokens=DEFAULT_MAX_TOKENS,
-        num_logprobs=fields.logprobs,
+        format=_format(fields, prompts, num_best),
+        requested_tokens=_requested_tokens(fields),
+        default_tokens=DEFAULT_MAX_TOKENS if fields.max_tokens is None else None,
+        num_logprobs=0 if fields.logprobs is None and num_best is not None else fields.logprobs,
         arrived_s=arrived_s,
         conversation_id=conversation_of(request, fields),
         options=options,
@@ -76,10 +77,41 @@ async def plan_completion(context: ServingContext, request: Request, arrived_s: 
     return plan_answer(context, prepared)
 
 
-def _format(fields: CompletionRequest, prompts: list[Prompt]) -> CompletionFormat:
+def _all_choices(fields: CompletionRequest) -> tuple[CompletionRequest, int | None]:
+    """The request with all choices that are generated as its `n`, and how many of each prompt's are returned.
+
+    None = all of them. `logprobs` is a number or null. Raises `RequestError`.
+    """
+    if isinstance(fields.logprobs, bool):
+        fields = msgspec.structs.replace(fields, logprobs=1 if fields.logprobs else None)
+    num_best, num_choices = fields.n or 1, fields.best_of or fields.n or 1
+    if num_choices < num_best:
+        raise RequestError(f"'best_of' is {num_choices}, but 'n' is {num_best}; it cannot be less.", param="best_of")
+    if num_choices == num_best:
+        return fields, None
+    if fields.stream:
+        raise RequestError(
+            f"'best_of' is {num_choices}, more than 'n': which choices are the best is known at their end, so they "
+            "cannot be streamed.",
+            param="best_of",
+        )
+    return msgspec.structs.replace(fields, n=num_choices), num_best
+
+
+def _requested_tokens(fields: CompletionRequest) -> int | None:
+    """The most tokens to generate; None = the default."""
+    if fields.max_tokens == 0 and fields.logprobs is not None:
+        return 1  # an engine generates at least one token; it is not shown
+    return None if fields.max_tokens == -1 else fields.max_tokens
+
+
+def _format(fields: CompletionRequest, prompts: list[Prompt], num_best: int | None) -> CompletionFormat:
     by_choice = [prompt for prompt in prompts for _ in range(fields.n or 1)] if fields.echo else []
     scored = [prompt.scored for prompt in by_choice if prompt.scored is not None]
-    return CompletionFormat(fields.logprobs, [prompt.echo for prompt in by_choice], scored)
+    echoes = [prompt.echo for prompt in by_choice]
+    if num_best is not None:
+        return BestOfFormat(fields.logprobs, echoes, scored, num_choices=fields.n or 1, num_best=num_best)
+    return CompletionFormat(fields.logprobs, echoes, scored)
 
 
 def _separate_prompts(fields: CompletionRequest, limit: PromptLimit) -> list[str | list[int]]:

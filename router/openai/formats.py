@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +10,10 @@ from typing_extensions import override
 
 from tandem.router.openai.choice_format import ChoiceFormat
 from tandem.router.openai.choice_text import ChoiceDelta
+from tandem.router.openai.legacy_functions import with_function_call
 from tandem.router.openai.logprobs import ScoredPrompt, TokenEntry, completion_logprobs
 from tandem.router.openai.message_parts import message, message_delta
-from tandem.router.openai.planned_answer import FinishedChoice
+from tandem.router.openai.planned_answer import FinishedChoice, PlannedAnswer, TokensUsed
 from tandem.router.tool_calls.events import Event
 
 __all__ = ["ChatFormat", "CompletionFormat"]
@@ -26,8 +28,10 @@ class ChatFormat(ChoiceFormat):
     chunk_object = "chat.completion.chunk"
     has_choice_prompts = False
 
-    def __init__(self, num_logprobs: int | None) -> None:
+    def __init__(self, num_logprobs: int | None, *, has_functions: bool = False) -> None:
+        """`has_functions`: calls have the shape that OpenAI's API had before tools."""
         self._num_logprobs = num_logprobs
+        self._has_functions = has_functions
 
     @override
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -55,7 +59,7 @@ class ChatFormat(ChoiceFormat):
         return [piece]
 
     def _parsed_pieces(self, delta: ChoiceDelta, events: list[Event]) -> list[dict[str, Any]]:
-        messages = [message_delta(event) for event in events]
+        messages = [self._part(message_delta(event)) for event in events]
         if not messages or delta.finish_reason is not None:
             messages.append({})
         pieces: list[dict[str, Any]] = [
@@ -64,7 +68,8 @@ class ChatFormat(ChoiceFormat):
         if delta.entries:
             pieces[0]["logprobs"] = self._logprobs(delta.entries)
         if delta.finish_reason is not None:
-            pieces[-1]["finish_reason"], pieces[-1]["stop_reason"] = delta.finish_reason, delta.stop_reason
+            pieces[-1]["finish_reason"] = self._finish_reason(delta.finish_reason)
+            pieces[-1]["stop_reason"] = delta.stop_reason
         return pieces
 
     @override
@@ -74,11 +79,17 @@ class ChatFormat(ChoiceFormat):
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text}
             if choice.events is None
-            else message(choice.events),
+            else self._part(message(choice.events)),
             "logprobs": self._logprobs(choice.entries),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish_reason(choice.finish_reason),
             "stop_reason": choice.stop_reason,
         }
+
+    def _part(self, part: dict[str, Any]) -> dict[str, Any]:
+        return with_function_call(part) if self._has_functions else part
+
+    def _finish_reason(self, reason: str | None) -> str | None:
+        return "function_call" if self._has_functions and reason == "tool_calls" else reason
 
     def _logprobs(self, entries: list[TokenEntry]) -> dict[str, Any] | None:
         if self._num_logprobs is None:
@@ -155,6 +166,38 @@ class CompletionFormat(ChoiceFormat):
 
     def _echo(self, index: int) -> str:
         return self._echoes[index] if self._echoes else ""
+
+
+class BestOfFormat(CompletionFormat):
+    """`POST /v1/completions` with `best_of`: of `num_choices` for each prompt, it returns the `num_best` likeliest."""
+
+    def __init__(
+        self,
+        num_logprobs: int | None,
+        echoes: Sequence[str],
+        scored: Sequence[ScoredPrompt],
+        *,
+        num_choices: int,
+        num_best: int,
+    ) -> None:
+        super().__init__(num_logprobs, echoes, scored)
+        self._num_choices = num_choices
+        self._num_best = num_best
+
+    @override
+    def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: TokensUsed) -> dict[str, Any]:
+        """The best choices of each prompt, the likeliest first."""
+        body = super().body(answer, choices, usage)
+        starts = range(0, len(choices), self._num_choices)
+        groups = [sorted(choices[i : i + self._num_choices], key=_mean_logprob, reverse=True) for i in starts]
+        best = [choice.index for group in groups for choice in group[: self._num_best]]
+        body["choices"] = [{**body["choices"][index], "index": i} for i, index in enumerate(best)]
+        return body
+
+
+def _mean_logprob(choice: FinishedChoice) -> float:
+    entries = choice.entries
+    return sum(entry.logprob for entry in entries) / len(entries) if entries else -math.inf
 
 
 def _chat_token(text: str, logprob: float) -> dict[str, Any]:

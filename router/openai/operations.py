@@ -35,7 +35,8 @@ from tandem.router.openai.schema import (
     TokenizeRequest,
     UnpinFields,
 )
-from tandem.router.responses.answer_shapes import ResponseEvent, ResponseObject
+from tandem.router.responses.answer_shapes import InputItems, ResponseEvent, ResponseObject
+from tandem.router.responses.items import MAX_PAGE_ITEMS
 from tandem.router.responses.schema import ResponsesRequest
 
 __all__ = ["SERVE_DESCRIPTION", "SERVE_OPERATIONS"]
@@ -56,6 +57,11 @@ _CONVERSATION = Parameter(
 _HEADERS = (*GENERATION_HEADERS, _CONVERSATION)
 _TENANT = GENERATION_HEADERS[:1]
 _SALT = Parameter("cache_salt", "query", {"type": "string"}, "Only pins with this salt.")
+_PAGE = (
+    Parameter("order", "query", {"enum": ["asc", "desc"]}, "By default `desc`: the newest first."),
+    Parameter("after", "query", {"type": "string"}, "The id of the item that the list goes on from."),
+    Parameter("limit", "query", {"type": "integer", "minimum": 1, "maximum": MAX_PAGE_ITEMS}, "By default 20."),
+)
 _FAILURES = (404, 429, 502, 504)
 _DONE = "[DONE]"
 _QUESTION = {"anyOf": [{"$ref": f"#/components/schemas/{one.__name__}"} for one in (ChatRequest, CompletionRequest)]}
@@ -95,6 +101,9 @@ SERVE_OPERATIONS: Operations = SHARED_OPERATIONS | {
     ),
     ("GET", "/v1/responses/{response_id}"): Operation(
         tag="generation", answer=ResponseObject, errors=(404,), parameters=_TENANT
+    ),
+    ("GET", "/v1/responses/{response_id}/input_items"): Operation(
+        tag="generation", answer=InputItems, errors=(404,), parameters=(*_TENANT, *_PAGE)
     ),
     ("DELETE", "/v1/responses/{response_id}"): Operation(
         tag="generation", answer=Deleted, errors=(404,), parameters=_TENANT

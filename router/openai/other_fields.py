@@ -37,26 +37,17 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
-    "chat_template": (),
+    "chat_template": ("",),
     "continue_final_message": (False,),
-    "ebnf": (),
-    "function_call": ("none",),
+    "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
-    "json_schema": (),
     "modalities": (["text"],),
     "prompt_logprobs": (),
-    "regex": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "truncate_prompt_tokens": (),
+    "truncate_prompt_tokens": (-1,),
     "use_beam_search": (False,),
-    "web_search_options": (),
 }
 
 # Fields of clients and of other servers that are ignored. Listing one here saves time, and keeps it from being taken
@@ -65,13 +56,14 @@ _PASSED_OVER = """
 access_programs cache_control cached_content context_length_exceeded_behavior conversation deferred diagnostics
 documents ec_transfer_params enable_response_messages extra_body extra_headers image include_obfuscation
 include_reasoning inference_geo inputs instruction keep_alive kv_transfer_params length_penalty logprob_token_ids
-media_io_kwargs metadata min_completion_tokens min_output_tokens mm_payload mm_processor_kwargs mode models moderation
-options prediction previous_input_messages prompt_cache_key prompt_cache_options prompt_cache_retention prompt_mode
-provider reasoning reasoning_effort reasoning_format repeat_penalty repetition_detection request_id return_mm_kwargs
-return_prompt_text return_token_ids return_token_offsets return_tokens return_tokens_as_token_ids
-routed_experts_prompt_start safe_prompt safety_identifier search_parameters service_tier session_id
-spaces_between_special_tokens speed store stream_interval thinking_token_budget timeout top_a top_logprobs_num
-transforms truncation_side user user_profile_id verbosity vllm_xargs watermarking workspace_id
+max_tool_calls media_io_kwargs metadata min_completion_tokens min_output_tokens mm_payload mm_processor_kwargs mode
+models moderation options prediction previous_input_messages prompt_cache_key prompt_cache_options
+prompt_cache_retention prompt_mode provider reasoning reasoning_effort reasoning_format repeat_penalty
+repetition_detection request_id return_mm_kwargs return_prompt_text return_token_ids return_token_offsets return_tokens
+return_tokens_as_token_ids routed_experts_prompt_start safe_prompt safety_identifier search_parameters service_tier
+session_id spaces_between_special_tokens speed store stream_interval thinking_token_budget timeout top_a
+top_logprobs_num transforms truncation_side user user_profile_id verbosity vllm_xargs watermarking web_search_options
+workspace_id
 """
 PASSED_OVER = frozenset(_PASSED_OVER.split())
 

@@ -14,6 +14,7 @@ from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import RequestError
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest
+from tandem.router.http.ignored_fields import note_ignored
 from tandem.router.http.request_options import RequestOptions
 from tandem.router.openai.answer_formats import AnswerParsing
 from tandem.router.openai.choice_text import ChoicePlan
@@ -71,9 +72,7 @@ def plan_answer(context: ServingContext, request: PreparedRequest) -> PlannedAns
     fields = request.fields
     stream_options = fields.stream_options
     if stream_options is not None and not fields.stream:
-        raise RequestError(
-            "'stream_options' is only allowed with 'stream': true; send both, or leave it out.", param="stream_options"
-        )
+        note_ignored("stream_options", "the answer is no stream")
     check_prompt_tokens((len(prompt.token_ids) for prompt in request.prompts), fields.n or 1)
     choices = _choices(context, request)
     if request.num_logprobs is not None and not fields.stream and context.backend.max_model_len is not None:
@@ -107,6 +106,7 @@ def _choices(context: ServingContext, request: PreparedRequest) -> list[ChoicePl
                     request=_generate_request(request, prompt, params, index, sibling),
                     stops=stops,
                     skip_special_tokens=request.fields.skip_special_tokens is not False,
+                    shows_stop=bool(request.fields.include_stop_str_in_output),
                     parsing=request.parsing,
                     is_first_sibling=sibling == 0,
                     scored_prompt=prompt.scored,

@@ -123,7 +123,8 @@ def _min_tokens(fields: GenerationFields, max_tokens: int) -> int:
 
 
 def _seed(fields: GenerationFields) -> int:
-    return secrets.randbits(63) if fields.seed is None else fields.seed % 2**63
+    # Clients send -1 for a random seed, as they do to vLLM and llama.cpp.
+    return secrets.randbits(63) if fields.seed in (None, -1) else fields.seed % 2**63
 
 
 def _given(value: float | None, default: float) -> float:

@@ -22,7 +22,7 @@ from tandem.protocol.sampling import (
     MAX_STOP_TOKEN_IDS,
     MIN_REPETITION_PENALTY,
 )
-from tandem.router.openai.tool_fields import NamedToolChoice, Tool
+from tandem.router.openai.tool_fields import FunctionName, NamedToolChoice, Tool, ToolFunction
 
 __all__ = [
     "ABSENT",
@@ -44,6 +44,7 @@ __all__ = [
     "PrefetchFields",
     "Probability",
     "QueuePriority",
+    "ReasoningEffort",
     "ResponseFormat",
     "StopString",
     "StreamOptions",
@@ -62,7 +63,7 @@ MAX_CONVERSATION_ID_CHARS = 256
 MAX_CACHE_SALT_CHARS = 256
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-PositiveCount = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+MaxTokens = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]  # front ends send -1 for no limit
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 StopString = Annotated[str, Meta(min_length=1)]
@@ -93,6 +94,14 @@ AddSpecialTokens = Annotated[
     bool | None, Doc("Whether to add what the model puts around a text, such as BOS: by default to a prompt only.")
 ]
 AddGenerationPrompt = Annotated[bool | None, Doc("Whether the chat template opens the answer; by default it does.")]
+ContinueFinalMessage = Annotated[
+    bool | None,
+    Doc("Whether the answer continues the last message, which is the assistant's; then nothing opens the answer."),
+]
+ReasoningEffort = Annotated[
+    str | None,
+    Doc("Passed to the chat template; `none` also sets its `enable_thinking` and `thinking` to false."),
+]
 TemplateKwargs = Annotated[dict[str, Any] | None, Doc("Variables of the chat template.")]
 ToolList = Annotated[list[Tool] | None, Doc("Tools that the model may call, at most 128: docs/tools.md.")]
 ToolChoice = Annotated[
@@ -164,17 +173,22 @@ class GenerationFields(msgspec.Struct, kw_only=True, frozen=True):
     """What chat and completions have in common."""
 
     model: Model = None
-    max_tokens: Annotated[Count | None, Doc("The most tokens to generate for a choice.")] = None
+    max_tokens: Annotated[
+        MaxTokens | None, Doc("The most tokens to generate for a choice; -1 = the rest of the context.")
+    ] = None
     n: Annotated[Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None, Doc("Choices for each prompt; by default 1.")] = (
         None
     )
     stream: Annotated[bool | None, Doc("Answer with server-sent events.")] = None
     stream_options: Annotated[StreamOptions | None, Doc("Only with `stream`.")] = None
     stop: Annotated[
-        StopString | list[StopString] | None, Doc("Strings that end the answer, at most 1,024; they are not shown.")
+        str | list[StopString] | None,
+        Doc('Strings that end the answer, at most 1,024; they are not shown. `""` = none.'),
     ] = None
+    include_stop_str_in_output: Annotated[bool | None, Doc("Show the stop string that ended the answer.")] = None
     seed: Annotated[
-        Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None, Doc("Makes sampling repeatable; by default random.")
+        Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None,
+        Doc("Makes sampling repeatable; by default, and with -1, it is random."),
     ] = None
     temperature: Annotated[Annotated[float, Meta(ge=0, le=2)] | None, Doc("0 = greedy.")] = None
     top_p: Annotated[Probability | None, Doc("Nucleus sampling; 0 = only the likeliest token.")] = None
@@ -201,6 +215,15 @@ class GenerationFields(msgspec.Struct, kw_only=True, frozen=True):
     add_special_tokens: AddSpecialTokens = None
     response_format: Annotated[ResponseFormat | None, Doc("The form of the answer.")] = None
     structured_outputs: Annotated[StructuredOutputs | None, Doc("What the answer matches.")] = None
+    # The same as other servers, and older vLLM, spell it.
+    guided_json: Annotated[msgspec.Raw, Doc("As `structured_outputs.json`.")] = msgspec.field(default_factory=absent)
+    guided_regex: Annotated[str | None, Doc("As `structured_outputs.regex`.")] = None
+    guided_choice: Annotated[list[str] | None, Doc("As `structured_outputs.choice`.")] = None
+    guided_grammar: Annotated[str | None, Doc("As `structured_outputs.grammar`.")] = None
+    json_schema: Annotated[msgspec.Raw, Doc("As `structured_outputs.json`.")] = msgspec.field(default_factory=absent)
+    regex: Annotated[str | None, Doc("As `structured_outputs.regex`.")] = None
+    ebnf: Annotated[str | None, Doc("As `structured_outputs.grammar`.")] = None
+    grammar: Annotated[str | None, Doc("As `structured_outputs.grammar`.")] = None
     cache_salt: CacheSalt = None
     conversation_id: Conversation = None
     priority: QueuePriority = None
@@ -214,7 +237,13 @@ class CompletionRequest(GenerationFields, kw_only=True, frozen=True):
         Doc("Text, token ids, or a list of prompts of either form."),
     ]
     echo: Annotated[bool | None, Doc("Repeat the prompt before the answer; with `logprobs`, score it too.")] = None
-    logprobs: Annotated[TopLogprobs | None, Doc("Log probabilities of this many likeliest tokens.")] = None
+    logprobs: Annotated[
+        TopLogprobs | bool | None, Doc("Log probabilities of this many likeliest tokens; `false` = none.")
+    ] = None
+    best_of: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None,
+        Doc("Choices to generate for each prompt; the `n` with the highest mean log probability are returned."),
+    ] = None
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -224,13 +253,13 @@ class ContentPart(msgspec.Struct, frozen=True):
     text: Annotated[str | None, Doc("The text.")] = None
 
 
-ROLES = ["system", "developer", "user", "assistant", "tool"]
+ROLES = ["system", "developer", "user", "assistant", "tool", "function"]
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
     """One turn of a conversation."""
 
-    role: Annotated[str, Doc("`system`, `developer` (the same), `user`, `assistant` or `tool`.", enum=ROLES)]
+    role: Annotated[str, Doc("`system`, `developer` (the same), `user`, `assistant`, `tool`, `function`.", enum=ROLES)]
     content: Annotated[
         str | list[ContentPart] | None, Doc("Parts are joined by line breaks. Only an assistant's may be null.")
     ] = None
@@ -239,6 +268,9 @@ class ChatMessage(msgspec.Struct, frozen=True):
         list[dict[str, Any]] | None, Doc("Passed to the chat template, with JSON arguments decoded.")
     ] = None
     tool_call_id: Annotated[str | None, Doc("Passed to the chat template.")] = None
+    function_call: Annotated[
+        dict[str, Any] | None, Doc("A call as OpenAI had it before `tool_calls`; a `function` message has its result.")
+    ] = None
     reasoning: Annotated[str | None, Doc("Passed to the chat template as `reasoning_content`.")] = None
     reasoning_content: Annotated[str | None, Doc("The same under its other name.")] = None
 
@@ -250,17 +282,28 @@ class ChatRequest(GenerationFields, kw_only=True, frozen=True):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[Messages, Doc("The conversation.")]
-    max_tokens: Annotated[PositiveCount | None, Doc("The most tokens to generate for a choice.")] = None
-    max_completion_tokens: Annotated[
-        PositiveCount | None, Doc("Overrides `max_tokens`; by default the rest of the context.")
+    max_tokens: Annotated[
+        MaxTokens | None, Doc("The most tokens to generate for a choice; -1 and 0 = the rest of the context.")
     ] = None
-    logprobs: Annotated[bool | None, Doc("Log probabilities of the chosen tokens.")] = None
+    max_completion_tokens: Annotated[
+        MaxTokens | None, Doc("Overrides `max_tokens`; by default the rest of the context.")
+    ] = None
+    logprobs: Annotated[bool | Literal[0] | None, Doc("Log probabilities of the chosen tokens.")] = None
     top_logprobs: Annotated[TopLogprobs | None, Doc("Also of this many likeliest tokens; needs `logprobs`.")] = None
     chat_template_kwargs: TemplateKwargs = None
     add_generation_prompt: AddGenerationPrompt = None
+    continue_final_message: ContinueFinalMessage = None
+    reasoning_effort: ReasoningEffort = None
     tools: ToolList = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: Annotated[bool | None, Doc("`false`: at most one call.")] = None
+    functions: Annotated[
+        list[ToolFunction] | None, Doc("As OpenAI had them before `tools`: the answer has at most one `function_call`.")
+    ] = None
+    function_call: Annotated[
+        Annotated[str, Meta(extra_json_schema={"enum": ["auto", "none"]})] | FunctionName | None,
+        Doc("`auto` (the default), `none`, or the function to call."),
+    ] = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
@@ -271,6 +314,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
     messages: Annotated[Messages | None, Doc("A conversation.")] = None
     add_special_tokens: AddSpecialTokens = None
     add_generation_prompt: AddGenerationPrompt = None
+    continue_final_message: ContinueFinalMessage = None
+    reasoning_effort: ReasoningEffort = None
     chat_template_kwargs: TemplateKwargs = None
     tools: ToolList = None
     tool_choice: ToolChoice = None
@@ -305,6 +350,8 @@ class PinFields(msgspec.Struct, kw_only=True, frozen=True):
     add_generation_prompt: Annotated[
         bool | None, Doc("Whether the prefix includes the answer's opening; by default after a user or tool message.")
     ] = None
+    continue_final_message: ContinueFinalMessage = None
+    reasoning_effort: ReasoningEffort = None
     chat_template_kwargs: TemplateKwargs = None
     tools: ToolList = None
     tool_choice: ToolChoice = None

@@ -57,7 +57,7 @@ class ServingContext:
 
     async def grammar_of(self, fields: GenerationFields, tenant: str, num_prompts: int = 1) -> str:
         """The grammar that each answer must match, checked; empty if there is none. Raises `RequestError`."""
-        constraint = constraint_of(fields.response_format, fields.structured_outputs)
+        constraint = constraint_of(fields)
         if constraint is None:
             return ""
         grammar = await self.grammars.grammar(constraint, tenant)

@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from tandem.router.openai.chat import tokenize_chat
+from tandem.router.openai.chat import continued_part, template_kwargs, tokenize_chat
 from tandem.router.openai.sampling import check_token_ids
 from tandem.router.openai.schema import DetokenizeRequest, TokenizeRequest, check_exactly_one
 from tandem.router.openai.serving_context import ServingContext, read_body
@@ -35,11 +35,12 @@ async def tokenize(context: ServingContext, request: Request) -> dict[str, Any]:
         ids = await tokenize_chat(
             context,
             fields.messages or (),
-            fields.chat_template_kwargs,
+            template_kwargs(fields),
             fields.add_generation_prompt,
             scope,
             tools=tools,
             add_special_tokens=bool(fields.add_special_tokens),
+            continued=continued_part(fields),
         )
     strings = await context.pool.run(lambda: tokenizer.token_strings(ids)) if fields.return_token_strs else None
     return {

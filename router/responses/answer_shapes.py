@@ -8,7 +8,7 @@ import msgspec
 
 from tandem.router.openai.schema import Doc
 
-__all__ = ["ResponseEvent", "ResponseObject"]
+__all__ = ["InputItems", "ResponseEvent", "ResponseObject"]
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -49,9 +49,11 @@ class ResponseObject(msgspec.Struct):
     incomplete_details: Annotated[dict[str, str] | None, Doc("The limit that cut it.")]
     instructions: str | None
     max_output_tokens: int | None
-    metadata: dict[str, str]
+    metadata: dict[str, Any]
     model: str
-    output: Annotated[list[dict[str, Any]], Doc("Items of type `message`, `reasoning` and `function_call`.")]
+    output: Annotated[
+        list[dict[str, Any]], Doc("Items of type `message`, `reasoning`, `function_call` and `custom_tool_call`.")
+    ]
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: dict[str, Any]
@@ -61,9 +63,19 @@ class ResponseObject(msgspec.Struct):
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_p: float
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
     user: str | None
+
+
+class InputItems(msgspec.Struct):
+    """Some of the items that a response was made from, those of earlier responses included."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class ResponseEvent(msgspec.Struct):

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from tandem.protocol.errors import RequestError
+from tandem.router.http.ignored_fields import note_ignored
 from tandem.router.http.wrong_value import shown
 from tandem.router.openai.other_fields import unsupported
 from tandem.router.openai.request_limits import check_num_parts
 from tandem.router.openai.schema import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat
-from tandem.router.openai.tool_fields import FunctionName, NamedToolChoice, Tool, ToolFunction
-from tandem.router.responses.schema import FunctionTool, NamedFunction, ResponsesRequest, TextFormat
+from tandem.router.responses.items import read_reasoning
+from tandem.router.responses.schema import ResponsesRequest, TextFormat
+from tandem.router.responses.tools import ResponseTools, custom_arguments, shown_name
 
-__all__ = ["FIELD_NAMES", "chat_request", "input_messages", "output_messages", "refuse_unserved", "stored_messages"]
+__all__ = ["FIELD_NAMES", "chat_request", "input_messages", "refuse_unserved", "turn_starts", "wants_opaque_reasoning"]
 
-_UNSERVED = ("background", "conversation", "prompt", "include", "max_tool_calls", "top_logprobs")
+_UNSERVED = ("background", "conversation", "prompt", "top_logprobs")
+_OPAQUE_REASONING, _LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
+# Items of tools that OpenAI's servers run, and what only those servers can read: the model does not see them.
+_HOSTED = re.compile(r"[a-z_]+_call(_output)?|mcp_[a-z_]+|tool_search_output|(context_)?compaction|program(_output)?")
 _ROLES = ("system", "developer", "user", "assistant")
 # Names of fields in checks of the chat request -> names here.
 FIELD_NAMES = {
@@ -27,21 +33,33 @@ FIELD_NAMES = {
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
 }
-_TEXT_PARTS = {"input_text", "output_text", "text", "reasoning_text", "summary_text"}
+_TEXT_PARTS = {"input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"}
 
 
 def refuse_unserved(request: ResponsesRequest) -> None:
-    """Raise `RequestError` for a field that would change the answer and is not served."""
+    """Raise `RequestError` for a field that would change the answer and is not served. Others are noted."""
     for name in _UNSERVED:
         if getattr(request, name):
             raise unsupported(name, msgspec.json.encode(getattr(request, name)))
+    for one in request.include or ():
+        if one == _LOGPROBS:
+            raise unsupported("include", msgspec.json.encode(one))
+        if one != _OPAQUE_REASONING:
+            note_ignored(f"include.{one}")
 
 
-def chat_request(request: ResponsesRequest, messages: list[ChatMessage], conversation_id: str | None) -> ChatRequest:
+def wants_opaque_reasoning(request: ResponsesRequest) -> bool:
+    """Whether reasoning items get a copy of their text for clients that only send opaque reasoning back."""
+    return _OPAQUE_REASONING in (request.include or ())
+
+
+def chat_request(
+    request: ResponsesRequest, messages: Sequence[ChatMessage], tools: ResponseTools, conversation_id: str | None
+) -> ChatRequest:
     """The same question as a request of chat. `messages` are the conversation without the instructions."""
+    messages = list(messages)
     if request.instructions is not None:
-        messages = [ChatMessage(role="system", content=request.instructions), *messages]
-    choice = request.tool_choice
+        messages.insert(0, ChatMessage(role="system", content=request.instructions))
     text_format = request.text.format if request.text is not None else None
     return ChatRequest(
         model=request.model,
@@ -51,10 +69,9 @@ def chat_request(request: ResponsesRequest, messages: list[ChatMessage], convers
         temperature=request.temperature,
         top_p=request.top_p,
         response_format=None if text_format is None else _response_format(text_format),
-        tools=None if request.tools is None else [_tool(tool) for tool in request.tools],
-        tool_choice=NamedToolChoice("function", FunctionName(choice.name))
-        if isinstance(choice, NamedFunction)
-        else choice,
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
+        tools=tools.tools,
+        tool_choice=tools.choice,
         parallel_tool_calls=request.parallel_tool_calls,
         seed=request.seed,
         top_k=request.top_k,
@@ -68,24 +85,22 @@ def chat_request(request: ResponsesRequest, messages: list[ChatMessage], convers
     )
 
 
-def input_messages(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
-    """The messages of an input. Raises `RequestError` that names the wrong item."""
-    if isinstance(given, str):
-        return [ChatMessage(role="user", content=given)]
+def input_messages(earlier: Sequence[dict[str, Any]], given: Sequence[dict[str, Any]]) -> list[ChatMessage]:
+    """The messages of earlier items and of those of this input. Raises `RequestError` that names the wrong item."""
     if not given:
         raise RequestError("'input' must not be an empty list.", param="input")
-    check_num_parts(0, len(given), "input")
-    return _joined(_message(item, f"input[{i}]") for i, item in enumerate(given))
+    check_num_parts(0, len(earlier) + len(given), "input")
+    messages = [_message(item, "previous_response_id") for item in earlier]
+    messages += [_message(item, f"input[{i}]") for i, item in enumerate(given)]
+    joined = _joined(message for message in messages if message is not None)
+    if not joined:
+        raise RequestError("'input' has no item that the model could see.", param="input")
+    return joined
 
 
-def output_messages(output: Iterable[dict[str, Any]]) -> list[ChatMessage]:
-    """The messages of an answer's items."""
-    return _joined(_message(item, "output") for item in output)
-
-
-def stored_messages(messages: bytes) -> list[ChatMessage]:
-    """The messages of a stored response."""
-    return msgspec.json.decode(messages, type=list[ChatMessage])
+def turn_starts(messages: Sequence[ChatMessage]) -> list[int]:
+    """Where the conversation may begin if its oldest turns are left out: before each user's message but the first."""
+    return [i for i, message in enumerate(messages) if message.role == "user"][1:]
 
 
 def _joined(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
@@ -114,10 +129,11 @@ def _follows(last: ChatMessage, message: ChatMessage) -> bool:
     return last.tool_calls is None and last.content is None and message.reasoning is None
 
 
-def _message(item: dict[str, Any], where: str) -> ChatMessage:
-    kind = item.get("type", "message")
+def _message(item: dict[str, Any], where: str) -> ChatMessage | None:
+    """An item as a message; None if the model does not see it."""
+    kind = item.get("type")
     match kind:
-        case "message":
+        case "message" | None:
             role = _string(item, "role", where)
             if role not in _ROLES:
                 raise RequestError(
@@ -125,17 +141,37 @@ def _message(item: dict[str, Any], where: str) -> ChatMessage:
                 )
             return ChatMessage(role=role, content=_text(item.get("content"), f"{where}.content"))
         case "function_call":
-            function = {"name": _string(item, "name", where), "arguments": _string(item, "arguments", where)}
-            call = {"id": _string(item, "call_id", where), "type": "function", "function": function}
-            return ChatMessage(role="assistant", tool_calls=[call])
-        case "function_call_output":
+            return _call_message(item, _string(item, "arguments", where), where)
+        case "custom_tool_call":
+            return _call_message(item, custom_arguments(_string(item, "input", where)), where)
+        case "function_call_output" | "custom_tool_call_output":
             output = _text(item.get("output"), f"{where}.output")
             return ChatMessage(role="tool", content=output, tool_call_id=_string(item, "call_id", where))
         case "reasoning":
-            parts = item.get("content") or item.get("summary") or ""
-            return ChatMessage(role="assistant", reasoning=_text(parts, f"{where}.content"))
+            return _reasoning_message(item, where)
+        case "additional_tools":
+            return None
+        case str() if _HOSTED.fullmatch(kind):
+            note_ignored(f"input.{kind}", "the model does not see it")
+            return None
         case _:
             raise RequestError(f"Items of type {str(kind)[:50]!r} are not supported.", param=f"{where}.type")
+
+
+def _call_message(item: dict[str, Any], arguments: str, where: str) -> ChatMessage:
+    name = shown_name(str(item.get("namespace") or ""), _string(item, "name", where))
+    function = {"name": name, "arguments": arguments}
+    call = {"id": _string(item, "call_id", where), "type": "function", "function": function}
+    return ChatMessage(role="assistant", tool_calls=[call])
+
+
+def _reasoning_message(item: dict[str, Any], where: str) -> ChatMessage | None:
+    """Reasoning as far as it can be read: its text, our own opaque copy of it, or its summary."""
+    text = _text(item.get("content") or "", f"{where}.content") or read_reasoning(item.get("encrypted_content"))
+    text = text or _text(item.get("summary") or "", f"{where}.summary")
+    if not text and item.get("encrypted_content"):
+        note_ignored("input.reasoning", "another server has encrypted it")
+    return ChatMessage(role="assistant", reasoning=text) if text else None
 
 
 def _text(content: Any, where: str) -> str:
@@ -149,9 +185,13 @@ def _text(content: Any, where: str) -> str:
     texts: list[str] = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str) or kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-            raise RequestError(f"Content of type {str(kind)[:50]!r} is not supported.", param=f"{where}[{i}]")
-        texts.append(part["text"])
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind not in _TEXT_PARTS or not isinstance(text, str):
+            raise RequestError(
+                f"Content of type {str(kind)[:50]!r} is not supported: this server reads text, but no images or files.",
+                param=f"{where}[{i}]",
+            )
+        texts.append(text)
     return "\n".join(texts)
 
 
@@ -164,10 +204,6 @@ def _string(item: dict[str, Any], name: str, where: str) -> str:
         got = shown(msgspec.json.encode(value))
         raise RequestError(f"Invalid value for '{param}': expected a string, got {got}.", param=param)
     return value
-
-
-def _tool(tool: FunctionTool) -> Tool:
-    return Tool("function", ToolFunction(tool.name, tool.description, tool.parameters, tool.strict))
 
 
 def _response_format(wanted: TextFormat) -> ResponseFormat:

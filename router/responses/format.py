@@ -11,8 +11,10 @@ import orjson
 
 from tandem.router.openai.choice_text import ChoiceDelta
 from tandem.router.openai.planned_answer import AnswerEvents, FinishedChoice, PlannedAnswer, TokensUsed
+from tandem.router.responses.conversation import wants_opaque_reasoning
 from tandem.router.responses.output import OutputItems
 from tandem.router.responses.schema import ResponsesRequest
+from tandem.router.responses.tools import ResponseTools
 
 __all__ = ["ResponsesFormat"]
 
@@ -25,14 +27,17 @@ class ResponsesFormat:
     id_prefix = "resp_"
     prompt_field = "input"
 
-    def __init__(self, request: ResponsesRequest, keep: Callable[[Json], Awaitable[None]]) -> None:
+    def __init__(
+        self, request: ResponsesRequest, tools: ResponseTools, keep: Callable[[Json], Awaitable[None]]
+    ) -> None:
         self._request = request
+        self._tools = tools
         self.keep = keep
         self.plain_body: Json | None = None  # the answer's body if it was not streamed
 
     def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: TokensUsed) -> Json:
         """The response object of a plain answer."""
-        choice, items = choices[0], OutputItems()
+        choice, items = choices[0], self.new_items(answer)
         for event in choice.parts:
             _exhaust(items.add(event))
         status = _status(choice.finish_reason)
@@ -43,6 +48,10 @@ class ResponsesFormat:
     def events(self, answer: PlannedAnswer) -> AnswerEvents:
         """Events from `response.created` to `response.completed` or `response.incomplete`."""
         return _ResponseEvents(self, answer)
+
+    def new_items(self, answer: PlannedAnswer) -> OutputItems:
+        """The items of an answer, none yet."""
+        return OutputItems(answer.answer_id, self._tools, has_opaque_reasoning=wants_opaque_reasoning(self._request))
 
     def response(
         self, answer: PlannedAnswer, created_at: int, status: str, output: list[Json], usage: TokensUsed | None
@@ -65,14 +74,14 @@ class ResponsesFormat:
             "output": output,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": None if request.reasoning is None else request.reasoning.effort, "summary": None},
             "store": request.store is not False,
             "temperature": 1.0 if request.temperature is None else request.temperature,
             "text": {"format": _as_sent(text)},
             "tool_choice": _as_sent(request.tool_choice or "auto"),
             "tools": _as_sent(request.tools or []),
             "top_p": 1.0 if request.top_p is None else request.top_p,
-            "truncation": "disabled",
+            "truncation": request.truncation or "disabled",
             "usage": None if usage is None else _usage(usage),
             "user": request.user,
         }
@@ -86,7 +95,7 @@ class _ResponseEvents:
         self._answer = answer
         self._created_at = int(time.time())
         self._usage = answer.new_usage()
-        self._items = OutputItems()
+        self._items = format.new_items(answer)
         self._number = 0
         self._finish_reason: str | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,26 +13,32 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tandem.protocol.errors import ServingError
+from tandem.protocol.errors import ContextLengthExceeded, ServingError
 from tandem.router.http.app import RouterApp, json_response
+from tandem.router.http.ignored_fields import note_ignored
 from tandem.router.http.request_options import tenant_of
 from tandem.router.openai.answer import answer_request
 from tandem.router.openai.chat import plan_conversation
 from tandem.router.openai.field_names import renamed_fields
+from tandem.router.openai.planned_answer import PlannedAnswer
+from tandem.router.openai.schema import ChatMessage
 from tandem.router.openai.serving_context import ServingContext, read_body
 from tandem.router.responses.conversation import (
     FIELD_NAMES,
     chat_request,
     input_messages,
-    output_messages,
     refuse_unserved,
-    stored_messages,
+    turn_starts,
 )
 from tandem.router.responses.format import ResponsesFormat
+from tandem.router.responses.items import as_items, input_page, resolved, with_ids
 from tandem.router.responses.schema import ResponsesRequest
 from tandem.router.responses.store import StoredResponse
+from tandem.router.responses.tools import response_tools
 
 __all__ = ["add_responses_routes"]
+
+Json = dict[str, Any]
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +59,13 @@ def add_responses_routes(app: RouterApp, context: ServingContext) -> None:
         stored = await context.responses.get(response_id, tenant_of(request), "response_id")
         return Response(stored.body, media_type="application/json")
 
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def list_input_items(request: Request, response_id: str) -> Response:
+        """The items that a response was made from."""
+        stored = await context.responses.get(response_id, tenant_of(request), "response_id")
+        page = input_page(stored.input, request.query_params)
+        return Response(msgspec.json.encode(page), media_type="application/json")
+
     @app.delete("/v1/responses/{response_id}")
     async def delete_response(request: Request, response_id: str) -> Response:
         """Forget a response."""
@@ -64,28 +78,67 @@ async def _create(context: ServingContext, request: Request) -> Response:
     body, asked = await read_body(request, ResponsesRequest)
     refuse_unserved(asked)
     tenant = tenant_of(request)
-    messages, conversation_id = input_messages(asked.input), None
-    if asked.previous_response_id is not None:
-        previous = await context.responses.get(asked.previous_response_id, tenant, "previous_response_id")
-        messages, conversation_id = [*stored_messages(previous.messages), *messages], previous.conversation_id
-    fields = chat_request(asked, messages, conversation_id)
+    given = await resolved(as_items(asked.input), context.responses, tenant)
+    earlier, conversation_id = await _earlier(context, asked, tenant)
+    messages = input_messages(earlier, given)
+    tools = response_tools(asked.tools or (), given, asked.tool_choice)
 
-    async def keep(response: dict[str, Any]) -> None:
+    async def keep(response: Json) -> None:
         if asked.store is not False:
-            conversation = msgspec.json.encode([*messages, *output_messages(response["output"])])
-            name = fields.conversation_id or response["id"]
-            await _keep(context, StoredResponse(response["id"], tenant, orjson.dumps(response), conversation, name))
+            items = msgspec.json.encode([*earlier, *with_ids(given), *response["output"]])
+            name = answer.choices[0].request.conversation_id or response["id"]
+            await _keep(context, StoredResponse(response["id"], tenant, orjson.dumps(response), items, name))
 
-    answer_format = ResponsesFormat(asked, keep)
+    answer_format = ResponsesFormat(asked, tools, keep)
     num_bytes = len(body) + sum(len(str(message.content)) for message in messages)
-    with renamed_fields(FIELD_NAMES):
-        answer = await plan_conversation(
-            context, request, fields, answer_format, num_bytes=num_bytes, arrived_s=arrived_s
-        )
+
+    async def plan(messages: Sequence[ChatMessage]) -> PlannedAnswer:
+        fields = chat_request(asked, messages, tools, conversation_id)
+        with renamed_fields(FIELD_NAMES | tools.field_names):
+            return await plan_conversation(
+                context, request, fields, answer_format, num_bytes=num_bytes, arrived_s=arrived_s
+            )
+
+    answer = await (_plan_truncated(plan, messages) if asked.truncation == "auto" else plan(messages))
     response = await answer_request(request, answer, context.backend, context.tokenizer, context.metrics)
     if answer_format.plain_body is not None:
         await keep(answer_format.plain_body)
     return response
+
+
+async def _earlier(context: ServingContext, asked: ResponsesRequest, tenant: str) -> tuple[list[Json], str | None]:
+    """The items before the input, and the conversation that they belong to. Raises `ResponseNotFound`."""
+    if asked.previous_response_id is None:
+        return [], None
+    previous = await context.responses.get(asked.previous_response_id, tenant, "previous_response_id")
+    return msgspec.json.decode(previous.items), previous.conversation_id
+
+
+async def _plan_truncated(
+    plan: Callable[[Sequence[ChatMessage]], Awaitable[PlannedAnswer]], messages: Sequence[ChatMessage]
+) -> PlannedAnswer:
+    """The plan without the oldest turns that do not fit. Raises `ContextLengthExceeded` if the last one does not.
+
+    What system messages say stays. A binary search: each attempt renders and tokenizes the conversation.
+    """
+    try:
+        return await plan(messages)
+    except ContextLengthExceeded as exc:
+        error = exc
+    answer: PlannedAnswer | None = None
+    starts = turn_starts(messages)
+    low, high = 0, len(starts)
+    while low < high:
+        middle = (low + high) // 2
+        left_out = [message for message in messages[: starts[middle]] if message.role in ("system", "developer")]
+        try:
+            answer, high = await plan([*left_out, *messages[starts[middle] :]]), middle
+        except ContextLengthExceeded:
+            low = middle + 1
+    if answer is None:
+        raise error
+    note_ignored("input", f"the oldest {low + 1} of {len(starts) + 1} turns do not fit")
+    return answer
 
 
 async def _keep(context: ServingContext, stored: StoredResponse) -> None:

@@ -15,15 +15,25 @@ from tandem.router.openai.schema import (
     Model,
     Probability,
     QueuePriority,
+    ReasoningEffort,
     TemplateKwargs,
     absent,
 )
 
-__all__ = ["FunctionTool", "NamedFunction", "ResponsesRequest", "TextFormat", "TextOptions"]
+__all__ = [
+    "CustomFormat",
+    "CustomTool",
+    "FunctionTool",
+    "NamespaceTool",
+    "ReasoningOptions",
+    "ResponsesRequest",
+    "TextFormat",
+    "TextOptions",
+]
 
 
 class FunctionTool(msgspec.Struct, frozen=True):
-    """A function that the model may call; tools that a server would run are not served."""
+    """A function that the model may call."""
 
     type: Annotated[Literal["function"], Doc("`function`.")]
     name: Annotated[str, Doc("As in a tool of chat.")]
@@ -32,11 +42,36 @@ class FunctionTool(msgspec.Struct, frozen=True):
     strict: Annotated[bool | None, Doc("Accepted.")] = None
 
 
-class NamedFunction(msgspec.Struct, frozen=True):
-    """The function that the model must call."""
+class CustomFormat(msgspec.Struct, frozen=True):
+    """What the input of a custom tool matches."""
 
-    type: Annotated[Literal["function"], Doc("`function`.")]
-    name: Annotated[str, Doc("The name of one of the tools.")]
+    type: Annotated[Literal["text", "grammar"], Doc("`text`: anything.")]
+    syntax: Annotated[Literal["lark", "regex"] | None, Doc("Of a grammar.")] = None
+    definition: Annotated[str | None, Doc("The grammar.")] = None
+
+
+class CustomTool(msgspec.Struct, frozen=True):
+    """A tool whose input is one text."""
+
+    type: Annotated[Literal["custom"], Doc("`custom`.")]
+    name: Annotated[str, Doc("As of a function.")]
+    description: Annotated[str | None, Doc("What it does, for the model.")] = None
+    format: Annotated[CustomFormat | None, Doc("What its input matches; by default anything.")] = None
+
+
+class NamespaceTool(msgspec.Struct, frozen=True):
+    """Functions and custom tools under a common name."""
+
+    type: Annotated[Literal["namespace"], Doc("`namespace`.")]
+    name: Annotated[str, Doc("The first part of its tools' names, as the model sees them.")]
+    tools: Annotated[list[dict[str, Any]], Doc("Its tools.")]
+    description: Annotated[str | None, Doc("Of those of its tools that have none.")] = None
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True):
+    """How the model reasons."""
+
+    effort: ReasoningEffort = None
 
 
 class TextFormat(msgspec.Struct, frozen=True):
@@ -59,7 +94,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, frozen=True):
 
     input: Annotated[
         str | list[dict[str, Any]],
-        Doc("A user's text, or items: messages of text, `function_call`, `function_call_output`, `reasoning`."),
+        Doc("A user's text, or items: messages of text, calls and their outputs, `reasoning`, `item_reference`."),
     ]
     model: Model = None
     instructions: Annotated[str | None, Doc("A system message before the input; not kept for later responses.")] = None
@@ -74,14 +109,24 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, frozen=True):
     temperature: Annotated[Annotated[float, Meta(ge=0, le=2)] | None, Doc("0 = greedy.")] = None
     top_p: Annotated[Probability | None, Doc("Nucleus sampling.")] = None
     text: Annotated[TextOptions | None, Doc("What the text is like.")] = None
-    tools: Annotated[list[FunctionTool] | None, Doc("Functions that the model may call.")] = None
+    reasoning: Annotated[ReasoningOptions | None, Doc("How the model reasons.")] = None
+    tools: Annotated[
+        list[dict[str, Any]] | None,
+        Doc("Tools of the types `function`, `custom` and `namespace`; the model does not see those of other types."),
+    ] = None
     tool_choice: Annotated[
-        Annotated[str, Meta(extra_json_schema={"enum": ["auto", "none", "required"]})] | NamedFunction | None,
-        Doc("`auto`, `none`, `required`, or the function that it must call."),
+        Annotated[str, Meta(extra_json_schema={"enum": ["auto", "none", "required"]})] | dict[str, Any] | None,
+        Doc("`auto`, `none`, `required`, the tool that it must call, or `allowed_tools`."),
     ] = None
     parallel_tool_calls: Annotated[bool | None, Doc("Whether it may call more than one; by default it may.")] = None
-    truncation: Annotated[Literal["disabled"] | None, Doc("`disabled`: an input that is too long is refused.")] = None
-    metadata: Annotated[dict[str, str] | None, Doc("Returned as it is.")] = None
+    truncation: Annotated[
+        Literal["auto", "disabled"] | None,
+        Doc("Of an input that does not fit: `auto` leaves its oldest turns out; `disabled`, the default, refuses it."),
+    ] = None
+    include: Annotated[
+        list[str] | None, Doc("`reasoning.encrypted_content`: an opaque copy of the reasoning, to be sent back.")
+    ] = None
+    metadata: Annotated[dict[str, Any] | None, Doc("Returned as it is.")] = None
     user: Annotated[str | None, Doc("Returned as it is.")] = None
     # Beyond OpenAI, as in chat.
     seed: Annotated[Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None, Doc("Makes sampling repeatable.")] = None
@@ -99,6 +144,4 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, frozen=True):
     background: Annotated[bool | None, Doc("Not served.")] = None
     conversation: Annotated[Any, Doc("Not served; see `conversation_id`.")] = None
     prompt: Annotated[Any, Doc("Not served.")] = None
-    include: Annotated[list[str] | None, Doc("Not served.")] = None
-    max_tool_calls: Annotated[int | None, Doc("Not served.")] = None
     top_logprobs: Annotated[int | None, Doc("Not served; chat has log probabilities.")] = None

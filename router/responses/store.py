@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -25,19 +25,36 @@ class ResponseNotFound(RequestError):
     code = "response_not_found"
 
 
+class _Body(msgspec.Struct):
+    """The output of a response; the rest of its body is passed over."""
+
+    output: list[dict[str, Any]]
+
+
 class StoredResponse(msgspec.Struct, frozen=True, array_like=True):
     """A response, and the conversation that it ends."""
 
     response_id: str
     tenant: str
     body: bytes  # JSON
-    messages: bytes  # JSON: the conversation without instructions, the answer included
+    items: bytes  # JSON: those of the conversation without instructions, the output included
     conversation_id: str
+
+    @property
+    def output(self) -> list[dict[str, Any]]:
+        """The items of its output."""
+        return msgspec.json.decode(self.body, type=_Body).output
+
+    @property
+    def input(self) -> list[dict[str, Any]]:
+        """The items before its output: those of its input, and of earlier responses."""
+        items: list[dict[str, Any]] = msgspec.json.decode(self.items)
+        return items[: len(items) - len(self.output)]
 
     @property
     def num_bytes(self) -> int:
         """Its size."""
-        return len(self.body) + len(self.messages)
+        return len(self.body) + len(self.items)
 
 
 class ResponseStore(Protocol):

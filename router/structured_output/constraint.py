@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from tandem.protocol.errors import RequestError
 from tandem.router.http.wrong_value import shown
-from tandem.router.openai.schema import ABSENT, ResponseFormat, StructuredOutputs
+from tandem.router.openai.schema import ABSENT, GenerationFields, ResponseFormat, StructuredOutputs
 
 __all__ = ["Constraint", "constraint_of"]
+
+# Fields of other servers -> what they constrain the answer to. Front ends send them empty if their user set nothing.
+_OTHER_NAMES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+}
+_NEUTRAL: tuple[Any, ...] = (None, "", [], ABSENT, msgspec.Raw(b'""'), msgspec.Raw(b"{}"))
 
 ANY_OBJECT = '{"type": "object"}'
 
@@ -23,9 +36,10 @@ class Constraint(NamedTuple):
     param: str  # the field of the request
 
 
-def constraint_of(response_format: ResponseFormat | None, outputs: StructuredOutputs | None) -> Constraint | None:
+def constraint_of(fields: GenerationFields) -> Constraint | None:
     """The constraint that a request's fields ask for, if any. Raises `RequestError`."""
-    found = [one for one in (_of_format(response_format), *_of_outputs(outputs)) if one is not None]
+    asked = (_of_format(fields.response_format), *_of_outputs(fields.structured_outputs), *_of_other_names(fields))
+    found = [one for one in asked if one is not None]
     if len(found) > 1:
         raise RequestError(
             f"Only one of '{found[0].param}' and '{found[1].param}' can constrain the output.", param=found[1].param
@@ -64,6 +78,20 @@ def _of_outputs(wanted: StructuredOutputs | None) -> list[Constraint | None]:
         if wanted.structural_tag == ABSENT
         else Constraint("structural_tag", _object_text(wanted.structural_tag), at + "structural_tag"),
     ]
+
+
+def _of_other_names(fields: GenerationFields) -> list[Constraint]:
+    return [
+        Constraint(kind, _text_of(kind, value, name), name)
+        for name, kind in _OTHER_NAMES.items()
+        if (value := getattr(fields, name)) not in _NEUTRAL
+    ]
+
+
+def _text_of(kind: str, value: Any, param: str) -> str:
+    if kind == "json":
+        return _schema_text(value, param)
+    return _choice_text(value) if kind == "choice" else str(value)
 
 
 def _structural_tag(wanted: ResponseFormat) -> str:

@@ -149,8 +149,8 @@ def test_a_field_that_is_not_served_says_what_it_may_be() -> None:
     with pytest.raises(RequestError) as raised:
         check({"best_of": 3})
     assert raised.value.message == "'best_of' is not supported by this server: got 3; leave it out, or send 1."
-    with pytest.raises(RequestError, match="guided_json"):
-        check({"guided_json": {}, "brand_new": 1})
+    with pytest.raises(RequestError, match="prompt_logprobs"):
+        check({"prompt_logprobs": 1, "brand_new": 1})
     assert check({"best_of": 1, "suffix": None, "brand_new": 1}) == ["brand_new", "best_of"]
 
 

@@ -462,7 +462,7 @@ async def test_the_other_routes_see_the_same_prompt(tokenizer: Tokenizer) -> Non
             "tools",
             "Invalid value for 'tools'",
         ),
-        ({"functions": [{"name": "f"}]}, "functions", "not supported"),
+        ({"functions": [{"name": "f"}]}, "functions", "exclude each other"),
     ],
 )
 async def test_a_wrong_field_is_named(tokenizer: Tokenizer, fields: dict[str, Any], param: str, message: str) -> None:

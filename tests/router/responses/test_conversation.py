@@ -7,7 +7,11 @@ import pytest
 from tandem.protocol.errors import RequestError
 from tandem.router.openai.request_limits import MAX_MESSAGE_PARTS
 from tandem.router.openai.schema import ChatMessage
-from tandem.router.responses.conversation import input_messages
+from tandem.router.responses.conversation import input_messages as messages_of
+
+
+def input_messages(items: list[dict[str, Any]]) -> list[ChatMessage]:
+    return messages_of([], items)
 
 
 def call(call_id: str) -> dict[str, Any]:

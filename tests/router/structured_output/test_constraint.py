@@ -7,15 +7,13 @@ import msgspec
 import pytest
 
 from tandem.protocol.errors import RequestError
-from tandem.router.openai.schema import ResponseFormat, StructuredOutputs
+from tandem.router.openai.schema import GenerationFields
 from tandem.router.structured_output.constraint import Constraint, constraint_of
 
 
-def constraint(response_format: Any = None, structured_outputs: Any = None) -> Constraint | None:
-    return constraint_of(
-        msgspec.json.decode(json.dumps(response_format), type=ResponseFormat | None),
-        msgspec.json.decode(json.dumps(structured_outputs), type=StructuredOutputs | None),
-    )
+def constraint(response_format: Any = None, structured_outputs: Any = None, **fields: Any) -> Constraint | None:
+    body = {"response_format": response_format, "structured_outputs": structured_outputs, **fields}
+    return constraint_of(msgspec.json.decode(json.dumps(body), type=GenerationFields))
 
 
 @pytest.mark.parametrize(
@@ -78,3 +76,30 @@ def test_what_asks_for_nothing_that_can_be_kept_is_refused(asked: Any, param: st
     with pytest.raises(RequestError) as error:
         constraint(*asked)
     assert error.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "text"),
+    [
+        ("guided_json", {"type": "array"}, "json", '{"type": "array"}'),
+        ("guided_json", '{"type": "array"}', "json", '{"type": "array"}'),
+        ("guided_regex", "a+", "regex", "a+"),
+        ("guided_choice", ["a", "b"], "choice", '["a","b"]'),
+        ("guided_grammar", "root ::= x", "grammar", "root ::= x"),
+        ("json_schema", '{"type": "array"}', "json", '{"type": "array"}'),
+        ("regex", "a+", "regex", "a+"),
+        ("ebnf", "root ::= x", "grammar", "root ::= x"),
+        ("grammar", "start: x", "grammar", "start: x"),
+    ],
+)
+def test_fields_of_other_servers_ask_for_the_same(name: str, value: Any, kind: str, text: str) -> None:
+    assert constraint(**{name: value}) == Constraint(kind, text, name)
+    with pytest.raises(RequestError, match=name):
+        constraint({"type": "json_object"}, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema"])
+def test_empty_fields_of_front_ends_ask_for_nothing(name: str) -> None:
+    empty: dict[str, list[Any]] = {"guided_json": ["", {}], "json_schema": ["", {}], "guided_choice": [[]]}
+    for value in (None, *empty.get(name, [""])):
+        assert constraint(**{name: value}) is None
