@@ -27,6 +27,7 @@ from tandem.router.structured_output.constraint import Constraint
 from tandem.router.text.tokenizer import MIN_THREAD_BYTES
 
 __all__ = [
+    "check_continued",
     "create_chat_completion",
     "plan_chat",
     "plan_conversation",
@@ -35,7 +36,7 @@ __all__ = [
     "tokenize_chat",
 ]
 
-RESERVED_OPTIONS = {"chat_template", "conversation", "messages", "tokenize", "tools"}
+RESERVED_OPTIONS = {"chat_template", "continue_final_message", "conversation", "messages", "tokenize", "tools"}
 
 
 async def create_chat_completion(context: ServingContext, request: Request) -> Response:
@@ -60,10 +61,12 @@ async def plan_conversation(
     *,
     num_bytes: int,
     arrived_s: float,
+    fits_context: bool = False,
 ) -> PlannedAnswer:
     """The answer to a conversation, whichever API it came by. Raises a `ServingError`.
 
-    `num_bytes` is the size of the request's body; `arrived_s` is when it came, by `time.perf_counter`.
+    `num_bytes` is the size of the request's body; `arrived_s` is when it came, by `time.perf_counter`. With
+    `fits_context` a limit of tokens beyond what the context leaves means all that it leaves.
     """
     context.check_model(fields.model)
     tools = requested_tools(fields, parallel=fields.parallel_tool_calls is not False)
@@ -82,18 +85,20 @@ async def plan_conversation(
         scope,
         tools=tools,
         add_special_tokens=bool(fields.add_special_tokens),
+        continue_final_message=bool(fields.continue_final_message),
         num_bytes=num_bytes,
     )
     if not token_ids:
         raise RequestError("The messages make an empty prompt.", param="messages")
     prompt_end = context.formats.prompt_end(context.tokenizer, token_ids)
     hides_special = fields.skip_special_tokens is not False
+    requested = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     prepared = PreparedRequest(
         fields=fields,
         prompts=[Prompt(token_ids)],
         format=answer_format,
-        requested_tokens=fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens,
-        default_tokens=None,
+        requested_tokens=None if fits_context else requested,
+        default_tokens=max(1, requested) if fits_context and requested is not None else None,
         num_logprobs=num_logprobs,
         arrived_s=arrived_s,
         conversation_id=conversation_of(request, fields),
@@ -114,11 +119,15 @@ async def tokenize_chat(
     *,
     tools: RequestedTools | None,
     add_special_tokens: bool,
+    continue_final_message: bool = False,
     num_bytes: int = MIN_THREAD_BYTES,
 ) -> list[int]:
     """Token ids of a conversation with these tools; `num_bytes` is the size of its body. Raises `RequestError`."""
     check_messages(messages, template_kwargs)
     options = template_options(template_kwargs, add_generation_prompt)
+    if continue_final_message:
+        check_continued(messages, add_generation_prompt)
+        options |= {"add_generation_prompt": False, "continue_final_message": True}
 
     def encode() -> list[int]:
         try:
@@ -151,6 +160,20 @@ def template_options(kwargs: dict[str, Any] | None, add_generation_prompt: bool 
     if reserved := sorted(RESERVED_OPTIONS & options.keys()):
         raise RequestError(f"'{reserved[0]}' cannot be set here.", param="chat_template_kwargs")
     return {"add_generation_prompt": add_generation_prompt is not False, **options}
+
+
+def check_continued(messages: Sequence[ChatMessage], add_generation_prompt: bool | None) -> None:
+    """Raise `RequestError` unless the answer can continue the last of these messages."""
+    last = messages[-1]
+    if add_generation_prompt:
+        problem = "'add_generation_prompt' opens a new one: send one of them"
+    elif last.role != "assistant":
+        problem = f"it must be the assistant's, not the {last.role[:50]}'s"
+    elif last.tool_calls:
+        problem = "calls in it await their results"
+    else:
+        return
+    raise RequestError(f"The last message cannot be continued: {problem}.", param="continue_final_message")
 
 
 def _template_message(message: ChatMessage, where: str, argument_texts: bool) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def _choices(context: ServingContext, request: PreparedRequest) -> list[ChoicePl
                     parsing=request.parsing,
                     is_first_sibling=sibling == 0,
                     scored_prompt=prompt.scored,
-                    is_prompt_only=prompt.scored is not None and request.fields.max_tokens == 0,
+                    is_prompt_only=request.fields.max_tokens == 0 and params.max_tokens > 0,
                     shows_token_ids=request.fields.return_token_ids is True,
                 )
             )

@@ -94,7 +94,10 @@ AddSpecialTokens = Annotated[
 ]
 AddGenerationPrompt = Annotated[bool | None, Doc("Whether the chat template opens the answer; by default it does.")]
 TemplateKwargs = Annotated[dict[str, Any] | None, Doc("Variables of the chat template.")]
-ToolList = Annotated[list[Tool] | None, Doc("Tools that the model may call, at most 128: docs/tools.md.")]
+ContinueFinalMessage = Annotated[
+    bool | None, Doc("Leave the last message, which is the assistant's, open: the answer continues it.")
+]
+ToolList = Annotated[list[Tool] | None, Doc("Tools that the model may call: docs/tools.md.")]
 ToolChoice = Annotated[
     Annotated[str, Meta(extra_json_schema={"enum": ["auto", "none", "required"]})] | NamedToolChoice | None,
     Doc("`auto` (the default), `none` (the model does not see the tools), `required`, or the function to call."),
@@ -258,6 +261,7 @@ class ChatRequest(GenerationFields, kw_only=True, frozen=True):
     top_logprobs: Annotated[TopLogprobs | None, Doc("Also of this many likeliest tokens; needs `logprobs`.")] = None
     chat_template_kwargs: TemplateKwargs = None
     add_generation_prompt: AddGenerationPrompt = None
+    continue_final_message: ContinueFinalMessage = None
     tools: ToolList = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: Annotated[bool | None, Doc("`false`: at most one call.")] = None
