@@ -268,6 +268,33 @@ async def test_claude_code_gets_an_answer(tokenizer: Tokenizer) -> None:
     assert counted.json() == {"input_tokens": num_tokens, "context_management": {"original_input_tokens": num_tokens}}
 
 
+REFUSES_LATER_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+)
+DROPS_LATER_SYSTEM = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}<{{ m.role }}>{{ m.content }}"
+    "{% endif %}{% endfor %}<assistant>"
+)
+
+
+@pytest.mark.parametrize("template", [REFUSES_LATER_SYSTEM, DROPS_LATER_SYSTEM])
+async def test_a_system_message_that_comes_later_is_shown_by_every_template(tmp_path: Path, template: str) -> None:
+    """Claude Code's second message is one. Qwen3.5's template refuses it, for example."""
+    backend = backend_of(Tokenizer(build_tokenizer(tmp_path, template)))
+    later = {"role": "system", "content": "Now rhyme."}
+    said = {"role": "assistant", "content": "Yes?"}
+    await plain_of(backend, system="S", messages=[USER, later, said, later, USER, USER])
+    prompt = backend.tokenizer.decode(backend.requests[0].token_ids)
+    assert prompt == "<system>S<user>hi\n\nNow rhyme.<assistant>Yes?<user>Now rhyme.\n\nhi<user>hi<assistant>"
+
+
+async def test_a_later_system_message_stays_one_where_the_template_shows_it(tokenizer: Tokenizer) -> None:
+    backend = backend_of(tokenizer)
+    await plain_of(backend, messages=[USER, {"role": "system", "content": "Now rhyme."}])
+    assert tokenizer.decode(backend.requests[0].token_ids) == "<s><user>hi<system>Now rhyme.<assistant>"
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
