@@ -99,9 +99,19 @@ class ModelNotFound(RequestError):
 
 
 class ContextLengthExceeded(RequestError):
-    """The prompt, with `max_tokens`, does not fit into the model's context."""
+    """The prompt, with `max_tokens`, does not fit into the model's context.
+
+    `num_tokens` are the prompt's, at least, and `max_tokens` those that it may have, if that is known.
+    """
 
     code = "context_length_exceeded"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, num_tokens: int | None = None, max_tokens: int | None = None
+    ) -> None:
+        super().__init__(message, param=param)
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
 
 
 class WorkerNotFound(RequestError):

@@ -31,6 +31,15 @@ class MessageUsage(msgspec.Struct):
     output_tokens_details: Annotated[ThinkingTokens | UnsetType, Doc("If the server tells thoughts from text.")] = UNSET
 
 
+class AppliedEdits(msgspec.Struct):
+    """What was cleared from the conversation before the model read it."""
+
+    applied_edits: Annotated[
+        list[dict[str, Any]],
+        Doc("Each with `type`, `cleared_input_tokens`, and `cleared_tool_uses` or `cleared_thinking_turns`."),
+    ]
+
+
 class Message(msgspec.Struct):
     """The model's answer."""
 
@@ -39,9 +48,12 @@ class Message(msgspec.Struct):
     role: Literal["assistant"]
     model: str
     content: Annotated[list[dict[str, Any]], Doc("Blocks of type `text`, `thinking` and `tool_use`.")]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"] | None
     stop_sequence: str | None
     usage: MessageUsage
+    context_management: Annotated[
+        AppliedEdits | UnsetType, Doc("If the request has this field; of a stream in `message_delta`.")
+    ] = UNSET
 
 
 class MessageEvent(msgspec.Struct):
@@ -53,7 +65,14 @@ class MessageEvent(msgspec.Struct):
     type: Annotated[str, Doc("As the event's own type.")]
 
 
+class UneditedTokens(msgspec.Struct):
+    """Number of tokens of a prompt before anything was cleared from it."""
+
+    original_input_tokens: int
+
+
 class CountedTokens(msgspec.Struct):
     """Number of tokens of a prompt."""
 
     input_tokens: int
+    context_management: Annotated[UneditedTokens | UnsetType, Doc("If the request has this field.")] = UNSET

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import orjson
@@ -21,27 +22,46 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessagesFormat:
-    """Answers with one message."""
+    """Answers with one message.
+
+    `max_tokens` is the request's limit; the context may leave less. `applied_edits` are those of its context
+    management; None = it asks for none.
+    """
 
     id_prefix = "msg_"
     prompt_field = "messages"
 
+    def __init__(self, max_tokens: int, applied_edits: list[Json] | None = None) -> None:
+        self._max_tokens = max_tokens
+        self._edits: Json = {} if applied_edits is None else {"context_management": {"applied_edits": applied_edits}}
+
     def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: TokensUsed) -> Json:
         """The message of a plain answer."""
         choice = choices[0]
-        stop = _stop(choice.finish_reason, choice.stop_reason)
-        return _message(answer, _whole_blocks(choice.parts), usage) | stop
+        stop = self._stop(answer, choice.finish_reason, choice.stop_reason)
+        return _message(answer, _whole_blocks(choice.parts), usage) | stop | self._edits
 
     def events(self, answer: PlannedAnswer) -> AnswerEvents:
         """Events from `message_start` to `message_stop`."""
-        return _MessageEvents(answer)
+        return _MessageEvents(answer, self._edits, partial(self._stop, answer))
+
+    def _stop(self, answer: PlannedAnswer, finish_reason: str | None, stop: str | int | None) -> Json:
+        if finish_reason == "stop" and isinstance(stop, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        if finish_reason == "length" and answer.choices[0].request.sampling.max_tokens < self._max_tokens:
+            return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
+        return {"stop_reason": _STOP_REASONS.get(finish_reason or "", "end_turn"), "stop_sequence": None}
 
 
 class _MessageEvents:
-    """The events of one stream."""
+    """The events of one stream; `edits` are fields of its end, and `stop_of` says why it ended."""
 
-    def __init__(self, answer: PlannedAnswer) -> None:
+    def __init__(
+        self, answer: PlannedAnswer, edits: Json, stop_of: Callable[[str | None, str | int | None], Json]
+    ) -> None:
         self._answer = answer
+        self._edits = edits
+        self._stop_of = stop_of
         self._usage = answer.new_usage()
         self._index = -1  # index of the open block; -1 = none has begun
         self._last: Event | None = None
@@ -54,14 +74,14 @@ class _MessageEvents:
         data = b"" if self._is_begun else self._begin()
         data += b"".join(map(self._piece, delta.parts))
         if delta.finish_reason is not None:
-            self._stop = _stop(delta.finish_reason, delta.stop_reason)
+            self._stop = self._stop_of(delta.finish_reason, delta.stop_reason)
         return data
 
     async def ending(self) -> bytes:
         """The end of the open block, and of the message."""
         usage = _usage(self._usage)
-        data = self._end_block() + _event({"type": "message_delta", "delta": self._stop, "usage": usage})
-        return data + _event({"type": "message_stop"})
+        delta = {"type": "message_delta", "delta": self._stop, "usage": usage} | self._edits
+        return self._end_block() + _event(delta) + _event({"type": "message_stop"})
 
     def error(self, body: Json) -> bytes:
         """The error as the last event; clients raise it."""
@@ -111,12 +131,6 @@ def _usage(usage: TokensUsed) -> Json:
     if usage.has_reasoning:
         counted["output_tokens_details"] = {"thinking_tokens": usage.num_reasoning_tokens}
     return counted
-
-
-def _stop(finish_reason: str | None, stop: str | int | None) -> Json:
-    if finish_reason == "stop" and isinstance(stop, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-    return {"stop_reason": _STOP_REASONS.get(finish_reason or "", "end_turn"), "stop_sequence": None}
 
 
 # -- blocks of content

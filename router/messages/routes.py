@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import time
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tandem.protocol.errors import ContextLengthExceeded
 from tandem.router.http.app import RouterApp, json_response
+from tandem.router.messages.context_edits import Edited, edited, known_edits, least_trigger
 from tandem.router.messages.conversation import FIELD_NAMES, chat_prompt, chat_request
 from tandem.router.messages.format import MessagesFormat
 from tandem.router.messages.schema import CountTokensRequest, MessagesRequest
 from tandem.router.openai.answer import answer_request
-from tandem.router.openai.chat import plan_conversation, tokenize_chat
+from tandem.router.openai.chat import continued_part, plan_conversation, tokenize_chat
 from tandem.router.openai.field_names import renamed_fields
+from tandem.router.openai.schema import ChatRequest
 from tandem.router.openai.serving_context import ServingContext, read_body
 from tandem.router.openai.tool_fields import requested_tools
 
 __all__ = ["add_messages_routes"]
+
+R = TypeVar("R", bound=CountTokensRequest)
 
 
 def add_messages_routes(app: RouterApp, context: ServingContext) -> None:
@@ -41,28 +50,99 @@ def add_messages_routes(app: RouterApp, context: ServingContext) -> None:
 async def _create_message(context: ServingContext, request: Request) -> Response:
     arrived_s = time.perf_counter()
     body, fields = await read_body(request, MessagesRequest)
-    with renamed_fields(FIELD_NAMES):
+    num_bytes = len(body)
+    with _anthropic_errors():
+        context.check_model(fields.model)
+        fields, edits = await _edited(context, request, fields, num_bytes)
+        applied = None if edits is None else edits.applied
+        answer_format = MessagesFormat(fields.max_tokens, applied)
         answer = await plan_conversation(
-            context, request, chat_request(fields), MessagesFormat(), num_bytes=len(body), arrived_s=arrived_s
+            context,
+            request,
+            chat_request(fields),
+            answer_format,
+            num_bytes=num_bytes,
+            arrived_s=arrived_s,
+            fits_context=True,
         )
     return await answer_request(request, answer, context.backend, context.tokenizer, context.metrics)
 
 
 async def _count_tokens(context: ServingContext, request: Request) -> dict[str, Any]:
     body, fields = await read_body(request, CountTokensRequest)
-    with renamed_fields(FIELD_NAMES):
-        chat = chat_prompt(fields)
-        context.check_model(chat.model)
-        tools = requested_tools(chat)
-        context.formats.check_tools(tools)
-        token_ids = await tokenize_chat(
-            context,
-            chat.messages,
-            chat.chat_template_kwargs,
-            chat.add_generation_prompt,
-            context.cache_scope(request, chat.cache_salt),
-            tools=tools,
-            add_special_tokens=False,
-            num_bytes=len(body),
-        )
-    return {"input_tokens": len(token_ids)}
+    with _anthropic_errors():
+        context.check_model(fields.model)
+        fields, edits = await _edited(context, request, fields, len(body))
+        num_tokens = await _num_prompt_tokens(context, request, chat_prompt(fields), len(body))
+    if edits is None:
+        return {"input_tokens": num_tokens}
+    original = {"original_input_tokens": num_tokens + edits.num_cleared_tokens}
+    return {"input_tokens": num_tokens, "context_management": original}
+
+
+@contextmanager
+def _anthropic_errors() -> Iterator[None]:
+    """Errors about the fields of this API. Of a prompt that is too long, clients read the numbers."""
+    try:
+        with renamed_fields(FIELD_NAMES):
+            yield
+    except ContextLengthExceeded as exc:
+        if exc.num_tokens is not None:
+            exc.message = f"prompt is too long: {exc.num_tokens} tokens > {exc.max_tokens} maximum. {exc.message}"
+        raise
+
+
+async def _num_prompt_tokens(context: ServingContext, request: Request, chat: ChatRequest, num_bytes: int) -> int:
+    tools = requested_tools(chat)
+    context.formats.check_tools(tools)
+    token_ids = await tokenize_chat(
+        context,
+        chat.messages,
+        chat.chat_template_kwargs,
+        chat.add_generation_prompt,
+        context.cache_scope(request, chat.cache_salt),
+        tools=tools,
+        add_special_tokens=False,
+        continued=continued_part(chat),
+        num_bytes=num_bytes,
+    )
+    return len(token_ids)
+
+
+# -- context management
+
+
+async def _edited(context: ServingContext, request: Request, fields: R, num_bytes: int) -> tuple[R, Edited | None]:
+    """The request with its conversation edited as it asks for, and what was done; None if it asks for nothing."""
+    if fields.context_management is None:
+        return fields, None
+    edits = known_edits(fields)
+    least = least_trigger(edits)
+    num_tokens = 0.0 if least is None else await _tokens_for_trigger(context, request, fields, num_bytes, least)
+    done = await context.pool.run(
+        lambda: edited(fields.messages, edits, num_tokens, lambda text: _num_text_tokens(context, text)),
+        num_bytes=num_bytes,
+    )
+    return msgspec.structs.replace(fields, messages=list(done.messages)), done
+
+
+async def _tokens_for_trigger(
+    context: ServingContext, request: Request, fields: CountTokensRequest, num_bytes: int, least: int
+) -> float:
+    """Tokens of the prompt before any edit. If it does not fit, clearing is its only chance, so any trigger is met."""
+    limit = context.prompt_limit("messages").max_tokens
+    if num_bytes < min(least, limit):  # no token is shorter than a byte
+        return 0.0
+    try:
+        return await _num_prompt_tokens(context, request, chat_prompt(fields), num_bytes)
+    except ContextLengthExceeded:
+        return math.inf
+
+
+def _num_text_tokens(context: ServingContext, text: str) -> int:
+    """Tokens of a text; those of a whole context if it is longer."""
+    limit = context.prompt_limit("messages")
+    try:
+        return len(context.tokenizer.encode(text, add_special_tokens=False, limit=limit))
+    except ContextLengthExceeded:
+        return limit.max_tokens

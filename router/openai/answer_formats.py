@@ -17,7 +17,12 @@ from tandem.router.tool_calls.detection import detect_reasoning_format, detect_t
 from tandem.router.tool_calls.formats import TOOL_FORMATS, ToolFormat
 from tandem.router.tool_calls.grammar import tool_call_grammar
 from tandem.router.tool_calls.parser import AnswerParser
-from tandem.router.tool_calls.prompt import TEXT_FORMATS, with_calls_as_text, with_tools_as_text
+from tandem.router.tool_calls.prompt import (
+    TEXT_FORMATS,
+    with_calls_as_text,
+    with_system_as_user,
+    with_tools_as_text,
+)
 from tandem.router.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat
 from tandem.router.tool_calls.response_template import ResponseTemplateParser, load_template
 
@@ -69,6 +74,8 @@ class AnswerFormats:
         self, messages: list[dict[str, Any]], tools: RequestedTools | None
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The messages for the chat template, and its variables about tools."""
+        if not self.traits.shows_later_system:
+            messages = with_system_as_user(messages)
         messages = self.traits.adapted(messages) if self.shows_calls else with_calls_as_text(messages)
         if tools is None:
             return messages, {}

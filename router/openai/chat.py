@@ -41,7 +41,7 @@ __all__ = [
     "tokenize_chat",
 ]
 
-RESERVED_OPTIONS = {"chat_template", "conversation", "messages", "tokenize", "tools"}
+RESERVED_OPTIONS = {"chat_template", "continue_final_message", "conversation", "messages", "tokenize", "tools"}
 
 
 async def create_chat_completion(context: ServingContext, request: Request) -> Response:
@@ -70,10 +70,12 @@ async def plan_conversation(
     *,
     num_bytes: int,
     arrived_s: float,
+    fits_context: bool = False,
 ) -> PlannedAnswer:
     """The answer to a conversation, whichever API it came by. Raises a `ServingError`.
 
-    `num_bytes` is the size of the request's body; `arrived_s` is when it came, by `time.perf_counter`.
+    `num_bytes` is the size of the request's body; `arrived_s` is when it came, by `time.perf_counter`. With
+    `fits_context` a limit of tokens beyond what the context leaves means all that it leaves.
     """
     context.check_model(fields.model)
     continued = continued_part(fields)
@@ -100,12 +102,13 @@ async def plan_conversation(
         raise RequestError("The messages make an empty prompt.", param="messages")
     prompt_end = context.formats.prompt_end(context.tokenizer, token_ids, continued)
     hides_special = fields.skip_special_tokens is not False
+    limit = fields.max_tokens if fits_context else _max_tokens(fields)
     prepared = PreparedRequest(
         fields=fields,
         prompts=[Prompt(token_ids)],
         format=answer_format,
-        requested_tokens=_max_tokens(fields),
-        default_tokens=None,
+        requested_tokens=None if fits_context else limit,
+        default_tokens=max(1, limit) if fits_context and limit is not None else None,
         num_logprobs=num_logprobs,
         arrived_s=arrived_s,
         conversation_id=conversation_of(request, fields),

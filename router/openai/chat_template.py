@@ -26,6 +26,7 @@ class TemplateTraits:
     shows_tools: bool  # it shows the tools of a request
     shows_calls: bool  # it shows the calls that the model made before
     refuses_roles: bool  # it may refuse a system message
+    shows_later_system: bool  # it shows a system message that is not the first message
     takes_argument_texts: bool  # it shows the arguments of calls only if they are JSON text
     takes_single_calls: bool  # it refuses a message with several calls
     refuses_reasoning: bool  # it refuses a message with calls, content and reasoning
@@ -44,10 +45,28 @@ def template_traits(tokenizer: Tokenizer) -> TemplateTraits:
         shows_tools=renders_tools(template),
         shows_calls=renders_calls(template) and shown.has_calls(),
         refuses_roles="raise_exception" in template,
+        shows_later_system=_shows_later_system(tokenizer),
         takes_argument_texts=shown.takes_argument_texts(),
         takes_single_calls=shown.takes_single_calls(),
         refuses_reasoning=shown.refuses_reasoning(),
     )
+
+
+def _shows_later_system(tokenizer: Tokenizer) -> bool:
+    """Some templates refuse a system message that comes later, and some leave it out. Claude Code sends one."""
+    beginning: list[Message] = [{"role": "user", "content": "Hello"}, {"role": "system", "content": "weather"}]
+    middle: list[Message] = [*beginning, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Go."}]
+    return all("weather" in _rendered(tokenizer, messages) for messages in (beginning, middle))
+
+
+def _rendered(tokenizer: Tokenizer, messages: list[Message]) -> str:
+    """The rendered conversation; empty if the template refuses it, or there is none."""
+    if not tokenizer.chat_template:
+        return ""
+    try:
+        return tokenizer.render_chat(messages, {"add_generation_prompt": True})
+    except RequestError:
+        return ""
 
 
 class _ShownCalls:
@@ -76,8 +95,6 @@ class _ShownCalls:
 
     def _text(self, arguments: Sequence[Any], **texts: str) -> str:
         """A rendered conversation with a call for each of these arguments; empty if there is none, or it refuses."""
-        if not self._tokenizer.chat_template:
-            return ""
         calls: list[Message] = [
             {"id": f"call0000{i}", "type": "function", "function": {"name": "weather", "arguments": one}}
             for i, one in enumerate(arguments)
@@ -87,10 +104,7 @@ class _ShownCalls:
             {"role": "assistant", "content": "", "tool_calls": calls, **texts},
             *({"role": "tool", "tool_call_id": call["id"], "content": "sunny"} for call in calls),
         ]
-        try:
-            return self._tokenizer.render_chat(messages, {"add_generation_prompt": True})
-        except RequestError:
-            return ""
+        return _rendered(self._tokenizer, messages)
 
 
 def _with_one_text(message: Message) -> Message:

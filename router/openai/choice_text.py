@@ -32,7 +32,7 @@ class ChoicePlan:
     parsing: AnswerParsing | None = None  # None = all text is content
     is_first_sibling: bool = True  # computes the prompt; the other choices wait for it and share it
     scored_prompt: ScoredPrompt | None = None
-    is_prompt_only: bool = False  # only the prompt and its scores are shown: `max_tokens` 0
+    is_prompt_only: bool = False  # `max_tokens` 0: the prompt is computed and maybe scored, nothing is generated
     shows_token_ids: bool = False
 
 

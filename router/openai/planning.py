@@ -88,6 +88,7 @@ def plan_answer(context: ServingContext, request: PreparedRequest) -> PlannedAns
 def _choices(context: ServingContext, request: PreparedRequest) -> list[ChoicePlan]:
     """`n` choices for each prompt; the first of them computes it, and its siblings share it."""
     stops = stop_strings(request.fields)
+    has_limit = request.requested_tokens is not None or request.default_tokens is not None
     choices: list[ChoicePlan] = []
     for prompt, params in zip(request.prompts, _sampling(context, request), strict=True):
         for sibling in range(request.fields.n or 1):
@@ -102,7 +103,7 @@ def _choices(context: ServingContext, request: PreparedRequest) -> list[ChoicePl
                     parsing=request.parsing,
                     is_first_sibling=sibling == 0,
                     scored_prompt=prompt.scored,
-                    is_prompt_only=prompt.scored is not None and request.fields.max_tokens == 0,
+                    is_prompt_only=has_limit and request.fields.max_tokens == 0 and params.max_tokens > 0,
                     shows_token_ids=request.fields.return_token_ids is True,
                 )
             )

@@ -85,6 +85,8 @@ def max_tokens_for(
             f"This model's maximum context length is {max_model_len} tokens, but the request has {num_prompt_tokens} "
             f"tokens in the prompt and asks for {1 if requested is None else requested} more.",
             param="max_tokens" if left > 0 else prompt_field,
+            num_tokens=num_prompt_tokens,
+            max_tokens=max_model_len - 1,
         )
     return left if wanted is None else min(wanted, left)
 

@@ -104,7 +104,7 @@ ReasoningEffort = Annotated[
     Doc("Passed to the chat template; `none` also sets its `enable_thinking` and `thinking` to false."),
 ]
 TemplateKwargs = Annotated[dict[str, Any] | None, Doc("Variables of the chat template.")]
-ToolList = Annotated[list[Tool] | None, Doc("Tools that the model may call, at most 128: docs/tools.md.")]
+ToolList = Annotated[list[Tool] | None, Doc("Tools that the model may call: docs/tools.md.")]
 ToolChoice = Annotated[
     Annotated[str, Meta(extra_json_schema={"enum": ["auto", "none", "required"]})] | NamedToolChoice | None,
     Doc("`auto` (the default), `none` (the model does not see the tools), `required`, or the function to call."),

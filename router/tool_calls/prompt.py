@@ -1,4 +1,4 @@
-"""Tools, calls and their results as plain text, for models whose chat template does not show them.
+"""What a chat template does not show, in a form that it shows: tools, calls and their results, later system messages.
 
 The model is asked to write calls in its own format if that is known, and otherwise in the format `hermes`, which most
 models have seen.
@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["TEXT_FORMATS", "with_calls_as_text", "with_single_calls", "with_tools_as_text"]
+__all__ = ["TEXT_FORMATS", "with_calls_as_text", "with_single_calls", "with_system_as_user", "with_tools_as_text"]
 
 Message = dict[str, Any]
 
@@ -95,6 +95,22 @@ def with_single_calls(messages: Sequence[Message]) -> list[Message]:
             said = message if number == 0 else {"role": "assistant", "content": ""}
             shown += [{**said, "tool_calls": [call]}, *results.pop(call.get("id"), ())]
         shown += [one for rest in results.values() for one in rest]
+    return shown
+
+
+def with_system_as_user(messages: Sequence[Message]) -> list[Message]:
+    """The messages with later system messages as text of the user, joined with the user's own messages beside them."""
+    shown = list(messages[:1])
+    joins = False
+    for message in messages[1:]:
+        is_system = message["role"] == "system"
+        if is_system:
+            message = {**message, "role": "user"}
+        if message["role"] == "user" and shown[-1]["role"] == "user" and (is_system or joins):
+            shown[-1] = {**shown[-1], "content": f"{shown[-1]['content']}\n\n{message['content']}"}
+        else:
+            shown.append(message)
+        joins = is_system
     return shown
 
 

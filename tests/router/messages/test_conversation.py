@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import typing
 from typing import Any
 
+import anthropic.types.beta as anthropic_beta
 import msgspec
 import pytest
 
 from tandem.protocol.errors import RequestError
 from tandem.router.http.decoding import decode_body
+from tandem.router.http.ignored_fields import begin_ignored
 from tandem.router.messages.conversation import chat_prompt, chat_request
 from tandem.router.messages.schema import CountTokensRequest, MessagesRequest
 from tandem.router.openai.chat import template_messages
@@ -41,7 +44,11 @@ def result(call_id: str, **fields: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": call_id, **fields}
 
 
+EDITING = {"command", "path", "file_text", "old_str", "new_str", "insert_line", "view_range"}
 HI = user("hi")
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}  # as Claude Code sends it
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
+ANY_JSON = {"type": "json_schema", "schema": {}}
 CALL = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Rome"}, "caller": {"type": "direct"}}
 CALL_AS_CHAT = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
 
@@ -161,10 +168,21 @@ def test_the_other_fields_have_the_names_of_chat() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"messages": [HI, assistant("The answer is")]}, "messages[1].role", "end with a user's message"),
         ({"messages": [user([])]}, "messages[0].content", "needs content"),
         ({"messages": [HI, user([text("a"), {"type": "image"}])]}, "messages[1].content[1].type", "'image'"),
         ({"messages": [user([{"type": "document"}])]}, "messages[0].content[0].type", "'document'"),
+        ({"messages": [user([PDF])]}, "messages[0].content[0].type", "'document'"),
+        (
+            {"messages": [user([{"type": "video", "source": {"type": "url"}}])]},
+            "messages[0].content[0].type",
+            "'video'",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "needs content"),
+        (
+            {"messages": [user([result("c", content={"type": "x"})])]},
+            "messages[0].content[0].content",
+            "list of blocks",
+        ),
         ({"messages": [user([CALL])]}, "messages[0].content[0].type", "'tool_use'"),
         ({"messages": [assistant([result("c")]), HI]}, "messages[0].content[0].type", "'tool_result'"),
         ({"messages": [user([{"type": "text"}])]}, "messages[0].content[0].text", "needs 'text'"),
@@ -178,15 +196,16 @@ def test_the_other_fields_have_the_names_of_chat() -> None:
         ({"messages": [assistant([CALL | {"id": None}]), HI]}, "messages[0].content[0].id", "needs 'id'"),
         ({"messages": [assistant([{"type": "thinking"}]), HI]}, "messages[0].content[0].thinking", "needs 'thinking'"),
         ({"system": [{"type": "image"}]}, "system[0].type", "'image'"),
-        ({"tools": [{"name": "web_search", "type": "web_search_20250305"}]}, "tools[0].type", "'web_search_20250305'"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice", "'web_search'"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice", "does not run the tool 'web_search'"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0].name", "Missing"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "Missing"),
         ({"tool_choice": {"type": "any"}}, "tool_choice", "no 'tools'"),
         ({"tools": [], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice", "no 'tools'"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name", "needs 'name'"),
-        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers", "not supported"),
-        ({"container": "c"}, "container", "not supported"),
-        ({"context_management": {"edits": []}}, "context_management", "not supported"),
-        ({"output_format": {"type": "json_schema"}}, "output_format", "not supported"),
+        ({"compaction": {"type": "summarize"}}, "compaction", "not supported"),
+        ({"thread": {"type": "create"}}, "thread", "not supported"),
+        ({"messages": [HI, assistant("{")], "output_format": ANY_JSON}, "output_config.format", "continues"),
         ({"cache_salt": "x" * 257}, "cache_salt", "at most 256"),
     ],
 )
@@ -198,8 +217,162 @@ def test_what_is_not_served_is_named(fields: dict[str, Any], param: str, message
     assert message in raised.value.message
 
 
+# What the SDK declares for a conversation with tools that Anthropic runs. None of it is for another model.
+FOREIGN: list[dict[str, Any]] = [
+    {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "q"}},
+    {"type": "web_search_tool_result", "tool_use_id": "s1", "content": [{"type": "web_search_result", "title": "t"}]},
+    {"type": "web_search_tool_result", "tool_use_id": "s1", "content": {"type": "e", "error_code": "unavailable"}},
+    {"type": "web_fetch_tool_result", "tool_use_id": "s1", "content": {"type": "web_fetch_result", "url": "u"}},
+    {"type": "code_execution_tool_result", "tool_use_id": "s1", "content": {"type": "r", "stdout": "", "content": []}},
+    {"type": "bash_code_execution_tool_result", "tool_use_id": "s1", "content": {"type": "r", "return_code": 0}},
+    {"type": "text_editor_code_execution_tool_result", "tool_use_id": "s1", "content": {"type": "r"}},
+    {"type": "tool_search_tool_result", "tool_use_id": "s1", "content": {"type": "r", "tool_references": []}},
+    {"type": "advisor_tool_result", "tool_use_id": "s1", "content": {"type": "advisor_result", "text": "t"}},
+    {"type": "mcp_tool_use", "id": "m1", "name": "f", "input": {}, "server_name": "s"},
+    {"type": "mcp_tool_result", "tool_use_id": "m1", "is_error": False, "content": [{"type": "text", "text": "x"}]},
+    {"type": "mcp_tool_listing", "mcp_server_name": "s", "tools": []},
+    {"type": "container_upload", "file_id": "f"},
+    {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "f"}},
+    {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "f"}},
+    {"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}},
+    {"type": "redacted_thinking", "data": "x"},
+    {"type": "compaction", "content": None},
+    {"type": "browser_state", "tabs": []},
+    {"type": "brand_new", "anything": [1]},
+]
+
+
+@pytest.mark.parametrize("block", FOREIGN, ids=[f"{i}-{block['type']}" for i, block in enumerate(FOREIGN)])
+def test_foreign_blocks_are_skipped_and_named(block: dict[str, Any]) -> None:
+    ignored = begin_ignored()
+    assert rendered(HI, assistant([block, text("a"), block]), user([text("b"), block])) == [
+        HI,
+        assistant("a"),
+        user("b"),
+    ]
+    assert rendered(HI, {"role": "system", "content": [block]}, user([result("c", content=[block])])) == [
+        HI,
+        {"role": "tool", "content": "", "tool_call_id": "c"},
+    ]
+    assert rendered(user([block])) == [user("")]
+    assert ignored == ([] if block["type"] == "compaction" else [f"content.{block['type']}"])
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        ({"type": "text", "text": ""}, ""),
+        ({"type": "compaction", "content": "So far: a and b."}, "So far: a and b."),
+        ({"type": "tool_reference", "tool_name": "mcp__x__f"}, "The tool mcp__x__f is available."),
+        (
+            {"type": "search_result", "title": "T", "source": "https://x", "content": [text("a"), text("b")]},
+            "T\nhttps://x\na\nb",
+        ),
+        ({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}, "D"),
+        ({"type": "document", "title": "T", "source": {"type": "content", "content": "D"}}, "T\nD"),
+    ],
+)
+def test_a_block_that_carries_text_is_text(block: dict[str, Any], expected: str) -> None:
+    assert rendered(user([text("a"), block])) == [user(f"a\n{expected}" if expected else "a")]
+    assert rendered(user([result("c", content=[block])])) == [
+        {"role": "tool", "content": expected, "tool_call_id": "c"}
+    ]
+
+
+def test_a_result_may_come_twice() -> None:
+    twice = rendered(user([result("c1", content="a"), result("c1", content="a")]))
+    assert [message["tool_call_id"] for message in twice] == ["c1", "c1"]
+
+
+def test_a_system_message_may_have_no_content() -> None:
+    assert rendered(HI, {"role": "system", "output_config": {"effort": "low"}}) == [HI]
+
+
+# -- tools
+
+SERVER_TOOLS = [
+    "web_search_20250305",
+    "web_search_20260318",
+    "web_fetch_20250910",
+    "code_execution_20250825",
+    "computer_20250124",
+    "tool_search_tool_regex_20251119",
+    "tool_search_tool_bm25_20251119",
+    "advisor_20260301",
+    "brand_new_20300101",
+]
+TOOLSETS = ["mcp_toolset", "computer_toolset_20260801", "browser_toolset_20260801"]
+
+
+@pytest.mark.parametrize(
+    "tool", [*({"type": kind, "name": "x"} for kind in SERVER_TOOLS), *({"type": kind} for kind in TOOLSETS)]
+)
+def test_tools_that_the_client_cannot_run_are_not_shown_and_named(tool: dict[str, Any]) -> None:
+    ignored = begin_ignored()
+    chat = chat_request(request_of(tools=[tool, WEATHER], tool_choice={"type": "auto"}))
+    assert [one.function.name for one in chat.tools or ()] == ["weather"]
+    assert ignored == [f"tools.{tool['type']} (not run by this server)"]
+    assert chat_request(request_of(tools=[tool])).tools == []
+    assert chat_request(request_of(tools=[tool, WEATHER], tool_choice={"type": "any"})).tool_choice == "required"
+    with pytest.raises(RequestError, match="does not run the tool"):
+        chat_request(request_of(tools=[tool], tool_choice={"type": "any"}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "properties"),
+    [
+        ("bash_20250124", "bash", {"command", "restart"}),
+        ("bash_20241022", "bash", {"command", "restart"}),
+        ("text_editor_20250728", "str_replace_based_edit_tool", {*EDITING, "insert_text"}),
+        ("text_editor_20250124", "str_replace_editor", EDITING),
+        ("memory_20250818", "memory", {*EDITING, "insert_text", "old_path", "new_path"}),
+    ],
+)
+def test_anthropics_tools_that_the_client_runs_have_their_schema(kind: str, name: str, properties: set[str]) -> None:
+    chat = chat_request(request_of(tools=[{"type": kind, "name": name}], tool_choice={"type": "tool", "name": name}))
+    (tool,) = chat.tools or ()
+    assert tool.function.name == name
+    assert tool.function.parameters is not None
+    assert tool.function.parameters["properties"].keys() == properties
+    commands = tool.function.parameters["properties"]["command"].get("enum", [])
+    assert ("undo_edit" in commands) == (kind == "text_editor_20250124")
+
+
+def test_the_schema_of_the_memory_tool_has_the_sdks_commands() -> None:
+    chat = chat_request(request_of(tools=[{"type": "memory_20250818", "name": "memory"}]))
+    assert chat.tools is not None
+    assert chat.tools[0].function.parameters is not None
+    properties = chat.tools[0].function.parameters["properties"]
+    commands = typing.get_args(typing.get_args(anthropic_beta.BetaMemoryTool20250818Command)[0])
+    assert {command.model_fields["command"].annotation.__args__[0] for command in commands} == {
+        *properties["command"]["enum"]
+    }
+    assert {name for command in commands for name in command.model_fields} == properties.keys()
+
+
+def test_a_tool_of_another_type_with_a_schema_is_shown() -> None:
+    chat = chat_request(request_of(tools=[WEATHER | {"type": "function", "defer_loading": True, "strict": True}]))
+    assert [one.function.name for one in chat.tools or ()] == ["weather"]
+
+
+# -- the form and the length of the answer
+
+
+def test_the_older_name_of_the_format() -> None:
+    older = chat_request(request_of(output_format=ANY_JSON))
+    assert older == chat_request(request_of(output_config={"format": ANY_JSON}))
+    assert older.response_format is not None
+
+
+@pytest.mark.parametrize("content", ["The answer is", [text("The answer is")]])
+def test_an_assistants_message_at_the_end_is_continued(content: Any) -> None:
+    chat = chat_request(request_of(messages=[HI, assistant(content)]))
+    assert (chat.continue_final_message, chat.messages[-1].role) == (True, "assistant")
+    assert chat_request(request_of()).continue_final_message is None
+
+
 def test_values_that_ask_for_nothing_are_accepted() -> None:
-    empty = {"container": None, "mcp_servers": [], "context_management": None, "output_format": None}
+    empty = {"compaction": None, "thread": None, "context_management": None, "output_format": None}
     assert chat_request(request_of(**empty)) == chat_request(request_of())
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import cache_scope
 from tandem.protocol.errors import NoWorker, WorkerError
+from tandem.router.messages.context_edits import CLEARED
 from tandem.router.openai.app import create_app
 from tandem.router.text.tokenizer import Tokenizer
 from tests.router.conftest import build_tokenizer
@@ -27,6 +29,9 @@ WEATHER: Any = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 NOW: Any = {"name": "now", "input_schema": {"type": "object"}}
+USED: Any = {"type": "tool_use", "id": "c0", "name": "weather", "input": {"city": "Rome"}}
+RESULT: Any = {"type": "tool_result", "tool_use_id": "c0", "content": "sunny"}
+ANY_JSON: Any = {"type": "json_schema", "schema": {}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 🎉"}}\n</tool_call>'
 TWO_CALLS = f'I look.\n{CALL}\n<tool_call>\n{{"name": "now"}}\n</tool_call>'
 THINKING = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant><think>\n"
@@ -138,6 +143,237 @@ async def test_a_stream_joins_to_the_plain_answer(tokenizer: Tokenizer, reply: s
     assert without_ids(joined(stream)) == without_ids(plain)
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "left", "reason"),
+    [(5, 5, "max_tokens"), (6, 5, "model_context_window_exceeded"), (4, 5, "max_tokens")],
+)
+async def test_max_tokens_beyond_the_context_end_with_the_context(
+    tokenizer: Tokenizer, max_tokens: int, left: int, reason: str
+) -> None:
+    backend = backend_of(tokenizer, "x" * 100)
+    backend.max_model_len = left + len(tokenizer.encode_chat([USER], {"add_generation_prompt": True}, cache_scope("")))
+    plain = await plain_of(backend, max_tokens=max_tokens)
+    streamed = joined(await stream_of(backend, max_tokens=max_tokens))
+    for message in (plain, streamed):
+        assert message["stop_reason"] == reason
+        assert message["content"] == [{"type": "text", "text": "x" * min(max_tokens, left)}]
+
+
+async def test_an_answer_that_ends_before_the_context_says_so(tokenizer: Tokenizer) -> None:
+    assert (await plain_of(backend_of(tokenizer), max_tokens=32_000))["stop_reason"] == "end_turn"
+
+
+@pytest.mark.parametrize("path", [MESSAGES, COUNT])
+async def test_a_prompt_that_does_not_fit_is_told_as_claude_code_reads_it(tokenizer: Tokenizer, path: str) -> None:
+    backend = backend_of(tokenizer)
+    backend.max_model_len = 64
+    long = [{"role": "user", "content": "x" * 80}]
+    num_tokens = len(tokenizer.encode_chat(long, {"add_generation_prompt": True}, cache_scope("")))
+    async with closing(backend) as client:
+        told = (await client.post(path, json=body(messages=long))).json()
+    assert (told["error"]["type"], told["error"]["code"]) == ("invalid_request_error", "context_length_exceeded")
+    found = re.match(r"prompt is too long: (\d+) tokens > (\d+) maximum\.", told["error"]["message"])
+    assert found is not None
+    assert (int(found[1]), int(found[2])) == (num_tokens, 64)
+
+
+async def test_max_tokens_zero_computes_the_prompt_alone(tokenizer: Tokenizer) -> None:
+    backend = backend_of(tokenizer)
+    plain = await plain_of(backend, max_tokens=0)
+    streamed = joined(await stream_of(backend, max_tokens=0))
+    for message in (plain, streamed):
+        assert (message["content"], message["stop_reason"]) == ([], "max_tokens")
+        assert (message["usage"]["output_tokens"], message["usage"]["cache_read_input_tokens"]) == (0, 3)
+    assert [request.sampling.max_tokens for request in backend.requests] == [1, 1]
+
+
+# -- the end of the conversation
+
+
+@pytest.mark.parametrize(
+    "content", ["The answer is", [{"type": "text", "text": "The answer is"}], "Ends with a space "]
+)
+async def test_the_answer_continues_the_assistants_message(tokenizer: Tokenizer, content: Any) -> None:
+    backend = backend_of(tokenizer, " 42.")
+    message = await plain_of(backend, messages=[USER, {"role": "assistant", "content": content}], tools=[WEATHER])
+    assert message["content"] == [{"type": "text", "text": " 42."}]
+    written = content if isinstance(content, str) else content[0]["text"]
+    assert tokenizer.decode(backend.requests[0].token_ids).endswith(f"hi<assistant>{written}")
+
+
+async def test_a_continued_answer_is_counted_as_it_is_prompted(tokenizer: Tokenizer) -> None:
+    backend = backend_of(tokenizer)
+    messages = [USER, {"role": "assistant", "content": "The answer is"}]
+    async with closing(backend) as client:
+        counted = await client.post(COUNT, json={"messages": messages})
+        await client.post(MESSAGES, json=body(messages=messages))
+    assert counted.json() == {"input_tokens": len(backend.requests[0].token_ids)}
+
+
+@pytest.mark.parametrize("stops", [["\n"], [" "], ["\n\n", "\t"]])
+async def test_stop_sequences_of_white_space(tokenizer: Tokenizer, stops: list[str]) -> None:
+    message = await plain_of(backend_of(tokenizer, "ab \n\n\tcd"), stop_sequences=stops)
+    assert message["stop_reason"] == "stop_sequence"
+    assert message["content"][0]["text"].strip() == "ab"
+
+
+# -- programs
+
+
+CLAUDE_CODE: Any = {
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=sdk-cli;"},
+        {"type": "text", "text": "You are a Claude agent.", "cache_control": {"type": "ephemeral"}},
+    ],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "run", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "system", "content": "Available agent types for the Agent tool: none."},
+        {"role": "assistant", "content": [USED]},
+        {"role": "user", "content": [RESULT | {"is_error": False, "cache_control": {"type": "ephemeral"}}]},
+    ],
+    "tools": [
+        WEATHER
+        | {"input_schema": {"$schema": "https://json-schema.org/draft/2020-12/schema", **WEATHER["input_schema"]}},
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+    ],
+    "metadata": {"user_id": '{"device_id":"d","account_uuid":"","session_id":"s"}'},
+    "max_tokens": 32_000,
+    "thinking": {"type": "adaptive"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "output_config": {"effort": "high"},
+}
+CLAUDE_CODE_HEADERS = {
+    "anthropic-version": "2023-06-01",
+    "anthropic-beta": "claude-code-20250219,context-management-2025-06-27,brand-new-2031-01-01",
+    "anthropic-dangerous-direct-browser-access": "true",
+    "x-api-key": "sk-fake",
+    "x-app": "cli",
+    "X-Claude-Code-Session-Id": "7f3c",
+}
+
+
+async def test_claude_code_gets_an_answer(tokenizer: Tokenizer) -> None:
+    backend = backend_of(tokenizer, "All done.")
+    async with closing(backend) as client:
+        path = f"{MESSAGES}?beta=true"
+        plain = await client.post(path, json=body(**CLAUDE_CODE), headers=CLAUDE_CODE_HEADERS)
+        streamed = await client.post(path, json=body(**CLAUDE_CODE, stream=True), headers=CLAUDE_CODE_HEADERS)
+        counted = await client.post(f"{COUNT}?beta=true", json={**CLAUDE_CODE}, headers=CLAUDE_CODE_HEADERS)
+    for response in (plain, streamed):
+        assert response.headers["x-tandem-ignored"] == ("metadata, tools.web_search_20250305 (not run by this server)")
+    assert plain.json()["context_management"] == {"applied_edits": []}
+    *_, end, _ = events(streamed.text)
+    assert (end["type"], end["context_management"]) == ("message_delta", {"applied_edits": []})
+    num_tokens = len(backend.requests[0].token_ids)
+    assert counted.json() == {"input_tokens": num_tokens, "context_management": {"original_input_tokens": num_tokens}}
+
+
+REFUSES_LATER_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+)
+DROPS_LATER_SYSTEM = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}<{{ m.role }}>{{ m.content }}"
+    "{% endif %}{% endfor %}<assistant>"
+)
+
+
+@pytest.mark.parametrize("template", [REFUSES_LATER_SYSTEM, DROPS_LATER_SYSTEM])
+async def test_a_system_message_that_comes_later_is_shown_by_every_template(tmp_path: Path, template: str) -> None:
+    """Claude Code's second message is one. Qwen3.5's template refuses it, for example."""
+    backend = backend_of(Tokenizer(build_tokenizer(tmp_path, template)))
+    later = {"role": "system", "content": "Now rhyme."}
+    said = {"role": "assistant", "content": "Yes?"}
+    await plain_of(backend, system="S", messages=[USER, later, said, later, USER, USER])
+    prompt = backend.tokenizer.decode(backend.requests[0].token_ids)
+    assert prompt == "<system>S<user>hi\n\nNow rhyme.<assistant>Yes?<user>Now rhyme.\n\nhi<user>hi<assistant>"
+
+
+async def test_a_later_system_message_stays_one_where_the_template_shows_it(tokenizer: Tokenizer) -> None:
+    backend = backend_of(tokenizer)
+    await plain_of(backend, messages=[USER, {"role": "system", "content": "Now rhyme."}])
+    assert tokenizer.decode(backend.requests[0].token_ids) == "<s><user>hi<system>Now rhyme.<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("container", {"id": "c", "skills": []}),
+        ("mcp_servers", [{"type": "url", "url": "https://x", "name": "x"}]),
+        ("speed", "fast"),
+        ("service_tier", "auto"),
+        ("metadata", {"user_id": "u"}),
+        ("inference_geo", "eu"),
+        ("diagnostics", {"previous_message_id": None}),
+        ("fallbacks", "default"),
+        ("fallback_credit_token", "t"),
+        ("billing_policy", {"type": "billing_policy", "bill_to": "self"}),
+        ("cache_control", {"type": "ephemeral", "ttl": "1h"}),
+        ("thinking.budget_tokens", 1024),
+        ("thinking.display", "omitted"),
+        ("output_config.task_budget", {"type": "tokens", "total": 9}),
+        ("brand_new", 1),
+    ],
+)
+async def test_a_hint_is_named_and_refuses_nothing(tokenizer: Tokenizer, field: str, value: Any) -> None:
+    backend = backend_of(tokenizer)
+    parent, _, name = field.rpartition(".")
+    given = {parent: {"type": "enabled", name: value}} if parent == "thinking" else {parent: {name: value}}
+    async with closing(backend) as client:
+        response = await client.post(MESSAGES, json=body(**(given if parent else {field: value})))
+        plain = await client.post(
+            MESSAGES, json=body(**({"thinking": {"type": "enabled"}} if parent == "thinking" else {}))
+        )
+    assert response.status_code == 200, response.text
+    assert response.headers["x-tandem-ignored"] == field
+    assert "x-tandem-ignored" not in plain.headers
+    assert backend.requests[0].token_ids == backend.requests[1].token_ids
+
+
+@pytest.mark.parametrize("version", ["", "2023-01-01", "2099-12-31", "vertex-2023-10-16"])
+async def test_any_version_is_answered(tokenizer: Tokenizer, version: str) -> None:
+    async with closing(backend_of(tokenizer)) as client:
+        response = await client.post(MESSAGES, json=body(), headers={"anthropic-version": version})
+    assert response.status_code == 200
+
+
+async def test_a_thousand_tools_are_shown(tokenizer: Tokenizer) -> None:
+    backend = backend_of(tokenizer)
+    backend.max_model_len = 1 << 20
+    await plain_of(backend, tools=[WEATHER | {"name": f"mcp__many__tool_{i}"} for i in range(1000)])
+    prompt = tokenizer.decode(backend.requests[0].token_ids)
+    assert all(f'"mcp__many__tool_{i}"' in prompt for i in range(1000))
+
+
+LONG_LOOP = [USER, *(one for i in range(5) for one in (
+    {"role": "assistant", "content": [USED | {"id": f"c{i}"}]},
+    {"role": "user", "content": [RESULT | {"tool_use_id": f"c{i}", "content": "sunny " * 20}]},
+))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("context", "trigger", "clears"), [(4096, 500, True), (4096, 3000, False), (1200, 3000, True)])
+async def test_old_results_are_cleared_if_the_prompt_is_long_or_does_not_fit(
+    tokenizer: Tokenizer, context: int, trigger: int, clears: bool
+) -> None:
+    backend = backend_of(tokenizer)
+    backend.max_model_len = context
+    edit = {"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": trigger}}
+    asked = {"messages": LONG_LOOP, "context_management": {"edits": [edit]}}
+    async with closing(backend) as client:
+        message = (await client.post(MESSAGES, json=body(**asked))).json()
+        counted = (await client.post(COUNT, json=asked)).json()
+    prompt = tokenizer.decode(backend.requests[0].token_ids)
+    assert prompt.count(CLEARED) == (2 if clears else 0)
+    num_cleared = len(tokenizer.encode("\n".join(["sunny " * 20] * 2), add_special_tokens=False))
+    told = {"type": edit["type"], "cleared_tool_uses": 2, "cleared_input_tokens": num_cleared}
+    assert message["context_management"]["applied_edits"] == ([told] if clears else [])
+    original = counted["input_tokens"] + (num_cleared if clears else 0)
+    assert counted == {
+        "input_tokens": len(backend.requests[0].token_ids),
+        "context_management": {"original_input_tokens": original},
+    }
+
+
 async def test_calls_are_blocks_with_their_input(tokenizer: Tokenizer) -> None:
     message = await plain_of(backend_of(tokenizer, TWO_CALLS), tools=[WEATHER, NOW])
     said, weather, now = message["content"]
@@ -244,7 +480,7 @@ async def test_counted_tokens_are_those_of_the_prompt(tokenizer: Tokenizer, fiel
     ("fields", "param"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": "9"}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
@@ -258,12 +494,18 @@ async def test_counted_tokens_are_those_of_the_prompt(tokenizer: Tokenizer, fiel
         ({"top_p": 2}, "top_p"),
         ({"stop_sequences": "x"}, "stop_sequences"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
-        ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+        ({"thinking": {"type": 1}}, "thinking.type"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "auto"}, "tool_choice"),
         ({"tools": [WEATHER, {"name": "a b", "input_schema": {}}]}, "tools[1].name"),
-        ({"max_tokens": 5000}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
+        ({"context_management": {"edits": [{}]}}, "context_management.edits[0].type"),
+        ({"messages": [USER, {"role": "assistant", "content": [USED]}]}, "messages"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "{"}], "output_format": ANY_JSON},
+            "output_config.format",
+        ),
         ({"stop_sequences": ["a"] * 1025}, "stop_sequences"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"output_config": {"format": {"type": "json_schema", "schema": 3}}}, "output_config.format.schema"),
@@ -358,6 +600,31 @@ async def test_the_anthropic_sdk_reads_plain_and_streamed_answers(tokenizer: Tok
     assert plain.usage.model_dump() == final.usage.model_dump()
     assert again.usage.input_tokens > plain.usage.input_tokens > 0
     assert counted.input_tokens > 10
+
+
+async def test_the_anthropic_sdk_reads_what_was_cleared(tokenizer: Tokenizer) -> None:
+    backend = backend_of(tokenizer)
+    edit = {"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 4}}
+    question: Any = body(
+        messages=LONG_LOOP,
+        context_management={"edits": [edit]},
+        betas=["context-management-2025-06-27"],
+        mcp_servers=[{"type": "url", "url": "https://x", "name": "x"}],
+        tools=[WEATHER, {"type": "mcp_toolset", "mcp_server_name": "x"}, {"type": "memory_20250818", "name": "memory"}],
+    )
+    async with sdk(backend) as client:
+        plain = await client.beta.messages.create(**question)
+        async with client.beta.messages.stream(**question) as stream:
+            final = await stream.get_final_message()
+        del question["max_tokens"]
+        counted = await client.beta.messages.count_tokens(**question)
+    for message in (plain, final):
+        assert message.context_management is not None
+        (applied,) = message.context_management.applied_edits
+        assert applied.type == "clear_tool_uses_20250919"
+        assert (applied.cleared_tool_uses, applied.cleared_input_tokens > 100) == (2, True)
+    assert counted.context_management is not None
+    assert counted.context_management.original_input_tokens > counted.input_tokens
 
 
 class Person(pydantic.BaseModel):
