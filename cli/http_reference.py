@@ -24,6 +24,8 @@ from tandem.router.http.request_options import EXPLAIN_HEADER, SLO_HEADER, TENAN
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.messages.schema import (
     ContentBlock,
+    ContextEdit,
+    ContextManagement,
     CountTokensRequest,
     InputMessage,
     MessagesRequest,
@@ -31,6 +33,7 @@ from tandem.router.messages.schema import (
     MessageToolChoice,
     OutputConfig,
     OutputFormat,
+    Quantity,
     Thinking,
 )
 from tandem.router.openai.app import create_app
@@ -82,6 +85,9 @@ _PARTS: dict[Any, str] = {
     Thinking: "`thinking`",
     OutputConfig: "`output_config`",
     OutputFormat: "output format",
+    ContextManagement: "`context_management`",
+    ContextEdit: "edit",
+    Quantity: "quantity",
 }
 _TITLES: dict[type[msgspec.Struct], str] = {
     GenerationFields: "Chat and completions",
@@ -112,6 +118,9 @@ _TITLES: dict[type[msgspec.Struct], str] = {
     Thinking: "`thinking`",
     OutputConfig: "`output_config`",
     OutputFormat: "`format` of `output_config`",
+    ContextManagement: "`context_management`",
+    ContextEdit: "An edit of `context_management`",
+    Quantity: "A quantity of an edit",
     TokenizeRequest: "`/tokenize`",
     DetokenizeRequest: "`/detokenize`",
     PinFields: "`/v1/cache/pin`",

@@ -1,4 +1,4 @@
-"""Objects without `additionalProperties` take only the properties that their schema names, as in vLLM and SGLang.
+"""Objects without `additionalProperties` take only the properties that they name, as in vLLM and SGLang with xgrammar.
 
 By JSON Schema's rules any others are allowed too, and a model that may go on with more properties does. Left as they
 are: objects that name none, and schemas that put an object together from several parts, of which none knows it all.
