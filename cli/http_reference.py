@@ -26,6 +26,8 @@ from tandem.router.http.sessions import CONVERSATION_HEADER, SESSION_HEADERS
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.messages.schema import (
     ContentBlock,
+    ContextEdit,
+    ContextManagement,
     CountTokensRequest,
     InputMessage,
     MessagesRequest,
@@ -33,6 +35,7 @@ from tandem.router.messages.schema import (
     MessageToolChoice,
     OutputConfig,
     OutputFormat,
+    Quantity,
     Thinking,
 )
 from tandem.router.openai.app import create_app
@@ -95,6 +98,9 @@ _PARTS: dict[Any, str] = {
     Thinking: "`thinking`",
     OutputConfig: "`output_config`",
     OutputFormat: "output format",
+    ContextManagement: "`context_management`",
+    ContextEdit: "edit",
+    Quantity: "quantity",
 }
 _TITLES: dict[type[msgspec.Struct], str] = {
     GenerationFields: "Chat and completions",
@@ -128,6 +134,9 @@ _TITLES: dict[type[msgspec.Struct], str] = {
     Thinking: "`thinking`",
     OutputConfig: "`output_config`",
     OutputFormat: "`format` of `output_config`",
+    ContextManagement: "`context_management`",
+    ContextEdit: "An edit of `context_management`",
+    Quantity: "A quantity of an edit",
     TokenizeRequest: "`/tokenize`",
     DetokenizeRequest: "`/detokenize`",
     PinFields: "`/v1/cache/pin`",

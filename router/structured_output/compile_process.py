@@ -28,6 +28,7 @@ from tandem.protocol.grammar import (
     make_grammar_tokenizer,
     num_forced_bytes,
 )
+from tandem.router.structured_output.closed_objects import closed_objects
 from tandem.router.structured_output.lark_rules import check_pattern, lark_of, quoted
 from tandem.router.structured_output.structural_tag import structural_tag_grammar
 
@@ -96,9 +97,9 @@ def make_grammar(kind: str, text: str) -> str:
     if kind == "llguidance":
         return text
     if kind == "json":
-        return matcher.grammar_from_json_schema(
-            "{}" if text == "true" else text, overrides={"whitespace_pattern": WHITESPACE}
-        )
+        schema = {} if (given := json.loads(text)) is True else given
+        shown = json.dumps(closed_objects(schema) if isinstance(schema, dict) else schema, ensure_ascii=False)
+        return matcher.grammar_from_json_schema(shown, overrides={"whitespace_pattern": WHITESPACE})
     if kind == "regex":
         check_pattern(text)
         return matcher.grammar_from_regex(text)
