@@ -99,10 +99,14 @@ async def _undisturbed(
 ) -> list[Expected]:
     """Requests with their answers. What this model cannot be asked for is left out. Raises `TrialError`."""
     expected: list[Expected] = []
-    asked: list[ChaosRequest] = []
-    begin("undisturbed answers", lambda: f"{max(len(asked) - 1, 0)} of {len(requests)}")
+    num_answered, began_s = 0, time.monotonic()
+
+    def how_far() -> str:
+        left_s = (time.monotonic() - began_s) / max(num_answered, 1) * (len(requests) - num_answered)
+        return f"{num_answered} of {len(requests)}" + (f", about {minutes_of(left_s)} left" if num_answered else "")
+
+    begin("undisturbed answers", how_far)
     for request in requests:
-        asked.append(request)
         answer = await ask(client, request)
         if answer.error.startswith("HTTP 400"):
             say(f"left out: {request.kind}: {answer.error}")
@@ -110,6 +114,7 @@ async def _undisturbed(
             raise TrialError(f"before anything was done a request ({request.kind}) failed: {answer.error}")
         else:
             expected.append((request, answer.content))
+        num_answered += 1
     return expected
 
 
