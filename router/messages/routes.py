@@ -57,6 +57,7 @@ async def _count_tokens(context: ServingContext, request: Request) -> dict[str, 
         context.formats.check_tools(tools)
         token_ids = await tokenize_chat(
             context,
+            request,
             chat.messages,
             chat.chat_template_kwargs,
             chat.add_generation_prompt,
