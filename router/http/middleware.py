@@ -108,6 +108,7 @@ class EdgeMiddleware:
         status = 0
         key: ApiKey | None = None
         use: KeyUse | None = None
+        num_computed_tokens = 0  # of a prompt whose request ends with an error
         request_id = note_request_id(scope).shown
         headers = ((_REQUEST_ID, request_id.encode()), *headers)
         ignored = begin_ignored()
@@ -135,6 +136,8 @@ class EdgeMiddleware:
             response = _response_to(exc, scope["path"])
             if span is not None:
                 span.fail(exc)
+            if isinstance(exc, ServingError):
+                num_computed_tokens = exc.num_computed_tokens
             if key is not None and isinstance(exc, RateLimitExceeded):
                 self._settings.authenticator.note_refusal(key.id, "rate_limit")
             if status or response is None:
@@ -144,7 +147,8 @@ class EdgeMiddleware:
             await (response or internal_error_response(scope["path"]))(scope, receive, send_and_note)
         finally:
             if use is not None:
-                use.end(is_refused=status >= 400 and status != 499)  # a client that leaves has had its prompt computed
+                is_refused = status >= 400 and status != 499  # a client that leaves has had its prompt computed
+                use.end(is_refused=is_refused, num_computed_tokens=num_computed_tokens)
             # The route's template instead of the path, so that clients cannot add label values.
             path = self._path or getattr(scope.get("route") or scope.get("endpoint"), "path", "unmatched")
             self._settings.metrics.requests.labels(path, str(status or 499)).inc()

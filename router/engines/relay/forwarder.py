@@ -32,6 +32,7 @@ from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.request_options import EXPLAIN_HEADER, key_use_of, request_options, trace_headers_of
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.http.sessions import conversation_named
+from tandem.router.http.text_work import work_on_text
 from tandem.router.http.wrong_value import shown
 from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
 from tandem.router.text.tokenizer import TokenizerPool
@@ -129,7 +130,9 @@ class Forwarder:
         scope = self._scopes.of(options.service_class.tenant, cache_salt_of(body))
         reader = self._readers.get(model, self._text)
         max_tokens = self._dispatcher.max_model_len(model) or UNKNOWN_CONTEXT_TOKENS
-        prompt = await self._pool.run(lambda: reader.read(api.form(body), scope, max_tokens), num_bytes=len(raw))
+        prompt = await work_on_text(
+            http_request, self._pool, lambda: reader.read(api.form(body), scope, max_tokens), len(raw)
+        )
         routing = DispatchRequest(
             request_id=options.request_id.unique,
             model=model,
