@@ -14,13 +14,17 @@ from hypothesis import strategies as st
 from zmq.asyncio import Context
 
 from tandem.protocol.digest import block_digests, root_digest
-from tandem.router.engines.fleet.kv_events import BlockTranslator, KvEventFeed, decode_batch
+from tandem.router.engines.fleet.kv_events import BlockTranslator, KvEventFeed, decode_batch, decode_event
 from tests.support.kv_event_publisher import IDS, Publisher, name, pack, removed, stored
 from tests.support.waiting import eventually
 
 NAMESPACE = b"n" * 16
 ROOT = root_digest(NAMESPACE)
 CLEARED = {"type": "AllBlocksCleared"}
+
+
+def decoded(payload: bytes) -> list[dict[str, Any]]:
+    return [decode_event(event) for event in decode_batch(payload)]
 
 
 def make_translator() -> BlockTranslator:
@@ -37,9 +41,9 @@ def test_digests_are_those_of_the_prompt_however_it_is_cut() -> None:
 def test_removed_and_cleared_blocks() -> None:
     translator = make_translator()
     digests = translator.apply([stored(0, 4)]).stored
-    assert translator.apply([removed(3, 2, 77)]) == ([], [digests[3], digests[2]], False)
-    assert translator.apply([removed(3)]) == ([], [], False)
-    assert translator.apply([CLEARED, stored(0, 1)]) == (digests[:1], [], True)
+    assert translator.apply([removed(3, 2, 77)]) == ([], [digests[3], digests[2]], "")
+    assert translator.apply([removed(3)]) == ([], [], "")
+    assert translator.apply([CLEARED, stored(0, 1)]) == (digests[:1], digests[1:2], "")
     assert len(translator.digests) == 1
 
 
@@ -109,12 +113,12 @@ def test_each_block_of_an_adapter_has_its_name(salt: str) -> None:
     ids=["parent unknown", "other tier", "other group", "other size"],
 )
 def test_blocks_that_cannot_be_prefixes_here_are_skipped(event: dict[str, Any]) -> None:
-    assert make_translator().apply([event]) == ([], [], False)
+    assert make_translator().apply([event]) == ([], [], "")
 
 
 def test_events_of_older_versions_are_arrays() -> None:
     arrays = [["BlockStored", [name(0)], None, IDS[:16], 16, None, "GPU"], ["BlockRemoved", [name(0)]]]
-    maps = decode_batch(pack(*arrays, ["AllBlocksCleared"]))
+    maps = decoded(pack(*arrays, ["AllBlocksCleared"]))
     assert [event["type"] for event in maps] == ["BlockStored", "BlockRemoved", "AllBlocksCleared"]
     assert make_translator().apply(maps[:1]).stored == block_digests(ROOT, IDS[:16], 16)
 
@@ -126,7 +130,7 @@ def test_events_of_older_versions_are_arrays() -> None:
 )
 def test_other_payloads_are_refused(payload: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
-        decode_batch(payload)
+        decoded(payload)
 
 
 @settings(max_examples=200, deadline=None)

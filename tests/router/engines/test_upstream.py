@@ -148,7 +148,8 @@ async def test_a_connection_whose_answer_nobody_read_serves_the_next_request() -
     async with connected() as (upstream, peer):
         peer.handle = answer(plain(b"x" * 300_000))
         reply = await upstream.post("/x", b"{}", "id")
-        await eventually(lambda: reply.is_complete)
+        (connection,) = upstream._open
+        await eventually(lambda: connection._is_paused)
         reply.close()
         peer.handle = answer(plain(b"next"))
         async with asyncio.timeout(10):
