@@ -91,9 +91,9 @@ def _kv_batch(events: bytes, count: int) -> bytes:
 def _big_kv_event() -> bytes:
     event = {
         "type": "BlockStored",
-        "block_hashes": list(range(250_000)),
+        "block_hashes": list(range(180_000)),
         "parent_block_hash": None,
-        "token_ids": [1] * 4_000_000,
+        "token_ids": [1] * 3_000_000,
         "block_size": 16,
         "lora_id": None,
         "medium": "GPU",
@@ -116,6 +116,7 @@ ATTACKS = (
         pause_s=0.0005,
     ),
     _answers("3 million tiny events", lambda: _stream(_repeated(b"data: {}\n\n", 30_000_000))),
+    _answers("no attack: 64 streams of text", lambda: _stream(_repeated(_PIECE, 4_000_000)), num_clients=64),
     _answers("tiny events, 64 streams", lambda: _stream(_repeated(b"data: {}\n\n", 1_000_000)), num_clients=64),
     _answers(
         "roles, no token",
@@ -159,7 +160,7 @@ ATTACKS = (
     ),
     Attack("/health, interim answers", "/health", lambda: _repeated(b"HTTP/1.1 103 X\r\n\r\n", 20_000_000)),
     Attack("KV events of 4 MB", "kv", lambda: itertools.repeat(_kv_batch(b"\x80" * 4_000_000, 4_000_000))),
-    Attack("KV events of 250,000 blocks", "kv", lambda: itertools.repeat(_big_kv_event())),
+    Attack("KV events of 180,000 blocks", "kv", lambda: itertools.repeat(_big_kv_event())),
     Attack("KV events without an end", "kv", _small_kv_events),
 )
 _BY_NAME = {attack.name: attack for attack in ATTACKS}

@@ -30,11 +30,13 @@ __all__ = ["BlockChange", "BlockTranslator", "KvEventFeed", "decode_batch"]
 logger = logging.getLogger(__name__)
 
 REPLAY_TIMEOUT_S = 5.0
-MAX_MESSAGE_BYTES = 8 * 1024 * 1024  # ZMQ drops the connection of one who sends more
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024  # ZMQ drops the connection of one who sends more
+LONG_MESSAGE_BYTES = 64 * 1024  # one such message takes milliseconds
+MAX_BYTES_PER_S = 32 * 1024 * 1024  # of long messages: a third of what could be read if there were nothing else
 MAX_QUEUED = 64  # messages that wait in our socket; more wait with the engine
 MAX_EVENTS = 1 << 18  # of a message
 MAX_FIELDS = 32  # of an event
-MAX_EVENT_TOKENS = 1 << 20
+MAX_EVENT_TOKENS = 1 << 19
 MAX_FIELD_BYTES = 256 * 1024  # of another field than tokens and blocks
 MAX_BLOCKS = 1 << 21  # of an engine; more are not followed
 PIECE_BLOCKS = 256  # blocks that are indexed before other work gets its turn
@@ -42,7 +44,7 @@ MAX_TYPE_BYTES = 64
 MAX_FLAW_CHARS = 200
 _NUMBER_BYTES = 8
 _END = (1 << 64) - 1  # -1 as vLLM writes it
-_ARRAYS = {bytes((first,)) for first in (*range(0x90, 0xA0), 0xDC, 0xDD)}  # first bytes of arrays in MessagePack
+_ARRAYS = frozenset((*range(0x90, 0xA0), 0xDC, 0xDD))  # first bytes of arrays in MessagePack
 _FIELDS = {  # of events that are arrays; older versions of vLLM send arrays, newer ones send maps
     "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
                     "extra_keys", "group_idx"),
@@ -88,8 +90,8 @@ def decode_batch(payload: bytes) -> list[msgspec.Raw]:
 
 def decode_event(event: msgspec.Raw) -> dict[str, Any]:
     """An event as a map with a `type`; fields that no event has are None. Raises `msgspec.DecodeError`."""
-    content = bytes(event)
-    fields = _named_values(content) if content[:1] in _ARRAYS else _map_of(content)
+    is_array = memoryview(event)[0] in _ARRAYS
+    fields = _named_values(event) if is_array else _map_of(event)
     return {name: _field(name, value) for name, value in fields.items()}
 
 
@@ -221,7 +223,7 @@ class KvEventFeed:
                 frames = await socket.recv_multipart()
                 if len(frames) == 3 and len(frames[1]) == _NUMBER_BYTES:
                     await self._on_message(int.from_bytes(frames[1], "big"), frames[2])
-                await asyncio.sleep(0)  # NOTE: receiving does not wait while there are messages
+                await _turn(len(frames[-1]))
         finally:
             socket.close(linger=0)
 
@@ -283,7 +285,12 @@ class KvEventFeed:
                 return
             if number >= self._next:
                 await self._take(number, payload, is_lost=number > self._next)
-            await asyncio.sleep(0)
+            await _turn(len(payload))
+
+
+async def _turn(num_bytes: int) -> None:
+    """Let others run. NOTE: to receive does not wait while there are messages, and long ones take as long as they are."""
+    await asyncio.sleep(num_bytes / MAX_BYTES_PER_S if num_bytes > LONG_MESSAGE_BYTES else 0)
 
 
 def _groups(events: Sequence[msgspec.Raw]) -> Iterator[list[dict[str, Any]]]:
@@ -325,15 +332,15 @@ def _extra_keys(event: dict[str, Any], i: int) -> Sequence[Any]:
     return found[1:] if adapter and found[:1] == [adapter] else found
 
 
-def _map_of(content: bytes) -> dict[str, msgspec.Raw]:
-    fields: dict[str, msgspec.Raw] = _fields_of(content)
+def _map_of(event: msgspec.Raw) -> dict[str, msgspec.Raw]:
+    fields: dict[str, msgspec.Raw] = _fields_of(event)
     if not _type_of(fields.get("type", _NIL)):
         raise msgspec.DecodeError("an event is a map with a type, or an array that begins with it")
     return fields
 
 
-def _named_values(content: bytes) -> dict[str, msgspec.Raw]:
-    kind, *values = _values_of(content) or [_NIL]
+def _named_values(event: msgspec.Raw) -> dict[str, msgspec.Raw]:
+    kind, *values = _values_of(event) or [_NIL]
     names = _FIELDS.get(_type_of(kind))
     if names is None:
         raise msgspec.DecodeError("an event is a map with a type, or an array that begins with it")

@@ -15,7 +15,8 @@ import orjson
 __all__ = ["LARGE", "Outline", "loads"]
 
 WHOLE_BYTES = 64 * 1024  # a text up to here is always read whole, in a millisecond or two
-MAX_BRACKETS = 1 << 15  # lists and objects of a larger text that is read whole, brackets within strings included
+OUTLINED_BYTES = 8 * 1024 * 1024  # a text from here on is never read whole
+MAX_BRACKETS = 1 << 15  # lists and objects of others that are read whole, brackets within strings included
 MAX_COMMAS = 1 << 20  # the ids of a prompt of a million tokens
 
 
@@ -65,9 +66,9 @@ def loads(text: bytes) -> Any:
 
 
 def _is_light(text: bytes) -> bool:
-    return len(text) <= WHOLE_BYTES or (
-        text.count(b"[") + text.count(b"{") <= MAX_BRACKETS and text.count(b",") <= MAX_COMMAS
-    )
+    if len(text) <= WHOLE_BYTES or len(text) >= OUTLINED_BYTES:
+        return len(text) <= WHOLE_BYTES
+    return text.count(b"[") + text.count(b"{") <= MAX_BRACKETS and text.count(b",") <= MAX_COMMAS
 
 
 def _outline(text: bytes) -> Outline:
@@ -75,11 +76,12 @@ def _outline(text: bytes) -> Outline:
         fields = _fields_of.decode(text)
     except (msgspec.DecodeError, RecursionError) as exc:
         raise orjson.JSONDecodeError(str(exc), "", 0) from exc
-    found = {name: bytes(getattr(fields, name)) for name in fields.__struct_fields__}
-    return Outline({name: _value(name, raw) for name, raw in found.items() if raw})
+    found = {name: getattr(fields, name) for name in fields.__struct_fields__}
+    return Outline({name: _value(name, raw) for name, raw in found.items() if len(raw)})
 
 
-def _value(name: str, raw: bytes) -> Any:
-    if _is_light(raw):
-        return orjson.loads(raw)
-    return _outline(raw) if name in _NESTED and raw.startswith(b"{") else LARGE
+def _value(name: str, raw: msgspec.Raw) -> Any:
+    if len(raw) <= WHOLE_BYTES:
+        return orjson.loads(bytes(raw))
+    is_object = name in _NESTED and memoryview(raw)[:1] == b"{"
+    return _outline(bytes(raw)) if is_object else LARGE

@@ -4,8 +4,8 @@ Every streamed token takes this path. Per streamed event httpx costs ten times a
 httptools. It knows nothing of what it carries.
 
 An engine may send anything, as fast as it likes. What arrives in small pieces, as tokens do, is parsed and handed on at
-once. All else is parsed a piece at a time, in time slices that the connections to all engines share; and only once the
-reader has taken the piece before. Meanwhile the connection is not read, so the engine has to wait.
+once. All else is parsed a piece at a time, in time slices that the connections to all engines share; and only while the
+reader waits for it. Otherwise the connection is not read, so the engine has to wait.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _MAX_IDLE_S = 2.0
 _NO_TRACE: Mapping[str, str] = {}
 _MAX_IDLE = 1024  # connections
 _LINGER_S = 1.0  # wait for the end of an answer whose last event has arrived
-PIECE_BYTES = 4096  # of an answer, parsed at once
-_MAX_UNPARSED_BYTES = 256 * 1024  # of an answer; above it, its connection is not read
+AT_ONCE_BYTES = 1024  # of an answer, parsed when they arrive; a token's event has about 300
+PIECE_BYTES = 4096  # of an answer, parsed without a look at the time
+_MAX_UNPARSED_BYTES = 64 * 1024  # of an answer; above it, its connection is not read
 MAX_ANSWER_BYTES = 32 * 1024 * 1024  # of an answer that is not streamed
 MAX_HEADER_BYTES = 64 * 1024
 
@@ -208,9 +209,14 @@ class Reply(DeltaQueue[bytes]):
         """A part of the body arrived."""
         self._items.append(data)
 
-    def _take_all(self) -> list[bytes]:
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the reader waits for more."""
+        return self._waiter is not None and not self._waiter.done()
+
+    def _arrival(self) -> asyncio.Future[None]:
         self._connection.go_on()
-        return super()._take_all()
+        return super()._arrival()
 
 
 class _UpstreamConnection(asyncio.Protocol):
@@ -252,6 +258,7 @@ class _UpstreamConnection(asyncio.Protocol):
         if is_ending and not reply.is_complete and not self._is_lost:
             self._lingering = asyncio.get_running_loop().call_later(_LINGER_S, self.close)
             reply.drop_unread()
+            self.go_on()
             return
         self._reply = None
         reply.drop_unread()
@@ -266,7 +273,7 @@ class _UpstreamConnection(asyncio.Protocol):
         self._transport.abort()  # at once, so that the engine stops computing
 
     def go_on(self) -> None:
-        """The reader has room for the next piece."""
+        """Parse what has arrived, as soon as there is time."""
         if self._unparsed and not self._waits_for_slice:
             self._waits_for_slice = True
             self._upstream.slicer.add(self._use_slice)
@@ -282,7 +289,7 @@ class _UpstreamConnection(asyncio.Protocol):
         reply = self._reply
         if reply is None or reply.is_complete:  # no request is open
             self.close()
-        elif len(data) <= PIECE_BYTES and not (self._unparsed or reply.is_costly or reply.num_items):
+        elif len(data) <= AT_ONCE_BYTES and reply.is_awaited and not (self._unparsed or reply.is_costly):
             self._parse(reply, data)
         else:
             self._unparsed += data
@@ -302,10 +309,10 @@ class _UpstreamConnection(asyncio.Protocol):
     # -- parsing
 
     def _use_slice(self, end_s: float) -> None:
-        """Parse what has arrived, while there is time and the reader takes it."""
+        """Parse what has arrived, while there is time and the reader waits for it."""
         self._waits_for_slice = False
         slicer = self._upstream.slicer
-        while self._unparsed and (reply := self._reply) is not None and not (reply.is_complete or reply.num_items):
+        while self._unparsed and (reply := self._reply) is not None and self._is_wanted(reply):
             piece = bytes(self._unparsed[:PIECE_BYTES])
             del self._unparsed[:PIECE_BYTES]
             self._parse(reply, piece)
@@ -317,6 +324,9 @@ class _UpstreamConnection(asyncio.Protocol):
         elif self._is_paused and not self._is_lost and len(self._unparsed) <= _MAX_UNPARSED_BYTES:
             self._is_paused = False
             self._transport.resume_reading()
+
+    def _is_wanted(self, reply: Reply) -> bool:
+        return (reply.is_awaited or self._lingering is not None) and not reply.is_complete
 
     def _parse(self, reply: Reply, data: bytes) -> None:
         """Parse a piece of the answer, and hand on what is in it."""
@@ -374,7 +384,9 @@ class _UpstreamConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         assert self._reply is not None, "an answer is expected"
         status = self._parser.get_status_code()
-        if status >= 200:
+        if self._reply.is_complete:
+            self._can_stay = False  # nobody asked for another answer
+        elif status >= 200:
             self._num_head_bytes = 0
             self._reply.status = status
             self._has_answered = True
@@ -383,11 +395,11 @@ class _UpstreamConnection(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         self._num_head_bytes = 0
-        if self._reply is not None:
+        if self._reply is not None and not self._reply.is_complete:
             self._reply.add(data)
 
     def on_message_complete(self) -> None:
-        if self._reply is not None and self._reply.status:
+        if self._reply is not None and self._reply.status and not self._reply.is_complete:
             self._reply.is_complete = True
             self._can_stay = self._parser.should_keep_alive()
 
