@@ -216,8 +216,8 @@ def _samples(text: str, names: tuple[str, ...], rank: int | None = None) -> Iter
     """The samples of these names and this rank. Skips lines that cannot be parsed and infinite values.
 
     Only lines that begin with one of the names are parsed: 0.6 ms for the 2,900 lines of a vLLM with eight ranks, which
-    are read once a second, instead of 41 ms for all of them. Raises `ValueError` for too many. No step takes long, so that
-    a thread which does this lets others run.
+    are read once a second, instead of 41 ms for all of them. Raises `ValueError` for too many. No step takes long, so
+    that a thread which does this lets others run.
     """
     num_samples = 0
     for line in _lines(text):

@@ -289,7 +289,7 @@ class KvEventFeed:
 
 
 async def _turn(num_bytes: int) -> None:
-    """Let others run. NOTE: to receive does not wait while there are messages, and long ones take as long as they are."""
+    """Let others run. NOTE: receiving does not wait while there are messages, and a long one takes long to read."""
     await asyncio.sleep(num_bytes / MAX_BYTES_PER_S if num_bytes > LONG_MESSAGE_BYTES else 0)
 
 
