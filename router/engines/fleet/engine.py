@@ -27,6 +27,7 @@ from tandem.router.engines.fleet.foreign_load import ForeignLoad, MeanLengths
 from tandem.router.engines.fleet.probe_client import ProbeClient
 from tandem.router.engines.fleet.step_timing import StepTiming
 from tandem.router.engines.tls import engine_tls
+from tandem.router.http.time_slicer import TimeSlicer
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 
@@ -64,8 +65,12 @@ class RemoteEngine:
         context: Context,
         lengths: MeanLengths,
         resolve: Resolve | None,
+        slicer: TimeSlicer,
     ) -> None:
-        """`resolve` gives the addresses that its host may be connected at; None = any that the name has."""
+        """`resolve` gives the addresses that its host may be connected at; None = any that the name has.
+
+        `slicer` divides the time among what engines send.
+        """
         self.configured = spec
         self.spec = spec  # with the model that the engine reported
         self.state = WorkerState.STARTING
@@ -91,7 +96,7 @@ class RemoteEngine:
         self._registry = registry
         self._epoch = 0
         self.tls = engine_tls(spec, config)  # None = it speaks plain HTTP
-        self.probe_client = ProbeClient(spec.url, spec.request_headers(), resolve, self.tls)
+        self.probe_client = ProbeClient(spec.url, spec.request_headers(), resolve, self.tls, slicer)
 
     @property
     def name(self) -> str:
@@ -196,7 +201,7 @@ class RemoteEngine:
     async def close(self) -> None:
         """Close its connections and sockets."""
         await self.cache.close()
-        await self.probe_client.aclose()
+        self.probe_client.close()
 
     def to_json(self, now: float) -> dict[str, Any]:
         """The engine in `GET /v1/engines`. No key is shown, only the name of its variable."""

@@ -21,6 +21,7 @@ from tandem.router.engines.fleet.foreign_load import MeanLengths
 from tandem.router.engines.fleet.prober import EngineProber
 from tandem.router.engines.fleet.server_metrics import ServerMetrics
 from tandem.router.engines.fleet.stall_watch import StallWatch
+from tandem.router.http.time_slicer import TimeSlicer
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cost_model import CostModel
@@ -65,6 +66,7 @@ class EngineFleet:
         self._background = BackgroundTasks()
         self._watch: asyncio.Task[None] | None = None
         self._context = Context()
+        self._slicer = TimeSlicer()
         self._adapters: dict[str, str] | None = None  # None = an engine has changed
         self._metrics: dict[str, ServerMetrics] = {}  # by server
         registry.listen(self._forget_adapters)
@@ -203,6 +205,7 @@ class EngineFleet:
             context=self._context,
             lengths=self.lengths,
             resolve=None if self.trusts(spec) else public_addresses,
+            slicer=self._slicer,
         )
         prober = EngineProber(
             engine,

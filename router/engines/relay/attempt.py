@@ -20,6 +20,7 @@ import orjson
 from tandem.router.engines.dispatcher import EngineReservation, EngineTarget
 from tandem.router.engines.errors import AdapterGone, EngineBusy, EngineFailed, EngineTimeout
 from tandem.router.engines.relay.answers import error_text, parse_answer
+from tandem.router.engines.relay.bounded_json import Outline
 from tandem.router.engines.relay.client_request import ClientRequest
 from tandem.router.engines.relay.connections import EngineConnection, EngineConnections
 from tandem.router.engines.relay.engine_errors import engine_errors
@@ -265,7 +266,8 @@ class EngineAttempt:
         answer, self.content = await self._read_answer(engine, reply)
         if self.status != 200:
             return
-        if self._prefill_usage is not None and isinstance(usage := answer.get("usage"), dict):
+        is_whole = not isinstance(answer, Outline)  # the usage of a larger one stays as the engine gave it
+        if self._prefill_usage is not None and is_whole and isinstance(usage := answer.get("usage"), dict):
             answer = answer | {"usage": self._api.pair_usage(usage, self._prefill_usage)}
             try:
                 self.content = orjson.dumps(answer)
