@@ -40,7 +40,7 @@ __all__ = ["add_responses_routes"]
 
 Json = dict[str, Any]
 
-_NESTED = ("input", "tools", "tool_choice", "metadata", "conversation", "prompt")  # fields of any JSON
+_NESTED = ("input", "tools", "tool_choice", "conversation", "prompt")  # fields of any JSON
 
 logger = logging.getLogger(__name__)
 

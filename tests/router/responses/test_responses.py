@@ -493,7 +493,7 @@ async def test_codex_sends_all_of_it_at_once(tokenizer: Tokenizer) -> None:
         {"text": {"verbosity": "low"}},
         {"reasoning": {"summary": "detailed"}},
         {"include": ["file_search_call.results", "web_search_call.action.sources", "new.thing"]},
-        {"metadata": {"a": 1}},
+        {"metadata": {"a": "1"}, "user": "u"},
         {"truncation": "auto"},
         {"conversation": None, "prompt": None},
         {"context_management": [{"type": "compaction"}], "safety_identifier": "x", "stream_options": {}},
