@@ -8,6 +8,7 @@ shown counts for no network.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -28,6 +29,7 @@ ADMIT = "tandem.admit"
 MAX_UNFINISHED_BODIES = 64  # as many of the largest size are kept in memory at once
 NUM_RESERVED = 64  # connections above max_connections, so that health checks and metrics get through
 _FEW = 8  # connections that wait from one address, and are not too many whatever others have
+_MAX_READ_AT_ONCE = 32  # requests: some ms of work
 _MAX_TICK_S = 0.5
 _WARN_INTERVAL_S = 60.0
 
@@ -63,8 +65,10 @@ class Connections:
         self.max_unfinished_bytes = MAX_UNFINISHED_BODIES * config.max_body_bytes
         self.num_unfinished_bytes = 0  # bytes of bodies that have begun to arrive
         self.now_s = 0.0
+        self.reads = TimeSlicer()  # of what arrives when much arrives at once
         # Requests that do not start at once: each iteration of the event loop starts one.
         self.turns = TimeSlicer(budget_s=0.0)
+        self._num_read = 0  # requests in this iteration
         self.open: set[Connection] = set()
         self._waiting: OrderedDict[Connection, None] = OrderedDict()  # the one that has waited longest first
         self._by_network: dict[str, OrderedDict[Connection, None]] = {}  # the same, without those that have a key
@@ -77,6 +81,13 @@ class Connections:
         now = time.monotonic()
         self.now_s += min(now - self._ticked_s, _MAX_TICK_S)
         self._ticked_s = now
+
+    def has_time(self) -> bool:
+        """Whether this iteration of the event loop may read one more request."""
+        if self._num_read == 0:
+            asyncio.get_running_loop().call_soon(self._begin_iteration)
+        self._num_read += 1
+        return self._num_read <= _MAX_READ_AT_ONCE
 
     def sweep(self, connections: Iterable[Any]) -> None:
         """End the connections whose clients are too slow."""
@@ -152,6 +163,9 @@ class Connections:
         self.stop_waiting(connection)
         self.open.discard(connection)
         self._leaving.pop(connection, None)
+
+    def _begin_iteration(self) -> None:
+        self._num_read = 0
 
     def _discount(self, connection: Connection) -> None:
         if network := connection.network:

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 MAX_URL_BYTES = 8192
 MAX_HEADERS = 128
 PIECE_BYTES = 4096  # the most bytes that are parsed at once
-MIN_PIECE_BYTES = 256  # from here on a piece ends with a head: all its requests are created, even if many wait
+MIN_BODY_PIECE_BYTES = 256  # the same for a part of a body, after which other requests may follow
 MAX_UNPARSED_BYTES = 64 * 1024  # bytes after requests that wait; beyond it the connection is not read
 MIN_BYTES_PER_S = 16 * 1024  # a large body or response gets more time: as long as it takes at this rate
 _LINGER_S = 2.0  # for a client to read our last response, or to end a body that nobody reads
@@ -112,6 +112,7 @@ class HttpProtocol(HttpToolsProtocol):
         """The connection has ended."""
         self._shared.remove(self)
         self._disconnect_app()
+        self._unparsed.clear()  # this object is part of a cycle: it may stay for a while
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -121,12 +122,14 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_idle:
             self._is_idle = False
             self._deadline_s = self._shared.now_s + self._shared.header_timeout_s
-        if len(data) <= PIECE_BYTES and not self._unparsed and self._may_parse and data.count(_END) < 2:
+        is_short = len(data) <= PIECE_BYTES and not self._unparsed and data.count(_END) < 2
+        if is_short and self._may_parse and self._shared.has_time():
             self._parse_piece(data)
         else:
             self._unparsed += data
             if not self._is_in_line:
-                self._parse_unparsed()
+                self._is_in_line = True
+                self._shared.reads.add(self._read)
             if len(self._unparsed) >= MAX_UNPARSED_BYTES:
                 self.flow.pause_reading()
         if self._shared.num_unfinished_bytes > self._shared.max_unfinished_bytes:
@@ -196,7 +199,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _parse_unparsed(self) -> None:
         """Parse what arrived, up to a request that has to wait for the response to another one."""
         while self._unparsed and self._may_parse and not self._is_lingering and self._pending_refusal is None:
-            end = self._unparsed.find(_END, MIN_PIECE_BYTES - len(_END), PIECE_BYTES)
+            end = self._unparsed.find(_END, MIN_BODY_PIECE_BYTES if self._is_answering else 0, PIECE_BYTES)
             size = PIECE_BYTES if end < 0 else end + len(_END)
             piece = bytes(self._unparsed[:size])
             del self._unparsed[:size]
@@ -364,6 +367,15 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._is_in_line:
             self._is_in_line = True
             self._shared.turns.add(self._take_turn)
+
+    def _read(self, _: float) -> None:
+        """Parse what has arrived, now that there is time."""
+        self._is_in_line = False
+        if not self.transport.is_closing():
+            self._parse_unparsed()
+            self.flow.resume_reading()
+            if self._held is not None:
+                self._stand_in_line()
 
     def _take_turn(self, _: float) -> None:
         self._is_in_line = False

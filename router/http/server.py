@@ -30,6 +30,9 @@ __all__ = ["HttpServer", "http_server", "serve_until"]
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 10.0  # how long the app has to notice that its clients disconnected
+# Clients that one iteration of the event loop accepts: uvloop accepts one by each socket. With one socket, a flood of
+# connections whose requests make iterations long would keep others in the queue for seconds.
+_NUM_ACCEPTED = 4
 _NUM_OTHER_FILES = 256  # files that this process may need besides its clients' connections
 
 
@@ -66,7 +69,8 @@ class HttpServer(uvicorn.Server):
             )
         )
         self.has_started = asyncio.Event()  # set once it listens
-        self.serving = asyncio.create_task(self.serve(sockets=[listener]))
+        listeners = [listener, *(listener.dup() for _ in range(_NUM_ACCEPTED - 1))]
+        self.serving = asyncio.create_task(self.serve(sockets=listeners))
 
     def _protocol(self, **uvicorn: Any) -> asyncio.Protocol:
         """The protocol of a new connection."""

@@ -484,7 +484,7 @@ async def test_a_client_that_leaves_is_noticed_while_its_pipelined_requests_wait
     async with serving_app(app) as port, asyncio.timeout(30):
         _, writer = await connect(port)
         writer.write((GET + b"\r\n") * 3)
-        await eventually(lambda: bool(connections) and len(connections[0].pipeline) == 2)
+        await eventually(lambda: bool(connections) and len(connections[0]._unparsed) == 2 * len(GET + b"\r\n"))
         writer.close()
         await left.wait()
         assert num_asked == 1

@@ -1,0 +1,260 @@
+"""A real server and clients without a key that hold its connections, or send it many requests at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from tandem.router.http import protocol as http_protocol_module
+from tandem.router.http.connections import ADMIT, NUM_RESERVED
+from tandem.router.http.response_writer import ResponseWriter
+from tests.router.http.test_protocol import (
+    ServerClock,
+    Streams,
+    authority,
+    connect,
+    connections,
+    error_of,
+    exchange,
+    server_clock,
+    serving_app,
+    tls,
+)
+from tests.support.waiting import eventually
+
+__all__ = ["authority", "connections", "server_clock", "tls"]  # fixtures
+
+PAGE = b"GET /dashboard HTTP/1.1\r\nhost: h\r\n\r\n"
+STREAM = b"GET /stream HTTP/1.1\r\nhost: h\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n"
+BYE = b"GET /small HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n"
+PART = 65_536
+MOST_AT_ONCE = 64  # requests that one iteration begins: 32 that are read at once, and some of those that have waited
+NUM_PARTS = 400  # more than fits into the buffers on the way
+
+
+class App:
+    """`/dashboard` is large and for strangers, `/stream` lasts, everything else is short."""
+
+    def __init__(self) -> None:
+        self.num_pages = 0
+        self.num_sent = 0  # parts of pages
+        self.streams: list[ResponseWriter] = []
+        self.num_ended = 0  # streams
+        self.started_in = Counter[int]()  # requests by iteration of the event loop
+        self.iteration = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        self.started_in[self.iteration] += 1
+        if scope["path"] == "/dashboard":
+            self.num_pages += 1
+            await self._send_page(ResponseWriter(scope, send))
+        elif scope["path"] == "/stream":
+            scope["extensions"][ADMIT]["admit"](has_key=True)
+            await self._stream(ResponseWriter(scope, send), receive)
+        else:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+            await send({"type": "http.response.body", "body": b"ok"})
+
+    async def _send_page(self, writer: ResponseWriter) -> None:
+        await writer.start([])
+        for _ in range(NUM_PARTS):
+            writer.write(b"x" * PART)
+            await writer.drain()
+            self.num_sent += 1
+        await writer.end(b"last")
+
+    async def _stream(self, writer: ResponseWriter, receive: Any) -> None:
+        await writer.start([])
+        self.streams.append(writer)
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.num_ended += 1
+
+    def count_iterations(self) -> None:
+        """From now on."""
+        self.iteration += 1
+        asyncio.get_running_loop().call_soon(self.count_iterations)
+
+
+@asynccontextmanager
+async def unread(port: int, request: bytes, count: int) -> AsyncIterator[list[Streams]]:
+    """Connections that ask and do not read."""
+    async with AsyncExitStack() as stack:
+        opened = []
+        for _ in range(count):
+            with contextlib.suppress(ConnectionError):
+                reader, writer = await connect(port)
+                stack.callback(writer.transport.abort)
+                writer.write(request)
+                writer.transport.pause_reading()
+                opened.append((reader, writer))
+        yield opened
+
+
+async def answer(port: int, request: bytes) -> bytes:
+    async with asyncio.timeout(30):
+        return await exchange(port, request)
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        PAGE,
+        PAGE * 20,
+        PAGE.replace(b"host", b"connection: close\r\nhost"),
+        PAGE.replace(b"/dashboard", b"/small") * 3000,
+        b"no request\r\n\r\n",
+        b"POST /small HTTP/1.1\r\nhost: h\r\ncontent-length: 100\r\n\r\n",
+        b"",
+    ],
+    ids=["once", "pipelined", "the last", "many small", "refused", "no body", "silent"],
+)
+async def test_connections_that_are_not_used_keep_nobody_out(request_bytes: bytes) -> None:
+    app = App()
+    async with serving_app(app, max_connections=8) as port, unread(port, request_bytes, 8 + NUM_RESERVED + 8):
+        for request in (HEALTH, BYE, HEALTH, BYE):
+            assert b" 200 " in await answer(port, request)
+
+
+async def test_streams_that_are_read_do_not_end_for_a_newcomer() -> None:
+    app = App()
+    async with serving_app(app, max_connections=8) as port, AsyncExitStack() as stack:
+        streams = []
+        for number in range(8):
+            reader, writer = await connect(port)
+            stack.callback(writer.close)
+            writer.write(STREAM)
+            await eventually(lambda number=number: len(app.streams) > number)
+            streams.append(reader)
+        async with unread(port, PAGE, NUM_RESERVED + 8):
+            for number, (writer, reader) in enumerate(zip(app.streams, streams, strict=True)):
+                assert b" 200 " in await answer(port, HEALTH)
+                assert error_of(await answer(port, BYE))[0] == 503
+                writer.write(b"part %d" % number)
+                await reader.readuntil(b"part %d" % number)
+        assert app.num_ended == 0
+
+
+async def test_a_stream_that_is_not_read_for_a_while_makes_room(server_clock: ServerClock) -> None:
+    app = App()
+    async with serving_app(app, max_connections=1, header_timeout_s=1.0) as port, unread(port, STREAM, 1):
+        await eventually(lambda: bool(app.streams))
+        while app.streams[0].write(b"x" * PART):  # noqa: ASYNC110 - until the buffers on the way are full
+            await asyncio.sleep(0)
+        assert error_of(await answer(port, BYE))[0] == 503
+        await server_clock.leap(port, 10.0)
+        assert b" 200 " in await answer(port, BYE)
+        await eventually(lambda: app.num_ended == 1)
+
+
+async def test_a_client_that_reads_slowly_is_disconnected(
+    server_clock: ServerClock, connections: list[http_protocol_module.HttpProtocol]
+) -> None:
+    async with serving_app(App(), header_timeout_s=1.0) as port, asyncio.timeout(60):
+        reader, writer = await connect(port)
+        writer.write(PAGE)
+        await eventually(lambda: bool(connections) and connections[0].flow.write_paused)
+        num_read = 0
+        while not connections[0].transport.is_closing():
+            assert num_read < 20 * PART
+            await reader.readexactly(2 * PART)  # 6 KB a second
+            num_read += 2 * PART
+            await server_clock.leap(port, 20.0)
+        writer.transport.abort()
+
+
+async def test_a_client_that_reads_at_the_least_rate_is_not(
+    server_clock: ServerClock, connections: list[http_protocol_module.HttpProtocol]
+) -> None:
+    app = App()
+    async with serving_app(app, header_timeout_s=1.0) as port, asyncio.timeout(60):
+        reader, writer = await connect(port)
+        writer.write(PAGE)
+        await eventually(lambda: bool(connections) and connections[0].flow.write_paused)
+        for _ in range(10):
+            enough = app.num_sent + 8  # 26 KB a second
+            while app.num_sent < enough:
+                await reader.readexactly(PART)
+            await server_clock.leap(port, 20.0)
+        assert not connections[0].transport.is_closing()
+        writer.transport.abort()
+
+
+async def test_a_client_that_reads_all_there_is_is_never_slow(server_clock: ServerClock) -> None:
+    app = App()
+    async with serving_app(app, header_timeout_s=1.0) as port, asyncio.timeout(60):
+        reader, writer = await connect(port)
+        writer.write(STREAM)
+        await eventually(lambda: bool(app.streams))
+        for number in range(5):
+            assert app.streams[0].write(b"part %d" % number)
+            await reader.readuntil(b"part %d" % number)
+            await server_clock.leap(port, 100.0)
+        assert app.num_ended == 0
+        writer.close()
+
+
+async def all_answered(opened: list[Streams], num_answers: int) -> None:
+    for reader, _ in opened:
+        for _ in range(num_answers):
+            await reader.readuntil(b"\r\n\r\nok")
+
+
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})], ids=["uvloop"])  # as in production
+async def test_pipelined_requests_take_turns() -> None:
+    app, count = App(), 100
+    async with serving_app(app) as port, asyncio.timeout(60), AsyncExitStack() as stack:
+        opened = [await connect(port) for _ in range(count)]
+        app.count_iterations()
+        for _, writer in opened:
+            stack.callback(writer.close)
+            writer.write(PAGE.replace(b"/dashboard", b"/small") * 20)
+        await all_answered(opened, 20)
+    assert app.started_in.total() == 20 * count
+    assert max(app.started_in.values()) <= MOST_AT_ONCE
+
+
+@pytest.mark.parametrize("path", [b"/small", b"/metrics", b"/docs/x"])
+async def test_an_iteration_of_the_event_loop_begins_only_some_of_many_requests(path: bytes) -> None:
+    app, count = App(), 300
+    async with serving_app(app) as port, asyncio.timeout(60), AsyncExitStack() as stack:
+        opened = [await connect(port) for _ in range(count)]
+        app.count_iterations()
+        for _, writer in opened:  # all before the server reads any
+            stack.callback(writer.close)
+            writer.write(PAGE.replace(b"/dashboard", path))
+        await all_answered(opened, 1)
+    assert app.started_in.total() == count
+    assert max(app.started_in.values()) <= (MOST_AT_ONCE if path == b"/small" else 2)
+
+
+async def test_pipelined_requests_wait_as_bytes(connections: list[http_protocol_module.HttpProtocol]) -> None:
+    app = App()
+    async with serving_app(app) as port, unread(port, STREAM * 100, 1):
+        await eventually(lambda: bool(connections) and bool(connections[0]._unparsed))
+        assert not connections[0].pipeline
+        assert len(connections[0]._unparsed) == 99 * len(STREAM)
+
+
+async def test_a_body_of_ends_of_heads_is_read_in_few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = list[int]()
+    parse: Callable[[Any, bytes], None] = http_protocol_module.HttpProtocol._parse_piece
+    monkeypatch.setattr(
+        http_protocol_module.HttpProtocol,
+        "_parse_piece",
+        lambda self, piece: (pieces.append(len(piece)), parse(self, piece))[1],
+    )
+    async with serving_app(App()) as port:
+        body = b"\r\n\r\n" * 10_000
+        head = b"POST /small HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        assert b" 200 " in await answer(port, head + body)
+    assert len(pieces) <= len(body) / http_protocol_module.MIN_BODY_PIECE_BYTES + 100
