@@ -33,11 +33,14 @@ test-browser: $(STAMP) ## run the tests of the dashboard in headless Chromium (a
 	@bash scripts/debian-packages.sh chromium
 	$(BIN)/pytest -m browser tests/browser
 
-test-clients: $(STAMP) .venv-clients/packages.txt ## run client libraries, lm-eval and schemathesis against servers
+test-clients: $(STAMP) .venv-clients/packages.txt .venv-agents/packages.txt ## run client libraries, agents, lm-eval and schemathesis against servers
 	TANDEM_TRANSCRIPTS=$(TANDEM_TRANSCRIPTS) $(BIN)/pytest -m clients
 
 .venv-clients/packages.txt: scripts/clients.sh scripts/environment.sh
 	@bash scripts/clients.sh
+
+.venv-agents/packages.txt: scripts/agents.sh scripts/environment.sh
+	@bash scripts/agents.sh
 
 lint: $(STAMP) ## check rules and format with ruff
 	$(BIN)/ruff check .

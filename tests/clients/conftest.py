@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster.model_store import DEFAULT_MODEL, resolve_model, served_name
+from tests.clients.agents import AGENTS, Agent, installed_version
+from tests.clients.forcing_proxy import ForcingProxy
 from tests.support.keys import make_key_file
 from tests.support.server import REPOSITORY, Server, started
 
@@ -31,13 +33,57 @@ through plain transformers, which must have the same score, and schemathesis on 
 and `tandem route` (section 44 of [benchmarks.md](benchmarks.md#44-clients-and-the-api)).
 """
 
+TABLE_INTRODUCTION = """\
+# Programs that were run against Tandem
+
+<!-- Written by `make test-clients TANDEM_TRANSCRIPTS=docs/clients.md`. -->
+
+Each program ran as its users start it, from its package, against a `tandem serve` with one prefill and one decode
+worker and an API key ([use_it_with.md](use_it_with.md) has the settings). A proxy between them sets `tool_choice` in the
+first request that offers the tool named here, to a call that reads a file: small models do not call tools by themselves.
+The run passes if the program ran the tool and sent its result, every request was answered with 2xx, the program ended
+with exit code 0 and showed the answer, and it asked for nothing elsewhere but what is named. Ignored are the fields and
+headers that the server named in `x-tandem-ignored`.
+
+| Program | Version | API | What was tried | Requests | Result | Ignored | Asks elsewhere |
+|---|---|---|---|---|---|---|---|
+"""
+
 RunProgram = Callable[[str], str]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+class ClientTable:
+    """The agents that passed in this run, each a row of a table."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Agent, str] = {}
+
+    def add(self, agent: Agent, proxy: ForcingProxy) -> None:
+        """Enter one that passed."""
+        ignored = ", ".join(f"`{name}`" for name in proxy.ignored)
+        cells = [agent.name, installed_version(agent), agent.api, agent.tried, str(len(proxy.exchanges)), "passed"]
+        self._rows[agent] = f"| {' | '.join([*cells, ignored, agent.asks_elsewhere])} |"
+
+    def text(self) -> str:
+        """The table, if all agents are in it; otherwise empty."""
+        missing = set(AGENTS) - self._rows.keys()
+        return "" if missing else TABLE_INTRODUCTION + "".join(f"{self._rows[agent]}\n" for agent in AGENTS)
+
+
+@pytest.fixture(scope="session")
+def client_table() -> Iterator[ClientTable]:
+    """The table of this run. It becomes client_table.md beside the file that TANDEM_TRANSCRIPTS names."""
+    table = ClientTable()
+    yield table
+    path = os.environ.get("TANDEM_TRANSCRIPTS")
+    if path and (text := table.text()):
+        Path(path).with_name("client_table.md").write_text(text)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     skip = pytest.mark.skip(reason=f"{PYTHON} is missing: run scripts/clients.sh, as `make test-clients` does")
     for item in items:
-        if "clients" in item.keywords and not PYTHON.exists():
+        if "clients" in item.keywords and "client_table" not in item.fixturenames and not PYTHON.exists():
             item.add_marker(skip)
 
 
