@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from starlette.requests import Request
 from starlette.types import Scope
 
-from tandem.protocol.errors import RequestError
+from tandem.protocol.errors import RequestError, ServingError
 from tandem.router.http.request_id import RequestId, request_id_of
 from tandem.router.keys.api_key import ApiKey
 from tandem.router.keys.limiter import KeyUse
@@ -100,11 +100,11 @@ def key_use_of(request: Request) -> KeyUse | None:
     return use
 
 
-def note_unserved(scope: Scope) -> None:
-    """A stream has ended with an error before its first token. It takes no tokens of its key, as if it were refused."""
+def note_unserved(scope: Scope, error: Exception) -> None:
+    """A stream has ended with an error before its first token. Like a refusal, it takes only what was computed."""
     use: KeyUse | None = scope.get(_KEY_USE)
     if use is not None:
-        use.num_prompt_tokens = 0
+        use.num_prompt_tokens = error.num_computed_tokens if isinstance(error, ServingError) else 0
 
 
 def key_of(request: Request) -> ApiKey | None:

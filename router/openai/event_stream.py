@@ -71,7 +71,7 @@ class EventStream(Response):
             if not writer.has_started or isinstance(exc, ClientDisconnected):
                 raise
             if not self._has_token:
-                note_unserved(scope)
+                note_unserved(scope, exc)
             last = self._error_event(self._failed(exc))
         await writer.end(last)
 

@@ -75,12 +75,18 @@ def engine() -> Any:
         yield fake
 
 
-def waiting_backend(tokenizer: Tokenizer, *, fails: bool = False) -> tuple[FakeBackend, asyncio.Event]:
-    """A backend whose first token, or failure, waits for the event."""
+def waiting_backend(
+    tokenizer: Tokenizer, *, fails: bool = False, num_computed_tokens: int = 0
+) -> tuple[FakeBackend, asyncio.Event]:
+    """A backend whose first token, or failure after some computing, waits for the event."""
     backend, may_go_on = FakeBackend(tokenizer), asyncio.Event()
 
     def script(request: Any) -> list[Step]:
-        return [may_go_on, NoWorker(FAILURE)] if fails else [may_go_on, *backend.reply_steps(request)]
+        if not fails:
+            return [may_go_on, *backend.reply_steps(request)]
+        failure = NoWorker(FAILURE)
+        failure.num_computed_tokens = num_computed_tokens
+        return [may_go_on, failure]
 
     backend.script = script
     return backend, may_go_on
@@ -198,6 +204,22 @@ async def test_a_key_is_charged_for_a_stream_that_was_answered_and_not_for_an_er
             await asyncio.wait_for(client.task, 20)
             assert ("error" in stream_of(client)[2]) == fails
             assert (limiter.limiter._states["k-a"].tokens.level == level_before) == fails
+
+
+async def test_a_key_is_charged_for_what_was_computed_before_an_error_after_pings(
+    tokenizer: Tokenizer, pings: Pings
+) -> None:
+    limiter = LocalLimiter(lambda: 100.0)
+    key = stored_key("sk-a", "a", id="k-a", limits=KeyLimits(tokens_per_minute=10_000))
+    keys = ApiKeys([key], is_required=True, limiter=limiter)
+    backend, may_go_on = waiting_backend(tokenizer, fails=True, num_computed_tokens=700)
+    app = create_app(backend, tokenizer, RouterConfig(), CollectorRegistry(), api_keys=keys)
+    client = RawClient(app, COMPLETIONS, BODIES[COMPLETIONS] | {"stream": True}, authorization="Bearer sk-a")
+    await eventually(lambda: pings.number >= 1)
+    may_go_on.set()
+    await asyncio.wait_for(client.task, 20)
+    assert stream_of(client)[0] == 200
+    assert limiter.limiter._states["k-a"].tokens.level == 10_000 - 700
 
 
 @asynccontextmanager
