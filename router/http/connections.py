@@ -126,7 +126,9 @@ class Connections:
         return len(self.open) <= self.max_connections
 
     def wait_for(self, connection: Connection) -> None:
-        """From now on, or already, this connection waits for its client."""
+        """From now on, or already, this connection waits for its client, unless it is about to end."""
+        if connection not in self.open:
+            return
         self._waiting[connection] = None
         if network := connection.network:
             if network not in self._by_network:

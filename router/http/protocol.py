@@ -82,8 +82,8 @@ class HttpProtocol(HttpToolsProtocol):
         self.network = ""
         self._running: RequestResponseCycle | None = None  # the request being answered; `cycle` is the latest to arrive
         self._held: tuple[RequestResponseCycle, Any] | None = None  # the same, if it has to wait for its turn to start
-        self._is_in_line = False  # whether it gets a turn
-        self._is_its_turn = False
+        self._is_in_line = False  # whether `_go_on` will be called
+        self._is_its_turn = False  # to start a request
         self._is_wanted = False  # whether the request being answered is one that may not end for another client's
         self._deadline_s = math.inf  # when the client must have sent what it owes us
         self._is_idle = False  # between two requests
@@ -103,6 +103,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_made(cast(asyncio.Transport, transport))
         self.flow = _ReadFlow(self.transport, self._unparsed)
         self.network = network_of(self.transport.get_extra_info("peername"))
+        self._looked_s = self._shared.now_s
         if self._shared.admit(self):
             self._deadline_s = self._shared.now_s + self._shared.header_timeout_s
         else:
@@ -122,14 +123,15 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_idle:
             self._is_idle = False
             self._deadline_s = self._shared.now_s + self._shared.header_timeout_s
-        is_short = len(data) <= PIECE_BYTES and not self._unparsed and data.count(_END) < 2
-        if is_short and self._may_parse and self._shared.has_time():
+        has_time = not self._is_in_line and self._shared.has_time()
+        if has_time and not self._unparsed and self._may_parse and len(data) <= PIECE_BYTES and data.count(_END) < 2:
             self._parse_piece(data)
         else:
             self._unparsed += data
-            if not self._is_in_line:
-                self._is_in_line = True
-                self._shared.reads.add(self._read)
+            if has_time:
+                self._parse_unparsed()
+            else:
+                self._read_later()
             if len(self._unparsed) >= MAX_UNPARSED_BYTES:
                 self.flow.pause_reading()
         if self._shared.num_unfinished_bytes > self._shared.max_unfinished_bytes:
@@ -327,7 +329,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._linger()  # the client may leave the body out; we could not tell it from the next request
         else:
             self._deadline_s = min(self._deadline_s, self._shared.now_s + _LINGER_S)
-            self._stand_in_line()
+            if self._unparsed:
+                self._stand_in_line()
 
     def _stop_waiting(self) -> None:
         """The client has sent what it owes. One that does not read, or need not be served, still makes room."""
@@ -338,7 +341,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if self._is_its_turn or not (self.flow.write_paused or self.url.startswith(_TAKES_TURNS)):
-            self._is_wanted = not self._is_its_turn
+            self._is_wanted = not (self._is_its_turn and self.network)
             self._start(cycle, app)
         else:
             self._shared.stop_waiting(self)  # from now on it waits for something else
@@ -366,26 +369,31 @@ class HttpProtocol(HttpToolsProtocol):
     def _stand_in_line(self) -> None:
         if not self._is_in_line:
             self._is_in_line = True
-            self._shared.turns.add(self._take_turn)
-
-    def _read(self, _: float) -> None:
-        """Parse what has arrived, now that there is time."""
-        self._is_in_line = False
-        if not self.transport.is_closing():
-            self._parse_unparsed()
-            self.flow.resume_reading()
-            if self._held is not None:
-                self._stand_in_line()
+            self._shared.turns.add(self._take_turn, self.network)
 
     def _take_turn(self, _: float) -> None:
         self._is_in_line = False
-        if self.flow.write_paused or self._is_lingering or self.transport.is_closing():
-            return  # with a client that reads again, it gets another turn
-        self._is_its_turn = True
+        if not self.flow.write_paused:  # a client that reads again gets another turn
+            self._is_its_turn = True
+            self._go_on()
+            self._is_its_turn = False
+
+    def _read_later(self) -> None:
+        if not self._is_in_line:
+            self._is_in_line = True
+            self._shared.reads.add(self._read, self.network)
+
+    def _read(self, _: float) -> None:
+        self._is_in_line = False
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Parse what has arrived, and start a request if it is its turn or needs none."""
+        if self._is_lingering or self.transport.is_closing():
+            return
         if self._held is not None:
-            self._start(*self._held)
+            self._start(*self._held) if self._is_its_turn else self._stand_in_line()
         self._parse_unparsed()
-        self._is_its_turn = False
         self.flow.resume_reading()
         if self._deadline_s == math.inf and not self._is_answering:
             self._wait_for_request()
@@ -418,7 +426,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._patience_s = _READ_TIMEOUT_S
         elif is_known:
             self._patience_s = min(_READ_TIMEOUT_S, self._patience_s - elapsed_s + num_read / MIN_BYTES_PER_S)
-        if self._is_slow and not self._is_lingering:
+        if self._is_slow:
             self._shared.wait_for(self)
         elif was_slow and self._is_answering and not self._owes_body:
             self._stop_waiting()

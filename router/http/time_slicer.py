@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -20,22 +20,24 @@ SlicedWork: TypeAlias = Callable[[float], object]  # its argument is the time at
 
 
 class TimeSlicer:
-    """The work of one event loop, done in order of arrival, a little in each iteration."""
+    """The work of one event loop, a little in each iteration. Clients take turns; each one's is done in order."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, *, budget_s: float | None = None) -> None:
         """`budget_s` is for one iteration of the event loop: 0 = one piece of work; None = a fair part."""
         self.clock = clock
         self._budget_s = BUDGET_S if budget_s is None else budget_s
-        self._waiting: deque[SlicedWork] = deque()
+        self._waiting: OrderedDict[str, deque[SlicedWork]] = OrderedDict()  # by client, whose turn it is first
+        self._num_waiting = 0
         self._is_scheduled = False
 
     def end_s(self) -> float:
         """When work that begins now must stop."""
         return self.clock() + self._budget_s
 
-    def add(self, work: SlicedWork) -> None:
+    def add(self, work: SlicedWork, client: str = "") -> None:
         """Call `work` soon. If it raises, the event loop reports that, and the others still get their time."""
-        self._waiting.append(work)
+        self._waiting.setdefault(client, deque()).append(work)
+        self._num_waiting += 1
         if not self._is_scheduled:
             self._schedule()
 
@@ -47,9 +49,18 @@ class TimeSlicer:
     def _take(self) -> None:
         end_s = self.end_s()
         try:
-            for _ in range(len(self._waiting)):  # what is added meanwhile waits for the next iteration
-                self._waiting.popleft()(end_s)
+            for _ in range(self._num_waiting):  # what is added meanwhile waits for the next iteration
+                self._next()(end_s)
                 if self.clock() >= end_s:
                     break
         finally:
             self._schedule()
+
+    def _next(self) -> SlicedWork:
+        client, line = next(iter(self._waiting.items()))
+        self._num_waiting -= 1
+        if len(line) > 1:
+            self._waiting.move_to_end(client)
+        else:
+            del self._waiting[client]
+        return line.popleft()

@@ -151,7 +151,7 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         if not self._waits_for_slice:
             self._waits_for_slice = True
             self.transport.pause_reading()
-            slicer.add(self._use_slice)
+            slicer.add(self._use_slice, self.network)
 
     def _use_slice(self, end_s: float) -> None:
         self._waits_for_slice = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from datetime import UTC, datetime
 from types import SimpleNamespace
@@ -15,9 +16,11 @@ from starlette.requests import Request
 from tandem.protocol.config import RouterConfig
 from tandem.router.http import authentication
 from tandem.router.http.app import RouterApp
-from tandem.router.http.authentication import check_operator, visible_tenant
+from tandem.router.http.authentication import Authenticator, check_operator, visible_tenant
+from tandem.router.http.connections import ADMIT
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.request_options import request_options, tenant_of
+from tandem.router.keys.api_key import InvalidApiKey
 from tandem.router.keys.api_keys import ApiKeys
 from tests.support.keys import api_keys_of, stored_key
 
@@ -189,3 +192,28 @@ async def test_a_keys_priority_counts_where_the_request_names_none() -> None:
         assert (await client.get("/x", headers=bearer("sk-b"))).json() == [0, 0, -3]
     async with client_of(ApiKeys(), priorities) as client:
         assert (await client.get("/x")).json() == [0, 0, -3]
+
+
+@pytest.mark.parametrize(
+    ("keys", "path", "key", "admitted"),
+    [
+        ({"ours": "search"}, "/v1/models", "ours", [True]),
+        ({"ours": "search"}, "/metrics", "ours", [True]),
+        ({"ours": "search"}, "/metrics", "", []),
+        ({"ours": "search"}, "/dashboard/x", "wrong", []),
+        ({"ours": "search"}, "/v1/models", "wrong", []),
+        ({}, "/v1/models", "", [False]),
+        ({}, "/metrics", "", []),
+        ({}, "/dashboard", "any", []),
+    ],
+)
+def test_the_server_is_told_which_requests_are_no_strangers(
+    keys: dict[str, str], path: str, key: str, admitted: list[bool]
+) -> None:
+    told = list[bool]()
+    headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+    extensions = {ADMIT: {"admit": lambda *, has_key: told.append(has_key)}}
+    authenticator = Authenticator(api_keys_of(keys), EdgeMetrics(CollectorRegistry()))
+    with contextlib.suppress(InvalidApiKey):
+        authenticator.authenticate({"type": "http", "path": path, "headers": headers, "extensions": extensions})
+    assert told == admitted

@@ -7,12 +7,15 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
+from tandem.protocol.config import RouterConfig
 from tandem.router.http import protocol as http_protocol_module
-from tandem.router.http.connections import ADMIT, NUM_RESERVED
+from tandem.router.http.connections import ADMIT, NUM_RESERVED, Connections
 from tandem.router.http.response_writer import ResponseWriter
 from tests.router.http.test_protocol import (
     ServerClock,
@@ -40,7 +43,7 @@ NUM_PARTS = 400  # more than fits into the buffers on the way
 
 
 class App:
-    """`/dashboard` is large and for strangers, `/stream` lasts, everything else is short."""
+    """`/dashboard` is large and for strangers, `/long` is not for strangers, `/stream` lasts, all else is short."""
 
     def __init__(self) -> None:
         self.num_pages = 0
@@ -60,6 +63,9 @@ class App:
         elif scope["path"] == "/stream":
             scope["extensions"][ADMIT]["admit"](has_key=True)
             await self._stream(ResponseWriter(scope, send), receive)
+        elif scope["path"] == "/long":
+            scope["extensions"][ADMIT]["admit"](has_key=True)
+            await self._send_page(ResponseWriter(scope, send))
         else:
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
             await send({"type": "http.response.body", "body": b"ok"})
@@ -144,16 +150,18 @@ async def test_streams_that_are_read_do_not_end_for_a_newcomer() -> None:
         assert app.num_ended == 0
 
 
-async def test_a_stream_that_is_not_read_for_a_while_makes_room(server_clock: ServerClock) -> None:
-    app = App()
-    async with serving_app(app, max_connections=1, header_timeout_s=1.0) as port, unread(port, STREAM, 1):
-        await eventually(lambda: bool(app.streams))
-        while app.streams[0].write(b"x" * PART):  # noqa: ASYNC110 - until the buffers on the way are full
-            await asyncio.sleep(0)
+async def test_a_stream_that_is_not_read_for_a_while_makes_room(
+    server_clock: ServerClock, connections: list[http_protocol_module.HttpProtocol]
+) -> None:
+    request = PAGE.replace(b"/dashboard", b"/long")
+    async with serving_app(App(), max_connections=1, header_timeout_s=1.0) as port, unread(port, request, 1):
+        await eventually(lambda: bool(connections) and connections[0].flow.write_paused)
         assert error_of(await answer(port, BYE))[0] == 503
-        await server_clock.leap(port, 10.0)
+        for _ in range(4):  # the buffers on the way may still take something
+            await server_clock.leap(port, 10.0)
+        assert not connections[0].transport.is_closing()
         assert b" 200 " in await answer(port, BYE)
-        await eventually(lambda: app.num_ended == 1)
+        assert connections[0].transport.is_closing()
 
 
 async def test_a_client_that_reads_slowly_is_disconnected(
@@ -258,3 +266,52 @@ async def test_a_body_of_ends_of_heads_is_read_in_few_pieces(monkeypatch: pytest
         head = b"POST /small HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         assert b" 200 " in await answer(port, head + body)
     assert len(pieces) <= len(body) / http_protocol_module.MIN_BODY_PIECE_BYTES + 100
+
+
+class Transport:
+    """A connection whose client reads what the test says."""
+
+    def __init__(self) -> None:
+        self.num_unsent = 0
+        self.is_aborted = False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return ("10.0.0.1", 80) if name in ("peername", "sockname") else default
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unsent
+
+    def is_closing(self) -> bool:
+        return self.is_aborted
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("num_unsent", "lives_s"),
+    [
+        (lambda second: 0, 400),
+        (lambda second: 30_000, 60),
+        (lambda second: max(0, 60_000 - 100 * second), 60 + 60 * 100 / http_protocol_module.MIN_BYTES_PER_S),
+        (lambda second: 30_000 if second % 50 else 0, 400),
+    ],
+    ids=["all is read", "nothing is read", "little is read", "all is read now and then"],
+)
+async def test_how_long_a_client_may_read_slowly(num_unsent: Callable[[int], int], lives_s: float, tls: None) -> None:
+    shared = Connections(RouterConfig(keep_alive_timeout_s=1000, header_timeout_s=1000), 10)
+    shared.now_s = 5000.0  # the server has been there for a while
+    config = uvicorn.Config(App())
+    connection = http_protocol_module.HttpProtocol(shared, config=config, server_state=ServerState(), app_state={})
+    transport = Transport()
+    connection.connection_made(cast(Any, transport))
+    second = 0
+    while second < 400 and not transport.is_aborted:
+        second += 1
+        shared.now_s += 1.0
+        transport.num_unsent = num_unsent(second)
+        connection.check_deadlines(shared.now_s)
+    assert second == pytest.approx(lives_s, abs=2.5)

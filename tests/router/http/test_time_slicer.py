@@ -59,3 +59,25 @@ async def test_a_piece_that_raises_takes_no_turn_from_the_others() -> None:
     for _ in range(3):
         await asyncio.sleep(0)
     assert reported == ["a bug"]
+
+
+async def test_clients_take_turns() -> None:
+    slicer, done = TimeSlicer(budget_s=0.0), []  # type: tuple[TimeSlicer, list[str]]
+    for client, count in (("a", 5), ("b", 1), ("c", 2)):
+        for number in range(count):
+            slicer.add(lambda _, name=f"{client}{number}": done.append(name), client)
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert done == ["a0", "b0", "c0", "a1", "c1", "a2", "a3", "a4"]
+    slicer.add(lambda _: done.append("a5"), "a")
+    await asyncio.sleep(0)
+    assert done[-1] == "a5"
+
+
+async def test_without_a_budget_an_iteration_does_one_piece() -> None:
+    slicer, done = TimeSlicer(budget_s=0.0), []  # type: tuple[TimeSlicer, list[float]]
+    for _ in range(3):
+        slicer.add(done.append)
+    for count in range(1, 4):
+        await asyncio.sleep(0)
+        assert len(done) == count

@@ -64,8 +64,8 @@ class Line:
     def __init__(self, backend: FakeBackend, endpoint: str, stack: AsyncExitStack) -> None:
         self.backend = backend
         self.readiness = Always()
-        scrape = AsyncMock(return_value=b"tandem_worker_running 1.0\n")
-        self.service = BackendService(backend, self.readiness, scrape)
+        self.scrape = AsyncMock(return_value=b"tandem_worker_running 1.0\n")
+        self.service = BackendService(backend, self.readiness, self.scrape)
         self.hub = EdgeHub(self.service, endpoint, ApiKeys())
         self.endpoint = endpoint
         self.lost: list[str] = []  # edges whose connection ended
@@ -455,6 +455,14 @@ async def test_questions_are_answered(tokenizer: Tokenizer, tmp_path: Path) -> N
         with pytest.raises(RequestError, match="There is no worker 'x'"):
             await edge.set_role("x", Role.DECODE)
         assert await edge.scrape() == b"tandem_worker_running 1.0\n"
+
+
+async def test_the_hub_builds_its_metrics_once_for_all_edges_that_ask(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edges = [await here.edge(name) for name in ("a", "b", "c")]
+        texts = await asyncio.gather(*(edge.scrape() for edge in edges * 20))
+        assert set(texts) == {b"tandem_worker_running 1.0\n"}
+        assert here.scrape.await_count <= 2
 
 
 async def test_pins_are_made_followed_and_ended(tokenizer: Tokenizer, tmp_path: Path) -> None:
