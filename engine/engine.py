@@ -68,12 +68,6 @@ class SequenceFailure:
     sequence: Sequence
     error: Exception
 
-    @property
-    def num_computed_tokens(self) -> int:
-        """Tokens of its prompt that were computed or found cached, here or by a peer."""
-        computed = len(self.sequence.token_ids) if self.sequence.has_first_token else self.sequence.num_computed_tokens
-        return min(computed, self.sequence.num_prompt_tokens)
-
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -298,6 +292,7 @@ class Engine:
     def _launch(self, before_compute: Callable[[], None], between_layers: Callable[[], None]) -> None:
         """Schedule a step, launch it, and count its tokens as computed: later work of the stream sees their KV."""
         begin = self.stream.record()
+        self._begin_costly_masks()
         scheduled = self.scheduler.schedule()
         if not scheduled:
             return
@@ -329,6 +324,14 @@ class Engine:
                     self._add_pending_token(chunk.sequence)
         used = [None if sequence in late else sequence for sequence in sampling]
         self._launched.append(_LaunchedStep(scheduled, chunks, computed, used, sample, scores, failures, begin, end))
+
+    def _begin_costly_masks(self) -> None:
+        """Begin masks whose sequences wait for them, within the budget if it protects other sequences."""
+        running = self.scheduler.running
+        costly = {s.matcher: s.unmatched_ids for s in running if s.matcher is not None and s.matcher.is_costly}
+        if costly:
+            waiting = [(matcher, ids) for matcher, ids in costly.items() if matcher.pending is None]
+            self.structured_output.begin_costly_masks(waiting, is_limited=len(costly) < len(self.sequences))
 
     def _begin_masks(self, chunks: list[ScheduledChunk]) -> None:
         """Begin to compute the tokens that the grammars of a step's sequences allow."""

@@ -129,7 +129,7 @@ class Scheduler:
         """The next step's chunks, decoding sequences first; empty when there is nothing to do."""
         chunks: list[ScheduledChunk] = []
         num_preemptions = self.num_preemptions
-        for sequence in [s for s in self.running if s.has_first_token and not s.has_last_token and s.can_sample]:
+        for sequence in [s for s in self.running if s.has_first_token and not s.has_last_token and _has_tokens(s)]:
             # A sequence before it may have preempted it.
             has_room = sequence.status is SequenceStatus.RUNNING and self._grow(sequence, len(sequence.token_ids))
             if has_room and sequence.is_decoding:  # more than one token (forced, or computed again) is a prompt's chunk
@@ -292,6 +292,11 @@ class Scheduler:
             if victim is sequence:
                 return False
         return True
+
+
+def _has_tokens(sequence: Sequence) -> bool:
+    """Whether a sequence with its first token has others that a step may compute: it may wait for its next mask."""
+    return sequence.can_sample or sequence.num_uncomputed_tokens > 1
 
 
 def _num_shared(digests: list[bytes], others: list[bytes]) -> int:

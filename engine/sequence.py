@@ -128,6 +128,11 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def num_computed_prompt_tokens(self) -> int:
+        """Tokens of its prompt that were computed or found cached, here or by a peer."""
+        return self.num_prompt_tokens if self.has_first_token else self.num_computed_tokens
+
+    @property
     def is_scored(self) -> bool:
         """Whether computing it also gives the log probabilities of its prompt's tokens."""
         return self.prompt_scores is not None and self.num_output_tokens == 0

@@ -1,19 +1,23 @@
 """Structured output: which tokens a sequence's grammar allows next.
 
 Masks of a step are computed in threads of their own while the step's forward runs. A sequence whose mask takes long
-leaves its place in the steps until the mask is there, so the others do not wait for it. A matcher is a function of its
-grammar and the output so far: a worker that takes over a sequence makes its own and lets it follow the output, and so
-the tokens do not depend on where, or in which batch, they were computed.
+leaves its place in the steps until the mask is there, so the others do not wait for it. Costly masks, which an
+ambiguous grammar needs, share a budget: a part of the time that passes. Their sequences wait for it, and have no place
+in the steps meanwhile. A grammar that is costly for many tokens ends its request.
+
+A matcher is a function of its grammar and the output so far: a worker that takes over a sequence makes its own and lets
+it follow the output, and so the tokens do not depend on where, or in which batch, they were computed.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import queue
+import time
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +27,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from tandem.engine.number_tokens import NumberTokens, TokenMask, mask_without, writes_json
-from tandem.protocol.fault_boundary import error_of, outcome_of
+from tandem.protocol.fault_boundary import outcome_of
 from tandem.protocol.grammar import (
     GrammarError,
     check_matcher,
@@ -34,13 +38,21 @@ from tandem.protocol.grammar import (
     num_forced_bytes,
 )
 
-__all__ = ["GrammarMatcher", "StructuredOutput", "TokenMask"]
+__all__ = ["GrammarMatcher", "MaskBudget", "StructuredOutput", "TokenMask"]
 
 MAX_COMPILED = 64  # grammars that are kept: requests of one application share theirs
 _MAX_THREADS = 8  # threads that compute masks
 _MAX_RUN_BYTES = 512  # of a forced text whose tokens are looked for one by one: each time the rest of it is cut anew
 # Wait for masks after a step's forward. Most take less than a millisecond, but all cores may be busy.
 _MAX_MASK_WAIT_S = 0.02
+
+# CPU seconds of one token: its mask, and following the output. Ordinary grammars take 0.1 ms, at most 1 ms or so.
+_COSTLY_S = 0.003
+_BUDGET_SHARE = 0.25  # of the time that passes: for all costly masks together, while other sequences run
+_MAX_SAVED_S = 0.05  # of the budget; more would make a step late that comes after a pause
+# CPU seconds that an answer's grammar may take, beside those for each of its tokens. The first masks of a large grammar
+# take up to 0.1 s. Those of an ambiguous grammar take longer with each token, until they take 0.4 s each.
+_MAX_COST_S, _MAX_TOKEN_COST_S = 0.5, 0.01
 
 
 class _Compiled(NamedTuple):
@@ -94,12 +106,23 @@ class GrammarMatcher:
         self.num_probed = 0  # tokens of the output that the probe has consumed
         self.pending: _PendingMask | None = None
         self.is_slow = False  # its last mask was late: the next one does not delay those of others
+        self.unpaid_s = 0.0  # what its last token cost, until `MaskBudget` has it
+        self.total_cost_s = 0.0
+        self.turn_s = 0.0  # its place in the line for costly masks: the sum of those that it had
         self._is_late = False  # the pending mask
+        self._token_cost_s = 0.0  # of the token whose mask is not there yet
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next token may be sampled: the grammar is compiled or unusable, and no late mask is computed."""
-        return self._compilation.compiled.done() and (self.pending is None or self.pending.rows.done())
+        """Whether the next token may be sampled: the grammar is compiled or unusable, and no mask is waited for."""
+        if not self._compilation.compiled.done():
+            return False
+        return not self.is_costly if self.pending is None else self.pending.rows.done()
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether its last token cost so much that its next mask waits for the budget."""
+        return self.unpaid_s > _COSTLY_S
 
     def follow(self, new_ids: list[int]) -> llguidance.LLMatcher:
         """The matcher after these tokens, which follow those that it has consumed.
@@ -132,6 +155,44 @@ class GrammarMatcher:
         mask allows the first of these tokens and no other. The search has no bound of its own, so a probe makes it: a
         matcher of tight limits, which is given up when it reaches them.
         """
+        begun_s = time.thread_time()
+        forced = self._find_forced_token(new_ids)
+        self._token_cost_s += time.thread_time() - begun_s
+        return forced
+
+    def is_complete(self, new_ids: list[int]) -> bool:
+        """Whether nothing may follow these tokens. Raises `GrammarError`, as `follow` does."""
+        begun_s = time.thread_time()
+        is_stopped = bool(self.follow(new_ids).is_stopped())
+        self._token_cost_s += time.thread_time() - begun_s
+        return is_stopped
+
+    def compute_mask(self, new_ids: list[int], mask: TokenMask, no_end: TokenMask) -> TokenMask:
+        """Fill `mask` with what may follow these tokens. Raises `GrammarError`."""
+        begun_s = time.thread_time()
+        with grammar_errors_only():
+            matcher = self.follow(new_ids)
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            check_matcher(matcher)
+            num_forced_bytes(matcher)
+            if not matcher.is_accepting():  # an end token that is also a piece of text would cut the output
+                mask &= no_end
+            self.end_number(mask)
+        self._note_cost(self._token_cost_s + time.thread_time() - begun_s)
+        return mask
+
+    def take_mask(self) -> TokenMask | Exception | None:
+        """The mask that was begun last, or why there is none; None while it is computed."""
+        pending = self.pending
+        assert pending is not None, "no mask was begun"
+        if not pending.rows.done():
+            self.is_slow = self._is_late = True
+            return None
+        self.pending = None
+        self.is_slow, self._is_late = self._is_late, False
+        return pending.rows.result()[pending.row]
+
+    def _find_forced_token(self, new_ids: list[int]) -> int | None:
         compiled = self._compilation.compiled.result()
         if self.num_probed == 0 and compiled.probe is not None:
             self._probe = compiled.probe.deep_copy()
@@ -150,28 +211,52 @@ class GrammarMatcher:
         forced: list[int] = probe.compute_ff_tokens()
         return forced[0] if forced else None
 
-    def is_complete(self, new_ids: list[int]) -> bool:
-        """Whether nothing may follow these tokens. Raises `GrammarError`, as `follow` does."""
-        return bool(self.follow(new_ids).is_stopped())
+    def _note_cost(self, cost_s: float) -> None:
+        """The mask after a token is there, so its cost is known. Raises `GrammarError` if the answer costs too much."""
+        self._token_cost_s, self.unpaid_s = 0.0, cost_s
+        self.total_cost_s += cost_s
+        if self.total_cost_s > _MAX_COST_S + _MAX_TOKEN_COST_S * self.num_consumed:
+            raise GrammarError(
+                f"The grammar costs too much: {self.total_cost_s:.1f} s of computing for {self.num_consumed} tokens. "
+                "Make it less ambiguous: each text should have one derivation."
+            )
 
-    def take_mask(self) -> TokenMask | Exception | None:
-        """The mask that was begun last, or why there is none; None while it is computed."""
-        pending = self.pending
-        assert pending is not None, "no mask was begun"
-        if not pending.rows.done():
-            self.is_slow = self._is_late = True
-            return None
-        self.pending = None
-        self.is_slow, self._is_late = self._is_late, False
-        if (error := pending.rows.exception()) is not None:  # a panic of llguidance is no Exception
-            return GrammarError(f"The grammar cannot be used: {error}")
-        return pending.rows.result()[pending.row]
+
+class MaskBudget:
+    """CPU seconds for costly masks. A matcher pays for its last mask before the next one is begun."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seen_s = clock()
+        self._left_s = _MAX_SAVED_S
+        self._turn_s = 0.0  # of the matcher that paid last
+
+    def take(self, matchers: list[GrammarMatcher], *, is_limited: bool) -> list[GrammarMatcher]:
+        """Those of the matchers that may go on now. Among those that wait, the one that has paid least is next."""
+        now = self._clock()
+        self._left_s = min(self._left_s + (now - self._seen_s) * _BUDGET_SHARE, _MAX_SAVED_S)
+        self._seen_s = now
+        taken: list[GrammarMatcher] = []
+        for matcher in sorted(matchers, key=lambda one: one.turn_s):
+            if is_limited and self._left_s <= 0:
+                break
+            self._turn_s = max(matcher.turn_s, self._turn_s)
+            matcher.turn_s, unpaid_s, matcher.unpaid_s = self._turn_s + matcher.unpaid_s, matcher.unpaid_s, 0.0
+            self._left_s -= unpaid_s if is_limited else 0.0
+            taken.append(matcher)
+        return taken
 
 
 class StructuredOutput:
     """Compiles an engine's grammars and computes its masks. `close` ends its threads."""
 
-    def __init__(self, model_folder: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        model_folder: Path,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._folder, self._vocab_size, self._eos_token_ids = model_folder, vocab_size, eos_token_ids
         self._wanted: weakref.WeakValueDictionary[str, _Compilation] = weakref.WeakValueDictionary()
         self._kept: OrderedDict[str, _Compilation] = OrderedDict()  # compiled, the latest used last
@@ -180,8 +265,10 @@ class StructuredOutput:
         self._numbers = itertools.count()
         self._no_end = mask_without(vocab_size, eos_token_ids)
         self._compiler = ThreadPoolExecutor(1, "grammar-compiler")
-        self._masker = ThreadPoolExecutor(1, "token-masks")
+        self._num_maskers = min(_MAX_THREADS, max((os.cpu_count() or 1) // 2, 1))
+        self._masker = ThreadPoolExecutor(self._num_maskers, "token-masks")
         self._slow_masker = ThreadPoolExecutor(1, "slow-token-masks")
+        self._budget = MaskBudget(clock)
         # Loaded before there are requests: it takes up to seconds, in most of which no other thread can run.
         self._tokenizer = self._compiler.submit(self._load_tokenizer)
         wait([self._tokenizer])
@@ -218,11 +305,17 @@ class StructuredOutput:
         """Begin to compute what each matcher allows after its new tokens. A late mask that is there now is kept."""
         rows = [row for row in rows if row[0].pending is None]
         quick = [row for row in rows if not row[0].is_slow]
-        if quick:
-            self._begin(self._masker, quick)
+        for number in range(min(self._num_maskers, len(quick))):
+            self._begin(self._masker, quick[number :: self._num_maskers])
         for row in rows:
             if row[0].is_slow:
                 self._begin(self._slow_masker, [row])
+
+    def begin_costly_masks(self, rows: list[tuple[GrammarMatcher, list[int]]], *, is_limited: bool) -> None:
+        """Begin to compute masks for which matchers wait, as many as the budget allows, or all if nobody is delayed."""
+        new_ids = dict(rows)
+        for matcher in self._budget.take(list(new_ids), is_limited=is_limited):
+            self._begin(self._slow_masker, [(matcher, new_ids[matcher])])
 
     def wait_masks(self, matchers: list[GrammarMatcher]) -> None:
         """Wait for the masks of these, but not for long."""
@@ -232,11 +325,6 @@ class StructuredOutput:
         """End the threads, without waiting for a grammar that is being compiled."""
         for pool in (self._compiler, self._masker, self._slow_masker):
             pool.shutdown(wait=False, cancel_futures=True)
-
-    @functools.cached_property
-    def _executor(self) -> llguidance.LLExecutor:
-        """Its threads run from when it is made, and most engines never need them."""
-        return llguidance.LLExecutor(min(_MAX_THREADS, max((os.cpu_count() or 1) // 2, 1)))
 
     def _keep_compiled(self) -> None:
         while self._compiled:
@@ -251,19 +339,11 @@ class StructuredOutput:
             matcher.pending = _PendingMask(masks, row)
 
     def _compute_masks(self, rows: list[tuple[GrammarMatcher, list[int]]]) -> list[TokenMask | Exception]:
-        followed = [outcome_of(matcher.follow, new_ids) for matcher, new_ids in rows]
         masks = np.empty((len(rows), len(self._no_end)), dtype=np.int32)
-        matchers = [(one, row) for row, one in enumerate(followed) if not isinstance(one, Exception)]
-        if matchers:
-            self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(rows))
-        for matcher, row in matchers:
-            if (error := error_of(_check_cost, matcher)) is not None:
-                followed[row] = error
-                continue
-            if not matcher.is_accepting():  # an end token that is also a piece of text would cut the output
-                masks[row] &= self._no_end
-            rows[row][0].end_number(masks[row])
-        return [one if isinstance(one, Exception) else masks[row] for row, one in enumerate(followed)]
+        return [
+            outcome_of(matcher.compute_mask, new_ids, mask, self._no_end)
+            for (matcher, new_ids), mask in zip(rows, masks, strict=True)
+        ]
 
     def _compile_next(self) -> None:
         compilation = self._waiting.get_nowait().compilation()
@@ -289,9 +369,3 @@ class StructuredOutput:
         fast.no_padding()
         made = make_grammar_tokenizer(fast.to_str(), self._vocab_size, self._eos_token_ids)
         return _GrammarTokenizer(made, NumberTokens(fast.get_vocab(), self._vocab_size, made))
-
-
-def _check_cost(matcher: llguidance.LLMatcher) -> None:
-    """Raise `GrammarError` unless the matcher can go on. Its mask is there, and so are its forced bytes."""
-    check_matcher(matcher)
-    num_forced_bytes(matcher)

@@ -64,10 +64,12 @@ class ServingError(Exception):
     `status`, `error_type`, `code` and `param` go into an OpenAI-shaped error response. `may_quote`: its message may
     contain text of a client or of another server, which is only for that client. `num_computed_tokens`: tokens of the
     prompt that a worker had computed before it raised this, or found cached; they count for the limits of API keys.
+    `grammar_s`: CPU time that the worker took for the request's grammar; it counts for the tenant's share.
     """
 
     may_quote = False
     num_computed_tokens = 0
+    grammar_s = 0.0
     status = 500
     error_type = "server_error"
     code: str | None = None

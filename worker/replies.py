@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from tandem.engine.engine import SequenceOutput
+from tandem.engine.sequence import Sequence
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import (
     WIRE_VERSION,
@@ -79,12 +80,16 @@ class RouterReplies:
         """Fail a request that was never opened."""
         self.send(identity, RequestFailed(request_id=request_id, message=reason, code=WorkerError.code or ""))
 
-    def fail(self, request_id: str, message: str, code: str, num_computed_tokens: int = 0) -> None:
-        """Tell the router that a request failed; nothing more is said about it."""
+    def fail(self, request_id: str, message: str, code: str, sequence: Sequence | None = None) -> None:
+        """Tell the router that a request failed, and what its sequence took; nothing more is said about it."""
         identity = self._requests.pop(request_id, None)
         if identity is not None:
             failed = RequestFailed(
-                request_id=request_id, message=message, code=code, num_computed_tokens=num_computed_tokens
+                request_id=request_id,
+                message=message,
+                code=code,
+                num_computed_tokens=0 if sequence is None else sequence.num_computed_prompt_tokens,
+                grammar_s=0.0 if sequence is None else _grammar_s(sequence),
             )
             self.send(identity, failed)
 
@@ -170,5 +175,10 @@ def _delta(output: SequenceOutput) -> SequenceDelta:
         num_loaded_tokens=(sequence.num_loaded_tokens or None) if output.offset == 0 else None,
         logprobs=None if output.logprobs is None else [output.logprobs],
         prompt_logprobs=None if scores is None else scores.packed(),
+        grammar_s=0.0 if output.finish_reason is None else _grammar_s(sequence),
         timeline=None if timeline is None else timeline.ages(time.monotonic()),
     )
+
+
+def _grammar_s(sequence: Sequence) -> float:
+    return 0.0 if sequence.matcher is None else sequence.matcher.total_cost_s

@@ -6,7 +6,7 @@ import enum
 
 import msgspec
 
-from tandem.protocol.messages.fields import Digests, Name, Number, Packed, Text, TokenIds
+from tandem.protocol.messages.fields import Digests, Name, Number, Packed, Seconds, Text, TokenIds
 from tandem.protocol.messages.places import POOL_PLACE, holder_name
 from tandem.protocol.messages.worker import StepStats, WorkerCard, WorkerLoad
 from tandem.protocol.timeline import Ages
@@ -81,6 +81,7 @@ class SequenceDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if requested
     timeline: Ages | None = None  # with the first tokens that this worker sends of a traced request
+    grammar_s: Seconds = 0.0  # with the last token: CPU time that this worker took for its grammar
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -103,6 +104,7 @@ class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: Text
     code: Name
     num_computed_tokens: Number = 0  # of its prompt, by the sender or a peer, cached ones too
+    grammar_s: Seconds = 0.0  # CPU time that the sender took for its grammar
 
 
 class BlockEvents(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -94,7 +94,7 @@ def _error_of(worker_id: str, failed: RequestFailed) -> ServingError:
     if failed.code == WorkerLost.code:
         return WorkerLost(text, worker_id=worker_id)
     error = _ERRORS.get(failed.code, WorkerError)(text, code=failed.code or None)
-    error.num_computed_tokens = failed.num_computed_tokens
+    error.num_computed_tokens, error.grammar_s = failed.num_computed_tokens, failed.grammar_s
     return error
 
 

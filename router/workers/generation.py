@@ -285,6 +285,8 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
 
     async def _recover(self, error: Exception) -> None:
         """Go on with another attempt, after the tokens that were passed on. Raises the error if that cannot help."""
+        if isinstance(error, ServingError) and error.grammar_s:
+            self._note_grammar(error.grammar_s)
         former = self._attempt
         if former is None or self._error is not None:
             raise self._error or error
@@ -387,6 +389,8 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
                     self._trace.worker_told(delta.timeline, self._context.admission_queue.now(), offset=delta.offset)
         due = attempt.in_order(deltas)
         tokens = [self._recorded(_merged(due), attempt)] if due else []
+        if due and due[-1].grammar_s:
+            self._note_grammar(due[-1].grammar_s)
         self._keep_copied(attempt)
         if is_new:
             self.leave_pool()  # its worker's role may have changed since it was placed
@@ -409,6 +413,9 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
             self._has_ended = True
             self._context.admission.note_answer(self._request.service_class.tenant, attempt.num_tokens)
         return delta
+
+    def _note_grammar(self, grammar_s: float) -> None:
+        self._context.admission.note_grammar(self._request.service_class.tenant, grammar_s)
 
     def _note_error(self, error: BaseException) -> None:
         if self._trace is not None:

@@ -96,6 +96,10 @@ class Admission:
         self.lengths.note(tenant, num_output_tokens)
         self._demand.note_answer(num_output_tokens)
 
+    def note_grammar(self, tenant: str, grammar_s: float) -> None:
+        """A worker took this time for the grammar of a tenant's request, beside computing it."""
+        self._queue.charge(tenant, grammar_s)
+
     @property
     def stats(self) -> dict[str, TenantStats]:
         """The outcomes of requests, by the tenants' labels."""

@@ -170,6 +170,12 @@ class FairQueue(Generic[E]):
         entry.start_tag = queue.start_tag
         queue.start_tag += entry.work.worker_s / self._weight_of(entry.tenant)
 
+    def charge(self, tenant: str, worker_s: float) -> None:
+        """Charge a tenant for work that nobody predicted when its request was served."""
+        queue = self._tenants.get(tenant)
+        if queue is not None:
+            queue.start_tag += worker_s / self._weight_of(tenant)
+
     def in_order(self, now: float) -> Iterator[E]:
         """The waiting requests in the order in which they would be served. Change nothing while you iterate."""
         if self._num_entries == 1:  # the usual case: a request came and the workers have room

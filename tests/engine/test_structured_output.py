@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import random
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import pytest
 from tandem.engine import structured_output
 from tandem.engine.engine import Engine, SequenceFailure, StepResult
 from tandem.engine.sequence import Phase, Sequence
-from tandem.engine.structured_output import GrammarMatcher
+from tandem.engine.structured_output import GrammarMatcher, MaskBudget
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.grammar import GrammarError, compile_probe
 from tandem.protocol.messages import FinishReason
@@ -373,6 +375,105 @@ def test_no_step_looks_for_the_end_of_a_long_text(
     probe.consume_tokens(tokenizer.tokenize_str(start + "x"))
     assert not probe.is_error()
     assert len(probe.compute_ff_bytes()) <= 4000
+
+
+# Costly masks have a budget.
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def all_costly(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Each mask waits for the budget, and takes a second of it. The clock stands still unless it is moved."""
+    clock = Clock()
+    monkeypatch.setattr(structured_output, "_COSTLY_S", -1.0)
+    monkeypatch.setattr(structured_output, "_MAX_COST_S", math.inf)
+    monkeypatch.setattr(engine.structured_output, "_budget", MaskBudget(clock))
+    note_cost = GrammarMatcher._note_cost
+    monkeypatch.setattr(GrammarMatcher, "_note_cost", lambda matcher, _: note_cost(matcher, 1.0))
+    return clock
+
+
+def test_others_go_on_while_costly_masks_wait(engine: Engine, all_costly: Clock) -> None:
+    costly = [ask(engine, str(i), regex_grammar("[a-z]{9}"), temperature=1.0, seed=i) for i in range(4)]
+    other = ask(engine, "other", "", max_tokens=400, ignore_eos=True)
+
+    matchers = [sequence.matcher for sequence in costly if sequence.matcher is not None]
+    for matcher in matchers:
+        matcher._compilation.compiled.result(60)
+    for _ in range(40):
+        engine.step()
+        wait([matcher.pending.rows for matcher in matchers if matcher.pending is not None])
+        engine.check_integrity()
+    # First masks are free, because nobody knows yet what they cost. One more takes all that was saved.
+    assert 1 < sum(len(output(sequence)) for sequence in costly) <= 5
+    assert len(output(other)) > 30
+    engine.abort("other")
+    assert run(engine) == []  # nobody else is here, so they need no budget
+    assert all(re.fullmatch("[a-z]{9}", text_of(engine, sequence)) for sequence in costly)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_are_the_same_however_long_masks_wait(
+    engine: Engine, all_costly: Clock, folder: Path, seed: int
+) -> None:
+    source = random.Random(seed)
+    asked = [ask(engine, str(i), **{"grammar": "", "max_tokens": 60, **one}) for i, one in enumerate(REQUESTS)]
+    while engine.has_work:
+        for result in engine.step():
+            assert result.failures == []
+        all_costly.now += source.choice([0.0, 0.1, 8.0])
+        if engine.scheduler.running and source.random() < 0.1:
+            engine.scheduler.preempt(source.choice(engine.scheduler.running))
+        engine.check_integrity()
+    assert [output(sequence) for sequence in asked] == tokens_alone(folder)
+
+
+def test_forced_tokens_have_room_while_the_mask_after_them_waits(engine: Engine, all_costly: Clock) -> None:
+    costly = ask(engine, "a", regex_grammar("[xy]" + "c" * 3 * BLOCK_SIZE + "[xy]"), temperature=1.0)
+    ask(engine, "other", "", max_tokens=60, ignore_eos=True)
+    assert run(engine) == []
+    assert re.fullmatch("[xy]c{48}[xy]", text_of(engine, costly))
+
+
+def test_a_budget_goes_to_those_who_had_least(engine: Engine) -> None:
+    clock = Clock()
+    budget = MaskBudget(clock)
+    small, large = (engine.structured_output.matcher(regex_grammar(name)) for name in ("a", "b"))
+    taken = ""
+    for _ in range(2000):
+        small.unpaid_s, large.unpaid_s = 0.01, 0.04
+        for matcher in budget.take([large, small], is_limited=True):
+            taken += "s" if matcher is small else "l"
+        clock.now += 0.01
+    assert 3.8 < taken.count("s") / taken.count("l") < 4.2
+    cost_s = 0.01 * taken.count("s") + 0.04 * taken.count("l")
+    assert cost_s == pytest.approx(20 * structured_output._BUDGET_SHARE, abs=0.1)
+    late = engine.structured_output.matcher(regex_grammar("c"))
+    late.unpaid_s = small.unpaid_s = 0.01
+    clock.now += 100
+    assert budget.take([small, late], is_limited=True)[0] is late
+    assert late.turn_s > small.turn_s - 0.1, "its place would let it go first for as long as the others were here"
+    small.unpaid_s = large.unpaid_s = 5.0
+    assert set(budget.take([large, small], is_limited=False)) == {large, small}  # nobody else is delayed
+
+
+def test_a_grammar_that_costs_too_much_ends_its_own_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured_output, "_MAX_COST_S", -0.015)
+    bad = ask(engine, "bad", regex_grammar("[ab]{9}"))
+    other = ask(engine, "other", "", max_tokens=30, ignore_eos=True)
+    [failure] = run(engine)
+    assert (failure.sequence, type(failure.error)) == (bad, GrammarError)
+    assert "Make it less ambiguous" in str(failure.error)
+    assert bad.num_computed_prompt_tokens >= bad.num_prompt_tokens - 1  # the last one waited for the mask
+    assert bad.matcher is not None
+    assert bad.matcher.total_cost_s > 0
+    assert len(output(other)) == 30
 
 
 # Compiling.

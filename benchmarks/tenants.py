@@ -1,0 +1,189 @@
+"""Tenants: does one tenant slow down another one, or get more than its limits, by work that is refused or costly?
+
+    python -m benchmarks.tenants [--also FOLDER]
+
+A server with an API key for each of two tenants; `--also` compares with another checkout. Texts: 48 requests with a
+word of 640 KB each, which is refused; the other tenant asks for the tokens of "hi" and for a completion meanwhile.
+Grammars: 16 answers with an ambiguous grammar beside a stream of the other tenant, and the same with a plain grammar.
+Limits: prompt tokens that a key of 500 tokens a minute has computed in 40 requests whose grammar fails in the worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import string
+import sys
+import tempfile
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.common import (
+    HERE,
+    ONE_PAIR,
+    Checkout,
+    Server,
+    Setup,
+    arguments,
+    measure_each,
+    print_table,
+    serving,
+    write_result,
+)
+from tandem.loadtest.client import CUT, MeasuringClient, StreamTiming
+from tandem.loadtest.stats import Distribution
+from tandem.router.keys.store import create_key
+from tandem.scheduling.admission.key_limits import KeyLimits
+
+_AMBIGUOUS = 's: s s s | s s | "x" | "y"'
+_PLAIN = 's: ("x" | "y"){2000}'
+_FAILS_LATE = "[ab]{2}c{20000}"  # a text that is too long to be forced, but not at once
+_LIMIT = 500
+
+
+class Keys(NamedTuple):
+    """Secrets of API keys."""
+
+    hostile: str
+    limited: str
+    limited_too: str
+    other: str
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--also", type=Path, action="append", default=[], metavar="FOLDER", help="another checkout")
+    parser.add_argument("--texts", type=int, default=48)
+    parser.add_argument("--grammars", type=int, default=16)
+    parser.add_argument(
+        "--seconds", type=float, default=40.0, help="of a stream beside grammars (default: %(default)s)"
+    )
+    parser.add_argument("--only", default="", help="texts, grammars or limits")
+    settings = parser.parse_args()
+    if settings.quick:
+        settings.texts, settings.grammars, settings.seconds = 4, 2, 5.0
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder, "keys.json"))
+        keys = Keys(
+            create_key(path, tenant="hostile")[1],
+            create_key(path, tenant="hostile", limits=KeyLimits(tokens_per_minute=_LIMIT))[1],
+            create_key(path, tenant="hostile", limits=KeyLimits(tokens_per_minute=_LIMIT))[1],
+            create_key(path, tenant="other")[1],
+        )
+        checkouts = {"here": HERE, **{str(one): Checkout(one) for one in settings.also}}
+        servers = [
+            serving(Setup(name, (*ONE_PAIR.flags, f"--api-key-file={path}")), settings.model, checkout=checkout)
+            for name, checkout in checkouts.items()
+        ]
+        results = measure_each(servers, partial(measure, keys=keys, settings=settings))
+    names = list(results)
+    rows = [(what, *(results[name][what] for name in names)) for what in results[names[0]]]
+    print_table("One tenant beside another one", ["", *names], rows)
+    write_result("tenants", settings, results)
+    return 0
+
+
+async def measure(server: Server, *, keys: Keys, settings: argparse.Namespace) -> dict[str, float | str]:
+    """All figures of one server."""
+    measured: dict[str, float | str] = {}
+    for name, part in (("texts", measure_texts), ("grammars", measure_grammars), ("limits", measure_limits)):
+        if settings.only in ("", name):
+            measured |= await part(server, keys, settings)
+    return measured
+
+
+async def measure_texts(server: Server, keys: Keys, settings: argparse.Namespace) -> dict[str, float | str]:
+    """How long a tenant waits while another one sends texts that are refused."""
+    rng = random.Random(settings.seed)
+    words = ["".join(rng.choices(string.ascii_lowercase, k=640_000)) for _ in range(settings.texts)]
+    hostile, limited = (MeasuringClient(server.url, api_key=key) for key in (keys.hostile, keys.limited))
+    other = MeasuringClient(server.url, api_key=keys.other)
+    measured: dict[str, float | str] = {}
+    for name, sent in (("quiet", []), ("beside texts", words)):
+        attack = asyncio.gather(*(_status(hostile, "/tokenize", {"prompt": word}) for word in sent))
+        await asyncio.sleep(0.3)  # their bodies arrive
+        short_s = await _seconds(other, "/tokenize", {"prompt": "hi"})
+        prompt = " ".join(rng.choices(["river", "stone", "window", "paper"], k=1500))
+        answer_s = await _seconds(other, "/v1/completions", {"prompt": prompt, "max_tokens": 1})
+        measured |= {f'"hi" {name}, s': short_s, f"completion {name}, s": answer_s}
+        began = time.perf_counter()
+        statuses = await attack
+        if sent:
+            measured |= {"texts' answers": str(Counter(statuses)), "rest of the texts, s": time.perf_counter() - began}
+    fitting = {"prompt": "".join(rng.choices(string.ascii_lowercase, k=100_000))}
+    statuses = [await _status(limited, "/tokenize", fitting) for _ in range(8)]
+    return measured | {f"8 x 100 KB, {_LIMIT} tokens/min": str(Counter(statuses))}
+
+
+async def measure_grammars(server: Server, keys: Keys, settings: argparse.Namespace) -> dict[str, float | str]:
+    """Gaps between the tokens of a stream beside another tenant's grammars."""
+    measured: dict[str, float | str] = {}
+    for name, grammar in (("plain", _PLAIN), ("ambiguous", _AMBIGUOUS)):
+        gaps, errors = await _gaps_beside(server, keys, settings, f"start: s\n{grammar}")
+        measured |= {f"ITL beside {name}, p50 ms": 1e3 * gaps.p50, f"the same, p99 ({name})": 1e3 * gaps.p99}
+        measured[f"ended by an error ({name})"] = errors
+    measured["ITL p50, ratio"] = float(measured["ITL beside ambiguous, p50 ms"]) / float(
+        measured["ITL beside plain, p50 ms"]
+    )
+    return measured
+
+
+async def _gaps_beside(
+    server: Server, keys: Keys, settings: argparse.Namespace, grammar: str
+) -> tuple[Distribution, int]:
+    hostile = MeasuringClient(server.url, api_key=keys.hostile)
+    other = MeasuringClient(server.url, api_key=keys.other)
+    fields = {"model": server.model, "max_tokens": 4000, "ignore_eos": True}
+    costly = {
+        **fields,
+        "prompt": "x y",
+        "structured_outputs": {"grammar": grammar},
+        "logit_bias": {"0": -100, "2": -100},
+    }
+    cut_s = settings.seconds + 5.0
+    attack = [
+        asyncio.create_task(
+            hostile.stream("/v1/completions", {**costly, "seed": number, "temperature": 1.0}, cut_after_s=cut_s)
+        )
+        for number in range(settings.grammars)
+    ]
+    await asyncio.sleep(5.0)  # they decode
+    stream = await other.stream("/v1/completions", {**fields, "prompt": "Once"}, cut_after_s=settings.seconds)
+    ends: list[StreamTiming] = await asyncio.gather(*attack)
+    errors = sum(end.error not in ("", CUT) for end in ends)
+    return Distribution.of(stream.itl_s), errors
+
+
+async def measure_limits(server: Server, keys: Keys, settings: argparse.Namespace) -> dict[str, float | str]:
+    """What a limited key gets computed of prompts whose requests fail."""
+    rng = random.Random(settings.seed)
+    limited = MeasuringClient(server.url, api_key=keys.limited_too)
+    statuses: list[str] = []
+    for _ in range(40):
+        body = {"prompt": rng.choices(range(1000, 4000), k=400), "structured_outputs": {"regex": _FAILS_LATE}}
+        statuses.append(await _status(limited, "/v1/completions", {**body, "max_tokens": 200}))
+    computed = sum(status == "400" for status in statuses)
+    return {f"prompt tokens computed at {_LIMIT}/min": 400.0 * computed, "answers": str(Counter(statuses))}
+
+
+async def _status(client: MeasuringClient, path: str, body: dict[str, Any]) -> str:
+    """200, or the status of the error."""
+    try:
+        await client.request_json("POST", path, body)
+    except OSError as exc:
+        return next((word for word in str(exc).replace(":", " ").split() if word.isdigit()), str(exc)[:60])
+    return "200"
+
+
+async def _seconds(client: MeasuringClient, path: str, body: dict[str, Any]) -> float:
+    began = time.perf_counter()
+    await client.request_json("POST", path, body)
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    sys.exit(main())
