@@ -108,6 +108,10 @@ def _decide(cluster: VirtualCluster, tenant: str) -> None:
     booking.release()
 
 
+async def _no_metrics() -> bytes:
+    return b""
+
+
 async def _flow(num_tokens: int, step_ms: int, seconds: float, seed: int) -> tuple[float, float]:
     """CPU microseconds per request and requests per second; the client loop runs in this process."""
     async with _served() as flow, _asked(flow, num_tokens, step_ms, seed):
@@ -119,7 +123,7 @@ async def _hub(num_tokens: int, step_ms: int, seconds: float, seed: int) -> tupl
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
         endpoint = f"{folder}/hub"
         async with _served() as flow:
-            hub = EdgeHub(BackendService(flow, _Ready(), lambda: b""), endpoint, ApiKeys())
+            hub = EdgeHub(BackendService(flow, _Ready(), _no_metrics), endpoint, ApiKeys())
             hub.expect(_EDGE_ID)
             await hub.start()
             try:

@@ -149,8 +149,12 @@ async def measure(client: MeasuringClient, settings: BenchSettings, concurrency:
 
 
 async def _measure_all(client: MeasuringClient, settings: BenchSettings) -> list[BenchRun]:
+    runs = []
     with progress_bars() as progress:
-        return [await measure(client, settings, concurrency, progress) for concurrency in settings.concurrency]
+        for concurrency in settings.concurrency:
+            runs.append(await measure(client, settings, concurrency, progress))
+            progress.console.print(_line(runs[-1]), markup=False, highlight=False, soft_wrap=True)
+    return runs
 
 
 async def _send(
@@ -207,6 +211,17 @@ def _parse_concurrency(text: str) -> tuple[int, ...]:
     if min(levels) < 1:
         raise ConfigError(f"concurrency={text!r} has a number below 1")
     return levels
+
+
+def _line(run: BenchRun) -> str:
+    """What one run measured, as soon as it is known."""
+    summary = run.summary
+    (ttft, ttft_p99), (itl, itl_p99) = (_ms(one, "p50", "p99") for one in (summary.ttft_s, summary.itl_s))
+    line = (
+        f"{summary.concurrency} at once: {summary.num_requests} requests in {run.run.duration_s:.1f} s, "
+        f"{summary.output_tokens_per_s:.1f} tok/s, TTFT p50 {ttft} p99 {ttft_p99} ms, ITL p50 {itl} p99 {itl_p99} ms"
+    )
+    return line + (f", {summary.num_errors} failed" if summary.num_errors else "")
 
 
 def _readable(error: str) -> str:

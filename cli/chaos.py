@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +23,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tandem.cli.phases import Phases
 from tandem.loadtest.chaos.plan import kinds_of, plan
-from tandem.loadtest.chaos.requests import chaos_client, sample_requests
+from tandem.loadtest.chaos.requests import NUM_REQUESTS, chaos_client, sample_requests
 from tandem.loadtest.chaos.trial import ChaosRun, run_chaos
-from tandem.loadtest.stats import Distribution
+from tandem.loadtest.stats import Distribution, minutes_of
 from tandem.protocol.errors import ConfigError, ServingError
 
 __all__ = ["chaos"]
@@ -33,6 +35,10 @@ __all__ = ["chaos"]
 _SERVING = re.compile(r"Serving (\S+) on (http://\S+)")
 _START_S = 600.0
 _STOP_S = 60.0
+# What parts of a trial take with the default model on a machine with nothing else to do.
+_WORKER_START_S = 10.0  # of one core
+_TOKEN_S = 0.02
+_REST_S = 60.0
 _FLAGS = ["--host-cache-gb=0.1", "--max-restarts=1000", "--no-autoscale"]
 _LINK_FAULTS = "delay=0.02,stick=0.002,fail=0.01,lose=0.002,tear=0.005,flip=0.01,garble=0.005,drop=0.01,repeat=0.01"
 
@@ -82,16 +88,15 @@ def chaos(
 
     [cyan]tandem chaos --events operations --link-faults none -- --pool-gb 0.05 --max-num-seqs 8[/cyan]
     """
-    console = Console(stderr=True, highlight=False)
-
-    def say(line: str) -> None:
-        console.print(line, soft_wrap=True, markup=False)
-
     kinds = [] if events == "none" else kinds_of(events)
     if router_processes == 1:
         kinds = [kind for kind in kinds if kind != "kill-router"]
-    with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as scratch:
-        folder = Path(scratch)
+    began_s = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory(prefix="tandem-chaos-") as scratch,
+        Phases(Console(stderr=True, highlight=False)) as phases,
+    ):
+        say, folder = phases.say, Path(scratch)
         flags = [f"--prefill={prefill}", f"--decode={decode}", f"--router-processes={router_processes}", *_FLAGS]
         flags += [f"--num-cpus-per-worker={_share_of_cores(prefill + decode + 1)}"]  # one may be added
         flags += [f"--disk-cache-path={folder / 'kv'}"]
@@ -99,16 +104,41 @@ def chaos(
         flags += [f"--inject-faults=seed={seed},{link_faults}"] if link_faults != "none" else []
         log_path = Path(log) if log else folder / "serve.log"
         say(f"seed {seed}; the server's log: {log_path}")
+        say(_expected_time(prefill + decode, max_tokens, minutes))
+        phases.begin("starting the server", lambda: _last_line(log_path))
         with _serving([*flags, *(serve_flags or [])], log_path) as (process, name, url):
+            say(f"the server is up after {minutes_of(time.monotonic() - began_s)}")
             trial = _StartedTrial(psutil.Process(process.pid), name, folder / "kv", kinds, seed, minutes * 60, streams)
-            run = asyncio.run(trial.run(url, max_tokens, say))
+            run = asyncio.run(trial.run(url, max_tokens, phases))
+            phases.begin("stopping the server")
         run.num_tracebacks = log_path.read_text(errors="replace").count("Traceback (most recent call last)")
-        _show(run, Console(highlight=False))
+        say(f"the trial took {minutes_of(time.monotonic() - began_s)}")
         if run.lost and not log:
             say(f"the server's log is kept: {_kept(log_path)}")
+    _show(run, Console(highlight=False))
     for line in run.lost:
         say(f"lost: {line}")
     return 1 if run.lost else 0
+
+
+def _expected_time(num_workers: int, max_tokens: int, minutes: float) -> str:
+    """About how long all of it takes."""
+    start_s = 20 + _WORKER_START_S * num_workers / len(os.sched_getaffinity(0))
+    answers_s = NUM_REQUESTS * max_tokens * _TOKEN_S
+    total_s = start_s + answers_s + minutes * 60 + _REST_S
+    return (
+        f"this takes about {minutes_of(total_s)} with the default model on an idle machine: {minutes_of(start_s)} to "
+        f"start, {minutes_of(answers_s)} for undisturbed answers, {minutes_of(minutes * 60)} of load, and "
+        f"{minutes_of(_REST_S)} until all workers are at rest"
+    )
+
+
+def _last_line(log: Path) -> str:
+    """What the server said last."""
+    with contextlib.suppress(OSError):
+        lines = log.read_text(errors="replace").strip().splitlines()
+        return lines[-1].strip()[:100] if lines else ""
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +153,7 @@ class _StartedTrial:
     duration_s: float
     num_streams: int
 
-    async def run(self, url: str, max_tokens: int, say: Callable[[str], None]) -> ChaosRun:
+    async def run(self, url: str, max_tokens: int, phases: Phases) -> ChaosRun:
         async with chaos_client(url) as client:
             cards = (await client.get("/v1/models")).raise_for_status().json()["data"]
             requests = sample_requests(self.seed, self.model, max_tokens, cards[0]["max_model_len"])
@@ -136,7 +166,8 @@ class _StartedTrial:
                 num_streams=self.num_streams,
                 seed=self.seed,
                 disk_folder=self.disk_folder,
-                say=say,
+                say=phases.say,
+                begin=phases.begin,
             )
 
 

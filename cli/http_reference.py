@@ -22,9 +22,12 @@ from tandem.router.http.ignored_fields import IGNORED_HEADER
 from tandem.router.http.refusals import Refusal
 from tandem.router.http.request_id import REQUEST_ID_HEADER
 from tandem.router.http.request_options import EXPLAIN_HEADER, SLO_HEADER, TENANT_HEADER
+from tandem.router.http.sessions import CONVERSATION_HEADER, SESSION_HEADERS
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.messages.schema import (
     ContentBlock,
+    ContextEdit,
+    ContextManagement,
     CountTokensRequest,
     InputMessage,
     MessagesRequest,
@@ -32,11 +35,11 @@ from tandem.router.messages.schema import (
     MessageToolChoice,
     OutputConfig,
     OutputFormat,
+    Quantity,
     Thinking,
 )
 from tandem.router.openai.app import create_app
 from tandem.router.openai.other_fields import UNSERVED
-from tandem.router.openai.planning import CONVERSATION_HEADER
 from tandem.router.openai.schema import (
     ChatMessage,
     ChatRequest,
@@ -95,6 +98,9 @@ _PARTS: dict[Any, str] = {
     Thinking: "`thinking`",
     OutputConfig: "`output_config`",
     OutputFormat: "output format",
+    ContextManagement: "`context_management`",
+    ContextEdit: "edit",
+    Quantity: "quantity",
 }
 _TITLES: dict[type[msgspec.Struct], str] = {
     GenerationFields: "Chat and completions",
@@ -128,6 +134,9 @@ _TITLES: dict[type[msgspec.Struct], str] = {
     Thinking: "`thinking`",
     OutputConfig: "`output_config`",
     OutputFormat: "`format` of `output_config`",
+    ContextManagement: "`context_management`",
+    ContextEdit: "An edit of `context_management`",
+    Quantity: "A quantity of an edit",
     TokenizeRequest: "`/tokenize`",
     DetokenizeRequest: "`/detokenize`",
     PinFields: "`/v1/cache/pin`",
@@ -140,6 +149,7 @@ _REQUEST_HEADERS = {
     "and the page `/dashboard` need none. `/v1/engines` needs the admin token instead",
     "x-api-key": "the key alone, instead of `authorization`, as clients of `/v1/messages` send it",
     "content-type": "`application/json`, or a type that ends with `+json`; required with a JSON body",
+    "content-encoding": "`gzip` or `deflate`, if the body is compressed; others get 415",
     "host": "one of `--allowed-hosts`; a server on loopback also takes `localhost`, `--host` and addresses by which "
     "the machine reaches itself. Any name, if neither is the case; `/health` and `/ready` take any name",
     "origin": "if a web page sends a request that may change something: the server's own origin, or one of "
@@ -149,20 +159,25 @@ _REQUEST_HEADERS = {
     EXPLAIN_HEADER: "`1`: the response explains the routing decision",
     REQUEST_ID_HEADER: "id for the request, 1 to 128 letters, digits or characters of `._:/+=@-`. Any other one is "
     "ignored, and the server chooses an id",
-    CONVERSATION_HEADER: "conversation of the request, if the field `conversation_id` is not set. `serve` only",
+    CONVERSATION_HEADER: "conversation of the request, if the field `conversation_id` is not set; engines get it too",
+    ", ".join(SESSION_HEADERS): "the client's session, which is the conversation if nothing else names it. Values of "
+    "more than 256 characters, or with others than printable ASCII, are ignored",
 }
 _RESPONSE_HEADERS = {
+    "accept-encoding": "the encodings in which a request's body may be sent, with 415",
+    "connection": "`close` once the server has been told to end: send the next request on a new connection",
     "traceresponse": "the request's span, with `--tracing`: version, trace id, span id and flags, as in `traceparent`",
     REQUEST_ID_HEADER: "id of the request, which all log lines about it name. Engines are told it too; if the client "
     "chose it, with a suffix that makes it unique",
     IGNORED_HEADER: "what the body has and the answer is without: hints, fields that nobody here knows, misspelt ones "
     "with the name that was meant. Absent if nothing was ignored",
     EXPLAIN_HEADER: "the routing decision as JSON, if asked for; a stream also has it in its last chunk with choices, "
-    "as `tandem_explain`",
+    "as `tandem_explain`, and only there if its first token took longer than 2 s",
     "retry-after": "seconds to wait, with 429 and some 503",
     "retry-after-ms": "the same in milliseconds, with 429",
-    "x-tandem-engine": "the engine that answered. `route` only",
-    "x-tandem-expected-cached-tokens": "prompt tokens that the engine was expected to have cached. `route` only",
+    "x-tandem-engine": "the engine that answered; not on a stream that began with pings. `route` only",
+    "x-tandem-expected-cached-tokens": "prompt tokens that the engine was expected to have cached; missing where "
+    "`x-tandem-engine` is. `route` only",
     "content-security-policy": "on pages: they may use nothing but files of this server",
     "x-content-type-options": "`nosniff`, on pages and on the dashboard's events",
     "x-accel-buffering": "`no`, on streams: nginx must not buffer them",
@@ -186,11 +201,12 @@ _INTRODUCTION = """\
 
 `tandem serve` and `tandem route` speak the OpenAI API, and Anthropic's Messages API on `/v1/messages`
 ([messages.md](messages.md)), with the routes, fields, headers and errors below. Streams are server-sent events that end
-with `data: [DONE]` (of `/v1/responses` and `/v1/messages`: with an event whose type says so); other bodies are JSON. In
-a request body every optional field may be null. `tandem serve` refuses a field whose name is almost that of one it has
-(`temprature`) and passes over other unknown ones; `tandem route` passes all of them on to the engine. A server tells
-the same of itself as an OpenAPI document (`/openapi.json`), with the shapes of answers, and shows it as a page
-(`/docs`), which uses nothing of any other host.
+with `data: [DONE]` (of `/v1/responses` and `/v1/messages`: with an event whose type says so), and they send pings while
+there is nothing else to send ([deployment.md](deployment.md#behind-a-proxy)). Other bodies are JSON. In a request body
+every optional field may be null. `tandem serve` refuses a field whose name is almost that of one it has (`temprature`)
+and passes over other unknown ones; `tandem route` passes all of them on to the engine. A server tells the same of
+itself as an OpenAPI document (`/openapi.json`), with the shapes of answers, and shows it as a page (`/docs`), which
+uses nothing of any other host.
 """
 _BODIES = """\
 ## Request bodies
@@ -214,8 +230,8 @@ _ERRORS = """\
 ## Errors
 
 The body is `{"error": {"message", "type", "param", "code"}}`; `param` names the field. `type` is `rate_limit_error` for
-429, `invalid_request_error` for other faults of the request, and `server_error` for the rest. After the first token of
-a stream the same body is its last event, without `[DONE]` behind it.
+429, `invalid_request_error` for other faults of the request, and `server_error` for the rest. Once a
+stream has begun, the same body is its last event, without `[DONE]` behind it.
 
 Of `/v1/messages` and `/v1/messages/count_tokens` the body is Anthropic's: `{"type": "error", "error": {"type",
 "message", "param", "code"}}`. Its inner `type` follows from the status: `authentication_error` (401),

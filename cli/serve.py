@@ -8,6 +8,7 @@ from typing import Annotated
 from rich.markup import escape
 
 from tandem.cli.config_flags import Values, fields_by_panel, with_settings
+from tandem.cluster.machine_check import check_machine, check_model_fits
 from tandem.cluster.model_store import check_model, resolve_model, served_name
 from tandem.cluster.node_config import name_for_nodes
 from tandem.protocol.config import (
@@ -85,6 +86,7 @@ def serve(values: Values) -> int:
     """
     config, files = build_config(values), from_values(RouterFiles, values)
     check_tiers(config.tiers, is_local=not config.ray_address)
+    check_machine(config)
     if config.managed.is_managed:
         from tandem.cluster.engines.layout import check_engine  # here: --help need not wait for it
 
@@ -102,6 +104,7 @@ def serve(values: Values) -> int:
             report=lambda line: console.print(f"  {line}", markup=False, soft_wrap=True),
             needs_weights=not config.ray_address,  # on a cluster, the nodes with workers fetch them
         )
+    check_model_fits(config, folder)
     name = config.engine.served_model_name or served_name(model)
     config = build_config(values | {"model": str(folder), "served_model_name": name})
 

@@ -86,13 +86,15 @@ class Departures:
             raise DrainRefused(f"{name} is not up; ask again when it is.")
         if member.is_up.is_set() and (member.flip_lock.locked() or not member.is_ready):
             raise DrainRefused(f"{name} is about to play another role; ask again in a moment.")
-        if restart:
-            return  # requests that nothing else can serve wait for it
+        if not restart and not self._can_spare(member):  # requests that nothing else can serve wait for a restart
+            raise DrainRefused(f"Without {name} nothing could answer: add another worker first, or restart it.")
+
+    def _can_spare(self, member: Member) -> bool:
+        """Whether others could answer every request."""
         others = [one for one in self._members.values() if one.is_up.is_set() and one is not member and not one.departs]
         can_decode = any(one.role is not Role.PREFILL or one.can_cover for one in others)
         can_prefill = any(one.role is not Role.DECODE or one.can_cover for one in others)
-        if not (can_decode and can_prefill):
-            raise DrainRefused(f"Without {name} nothing could answer: add another worker first, or restart it.")
+        return can_decode and can_prefill
 
     async def _abandon(self, member: Member, record: dict[str, object]) -> None:
         """Give up a worker that does not serve: it is being started, has no room, or dies again and again."""
@@ -104,11 +106,16 @@ class Departures:
         record["left_after_s"] = round(time.monotonic() - began_s, 3)
 
     async def _depart(self, member: Member, grace_s: float, record: dict[str, object]) -> None:
+        """Let it finish, for `grace_s` at most, then end its process.
+
+        If the others that could answer are gone meanwhile, it serves until one of them is back.
+        """
         began_s, actor = time.monotonic(), member.actor
-        member.withdraw(str(record["reason"]))
+        is_fallback = self._can_spare(member)
+        member.withdraw(str(record["reason"]), is_fallback=is_fallback)
         self._cover()
         try:
-            record["finished"] = await _is_at_rest(member, grace_s)
+            record["finished"] = await self._is_at_rest(member, grace_s, is_fallback=is_fallback)
             if member.actor is actor:
                 await asyncio.wait_for(member.stop(), _STOP_TIMEOUT_S)
         except (RayError, ServingError, TimeoutError) as exc:
@@ -120,17 +127,23 @@ class Departures:
             if member.actor is actor:
                 self._kill(member)
 
+    async def _is_at_rest(self, member: Member, grace_s: float, *, is_fallback: bool) -> bool:
+        """Wait at most `grace_s` until a worker is idle and nobody needs it. Returns whether it is idle.
 
-async def _is_at_rest(member: Member, grace_s: float) -> bool:
-    """Wait at most `grace_s` until a worker is idle. Returns whether it is. It may die meanwhile."""
-    deadline_s, actor = time.monotonic() + grace_s, member.actor
-    idle_since_s: float | None = None
-    while member.actor is actor:
-        is_idle, now = await member.is_idle(), time.monotonic()
-        idle_since_s = (idle_since_s or now) if is_idle else None
-        if idle_since_s is not None and now - idle_since_s >= _QUIET_S:
-            return True
-        if now > deadline_s:
-            return is_idle
-        await asyncio.sleep(_POLL_S)
-    return False
+        It may die meanwhile. NOTE: when this returns, nothing more goes to the worker, not even for lack of others.
+        """
+        deadline_s, actor = time.monotonic() + grace_s, member.actor
+        idle_since_s: float | None = None
+        while True:
+            is_idle, now = await member.is_idle(), time.monotonic()
+            if member.actor is not actor:
+                return False
+            idle_since_s = (idle_since_s or now) if is_idle else None
+            is_quiet = idle_since_s is not None and now - idle_since_s >= _QUIET_S
+            if is_fallback and (now > deadline_s or (is_quiet and self._can_spare(member))):
+                member.withdraw("its process is about to end")  # what was sent there just now is seen in the next look
+                is_fallback = False
+            elif not is_fallback and (is_quiet or now > deadline_s):
+                return is_idle
+            else:
+                await asyncio.sleep(_POLL_S)

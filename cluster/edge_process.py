@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EdgeSettings", "EngineEdge", "TextEdge", "main"]
 
+CLOSING_S = 5.0  # for a process to close, after the time in which answers may end
 METRICS_FOLDER_ENV = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's
 
 
@@ -72,6 +73,11 @@ class EdgeSettings:
     needs_key: bool = False  # whether clients need an API key
     tenants: Tenants = field(default_factory=Tenants)
     admin_token: str = field(default="", repr=False)
+
+    @property
+    def longest_drain_s(self) -> float:
+        """How long this process may take to end. The hub ends answers that take too long; this is for the hub's end."""
+        return max(self.router.drain_timeout_s, self.router.shutdown_grace_s) + CLOSING_S
 
 
 def main() -> None:
@@ -113,24 +119,21 @@ async def _serve(settings: EdgeSettings, pipe: ParentPipe, listener: socket.sock
     from tandem.router.http.server import serve_until
 
     metrics = CollectorRegistry()
-    async with pipe.obeying() as (stop, stop_now):
+    async with pipe.obeying() as orders:
         # `stop.set`: without the hub this process can only finish what runs. Its parent starts another one.
         if isinstance(settings.edge, TextEdge):
-            making = _text_app(settings, settings.edge.model, metrics, stop.set)
-            drain_timeout_s = None  # the hub ends what takes too long
+            making = _text_app(settings, settings.edge.model, metrics, orders.stop.set)
         else:
-            making = _engines_app(settings, settings.edge, metrics, stop.set)
-            drain_timeout_s = settings.router.drain_timeout_s
+            making = _engines_app(settings, settings.edge, metrics, orders.stop.set)
         async with making as app:
             await serve_until(
-                stop,
-                stop_now,
+                orders,
                 app,
                 settings.router,
                 listener,
                 metrics,
                 lambda: pipe.say("ready"),
-                drain_timeout_s=drain_timeout_s,
+                drain_timeout_s=settings.longest_drain_s,
             )
 
 
@@ -154,7 +157,7 @@ async def _text_app(
     await backend.start()
 
     async def scrape() -> bytes:
-        return _counters(settings, [backend.model]) + await backend.scrape()
+        return await asyncio.to_thread(_counters, settings, [backend.model]) + await backend.scrape()
 
     yield create_app(
         backend,
@@ -195,7 +198,7 @@ async def _engines_app(
     )
 
     async def scrape() -> bytes:
-        return _counters(settings, dispatcher.models) + await dispatcher.scrape()
+        return await asyncio.to_thread(_counters, settings, dispatcher.models) + await dispatcher.scrape()
 
     yield create_engines_app(
         dispatcher,

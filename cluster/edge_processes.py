@@ -28,8 +28,6 @@ from tandem.scheduling.admission.tenants import Tenants
 
 __all__ = ["EdgeProcesses", "edge_processes"]
 
-CLOSING_S = 5.0  # a process has this long after drain_timeout_s to close
-
 
 @contextlib.asynccontextmanager
 async def edge_processes(
@@ -96,7 +94,7 @@ class EdgeProcesses:
             "tandem.cluster.edge_process",
             self._setup,
             settings.router.router_processes,
-            stop_timeout_s=settings.router.drain_timeout_s + CLOSING_S,
+            stop_timeout_s=settings.longest_drain_s,
             silence_timeout_s=settings.router.worker_timeout_s,
             on_ended=self._ended,
         )
@@ -111,6 +109,10 @@ class EdgeProcesses:
     def is_serving(self) -> bool:
         """Whether all of them have begun to serve."""
         return self.has_started.is_set()
+
+    def leave(self) -> None:
+        """Go on, but answer `/ready` with 503, and let no connection be used again."""
+        self.group.leave()
 
     def drain(self) -> None:
         """Accept nothing more, let running answers end, then end the processes."""

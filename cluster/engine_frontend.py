@@ -20,7 +20,7 @@ from tandem.router.engines.fleet.fleet import EngineFleet
 from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
 from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.engines.relay.prompts import load_readers
-from tandem.router.http.exposition import exposition
+from tandem.router.http.exposition import registry_text
 from tandem.router.http.server import http_server
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.keys.metrics import KeyCollector
@@ -88,9 +88,6 @@ async def _one_process(
         setup.export.register(metrics)
     show_num_processes(metrics, lambda: 1)
 
-    async def scrape() -> bytes:
-        return exposition(metrics, setup.router, dispatcher.models)
-
     app = create_engines_app(
         dispatcher,
         connections,
@@ -98,7 +95,7 @@ async def _one_process(
         metrics,
         config=setup.router,
         engines_config=setup.engines,
-        scrape=scrape,
+        scrape=lambda: registry_text(metrics, setup.router, dispatcher.models),
         api_keys=setup.api_keys,
         tenants=setup.tenants,
         admin_token=setup.admin_token,
@@ -106,7 +103,7 @@ async def _one_process(
     )
     async with (
         app.router.lifespan_context(app),
-        http_server(app, setup.router, listener, metrics, on_drain=app.drain) as server,
+        http_server(app, setup.router, listener, metrics, on_leave=app.leave, on_drain=app.drain) as server,
     ):
         yield server
 
@@ -121,7 +118,7 @@ async def _edge_processes(
     metrics.register(KeyCollector(setup.api_keys))
     if setup.export is not None:
         setup.export.register(metrics)
-    service = DispatchService(dispatcher, lambda: exposition(metrics, setup.router, dispatcher.models))
+    service = DispatchService(dispatcher, lambda: registry_text(metrics, setup.router, dispatcher.models))
     show_num_processes(metrics, lambda: service.num_edges)
     async with (
         dispatcher.running(),

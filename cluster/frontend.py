@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from tandem.runtime.signals import wait_for_any
+from tandem.protocol.config import RouterConfig
+from tandem.runtime.signals import StopSignals, wait_for_any
 
-__all__ = ["HttpFrontend", "drain"]
+__all__ = ["HttpFrontend", "drain", "stop_serving"]
 
 _FINAL_EVENTS_S = 2.0  # for clients to read how their answer ended
 
@@ -32,8 +33,29 @@ class HttpFrontend(Protocol):
     def num_running(self) -> int:
         """Requests that are being answered."""
 
+    def leave(self) -> None:
+        """Go on, but answer `/ready` with 503, and let no connection be used again."""
+
     def drain(self) -> None:
         """Accept nothing more, let running answers end, then end the server."""
+
+
+async def stop_serving(
+    frontend: HttpFrontend,
+    signals: StopSignals,
+    shut_down: Callable[[], None],
+    config: RouterConfig,
+    progress: Callable[[str], None],
+) -> None:
+    """Drain as fast as the signal asks for: SIGTERM lets load balancers notice first, and gives answers more time."""
+    timeout_s = config.drain_timeout_s
+    if signals.is_service:
+        timeout_s = config.shutdown_grace_s
+        frontend.leave()
+        if config.shutdown_delay_s:
+            progress(f"SIGTERM: not ready any more, but serving for another {config.shutdown_delay_s:g} s")
+            await wait_for_any(frontend.serving, signals.stop_now, timeout_s=config.shutdown_delay_s)
+    await drain(frontend, signals.stop_now, shut_down, timeout_s, progress)
 
 
 async def drain(
@@ -47,7 +69,7 @@ async def drain(
     frontend.drain()
     if num_running := frontend.num_running:
         answers = "1 answer" if num_running == 1 else f"{num_running} answers"
-        progress(f"stopping: waiting up to {timeout_s:g} s for {answers} (Ctrl-C again stops now)")
+        progress(f"stopping: waiting up to {timeout_s:g} s for {answers} (a second signal stops now)")
     else:
         progress("stopping")
     # Even if no answer is running: an edge process may still read a request or send the end of an answer.

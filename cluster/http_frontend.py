@@ -14,7 +14,7 @@ from tandem.cluster.edge_processes import edge_processes
 from tandem.cluster.frontend import HttpFrontend
 from tandem.protocol.config import ClusterConfig
 from tandem.router.admission_metrics import AdmissionCollector
-from tandem.router.http.exposition import exposition
+from tandem.router.http.exposition import registry_text
 from tandem.router.http.server import http_server
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.keys.metrics import KeyCollector
@@ -52,14 +52,14 @@ async def serve_http(
         app = create_app(flow, tokenizer, config.router, metrics, api_keys=api_keys, tenants=tenants, tracing=tracing)
         async with (
             app.router.lifespan_context(app),
-            http_server(app, config.router, listener, metrics, on_drain=app.drain) as server,
+            http_server(app, config.router, listener, metrics, on_leave=app.leave, on_drain=app.drain) as server,
         ):
             yield server, app.state.readiness
         return
     async with (
         ReadinessProbe(flow, tokenizer.start_id or 0) as readiness,
         edge_processes(
-            BackendService(flow, readiness, lambda: exposition(metrics, config.router, [flow.model])),
+            BackendService(flow, readiness, lambda: registry_text(metrics, config.router, [flow.model])),
             TextEdge(config.engine.model),
             config=config.router,
             listener=listener,

@@ -166,8 +166,11 @@ class Member(ABC):
         """Whether the router places requests on it."""
 
     @abstractmethod
-    def withdraw(self, reason: str) -> None:
-        """Stop the router from placing anything more on it; what runs there goes on, or moves."""
+    def withdraw(self, reason: str, *, is_fallback: bool = False) -> None:
+        """Stop the router from placing anything more on it; what runs there goes on, or moves.
+
+        One that `is_fallback` still gets what no other worker can serve, until a call that says it is not.
+        """
 
     @abstractmethod
     async def play(self, role: Role, reason: str) -> Requests:
@@ -359,13 +362,16 @@ class WorkerMember(Member):
         worker = self._registry.get(self.worker_id)
         return worker is not None and worker.state is WorkerState.READY
 
-    def withdraw(self, reason: str) -> None:
+    def withdraw(self, reason: str, *, is_fallback: bool = False) -> None:
         """As `Member.withdraw`: its answers move to other workers that have room."""
-        self._registry.set_state(self.worker_id, WorkerState.DRAINING, reason)
+        self._registry.set_state(self.worker_id, WorkerState.DRAINING, reason, is_fallback=is_fallback)
 
     async def is_idle(self) -> bool:
         """As `Member.is_idle`: peers may still read KV of answers that moved, or write some into it."""
         status: WorkerStatus = await call(self.actor.status)
+        worker = self._registry.get(self.worker_id)
+        if worker is not None and worker.is_booked:  # requests may be on their way to it
+            return False
         return not (status.request_ids or status.num_open_handoffs or status.num_open_leases or status.num_open_reads)
 
     async def play(self, role: Role, reason: str) -> Requests:

@@ -1,8 +1,9 @@
 """Several equal processes under one parent: they are started, replaced when they die, and stopped together.
 
 Each child reads its setup from its standard input, writes "ready" or "error: why" to its standard output, and obeys
-the commands that follow: "stop" (finish what runs) and "now". The input ends when the parent does, however that
-happened, so no child is ever left over. Twice a second the child's event loop writes "alive". A silent child is killed.
+the commands that follow: "leave" (be ready no more), "stop" (finish what runs) and "now". The input ends when the
+parent does, however that happened, so no child is ever left over. Twice a second the child's event loop writes "alive".
+A silent child is killed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tandem.protocol.errors import ConfigError
 from tandem.protocol.python_module import module_command, module_environment
 from tandem.runtime.background import BackgroundTasks
 from tandem.runtime.idle_timeout import answered_in_time
-from tandem.runtime.signals import stop_events
+from tandem.runtime.signals import ServingOrders, stop_signals
 
 __all__ = ["ParentPipe", "ProcessGroup"]
 
@@ -66,11 +67,17 @@ class ProcessGroup:
         self._stop_timeout_s = stop_timeout_s
         self._silence_timeout_s = max(silence_timeout_s, 4 * BEAT_INTERVAL_S)
         self._children: dict[int, Process] = {}
+        self._is_leaving = False
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the children that run."""
         return [child.pid for child in self._children.values() if child.returncode is None]
+
+    def leave(self) -> None:
+        """Tell all children, and those that will replace them, that they are to be stopped soon."""
+        self._is_leaving = True
+        self._tell("leave")
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Start all, call `on_ready` once all serve, replace those that end until `stop` is set, and stop all.
@@ -129,6 +136,8 @@ class ProcessGroup:
         except OSError as exc:
             raise ConfigError(f"process {number} cannot be started: {exc}") from exc
         _write(child, self._make_setup(number))
+        if self._is_leaving:
+            _write(child, b"leave")
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 while (word := await _next_line(child)) == _ALIVE:
@@ -252,28 +261,29 @@ class ParentPipe:
             os.write(self._out, line.replace("\n", " ").encode() + b"\n")
 
     @contextlib.asynccontextmanager
-    async def obeying(self) -> AsyncIterator[tuple[asyncio.Event, asyncio.Event]]:
-        """The events `stop` and `stop_now`, which the parent's commands set, and SIGTERM too.
+    async def obeying(self) -> AsyncIterator[ServingOrders]:
+        """What the parent's commands ask for. SIGTERM asks too, for `stop` and then for `stop_now`.
 
         The end of the parent counts as "now". While the block runs the parent is shown that this process lives.
         """
-        stop, stop_now = stop_events(signal.SIGTERM)
-        tasks = BackgroundTasks()
-        tasks.start("commands of the parent", lambda: self._obey(stop, stop_now), lambda _: stop_now.set())
+        signals, tasks = stop_signals(signal.SIGTERM), BackgroundTasks()
+        orders = ServingOrders(asyncio.Event(), signals.stop, signals.stop_now)
+        tasks.start("commands of the parent", lambda: self._obey(orders), lambda _: orders.stop_now.set())
         try:
-            yield stop, stop_now
+            yield orders
         finally:
             await tasks.close()
 
-    async def _obey(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
+    async def _obey(self, orders: ServingOrders) -> None:
+        events = {b"leave": orders.leave, b"stop": orders.stop, b"now": orders.stop_now}
         loop = asyncio.get_running_loop()
         beating = asyncio.create_task(self._beat())
         reader = asyncio.StreamReader()
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._input)
         try:
             while command := await reader.readline():
-                (stop_now if command.strip() == b"now" else stop).set()
-            stop_now.set()
+                events[command.strip()].set()
+            orders.stop_now.set()
         finally:
             beating.cancel()
             transport.close()

@@ -11,6 +11,7 @@ from dataclasses import replace
 import uvloop
 
 from tandem.cluster.engine_frontend import RouterSetup, make_fleet, serve_engines_http
+from tandem.cluster.frontend import stop_serving
 from tandem.protocol.settings import changed_settings
 from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
 from tandem.router.http.listening import listening
@@ -20,7 +21,7 @@ from tandem.router.tracing.setup import begin_tracing, closing_tracing, tracing_
 from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.log_format import show_warnings
 from tandem.runtime.ports import bracketed
-from tandem.runtime.signals import stop_events, wait_for_any
+from tandem.runtime.signals import stop_signals, wait_for_any
 from tandem.runtime.status_console import StatusConsole
 
 __all__ = ["serve_engines"]
@@ -38,7 +39,7 @@ def serve_engines(setup: RouterSetup, key_file: KeyFile) -> int:
 
 
 async def _serve(setup: RouterSetup, key_file: KeyFile, listener: socket.socket) -> None:
-    stop, stop_now = stop_events(signal.SIGINT, signal.SIGTERM)
+    signals = stop_signals(signal.SIGINT, signal.SIGTERM)
     fleet, file = make_fleet(setup), setup.fleet_file
     export = begin_tracing("router" if setup.router.router_processes == 1 else "hub", is_on=setup.router.tracing)
     dispatcher = LocalDispatcher(
@@ -54,15 +55,13 @@ async def _serve(setup: RouterSetup, key_file: KeyFile, listener: socket.socket)
         key_file.followed() as api_keys,
         serve_engines_http(dispatcher, replace(setup, api_keys=api_keys, export=export), listener) as frontend,
     ):
-        await wait_for_any(frontend.serving, frontend.has_started, stop)
+        await wait_for_any(frontend.serving, frontend.has_started, signals.stop)
         if frontend.is_serving:
             freeze_startup_heap()
             _welcome(setup, listener)
-        await wait_for_any(frontend.serving, stop)
-        frontend.drain()
-        # Edge processes end their answers by the same time, each by itself.
-        timeout_s = setup.router.drain_timeout_s if setup.router.router_processes == 1 else None
-        await wait_for_any(frontend.serving, stop_now, timeout_s=timeout_s)
+        await wait_for_any(frontend.serving, signals.stop)
+        if signals.stop.is_set():
+            await stop_serving(frontend, signals, dispatcher.shut_down, setup.router, StatusConsole().print)
     frontend.serving.result()
 
 

@@ -22,7 +22,7 @@ from rich.markup import escape
 from tandem.cluster.cleanup import private_run
 from tandem.cluster.engines.layout import parallelism_of
 from tandem.cluster.engines.service import EngineService
-from tandem.cluster.frontend import HttpFrontend, drain
+from tandem.cluster.frontend import HttpFrontend, stop_serving
 from tandem.cluster.own_service import OwnService
 from tandem.cluster.ray_runtime import RayDaemon, daemons_watched, ray_running
 from tandem.cluster.supervisor import Supervisor
@@ -36,7 +36,7 @@ from tandem.router.keys.key_file import KeyFile
 from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.log_format import show_warnings
 from tandem.runtime.ports import bracketed
-from tandem.runtime.signals import stop_events, wait_for_any
+from tandem.runtime.signals import stop_signals, wait_for_any
 from tandem.runtime.status_console import StatusConsole
 from tandem.scheduling.admission.tenants import Tenants
 
@@ -117,7 +117,8 @@ async def _serve(
     progress: Callable[[str], None],
     console: StatusConsole,
 ) -> int:
-    stop, stop_now = stop_events(signal.SIGINT, signal.SIGTERM)
+    signals = stop_signals(signal.SIGINT, signal.SIGTERM)
+    stop = signals.stop
     make = EngineService if config.managed.is_managed else OwnService
     service: Service = make(config, tenants, model, socket_folder, progress)
     supervisor = service.supervisor
@@ -141,7 +142,7 @@ async def _serve(
             await wait_for_any(*ends, stop)
             if not stop.is_set():  # SIGTERM may have reached all our processes
                 _raise_failures(ends)
-            await drain(frontend, stop_now, service.shut_down, config.router.drain_timeout_s, progress)
+            await stop_serving(frontend, signals, service.shut_down, config.router, progress)
     return 0
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 import ray
 
+from tandem.cluster.machine_check import check_cores
+from tandem.cluster.roles import ranks_of, roles_of, worker_ids_of
 from tandem.protocol.config import GPU_MEMORY_SHARE, ClusterConfig, WorkerConfig
 from tandem.protocol.errors import ConfigError
-from tandem.protocol.messages import Role
 
-__all__ = ["cores_of", "needs_of", "resolve", "roles_of", "worker_configs", "worker_ids_of"]
+__all__ = ["cores_of", "needs_of", "resolve", "worker_configs"]
 
 # Tokens of a step by (has a GPU, colocated). A chunk of a prompt delays the sequences that decode beside it by its
 # whole duration, so a worker that always does both takes smaller ones.
@@ -26,7 +26,7 @@ def resolve(config: ClusterConfig, num_ranks: int = 1) -> ClusterConfig:
 
     Each server of another engine has `num_ranks`. Each rank takes a GPU. Raises `ConfigError`.
     """
-    ranks = [max(num_ranks, _ranks_of(config, role)) for role in roles_of(config)]
+    ranks = [max(num_ranks, ranks_of(config, role)) for role in roles_of(config)]
     num_workers = len(ranks)
     resources = ray.cluster_resources()
     # A private Ray does not grow: the autoscaler's workers need a share too.
@@ -45,12 +45,8 @@ def resolve(config: ClusterConfig, num_ranks: int = 1) -> ClusterConfig:
             f"num_gpus_per_worker={num_gpus} for {num_workers} workers needs {needed} GPUs; "
             f"Ray has {resources.get('GPU', 0)}"
         )
-    # A cluster that was joined may grow until it has the cores; a private Ray would wait for them for ever.
-    if not config.ray_address and config.num_cpus_per_worker * num_workers > resources.get("CPU", 0):
-        raise ConfigError(
-            f"num_cpus_per_worker={num_cpus:g} for {num_workers} worker(s) needs {num_cpus * num_workers:g} cores; "
-            f"this machine has {resources.get('CPU', 0):g}"
-        )
+    if not config.ray_address:
+        check_cores(config, resources.get("CPU", 0))
     engine = config.engine
     tokens = _STEP_TOKENS[num_gpus > 0, config.colocated]
     return replace(
@@ -68,14 +64,8 @@ def resolve(config: ClusterConfig, num_ranks: int = 1) -> ClusterConfig:
 
 def needs_of(config: ClusterConfig) -> list[tuple[float, float]]:
     """Cores and GPUs of each worker. `config` is resolved."""
-    ranks = [_ranks_of(config, role) for role in roles_of(config)]
+    ranks = [ranks_of(config, role) for role in roles_of(config)]
     return [(config.num_cpus_per_worker, num_gpus) for num_gpus in _gpus_of(config.num_gpus_per_worker, ranks)]
-
-
-def _ranks_of(config: ClusterConfig, role: Role) -> int:
-    """Ranks of a worker with our own engine that starts in this role."""
-    engine = config.engine
-    return (role is Role.DECODE and engine.decode_parallel_size) or engine.tensor_parallel_size
 
 
 def _gpus_of(num_gpus: float, ranks: Sequence[int]) -> list[float]:
@@ -97,25 +87,6 @@ def _share_of_gpus(num_gpus: int, ranks: Sequence[int]) -> float:
             "start fewer workers, or lower the parallel sizes"
         )
     return math.floor(1e4 / math.ceil(len(ranks) / num_gpus)) / 1e4  # Ray counts to four decimals
-
-
-def roles_of(config: ClusterConfig) -> list[Role]:
-    """The roles with which the workers start."""
-    return (
-        [Role.COLOCATED]
-        if config.colocated
-        else [Role.PREFILL] * config.num_prefill + [Role.DECODE] * config.num_decode
-    )
-
-
-def worker_ids_of(roles: Sequence[Role]) -> list[str]:
-    """A name for each worker: its role and number."""
-    counts: Counter[Role] = Counter()
-    names = []
-    for role in roles:
-        names.append(f"{role}-{counts[role]}")
-        counts[role] += 1
-    return names
 
 
 def _share_of_cores(num_workers: int) -> float:
@@ -145,7 +116,7 @@ def worker_configs(
         WorkerConfig(
             worker_id=name,
             role=role,
-            engine=replace(engine, tensor_parallel_size=_ranks_of(config, role), decode_parallel_size=0),
+            engine=replace(engine, tensor_parallel_size=ranks_of(config, role), decode_parallel_size=0),
             transfer=config.transfer,
             tiers=config.tiers,
             host="" if config.ray_address else "127.0.0.1",

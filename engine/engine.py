@@ -68,6 +68,12 @@ class SequenceFailure:
     sequence: Sequence
     error: Exception
 
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens of its prompt that were computed or found cached, here or by a peer."""
+        computed = len(self.sequence.token_ids) if self.sequence.has_first_token else self.sequence.num_computed_tokens
+        return min(computed, self.sequence.num_prompt_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

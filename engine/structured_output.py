@@ -16,12 +16,13 @@ import weakref
 from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import llguidance
 import numpy as np
 from transformers import AutoTokenizer
 
+from tandem.engine.number_tokens import NumberTokens, TokenMask, mask_without, writes_json
 from tandem.protocol.fault_boundary import error_of, outcome_of
 from tandem.protocol.grammar import (
     GrammarError,
@@ -41,14 +42,13 @@ _MAX_RUN_BYTES = 512  # of a forced text whose tokens are looked for one by one:
 # Wait for masks after a step's forward. Most take less than a millisecond, but all cores may be busy.
 _MAX_MASK_WAIT_S = 0.02
 
-TokenMask = np.ndarray[Any, Any]  # [ceil(vocab / 32)], int32; bit i of word w allows token 32 w + i
-
 
 class _Compiled(NamedTuple):
     """A grammar at its beginning."""
 
     matcher: llguidance.LLMatcher
     probe: llguidance.LLMatcher | None  # looks for forced tokens; None if the grammar is too large for that
+    numbers: NumberTokens | None  # ends numbers that are too long; None if the grammar has no JSON
 
 
 class _Compilation:
@@ -58,6 +58,13 @@ class _Compilation:
         self.grammar = grammar
         self.order: float | None = None  # its place in the line
         self.compiled: Future[_Compiled] = Future()
+
+
+class _GrammarTokenizer(NamedTuple):
+    """The model's tokenizer, as grammars use it, and its tokens that make numbers long."""
+
+    tokenizer: llguidance.LLTokenizer
+    numbers: NumberTokens
 
 
 class _Waiting(NamedTuple):
@@ -83,6 +90,7 @@ class GrammarMatcher:
         self._matcher: llguidance.LLMatcher | None = None
         self._probe: llguidance.LLMatcher | None = None
         self.num_consumed = 0  # tokens of the output
+        self._num_digits = 0  # in a row, at the end of what it has consumed
         self.num_probed = 0  # tokens of the output that the probe has consumed
         self.pending: _PendingMask | None = None
         self.is_slow = False  # its last mask was late: the next one does not delay those of others
@@ -98,14 +106,22 @@ class GrammarMatcher:
 
         Raises `GrammarError` if the output does not match, or costs too much.
         """
-        matcher = self._matcher
+        matcher, compiled = self._matcher, self._compilation.compiled.result()
         if matcher is None:
-            matcher = self._matcher = self._compilation.compiled.result().matcher.deep_copy()
+            matcher = self._matcher = compiled.matcher.deep_copy()
         self.num_consumed += len(new_ids)
         if new_ids:
             matcher.consume_tokens(new_ids)
+            if compiled.numbers is not None:
+                self._num_digits = compiled.numbers.run_after(self._num_digits, new_ids)
         check_matcher(matcher)
         return matcher
+
+    def end_number(self, mask: TokenMask) -> None:
+        """Take the digits out of the mask that follows what it has consumed, if a number of JSON is too long."""
+        numbers = self._compilation.compiled.result().numbers
+        if numbers is not None:
+            numbers.end_number(mask, self._num_digits)
 
     def forced_token(self, new_ids: list[int]) -> int | None:
         """The only token that may follow these ones, if that is known without the mask.
@@ -162,7 +178,7 @@ class StructuredOutput:
         self._compiled: deque[_Compilation] = deque()  # by the compiler's thread, not among `_kept` yet
         self._waiting: queue.PriorityQueue[_Waiting] = queue.PriorityQueue()
         self._numbers = itertools.count()
-        self._no_end = _mask_without(vocab_size, eos_token_ids)
+        self._no_end = mask_without(vocab_size, eos_token_ids)
         self._compiler = ThreadPoolExecutor(1, "grammar-compiler")
         self._masker = ThreadPoolExecutor(1, "token-masks")
         self._slow_masker = ThreadPoolExecutor(1, "slow-token-masks")
@@ -173,6 +189,10 @@ class StructuredOutput:
     @property
     def tokenizer(self) -> llguidance.LLTokenizer:
         """The model's tokenizer, as grammars use it. Raises `GrammarError` if the model has none that they can use."""
+        return self._loaded.tokenizer
+
+    @property
+    def _loaded(self) -> _GrammarTokenizer:
         if (error := self._tokenizer.exception()) is not None:
             raise GrammarError(f"This model has no tokenizer that structured output can use: {error}")
         return self._tokenizer.result()
@@ -239,8 +259,10 @@ class StructuredOutput:
         for matcher, row in matchers:
             if (error := error_of(_check_cost, matcher)) is not None:
                 followed[row] = error
-            elif not matcher.is_accepting():  # an end token that is also a piece of text would cut the output
+                continue
+            if not matcher.is_accepting():  # an end token that is also a piece of text would cut the output
                 masks[row] &= self._no_end
+            rows[row][0].end_number(masks[row])
         return [one if isinstance(one, Exception) else masks[row] for row, one in enumerate(followed)]
 
     def _compile_next(self) -> None:
@@ -255,26 +277,21 @@ class StructuredOutput:
         self._compiled.append(compilation)
 
     def _compile(self, grammar: str) -> _Compiled:
-        tokenizer = self.tokenizer
+        tokenizer, numbers = self._loaded
         with grammar_errors_only():
-            return _Compiled(compile_grammar(tokenizer, grammar), compile_probe(tokenizer, grammar))
+            matcher, probe = compile_grammar(tokenizer, grammar), compile_probe(tokenizer, grammar)
+        return _Compiled(matcher, probe, numbers if writes_json(grammar) else None)
 
-    def _load_tokenizer(self) -> llguidance.LLTokenizer:
+    def _load_tokenizer(self) -> _GrammarTokenizer:
         tokenizer = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False, local_files_only=True)
         fast = tokenizer.backend_tokenizer
         fast.no_truncation()
         fast.no_padding()
-        return make_grammar_tokenizer(fast.to_str(), self._vocab_size, self._eos_token_ids)
+        made = make_grammar_tokenizer(fast.to_str(), self._vocab_size, self._eos_token_ids)
+        return _GrammarTokenizer(made, NumberTokens(fast.get_vocab(), self._vocab_size, made))
 
 
 def _check_cost(matcher: llguidance.LLMatcher) -> None:
     """Raise `GrammarError` unless the matcher can go on. Its mask is there, and so are its forced bytes."""
     check_matcher(matcher)
     num_forced_bytes(matcher)
-
-
-def _mask_without(vocab_size: int, token_ids: frozenset[int]) -> TokenMask:
-    """A mask that allows all tokens but these."""
-    allowed = np.ones(-(-vocab_size // 32) * 32, dtype=np.uint8)
-    allowed[list(token_ids)] = 0
-    return np.packbits(allowed, bitorder="little").view(np.int32)

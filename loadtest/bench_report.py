@@ -1,4 +1,4 @@
-"""The report of `tandem bench`: one curve for each number of requests at once."""
+"""The report of `tandem bench`: one curve for each number of requests at once. A curve of one point is left out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from tandem.loadtest.client import StreamTiming
 from tandem.loadtest.closed_loop import LoadRun
-from tandem.loadtest.html_report import html_page, png_plots
+from tandem.loadtest.html_report import Draw, html_page, png_plots
 from tandem.loadtest.stats import LoadSummary, summarize
 
 if TYPE_CHECKING:
@@ -39,6 +39,11 @@ class BenchRun:
         """The streams without an error."""
         return [timing for timing in self.run.timings if not timing.error]
 
+    @property
+    def gaps_ms(self) -> list[float]:
+        """The gaps between the events of each stream."""
+        return [gap * 1e3 for timing in self.good for gap in timing.itl_s]
+
 
 def bench_report(
     title: str,
@@ -48,15 +53,16 @@ def bench_report(
     runs: Sequence[BenchRun],
 ) -> str:
     """The page. Raises `ConfigError` without matplotlib."""
-    plots = png_plots(
-        {
-            "Time to first token": lambda axes: _draw_ttft(axes, runs),
-            "Inter-token latency": lambda axes: _draw_itl(axes, runs),
-            "Throughput against latency": lambda axes: _draw_tradeoff(axes, runs),
-            "Output over time": lambda axes: _draw_timeline(axes, runs),
-        }
-    )
-    return html_page(title, facts, headings, rows, plots)
+    draw: dict[str, Draw] = {}
+    if any(len(run.good) > 1 for run in runs):
+        draw["Time to first token"] = lambda axes: _draw_ttft(axes, runs)
+    if any(len(run.gaps_ms) > 1 for run in runs):
+        draw["Inter-token latency"] = lambda axes: _draw_itl(axes, runs)
+    if sum(run.summary.tpot_s.count > 0 for run in runs) > 1:
+        draw["Throughput against latency"] = lambda axes: _draw_tradeoff(axes, runs)
+    if any(sum(map(len, (timing.event_times_s for timing in run.good))) > 1 for run in runs):
+        draw["Output over time"] = lambda axes: _draw_timeline(axes, runs)
+    return html_page(title, facts, headings, rows, png_plots(draw))
 
 
 def _draw_ttft(axes: Axes, runs: Sequence[BenchRun]) -> None:
@@ -71,7 +77,7 @@ def _draw_ttft(axes: Axes, runs: Sequence[BenchRun]) -> None:
 def _draw_itl(axes: Axes, runs: Sequence[BenchRun]) -> None:
     """The share of gaps longer than x: readers of a stream notice the tail."""
     for idx, run in enumerate(runs):
-        gaps = np.sort([gap * 1e3 for timing in run.good for gap in timing.itl_s])
+        gaps = np.sort(run.gaps_ms)
         if len(gaps):
             axes.plot(np.maximum(gaps, 1e-3), (1 - np.arange(len(gaps)) / len(gaps)) * 100, **_style(idx, run))
             axes.set(xscale="log", yscale="log")
@@ -79,17 +85,20 @@ def _draw_itl(axes: Axes, runs: Sequence[BenchRun]) -> None:
 
 
 def _draw_tradeoff(axes: Axes, runs: Sequence[BenchRun]) -> None:
-    summaries = [run.summary for run in runs]
+    summaries = [summary for run in runs if (summary := run.summary).tpot_s.count]
     throughput = [summary.output_tokens_per_s for summary in summaries]
     for name, style, marker in (("p50", "-", "o"), ("p99", "--", "^")):
         values = [getattr(summary.tpot_s, name) * 1e3 for summary in summaries]
         axes.plot(throughput, values, style, marker=marker, color=_PALETTE[0], label=f"TPOT {name}")
     for summary, x in zip(summaries, throughput, strict=True):
         place = (x, summary.tpot_s.p50 * 1e3)
-        axes.annotate(f"{summary.concurrency}", place, xytext=(5, 5), textcoords="offset points", fontsize=9)
-    axes.set(title="Throughput and time per token, by requests at once", xlabel="output tokens/s", ylabel="ms")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+        axes.annotate(f"{summary.concurrency}", place, xytext=(5, -4), textcoords="offset points", va="top", fontsize=9)
+    axes.set(
+        title="Throughput and time per token", xlabel="output tokens/s (by each point: requests at once)", ylabel="ms"
+    )
+    # Room for the last point's marker and number. Numbers of points near the axis are below it.
+    highest = max(summary.tpot_s.p99 for summary in summaries) * 1e3
+    axes.set(xlim=(0, 1.15 * max(throughput)), ylim=(-0.08 * highest, 1.08 * highest))
 
 
 def _draw_timeline(axes: Axes, runs: Sequence[BenchRun]) -> None:

@@ -12,14 +12,17 @@ from tandem.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 __all__ = ["Draw", "check_plots", "html_page", "png_plots"]
 
 Draw = Callable[["Axes"], None]
 
-_SIZE_INCHES = (7.2, 4.0)
-_DPI = 130
+# A phone shows a plot 9 cm wide: its letters are large for its size, and the legend takes no width.
+_SIZE_INCHES = (5.4, 4.1)
+_DPI = 170
+_LEGEND_COLUMNS = 4
 
 
 def check_plots() -> None:
@@ -50,6 +53,7 @@ def html_page(
         title=html.escape(title),
         facts="".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(str(fact))}</dd>" for name, fact in facts.items()),
         headings="".join(f'<th scope="col">{html.escape(heading)}</th>' for heading in headings),
+        names=_names(headings),
         rows="".join(_row(row, is_bold=idx == bold_row) for idx, row in enumerate(rows)),
         figures="\n".join(_figure(name, png) for name, png in plots.items()),
     )
@@ -72,7 +76,7 @@ def _finish(figure: Figure) -> None:
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.title.set_fontweight("bold")
+    axes.title.set(fontweight="bold", fontsize=11)
     axes.margins(x=0.01)
     if not _has_values(axes):  # ticks of a made-up scale would look like a measurement
         axes.set(xticks=[], yticks=[])
@@ -80,12 +84,22 @@ def _finish(figure: Figure) -> None:
         return
     for axis in (axes.xaxis, axes.yaxis):
         if axis.get_scale() == "log":
-            axis.set_major_formatter("{x:g}")
-            low, high = axis.get_view_interval()
-            if high < 10 * low:  # only then are ticks between powers of ten labelled
-                axis.set_minor_formatter("{x:g}")
-    if axes.get_legend_handles_labels()[1]:
-        figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+            _label_log_ticks(axis)
+    if names := axes.get_legend_handles_labels()[1]:
+        figure.legend(loc="outside lower center", ncols=min(len(names), _LEGEND_COLUMNS), frameon=False, fontsize=9)
+
+
+def _label_log_ticks(axis: Axis) -> None:
+    """Label powers of ten, and ticks between them where the axis has few powers of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_formatter("{x:g}")
+    low, high = axis.get_view_interval()
+    if high < 100 * low:
+        axis.set_minor_locator(LogLocator(subs=(2, 5) if high > 5 * low else range(2, 10)))
+        axis.set_minor_formatter("{x:g}")
+    else:
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _has_values(axes: Axes) -> bool:
@@ -105,6 +119,12 @@ def _row(cells: Sequence[str], *, is_bold: bool) -> str:
     return f"<tr{kind}>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
 
 
+def _names(headings: Sequence[str]) -> str:
+    """Rules that put its heading before each cell. In CSS, a character may be written as its number."""
+    quoted = ("".join(char if char.isalnum() else f"\\{ord(char):06x}" for char in heading) for heading in headings)
+    return "\n".join(f'  td:nth-child({idx})::before {{ content: "{name}"; }}' for idx, name in enumerate(quoted, 1))
+
+
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -114,7 +134,6 @@ _PAGE = """<!doctype html>
 <style>
 h1 {{ overflow-wrap: anywhere; }}
 body {{ font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1500px; margin: 2em auto; padding: 0 1em; }}
-.wide {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; margin: 1.5em 0; }}
 th, td {{ padding: .3em .9em; text-align: right; font-variant-numeric: tabular-nums; }}
 th:first-child, td:first-child {{ text-align: left; }}
@@ -123,14 +142,24 @@ tr.bold td {{ font-weight: 600; }}
 td {{ border-bottom: 1px solid #ddd; }}
 dl {{ display: grid; grid-template-columns: max-content auto; gap: .1em 1.2em; }}
 dt {{ color: #666; }} dd {{ margin: 0; overflow-wrap: anywhere; }}
-.plots {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 500px), 1fr)); gap: 1em; }}
-figure {{ margin: 0; }} img {{ width: 100%; }}
+@media (max-width: 75em) {{
+  table, tbody {{ display: block; }}
+  thead {{ display: none; }}
+  tr {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(10em, 1fr)); gap: 0 1.5em;
+    padding: .6em 0; border-bottom: 2px solid #ddd; }}
+  td {{ display: flex; justify-content: space-between; gap: 1em; padding: .1em 0; border: 0; overflow-wrap: anywhere; }}
+  td:first-child {{ grid-column: 1 / -1; justify-content: flex-start; font-weight: 600; }}
+  td::before {{ color: #666; font-weight: 400; }}
+{names}
+}}
+.plots {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 460px), 1fr)); gap: 1em; }}
+figure {{ margin: 0; }} img {{ width: 100%; max-width: 720px; }}
 </style>
 </head>
 <body>
 <h1>{title}</h1>
 <dl>{facts}</dl>
-<div class="wide"><table><thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table></div>
+<table><thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table>
 <div class="plots">
 {figures}
 </div>

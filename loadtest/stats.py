@@ -9,7 +9,7 @@ from typing import Any
 
 from tandem.loadtest.client import StreamTiming
 
-__all__ = ["Distribution", "LoadSummary", "percentile", "summarize"]
+__all__ = ["Distribution", "LoadSummary", "minutes_of", "percentile", "summarize"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +102,9 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nan(item) for key, item in value.items()}
     return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def minutes_of(seconds: float) -> str:
+    """A duration in minutes and seconds, such as 4:08."""
+    whole = round(seconds)
+    return f"{whole // 60}:{whole % 60:02}"

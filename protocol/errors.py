@@ -62,10 +62,12 @@ class ServingError(Exception):
     """Base of every error that this product raises on purpose.
 
     `status`, `error_type`, `code` and `param` go into an OpenAI-shaped error response. `may_quote`: its message may
-    contain text of a client or of another server, which is only for that client.
+    contain text of a client or of another server, which is only for that client. `num_computed_tokens`: tokens of the
+    prompt that a worker had computed before it raised this, or found cached; they count for the limits of API keys.
     """
 
     may_quote = False
+    num_computed_tokens = 0
     status = 500
     error_type = "server_error"
     code: str | None = None

@@ -7,13 +7,15 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = [
+    "ServingOrders",
+    "StopSignals",
     "defer_keyboard_interrupt",
     "ignore_keyboard_interrupt",
     "restore_child_signals",
-    "stop_events",
+    "stop_signals",
     "wait_for_any",
 ]
 
@@ -88,16 +90,38 @@ def ignore_keyboard_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def stop_events(*signals: int) -> tuple[asyncio.Event, asyncio.Event]:
-    """Two events: the first of these signals sets one (drain), a second signal sets the other (end now).
+class ServingOrders(NamedTuple):
+    """What a process that serves may be asked for, in this order. The first may be left out."""
 
-    Signals that this process inherited as ignored stay ignored.
-    """
-    stop, stop_now = asyncio.Event(), asyncio.Event()
-    for number in signals:
+    leave: asyncio.Event  # go on, but be ready no more
+    stop: asyncio.Event  # accept nothing more, and finish what runs
+    stop_now: asyncio.Event
+
+
+class StopSignals:
+    """What signals have asked this process for."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()  # the first signal has come: drain
+        self.stop_now = asyncio.Event()  # a second one has come: end now
+        self.is_service = False  # the first was SIGTERM: a service manager stops us, and it gives us time
+
+    def note(self, number: int) -> None:
+        """A signal has come."""
+        if self.stop.is_set():
+            self.stop_now.set()
+        else:
+            self.is_service = number == signal.SIGTERM
+            self.stop.set()
+
+
+def stop_signals(*numbers: int) -> StopSignals:
+    """Listen to these signals. Those that this process inherited as ignored stay ignored."""
+    signals = StopSignals()
+    for number in numbers:
         if signal.getsignal(number) not in (signal.SIG_IGN, _keep_ignoring):
-            asyncio.get_running_loop().add_signal_handler(number, lambda: (stop_now if stop.is_set() else stop).set())
-    return stop, stop_now
+            asyncio.get_running_loop().add_signal_handler(number, signals.note, number)
+    return signals
 
 
 def _keep_ignoring(*_: object) -> None:

@@ -54,6 +54,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     can_hand_over: bool = True  # whether one worker may compute the prompt and another one decode
     generates: bool = True  # whether it decodes at all
     may_cover: bool = False  # whether a prefill worker does all of it while no worker decodes
+    may_fall_back: bool = False  # whether a draining worker serves it where no ready one can
     is_resumed: bool = False  # whether its answer has begun and goes on; then a prefill worker will do
     is_admitted: bool = False  # whether its answer was admitted before: it may wait, but is not refused
 

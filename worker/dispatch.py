@@ -62,15 +62,18 @@ class MessageDispatcher:
             text = f"a notification of {notification.worker_id}, whose lease will run out: {error!r}"
             self._parts.dropped.add(DropReason.FAILED, text, exc_info=error)
 
-    def give_up(self, request_id: str, error: Exception) -> None:
-        """End a request that met an error, wherever it is: tell its client, and free its blocks."""
+    def give_up(self, request_id: str, error: Exception, num_computed_tokens: int = 0) -> None:
+        """End a request that met an error, wherever it is: tell its client, and free its blocks.
+
+        `num_computed_tokens` are those of its prompt.
+        """
         if isinstance(error, RequestError):  # the client's fault, such as a grammar that costs too much
             message, code = error.message, error.code or INVALID_REQUEST
         else:
             self._reporter.num_errors += 1
             message = f"{type(error).__name__} while it was worked on; the worker's log has more"
             code = InternalError.code or ""
-        self._parts.replies.fail(request_id, message, code)
+        self._parts.replies.fail(request_id, message, code, num_computed_tokens)
         parts = self._parts
         for cancel in (parts.prefill.cancel, parts.decode.cancel, parts.copies.cancel, parts.engine.abort):
             if (left := error_of(cancel, request_id)) is not None:

@@ -267,7 +267,7 @@ class Worker:
     def _finish_step(self, result: StepResult) -> None:
         """Send what a step computed, and let transfers begin that waited for it."""
         for failure in result.failures:
-            self._dispatcher.give_up(failure.sequence.request_id, failure.error)
+            self._dispatcher.give_up(failure.sequence.request_id, failure.error, failure.num_computed_tokens)
         _note_step(result, time.monotonic())
         self.parts.cache.after_step(result.stats)
         outputs = self.parts.prefill.after_step(result)

@@ -79,11 +79,14 @@ class RouterReplies:
         """Fail a request that was never opened."""
         self.send(identity, RequestFailed(request_id=request_id, message=reason, code=WorkerError.code or ""))
 
-    def fail(self, request_id: str, message: str, code: str) -> None:
+    def fail(self, request_id: str, message: str, code: str, num_computed_tokens: int = 0) -> None:
         """Tell the router that a request failed; nothing more is said about it."""
         identity = self._requests.pop(request_id, None)
         if identity is not None:
-            self.send(identity, RequestFailed(request_id=request_id, message=message, code=code))
+            failed = RequestFailed(
+                request_id=request_id, message=message, code=code, num_computed_tokens=num_computed_tokens
+            )
+            self.send(identity, failed)
 
     def forget(self, request_id: str) -> None:
         """Say nothing more about a request."""

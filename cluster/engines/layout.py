@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,18 @@ from typing import Any
 from tandem.cluster.engines.dialect import dialect_of
 from tandem.cluster.engines.member import EngineFacts
 from tandem.cluster.engines.server import EngineServer, Parallelism
-from tandem.cluster.worker_layout import cores_of, roles_of, worker_ids_of
+from tandem.cluster.roles import roles_of, worker_ids_of
+from tandem.cluster.worker_layout import cores_of
 from tandem.protocol.config import ClusterConfig
+from tandem.protocol.config.managed import ManagedEngineConfig
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role
 
 __all__ = ["check_engine", "engine_facts", "engine_servers", "parallelism_of"]
 
 _KEY_BYTES = 24
+_IS_MISSING = 3  # exit code
+_LOOK_S = 20.0
 _BYTES_OF = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -34,6 +39,25 @@ def check_engine(config: ClusterConfig) -> None:
         raise ConfigError(
             f"num_gpus_per_worker={wanted:g}, but a server with these engine_args uses {num_gpus} (tensor x pipeline x "
             "data parallel); make them equal, or leave num_gpus_per_worker out"
+        )
+    if not config.ray_address:  # nodes have Pythons of their own
+        _check_installed(managed)
+
+
+def _check_installed(managed: ManagedEngineConfig) -> None:
+    """Raise `ConfigError` unless the Python that is to run the engine has it. Importing it would take many seconds."""
+    python, engine = managed.engine_python or sys.executable, managed.engine_kind
+    look = f"import importlib.util, sys; sys.exit({_IS_MISSING} if importlib.util.find_spec({engine!r}) is None else 0)"
+    try:
+        looked = subprocess.run([python, "-c", look], stdin=subprocess.DEVNULL, capture_output=True, timeout=_LOOK_S)
+    except OSError as exc:
+        raise ConfigError(f"engine_python={python!r} cannot be run: {exc.strerror}") from exc
+    except subprocess.TimeoutExpired:
+        return  # a cold disk; the server itself says what is wrong
+    if looked.returncode == _IS_MISSING:
+        raise ConfigError(
+            f"engine_kind={engine!r}, but {python} has no module {engine}: install it there, or name the Python of an "
+            "environment that has it as engine_python"
         )
 
 

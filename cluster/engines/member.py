@@ -106,10 +106,11 @@ class EngineMember(Member):
         engines = self._engines()
         return bool(engines) and all(engine.state is WorkerState.READY for engine in engines)
 
-    def withdraw(self, reason: str) -> None:
+    def withdraw(self, reason: str, *, is_fallback: bool = False) -> None:
         """As `Member.withdraw`. Answers of other engines do not move."""
         for engine in self._engines():
-            engine.set_state(WorkerState.DRAINING, reason)
+            is_there = engine.state is WorkerState.READY
+            engine.set_state(WorkerState.DRAINING, reason, is_fallback=is_fallback and is_there)
 
     async def play(self, role: Role, reason: str) -> Requests:
         """As `Member.play`. A server of vLLM can do both, so it serves in its new role at once.

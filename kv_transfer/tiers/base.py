@@ -59,8 +59,8 @@ class BlockStore(abc.ABC):
         """Keep a copy of the block, whole or not at all. A block that is there already is left as it is."""
 
     @abc.abstractmethod
-    def delete(self, name: BlockName) -> None:
-        """Delete the block, if it is there."""
+    def delete(self, name: BlockName) -> StoreFailure | None:
+        """Delete the block, if it is there. Returns `UNREACHABLE` if deleting others would fail too."""
 
     @abc.abstractmethod
     def scan(self) -> Sequence[BlockName] | StoreFailure:

@@ -104,16 +104,17 @@ class DiskStore(BlockStore):
         return StoreFailure.FULL  # only a full disk accepts a part of a write
 
     @override
-    def delete(self, name: BlockName) -> None:
+    def delete(self, name: BlockName) -> StoreFailure | None:
         stored = self._seal.stored_name(name)
         try:
             with self._shard(_shard_of(stored)) as shard:
                 if _is_ours(os.stat(file_name(stored), dir_fd=shard, follow_symlinks=False)):
                     _unlink(shard, file_name(stored))
         except FileNotFoundError:
-            return
+            return None
         except OSError as exc:
             logger.warning("block %s cannot be deleted: %s", name.digest.hex(), exc)
+        return None
 
     @override
     def scan(self) -> Sequence[BlockName] | StoreFailure:

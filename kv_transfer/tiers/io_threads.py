@@ -18,6 +18,9 @@ from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFai
 __all__ = ["IoResult", "IoThreads", "ReadJob", "ReadResult", "ScanResult", "WriteJob", "WriteResult"]
 
 
+DELETE_PAUSE_S = 10.0  # without deletes, after one that the store did not answer
+
+
 class ReadJob:
     """Blocks to read into buffers, first block first. The fields with an underscore belong to the threads' lock."""
 
@@ -76,6 +79,7 @@ class IoThreads:
         self._reads: deque[ReadJob] = deque()
         self._tasks: deque[_Task] = deque()
         self._is_closed = False
+        self._deletes_at = float("-inf")
         self._threads = [
             threading.Thread(target=self._run, name=f"tier-{name}-{number}", daemon=True)
             for number in range(num_threads)
@@ -184,5 +188,9 @@ class IoThreads:
         return ReadResult(job, position, None, time.monotonic() - begun_at)
 
     def _delete_all(self, names: list[BlockName]) -> None:
+        """Delete blocks, unless the store does not delete: then their threads are not kept from reads for long."""
         for name in names:
-            self._store.delete(name)
+            if time.monotonic() < self._deletes_at:
+                return  # a later scan finds what is left
+            if self._store.delete(name) is StoreFailure.UNREACHABLE:
+                self._deletes_at = time.monotonic() + DELETE_PAUSE_S

@@ -58,11 +58,12 @@ class MemoryStore(BlockStore):
         return None
 
     @override
-    def delete(self, name: BlockName) -> None:
+    def delete(self, name: BlockName) -> StoreFailure | None:
         with self._lock:
             slot = self._slot_of.pop(name, None)
             if slot is not None:
                 self._free.append(slot)
+        return None
 
     @override
     def scan(self) -> Sequence[BlockName]:

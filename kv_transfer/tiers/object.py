@@ -23,6 +23,7 @@ __all__ = ["ObjectStore", "check_url"]
 
 logger = logging.getLogger(__name__)
 
+MAX_LISTED = 1 << 24
 _MAX_RETRIES = 2
 _FIRST_BACKOFF_S = 0.05
 
@@ -30,7 +31,7 @@ _FIRST_BACKOFF_S = 0.05
 class ObjectStore(BlockStore):
     """Objects `<url>/<namespace and key>/<digest>-<parent>`; the object store publishes each of them whole.
 
-    A read or write takes at most about twice `timeout_s`, retries included, and so does each page of a listing.
+    A read or write takes at most about three times `timeout_s`, retries included, and so does each page of a listing.
     Credentials and endpoint come from the environment, as the cloud's own tools read them, or from `options` under
     obstore's names.
     """
@@ -43,9 +44,12 @@ class ObjectStore(BlockStore):
         key: StoreKey,
         *,
         timeout_s: float = 2.0,
+        max_listed: int = MAX_LISTED,
         options: Mapping[str, str] | None = None,
     ) -> None:
+        """`max_listed`: a scan reads no more objects than this, or a listing without an end would never end."""
         super().__init__(block_bytes)
+        self._max_listed = max_listed
         self._obstore = _import_obstore()
         self._errors = (self._obstore.exceptions.BaseError, OSError)
         self._absent_errors = (self._obstore.exceptions.NotFoundError, FileNotFoundError)
@@ -85,18 +89,24 @@ class ObjectStore(BlockStore):
         return None
 
     @override
-    def delete(self, name: BlockName) -> None:
+    def delete(self, name: BlockName) -> StoreFailure | None:
         try:
             self._obstore.delete(self._store, self._path(name))
         except self._errors as exc:
             if not isinstance(exc, self._absent_errors):
-                self._unreachable("cannot delete a block", exc)
+                return self._unreachable("cannot delete a block", exc)
+        return None
 
     @override
     def scan(self) -> Sequence[BlockName] | StoreFailure:
         found: list[tuple[datetime, BlockName]] = []
+        num_listed = 0
         try:
             for page in self._obstore.list(self._store, self._folder, chunk_size=1000):
+                num_listed += len(page)
+                if num_listed > self._max_listed:
+                    logger.warning("%s: lists more than %d objects; the others are ignored", self._url, num_listed)
+                    break
                 for entry in page:
                     if (name := parse_file_name(entry["path"].rpartition("/")[2])) is not None:
                         found.append((entry["last_modified"], name))

@@ -25,6 +25,9 @@ __all__ = ["Tier", "TierRead", "TierWrite"]
 
 logger = logging.getLogger(__name__)
 
+MAX_PAUSE_S = 60.0
+MAX_DOUBLINGS = 16
+
 
 class TierRead(ReadJob):
     """Blocks being loaded. Changes only inside calls of its tier; there is nothing to release."""
@@ -67,7 +70,8 @@ class Tier:
     """The blocks of one store, up to `capacity_blocks`, with `num_threads` of its own for the I/O.
 
     It scans the store when it starts, and again every `rescan_s` to learn what others who share it added or removed.
-    A store that proves unreachable is left alone for `pause_s`: until then no block is present and none is stored.
+    A store that proves unreachable is left alone for `pause_s`: until then no block is present and none is stored. That
+    doubles with each read that fails so, up to `MAX_PAUSE_S`: each time, a request has waited for nothing.
     The tier owns `store` and `policy`.
     """
 
@@ -98,6 +102,7 @@ class Tier:
         self._live: list[TierRead] = []
         self._counts = TierCounters()
         self._paused_until = float("-inf")
+        self._num_pauses = 0  # because of reads, since the store last read a block
         self._scan_at = float("inf")
         self._is_scanning = False
         self._reconciling: Iterator[None] = iter(())
@@ -289,16 +294,21 @@ class Tier:
         expected = (np.dtype(np.uint8), (self._store.block_bytes,))
         assert (buffer.dtype, buffer.shape) == expected, f"{buffer.dtype}{buffer.shape} is no block: {expected}"
 
-    def _pause(self, now: float) -> None:
+    def _pause(self, now: float, *, has_delayed: bool = False) -> None:
+        """Leave the store alone for a while, longer each time if it `has_delayed` a request."""
         if now >= self._paused_until:
-            logger.warning("tier %s does not answer; it is not used for %g s", self.name, self._pause_s)
-        self._paused_until = self._scan_at = now + self._pause_s  # it may come back with other blocks
+            pause_s = max(min(self._pause_s * 2**self._num_pauses, MAX_PAUSE_S), self._pause_s)
+            self._num_pauses = min(self._num_pauses + has_delayed, MAX_DOUBLINGS)
+            logger.warning("tier %s does not answer; it is not used for %g s", self.name, pause_s)
+            self._paused_until = now + pause_s
+        self._scan_at = self._paused_until  # it may come back with other blocks
 
     def _read_done(self, done: ReadResult, now: float) -> None:
         load = cast(TierRead, done.job)
         self._counts.seconds_out += done.seconds
         load.read_s += done.seconds
         if done.failure is None:
+            self._num_pauses = 0
             self._counts.bytes_out += self._store.block_bytes
             load._arrived.add(done.position)
             return
@@ -306,7 +316,7 @@ class Tier:
         if load.failure in ("", StoreFailure.ABSENT.value):
             load.failure = done.failure.value
         if done.failure is StoreFailure.UNREACHABLE:
-            self._pause(now)
+            self._pause(now, has_delayed=True)
         else:
             self._index.forget(load._blocks[done.position])
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import httpx
 
-__all__ = ["HUNG_S", "Answer", "ChaosRequest", "ask", "chaos_client", "sample_requests"]
+__all__ = ["HUNG_S", "NUM_REQUESTS", "Answer", "ChaosRequest", "ask", "chaos_client", "sample_requests"]
 
 Json = dict[str, Any]
 
+NUM_REQUESTS = 24  # of a trial
 HUNG_S = 120.0  # a stream without an event for this long
 _NUM_LONG_WORDS = 1000
 _TOKENS_OF_A_WORD = 8  # at most: a tokenizer may know nothing but bytes

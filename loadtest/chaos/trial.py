@@ -19,11 +19,13 @@ from tandem.loadtest.chaos.operations import OperationFailed, OperationRefused, 
 from tandem.loadtest.chaos.plan import OPERATIONS, ChaosEvent
 from tandem.loadtest.chaos.requests import Answer, ChaosRequest, ask
 from tandem.loadtest.chaos.server import TrialServer
+from tandem.loadtest.stats import minutes_of
 from tandem.protocol.errors import ServingError
 
 __all__ = ["ChaosRun", "TrialError", "run_chaos"]
 
 Json = dict[str, Any]
+Begin = Callable[[str, Callable[[], str]], None]  # a phase by its name, and how far it has come
 Expected = tuple[ChaosRequest, object]  # with the content of its answer
 
 _SETTLE_S = 240.0
@@ -76,24 +78,34 @@ async def run_chaos(
     seed: int,
     disk_folder: Path | None,
     say: Callable[[str], None],
+    begin: Begin = lambda _name, _status: None,
 ) -> ChaosRun:
     """Learn what each request's answer is, then send them while the events happen, then let the server come to rest.
 
     `process` is that of `tandem serve` on this machine. Raises `TrialError`.
     """
-    expected = await _undisturbed(client, requests, say)
+    expected = await _undisturbed(client, requests, say, begin)
     say(f"{len(expected)} requests were answered undisturbed; now {num_streams} clients send them at once")
     trial = _Trial(client, process, disk_folder, say)
+    begin("trial", lambda: trial.progress(duration_s))
     await trial.play(events, expected, duration_s, random.Random(seed), num_streams)
+    begin("coming to rest", trial.unrest)
     await trial.come_to_rest()
     return trial.run
 
 
 async def _undisturbed(
-    client: httpx.AsyncClient, requests: Sequence[ChaosRequest], say: Callable[[str], None]
+    client: httpx.AsyncClient, requests: Sequence[ChaosRequest], say: Callable[[str], None], begin: Begin
 ) -> list[Expected]:
     """Requests with their answers. What this model cannot be asked for is left out. Raises `TrialError`."""
-    expected = []
+    expected: list[Expected] = []
+    num_answered, began_s = 0, time.monotonic()
+
+    def how_far() -> str:
+        left_s = (time.monotonic() - began_s) / max(num_answered, 1) * (len(requests) - num_answered)
+        return f"{num_answered} of {len(requests)}" + (f", about {minutes_of(left_s)} left" if num_answered else "")
+
+    begin("undisturbed answers", how_far)
     for request in requests:
         answer = await ask(client, request)
         if answer.error.startswith("HTTP 400"):
@@ -102,6 +114,7 @@ async def _undisturbed(
             raise TrialError(f"before anything was done a request ({request.kind}) failed: {answer.error}")
         else:
             expected.append((request, answer.content))
+        num_answered += 1
     return expected
 
 
@@ -139,6 +152,18 @@ class _Trial:
             for task in tasks:
                 task.cancel()
             await self._faults.repair()
+
+    def progress(self, duration_s: float) -> str:
+        """How far the trial has come, in words. Events may end after the load."""
+        run, left_s = self.run, duration_s - self._now_s
+        left = f"{minutes_of(left_s)} left" if left_s > 0 else "the last answers and events end"
+        lost = len(run.failed) + len(run.wrong) + len(run.broken)
+        return f"{left}, {run.events.total()} events, {run.num_requests.total()} answers, {lost} lost"
+
+    def unrest(self) -> str:
+        """What is waited for at the end, in words."""
+        holding = [worker for worker, what in self.run.held.items() if what]
+        return self.run.unrest or (f"{', '.join(holding)} still hold something" if holding else "")
 
     async def come_to_rest(self) -> None:
         """Wait until all workers are back and nothing is held; what still is goes into the run."""

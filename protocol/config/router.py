@@ -196,6 +196,14 @@ class RouterConfig:
     body_timeout_s: Annotated[
         Seconds, Setting("Seconds a client has to send a body, plus 1 s for each 16 KB that has arrived.", LIMITS)
     ] = 30.0
+    keep_alive_timeout_s: Annotated[
+        Seconds,
+        Setting(
+            "Seconds that an idle connection is kept; more than a proxy in front keeps its own, so that no request "
+            "meets a connection that ends.",
+            LIMITS,
+        ),
+    ] = 120.0
     tokenizer_threads: Annotated[
         int, Meta(ge=1, le=256), Setting("Threads of each router process that tokenize long prompts.", LIMITS)
     ] = 2
@@ -238,6 +246,19 @@ class RouterConfig:
     drain_timeout_s: Annotated[
         float, Meta(ge=0, le=DAY_S), Setting("Seconds that running answers get to finish at Ctrl-C.", LIMITS)
     ] = 5.0
+    shutdown_delay_s: Annotated[
+        float,
+        Meta(ge=0, le=DAY_S),
+        Setting(
+            "Seconds after SIGTERM in which new requests are still served, while load balancers see 503 at `/ready`.",
+            LIMITS,
+        ),
+    ] = 0.0
+    shutdown_grace_s: Annotated[
+        float,
+        Meta(ge=0, le=DAY_S),
+        Setting("Seconds after that in which running answers may finish, once SIGTERM has come.", LIMITS),
+    ] = 25.0
 
     def __post_init__(self) -> None:
         check_settings(self)

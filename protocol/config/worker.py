@@ -279,6 +279,11 @@ class TierConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        for size, place in (("disk_cache_gb", "disk_cache_path"), ("object_cache_gb", "object_cache_url")):
+            require(
+                getattr(self, size) > 0 or not getattr(self, place),
+                f"{size}=0 would keep nothing in {place}={getattr(self, place)!r}; raise it, or leave {place} out",
+            )
         require(
             self.kv_encryption == "off" or bool(self.disk_cache_path or self.object_cache_url),
             "kv_encryption='on' would encrypt nothing: it is for KV on disk and in the object store; give "

@@ -38,7 +38,7 @@ class WorkerState(enum.StrEnum):
 
     STARTING = "starting"
     READY = "ready"
-    DRAINING = "draining"  # finishes its requests and gets no new ones
+    DRAINING = "draining"  # finishes its requests; gets new ones only as a fallback
     DEAD = "dead"
 
 

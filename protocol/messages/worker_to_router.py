@@ -102,6 +102,7 @@ class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_id: Name
     message: Text
     code: Name
+    num_computed_tokens: Number = 0  # of its prompt, by the sender or a peer, cached ones too
 
 
 class BlockEvents(msgspec.Struct, frozen=True, kw_only=True, tag=True):

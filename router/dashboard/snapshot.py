@@ -104,7 +104,7 @@ def _traffic(change: Change | None) -> Json:
 def _errors(errors: Mapping[tuple[str, str], float], change: Change | None) -> list[Json]:
     """Answers with an error by status and route: how many in the window, and since the start. The latest come first."""
     before = change.first.errors if change else errors
-    rows = [
+    rows: list[Json] = [
         {"status": status, "route": route, "recent": max(count - before.get((status, route), 0.0), 0.0), "all": count}
         for (status, route), count in errors.items()
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from tandem.router.engines.relay.prompts import PromptReader
 from tandem.router.engines.relay.stored_responses import StoredResponses
 from tandem.router.http.app import RouterApp, json_response
 from tandem.router.http.audit import ADMIN_TOKEN, audited
+from tandem.router.http.exposition import Scraper
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.shared_routes import (
     add_decision_routes,
@@ -69,7 +70,7 @@ def create_engines_app(
     *,
     config: RouterConfig,
     engines_config: ExternalEnginesConfig,
-    scrape: Callable[[], Awaitable[bytes]],
+    scrape: Scraper,
     traffic: Callable[[], Iterable[Metric]] | None = None,
     api_keys: ApiKeys,
     tenants: Tenants = Tenants(),
@@ -143,6 +144,11 @@ def _add_forwarded_routes(app: RouterApp, forwarder: Forwarder, stored: StoredRe
     async def delete_response(response_id: str, request: Request) -> Response:
         """Forget a stored response, if its engine can."""
         return await stored.forward(request, response_id)
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def list_input_items(response_id: str, request: Request) -> Response:
+        """The items that a stored response was made from."""
+        return await stored.forward(request, response_id, "/input_items")
 
     @app.post("/v1/responses/{response_id}/cancel")
     async def cancel_response(response_id: str, request: Request) -> Response:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from tandem.router.engines.relay.apis import APIS, Api
-from tandem.router.http.openapi import GENERATION_HEADERS, Operation, Operations, Parameter
+from tandem.router.http.openapi import CONVERSATION_HEADERS, GENERATION_HEADERS, Operation, Operations, Parameter
 from tandem.router.http.shared_operations import SHARED_OPERATIONS
 from tandem.router.openai.schema import CacheSalt, Doc
 
@@ -74,7 +74,7 @@ def _forwarded(api: Api) -> Operation:
         done="[DONE]" if api.has_stream_options else "",
         errors=(404, 429, 502, 504),
         passes_errors=True,
-        parameters=GENERATION_HEADERS,
+        parameters=(*GENERATION_HEADERS, *CONVERSATION_HEADERS),
     )
 
 
@@ -94,6 +94,7 @@ ROUTE_OPERATIONS: Operations = (
     | {
         ("GET", "/v1/responses/{response_id}"): _stored(_STREAM),
         ("DELETE", "/v1/responses/{response_id}"): _stored(),
+        ("GET", "/v1/responses/{response_id}/input_items"): _stored(),
         ("POST", "/v1/responses/{response_id}/cancel"): _stored(),
         ("GET", "/v1/engines"): Operation(tag="engines", answer=_ANY_OBJECT, access="admin"),
         ("POST", "/v1/engines"): Operation(

@@ -86,6 +86,15 @@ class RouterApp(FastAPI):
         # FastAPI knows the path too: it refuses other methods, and redirects from paths with a slash at their end.
         self.router.routes.append(Route(path, _RawRoute(path, answer), methods=["POST"]))
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the server is going to end."""
+        return self._settings.leaving.is_set()
+
+    def leave(self) -> None:
+        """The server is going to end: it is not ready any more, and no connection is used again."""
+        self._settings.leaving.set()
+
     def on_drain(self, end: Callable[[], None]) -> None:
         """Register `end`, which is called when the server begins to drain: it ends streams that would never end."""
         self._on_drain.append(end)

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from tandem.protocol.errors import RequestError
+from tandem.router.http.connections import ADMIT
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.request_options import TENANT_HEADER, check_tenant, note_key, note_key_use
 from tandem.router.keys.api_key import OPERATOR, ApiKey, InvalidApiKey
@@ -55,6 +56,8 @@ class Authenticator:
         """
         scope[_VISIBLE_TENANT] = None
         if not self._api_keys.is_required:
+            if not _is_open(scope["path"]):
+                _admit(scope, has_key=False)
             return None
         headers = Headers(scope=scope)
         key = self._key_of(headers, is_open=_is_open(scope["path"]))
@@ -62,6 +65,7 @@ class Authenticator:
             scope[_VISIBLE_TENANT] = ""
             return None
         note_key(scope, key)
+        _admit(scope, has_key=True)
         if key.tenant == OPERATOR:
             # If an operator's key names a tenant, as a gateway does, it sees what that tenant would see.
             named = headers.getlist(TENANT_HEADER)
@@ -131,3 +135,8 @@ def check_operator(request: Request) -> None:
 
 def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or any(path == tree or path.startswith(f"{tree}/") for tree in _OPEN_TREES)
+
+
+def _admit(scope: Scope, *, has_key: bool) -> None:
+    if (extension := (scope.get("extensions") or {}).get(ADMIT)) is not None:
+        extension["admit"](has_key=has_key)

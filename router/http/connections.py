@@ -1,4 +1,10 @@
-"""What the connections of one HTTP server share: limits, a clock, and the order in which it waits for clients."""
+"""What the connections of one HTTP server share: limits, a clock, and who is closed when there are too many.
+
+A connection waits for its client while the client owes a request or the rest of one, or has to read before we can go
+on; and it waits all the time if nobody needs a key for what it asks. Those that wait may be closed for others: first of
+a network from which too many wait, each time the one that has waited longest. A connection on which a valid API key was
+shown counts for no network.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +13,29 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
+from ipaddress import IPv6Address
 from typing import Any, Protocol
 
 from tandem.protocol.config import RouterConfig
+from tandem.router.http.time_slicer import TimeSlicer
 
-__all__ = ["NUM_RESERVED", "Connection", "Connections"]
+__all__ = ["ADMIT", "NUM_RESERVED", "Connection", "Connections", "network_of"]
 
 logger = logging.getLogger(__name__)
 
+# Extension of ASGI. Its "admit" says that this request is not to be ended for another client's.
+ADMIT = "tandem.admit"
 MAX_UNFINISHED_BODIES = 64  # as many of the largest size are kept in memory at once
 NUM_RESERVED = 64  # connections above max_connections, so that health checks and metrics get through
+_FEW = 8  # connections that wait from one address, and are not too many whatever others have
 _MAX_TICK_S = 0.5
 _WARN_INTERVAL_S = 60.0
 
 
 class Connection(Protocol):
     """One connection, as the others see it."""
+
+    network: str  # where its client is; "" = not counted, because it has a key
 
     def check_deadlines(self, now_s: float) -> None:
         """End the connection if its client is too slow."""
@@ -46,12 +59,16 @@ class Connections:
         self.max_header_bytes = config.max_header_bytes
         self.header_timeout_s = config.header_timeout_s
         self.body_timeout_s = config.body_timeout_s
+        self.keep_alive_timeout_s = config.keep_alive_timeout_s
         self.max_unfinished_bytes = MAX_UNFINISHED_BODIES * config.max_body_bytes
         self.num_unfinished_bytes = 0  # bytes of bodies that have begun to arrive
         self.now_s = 0.0
+        # Requests that do not start at once: each iteration of the event loop starts one.
+        self.turns = TimeSlicer(budget_s=0.0)
         self.open: set[Connection] = set()
-        # Connections whose client owes us a request or the rest of one, the one that we have waited for longest first.
-        self.waiting: OrderedDict[Connection, None] = OrderedDict()
+        self._waiting: OrderedDict[Connection, None] = OrderedDict()  # the one that has waited longest first
+        self._by_network: dict[str, OrderedDict[Connection, None]] = {}  # the same, without those that have a key
+        self._leaving: OrderedDict[Connection, None] = OrderedDict()  # not open any more, but not gone
         self._ticked_s = time.monotonic()
         self._warned_s = -math.inf
 
@@ -66,42 +83,96 @@ class Connections:
         for connection in list(connections):
             connection.check_deadlines(self.now_s)
 
-    def make_room_for(self, connection: Connection) -> bool:
-        """Whether this connection fits, after closing others that have waited longer for their clients.
+    def admit(self, connection: Connection) -> bool:
+        """Add a new connection, which waits for its client. Returns whether there is room for it at all.
 
-        Clients that send their request at once are not affected.
+        There are more of them than `max_connections`, because its request may be an operator's. The connection sets its
+        own deadline for what its client owes.
+        """
+        self.open.add(connection)
+        limit = self.max_connections + NUM_RESERVED
+        while self._leaving and len(self.open) + len(self._leaving) > limit:
+            next(iter(self._leaving)).shed()
+        self._shed_down_to(limit)
+        if len(self.open) > limit:
+            self.open.discard(connection)
+            return False
+        self.wait_for(connection)
+        return True
+
+    def make_room_for(self, connection: Connection) -> bool:
+        """Whether this connection fits, after closing others that wait for their clients.
+
+        Clients that send their request at once, and read what they asked for, are not affected.
         """
         if len(self.open) <= self.max_connections:
             return True
         if self.now_s - self._warned_s >= _WARN_INTERVAL_S:
             self._warned_s = self.now_s
             logger.warning("max_connections=%d reached; those that wait longest are closed", self.max_connections)
-        self.waiting.pop(connection, None)
-        while self.waiting and len(self.open) > self.max_connections:
-            next(iter(self.waiting)).shed()
+        self.stop_waiting(connection)
+        self._shed_down_to(self.max_connections)
         return len(self.open) <= self.max_connections
 
-    def admit(self, connection: Connection, num_open: int) -> bool:
-        """Add a new connection, the last of `num_open`. Returns whether there is room for it at all.
+    def wait_for(self, connection: Connection) -> None:
+        """From now on, or already, this connection waits for its client."""
+        self._waiting[connection] = None
+        if network := connection.network:
+            if network not in self._by_network:
+                self._by_network[network] = OrderedDict()
+            self._by_network[network][connection] = None
 
-        The connection sets its own deadline for what its client owes.
-        """
-        if num_open > self.max_connections + NUM_RESERVED:
-            return False
-        self.open.add(connection)
-        self.make_room_for(connection)  # even if there is none, its request may be an operator's
-        self.waiting[connection] = None
-        return True
+    def stop_waiting(self, connection: Connection) -> None:
+        """This connection does not wait, or no longer."""
+        if connection in self._waiting:
+            del self._waiting[connection]
+            self._discount(connection)
+
+    def know(self, connection: Connection) -> None:
+        """Its client has a valid API key: others from its network are not closed instead, nor it instead of them."""
+        if connection in self._waiting:
+            self._discount(connection)
+        connection.network = ""
 
     def limit_bodies(self) -> None:
         """Refuse the unfinished bodies that began first, until the others fit into memory."""
-        for connection in list(self.waiting):
+        for connection in list(self._waiting):
             if self.num_unfinished_bytes <= self.max_unfinished_bytes:
                 return
             connection.refuse_unfinished_body()
 
+    def leave(self, connection: Connection) -> None:
+        """A connection is about to end, and only has to tell its client so."""
+        self.remove(connection)
+        self._leaving[connection] = None
+
     def remove(self, connection: Connection) -> None:
-        """A connection has ended, or is about to."""
+        """A connection has ended, or ends at once."""
         connection.release_body()
+        self.stop_waiting(connection)
         self.open.discard(connection)
-        self.waiting.pop(connection, None)
+        self._leaving.pop(connection, None)
+
+    def _discount(self, connection: Connection) -> None:
+        if network := connection.network:
+            del self._by_network[network][connection]
+            if not self._by_network[network]:
+                del self._by_network[network]
+
+    def _shed_down_to(self, limit: int) -> None:
+        while self._waiting and len(self.open) > limit:
+            self._next_to_shed().shed()
+
+    def _next_to_shed(self) -> Connection:
+        most: OrderedDict[Connection, None] = max(self._by_network.values(), key=len, default=OrderedDict())
+        share = max(_FEW, len(self._waiting) // (len(self._by_network) + 1))  # one more: those that have a key
+        return next(iter(most if len(most) > share else self._waiting))
+
+
+def network_of(peer: Any) -> str:
+    """Where a client is, by the name of its socket: an IPv4 address, or a customer's part of an IPv6 address."""
+    host = peer[0] if isinstance(peer, tuple) else "a socket without an address"
+    if ":" not in host:
+        return str(host)
+    address = IPv6Address(host.partition("%")[0])
+    return str(address.ipv4_mapped or IPv6Address(int(address) >> 64 << 64))

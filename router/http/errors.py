@@ -18,12 +18,14 @@ from tandem.protocol.errors import Overloaded, RequestError, ServingError
 __all__ = [
     "BodyTooLarge",
     "ClientDisconnected",
+    "UnsupportedEncoding",
     "UnsupportedMediaType",
     "error_body",
     "error_response",
     "http_exception_response",
     "internal_error_body",
     "internal_error_response",
+    "is_messages_path",
     "messages_error_body",
     "serving_error_body",
     "serving_error_response",
@@ -54,6 +56,13 @@ class UnsupportedMediaType(RequestError):
     status = 415
 
 
+class UnsupportedEncoding(RequestError):
+    """The request body is compressed in a way that is not read here. The response names those that are."""
+
+    status = 415
+    code = "unsupported_content_encoding"
+
+
 class ClientDisconnected(Exception):
     """The client has disconnected, so nobody reads the response."""
 
@@ -75,11 +84,16 @@ def messages_error_body(body: dict[str, Any], status: int | None = None) -> dict
     return {"type": "error", "error": error | {"type": _MESSAGES_TYPES.get(status or 0, kind)}}
 
 
+def is_messages_path(path: str) -> bool:
+    """Whether a route of this path speaks as Anthropic's API does."""
+    return path == _MESSAGES_PATH or path.startswith(_MESSAGES_PATH + "/")
+
+
 def error_response(
     status: int, body: dict[str, Any], headers: dict[str, str] | None = None, *, path: str = ""
 ) -> Response:
     """JSON response with an error body, in the shape of the request's path."""
-    if path == _MESSAGES_PATH or path.startswith(_MESSAGES_PATH + "/"):
+    if is_messages_path(path):
         body = messages_error_body(body, status)
     return Response(orjson.dumps(body), status, headers, "application/json")
 
@@ -87,6 +101,8 @@ def error_response(
 def serving_error_response(exc: ServingError, path: str) -> Response:
     """Response to a request of this path for an error that comes before the first token."""
     headers = _retry_headers(exc.retry_after_s) if isinstance(exc, Overloaded) else None
+    if isinstance(exc, UnsupportedEncoding):
+        headers = {"accept-encoding": "gzip, deflate"}
     return error_response(exc.status, serving_error_body(exc), headers, path=path)
 
 

@@ -1,12 +1,16 @@
-"""Metrics as text: in the classic format of Prometheus, which any scraper reads, and in that of OpenMetrics."""
+"""Metrics as text: in the classic format of Prometheus, which any scraper reads, and in that of OpenMetrics.
+
+The text is built at most twice a second, whoever asks and how often.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from prometheus_client import disable_created_metrics, generate_latest
 from prometheus_client.core import Metric
@@ -15,8 +19,25 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
 
 from tandem.protocol.config import RouterConfig
 from tandem.router.http.vllm_names import with_vllm_names
+from tandem.runtime.shared_call import SharedCall
 
-__all__ = ["CLASSIC", "OPENMETRICS", "as_openmetrics", "exposition", "prefers_openmetrics"]
+__all__ = [
+    "CLASSIC",
+    "OPENMETRICS",
+    "MetricsText",
+    "Scraper",
+    "as_openmetrics",
+    "exposition",
+    "prefers_openmetrics",
+    "registry_text",
+    "shared_metrics",
+    "shared_scrape",
+]
+
+INTERVAL_S = 0.5
+_TENANT_SAMPLE = re.compile(rb'^.*\b(?:tenant|key_id)=".*\n', re.MULTILINE)
+
+Scraper = Callable[[], Awaitable[bytes]]
 
 CLASSIC, OPENMETRICS = CONTENT_TYPE_PLAIN_0_0_4, CONTENT_TYPE_LATEST
 _MEDIA_TYPES = ("application/openmetrics-text", "text/plain")
@@ -48,7 +69,35 @@ def exposition(source: Source, config: RouterConfig, models: Iterable[str]) -> b
     return bytes(generate_latest(source))
 
 
-@lru_cache(maxsize=1)
+async def registry_text(registry: Source, config: RouterConfig, models: Iterable[str]) -> bytes:
+    """As `exposition`. The registry is read here, where what it tells changes; the text is written in a thread."""
+    families = list(registry.collect())
+    return await asyncio.to_thread(exposition, SimpleNamespace(collect=lambda: families), config, list(models))
+
+
+class MetricsText(NamedTuple):
+    """Metrics in the classic format."""
+
+    everything: bytes
+    public: bytes  # without the samples of one tenant or one key
+
+
+def shared_scrape(scrape: Scraper) -> SharedCall[bytes]:
+    """The same for many who ask: it is called once for all who ask meanwhile."""
+    return SharedCall(scrape, INTERVAL_S)
+
+
+def shared_metrics(scrape: Scraper) -> SharedCall[MetricsText]:
+    """What `scrape` gives, for operators and for everybody."""
+
+    async def expose() -> MetricsText:
+        everything = await scrape()
+        return MetricsText(everything, await asyncio.to_thread(_TENANT_SAMPLE.sub, b"", everything))
+
+    return SharedCall(expose, INTERVAL_S)
+
+
+@lru_cache(maxsize=2)
 def as_openmetrics(text: bytes) -> bytes:
     """The same metrics in the format of OpenMetrics, without writing them anew: only the names of counters differ.
 

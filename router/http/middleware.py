@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import override
 
 from tandem.protocol.errors import RateLimitExceeded, ServingError
 from tandem.router.http.authentication import OPEN_PATHS, Authenticator
-from tandem.router.http.errors import BodyTooLarge, ClientDisconnected, internal_error_response, serving_error_response
+from tandem.router.http.content_encoding import inflating
+from tandem.router.http.errors import (
+    BodyTooLarge,
+    ClientDisconnected,
+    error_response,
+    internal_error_response,
+    serving_error_body,
+    serving_error_response,
+)
 from tandem.router.http.ignored_fields import IGNORED_HEADER, begin_ignored, ignored_headers
 from tandem.router.http.metrics import EdgeMetrics
-from tandem.router.http.origin_checks import check_host_and_origin
+from tandem.router.http.origin_checks import check_host_and_origin, page_refused
 from tandem.router.http.request_id import REQUEST_ID_HEADER, note_request_id
 from tandem.router.http.request_options import note_span
 from tandem.router.keys.api_key import ApiKey
@@ -35,6 +46,7 @@ _FIRST = itemgetter(0)
 _REQUEST_ID = REQUEST_ID_HEADER.encode()
 _PREFLIGHT = b"access-control-request-method"
 _VARY = (b"vary", b"Origin")
+_CLOSE = (b"connection", b"close")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +59,20 @@ class MiddlewareSettings:
     allow_origins: Collection[str]
     allow_hosts: Collection[str] | None = None  # None = any
     tracing: Tracing | None = None
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)  # set when the server is going to end
+
+
+class _Cors(CORSMiddleware):
+    """CORS whose refusals say how to allow a page."""
+
+    @override
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """The answer to a preflight."""
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        body = serving_error_body(page_refused(request_headers["origin"]))
+        return error_response(response.status_code, body, {"vary": "Origin"})
 
 
 class EdgeMiddleware:
@@ -60,7 +86,7 @@ class EdgeMiddleware:
         self._app = app
         self._settings = settings
         self._path = path
-        self._cors = CORSMiddleware(
+        self._cors = _Cors(
             self._serve,
             allow_origins=settings.allow_origins,
             allow_methods=["*"],
@@ -82,6 +108,7 @@ class EdgeMiddleware:
         status = 0
         key: ApiKey | None = None
         use: KeyUse | None = None
+        num_computed_tokens = 0  # of a prompt whose request ends with an error
         request_id = note_request_id(scope).shown
         headers = ((_REQUEST_ID, request_id.encode()), *headers)
         ignored = begin_ignored()
@@ -96,16 +123,21 @@ class EdgeMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *headers, *ignored_headers(ignored)]
+                if self._settings.leaving.is_set():
+                    message["headers"].append(_CLOSE)
             return send(message)
 
         try:
             key = self._check(scope)
             use = None if key is None else await self._settings.authenticator.begin_use(scope, key)
-            await self._app(scope, self._limited(receive), send_and_note)
+            max_bytes = self._settings.max_body_bytes
+            await self._app(scope, inflating(self._limited(receive), scope, max_bytes), send_and_note)
         except Exception as exc:  # whatever the app raises gets an error response
             response = _response_to(exc, scope["path"])
             if span is not None:
                 span.fail(exc)
+            if isinstance(exc, ServingError):
+                num_computed_tokens = exc.num_computed_tokens
             if key is not None and isinstance(exc, RateLimitExceeded):
                 self._settings.authenticator.note_refusal(key.id, "rate_limit")
             if status or response is None:
@@ -115,7 +147,8 @@ class EdgeMiddleware:
             await (response or internal_error_response(scope["path"]))(scope, receive, send_and_note)
         finally:
             if use is not None:
-                use.end(is_refused=status >= 400 and status != 499)  # a client that leaves has had its prompt computed
+                is_refused = status >= 400 and status != 499  # a client that leaves has had its prompt computed
+                use.end(is_refused=is_refused, num_computed_tokens=num_computed_tokens)
             # The route's template instead of the path, so that clients cannot add label values.
             path = self._path or getattr(scope.get("route") or scope.get("endpoint"), "path", "unmatched")
             self._settings.metrics.requests.labels(path, str(status or 499)).inc()

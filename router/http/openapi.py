@@ -18,9 +18,18 @@ from starlette.routing import BaseRoute, Route
 from tandem.router.http.answer_shapes import Error, MessagesError
 from tandem.router.http.request_id import REQUEST_ID_HEADER
 from tandem.router.http.request_options import EXPLAIN_HEADER, SLO_HEADER, TENANT_HEADER
+from tandem.router.http.sessions import CONVERSATION_HEADER, MAX_CONVERSATION_ID_CHARS, SESSION_HEADERS
 from tandem.scheduling.admission.tenants import TENANT_NAME
 
-__all__ = ["GENERATION_HEADERS", "Operation", "Operations", "Parameter", "documented_routes", "openapi_document"]
+__all__ = [
+    "CONVERSATION_HEADERS",
+    "GENERATION_HEADERS",
+    "Operation",
+    "Operations",
+    "Parameter",
+    "documented_routes",
+    "openapi_document",
+]
 
 Json = dict[str, Any]
 
@@ -100,6 +109,18 @@ GENERATION_HEADERS = (
         "Milliseconds within which the first token must come; a request that cannot meet this gets 429.",
     ),
     Parameter(EXPLAIN_HEADER, "header", {"enum": ["0", "1"]}, "`1`: the response explains the routing decision."),
+)
+CONVERSATION_HEADERS = (
+    Parameter(
+        CONVERSATION_HEADER,
+        "header",
+        {"type": "string", "maxLength": MAX_CONVERSATION_ID_CHARS},
+        "The conversation, if the field `conversation_id` is not set; empty = none.",
+    ),
+    *(
+        Parameter(name, "header", {"type": "string"}, "The client's session: the conversation, if nothing names it.")
+        for name in SESSION_HEADERS
+    ),
 )
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import RequestError
 
-__all__ = ["CallerNotAllowed", "check_host_and_origin", "hosts_allowed"]
+__all__ = ["CallerNotAllowed", "check_host_and_origin", "hosts_allowed", "page_refused"]
 
 _LOCALHOST = "localhost"
 _SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}
@@ -50,9 +50,14 @@ def check_host_and_origin(
         return
     shown = origin.decode("latin-1")
     if shown not in origins and _ANY not in origins:
-        raise CallerNotAllowed(
-            f"Pages of '{shown[:200]}' may not call this server; start it with --cors-allow-origins to allow them."
-        )
+        raise page_refused(shown)
+
+
+def page_refused(origin: str) -> CallerNotAllowed:
+    """The error for a web page of this origin."""
+    return CallerNotAllowed(
+        f"Pages of '{origin[:200]}' may not call this server; start it with --cors-allow-origins to allow them."
+    )
 
 
 def _listens_on_loopback(host: str) -> bool:

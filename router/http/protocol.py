@@ -2,7 +2,9 @@
 
     open -> head -> body -> response -> idle -> head ...      a client that owes us something has a deadline to send it
 
-Errors found here have OpenAI's body, as the app's errors do. No limit costs anything per streamed token.
+A request that does not wait for the response to the one before it, and one for which nobody needs an API key, takes
+turns with others of its kind: each iteration of the event loop starts one. Errors found here have OpenAI's body, as the
+app's errors do. No limit costs anything per streamed token.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from tandem.router.http.connections import Connections
+from tandem.router.http.connections import ADMIT, Connections, network_of
 from tandem.router.http.refusals import (
     HeaderTooLarge,
     InvalidHttp,
@@ -40,13 +42,17 @@ logger = logging.getLogger(__name__)
 
 MAX_URL_BYTES = 8192
 MAX_HEADERS = 128
-PIECE_BYTES = 4096  # bytes parsed at once: all their requests are created, even if many wait before them
+PIECE_BYTES = 4096  # the most bytes that are parsed at once
+MIN_PIECE_BYTES = 256  # from here on a piece ends with a head: all its requests are created, even if many wait
 MAX_UNPARSED_BYTES = 64 * 1024  # bytes after requests that wait; beyond it the connection is not read
-MIN_BODY_BYTES_PER_S = 16 * 1024  # a large body gets body_timeout_s plus the time it takes at this rate
+MIN_BYTES_PER_S = 16 * 1024  # a large body or response gets more time: as long as it takes at this rate
 _LINGER_S = 2.0  # for a client to read our last response, or to end a body that nobody reads
-_STALL_S = 60.0  # the longest that a response may wait without the client reading a byte of it
+_READ_TIMEOUT_S = 60.0  # for a client to read what it asked for, and the time that what it has read takes at that rate
+_SLOW_S = 5.0  # a client that has used up this much of that time makes room for others
 _FIRST = itemgetter(0)
+_END = b"\r\n\r\n"  # of a head
 _OPERATOR_PATHS = (b"/health", b"/ready", b"/metrics")
+_TAKES_TURNS = (b"/metrics", b"/dashboard", b"/docs", b"/openapi.json")  # open paths that take time, and what is below
 
 
 class _ReadFlow(FlowControl):
@@ -66,13 +72,19 @@ class HttpProtocol(HttpToolsProtocol):
     """One connection. Its requests get the ASGI extension that `ResponseWriter` uses.
 
     Pipelined requests are answered in order. While a request waits for the one before it, nothing more is parsed; a
-    bounded number of bytes is still read, so that a client that leaves is noticed.
+    bounded number of bytes is still read, so that a client that leaves is noticed. While the client does not read, no
+    other request is started.
     """
 
     def __init__(self, shared: Connections, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self._shared = shared
+        self.network = ""
         self._running: RequestResponseCycle | None = None  # the request being answered; `cycle` is the latest to arrive
+        self._held: tuple[RequestResponseCycle, Any] | None = None  # the same, if it has to wait for its turn to start
+        self._is_in_line = False  # whether it gets a turn
+        self._is_its_turn = False
+        self._is_wanted = False  # whether the request being answered is one that may not end for another client's
         self._deadline_s = math.inf  # when the client must have sent what it owes us
         self._is_idle = False  # between two requests
         self._is_lingering = False  # our last response is written, and input is dropped until the client hangs up
@@ -80,8 +92,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._unparsed = bytearray()  # bytes that arrived after requests that wait
         self._num_stray_bytes = 0  # received since the last complete head or byte of a body
         self._num_unfinished_bytes = 0  # of a body that is not complete
-        self._num_unsent_bytes = 0
-        self._unsent_since_s = 0.0
+        self._num_unsent_bytes = 0  # when we looked last
+        self._looked_s = 0.0
+        self._patience_s = _READ_TIMEOUT_S  # how long the client may go on without reading
 
     # -- called by the event loop and by `Connections`
 
@@ -89,7 +102,8 @@ class HttpProtocol(HttpToolsProtocol):
         """A client has connected."""
         super().connection_made(cast(asyncio.Transport, transport))
         self.flow = _ReadFlow(self.transport, self._unparsed)
-        if self._shared.admit(self, len(self.connections)):
+        self.network = network_of(self.transport.get_extra_info("peername"))
+        if self._shared.admit(self):
             self._deadline_s = self._shared.now_s + self._shared.header_timeout_s
         else:
             self.transport.abort()
@@ -107,22 +121,33 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_idle:
             self._is_idle = False
             self._deadline_s = self._shared.now_s + self._shared.header_timeout_s
-        if len(data) <= PIECE_BYTES and not self.pipeline:
+        if len(data) <= PIECE_BYTES and not self._unparsed and self._may_parse and data.count(_END) < 2:
             self._parse_piece(data)
         else:
             self._unparsed += data
-            self._parse_unparsed()
+            if not self._is_in_line:
+                self._parse_unparsed()
             if len(self._unparsed) >= MAX_UNPARSED_BYTES:
                 self.flow.pause_reading()
         if self._shared.num_unfinished_bytes > self._shared.max_unfinished_bytes:
             self._shared.limit_bodies()
 
+    def pause_writing(self) -> None:
+        """The client does not read: no more is written until it does."""
+        self._look(self._shared.now_s)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """The client has read most of what was written."""
+        self._look(self._shared.now_s)
+        super().resume_writing()
+        if self._held is not None or self._unparsed:
+            self._stand_in_line()
+
     def check_deadlines(self, now_s: float) -> None:
         """End the connection if its client is too slow."""
-        num_unsent = self.transport.get_write_buffer_size()
-        if num_unsent == 0 or num_unsent != self._num_unsent_bytes:
-            self._num_unsent_bytes, self._unsent_since_s = num_unsent, now_s
-        elif now_s - self._unsent_since_s > _STALL_S:
+        self._look(now_s)
+        if self._patience_s < 0:
             self._disconnect_app()
             self.transport.abort()
             return
@@ -151,7 +176,8 @@ class HttpProtocol(HttpToolsProtocol):
         """Make room for another connection."""
         self._shared.remove(self)
         self._disconnect_app()
-        self.transport.abort() if self._is_lingering else self.transport.close()
+        is_late = self._is_lingering or self.transport.get_write_buffer_size() > 0
+        self.transport.abort() if is_late else self.transport.close()
 
     def shutdown(self) -> None:
         """The server ends: close the connection, now or after the response under way."""
@@ -162,11 +188,18 @@ class HttpProtocol(HttpToolsProtocol):
 
     # -- parsing
 
+    @property
+    def _may_parse(self) -> bool:
+        """Whether what arrives belongs to the request being answered, or nothing is being answered."""
+        return not self._is_answering or (self.cycle.more_body and not self.pipeline)
+
     def _parse_unparsed(self) -> None:
         """Parse what arrived, up to a request that has to wait for the response to another one."""
-        while self._unparsed and not self.pipeline and not self._is_lingering and self._pending_refusal is None:
-            piece = bytes(self._unparsed[:PIECE_BYTES])
-            del self._unparsed[:PIECE_BYTES]
+        while self._unparsed and self._may_parse and not self._is_lingering and self._pending_refusal is None:
+            end = self._unparsed.find(_END, MIN_PIECE_BYTES - len(_END), PIECE_BYTES)
+            size = PIECE_BYTES if end < 0 else end + len(_END)
+            piece = bytes(self._unparsed[:size])
+            del self._unparsed[:size]
             self._parse_piece(piece)
 
     def _parse_piece(self, piece: bytes) -> None:
@@ -214,14 +247,14 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.pipeline:  # uvicorn stopped reading, but only reading notices a client that leaves
             self.flow.resume_reading()
-        self.scope["extensions"] = {DIRECT_WRITE: {"write": partial(_write, self.cycle)}}
+        self.scope["extensions"] = {DIRECT_WRITE: {"write": partial(_write, self.cycle)}, ADMIT: {"admit": self._admit}}
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False
         self.headers = []  # trailers are appended here; they must not count as headers, which are checked by now
         self._num_stray_bytes = 0
         if self.pipeline:  # its body may lie here unread: the client owes nothing until the request runs
             self._deadline_s = math.inf
-            self._shared.waiting.pop(self, None)
+            self._stop_waiting()
         else:
             self._wait_for_body()
 
@@ -231,7 +264,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_stray_bytes = 0
         if self.cycle.response_complete:
             return
-        self._deadline_s += len(body) / MIN_BODY_BYTES_PER_S
+        self._deadline_s += len(body) / MIN_BYTES_PER_S
         self._num_unfinished_bytes += len(body)
         self._shared.num_unfinished_bytes += len(body)
 
@@ -246,7 +279,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.cycle.response_complete:
             self._wait_for_request()
         else:
-            self._shared.waiting.pop(self, None)
+            self._stop_waiting()
 
     # -- responses
 
@@ -254,13 +287,12 @@ class HttpProtocol(HttpToolsProtocol):
         """The app has sent its whole response."""
         self.server_state.total_requests += 1
         if self.transport.is_closing():
+            self._shared.wait_for(self)  # until its client has read the rest
             return
         if self.pipeline:
-            self._start_asgi_task(*self.pipeline.pop())
+            self._hold(*self.pipeline.pop())
             if not self.pipeline and self.cycle.more_body:
                 self._wait_for_body()
-        if self._unparsed:
-            self._parse_unparsed()
         self.flow.resume_reading()
         if not self.cycle.response_complete or self._is_lingering:
             return
@@ -268,19 +300,21 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(self._pending_refusal)
         elif self.cycle.more_body:
             self._discard_body()
+        elif self._unparsed:
+            self._wait_for_turn()
         else:
             self._wait_for_request()
 
     def _wait_for_body(self) -> None:
         """The client has to send the rest of a request."""
         self._deadline_s = self._shared.now_s + self._shared.body_timeout_s
-        self._shared.waiting[self] = None
+        self._shared.wait_for(self)
 
     def _wait_for_request(self) -> None:
         """The client may send another request."""
-        self._shared.waiting[self] = None
+        self._shared.wait_for(self)
         self._is_idle = self._num_stray_bytes == 0
-        timeout_s = self.timeout_keep_alive if self._is_idle else self._shared.header_timeout_s
+        timeout_s = self._shared.keep_alive_timeout_s if self._is_idle else self._shared.header_timeout_s
         self._deadline_s = self._shared.now_s + timeout_s
 
     def _discard_body(self) -> None:
@@ -290,12 +324,92 @@ class HttpProtocol(HttpToolsProtocol):
             self._linger()  # the client may leave the body out; we could not tell it from the next request
         else:
             self._deadline_s = min(self._deadline_s, self._shared.now_s + _LINGER_S)
+            self._stand_in_line()
+
+    def _stop_waiting(self) -> None:
+        """The client has sent what it owes. One that does not read, or need not be served, still makes room."""
+        if self._is_wanted and not self._is_slow:
+            self._shared.stop_waiting(self)
+
+    # -- turns
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running = cycle
+        if self._is_its_turn or not (self.flow.write_paused or self.url.startswith(_TAKES_TURNS)):
+            self._is_wanted = not self._is_its_turn
+            self._start(cycle, app)
+        else:
+            self._shared.stop_waiting(self)  # from now on it waits for something else
+            self._hold(cycle, app)
+
+    def _start(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running, self._held = cycle, None
         if cycle.scope["http_version"] != "1.1":
             app = partial(_answer_unchunked, cycle, app)
         super()._start_asgi_task(cycle, app)
+
+    def _hold(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Start this request when it is its turn."""
+        self._running, self._held = cycle, (cycle, app)
+        self._wait_for_turn()
+
+    def _wait_for_turn(self) -> None:
+        """The client owes nothing but to read, yet a client without a key makes room for others."""
+        self._deadline_s = math.inf
+        self._is_wanted = not self.network
+        if self.network:
+            self._shared.wait_for(self)
+        self._stand_in_line()
+
+    def _stand_in_line(self) -> None:
+        if not self._is_in_line:
+            self._is_in_line = True
+            self._shared.turns.add(self._take_turn)
+
+    def _take_turn(self, _: float) -> None:
+        self._is_in_line = False
+        if self.flow.write_paused or self._is_lingering or self.transport.is_closing():
+            return  # with a client that reads again, it gets another turn
+        self._is_its_turn = True
+        if self._held is not None:
+            self._start(*self._held)
+        self._parse_unparsed()
+        self._is_its_turn = False
+        self.flow.resume_reading()
+        if self._deadline_s == math.inf and not self._is_answering:
+            self._wait_for_request()
+
+    def _admit(self, *, has_key: bool) -> None:
+        """The request being answered is one that does not end for another client's, unless its own does not read."""
+        self._is_wanted = True
+        if has_key and self.network:
+            self._shared.know(self)
+        if not self._owes_body:
+            self._stop_waiting()
+
+    # -- a client that does not read
+
+    @property
+    def _is_slow(self) -> bool:
+        return self._patience_s < _READ_TIMEOUT_S - _SLOW_S
+
+    def _look(self, now_s: float) -> None:
+        """Note how much the client has read. While a response is being written, that cannot be told: it is not blamed.
+
+        Each response that is read to its end gives the client all its time again.
+        """
+        was_slow = self._is_slow
+        num_unsent, elapsed_s = self.transport.get_write_buffer_size(), now_s - self._looked_s
+        num_read = max(0, self._num_unsent_bytes - num_unsent)
+        is_known = self.flow.write_paused or not self._is_answering or num_unsent == self._num_unsent_bytes
+        self._num_unsent_bytes, self._looked_s = num_unsent, now_s
+        if num_unsent == 0:
+            self._patience_s = _READ_TIMEOUT_S
+        elif is_known:
+            self._patience_s = min(_READ_TIMEOUT_S, self._patience_s - elapsed_s + num_read / MIN_BYTES_PER_S)
+        if self._is_slow and not self._is_lingering:
+            self._shared.wait_for(self)
+        elif was_slow and self._is_answering and not self._owes_body:
+            self._stop_waiting()
 
     def _disconnect_app(self) -> None:
         """Tell the running requests that nobody reads their response."""
@@ -310,6 +424,10 @@ class HttpProtocol(HttpToolsProtocol):
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _owes_body(self) -> bool:
+        return self.cycle is self._running and self.cycle.more_body
 
     def _check_head(self) -> None:
         """Raise a `Refusal` for a request that the app must not see."""
@@ -345,7 +463,7 @@ class HttpProtocol(HttpToolsProtocol):
                 return
             self._disconnect_app()
             if self.cycle.response_started:
-                self._shared.remove(self)
+                self._shared.leave(self)
                 self.transport.close()
                 return
         request_id = new_request_id().shown  # the app has not seen the request
@@ -359,7 +477,7 @@ class HttpProtocol(HttpToolsProtocol):
         To close with data unread would reset the connection, and the client might never see our response.
         """
         self._is_lingering = True
-        self._shared.remove(self)
+        self._shared.leave(self)
         self._deadline_s = self._shared.now_s + _LINGER_S
         self.flow.resume_reading()
         if not self.transport.is_closing():

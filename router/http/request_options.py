@@ -29,6 +29,7 @@ __all__ = [
     "note_key",
     "note_key_use",
     "note_span",
+    "note_unserved",
     "request_options",
     "span_of",
     "tenant_of",
@@ -97,6 +98,13 @@ def key_use_of(request: Request) -> KeyUse | None:
     """What counts a request against the limits of its API key; None if nothing limits it."""
     use: KeyUse | None = request.scope.get(_KEY_USE)
     return use
+
+
+def note_unserved(scope: Scope) -> None:
+    """A stream has ended with an error before its first token. It takes no tokens of its key, as if it were refused."""
+    use: KeyUse | None = scope.get(_KEY_USE)
+    if use is not None:
+        use.num_prompt_tokens = 0
 
 
 def key_of(request: Request) -> ApiKey | None:

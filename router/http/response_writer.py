@@ -25,6 +25,8 @@ class ResponseWriter:
         self._write: Callable[[bytes], bool] = extension.get("write", _cannot_write)
         self._send = send
         self._sending: EagerAwaitable | None = None  # waits for a slow client
+        self.has_started = False  # the head of the response is on its way
+        self.is_silent = True  # nothing was written since `Heartbeat` set this
 
     async def send(self, message: Message) -> None:
         """As ASGI's `send`."""
@@ -35,13 +37,26 @@ class ResponseWriter:
 
     async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
         """Send the head of a stream."""
+        self.has_started = True
         await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    def start_soon(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Send the head of a stream from a callback: await `drain` before anything else is written."""
+        self._sending = EagerAwaitable(self.start(headers))
+
+    def ping(self, events: bytes) -> None:
+        """Send a part from a callback, or drop it if the client is slow."""
+        if self.is_blocked or self._write(events):
+            return
+        # Before anything is written, ASGI's `send` waits for the client: what is closed there has sent nothing.
+        EagerAwaitable(self.send({"type": "http.response.body", "body": events, "more_body": True})).close()
 
     def write(self, events: bytes) -> bool:
         """Send a part of a stream. Returns False if the client is slow: await `drain` before the next part.
 
         A message of ASGI costs two coroutines and a dict, nearly as much as everything else done with a token.
         """
+        self.is_silent = False
         if self._write(events):
             return True
         self._sending = EagerAwaitable(self.send({"type": "http.response.body", "body": events, "more_body": True}))

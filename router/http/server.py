@@ -23,15 +23,12 @@ from tandem.router.http.protocol import HttpProtocol
 from tandem.router.http.tls import ServerTls
 from tandem.router.http.tls_connection import TlsConnection
 from tandem.runtime.gc_tuning import freeze_startup_heap
-from tandem.runtime.signals import wait_for_any
+from tandem.runtime.signals import ServingOrders, wait_for_any
 
 __all__ = ["HttpServer", "http_server", "serve_until"]
 
 logger = logging.getLogger(__name__)
 
-# Longer than clients keep an idle connection (httpx 5 s, nginx 60 s): a client that closes first never sends a request
-# into a connection that ends. When connections run out, idle ones are closed at once.
-_KEEP_ALIVE_S = 75
 _CLOSE_TIMEOUT_S = 10.0  # how long the app has to notice that its clients disconnected
 _NUM_OTHER_FILES = 256  # files that this process may need besides its clients' connections
 
@@ -49,9 +46,11 @@ class HttpServer(uvicorn.Server):
         listener: socket.socket,
         tls: ServerTls | None = None,
         *,
+        on_leave: Callable[[], None],
         on_drain: Callable[[], None],
     ) -> None:
         self._tls = tls
+        self._on_leave = on_leave
         self._on_drain = on_drain
         self._clients = Connections(config, _possible_connections(config.max_connections))
         super().__init__(
@@ -63,7 +62,6 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 http=self._protocol,  # type: ignore[arg-type]  # uvicorn only calls it
                 ws="none",
-                timeout_keep_alive=_KEEP_ALIVE_S,
                 lifespan="off",  # uvicorn would only log its errors; when the caller runs it, they are raised
             )
         )
@@ -102,6 +100,10 @@ class HttpServer(uvicorn.Server):
         """Leave the process's handlers as they are."""
         yield
 
+    def leave(self) -> None:
+        """Go on, but let the app tell its clients that this server is about to end."""
+        self._on_leave()
+
     def drain(self) -> None:
         """Accept no more connections, finish the running requests, and end."""
         self.should_exit = True
@@ -125,16 +127,18 @@ async def http_server(
     listener: socket.socket,
     metrics: CollectorRegistry,
     *,
+    on_leave: Callable[[], None] = lambda: None,
     on_drain: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[HttpServer]:
     """The HTTP server, while the block runs. The caller runs the app's lifespan around it.
 
-    `on_drain` is called when the server begins to drain, to end what the app would otherwise send for ever. Raises
-    `ConfigError` if the files of `tls_cert` cannot be used.
+    `on_leave` is called when the server is going to end, for the app to tell its clients. `on_drain` is called when it
+    begins to drain, to end what the app would otherwise send for ever. Raises `ConfigError` if the files of `tls_cert`
+    cannot be used.
     """
     tls = ServerTls(config, metrics) if config.tls_cert else None
     async with contextlib.nullcontext() if tls is None else tls.followed():
-        server = HttpServer(app, config, listener, tls, on_drain=on_drain)
+        server = HttpServer(app, config, listener, tls, on_leave=on_leave, on_drain=on_drain)
         try:
             yield server
         finally:
@@ -142,31 +146,33 @@ async def http_server(
 
 
 async def serve_until(
-    stop: asyncio.Event,
-    stop_now: asyncio.Event,
+    orders: ServingOrders,
     app: RouterApp,
     config: RouterConfig,
     listener: socket.socket,
     metrics: CollectorRegistry,
     on_serving: Callable[[], None],
     *,
-    drain_timeout_s: float | None = None,
+    drain_timeout_s: float,
 ) -> None:
-    """Serve until `stop`, then finish the running requests, for `drain_timeout_s` or until `stop_now`.
+    """Serve until the order to stop, then finish the running requests, for `drain_timeout_s` or until `stop_now`.
 
     Calls `on_serving` once it serves. Raises the error that keeps it from serving.
     """
     async with (
         app.router.lifespan_context(app),
-        http_server(app, config, listener, metrics, on_drain=app.drain) as server,
+        http_server(app, config, listener, metrics, on_leave=app.leave, on_drain=app.drain) as server,
     ):
         await wait_for_any(server.serving, server.has_started)
         if server.is_serving:
             freeze_startup_heap()
             on_serving()
-        await wait_for_any(server.serving, stop, stop_now)
+        await wait_for_any(server.serving, *orders)
+        if orders.leave.is_set():
+            server.leave()
+        await wait_for_any(server.serving, orders.stop, orders.stop_now)
         server.drain()
-        await wait_for_any(server.serving, stop_now, timeout_s=drain_timeout_s)
+        await wait_for_any(server.serving, orders.stop_now, timeout_s=drain_timeout_s)
     server.serving.result()
 
 

@@ -14,11 +14,12 @@ from starlette.responses import Response
 from tandem.protocol.errors import ModelNotFound, RequestError
 from tandem.protocol.messages import Role
 from tandem.router.http.answer_shapes import Drain, Migration, NewWorker, RoleChange
-from tandem.router.http.app import json_response
+from tandem.router.http.app import RouterApp, json_response
 from tandem.router.http.audit import audited
 from tandem.router.http.authentication import check_operator
 from tandem.router.http.decoding import decode_body
 from tandem.router.http.errors import error_body, error_response
+from tandem.router.http.exposition import Scraper, shared_metrics
 from tandem.router.http.json_body import read_json
 from tandem.router.http.visibility import metrics_response, visible_decisions, visible_pools
 
@@ -29,13 +30,14 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def add_operation_routes(
-    app: FastAPI,
+    app: RouterApp,
     *,
     not_ready: Callable[[], str | None],
-    scrape: Callable[[], Awaitable[bytes]],
+    scrape: Scraper,
     pools: Callable[[], Awaitable[Json]],
 ) -> None:
     """Add health, readiness, metrics, pools and version. `not_ready` gives the reason, or None when ready."""
+    expose = shared_metrics(scrape)
 
     @app.get("/health")
     async def health() -> Response:
@@ -45,7 +47,7 @@ def add_operation_routes(
     @app.get("/ready")
     async def ready() -> Response:
         """Whether requests should be sent here: 200, or 503 `not_ready` with the reason."""
-        reason = not_ready()
+        reason = "The server is shutting down." if app.is_leaving else not_ready()
         if reason is not None:
             return error_response(503, error_body(reason, "server_error", code="not_ready"))
         return json_response({"status": "ready"})
@@ -53,7 +55,7 @@ def add_operation_routes(
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         """Metrics in Prometheus' text format, or OpenMetrics if `Accept` prefers it. No tenants for a tenant's key."""
-        return metrics_response(await scrape(), request)
+        return metrics_response(await expose(), request)
 
     @app.get("/v1/pools")
     async def show_pools(request: Request) -> Response:

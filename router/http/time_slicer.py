@@ -22,14 +22,16 @@ SlicedWork: TypeAlias = Callable[[float], object]  # its argument is the time at
 class TimeSlicer:
     """The work of one event loop, done in order of arrival, a little in each iteration."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, budget_s: float | None = None) -> None:
+        """`budget_s` is for one iteration of the event loop: 0 = one piece of work; None = a fair part."""
         self.clock = clock
+        self._budget_s = BUDGET_S if budget_s is None else budget_s
         self._waiting: deque[SlicedWork] = deque()
         self._is_scheduled = False
 
     def end_s(self) -> float:
         """When work that begins now must stop."""
-        return self.clock() + BUDGET_S
+        return self.clock() + self._budget_s
 
     def add(self, work: SlicedWork) -> None:
         """Call `work` soon. If it raises, the event loop reports that, and the others still get their time."""

@@ -22,7 +22,7 @@ from typing import Any, cast
 from uvicorn.server import ServerState
 
 from tandem.protocol.fault_boundary import undone_on_error
-from tandem.router.http.connections import Connections
+from tandem.router.http.connections import Connections, network_of
 from tandem.router.http.protocol import HttpProtocol
 from tandem.router.http.refusals import PlainHttp
 from tandem.router.http.request_id import new_request_id
@@ -63,6 +63,7 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         self._num_empty_records = 0  # more than those that had content
         self._is_costly = False  # its records took too long once, so that they always wait for a time slice
         self._waits_for_slice = False
+        self.network = ""
         self._is_reading_paused = False  # whether `HttpProtocol` has paused it
         self._deadline_s = math.inf  # deadline of the handshake
         self._has_failed = False  # whether the handshake has failed, which was counted
@@ -75,7 +76,8 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's do not inherit from it
         self._write_socket = self.transport.write
         self._state.connections.add(cast(HttpProtocol, self))
-        if self._shared.admit(self, len(self._state.connections)):
+        self.network = network_of(self.transport.get_extra_info("peername"))
+        if self._shared.admit(self):
             self._deadline_s = self._shared.now_s + self._shared.header_timeout_s
         else:
             self._give_up("shed")
@@ -216,7 +218,7 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         """Drop input until the client hangs up: to close with data unread would reset the connection."""
         self._has_ended = True
         self._records.clear()
-        self._shared.remove(self)
+        self._shared.leave(self)
         self._deadline_s = self._shared.now_s + _LINGER_S
         if not self.transport.is_closing():
             self.transport.write_eof()

@@ -5,19 +5,17 @@ An operator's key sees everything, and so does everyone if the server has no API
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.router.http.authentication import visible_tenant
-from tandem.router.http.exposition import CLASSIC, OPENMETRICS, as_openmetrics, prefers_openmetrics
+from tandem.router.http.exposition import CLASSIC, OPENMETRICS, MetricsText, as_openmetrics, prefers_openmetrics
 
 __all__ = ["metrics_response", "visible_decisions", "visible_pools"]
 
 _MEMBER_FIELDS = ("worker_id", "name", "model", "state")  # the fields of a worker or an engine that do not show load
-_TENANT_SAMPLE = re.compile(rb'^.*\b(?:tenant|key_id)=".*\n', re.MULTILINE)
 
 
 def visible_decisions(decisions: list[dict[str, Any]], request: Request) -> list[dict[str, Any]]:
@@ -35,13 +33,12 @@ def visible_pools(pools: dict[str, Any], request: Request) -> dict[str, Any]:
     return {"roles": {role: _members(workers) for role, workers in pools["roles"].items()}}
 
 
-def metrics_response(exposition: bytes, request: Request) -> Response:
+def metrics_response(metrics: MetricsText, request: Request) -> Response:
     """Metrics in the text format that the request accepts. Samples of one tenant or one key are for operators."""
-    if visible_tenant(request) is not None:
-        exposition = _TENANT_SAMPLE.sub(b"", exposition)
+    text = metrics.everything if visible_tenant(request) is None else metrics.public
     is_openmetrics = prefers_openmetrics(request.headers.get("accept", ""))
     return Response(
-        as_openmetrics(exposition) if is_openmetrics else exposition,
+        as_openmetrics(text) if is_openmetrics else text,
         headers={"content-type": OPENMETRICS if is_openmetrics else CLASSIC, "vary": "accept"},
     )
 

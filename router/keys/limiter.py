@@ -9,7 +9,11 @@ from typing import Protocol
 from tandem.router.keys.api_key import ApiKey
 from tandem.scheduling.admission.key_limits import KeyLimiter, KeyUsage
 
-__all__ = ["KeyUse", "LimitedUse", "Limiter", "LocalLimiter"]
+__all__ = ["TEXT_BYTES_PER_TOKEN", "KeyUse", "LimitedUse", "Limiter", "LocalLimiter"]
+
+# What work on requests that are not served costs. A served token takes a thousandth of a second of a worker, or more.
+TEXT_BYTES_PER_TOKEN = 128  # encoding them takes a tenth of a millisecond
+TOKENS_PER_CPU_S = 1000
 
 
 class LimitedUse(Protocol):
@@ -79,6 +83,7 @@ class KeyUse:
         """`is_charged`: the key has a limit of tokens."""
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
+        self.num_worked_tokens = 0  # what the router's own work on it counts, in tokens
         self._use = use
         self._is_charged = is_charged
 
@@ -88,9 +93,19 @@ class KeyUse:
             await self._use.charge(num_prompt_tokens, num_answers, max_tokens)
             self.num_prompt_tokens = num_prompt_tokens
 
-    def end(self, *, is_refused: bool) -> None:
-        """The request is over. One that was refused takes no tokens."""
-        if is_refused:
-            self._use.end(0, 0)
-        else:
-            self._use.end(self.num_prompt_tokens, self.num_output_tokens)
+    def note_text(self, num_bytes: int) -> None:
+        """A text of this size is encoded. That counts only as far as its tokens, if it is served, count less."""
+        self.num_worked_tokens += num_bytes // TEXT_BYTES_PER_TOKEN
+
+    def note_cpu(self, cpu_s: float) -> None:
+        """The router worked on the request for this long, beside encoding its text. It counts as a text does."""
+        self.num_worked_tokens += round(cpu_s * TOKENS_PER_CPU_S)
+
+    def end(self, *, is_refused: bool, num_computed_tokens: int = 0) -> None:
+        """The request is over. It takes the tokens that were computed, whatever its status.
+
+        `num_computed_tokens`: of its prompt, before it was refused without an answer.
+        """
+        num_outputs = self.num_output_tokens
+        num_prompt = num_computed_tokens if is_refused and not num_outputs else self.num_prompt_tokens
+        self._use.end(max(num_prompt, self.num_worked_tokens - num_outputs), num_outputs)

@@ -97,6 +97,7 @@ async def _num_prompt_tokens(context: ServingContext, request: Request, chat: Ch
     context.formats.check_tools(tools)
     token_ids = await tokenize_chat(
         context,
+        request,
         chat.messages,
         chat.chat_template_kwargs,
         chat.add_generation_prompt,
@@ -119,9 +120,10 @@ async def _edited(context: ServingContext, request: Request, fields: R, num_byte
     edits = known_edits(fields)
     least = least_trigger(edits)
     num_tokens = 0.0 if least is None else await _tokens_for_trigger(context, request, fields, num_bytes, least)
-    done = await context.pool.run(
+    done = await context.work_on_text(
+        request,
         lambda: edited(fields.messages, edits, num_tokens, lambda text: _num_text_tokens(context, text)),
-        num_bytes=num_bytes,
+        num_bytes,
     )
     return msgspec.structs.replace(fields, messages=list(done.messages)), done
 

@@ -33,6 +33,7 @@ __all__ = [
     "MessagesRequest",
     "OutputConfig",
     "OutputFormat",
+    "Quantity",
     "Thinking",
 ]
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from typing import Any
 
 import orjson
@@ -16,10 +15,10 @@ from tandem.router.backend import Backend
 from tandem.router.http.disconnect import cancel_on_disconnect
 from tandem.router.http.errors import ClientDisconnected
 from tandem.router.http.metrics import EdgeMetrics, RequestClock
-from tandem.router.http.request_options import EXPLAIN_HEADER, key_use_of, span_of
+from tandem.router.http.request_options import key_use_of, span_of
 from tandem.router.openai.choice_text import ChoiceDelta
 from tandem.router.openai.choices import run_choices
-from tandem.router.openai.event_stream import EventStream
+from tandem.router.openai.event_stream import EventStream, explanation
 from tandem.router.openai.planned_answer import FinishedChoice, PlannedAnswer
 from tandem.router.streams import Stream
 from tandem.router.text.tokenizer import Tokenizer
@@ -27,14 +26,13 @@ from tandem.router.tracing.traced_answer import TracedAnswer
 
 __all__ = ["answer_request"]
 
-STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the latter: no buffering in nginx
 LONG_ENTRIES = 256  # log probabilities of this many tokens take 20 ms to turn into JSON
 
 
 async def answer_request(
     request: Request, answer: PlannedAnswer, backend: Backend, tokenizer: Tokenizer, metrics: EdgeMetrics
 ) -> Response:
-    """Generate and respond. Raises a `ServingError` for a failure before the first token of a stream."""
+    """Generate and respond. A stream generates when it is sent. Raises a `ServingError`."""
     use = key_use_of(request)
     if use is not None:
         max_tokens = sum(choice.request.sampling.max_tokens for choice in answer.choices)
@@ -44,29 +42,18 @@ async def answer_request(
     span = span_of(request.scope)
     if span is not None and span.is_sampled:
         deltas = TracedAnswer(deltas, answer, span)
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(deltas.aclose)  # every way out cancels the generation, except with a stream
-        try:
-            async with cancel_on_disconnect(request.receive):
-                if answer.is_stream:
-                    first = await deltas.take()
-                else:
-                    body, decision = await _collect(answer, deltas)
-        except ClientDisconnected:
-            metrics.client_disconnects.inc()
-            raise
-        if answer.is_stream:
-            headers = STREAM_HEADERS | _explanation(first[0].decision)
-            stream = EventStream(answer, first, deltas, metrics, headers)
-            stack.pop_all()  # the stream closes them
-            return stream
+    if answer.is_stream:
+        return EventStream(answer, deltas, metrics)
+    try:
+        async with cancel_on_disconnect(request.receive):
+            body, decision = await _collect(answer, deltas)
+    except ClientDisconnected:
+        metrics.client_disconnects.inc()
+        raise
     metrics.duration_s.observe(time.perf_counter() - answer.arrived_s)
-    return Response(orjson.dumps(body), headers=_explanation(decision), media_type="application/json")
-
-
-def _explanation(decision: dict[str, Any] | None) -> dict[str, str]:
-    """The response header that carries the decision, if there is one."""
-    return {EXPLAIN_HEADER: json.dumps(decision, separators=(",", ":"))} if decision else {}  # in ASCII
+    response = Response(orjson.dumps(body), media_type="application/json")
+    response.raw_headers += explanation(decision)
+    return response
 
 
 async def _collect(answer: PlannedAnswer, deltas: Stream[ChoiceDelta]) -> tuple[dict[str, Any], dict[str, Any] | None]:

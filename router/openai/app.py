@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from tandem.router.backend import Backend
 from tandem.router.dashboard.routes import add_dashboard
 from tandem.router.http.app import RouterApp, json_response
 from tandem.router.http.authentication import check_operator
-from tandem.router.http.exposition import exposition
+from tandem.router.http.exposition import Scraper, registry_text
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.shared_routes import (
     add_decision_routes,
@@ -61,7 +61,7 @@ def create_app(
     registry: CollectorRegistry,
     *,
     readiness: ReadinessCheck | None = None,
-    scrape: Callable[[], Awaitable[bytes]] | None = None,
+    scrape: Scraper | None = None,
     traffic: Callable[[], Iterable[Metric]] | None = None,
     responses: ResponseStore | None = None,
     started_at_s: int | None = None,
@@ -89,9 +89,6 @@ def create_app(
     ready = readiness or prober
     assert ready is not None
 
-    async def scrape_registry() -> bytes:
-        return exposition(registry, config, [backend.model])
-
     app = RouterApp(
         config,
         context.metrics,
@@ -105,7 +102,8 @@ def create_app(
     app.state.readiness = ready
     _add_api_routes(app, context, started_at_s or int(time.time()))
     add_dashboard(app, overview=backend.overview, traffic=traffic or context.metrics.traffic, api_keys=api_keys)
-    add_operation_routes(app, not_ready=lambda: ready.reason, scrape=scrape or scrape_registry, pools=backend.pools)
+    scrape = scrape or (lambda: registry_text(registry, config, [backend.model]))
+    add_operation_routes(app, not_ready=lambda: ready.reason, scrape=scrape, pools=backend.pools)
     return app
 
 

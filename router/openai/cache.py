@@ -24,14 +24,14 @@ __all__ = ["list_pins", "pin_prefix", "prefetch_pin", "unpin_prefix"]
 
 async def pin_prefix(context: ServingContext, request: Request) -> dict[str, Any]:
     """Body of `POST /v1/cache/pin`: the pin, and where its blocks are now. Raises a `ServingError`."""
-    _, fields = await read_body(request, PinFields)
+    body, fields = await read_body(request, PinFields)
     context.check_model(fields.model)
     check_cache_salt(fields.cache_salt)
     check_exactly_one(fields, "messages")
     scope = context.cache_scope(request, fields.cache_salt)
     key = key_of(request)
     pinned = PinRequest(
-        token_ids=None if fields.conversation_id else await _token_ids(context, fields, scope),
+        token_ids=None if fields.conversation_id else await _token_ids(context, request, fields, scope, len(body)),
         conversation_id=fields.conversation_id or "",
         cache_scope=scope,
         tenant=tenant_of(request),
@@ -74,15 +74,19 @@ async def list_pins(context: ServingContext, request: Request) -> dict[str, Any]
     return {"object": "list", "data": [_pin_json(pin) for pin in await context.backend.cache.pins(tenant, scope)]}
 
 
-async def _token_ids(context: ServingContext, fields: PinFields, scope: CacheScope) -> list[int]:
+async def _token_ids(
+    context: ServingContext, request: Request, fields: PinFields, scope: CacheScope, num_bytes: int
+) -> list[int]:
     """Token ids of the prefix, as a request with this prompt or these messages would have them."""
     tokenizer, tools = context.tokenizer, requested_tools(fields)
     if fields.prompt is not None:
         prompt, add_special_tokens = fields.prompt, fields.add_special_tokens is not False
         limit = context.prompt_limit("prompt")
         check_prompt(prompt, tokenizer, limit)
-        return await context.pool.run(
-            lambda: tokenize_prompt(prompt, tokenizer, limit, add_special_tokens=add_special_tokens)
+        return await context.work_on_text(
+            request,
+            lambda: tokenize_prompt(prompt, tokenizer, limit, add_special_tokens=add_special_tokens),
+            num_bytes,
         )
     given = fields.messages or []
     # After a system message or an answer the next message is the client's, so the answer is not opened.
@@ -91,6 +95,7 @@ async def _token_ids(context: ServingContext, fields: PinFields, scope: CacheSco
         opens_answer = given[-1].role in ("user", "tool")
     return await tokenize_chat(
         context,
+        request,
         given,
         template_kwargs(fields),
         opens_answer,
@@ -98,6 +103,7 @@ async def _token_ids(context: ServingContext, fields: PinFields, scope: CacheSco
         tools=tools,
         add_special_tokens=bool(fields.add_special_tokens),
         continued=continued_part(fields),
+        num_bytes=num_bytes,
     )
 
 

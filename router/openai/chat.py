@@ -28,7 +28,6 @@ from tandem.router.openai.schema import ROLES, ChatMessage, ChatRequest, check_c
 from tandem.router.openai.serving_context import ServingContext, read_body
 from tandem.router.openai.tool_fields import RequestedTools, requested_tools
 from tandem.router.structured_output.constraint import Constraint
-from tandem.router.text.tokenizer import MIN_THREAD_BYTES
 
 __all__ = [
     "continued_part",
@@ -84,11 +83,11 @@ async def plan_conversation(
     num_logprobs = _num_logprobs(fields)
     check_fields(fields, 1, num_logprobs)
     options = request_options(request, fields.priority)
-    tenant = options.service_class.tenant
-    grammar = await context.grammar_of(fields, tenant)
-    scope = context.scopes.of(tenant, fields.cache_salt or "")
+    grammar = await context.grammar_of(fields, request)
+    scope = context.scopes.of(options.service_class.tenant, fields.cache_salt or "")
     token_ids = await tokenize_chat(
         context,
+        request,
         fields.messages,
         template_kwargs(fields),
         fields.add_generation_prompt,
@@ -115,13 +114,14 @@ async def plan_conversation(
         options=options,
         cache_scope=scope,
         parsing=context.formats.parsing(context.tokenizer, prompt_end, tools, hides_special=hides_special),
-        grammar=await _grammar(context, fields, tenant, tools, prompt_end, grammar),
+        grammar=await _grammar(context, fields, request, tools, prompt_end, grammar),
     )
     return plan_answer(context, prepared)
 
 
 async def tokenize_chat(
     context: ServingContext,
+    request: Request,
     messages: Sequence[ChatMessage],
     template_kwargs: dict[str, Any] | None,
     add_generation_prompt: bool | None,
@@ -130,7 +130,7 @@ async def tokenize_chat(
     tools: RequestedTools | None,
     add_special_tokens: bool,
     continued: ContinuedPart | None = None,
-    num_bytes: int = MIN_THREAD_BYTES,
+    num_bytes: int,
 ) -> list[int]:
     """Token ids of a conversation with these tools; `num_bytes` is the size of its body. Raises `RequestError`."""
     check_messages(messages, template_kwargs)
@@ -152,7 +152,7 @@ async def tokenize_chat(
             limit=context.prompt_limit("messages"),
         )
 
-    return await context.pool.run(encode, num_bytes=num_bytes)
+    return await context.work_on_text(request, encode, num_bytes)
 
 
 class ConversationFields(Protocol):
@@ -304,7 +304,7 @@ def _decoded_beginning(text: str) -> Any:
 async def _grammar(
     context: ServingContext,
     fields: ChatRequest,
-    tenant: str,
+    request: Request,
     tools: RequestedTools | None,
     prompt_end: str,
     content: str,
@@ -314,7 +314,7 @@ async def _grammar(
     if grammar == content:
         return content
     param = "response_format" if tools is None else "tools"
-    grammar = await context.grammars.grammar(Constraint("llguidance", grammar, param), tenant)
+    grammar = await context.checked_grammar(request, Constraint("llguidance", grammar, param))
     check_grammar(grammar, fields.n or 1, param)
     return grammar
 

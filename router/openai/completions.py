@@ -48,11 +48,11 @@ async def plan_completion(context: ServingContext, request: Request, arrived_s: 
     limit = context.prompt_limit("prompt")
     given = _separate_prompts(fields, limit)
     check_fields(fields, len(given), fields.logprobs)
-    grammar = await context.grammar_of(fields, options.service_class.tenant, len(given))
+    grammar = await context.grammar_of(fields, request, len(given))
     for prompt in given:
         check_prompt(prompt, context.tokenizer, limit)
-    prompts = await context.pool.run(
-        lambda: [_tokenize(prompt, fields, context.tokenizer, limit) for prompt in given], num_bytes=len(body)
+    prompts = await context.work_on_text(
+        request, lambda: [_tokenize(prompt, fields, context.tokenizer, limit) for prompt in given], len(body)
     )
     if fields.echo:
         check_echo((prompt.echo for prompt in prompts), fields.n or 1)

@@ -59,7 +59,9 @@ class ChatFormat(ChoiceFormat):
         return [piece]
 
     def _parsed_pieces(self, delta: ChoiceDelta, events: list[Event]) -> list[dict[str, Any]]:
-        messages = [self._part(message_delta(event)) for event in events]
+        messages = [message_delta(event) for event in events]
+        if self._has_functions:
+            messages = [with_function_call(message) for message in messages]
         if not messages or delta.finish_reason is not None:
             messages.append({})
         pieces: list[dict[str, Any]] = [

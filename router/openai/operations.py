@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tandem.router.http.answer_shapes import Deleted
-from tandem.router.http.openapi import GENERATION_HEADERS, Operation, Operations, Parameter
+from tandem.router.http.openapi import CONVERSATION_HEADERS, GENERATION_HEADERS, Operation, Operations, Parameter
 from tandem.router.http.shared_operations import SHARED_OPERATIONS
 from tandem.router.messages.answer_shapes import CountedTokens, Message, MessageEvent
 from tandem.router.messages.schema import CountTokensRequest, MessagesRequest
@@ -23,10 +23,8 @@ from tandem.router.openai.answer_shapes import (
     Unpinned,
 )
 from tandem.router.openai.other_fields import UNSERVED
-from tandem.router.openai.planning import CONVERSATION_HEADER
 from tandem.router.openai.schema import (
     EXACTLY_ONE,
-    MAX_CONVERSATION_ID_CHARS,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -44,17 +42,12 @@ __all__ = ["SERVE_DESCRIPTION", "SERVE_OPERATIONS"]
 SERVE_DESCRIPTION = """\
 The HTTP API of `tandem serve`: OpenAI's API, Anthropic's Messages API, and what operators need.
 
-Every optional field may be null. Unknown fields are passed over, because clients send new ones all the time; a name \
-that is almost that of a field is refused, and so are fields that would change the answer and are not served. Streams \
-are server-sent events; after the first token an error is the last event."""
+Every optional field may be null. Fields that are unknown, or that only hint at something, are ignored, because \
+clients send new ones all the time; the response header `x-tandem-ignored` names them. Refused are fields that would \
+change the answer and are not served. Streams are server-sent events; after the first token an error is the last \
+event."""
 
-_CONVERSATION = Parameter(
-    CONVERSATION_HEADER,
-    "header",
-    {"type": "string", "maxLength": MAX_CONVERSATION_ID_CHARS},
-    "The conversation, if the field `conversation_id` is not set; empty = none.",
-)
-_HEADERS = (*GENERATION_HEADERS, _CONVERSATION)
+_HEADERS = (*GENERATION_HEADERS, *CONVERSATION_HEADERS)
 _TENANT = GENERATION_HEADERS[:1]
 _SALT = Parameter("cache_salt", "query", {"type": "string"}, "Only pins with this salt.")
 _PAGE = (

@@ -11,23 +11,21 @@ import msgspec
 from starlette.requests import Request
 
 from tandem.protocol.digest import CacheScope
-from tandem.protocol.errors import RequestError
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest
 from tandem.router.http.ignored_fields import note_ignored
 from tandem.router.http.request_options import RequestOptions
+from tandem.router.http.sessions import conversation_named
 from tandem.router.openai.answer_formats import AnswerParsing
 from tandem.router.openai.choice_text import ChoicePlan
 from tandem.router.openai.logprobs import ScoredPrompt
 from tandem.router.openai.planned_answer import AnswerFormat, PlannedAnswer
 from tandem.router.openai.request_limits import check_held_logprobs, check_prompt_tokens
 from tandem.router.openai.sampling import max_tokens_for, other_prompt, sampling_params, sibling_seed, stop_strings
-from tandem.router.openai.schema import MAX_CONVERSATION_ID_CHARS, GenerationFields
+from tandem.router.openai.schema import GenerationFields
 from tandem.router.openai.serving_context import ServingContext
 
 __all__ = ["PreparedRequest", "Prompt", "conversation_of", "plan_answer"]
-
-CONVERSATION_HEADER = "x-tandem-conversation"
 
 
 class Prompt(NamedTuple):
@@ -57,14 +55,8 @@ class PreparedRequest:
 
 
 def conversation_of(request: Request, fields: GenerationFields) -> str:
-    """The conversation that a request's body or header names; "" = none. Raises `RequestError`."""
-    named = request.headers.get(CONVERSATION_HEADER, "")
-    if len(named) > MAX_CONVERSATION_ID_CHARS:
-        raise RequestError(
-            f"The header {CONVERSATION_HEADER} has {len(named)} characters, over the limit of "
-            f"{MAX_CONVERSATION_ID_CHARS}."
-        )
-    return fields.conversation_id or named
+    """The conversation that a request names; "" = none. Raises `RequestError`."""
+    return conversation_named(request.headers, fields.conversation_id, fields.prompt_cache_key)
 
 
 def plan_answer(context: ServingContext, request: PreparedRequest) -> PlannedAnswer:

@@ -22,6 +22,7 @@ from tandem.protocol.sampling import (
     MAX_STOP_TOKEN_IDS,
     MIN_REPETITION_PENALTY,
 )
+from tandem.router.http.sessions import MAX_CONVERSATION_ID_CHARS
 from tandem.router.openai.tool_fields import FunctionName, NamedToolChoice, Tool, ToolFunction
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "PinFields",
     "PrefetchFields",
     "Probability",
+    "PromptCacheKey",
     "QueuePriority",
     "ReasoningEffort",
     "ResponseFormat",
@@ -59,7 +61,6 @@ __all__ = [
 ]
 
 MAX_CHOICES = 128  # for one prompt, as in OpenAI's API
-MAX_CONVERSATION_ID_CHARS = 256
 MAX_CACHE_SALT_CHARS = 256
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
@@ -112,6 +113,9 @@ ToolChoice = Annotated[
 
 Conversation = Annotated[
     ConversationId | None, Doc("The conversation that the request belongs to, for pins; also a header.")
+]
+PromptCacheKey = Annotated[
+    Any, Doc("A text of at most 256 characters names the conversation, if neither `conversation_id` nor a header does.")
 ]
 QueuePriority = Annotated[
     Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None,
@@ -226,6 +230,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, frozen=True):
     grammar: Annotated[str | None, Doc("As `structured_outputs.grammar`.")] = None
     cache_salt: CacheSalt = None
     conversation_id: Conversation = None
+    prompt_cache_key: PromptCacheKey = None
     priority: QueuePriority = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,7 +15,8 @@ from tandem.router.backend import Backend
 from tandem.router.http.decoding import decode_body
 from tandem.router.http.json_body import read_json
 from tandem.router.http.metrics import EdgeMetrics
-from tandem.router.http.request_options import tenant_of
+from tandem.router.http.request_options import key_use_of, tenant_of
+from tandem.router.http.text_work import work_on_text
 from tandem.router.openai.answer_formats import AnswerFormats
 from tandem.router.openai.other_fields import check_other_fields
 from tandem.router.openai.request_limits import check_grammar
@@ -22,7 +24,7 @@ from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
 from tandem.router.openai.schema import GenerationFields
 from tandem.router.responses.store import ResponseStore
 from tandem.router.structured_output.checker import GrammarChecker
-from tandem.router.structured_output.constraint import constraint_of
+from tandem.router.structured_output.constraint import Constraint, constraint_of
 from tandem.router.text.token_lengths import PromptLimit
 from tandem.router.text.tokenizer import Tokenizer, TokenizerPool
 from tandem.scheduling.admission.tenants import CacheScopes
@@ -30,6 +32,7 @@ from tandem.scheduling.admission.tenants import CacheScopes
 __all__ = ["ServingContext", "read_body"]
 
 R = TypeVar("R", bound=msgspec.Struct)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +58,21 @@ class ServingContext:
             text = f"The model '{name[:200]}' does not exist; this server has '{self.backend.model}'."
             raise ModelNotFound(text, param="model")
 
-    async def grammar_of(self, fields: GenerationFields, tenant: str, num_prompts: int = 1) -> str:
+    async def work_on_text(self, request: Request, work: Callable[[], T], num_bytes: int) -> T:
+        """As `router.http.text_work.work_on_text`."""
+        return await work_on_text(request, self.pool, work, num_bytes)
+
+    async def checked_grammar(self, request: Request, constraint: Constraint) -> str:
+        """The constraint's grammar, checked in the turn of the request's tenant. Raises `RequestError`."""
+        use = key_use_of(request)
+        return await self.grammars.grammar(constraint, tenant_of(request), None if use is None else use.note_cpu)
+
+    async def grammar_of(self, fields: GenerationFields, request: Request, num_prompts: int = 1) -> str:
         """The grammar that each answer must match, checked; empty if there is none. Raises `RequestError`."""
         constraint = constraint_of(fields)
         if constraint is None:
             return ""
-        grammar = await self.grammars.grammar(constraint, tenant)
+        grammar = await self.checked_grammar(request, constraint)
         check_grammar(grammar, num_prompts * (fields.n or 1), constraint.param)
         return grammar
 

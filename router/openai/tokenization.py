@@ -17,7 +17,7 @@ __all__ = ["detokenize", "tokenize"]
 
 async def tokenize(context: ServingContext, request: Request) -> dict[str, Any]:
     """Body of `POST /tokenize`: the ids that a request with this prompt or these messages starts from."""
-    _, fields = await read_body(request, TokenizeRequest)
+    body, fields = await read_body(request, TokenizeRequest)
     context.check_model(fields.model)
     scope = context.cache_scope(request, None)
     tokenizer = context.tokenizer
@@ -28,12 +28,13 @@ async def tokenize(context: ServingContext, request: Request) -> dict[str, Any]:
         add_special_tokens = fields.add_special_tokens is not False
         limit = context.prompt_limit("prompt")
         tokenizer.check_length(prompt, limit)
-        ids = await context.pool.run(
-            lambda: tokenizer.encode(prompt, add_special_tokens=add_special_tokens, limit=limit)
+        ids = await context.work_on_text(
+            request, lambda: tokenizer.encode(prompt, add_special_tokens=add_special_tokens, limit=limit), len(body)
         )
     else:
         ids = await tokenize_chat(
             context,
+            request,
             fields.messages or (),
             template_kwargs(fields),
             fields.add_generation_prompt,
@@ -41,8 +42,11 @@ async def tokenize(context: ServingContext, request: Request) -> dict[str, Any]:
             tools=tools,
             add_special_tokens=bool(fields.add_special_tokens),
             continued=continued_part(fields),
+            num_bytes=len(body),
         )
-    strings = await context.pool.run(lambda: tokenizer.token_strings(ids)) if fields.return_token_strs else None
+    strings = None
+    if fields.return_token_strs:
+        strings = await context.work_on_text(request, lambda: tokenizer.token_strings(ids), len(body))
     return {
         "count": len(ids),
         "max_model_len": context.backend.max_model_len,
@@ -53,8 +57,9 @@ async def tokenize(context: ServingContext, request: Request) -> dict[str, Any]:
 
 async def detokenize(context: ServingContext, request: Request) -> dict[str, Any]:
     """Body of `POST /detokenize`: the text of token ids, special tokens included."""
-    _, fields = await read_body(request, DetokenizeRequest)
+    body, fields = await read_body(request, DetokenizeRequest)
     context.check_model(fields.model)
     context.prompt_limit("tokens").check(len(fields.tokens))
     check_token_ids(fields.tokens, context.tokenizer.vocab_size, param="tokens")
-    return {"prompt": await context.pool.run(lambda: context.tokenizer.decode(fields.tokens))}
+    text = await context.work_on_text(request, lambda: context.tokenizer.decode(fields.tokens), len(body))
+    return {"prompt": text}

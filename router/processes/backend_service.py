@@ -12,6 +12,7 @@ from tandem.protocol.digest import CacheScope
 from tandem.protocol.messages import Prefetch
 from tandem.router.backend import Backend, GenerateRequest, PinRequest, PinState, TokenDelta
 from tandem.router.dashboard.overview import OncePerInterval
+from tandem.router.http.exposition import Scraper, shared_scrape
 from tandem.router.openai.readiness import ReadinessCheck
 from tandem.router.processes.wire import WireFormat
 from tandem.router.processes.worker_questions import (
@@ -148,11 +149,11 @@ class BackendService:
 
     wire_format = WIRE_FORMAT
 
-    def __init__(self, backend: Backend, readiness: ReadinessCheck, scrape: Callable[[], bytes]) -> None:
+    def __init__(self, backend: Backend, readiness: ReadinessCheck, scrape: Scraper) -> None:
         self._backend = backend
         self._overview = OncePerInterval(backend.overview)  # for all edge processes
         self._readiness = readiness
-        self._scrape = scrape
+        self._scrape = shared_scrape(scrape)
         self._responses = LocalResponses()
 
     def open(self, edge_id: str, request: GenerateRequest, put: Callable[[TokenDelta], None]) -> _Generation:
@@ -176,7 +177,7 @@ class BackendService:
             case Check():
                 return dict(await backend.check())
             case Scrape():
-                return self._scrape().decode()
+                return (await self._scrape()).decode()
             case MakePin(pin):
                 return await backend.cache.pin(pin)
             case EndPin(pin_id, tenant):

@@ -12,6 +12,7 @@ from tandem.router.dashboard.overview import OncePerInterval
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.dispatcher import DispatchRequest, EngineTarget
 from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher, LocalReservation
+from tandem.router.http.exposition import Scraper, shared_scrape
 from tandem.router.processes.dispatch_messages import (
     WIRE_FORMAT,
     Aborted,
@@ -54,10 +55,10 @@ class DispatchService:
 
     wire_format = WIRE_FORMAT
 
-    def __init__(self, dispatcher: LocalDispatcher, scrape: Callable[[], bytes]) -> None:
+    def __init__(self, dispatcher: LocalDispatcher, scrape: Scraper) -> None:
         self._dispatcher = dispatcher
         self._overview = OncePerInterval(dispatcher.overview)  # for all edge processes
-        self._scrape = scrape
+        self._scrape = shared_scrape(scrape)
         self._num_calls: Counter[str] = Counter()  # by edge process, including those without any
 
     @property
@@ -85,7 +86,7 @@ class DispatchService:
             case FleetOverview():
                 return await self._overview()
             case ScrapeHub():
-                return self._scrape().decode()
+                return (await self._scrape()).decode()
             case SetRole() | DrainWorker() | AddWorker() | Migrate():
                 return await answer_of_workers(dispatcher, question)
             case AddEngine(fields):

@@ -143,6 +143,7 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
     param: str | None
     code: str | None
     retry_after_s: float
+    num_computed_tokens: int = 0
 
 
 class Failed(_Message, frozen=True):
@@ -239,7 +240,7 @@ class Batch(Generic[T]):
 def wire_error(exc: ServingError) -> WireError:
     """The error in the form in which it is sent."""
     retry_after_s = exc.retry_after_s if isinstance(exc, Overloaded) else 0.0
-    return WireError(type(exc).__name__, exc.message, exc.param, exc.code, retry_after_s)
+    return WireError(type(exc).__name__, exc.message, exc.param, exc.code, retry_after_s, exc.num_computed_tokens)
 
 
 def error_of(wire: WireError) -> ServingError:
@@ -247,7 +248,7 @@ def error_of(wire: WireError) -> ServingError:
     kind = next((kind for kind in _kinds(ServingError) if kind.__name__ == wire.kind), ServingError)
     error = kind.__new__(kind)  # a subclass's constructor may take other arguments
     ServingError.__init__(error, wire.message, param=wire.param)
-    error.code = wire.code
+    error.code, error.num_computed_tokens = wire.code, wire.num_computed_tokens
     if isinstance(error, Overloaded):
         error.retry_after_s = wire.retry_after_s
     return error

@@ -49,7 +49,7 @@ class ResponseObject(msgspec.Struct):
     incomplete_details: Annotated[dict[str, str] | None, Doc("The limit that cut it.")]
     instructions: str | None
     max_output_tokens: int | None
-    metadata: dict[str, Any]
+    metadata: dict[str, str]
     model: str
     output: Annotated[
         list[dict[str, Any]], Doc("Items of type `message`, `reasoning`, `function_call` and `custom_tool_call`.")

@@ -81,6 +81,7 @@ def chat_request(
         chat_template_kwargs=request.chat_template_kwargs,
         cache_salt=request.cache_salt,
         conversation_id=request.conversation_id or conversation_id,
+        prompt_cache_key=request.prompt_cache_key,
         priority=request.priority,
     )
 

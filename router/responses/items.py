@@ -15,6 +15,7 @@ from tandem.router.responses.store import ResponseNotFound, ResponseStore
 __all__ = [
     "MAX_PAGE_ITEMS",
     "as_items",
+    "check_depth",
     "input_page",
     "item_id",
     "opaque_reasoning",
@@ -27,6 +28,7 @@ Json = dict[str, Any]
 
 MAX_REFERENCED_RESPONSES = 1024  # by one request: each is looked up
 MAX_PAGE_ITEMS = 100
+MAX_DEPTH = 100  # of a field
 
 _OPAQUE = "tandem1."
 _REFERENCE = re.compile(r"[a-z]{2,8}_([0-9a-f]{32})[0-9a-f]{4,8}")
@@ -50,6 +52,17 @@ def as_items(given: str | list[Json]) -> list[Json]:
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
     return given
+
+
+def check_depth(value: Any, param: str) -> None:
+    """Raise `RequestError` for a value that is nested so deeply that it could be read, but not written again."""
+    level = [value] if _is_nest(value) else []
+    for _ in range(MAX_DEPTH):
+        inner = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+        level = [one for one in inner if _is_nest(one)]
+        if not level:
+            return
+    raise RequestError(f"'{param}' is nested more than {MAX_DEPTH} levels deep.", param=param)
 
 
 def with_ids(items: Sequence[Json]) -> list[Json]:
@@ -129,6 +142,10 @@ def _response_of(name: str, param: str) -> str:
     if made_here is None:
         raise ResponseNotFound(f"There is no item {name[:100]!r}: this server has not made it.", param=param)
     return f"resp_{made_here[1]}"
+
+
+def _is_nest(value: Any) -> bool:
+    return isinstance(value, dict | list)
 
 
 def _new_id(kind: str) -> str:

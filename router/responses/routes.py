@@ -31,7 +31,7 @@ from tandem.router.responses.conversation import (
     turn_starts,
 )
 from tandem.router.responses.format import ResponsesFormat
-from tandem.router.responses.items import as_items, input_page, resolved, with_ids
+from tandem.router.responses.items import as_items, check_depth, input_page, resolved, with_ids
 from tandem.router.responses.schema import ResponsesRequest
 from tandem.router.responses.store import StoredResponse
 from tandem.router.responses.tools import response_tools
@@ -39,6 +39,8 @@ from tandem.router.responses.tools import response_tools
 __all__ = ["add_responses_routes"]
 
 Json = dict[str, Any]
+
+_NESTED = ("input", "tools", "tool_choice", "conversation", "prompt")  # fields of any JSON
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,8 @@ def add_responses_routes(app: RouterApp, context: ServingContext) -> None:
 async def _create(context: ServingContext, request: Request) -> Response:
     arrived_s = time.perf_counter()
     body, asked = await read_body(request, ResponsesRequest)
+    for name in _NESTED:
+        check_depth(getattr(asked, name), name)
     refuse_unserved(asked)
     tenant = tenant_of(request)
     given = await resolved(as_items(asked.input), context.responses, tenant)

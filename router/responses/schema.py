@@ -14,6 +14,7 @@ from tandem.router.openai.schema import (
     Doc,
     Model,
     Probability,
+    PromptCacheKey,
     QueuePriority,
     ReasoningEffort,
     TemplateKwargs,
@@ -126,7 +127,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, frozen=True):
     include: Annotated[
         list[str] | None, Doc("`reasoning.encrypted_content`: an opaque copy of the reasoning, to be sent back.")
     ] = None
-    metadata: Annotated[dict[str, Any] | None, Doc("Returned as it is.")] = None
+    metadata: Annotated[dict[str, str] | None, Doc("Returned as it is.")] = None
     user: Annotated[str | None, Doc("Returned as it is.")] = None
     # Beyond OpenAI, as in chat.
     seed: Annotated[Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None, Doc("Makes sampling repeatable.")] = None
@@ -139,6 +140,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, frozen=True):
     conversation_id: Annotated[ConversationId | None, Doc("The conversation, for pins; else the first response's.")] = (
         None
     )
+    prompt_cache_key: PromptCacheKey = None
     priority: QueuePriority = None
     # Not served: a value that asks for something is refused.
     background: Annotated[bool | None, Doc("Not served.")] = None

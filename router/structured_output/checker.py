@@ -46,14 +46,23 @@ class GrammarChecker:
         self.process: asyncio.subprocess.Process | None = None  # compiles; started for the first constraint
         self._task: asyncio.Task[Compiled] | None = None  # asks the process, and holds the lock
 
-    async def grammar(self, constraint: Constraint, tenant: str) -> str:
-        """The constraint's grammar, for `SamplingParams.grammar`. Raises `GrammarError`, `Overloaded`."""
+    async def grammar(
+        self, constraint: Constraint, tenant: str, note_cpu: Callable[[float], None] | None = None
+    ) -> str:
+        """The constraint's grammar, for `SamplingParams.grammar`. Raises `GrammarError`, `Overloaded`.
+
+        `note_cpu` gets the seconds of CPU time that compiling it takes, if it is not known yet.
+        """
         kind, text, param = constraint
         if len(text) > MAX_GRAMMAR_CHARS:
             raise GrammarError(
                 f"'{param}' has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are allowed.", param=param
             )
-        compiled = self._known.get((kind, text)) or await self._compile_in_turn(kind, text, tenant)
+        compiled = self._known.get((kind, text))
+        if compiled is None:
+            compiled = await self._compile_in_turn(kind, text, tenant)
+            if note_cpu is not None:
+                note_cpu(compiled.cpu_s)
         self._known.move_to_end((kind, text))
         if compiled.error:
             raise GrammarError(f"Invalid value for '{param}': {compiled.error}", param=param)
@@ -147,7 +156,8 @@ class GrammarChecker:
         if not (compiled.grammar or compiled.error):  # this machine's fault: another time it may be compiled
             raise Overloaded("The grammar could not be checked now; try again.", retry_after_s=MAX_CPU_S)
         if len(compiled.grammar) > MAX_GRAMMAR_CHARS:
-            return Compiled(error=f"Its grammar has {len(compiled.grammar)} characters, over {MAX_GRAMMAR_CHARS}.")
+            error = f"Its grammar has {len(compiled.grammar)} characters, over {MAX_GRAMMAR_CHARS}."
+            return Compiled(error=error, cpu_s=compiled.cpu_s)
         return compiled
 
     async def _start_process(self) -> asyncio.subprocess.Process:

@@ -15,6 +15,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from typing import BinaryIO
 
 import llguidance
@@ -28,6 +29,7 @@ from tandem.protocol.grammar import (
     make_grammar_tokenizer,
     num_forced_bytes,
 )
+from tandem.router.structured_output.closed_objects import closed_objects
 from tandem.router.structured_output.lark_rules import check_pattern, lark_of, quoted
 from tandem.router.structured_output.structural_tag import structural_tag_grammar
 
@@ -57,6 +59,7 @@ class Compiled(msgspec.Struct):
 
     grammar: str = ""
     error: str = ""
+    cpu_s: float = 0.0  # what compiling it took
 
 
 def main() -> None:
@@ -81,13 +84,19 @@ def answer_of_fork(tokenizer: llguidance.LLTokenizer, question: Question) -> byt
         os.close(reader)
         _limit_this_process()
         with open(writer, "wb") as answer:
-            answer.write(msgspec.msgpack.encode(_answer(tokenizer, question)))
+            compiled = _answer(tokenizer, question)
+            compiled.cpu_s = time.process_time()  # since the fork
+            answer.write(msgspec.msgpack.encode(compiled))
         os._exit(0)
     os.close(writer)
     with open(reader, "rb") as answer:
         encoded = answer.read()
-    exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return encoded if exit_code == 0 else msgspec.msgpack.encode(Compiled(error=_CAUSES.get(-exit_code, "")))
+    _, status, usage = os.wait4(pid, 0)
+    exit_code = os.waitstatus_to_exitcode(status)
+    if exit_code == 0:
+        return encoded
+    error = _CAUSES.get(-exit_code, "")
+    return msgspec.msgpack.encode(Compiled(error=error, cpu_s=usage.ru_utime + usage.ru_stime))
 
 
 def make_grammar(kind: str, text: str) -> str:
@@ -96,9 +105,9 @@ def make_grammar(kind: str, text: str) -> str:
     if kind == "llguidance":
         return text
     if kind == "json":
-        return matcher.grammar_from_json_schema(
-            "{}" if text == "true" else text, overrides={"whitespace_pattern": WHITESPACE}
-        )
+        schema = {} if (given := json.loads(text)) is True else given
+        shown = json.dumps(closed_objects(schema) if isinstance(schema, dict) else schema, ensure_ascii=False)
+        return matcher.grammar_from_json_schema(shown, overrides={"whitespace_pattern": WHITESPACE})
     if kind == "regex":
         check_pattern(text)
         return matcher.grammar_from_regex(text)

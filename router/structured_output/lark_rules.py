@@ -10,6 +10,7 @@ from typing import Any
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from tandem.protocol.sampling import MAX_GRAMMAR_CHARS
+from tandem.router.structured_output.closed_objects import closed_objects
 
 __all__ = ["ANY_TEXT", "LarkRules", "check_pattern", "lark_of", "one_of", "quoted", "regex", "row"]
 
@@ -44,7 +45,8 @@ class LarkRules:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """A JSON value that fits this schema."""
-        return self.add(f"%json {json.dumps({**schema, 'x-guidance': self._json_style}, ensure_ascii=False)}")
+        styled = {**closed_objects(schema), "x-guidance": self._json_style}
+        return self.add(f"%json {json.dumps(styled, ensure_ascii=False)}")
 
     def any_until(self, marker: str) -> str:
         """Any text up to and with a marker."""

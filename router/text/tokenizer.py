@@ -7,9 +7,7 @@ even a single text: the other calls hold the GIL, and the event loop would stand
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,14 +16,16 @@ import jinja2
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import ConfigError, RequestError
 from tandem.router.text.detokenizer import Detokenizer
+from tandem.router.text.fair_threads import FairThreads
 from tandem.router.text.segments import SegmentEncoder
-from tandem.router.text.token_lengths import PromptLimit, token_length
+from tandem.router.text.token_lengths import PromptLimit, byte_shares, token_length
 
-__all__ = ["Tokenizer", "TokenizerPool"]
+__all__ = ["Tokenizer", "TokenizerPool", "is_short"]
 
 T = TypeVar("T")
 
 MIN_THREAD_BYTES = 2048  # bytes of text: about 500 tokens, encoded within a millisecond
+LONG_BYTES = 32 * 1024  # encoded in about 20 ms
 LONG_TOKENS = 1024  # decoded within half a millisecond
 
 
@@ -43,6 +43,7 @@ class Tokenizer:
         self._fast.no_padding()
         self._segments = SegmentEncoder(self._fast)
         self._token_length = token_length(self._fast)
+        self._byte_shares = byte_shares(self._fast)
         added = self._fast.get_added_tokens_decoder()
         self.special_tokens: dict[str, int] = {token.content: i for i, token in added.items() if token.special}
         self.special_ids = frozenset(self.special_tokens.values())
@@ -61,10 +62,15 @@ class Tokenizer:
         return text
 
     def check_length(self, text: str, limit: PromptLimit) -> None:
-        """Raise `ContextLengthExceeded` if the text is too long by its characters alone. Does not encode it."""
+        """Raise `ContextLengthExceeded` if the text is too long by its length alone. Does not encode it."""
         if self._token_length is not None:
-            num_tokens = self._token_length.min_tokens(text)
-            limit.check(num_tokens, f"{len(text)} characters, which are at least {num_tokens} tokens")
+            _check_least(text, self._token_length.min_tokens(text), limit)
+
+    def _check_bytes(self, text: str, limit: PromptLimit) -> None:
+        """As `check_length`, but by all characters of the text, which takes longer: call it in a thread."""
+        self.check_length(text, limit)
+        if self._byte_shares is not None and len(text) > limit.max_tokens:
+            _check_least(text, self._byte_shares.min_tokens(text), limit)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, limit: PromptLimit | None = None) -> list[int]:
         """Token ids of a text, by default with the special tokens that the model puts around one (a BOS, say).
@@ -72,7 +78,7 @@ class Tokenizer:
         Raises `ContextLengthExceeded` if there are more than the limit allows.
         """
         if limit is not None:
-            self.check_length(text, limit)
+            self._check_bytes(text, limit)
         encoding = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         if limit is not None:
             limit.check(len(encoding))
@@ -112,7 +118,7 @@ class Tokenizer:
         if add_special_tokens:
             return self.encode(text, limit=limit)
         if limit is not None:
-            self.check_length(text, limit)
+            self._check_bytes(text, limit)
         return self._segments.encode(text, scope, limit)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -158,21 +164,31 @@ class Tokenizer:
         return text
 
 
+def _check_least(text: str, num_tokens: int, limit: PromptLimit) -> None:
+    limit.check(num_tokens, f"{len(text)} characters, which are at least {num_tokens} tokens")
+
+
+def is_short(num_bytes: int) -> bool:
+    """Whether work on a text of this size is done at once. Waking a thread takes up to 5 ms if the loop is busy."""
+    return num_bytes < MIN_THREAD_BYTES
+
+
 class TokenizerPool:
-    """Runs tokenizer work on a few threads, so that a long prompt does not delay other streams."""
+    """Runs work on texts that are not short on a few threads, so that a long prompt does not delay other streams.
+
+    Texts of medium size have threads of their own, because a long one may take seconds.
+    """
 
     def __init__(self, num_threads: int) -> None:
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        self._medium = FairThreads(num_threads, "tokenizer")
+        self._long = FairThreads(num_threads, "long-texts")
 
-    async def run(self, work: Callable[[], T], *, num_bytes: int = MIN_THREAD_BYTES) -> T:
-        """Result of `work`, run on one of the threads; waits while all are busy. `num_bytes` is the size of its text.
-
-        Work on a short text runs right here: waking a thread takes longer, up to 5 ms if the event loop is busy.
-        """
-        if num_bytes < MIN_THREAD_BYTES:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+    async def run(self, work: Callable[[], T], *, tenant: str, num_bytes: int) -> T:
+        """Result of `work`, run on one of the threads in the tenant's turn. `num_bytes` is the size of its text."""
+        threads = self._medium if num_bytes < LONG_BYTES else self._long
+        return await threads.run(work, tenant=tenant, amount=num_bytes)
 
     def close(self) -> None:
         """Let running work finish, and drop the queue."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._medium.close()
+        self._long.close()

@@ -93,7 +93,9 @@ def _error_of(worker_id: str, failed: RequestFailed) -> ServingError:
     text = f"worker {worker_id}: {failed.message}"
     if failed.code == WorkerLost.code:
         return WorkerLost(text, worker_id=worker_id)
-    return _ERRORS.get(failed.code, WorkerError)(text, code=failed.code or None)
+    error = _ERRORS.get(failed.code, WorkerError)(text, code=failed.code or None)
+    error.num_computed_tokens = failed.num_computed_tokens
+    return error
 
 
 class WorkerClient:

@@ -156,7 +156,9 @@ class RequestFlow:
         context = self._context
         digests = await context.hasher.digests(request.token_ids, request.cache_scope, request.adapter)
         placement_request = context.placement_request(request, digests)
-        return context.admission_queue.explain(msgspec.structs.replace(placement_request, may_cover=True))
+        return context.admission_queue.explain(
+            msgspec.structs.replace(placement_request, may_cover=True, may_fall_back=True)
+        )
 
     async def decisions(self) -> list[dict[str, Any]]:
         """The latest decisions, newest first, as JSON."""

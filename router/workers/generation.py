@@ -263,6 +263,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         placement_request = msgspec.structs.replace(
             context.placement_request(request, self._digests),
             may_cover=True,
+            may_fall_back=True,
             is_resumed=request.is_later_choice,
             is_admitted=request.is_sibling,
         )
@@ -350,7 +351,9 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
     async def _place_again(self, former: Attempt, *, can_hand_over: bool) -> AdmittedRequest[GenerateRequest, Booking]:
         """Wait for a worker that can go on, `request_timeout_s` at most."""
         context = self._context
-        placement_request = msgspec.structs.replace(self._rest(former), is_resumed=True, can_hand_over=can_hand_over)
+        placement_request = msgspec.structs.replace(
+            self._rest(former), is_resumed=True, may_fall_back=True, can_hand_over=can_hand_over
+        )
         try:
             return await context.admission_queue.enter_again(self._request, placement_request, former.admitted.decision)
         except TimeoutError:

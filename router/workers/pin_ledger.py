@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,13 +24,25 @@ class PinOwner(NamedTuple):
     scope: CacheScope
 
 
+class _OfTenant:
+    """The conversations of one tenant, the least recently used first, and their size."""
+
+    def __init__(self) -> None:
+        self.keys: OrderedDict[tuple[PinOwner, str], None] = OrderedDict()
+        self.num_bytes = 0
+
+
 class Conversations:
-    """The latest chain of digests of each conversation. The least recently used are forgotten first."""
+    """The latest chain of digests of each conversation. The least recently used are forgotten first.
+
+    Clients name them as they like, so a tenant that has more than its share loses its own.
+    """
 
     def __init__(self, max_bytes: int = MAX_CONVERSATION_BYTES) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._chains: OrderedDict[tuple[PinOwner, str], bytes] = OrderedDict()  # joined: a third of the memory
+        self._tenants: defaultdict[str, _OfTenant] = defaultdict(_OfTenant)
 
     def __len__(self) -> int:
         return len(self._chains)
@@ -39,11 +51,24 @@ class Conversations:
         """Record the blocks that a conversation consists of now."""
         key = (owner, conversation_id)
         if key in self._chains:
-            self._num_bytes -= _size(key, self._chains.pop(key))
+            self._forget(key)
         self._chains[key] = joined = b"".join(digests)
+        mine = self._tenants[owner.tenant]
+        mine.keys[key] = None
+        mine.num_bytes += _size(key, joined)
         self._num_bytes += _size(key, joined)
         while self._num_bytes > self._max_bytes:
-            self._num_bytes -= _size(*self._chains.popitem(last=False))
+            has_too_much = mine.keys and mine.num_bytes * len(self._tenants) > self._max_bytes
+            self._forget(next(iter(mine.keys if has_too_much else self._chains)))
+
+    def _forget(self, key: tuple[PinOwner, str]) -> None:
+        num_bytes = _size(key, self._chains.pop(key))
+        self._num_bytes -= num_bytes
+        tenant = self._tenants[key[0].tenant]
+        del tenant.keys[key]
+        tenant.num_bytes -= num_bytes
+        if not tenant.keys:
+            del self._tenants[key[0].tenant]
 
     def digests(self, owner: PinOwner, conversation_id: str) -> list[bytes]:
         """The chain of a conversation's latest turn; empty if the conversation is unknown."""

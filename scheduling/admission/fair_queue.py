@@ -91,8 +91,9 @@ class _TenantQueue(Generic[E]):
 class FairQueue(Generic[E]):
     """All waiting requests. `weight_of` gives a tenant's share relative to the others."""
 
-    def __init__(self, weight_of: Callable[[str], float]) -> None:
+    def __init__(self, weight_of: Callable[[str], float], *, credit_s: float = CREDIT_S) -> None:
         self._weight_of = weight_of
+        self._credit_s = credit_s
         self._tenants: dict[str, _TenantQueue[E]] = {}
         self._busy: dict[str, _TenantQueue[E]] = {}  # tenants with entries: few of many wait at a time
         self._idle: OrderedDict[str, None] = OrderedDict()  # the other tenants; the least recently active comes first
@@ -121,7 +122,7 @@ class FairQueue(Generic[E]):
         tenant, priority = entry.tenant, entry.priority
         queue = self._tenants.get(tenant)
         if queue is None:
-            queue = self._tenants[tenant] = _TenantQueue(self._virtual_s - CREDIT_S)
+            queue = self._tenants[tenant] = _TenantQueue(self._virtual_s - self._credit_s)
         queue.start_tag = self._next_tag(queue)
         self._busy[tenant] = queue
         self._idle.pop(tenant, None)
@@ -254,7 +255,7 @@ class FairQueue(Generic[E]):
 
     def _next_tag(self, queue: _TenantQueue[E] | None) -> float:
         """Start tag of the tenant's next request. The credit for what it did not use lately is bounded."""
-        earliest = self._virtual_s - CREDIT_S
+        earliest = self._virtual_s - self._credit_s
         if queue is None:
             return earliest
         return queue.start_tag if queue.entries else max(queue.start_tag, earliest)

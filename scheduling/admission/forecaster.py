@@ -101,7 +101,8 @@ class Forecaster:
         if prefill_s <= 0:
             return memory_s
         side = table.can_prefill if is_pair else table.can_decode
-        queues = table.pace(self._costs, order).wait_s[side].tolist()
+        # A worker that covers for others, or drains, is on no side: the work ahead waits for it alone.
+        queues = table.pace(self._costs, order).wait_s[side].tolist() or [placement.best.terms.queue_s]
         return max(fill_level(queues, prefill_s), memory_s)
 
     def _memory_s(self, placement: Placement, ahead: Work) -> float:

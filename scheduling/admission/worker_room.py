@@ -40,7 +40,7 @@ class WorkerRoom:
 
     def has_room(self, worker: RegisteredWorker, order: float) -> bool:
         """Whether the worker will soon have computed the prompts that precede one of this order."""
-        if worker.state is not WorkerState.READY:
+        if worker.state is WorkerState.DEAD:
             return False
         waits_s = queue_s(worker, self._costs.steps(worker.card.kind), order)
         return not waits_s or waits_s < self._limit_s(worker)

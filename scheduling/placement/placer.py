@@ -12,7 +12,7 @@ import numpy as np
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import NoWorker
-from tandem.protocol.messages import is_readable, worker_of
+from tandem.protocol.messages import Role, is_readable, worker_of
 from tandem.scheduling.cost_model import CostModel, Mask
 from tandem.scheduling.placement.candidate_costs import CandidateCosts, preference
 from tandem.scheduling.placement.placement import Held, Holder, Placement
@@ -47,8 +47,13 @@ class Placer:
 
     @property
     def can_cover(self) -> bool:
-        """Whether a worker could do all of a request that `may_cover`."""
-        return any(can_decode(one) or (can_prefill(one) and one.card.serves_alone) for one in self._workers)
+        """Whether a worker could do all of a request that `may_cover` and `may_fall_back`."""
+        return any(
+            can_decode(one)
+            or (can_prefill(one) and one.card.serves_alone)
+            or (one.is_fallback and (one.role is not Role.PREFILL or one.card.serves_alone))
+            for one in self._workers
+        )
 
     def place(
         self,
@@ -68,13 +73,33 @@ class Placer:
         A worker whose heartbeats are missing is chosen only where no other one can decode.
         Where no worker decodes, a request that `may_cover` goes to a prefill worker. So does a resumed one
         where none that decodes can take it: its client is in the midst of an answer.
+        Where no ready worker can take it, a request that `may_fall_back` goes to one that drains.
         Raises `NoWorker` with the reasons when no worker can take the request.
         """
+        try:
+            return self._place(request, now, held, order, num_others, excluded, falls_back=False)
+        except NoWorker:
+            if not (request.may_fall_back and self._workers.table.has_fallback):
+                raise
+            return self._place(request, now, held, order, num_others, excluded, falls_back=True)
+
+    def _place(
+        self,
+        request: PlacementRequest,
+        now: float,
+        held: Mapping[str, Held],
+        order: float,
+        num_others: int,
+        excluded: Collection[str],
+        *,
+        falls_back: bool,
+    ) -> Placement:
+        """As `place`. If it `falls_back`, the draining workers that may serve are as good as ready ones."""
         table = self._workers.table
-        is_usable, skipped = self._usable(table, request, excluded)
+        is_usable, skipped = self._usable(table, request, excluded, falls_back=falls_back)
         if table.has_silent:
             is_usable = _preferably_heard(table, is_usable, skipped)
-        decoders = is_usable & table.can_decode
+        decoders = is_usable & ~table.is_prefiller
         can_hand_over = request.can_hand_over
         if not np.count_nonzero(decoders) and (request.is_resumed or (request.may_cover and not self.can_place)):
             decoders, can_hand_over = is_usable, False
@@ -84,7 +109,7 @@ class Placer:
         hits = self._index.longest_prefix(digests, now)
         holder = self._deepest_holder(hits, digests) if table.has_peers else None
         costs = CandidateCosts(request, table, self._costs, hits=hits, holder=holder, held=held, order=order)
-        prefillers = is_usable & table.can_prefill if can_hand_over else ~table.everyone
+        prefillers = is_usable & table.is_prefiller if can_hand_over else ~table.everyone
         pair = costs.best_pair(prefillers, decoders)
         standalone = decoders & table.serves_alone if table.has_halves and request.generates else decoders
         if pair is not None and not self._config.local_prefill:
@@ -109,7 +134,7 @@ class Placer:
         )
 
     def _usable(
-        self, table: WorkerTable, request: PlacementRequest, excluded: Collection[str]
+        self, table: WorkerTable, request: PlacementRequest, excluded: Collection[str], *, falls_back: bool
     ) -> tuple[Mask, dict[str, int]]:
         """Which workers could take the request, and why the others cannot: reason -> number of workers.
 
@@ -120,16 +145,19 @@ class Placer:
             is_usable = is_usable.copy()
             is_usable[[table.rows[worker_id] for worker_id in excluded if worker_id in table.rows]] = False
         skipped: dict[str, int] = {}
-        for reason, mask in self._conditions(table, request):
+        for reason, mask in self._conditions(table, request, falls_back=falls_back):
             num_before = int(np.count_nonzero(is_usable))
             is_usable = is_usable & mask
             if num_skipped := num_before - int(np.count_nonzero(is_usable)):
                 skipped[reason] = num_skipped
         return is_usable, skipped
 
-    def _conditions(self, table: WorkerTable, request: PlacementRequest) -> Iterator[tuple[str, Mask]]:
+    def _conditions(
+        self, table: WorkerTable, request: PlacementRequest, *, falls_back: bool
+    ) -> Iterator[tuple[str, Mask]]:
         """Each condition that a worker must meet, with the reason given where it does not."""
-        yield from table.not_in_state.items()
+        for state, mask in table.not_in_state.items():
+            yield state, mask | table.is_fallback if falls_back else mask
         if request.allowed_workers:
             yield "not for this tenant", table.named(request.allowed_workers)
         if request.adapter:
@@ -170,7 +198,7 @@ def _preferably_heard(table: WorkerTable, is_usable: Mask, skipped: dict[str, in
     for the whole timeout.
     """
     heard = is_usable & table.is_heard
-    if not np.count_nonzero(heard & table.can_decode):
+    if not np.count_nonzero(heard & ~table.is_prefiller):
         return is_usable
     if num_silent := int(np.count_nonzero(is_usable)) - int(np.count_nonzero(heard)):
         skipped["silent"] = num_silent

@@ -104,15 +104,19 @@ class Registry:
         self._notify(WorkerChange(worker, "joined"))
         return worker
 
-    def set_state(self, worker_id: str, state: WorkerState, reason: str) -> None:
-        """Change a worker's state. DEAD removes it; a worker that is gone already is ignored."""
+    def set_state(self, worker_id: str, state: WorkerState, reason: str, *, is_fallback: bool = False) -> None:
+        """Change a worker's state. DEAD removes it; a worker that is gone already is ignored.
+
+        A draining worker that `is_fallback` gets the requests that no ready worker can take.
+        """
         worker = self._workers.get(worker_id)
-        if worker is None or worker.state == state:
+        if worker is None or (worker.state, worker.is_fallback) == (state, is_fallback):
             return
-        assert state in _TRANSITIONS[worker.state], (
+        assert state is worker.state or state in _TRANSITIONS[worker.state], (
             f"worker {worker_id} cannot go from {worker.state} to {state} ({reason})"
         )
-        worker.state = state
+        assert not is_fallback or state is WorkerState.DRAINING, f"worker {worker_id} is {state}: no fallback"
+        worker.state, worker.is_fallback = state, is_fallback
         self._table = None
         if state == WorkerState.DEAD:
             del self._workers[worker_id]

@@ -95,10 +95,13 @@ class WorkerTable:
         # For each state that occurs and takes no requests: a mask of the workers in other states.
         states = sorted({worker.state for worker in workers} - {WorkerState.READY})
         self.not_in_state = {s.value: _mask(worker.state is not s for worker in workers) for s in states}
+        self.is_fallback = _mask(worker.is_fallback for worker in workers)
+        self.has_fallback = bool(self.is_fallback.any())
         self.is_heard = _mask(not worker.is_silent for worker in workers)
         self.has_silent = not bool(self.is_heard.all())
         self.is_colocated = _mask(worker.role == Role.COLOCATED for worker in workers)
         self.is_decoder = _vector(worker.role == Role.DECODE for worker in workers)
+        self.is_prefiller = _mask(worker.role == Role.PREFILL for worker in workers)
         self.can_prefill = _mask(can_prefill(worker) for worker in workers)
         self.can_decode = _mask(can_decode(worker) for worker in workers)
         # Sums over the workers that decode.

@@ -50,6 +50,7 @@ class RegisteredWorker:
     role: Role
     state: WorkerState
     last_seen_s: float
+    is_fallback: bool = False  # it drains, but still serves what no other worker can
     is_silent: bool = False  # heartbeats are missing, though not yet for so long that it counts as dead
     load: WorkerLoad = field(default_factory=WorkerLoad)
     progress_age_s: float = 0.0
@@ -75,6 +76,11 @@ class RegisteredWorker:
     def worker_id(self) -> str:
         """Id of the worker, the same after a restart."""
         return self.card.address.worker_id
+
+    @property
+    def is_booked(self) -> bool:
+        """Whether a request is to be computed there, or is."""
+        return bool(self.prompts or self.num_booked_seqs)
 
     @property
     def uncomputed_tokens(self) -> int:

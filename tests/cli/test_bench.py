@@ -1,14 +1,18 @@
 import json
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from tandem.cli import bench
 from tandem.cli.bench import BenchSettings, print_summaries
 from tandem.cli.main import run
+from tandem.loadtest.bench_report import BenchRun
 from tandem.loadtest.client import StreamTiming
-from tandem.loadtest.html_report import png_plots
+from tandem.loadtest.html_report import html_page, png_plots
 from tandem.loadtest.stats import summarize
 from tests.support.fake_openai import FakeServer
 
@@ -33,6 +37,77 @@ def test_writes_what_is_needed_to_repeat_the_run(
     assert len(prompts) == 10
     assert len(set(prompts)) == 10, "no prompt is sent twice, warm-up included"
     assert "TTFT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_each_run_is_told_when_it_has_ended(
+    is_terminal: bool, server: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
+    told: list[str] = []
+    real = bench.measure
+
+    async def measure(*args: Any) -> BenchRun:
+        told.append(capsys.readouterr().err)
+        return await real(*args)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    sizes = "--concurrency 1,2 --requests 4 --output-tokens 3 --warmup 0"
+    assert run(["bench", "--url", server.url, *sizes.split()]) == 0
+    told.append(capsys.readouterr().err)
+    line = r"{} at once: 4 requests in [0-9.]+ s, [0-9.]+ tok/s, TTFT p50 [0-9.]+ p99 [0-9.]+ ms, ITL p50 [0-9.]+ p99 "
+    assert [[bool(re.search(line.format(level), part)) for part in told] for level in (1, 2)] == [
+        [False, True, False],
+        [False, False, True],
+    ]
+
+
+def test_a_curve_of_one_point_is_left_out_of_the_report(server: FakeServer, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
+    report = tmp_path / "report.html"
+    for flags, plots in (
+        (
+            "--concurrency 2 --requests 4 --output-tokens 3",
+            ["Time to first token", "Inter-token latency", "Output over"],
+        ),
+        ("--concurrency 1 --requests 1 --output-tokens 3", ["Inter-token latency", "Output over"]),
+        ("--concurrency 1,2 --requests 1 --output-tokens 1", []),
+    ):
+        assert run(["bench", "--url", server.url, *flags.split(), "--warmup", "0", "--report", str(report)]) == 0
+        page = report.read_text()
+        assert re.findall('<img alt="(Time to first token|Inter-token latency|Throughput|Output over)', page) == plots
+        assert "<tr><td>" in page
+
+
+def test_a_narrow_screen_names_each_cell() -> None:
+    page = html_page("t", {}, ["a <b>", 'TTFT "p50" ms'], [["1", "2"]], {})
+    assert r'td:nth-child(1)::before { content: "a\000020\00003cb\00003e"; }' in page
+    assert r'td:nth-child(2)::before { content: "TTFT\000020\000022p50\000022\000020ms"; }' in page
+
+
+def test_labels_of_a_logarithmic_axis_are_plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
+    labels: list[list[str]] = []
+
+    def note(figure: Any, image: object, format: str) -> None:
+        figure.canvas.draw()
+        axis = figure.axes[0].xaxis
+        texts = [*axis.get_majorticklabels(), *axis.get_minorticklabels()]
+        low, high = axis.get_view_interval()
+        places = [*axis.get_majorticklocs(), *axis.get_minorticklocs()]
+        labels.append(
+            sorted(
+                (t.get_text() for t, x in zip(texts, places, strict=True) if t.get_text() and low <= x <= high),
+                key=float,
+            )
+        )
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", note)
+    for values in ([30.0, 290.0], [40.0, 90.0], [1.0, 1e4]):
+        png_plots({"a": lambda axes, values=values: (axes.plot(values, [1, 2]), axes.set_xscale("log"))})  # type: ignore[misc]
+    assert labels == [["50", "100", "200"], ["40", "50", "60", "70", "80", "90"], ["1", "10", "100", "1000", "10000"]]
 
 
 def test_the_report_shows_every_run(server: FakeServer, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,8 @@ from tandem.cluster.member import WorkerMember
 from tandem.cluster.owned_actor import WatchNews
 from tandem.protocol.errors import DrainRefused, RoleRefused, WorkerNotFound
 from tandem.protocol.messages import Role, WorkerState
+from tandem.scheduling.workers.bookings import Booking
+from tandem.scheduling.workers.load import RequestLoad
 from tests.support.supervised import Supervised, supervised
 from tests.support.waiting import eventually
 
@@ -229,3 +233,135 @@ async def test_one_that_gets_sigterm_while_it_flips_leaves_after_it(monkeypatch:
         await cluster.is_served("prefill-1", first.card.address.epoch)
         [record] = cluster.supervisor.departures.latest
         assert record["reason"] == "it got SIGTERM"
+
+
+def is_fallback(cluster: Supervised, worker_id: str) -> bool:
+    worker = cluster.registry.get(worker_id)
+    return worker is not None and worker.is_fallback
+
+
+async def others_die(cluster: Supervised) -> None:
+    """All but decode-0, and no other process serves before `cluster.ray.loaded` is set."""
+    cluster.ray.loaded.clear()
+    for name in ("prefill-0", "decode-1"):
+        cluster.die(name)
+    await eventually(lambda: {worker.worker_id for worker in cluster.registry} == {"decode-0"})
+
+
+@pytest.mark.parametrize("restart", [True, False])
+async def test_the_one_that_leaves_serves_while_the_others_are_dead(
+    monkeypatch: pytest.MonkeyPatch, restart: bool
+) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
+        leaving = cluster.ray.latest("decode-0")
+        leaving.status_ = busy(request_ids={"r"})
+        record = await cluster.supervisor.drain("decode-0", 3600, restart=restart)
+        await eventually(lambda: is_fallback(cluster, "decode-0"))
+        await others_die(cluster)
+        leaving.status_ = busy()
+        looks = Looks(monkeypatch, leaving)
+        await looks.more(20)
+        assert (is_fallback(cluster, "decode-0"), leaving.num_stops) == (True, 0), "it is idle, but the only one"
+        cluster.ray.loaded.set()
+        await eventually(lambda: "left_after_s" in record)
+        assert (record["finished"], leaving.num_stops) == (True, 1)
+        assert not cluster.supervisor.failure.done()
+
+
+class Looks:
+    """Counts how often a departure has looked whether its worker is idle, and does `meanwhile` at each look."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, actor: Any) -> None:
+        self.num = 0
+        self.meanwhile: Callable[[], None] = lambda: None
+
+        async def status() -> Any:
+            self.num += 1
+            self.meanwhile()
+            return actor.status_
+
+        monkeypatch.setattr(actor, "status", SimpleNamespace(remote=status))
+
+    async def more(self, count: int) -> None:
+        least = self.num + count
+        await eventually(lambda: self.num >= least)
+
+
+async def test_at_its_deadline_it_leaves_though_nobody_else_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
+        leaving = cluster.ray.latest("decode-0")
+        now_s = time.monotonic()
+        monkeypatch.setattr("tandem.cluster.departures.time", SimpleNamespace(monotonic=lambda: now_s, time=time.time))
+        record = await cluster.supervisor.drain("decode-0", 30, restart=True)
+        await eventually(lambda: is_fallback(cluster, "decode-0"))
+        await others_die(cluster)
+        states: list[bool] = []
+        stop = leaving.stop.remote  # type: ignore[attr-defined]
+
+        async def noted_stop() -> None:
+            states.append(is_fallback(cluster, "decode-0"))
+            await stop()
+
+        monkeypatch.setattr(leaving, "stop", SimpleNamespace(remote=noted_stop))
+        leaving.status_ = busy(request_ids={"r"})
+        await Looks(monkeypatch, leaving).more(5)
+        assert states == []
+        now_s += 31
+        await eventually(lambda: "left_after_s" in record)
+        assert (record["finished"], states) == (False, [False]), "nothing went there any more when it was told to stop"
+        cluster.ray.loaded.set()
+        await cluster.is_served("decode-0", 1)
+
+
+async def test_what_was_sent_at_the_last_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
+        leaving, can_spare, bookings = cluster.ray.latest("decode-0"), [True], list[Booking]()
+        monkeypatch.setattr(cluster.supervisor.departures, "_can_spare", lambda _: can_spare[0])
+        leaving.status_ = busy(request_ids={"r"})
+        record = await cluster.supervisor.drain("decode-0", 3600, restart=False)
+        await eventually(lambda: is_fallback(cluster, "decode-0"))
+        can_spare[0] = False
+        leaving.status_ = busy()
+        looks = Looks(monkeypatch, leaving)
+        await looks.more(20)
+
+        def book() -> None:
+            """The worker does not know yet that the router sends it a request, and others are back."""
+            if not bookings:
+                bookings.append(cluster.registry.reserve(RequestLoad("decode-0", "decode-0", 10, 0, 20)))
+                can_spare[0] = True
+
+        looks.meanwhile = book
+        await looks.more(20)
+        assert not leaving.num_stops
+        bookings[0].release()
+        await eventually(lambda: "left_after_s" in record)
+        assert (record["finished"], leaving.num_stops) == (True, 1)
+
+
+async def test_the_only_one_takes_nothing_more_once_it_is_to_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
+        await cluster.supervisor.drain("prefill-0", 60, restart=False)
+        await eventually(lambda: "prefill-0" not in cluster.supervisor.members)
+        first = cluster.ray.latest("decode-0")
+        first.status_ = busy(request_ids={"r"})
+        await cluster.supervisor.drain("decode-0", 3600, restart=True)
+        await eventually(lambda: state_of(cluster, "decode-0") is WorkerState.DRAINING)
+        assert not is_fallback(cluster, "decode-0"), "its operator wants it so: its answers end soon"
+        first.status_ = busy()
+        await cluster.is_served("decode-0", first.card.address.epoch)
+
+
+async def test_one_that_dies_as_the_last_one_does_not_take_its_successor_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
+        first = cluster.ray.latest("decode-0")
+        first.status_ = busy(request_ids={"r"})
+        record = await cluster.supervisor.drain("decode-0", 3600, restart=True)
+        await eventually(lambda: is_fallback(cluster, "decode-0"))
+        for name in ("prefill-0", "decode-1", "decode-0"):
+            cluster.die(name)
+        await cluster.is_served("decode-0", first.card.address.epoch)
+        await eventually(lambda: "left_after_s" in record)
+        assert state_of(cluster, "decode-0") is WorkerState.READY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +14,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
-from tandem.cluster.frontend import drain
+from tandem.cluster import frontend
+from tandem.cluster.frontend import drain, stop_serving
 from tandem.protocol.config import RouterConfig
 from tandem.router.http.server import http_server
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.openai.app import create_app
 from tandem.router.text.tokenizer import Tokenizer
+from tandem.runtime.signals import StopSignals
 from tests.router.conftest import build_tokenizer
 from tests.support.fake_worker import fake_cluster, first_token, one_token
 from tests.support.waiting import eventually
@@ -60,7 +63,7 @@ def test_answers_that_do_not_end_in_time_end_with_an_error(
             cluster.assert_nothing_left()
 
     asyncio.run(scenario())
-    assert told == [f"stopping: waiting up to {timeout_s:g} s for 1 answer (Ctrl-C again stops now)"]
+    assert told == [f"stopping: waiting up to {timeout_s:g} s for 1 answer (a second signal stops now)"]
     assert "Traceback" not in caplog.text
 
 
@@ -84,6 +87,38 @@ async def test_edge_processes_end_before_requests_do_though_the_hub_runs_none() 
     flow: Any = SimpleNamespace(shut_down=lambda: happened.append("flow ended"))
     await drain(Edges(), asyncio.Event(), flow.shut_down, 20.0, happened.append)
     assert happened == ["stopping", "edges ended", "flow ended"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ([signal.SIGINT], ["drain", 2.0, "flow ended"]),
+        ([signal.SIGTERM], ["leave", 7.0, "drain", 9.0, "flow ended"]),
+        ([signal.SIGINT, signal.SIGTERM], ["drain", 2.0, "flow ended"]),
+    ],
+    ids=["Ctrl-C", "SIGTERM", "SIGTERM after Ctrl-C"],
+)
+async def test_sigterm_gives_load_balancers_and_answers_time_and_ctrl_c_does_not(
+    monkeypatch: pytest.MonkeyPatch, numbers: list[int], expected: list[str | float]
+) -> None:
+    happened: list[str | float] = []
+
+    async def wait(*_: Any, timeout_s: float) -> None:
+        happened.append(timeout_s)
+
+    served: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    served.set_result(None)
+    server: Any = SimpleNamespace(
+        leave=lambda: happened.append("leave"), drain=lambda: happened.append("drain"), num_running=1, serving=served
+    )
+    monkeypatch.setattr(frontend, "wait_for_any", wait)
+    signals = StopSignals()
+    for number in numbers:
+        signals.note(number)
+    assert signals.stop_now.is_set() == (len(numbers) > 1)
+    config = RouterConfig(drain_timeout_s=2.0, shutdown_delay_s=7.0, shutdown_grace_s=9.0)
+    await stop_serving(server, signals, lambda: happened.append("flow ended"), config, lambda _: None)
+    assert happened == expected
 
 
 def test_a_client_that_does_not_read_does_not_hold_up_the_end(caplog: pytest.LogCaptureFixture) -> None:

@@ -80,7 +80,7 @@ class PlainMember(Member):
     def is_ready(self) -> bool:
         return True
 
-    def withdraw(self, reason: str) -> None:
+    def withdraw(self, reason: str, *, is_fallback: bool = False) -> None:
         pass
 
     async def play(self, role: Role, reason: str) -> Requests:

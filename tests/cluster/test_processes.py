@@ -98,6 +98,18 @@ def test_a_machine_that_has_no_room_for_a_process_is_asked_again_later(monkeypat
     run(scenario())
 
 
+def test_children_are_told_to_leave_and_so_are_those_that_replace_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        here = Group(lambda _, before: "leave" if before < 2 else "serve", 1)
+        await here.serves()
+        here.group.leave()
+        await eventually(lambda: here.num_started == 3, WAIT_S)
+        await here.end()
+
+    monkeypatch.setattr(processes, "_SHORT_LIFE_S", 0.0)
+    run(scenario())
+
+
 def test_a_machine_that_has_no_room_at_the_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.EAGAIN, "no room")

@@ -365,7 +365,7 @@ def test_ctrl_c_lets_answers_end_and_a_second_one_does_not(tmp_path: Path, num_s
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_answers_that_do_not_end_in_time_do_not_hold_up_the_end(tmp_path: Path, count: int) -> None:
-    with fakes(1) as [engine], routing(tmp_path, [engine], count, "--drain-timeout-s=0.5") as running:
+    with fakes(1) as [engine], routing(tmp_path, [engine], count, "--shutdown-grace-s=0.5") as running:
         engine.headers_pause.clear()
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(running.complete)

@@ -103,6 +103,23 @@ def test_head_runs_a_command_that_the_command_line_accepts() -> None:
     assert accept(pull) == {"name": "org/big-model"}
 
 
+@pytest.mark.parametrize(
+    ("values", "delay_s", "grace_s"),
+    [
+        ({}, 5, 45),
+        ({"terminationGracePeriodSeconds": 300}, 5, 285),
+        ({"router": {"shutdown_delay_s": 12.5}}, 12.5, 37),
+        ({"router": {"shutdown_grace_s": 7}}, 5, 7),
+        ({"terminationGracePeriodSeconds": 5}, 5, 0),
+    ],
+)
+def test_answers_have_the_time_between_sigterm_and_sigkill(
+    values: dict[str, Any], delay_s: float, grace_s: float
+) -> None:
+    flags = accept(tandem_commands(find(render(values), "ConfigMap", "release")["data"]["head.sh"])[0])
+    assert (flags["shutdown_delay_s"], flags["shutdown_grace_s"]) == (delay_s, grace_s)
+
+
 @pytest.mark.parametrize(("colocated", "expected"), [(True, "--colocated"), (False, "--disaggregated")])
 def test_colocated_is_a_flag(colocated: bool, expected: str) -> None:
     script = find(render({"cluster": {"colocated": colocated}}), "ConfigMap", "release")["data"]["head.sh"]

@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 
 from tandem.loadtest.chaos import faults, operations, trial
 from tandem.loadtest.chaos.plan import FAULTS, OPERATIONS, ChaosEvent, kinds_of, plan
-from tandem.loadtest.chaos.requests import ChaosRequest, ask, sample_requests
+from tandem.loadtest.chaos.requests import NUM_REQUESTS, ChaosRequest, ask, sample_requests
 from tandem.loadtest.chaos.server import TrialServer
 from tandem.loadtest.chaos.trial import ChaosRun, TrialError, run_chaos
 from tandem.protocol.errors import ConfigError
@@ -406,3 +406,41 @@ async def test_memory_that_nobody_uses_is_told(monkeypatch: pytest.MonkeyPatch) 
     server = FakeServer([])
     server.held = {"p": "", "d": "one lease is open"}
     assert (await run(server, [])).lost == ["d holds what nobody uses: one lease is open"]
+
+
+async def test_its_phases_say_how_far_they_have_come(processes: list[subprocess.Popen[bytes]]) -> None:
+    server = FakeServer([process.pid for process in processes])
+    server.spoil = {"no end": 1}
+    told: list[str] = []
+    status: list[tuple[str, Callable[[], str]]] = []
+    real = server.answer
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if status:
+            name, how_far = status[-1]
+            told.append(f"{name}: {how_far()}")
+        return real(request)
+
+    server.answer = answer  # type: ignore[method-assign]
+    async with server.client as client:
+        await run_chaos(
+            client,
+            psutil.Process(os.getpid()),
+            sample_requests(0, "m", 4),
+            [ChaosEvent(0.1, "flip", 0.0)],
+            duration_s=0.5,
+            num_streams=1,
+            seed=0,
+            disk_folder=None,
+            say=lambda _: None,
+            begin=lambda name, how_far: status.append((name, how_far)),
+        )
+    assert [name for name, _ in status] == ["undisturbed answers", "trial", "coming to rest"]
+    assert told[0] == "undisturbed answers: 0 of 24"
+    assert [line.partition(", ")[0] for line in told[1:24]] == [f"undisturbed answers: {n} of 24" for n in range(1, 24)]
+    assert re.search(r", about [0-9]+:[0-9]{2} left$", told[1])
+    trial = [line for line in told if line.startswith("trial")]
+    assert re.search(r"0 events, 0 answers, 0 lost$", trial[0])
+    assert any(re.search(r", 1 events, [0-9]+ answers, 1 lost$", line) for line in trial)
+    assert told[-1].startswith("coming to rest: ")
+    assert len(sample_requests(0, "m", 4)) == NUM_REQUESTS

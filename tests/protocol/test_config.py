@@ -146,6 +146,17 @@ def test_configs_are_frozen() -> None:
         make_engine_config().block_size = 32  # type: ignore[misc]
 
 
+@pytest.mark.parametrize(
+    ("size", "place", "where"),
+    [("disk_cache_gb", "disk_cache_path", "/kv"), ("object_cache_gb", "object_cache_url", "s3://bucket/kv")],
+)
+def test_a_store_that_may_hold_nothing_is_refused(size: str, place: str, where: str) -> None:
+    with pytest.raises(ConfigError, match=f"{size}=0 would keep nothing in {place}='{where}'; raise it, or leave"):
+        TierConfig(**{size: 0.0, place: where})
+    TierConfig(**{size: 0.0})
+    TierConfig(**{place: where})
+
+
 @pytest.mark.parametrize("tiers", [{"disk_cache_path": "/kv"}, {"object_cache_url": "s3://bucket/kv"}])
 def test_encryption_of_kv_that_nothing_stores_is_refused(tiers: dict[str, str]) -> None:
     assert TierConfig(kv_encryption="on", **tiers).kv_encryption == "on"  # type: ignore[arg-type]

@@ -31,14 +31,14 @@ print("code:", subprocess.run([sys.executable, "-c", child]).returncode, flush=T
 # Prints which signal stopped it.
 STOPPING = """
 import asyncio, signal, sys
-from tandem.runtime.signals import restore_child_signals, stop_events
+from tandem.runtime.signals import restore_child_signals, stop_signals
 if sys.argv[1] == "main":
     restore_child_signals()
 async def wait():
-    stop, stop_now = stop_events(signal.SIGINT, signal.SIGTERM)
+    signals = stop_signals(signal.SIGINT, signal.SIGTERM)
     print("waiting", flush=True)
-    await stop.wait()
-    print("stopped, now:", stop_now.is_set())
+    await signals.stop.wait()
+    print("stopped by a service manager:", signals.is_service, "now:", signals.stop_now.is_set())
 asyncio.run(wait())
 """
 
@@ -73,7 +73,7 @@ def test_a_background_job_ignores_ctrl_c_and_obeys_sigterm(is_main: bool) -> Non
             process.send_signal(signal.SIGINT)
             process.send_signal(signal.SIGINT)
             process.send_signal(signal.SIGTERM)
-            assert process.communicate(timeout=30)[0] == "stopped, now: False\n"
+            assert process.communicate(timeout=30)[0] == "stopped by a service manager: True now: False\n"
             assert process.returncode == 0
         finally:
             process.kill()

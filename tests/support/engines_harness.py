@@ -24,7 +24,7 @@ from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
 from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.engines.relay.prompts import PromptReader
 from tandem.router.http.app import RouterApp
-from tandem.router.http.exposition import exposition
+from tandem.router.http.exposition import registry_text
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.processes.dispatch_service import DispatchService, EngineNews
 from tandem.router.processes.hub import EdgeHub
@@ -69,7 +69,6 @@ class Deciding:
         assert self.fleet.registry.num_bookings == sum(len(engine.foreign) for engine in self.fleet.engines)
         for engine in self.fleet.engines:
             assert not engine.running
-            assert engine.idle.is_set()
 
 
 @dataclass
@@ -106,8 +105,8 @@ class Hub(Deciding):
         self._settings = settings
         self._stack = stack
 
-    def _scrape(self) -> bytes:
-        return exposition(self.metrics, self._settings.config, self.dispatcher.models)
+    async def _scrape(self) -> bytes:
+        return await registry_text(self.metrics, self._settings.config, self.dispatcher.models)
 
     async def relay(self) -> HubRelay:
         """Stands between this hub and one edge."""
@@ -128,7 +127,7 @@ class Hub(Deciding):
         counters = CollectorRegistry()
 
         async def scrape() -> bytes:
-            return exposition(counters, self._settings.config, remote.models) + await remote.scrape()
+            return await registry_text(counters, self._settings.config, remote.models) + await remote.scrape()
 
         app = self._settings.app(remote, connections, counters, scrape, remote.api_keys)
         await self._stack.enter_async_context(app.router.lifespan_context(app))
@@ -240,7 +239,7 @@ async def routing(*specs: EngineSpec, wait: bool = True, **options: Any) -> Asyn
     dispatcher.register_metrics(metrics)
 
     async def scrape() -> bytes:
-        return exposition(metrics, settings.config, dispatcher.models)
+        return await registry_text(metrics, settings.config, dispatcher.models)
 
     app = settings.app(dispatcher, connections, metrics, scrape, settings.api_keys)
     async with (

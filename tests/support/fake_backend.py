@@ -223,7 +223,7 @@ def events(response: httpx.Response) -> list[Any]:
 class RawClient:
     """One request on the ASGI app itself, with a client that can leave."""
 
-    def __init__(self, app: FastAPI, path: str, body: dict[str, Any]) -> None:
+    def __init__(self, app: FastAPI, path: str, body: dict[str, Any], **headers: str) -> None:
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._incoming.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
         self.sent: list[dict[str, Any]] = []
@@ -238,7 +238,10 @@ class RawClient:
             "query_string": b"",
             "root_path": "",
             "scheme": "http",
-            "headers": [(b"content-type", b"application/json")],
+            "headers": [
+                (b"content-type", b"application/json"),
+                *((name.encode(), value.encode()) for name, value in headers.items()),
+            ],
         }
         self.task = asyncio.create_task(app(scope, self._incoming.get, self._send))
 

@@ -17,7 +17,8 @@ CREATED = datetime(2026, 1, 1, tzinfo=UTC)
 def stored_key(secret: str, tenant: str, **fields: Any) -> ApiKey:
     """The stored form of a key. Its id is the key itself, less what an id may not have."""
     key_id = "".join(char for char in secret if char.isalnum() or char == "-")
-    return ApiKey(**({"id": key_id, "sha256": key_digest(secret), "tenant": tenant, "created": CREATED} | fields))
+    known: dict[str, Any] = {"id": key_id, "sha256": key_digest(secret), "tenant": tenant, "created": CREATED}
+    return ApiKey(**(known | fields))
 
 
 def api_keys_of(keys: Mapping[str, str]) -> ApiKeys:

@@ -43,7 +43,8 @@ def pack(*events: Any) -> bytes:
 class Publisher:
     """A PUB socket and a replay ROUTER like vLLM's: numbers start at 0, the latest `keeps` batches can be replayed."""
 
-    def __init__(self, context: Context, *, has_topic: bool = True, keeps: int = 100) -> None:
+    def __init__(self, context: Context, *, has_topic: bool = True, keeps: int = 100, is_endless: bool = False) -> None:
+        """`is_endless`: its replays do not end."""
         self._pub = context.socket(SocketType.PUB)
         self._router = context.socket(SocketType.ROUTER)
         self.port = self._pub.bind_to_random_port("tcp://127.0.0.1")
@@ -52,6 +53,7 @@ class Publisher:
         self.replayed: list[int] = []  # first number of each replay that was requested
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=keeps)
         self._topic = [b"kv"] if has_topic else []
+        self._is_endless = is_endless
         self._task = asyncio.create_task(self._replay())
 
     async def publish(self, *events: Any, is_lost: bool = False) -> None:
@@ -78,5 +80,8 @@ class Publisher:
             for number, payload in [item for item in self._kept if item[0] >= first]:
                 frames = [peer, empty, *self._topic, number.to_bytes(8, "big"), payload]
                 await self._router.send_multipart(frames)
+            while self._is_endless:
+                await self._router.send_multipart([peer, empty, *self._topic, bytes(8), pack()])
+                await asyncio.sleep(0)
             end = (-1).to_bytes(8, "big", signed=True)
             await self._router.send_multipart([peer, empty, *([b""] if self._topic else []), end, b""])

@@ -1,4 +1,7 @@
-"""A child of a `ProcessGroup` that does what its setup says: serve, hang (before it is ready), refuse, die."""
+"""A child of a `ProcessGroup` that does what its setup says: serve, hang (before it is ready), refuse, die.
+
+"leave": it serves until it is told to be ready no more.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ async def main() -> None:
         return
     if word == "die":
         os.kill(os.getpid(), signal.SIGKILL)
-    async with pipe.obeying() as (stop, _):
-        if word == "serve":
+    async with pipe.obeying() as orders:
+        if word in ("serve", "leave"):
             pipe.say("ready")
-        await stop.wait()
+        await (orders.leave if word == "leave" else orders.stop).wait()
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ class ThrottledStore(BlockStore):
         return self._store.write(name, data)
 
     @override
-    def delete(self, name: BlockName) -> None:
-        self._store.delete(name)
+    def delete(self, name: BlockName) -> StoreFailure | None:
+        return self._store.delete(name)
 
     @override
     def scan(self) -> Sequence[BlockName] | StoreFailure:

@@ -10,12 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
 from tandem.cluster.http_frontend import metrics_of
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import cache_scope
 from tandem.protocol.messages import Role
+from tandem.router.http.exposition import registry_text
 from tandem.router.openai.app import create_app
 from tandem.router.processes.backend_service import BackendService
 from tandem.router.processes.hub import EdgeHub
@@ -94,7 +95,8 @@ async def serving(model: Path, folder: Path | None = None, *, keys: dict[str, st
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
                 yield Server(client, tokenizer)
             return
-        hub = EdgeHub(BackendService(cluster.flow, Always(), lambda: generate_latest(shown)), f"{folder}/hub", api_keys)
+        service = BackendService(cluster.flow, Always(), lambda: registry_text(shown, RouterConfig(), []))
+        hub = EdgeHub(service, f"{folder}/hub", api_keys)
         await hub.start()
         hub.expect("edge")
         edge = RemoteBackend(

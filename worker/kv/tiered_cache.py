@@ -42,6 +42,7 @@ _PRIORS = {
     "object": LoadPrior(50e-3, 200e6),
 }
 _NUM_THREADS = {"host": 1, "disk": 2, "object": 8}
+_MAX_LISTED_SHARE, _MIN_LISTED = 4, 100_000  # objects of a bucket that are listed, for each block that it may hold
 _RESCAN_S = {"disk": 60.0, "object": 60.0}  # other workers add blocks to these
 
 
@@ -153,7 +154,9 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
         tiers.append(make("disk", config.disk_cache_codec, config.disk_cache_gb, open_disk, store))
     if config.object_cache_url:
         url = f"{config.object_cache_url.rstrip('/')}/{config.object_cache_codec}"
-        open_bucket = lambda size, _: ObjectStore(url, engine.namespace, size, key)  # noqa: E731
+        open_bucket = lambda size, num_blocks: ObjectStore(  # noqa: E731
+            url, engine.namespace, size, key, max_listed=_MAX_LISTED_SHARE * num_blocks + _MIN_LISTED
+        )
         tiers.append(make("object", config.object_cache_codec, config.object_cache_gb, open_bucket, f"{url}#{name}"))
     return tiers
 

@@ -48,6 +48,12 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- end }}
 
+{{/* Seconds in which answers may end after SIGTERM: what the pod has, without the delay before and 10 s to stop Ray. */}}
+{{- define "tandem.shutdownGrace" -}}
+{{- $delay := .Values.router.shutdown_delay_s | default 0 | float64 | ceil | int -}}
+{{- max 0 (sub (sub (int .Values.terminationGracePeriodSeconds) $delay) 10) -}}
+{{- end }}
+
 {{/* Cores that a pod of one worker offers to Ray. */}}
 {{- define "tandem.coresOfPod" -}}
 {{- ceil .Values.cluster.num_cpus_per_worker | int -}}

@@ -83,16 +83,9 @@ class CacheView:
         translator = self._translator
         if translator is None:
             return
-        if is_lost:
-            events = [{"type": "AllBlocksCleared"}, *events]
-        try:
-            change = translator.apply(events)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as exc:
-            self._on_malformed(f"its KV events are malformed: {exc!r}")
-            change = translator.apply([{"type": "AllBlocksCleared"}])  # nothing is known about its blocks any more
-        if change.is_cleared:
-            self._index.add_worker(self._name, self._epoch)
-            self._sequence = 0
+        change = translator.apply([{"type": "AllBlocksCleared"}, *events] if is_lost else events)
+        if change.flaw:
+            self._on_malformed(f"its KV events are malformed: {change.flaw}")
         self._publish(change.stored, change.removed)
 
     def _publish(self, stored: list[bytes], removed: list[bytes]) -> None:

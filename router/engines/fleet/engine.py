@@ -27,6 +27,7 @@ from tandem.router.engines.fleet.foreign_load import ForeignLoad, MeanLengths
 from tandem.router.engines.fleet.probe_client import ProbeClient
 from tandem.router.engines.fleet.step_timing import StepTiming
 from tandem.router.engines.tls import engine_tls
+from tandem.router.http.time_slicer import TimeSlicer
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 
@@ -64,12 +65,17 @@ class RemoteEngine:
         context: Context,
         lengths: MeanLengths,
         resolve: Resolve | None,
+        slicer: TimeSlicer,
     ) -> None:
-        """`resolve` gives the addresses that its host may be connected at; None = any that the name has."""
+        """`resolve` gives the addresses that its host may be connected at; None = any that the name has.
+
+        `slicer` divides the time among what engines send.
+        """
         self.configured = spec
         self.spec = spec  # with the model that the engine reported
         self.state = WorkerState.STARTING
         self.reason = "not reached yet"
+        self.is_fallback = False  # it drains, but still serves what no other engine can
         self.is_removed = False
         self.is_gone = asyncio.Event()
         self.breaker = Breaker(
@@ -77,8 +83,6 @@ class RemoteEngine:
         )
         self.busy_until_s = 0.0
         self.running: set[RunningRequest] = set()
-        self.idle = asyncio.Event()
-        self.idle.set()
         self.foreign = ForeignLoad(spec.name, registry, lengths)
         self.num_requests = 0
         self.num_failures = 0
@@ -92,7 +96,7 @@ class RemoteEngine:
         self._registry = registry
         self._epoch = 0
         self.tls = engine_tls(spec, config)  # None = it speaks plain HTTP
-        self.probe_client = ProbeClient(spec.url, spec.request_headers(), resolve, self.tls)
+        self.probe_client = ProbeClient(spec.url, spec.request_headers(), resolve, self.tls, slicer)
 
     @property
     def name(self) -> str:
@@ -104,9 +108,12 @@ class RemoteEngine:
         """Names of the LoRA adapters that it has, or had when it was last there."""
         return self.card.adapters if self.card is not None else []
 
-    def refusal(self, now: float, *, is_last: bool = False) -> str:
-        """Why it gets no request now; "" = it may get one. `is_last`: there is no other engine."""
-        if self.state is not WorkerState.READY:
+    def refusal(self, now: float, *, is_last: bool = False, falls_back: bool = False) -> str:
+        """Why it gets no request now; "" = it may get one. `is_last`: there is no other engine.
+
+        `falls_back`: no engine that is ready can take the request.
+        """
+        if self.state is not WorkerState.READY and not (falls_back and self.is_fallback):
             return f"{self.state.value}: {self.reason}"
         if not self.breaker.allows(now) and not (is_last and self.breaker.may_be_bypassed):
             wait_s = self.breaker.retry_in_s(now)
@@ -118,14 +125,11 @@ class RemoteEngine:
         self.running.add(request)
         self.progress.begin(request, now)
         self.num_requests += 1
-        self.idle.clear()
 
     def end(self, request: RunningRequest) -> None:
         """Count a request out. Later calls change nothing."""
         self.running.discard(request)
         self.progress.end(request)
-        if not self.running:
-            self.idle.set()
 
     def hold_back(self, retry_after_s: float, now: float) -> None:
         """Respect a Retry-After."""
@@ -189,15 +193,15 @@ class RemoteEngine:
         for request in list(self.running):
             request.abort(self.name, reason)
 
-    def set_state(self, state: WorkerState, reason: str) -> None:
+    def set_state(self, state: WorkerState, reason: str, *, is_fallback: bool = False) -> None:
         """Change its state here and in the registry."""
-        self.state, self.reason = state, reason
-        self._registry.set_state(self.name, state, reason or "answers")
+        self.state, self.reason, self.is_fallback = state, reason, is_fallback
+        self._registry.set_state(self.name, state, reason or "answers", is_fallback=is_fallback)
 
     async def close(self) -> None:
         """Close its connections and sockets."""
         await self.cache.close()
-        await self.probe_client.aclose()
+        self.probe_client.close()
 
     def to_json(self, now: float) -> dict[str, Any]:
         """The engine in `GET /v1/engines`. No key is shown, only the name of its variable."""

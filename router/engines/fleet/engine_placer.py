@@ -91,14 +91,18 @@ class EnginePlacer(Placer):
         if not engines:
             raise ModelNotFound(f"The model '{self._model[:200]}' does not exist.", param="model")
         untried = [engine for engine in engines if engine.name not in tried and engine.card is not None]
-        available = [engine for engine in untried if not engine.refusal(now)]
-        try:
-            return self._place_among(available, engines, request, now, tried, options)
-        except NoWorker:
-            last = [engine for engine in untried if not engine.refusal(now, is_last=True)]
-            if len(last) == len(available):
-                raise
-            return self._place_among(last, engines, request, now, tried, options)
+        # Then those that drain, and at last those whose circuit is open: something is wrong with these.
+        steps: tuple[dict[str, bool], ...] = ({}, {"falls_back": True}, {"falls_back": True, "is_last": True})
+        num_asked, error = -1, NoWorker(f"no engine of {self._model} can take this request")
+        for step in steps:
+            available = [engine for engine in untried if not engine.refusal(now, **step)]
+            if len(available) == num_asked:
+                continue
+            try:
+                return self._place_among(available, engines, request, now, tried, options)
+            except NoWorker as exc:
+                num_asked, error = len(available), exc
+        raise error
 
     def _place_among(
         self,

@@ -10,6 +10,8 @@ import orjson
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from tandem.router.engines.relay.bounded_json import loads
+
 __all__ = [
     "CacheSize",
     "EngineReport",
@@ -55,6 +57,11 @@ MAX_COUNT = 1 << 40  # largest number of requests, tokens or blocks
 MAX_DIGITS = 20
 _MAX_VALUE = 1e300  # largest sample. NOTE: prometheus_client parses many digits as an int too large for a float
 MAX_CAPABILITIES_CHARS = 8192
+MAX_LINES = 200_000
+MAX_SAMPLES = 4096  # of the names above, over all ranks
+MAX_LINE_CHARS = 8192  # of a sample: prometheus_client's time grows with the square of its labels
+_BLOCK_CHARS = 64 * 1024  # that are cut into lines at once
+MAX_NAMED_MODELS = 8  # in the message about a model that is not served
 _RANK_LABELS = ("engine", "dp_rank")  # vLLM's and SGLang's
 
 
@@ -163,7 +170,8 @@ def served_model(catalog: Any, wanted: str) -> ServedModel:
     bases = [card for card in named if not _is_adapter(card)]
     card = next((card for card in bases if not wanted or card["id"] == wanted), None)
     if card is None:
-        raise LookupError(f"it serves {', '.join(card['id'] for card in bases) or 'no model'}")
+        names = ", ".join(card["id"] for card in bases[:MAX_NAMED_MODELS])
+        raise LookupError(f"it serves {names or 'no model'}" + (", ..." if len(bases) > MAX_NAMED_MODELS else ""))
     length = card.get("max_model_len")
     adapters = sorted(card["id"] for card in named if _is_adapter(card))
     length = _count(length) if isinstance(length, int) else 0
@@ -176,7 +184,7 @@ def vllm_gives_token_ids(version: bytes) -> bool:
     Builds outside of releases, whose version begins with 0.1.dev, count as newer.
     """
     try:
-        told = orjson.loads(version)
+        told = loads(version)
     except orjson.JSONDecodeError:
         return False
     found = _VERSION.match(str(told.get("version"))) if isinstance(told, dict) else None
@@ -210,19 +218,35 @@ def _samples(text: str, names: tuple[str, ...], rank: int | None = None) -> Iter
     """The samples of these names and this rank. Skips lines that cannot be parsed and infinite values.
 
     Only lines that begin with one of the names are parsed: 0.6 ms for the 2,900 lines of a vLLM with eight ranks, which
-    are read once a second, instead of 41 ms for all of them.
+    are read once a second, instead of 41 ms for all of them. Raises `ValueError` for too many. No step takes long, so
+    that a thread which does this lets others run.
     """
-    for line in text.splitlines():
-        if line.startswith(names):
-            try:
-                [family] = text_string_to_metric_families(line)
-            except ValueError:
-                continue
-            yield from (
-                one
-                for one in family.samples
-                if one.name in names and -_MAX_VALUE <= one.value <= _MAX_VALUE and _is_of_rank(one.labels, rank)
-            )
+    num_samples = 0
+    for line in _lines(text):
+        if not line.startswith(names) or len(line) > MAX_LINE_CHARS:
+            continue
+        num_samples += 1
+        if num_samples > MAX_SAMPLES:
+            raise ValueError(f"its /metrics has more than {MAX_SAMPLES} samples of its load")
+        try:
+            [family] = text_string_to_metric_families(line)
+        except ValueError:
+            continue
+        yield from (
+            one
+            for one in family.samples
+            if one.name in names and -_MAX_VALUE <= one.value <= _MAX_VALUE and _is_of_rank(one.labels, rank)
+        )
+
+
+def _lines(text: str) -> Iterator[str]:
+    if text.count("\n") > MAX_LINES:
+        raise ValueError(f"its /metrics has more than {MAX_LINES} lines")
+    rest = ""
+    for start in range(0, len(text), _BLOCK_CHARS):
+        *lines, rest = (rest[: MAX_LINE_CHARS + 1] + text[start : start + _BLOCK_CHARS]).split("\n")
+        yield from lines
+    yield rest
 
 
 def _is_of_rank(labels: Mapping[str, str], rank: int | None) -> bool:

@@ -21,6 +21,7 @@ from tandem.router.engines.fleet.foreign_load import MeanLengths
 from tandem.router.engines.fleet.prober import EngineProber
 from tandem.router.engines.fleet.server_metrics import ServerMetrics
 from tandem.router.engines.fleet.stall_watch import StallWatch
+from tandem.router.http.time_slicer import TimeSlicer
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cost_model import CostModel
@@ -30,6 +31,8 @@ from tandem.scheduling.workers.registry import Registry
 __all__ = ["EngineFleet", "stall_limit_s"]
 
 logger = logging.getLogger(__name__)
+
+_DRAIN_POLL_S = 0.05
 
 
 class EngineFleet:
@@ -63,6 +66,7 @@ class EngineFleet:
         self._background = BackgroundTasks()
         self._watch: asyncio.Task[None] | None = None
         self._context = Context()
+        self._slicer = TimeSlicer()
         self._adapters: dict[str, str] | None = None  # None = an engine has changed
         self._metrics: dict[str, ServerMetrics] = {}  # by server
         registry.listen(self._forget_adapters)
@@ -89,12 +93,7 @@ class EngineFleet:
     @property
     def is_ready(self) -> bool:
         """Whether some engine could take a request."""
-        ready = [engine.spec for engine in self.engines if engine.state is WorkerState.READY]
-        prefillers = {(spec.model, spec.group) for spec in ready if spec.role is Role.PREFILL}
-        return any(
-            spec.role is not Role.PREFILL and (spec.serves_alone or (spec.model, spec.group) in prefillers)
-            for spec in ready
-        )
+        return _can_serve(one for one in self.engines if one.state is WorkerState.READY or one.is_fallback)
 
     def listen(self, listener: EngineListener) -> None:
         """Tell `listener` about all present engines, and about changes from now on."""
@@ -138,18 +137,22 @@ class EngineFleet:
         return [self._start(spec) for spec in specs]
 
     async def remove(self, name: str) -> None:
-        """Drain an engine and forget it. Requests that still run after `drain_timeout_s` are ended."""
+        """Drain an engine and forget it. Requests that still run after `drain_timeout_s` are ended.
+
+        If the other engines of its model are gone meanwhile, it serves until one is back, but no longer.
+        """
         engine = self._engines[name]
         if engine.is_removed:
             await engine.is_gone.wait()
             return
         engine.is_removed = True
-        engine.set_state(WorkerState.DRAINING, "removed")
+        engine.set_state(WorkerState.DRAINING, "removed", is_fallback=self._is_served_by(self._others(engine)))
         try:
             async with asyncio.timeout(self.config.drain_timeout_s):
-                await engine.idle.wait()
+                await self._at_rest(engine)
         except TimeoutError:
             logger.warning("engine %s still runs %d requests after draining", engine.name, len(engine.running))
+        engine.set_state(WorkerState.DRAINING, "removed")  # nothing more goes there
         await self._forget(engine)
 
     async def lose(self, name: str, reason: str) -> None:
@@ -173,6 +176,26 @@ class EngineFleet:
         await self._background.close()
         self._context.term()
 
+    def _others(self, engine: RemoteEngine) -> list[RemoteEngine]:
+        """The engines of its model on other servers that stay."""
+        spec = engine.spec
+        others = (one for one in self.engines if one.spec.model == spec.model and one.spec.server != spec.server)
+        return [one for one in others if not one.is_removed]
+
+    def _is_served_by(self, engines: Iterable[RemoteEngine]) -> bool:
+        """Whether these engines could answer a request now."""
+        now = self.clock()
+        return _can_serve(one for one in engines if one.state is WorkerState.READY and one.breaker.allows(now))
+
+    async def _at_rest(self, engine: RemoteEngine) -> None:
+        """Wait until a draining engine has ended its requests, and others serve its model, if there are any."""
+        while True:
+            others = self._others(engine)
+            is_missed = engine.is_fallback and others and not self._is_served_by(others)
+            if not engine.running and not is_missed:
+                return
+            await asyncio.sleep(_DRAIN_POLL_S)
+
     def _start(self, spec: EngineSpec) -> RemoteEngine:
         engine = RemoteEngine(
             spec,
@@ -182,6 +205,7 @@ class EngineFleet:
             context=self._context,
             lengths=self.lengths,
             resolve=None if self.trusts(spec) else public_addresses,
+            slicer=self._slicer,
         )
         prober = EngineProber(
             engine,
@@ -248,6 +272,16 @@ class EngineFleet:
                     f"block_size={card.block_size}, but {other.card.block_size} on engine {other.name} of the same "
                     "group; give one of them its own group"
                 )
+
+
+def _can_serve(engines: Iterable[RemoteEngine]) -> bool:
+    """Whether these engines could answer a request, alone or as a pair."""
+    specs = [engine.spec for engine in engines]
+    prefillers = {(spec.model, spec.group) for spec in specs if spec.role is Role.PREFILL}
+    return any(
+        spec.role is not Role.PREFILL and (spec.serves_alone or (spec.model, spec.group) in prefillers)
+        for spec in specs
+    )
 
 
 def stall_limit_s(engines: ExternalEnginesConfig, config: RouterConfig) -> float:

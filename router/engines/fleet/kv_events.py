@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import Meta
 from zmq.asyncio import Context, Socket
 from zmq.constants import SocketType
 from zmq.error import ZMQError
@@ -29,7 +30,21 @@ __all__ = ["BlockChange", "BlockTranslator", "KvEventFeed", "decode_batch"]
 logger = logging.getLogger(__name__)
 
 REPLAY_TIMEOUT_S = 5.0
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024  # ZMQ drops the connection of one who sends more
+LONG_MESSAGE_BYTES = 64 * 1024  # one such message takes milliseconds
+MAX_BYTES_PER_S = 32 * 1024 * 1024  # of long messages: a third of what could be read if there were nothing else
+MAX_QUEUED = 64  # messages that wait in our socket; more wait with the engine
+MAX_EVENTS = 1 << 18  # of a message
+MAX_FIELDS = 32  # of an event
+MAX_EVENT_TOKENS = 1 << 19
+MAX_FIELD_BYTES = 256 * 1024  # of another field than tokens and blocks
+MAX_BLOCKS = 1 << 21  # of an engine; more are not followed
+PIECE_BLOCKS = 256  # blocks that are indexed before other work gets its turn
+MAX_TYPE_BYTES = 64
+MAX_FLAW_CHARS = 200
+_NUMBER_BYTES = 8
 _END = (1 << 64) - 1  # -1 as vLLM writes it
+_ARRAYS = frozenset((*range(0x90, 0xA0), 0xDC, 0xDD))  # first bytes of arrays in MessagePack
 _FIELDS = {  # of events that are arrays; older versions of vLLM send arrays, newer ones send maps
     "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
                     "extra_keys", "group_idx"),
@@ -41,22 +56,72 @@ BlockHash = bytes | int
 
 
 class BlockChange(NamedTuple):
-    """The change that one batch of events makes, in our digests. `is_cleared`: all earlier blocks are gone."""
+    """The change that events make, in our digests. `flaw`: why events are malformed; then all blocks are gone."""
 
     stored: list[bytes]
     removed: list[bytes]
-    is_cleared: bool = False
+    flaw: str = ""
 
 
-_batch_of = safe_decoder(Any)
+class _Batch(msgspec.Struct, array_like=True):
+    """What is left of a message is not read."""
+
+    timestamp: msgspec.Raw
+    events: Annotated[list[msgspec.Raw], Meta(max_length=MAX_EVENTS)]
 
 
-def decode_batch(payload: bytes) -> list[dict[str, Any]]:
-    """The events of one message, as maps with a `type`. Raises `msgspec.DecodeError` for anything else."""
-    batch = _batch_of(payload)
-    if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
-        raise msgspec.DecodeError("a batch of KV events is [timestamp, [event, ...], ...]")
-    return [_as_map(event) for event in batch[1]]
+# A byte of a message may stand for an empty map of 64 bytes. So only lists of numbers and names may be long.
+_batch_of = safe_decoder(_Batch)
+_fields_of = safe_decoder(Annotated[dict[str, msgspec.Raw], Meta(max_length=MAX_FIELDS)])
+_values_of = safe_decoder(Annotated[list[msgspec.Raw], Meta(max_length=MAX_FIELDS)])
+_long_fields = {
+    "token_ids": safe_decoder(Annotated[list[int | tuple[int, int]], Meta(max_length=MAX_EVENT_TOKENS)]),
+    "block_hashes": safe_decoder(Annotated[list[bytes | int], Meta(max_length=MAX_EVENT_TOKENS)]),
+}
+_any_of = safe_decoder(Any)
+_NIL = msgspec.Raw(b"\xc0")
+
+
+def decode_batch(payload: bytes) -> list[msgspec.Raw]:
+    """The events of one message, each for `decode_event`. Raises `msgspec.DecodeError` for anything else."""
+    batch: _Batch = _batch_of(payload)
+    return batch.events
+
+
+def decode_event(event: msgspec.Raw) -> dict[str, Any]:
+    """An event as a map with a `type`; fields that no event has are None. Raises `msgspec.DecodeError`."""
+    is_array = memoryview(event)[0] in _ARRAYS
+    fields = _named_values(event) if is_array else _map_of(event)
+    return {name: _field(name, value) for name, value in fields.items()}
+
+
+def pieces_of(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The same event as several ones of at most `PIECE_BLOCKS` blocks, so that none takes long."""
+    names, is_stored = event.get("block_hashes") or (), event["type"] == "BlockStored"
+    if len(names) <= PIECE_BLOCKS or (is_stored and not _is_consistent(event)):
+        yield event  # if it is not consistent, it is skipped or malformed
+        return
+    for first in range(0, len(names), PIECE_BLOCKS):
+        end = first + PIECE_BLOCKS
+        piece = event | {"block_hashes": names[first:end]}
+        if is_stored:
+            size = event["block_size"]
+            piece["token_ids"] = event["token_ids"][first * size : end * size]
+            piece["extra_keys"] = (event.get("extra_keys") or ())[first:end]
+            piece["parent_block_hash"] = names[first - 1] if first else event["parent_block_hash"]
+        yield piece
+
+
+def _is_consistent(event: dict[str, Any]) -> bool:
+    """Whether a long event has what it takes to be cut."""
+    size, token_ids = event.get("block_size"), event.get("token_ids")
+    return (
+        isinstance(token_ids, list)
+        and type(size) is int
+        and len(token_ids) == len(event["block_hashes"]) * size
+        and isinstance(event.get("extra_keys"), list | None)
+        and "parent_block_hash" in event
+    )
 
 
 @dataclass(slots=True)
@@ -69,45 +134,56 @@ class BlockTranslator:
     num_skipped: int = 0  # blocks of another size, blocks that are not plain text, and blocks with an unknown parent
 
     def apply(self, events: Sequence[dict[str, Any]]) -> BlockChange:
-        """Translate a batch.
-
-        Events that are malformed raise `KeyError`, `TypeError`, `ValueError`, `AttributeError` or `OverflowError`, and
-        leave a part of the batch applied.
-        """
-        # A block may be stored and removed several times within a batch: only the last event counts.
+        """Translate events. If one of them is malformed, nothing is known about any block any more."""
+        # A block may be stored and removed several times: only the last event counts.
         last: dict[bytes, bool] = {}
-        is_cleared = False
-        for event in events:
-            if event["type"] == "AllBlocksCleared":
-                is_cleared = True
-                self.digests.clear()
-                last.clear()
-            elif event.get("medium") not in (None, "GPU", "gpu") or event.get("group_idx"):
-                continue  # another tier, or layers without full attention
-            elif event["type"] == "BlockStored":
-                last |= dict.fromkeys(self._stored(event), True)
-            elif event["type"] == "BlockRemoved":
-                gone = (self.digests.pop(name, None) for name in event["block_hashes"])
-                last |= dict.fromkeys((digest for digest in gone if digest is not None), False)
+        flaw = ""
+        try:
+            for event in events:
+                self._apply(event, last)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as exc:
+            flaw = repr(exc)[:MAX_FLAW_CHARS]
+            self._clear(last)
         return BlockChange(
             [digest for digest, is_held in last.items() if is_held],
             [digest for digest, is_held in last.items() if not is_held],
-            is_cleared,
+            flaw,
         )
 
-    def _stored(self, event: dict[str, Any]) -> list[bytes]:
+    def _apply(self, event: dict[str, Any], last: dict[bytes, bool]) -> None:
+        if event["type"] == "AllBlocksCleared":
+            self._clear(last)
+        elif event.get("medium") not in (None, "GPU", "gpu") or event.get("group_idx"):
+            return  # another tier, or layers without full attention
+        elif event["type"] == "BlockStored":
+            self._store(event, last)
+        elif event["type"] == "BlockRemoved":
+            gone = (self.digests.pop(name, None) for name in event["block_hashes"])
+            last |= dict.fromkeys((digest for digest in gone if digest is not None), False)
+
+    def _clear(self, last: dict[bytes, bool]) -> None:
+        last |= dict.fromkeys(last, False) | dict.fromkeys(self.digests.values(), False)
+        self.digests.clear()
+
+    def _store(self, event: dict[str, Any], last: dict[bytes, bool]) -> None:
         names, parent, token_ids = event["block_hashes"], event["parent_block_hash"], event["token_ids"]
         root = self._root(event) if parent is None else self.digests.get(parent)
-        if root is None or event["block_size"] != self.block_size or len(token_ids) != len(names) * self.block_size:
+        is_known = root is not None and event["block_size"] == self.block_size
+        has_room = len(self.digests) + len(names) <= MAX_BLOCKS
+        if not (is_known and has_room) or root is None or len(token_ids) != len(names) * self.block_size:
             self.num_skipped += len(names)
-            return []
+            return
         num_text = _num_text_blocks(event)
         self.num_skipped += len(names) - num_text
-        if token_ids and isinstance(token_ids[0], list):
+        if token_ids and not isinstance(token_ids[0], int):
             token_ids = [first for first, _ in token_ids]
         digests = block_digests(root, token_ids[: num_text * self.block_size], self.block_size)
-        self.digests.update(zip(names, digests, strict=False))
-        return digests
+        for name, digest in zip(names, digests, strict=False):
+            former = self.digests.get(name)
+            if former is not None and former != digest:
+                last[former] = False
+            self.digests[name] = digest
+        last |= dict.fromkeys(digests, True)
 
     def _root(self, event: dict[str, Any]) -> bytes:
         """Root of a chain. As in vLLM, the adapter and the salt in the first block's extra keys make chains differ."""
@@ -133,22 +209,29 @@ class KvEventFeed:
         self._on_batch = on_batch
         self._next = 0  # sequence number of the next batch
         self._last_published = -1  # latest number from the publisher itself; its numbers only grow
+        self._has_warned = False
         self.num_gaps = 0  # gaps that no replay filled
 
     async def run(self) -> None:
         """Follow the engine until cancelled."""
-        socket = self._context.socket(SocketType.SUB)
-        socket.rcvhwm = 0
+        socket = self._socket(SocketType.SUB)
         socket.subscribe(b"")
         try:
             socket.connect(self._endpoint)
             await self._replay(0)  # blocks that were cached before we subscribed
             while True:
                 frames = await socket.recv_multipart()
-                if len(frames) == 3:
+                if len(frames) == 3 and len(frames[1]) == _NUMBER_BYTES:
                     await self._on_message(int.from_bytes(frames[1], "big"), frames[2])
+                await _turn(len(frames[-1]))
         finally:
             socket.close(linger=0)
+
+    def _socket(self, kind: SocketType) -> Socket:
+        socket = self._context.socket(kind)
+        socket.rcvhwm = MAX_QUEUED
+        socket.maxmsgsize = MAX_MESSAGE_BYTES
+        return socket
 
     async def _on_message(self, number: int, payload: bytes) -> None:
         if number <= self._last_published:  # the numbers restarted, so the engine did
@@ -158,27 +241,35 @@ class KvEventFeed:
         if number > self._next:
             await self._replay(self._next)
         if number >= self._next:  # otherwise the replay contained it
-            self._take(number, payload, is_lost=number > self._next)
+            await self._take(number, payload, is_lost=number > self._next)
 
-    def _take(self, number: int, payload: bytes, *, is_lost: bool) -> None:
+    async def _take(self, number: int, payload: bytes, *, is_lost: bool) -> None:
+        """Pass a batch on, a few blocks in each iteration of the event loop."""
+        self._next = min(number + 1, _END)
         try:
-            events = decode_batch(payload)
-        except (msgspec.DecodeError, RecursionError) as exc:
-            logger.warning("%s sent a message that is not a batch of KV events: %s", self._endpoint, exc)
-            is_lost, events = True, []
-        self.num_gaps += is_lost
-        self._next = number + 1
-        self._on_batch(events, is_lost)
+            groups = _groups(decode_batch(payload))
+            first = next(groups, [])
+            self.num_gaps += is_lost
+            self._on_batch(first, is_lost)
+            for group in groups:
+                await asyncio.sleep(0)
+                self._on_batch(group, False)
+        except msgspec.DecodeError as exc:
+            log = logger.debug if self._has_warned else logger.warning
+            log("%s sent a message that is not a batch of KV events: %s", self._endpoint, exc)
+            self._has_warned = True
+            self.num_gaps += 1
+            self._on_batch([], True)
 
     async def _replay(self, first: int) -> None:
         """Read the batches from this number on that the engine still has. Without an answer nothing changes."""
         if not self._replay_endpoint:
             return
-        socket = self._context.socket(SocketType.DEALER)
+        socket = self._socket(SocketType.DEALER)
         try:
             socket.connect(self._replay_endpoint)
             async with asyncio.timeout(REPLAY_TIMEOUT_S):
-                await socket.send_multipart([b"", first.to_bytes(8, "big")])
+                await socket.send_multipart([b"", first.to_bytes(_NUMBER_BYTES, "big")])
                 await self._take_replayed(socket)
         except (TimeoutError, ZMQError) as exc:
             logger.warning("%s replayed no KV events: %s", self._replay_endpoint, exc or "no answer in time")
@@ -188,12 +279,33 @@ class KvEventFeed:
     async def _take_replayed(self, socket: Socket) -> None:
         while True:
             # [b"", topic, number, payload]; older versions leave out the topic
-            *_, number_bytes, payload = await socket.recv_multipart()
-            number = int.from_bytes(number_bytes, "big")
+            *_, number_bytes, payload = [b"", *await socket.recv_multipart()]
+            number = int.from_bytes(number_bytes[:_NUMBER_BYTES], "big")
             if number == _END:
                 return
             if number >= self._next:
-                self._take(number, payload, is_lost=number > self._next)
+                await self._take(number, payload, is_lost=number > self._next)
+            await _turn(len(payload))
+
+
+async def _turn(num_bytes: int) -> None:
+    """Let others run. NOTE: receiving does not wait while there are messages, and a long one takes long to read."""
+    await asyncio.sleep(num_bytes / MAX_BYTES_PER_S if num_bytes > LONG_MESSAGE_BYTES else 0)
+
+
+def _groups(events: Sequence[msgspec.Raw]) -> Iterator[list[dict[str, Any]]]:
+    """The events in groups of `PIECE_BLOCKS` blocks or a little more."""
+    group: list[dict[str, Any]] = []
+    num_blocks = 0
+    for raw in events:
+        for event in pieces_of(decode_event(raw)):
+            group.append(event)
+            num_blocks += 1 + len(event.get("block_hashes") or ())
+            if num_blocks >= PIECE_BLOCKS:
+                yield group
+                group, num_blocks = [], 0
+    if group:
+        yield group
 
 
 def _num_text_blocks(event: dict[str, Any]) -> int:
@@ -220,9 +332,30 @@ def _extra_keys(event: dict[str, Any], i: int) -> Sequence[Any]:
     return found[1:] if adapter and found[:1] == [adapter] else found
 
 
-def _as_map(event: Any) -> dict[str, Any]:
-    if isinstance(event, dict) and isinstance(event.get("type"), str):
-        return event
-    if isinstance(event, list) and event and event[0] in _FIELDS:
-        return {"type": event[0], **dict(zip(_FIELDS[event[0]], event[1:], strict=False))}
-    raise msgspec.DecodeError("an event is a map with a type, or an array that begins with it")
+def _map_of(event: msgspec.Raw) -> dict[str, msgspec.Raw]:
+    fields: dict[str, msgspec.Raw] = _fields_of(event)
+    if not _type_of(fields.get("type", _NIL)):
+        raise msgspec.DecodeError("an event is a map with a type, or an array that begins with it")
+    return fields
+
+
+def _named_values(event: msgspec.Raw) -> dict[str, msgspec.Raw]:
+    kind, *values = _values_of(event) or [_NIL]
+    names = _FIELDS.get(_type_of(kind))
+    if names is None:
+        raise msgspec.DecodeError("an event is a map with a type, or an array that begins with it")
+    return {"type": kind, **dict(zip(names, values, strict=False))}
+
+
+def _type_of(value: msgspec.Raw) -> str:
+    found = _any_of(value) if len(value) <= MAX_TYPE_BYTES else None
+    return found if isinstance(found, str) else ""
+
+
+def _field(name: str, value: msgspec.Raw) -> Any:
+    try:
+        if name in _long_fields:
+            return _long_fields[name](value)
+        return _any_of(value) if len(value) <= MAX_FIELD_BYTES else None
+    except msgspec.DecodeError:
+        return None  # which no event has: it counts as malformed

@@ -59,6 +59,7 @@ __all__ = ["KEY_PREFIX", "LocalDispatcher", "LocalReservation"]
 # Keys of engines added over HTTP come from variables with this prefix, or from those that the engines file names: an
 # admin of engines must not be able to send any other secret of the process to a URL.
 KEY_PREFIX = "TANDEM_ENGINE_"
+SHUTTING_DOWN = "the server is shutting down; send the request again"
 
 
 class LocalDispatcher:
@@ -120,7 +121,7 @@ class LocalDispatcher:
         self.queues.close()
         for engine in self.fleet.engines:
             for request in list(engine.running):
-                request.abort(engine.name, "the server stops")
+                request.abort(engine.name, SHUTTING_DOWN)
 
     @property
     def num_poisoned(self) -> int:
@@ -357,6 +358,8 @@ class LocalReservation:
         self.release()
         if self._verdict is not None:
             raise self._verdict
+        if self._dispatcher.is_shut_down:
+            raise NoWorker(SHUTTING_DOWN)
         placement = self._place_elsewhere(self._placement_request)
         self._admitted.decision.placement = placement
         self._dispatcher.num_retries += 1
@@ -375,7 +378,7 @@ class LocalReservation:
         if self._verdict is not None:
             raise self._verdict
         if dispatcher.is_shut_down:
-            raise NoWorker("the server is shutting down; send the request again")
+            raise NoWorker("no other engine gets it any more")
         allowed = self._able_engines()
         if prompt:
             max_tokens = max(self._request.max_tokens - num_output_tokens, 1)

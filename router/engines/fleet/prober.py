@@ -9,8 +9,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
-
-import httpx
+from typing import TypeVar
 
 from tandem.protocol.config import ExternalEnginesConfig
 from tandem.protocol.messages import WorkerCard, WorkerLoad, WorkerState
@@ -24,15 +23,21 @@ from tandem.router.engines.fleet.engine_status import (
     served_model,
     vllm_gives_token_ids,
 )
+from tandem.router.engines.fleet.probe_client import ProbeFailed
 from tandem.router.engines.fleet.server_metrics import ServerMetrics
 from tandem.router.engines.fleet.step_check import StepCheck, StepVerdict
+from tandem.router.engines.relay.bounded_json import Outline, loads
 from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["EngineProber"]
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 PROBES_PER_LISTING = 5  # an engine's adapters are asked for with every fifth probe
+MAX_REASON_CHARS = 500
+MAX_QUICK_CHARS = 64 * 1024  # of metrics; longer ones are parsed in a thread, as `tandem serve` does with long prompts
 _HEALTH_PATHS = {"openai": "/v1/models", "vllm": "/health", "sglang": "/health", "llamacpp": "/health"}
 
 
@@ -77,27 +82,28 @@ class EngineProber:
             try:
                 await self._probe()
                 self._num_failed, self._last_good_s = 0, self._clock()
-            except (httpx.HTTPError, LookupError, ValueError, RecursionError) as exc:
+            except (ProbeFailed, LookupError, ValueError) as exc:
                 # If nothing listens, one failure is enough; a slow engine gets another chance.
-                self._num_failed += self._config.max_failed_probes if isinstance(exc, httpx.ConnectError) else 1
-                self._on_failure(str(exc) or type(exc).__name__)
+                is_absent = isinstance(exc, ProbeFailed) and exc.is_absent
+                self._num_failed += self._config.max_failed_probes if is_absent else 1
+                self._on_failure((str(exc) or type(exc).__name__)[:MAX_REASON_CHARS])
             await asyncio.sleep(self._config.probe_interval_s)
 
     async def _probe(self) -> None:
         engine, timeout_s = self._engine, self._config.probe_timeout_s
         health = await engine.probe_client.get(_HEALTH_PATHS[engine.spec.kind], timeout_s)
-        if health.status_code in (401, 403):
-            raise ValueError(f"its health check refused our key ({health.status_code}); give api_key_env or headers")
-        if health.status_code != 200:
-            raise ValueError(f"its health check answered {health.status_code}")
+        if health.status in (401, 403):
+            raise ValueError(f"its health check refused our key ({health.status}); give api_key_env or headers")
+        if health.status != 200:
+            raise ValueError(f"its health check answered {health.status}")
         rank = engine.spec.data_parallel_rank
         metrics, num_ours = await self._read_metrics()
-        report = parse_report(metrics, rank)
+        report = await _parsed(parse_report, metrics, rank)
         engine.progress.report(report, self._clock())
         if engine.state in (WorkerState.STARTING, WorkerState.DEAD) and not engine.is_removed:
             if not self._may_join():
                 return
-            await self._join(parse_cache_size(metrics, rank))
+            await self._join(await _parsed(parse_cache_size, metrics, rank))
         elif next(self._num_probes) % PROBES_PER_LISTING == 0:
             engine.note_served(await self._served_model())
         now = self._clock()
@@ -147,9 +153,12 @@ class EngineProber:
 
     async def _served_model(self) -> ServedModel:
         answer = await self._engine.probe_client.get("/v1/models", self._config.probe_timeout_s)
-        if answer.status_code != 200:
-            raise ValueError(f"/v1/models answered {answer.status_code}; is its api_key_env right?")
-        return served_model(answer.json(), self._engine.spec.model)
+        if answer.status != 200:
+            raise ValueError(f"/v1/models answered {answer.status}; is its api_key_env right?")
+        catalog = loads(answer.content)
+        if isinstance(catalog, Outline):
+            raise ValueError("/v1/models lists more than can be read")
+        return served_model(catalog, self._engine.spec.model)
 
     async def _gives_token_ids(self, served: ServedModel) -> bool:
         """Whether its streams can have token ids: vLLM's since a version of it, and those of `tandem serve`."""
@@ -158,7 +167,7 @@ class EngineProber:
         if self._engine.spec.kind != "vllm":
             return False
         answer = await self._engine.probe_client.get("/version", self._config.probe_timeout_s)
-        return answer.status_code == 200 and vllm_gives_token_ids(answer.content)
+        return answer.status == 200 and vllm_gives_token_ids(answer.content)
 
     def _note_load(self, load: ReportedLoad, num_ours: int, now: float) -> None:
         """Tell the registry what the engine reports, and book what others have put on it."""
@@ -187,3 +196,8 @@ class EngineProber:
         for request in list(engine.running):
             if is_lost or not request.has_answer:
                 request.abort(engine.name, f"it stopped answering ({reason})")
+
+
+async def _parsed(parse: Callable[[str, int | None], T], text: str, rank: int | None) -> T:
+    """What `parse` finds in an exposition."""
+    return parse(text, rank) if len(text) <= MAX_QUICK_CHARS else await asyncio.to_thread(parse, text, rank)

@@ -66,6 +66,7 @@ class ModelQueue:
             max_tokens=request.max_tokens,
             adapter=request.adapter,
         )
+        placement_request = msgspec.structs.replace(placement_request, may_fall_back=True)
         if request.can_hand_over:
             return placement_request
         return msgspec.structs.replace(placement_request, can_hand_over=False, generates=request.generates)

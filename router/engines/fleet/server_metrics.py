@@ -10,9 +10,8 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
-import httpx
-
 from tandem.router.engines.fleet.engine import RemoteEngine
+from tandem.router.engines.fleet.probe_client import ProbeFailed
 
 __all__ = ["MetricsReading", "ServerMetrics"]
 
@@ -35,10 +34,10 @@ class ServerMetrics:
         self._clock = clock
         self._lock = asyncio.Lock()
         self._latest: MetricsReading | None = None
-        self._failure: tuple[httpx.HTTPError, float] | None = None
+        self._failure: tuple[ProbeFailed, float] | None = None
 
     async def read(self, engine: RemoteEngine, timeout_s: float) -> MetricsReading:
-        """The metrics, at most `max_age_s` old. Raises `httpx.HTTPError`."""
+        """The metrics, at most `max_age_s` old. Raises `ProbeFailed`."""
         asked_s = self._clock()
         async with self._lock:
             if self._failure is not None and self._failure[1] > asked_s:  # another rank has waited for it meanwhile
@@ -52,12 +51,13 @@ class ServerMetrics:
         before = self._num_ours()
         try:
             answer = await engine.probe_client.get("/metrics", timeout_s)
-        except httpx.HTTPError as exc:
+        except ProbeFailed as exc:
             self._failure = exc, self._clock()
             raise
         # Requests that ended or came while the server answered are not foreign.
         num_ours = {name: max(count, before.get(name, 0)) for name, count in self._num_ours().items()}
-        return MetricsReading(answer.text if answer.status_code == 200 else "", num_ours, self._clock())
+        text = answer.content.decode(errors="replace") if answer.status == 200 else ""
+        return MetricsReading(text, num_ours, self._clock())
 
     def _num_ours(self) -> dict[str, int]:
         return {engine.name: len(engine.running) for engine in self.engines}

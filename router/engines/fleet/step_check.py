@@ -10,11 +10,11 @@ import asyncio
 import enum
 from typing import Any
 
-import httpx
 import orjson
 
 from tandem.router.engines.config import EngineSpec
-from tandem.router.engines.fleet.probe_client import ProbeClient
+from tandem.router.engines.fleet.probe_client import ProbeClient, ProbeFailed
+from tandem.router.engines.relay.bounded_json import loads
 
 __all__ = ["StepCheck", "StepVerdict"]
 
@@ -58,10 +58,10 @@ class StepCheck:
         for method, path, body in _questions(spec):
             try:
                 answer = await self._client.send(method, path, body, self._timeout_s)
-            except (httpx.HTTPError, ValueError):
+            except ProbeFailed:
                 return StepVerdict.UNKNOWN
-            if answer.status_code not in _CANNOT_ASK:
-                computes = answer.status_code == 200 and (body is None or _has_choices(answer.content))
+            if answer.status not in _CANNOT_ASK:
+                computes = answer.status == 200 and (body is None or _has_choices(answer.content))
                 return StepVerdict.COMPUTES if computes else StepVerdict.UNKNOWN
         return StepVerdict.CANNOT_BE_ASKED
 
@@ -79,7 +79,7 @@ def _questions(spec: EngineSpec) -> list[tuple[str, str, dict[str, Any] | None]]
 
 def _has_choices(content: bytes) -> bool:
     try:
-        answer = orjson.loads(content)
+        answer = loads(content)
     except orjson.JSONDecodeError:
         return False
     return isinstance(answer, dict) and bool(answer.get("choices"))

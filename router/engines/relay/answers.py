@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email.utils
 import math
+import reprlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,11 +13,16 @@ import orjson
 
 from tandem.protocol.sampling import MAX_COUNT
 from tandem.router.engines.errors import EngineBusy, EngineFailed
+from tandem.router.engines.relay.bounded_json import loads
 
 __all__ = ["as_count", "as_dict", "error_text", "parse_answer"]
 
 DEFAULT_RETRY_AFTER_S = 1.0
 MAX_ERROR_CHARS = 500  # how much of an engine's own message is shown
+MAX_DATE_CHARS = 64
+_SHOWN = reprlib.Repr()  # the beginning of any object, however large or deep it is
+_SHOWN.maxdict = _SHOWN.maxlist = 8
+_SHOWN.maxstring = _SHOWN.maxlong = MAX_ERROR_CHARS
 
 
 def parse_answer(
@@ -32,7 +38,7 @@ def parse_answer(
     """
     _check_status(engine, status, headers, content)
     try:
-        answer = orjson.loads(content)
+        answer = loads(content)
     except orjson.JSONDecodeError as exc:
         raise EngineFailed(engine, f"answered {status} with something that is no JSON") from exc
     if not isinstance(answer, dict) or (status == 200 and not is_answer(answer)):
@@ -43,10 +49,9 @@ def parse_answer(
 def error_text(error: Any) -> str:
     """The message of an error object that an engine sent, shortened."""
     text = error.get("message") or error.get("detail") if isinstance(error, dict) else error
-    try:
-        return str(text or "no message")[:MAX_ERROR_CHARS]
-    except RecursionError:
-        return "a message that is nested too deeply"
+    if not text:
+        return "no message"
+    return (text if isinstance(text, str) else _SHOWN.repr(text))[:MAX_ERROR_CHARS]
 
 
 def as_dict(value: Any) -> dict[str, Any]:
@@ -81,7 +86,7 @@ def _retry_after_s(header: str) -> float:
         seconds = float(header)
     except ValueError:
         try:
-            seconds = email.utils.parsedate_to_datetime(header).timestamp() - time.time()
+            seconds = email.utils.parsedate_to_datetime(header[:MAX_DATE_CHARS]).timestamp() - time.time()
         except (ValueError, OverflowError):
             return DEFAULT_RETRY_AFTER_S
     return max(seconds, 0.0) if math.isfinite(seconds) else DEFAULT_RETRY_AFTER_S
@@ -90,7 +95,7 @@ def _retry_after_s(header: str) -> float:
 def _message(content: bytes) -> str:
     """The error message in an answer's body."""
     try:
-        body = orjson.loads(content)
+        body = loads(content)
     except orjson.JSONDecodeError:
-        return error_text(content.decode(errors="replace"))
+        return error_text(content[: 4 * MAX_ERROR_CHARS].decode(errors="replace"))
     return error_text(body.get("error", body) if isinstance(body, dict) else body)

@@ -12,6 +12,7 @@ from typing import Any
 
 from tandem.router.engines.errors import EngineFailed
 from tandem.router.engines.relay.answers import as_dict
+from tandem.router.engines.relay.bounded_json import LARGE
 from tandem.router.engines.relay.prompt_forms import (
     PromptForm,
     chat_form,
@@ -130,6 +131,8 @@ class _ChoicesApi(Api):
 
     def is_answer(self, answer: Json) -> bool:
         choices = answer.get("choices")
+        if choices is LARGE:
+            return True
         return isinstance(choices, list) and bool(choices) and all(isinstance(choice, dict) for choice in choices)
 
     def max_tokens(self, body: Json) -> int | None:
@@ -160,7 +163,8 @@ class _ChoicesApi(Api):
         return prefill
 
     def is_stopped(self, answer: Json) -> bool:
-        return answer["choices"][0].get("finish_reason") in ("stop", "tool_calls")
+        choices = answer["choices"]
+        return choices is not LARGE and choices[0].get("finish_reason") in ("stop", "tool_calls")
 
 
 class _ResponsesApi(Api):

@@ -20,6 +20,7 @@ import orjson
 from tandem.router.engines.dispatcher import EngineReservation, EngineTarget
 from tandem.router.engines.errors import AdapterGone, EngineBusy, EngineFailed, EngineTimeout
 from tandem.router.engines.relay.answers import error_text, parse_answer
+from tandem.router.engines.relay.bounded_json import Outline
 from tandem.router.engines.relay.client_request import ClientRequest
 from tandem.router.engines.relay.connections import EngineConnection, EngineConnections
 from tandem.router.engines.relay.engine_errors import engine_errors
@@ -88,7 +89,8 @@ class EngineAttempt:
         self._timeout: asyncio.Timeout | None = None  # for the current wait
         self._aborted: EngineFailed | None = None
         self._trace = attempt_trace(request, target, number, None if move is None else move.loss)
-        self._trace_headers = request.trace_headers if self._trace is None else self._trace.headers
+        trace_headers = request.trace_headers if self._trace is None else self._trace.headers
+        self._headers = {**trace_headers, **request.conversation_headers}
         former = None if move is None else move.observer
         self.observer = AttemptObserver(reservation, request, metrics, now, self._trace, former)
 
@@ -188,7 +190,7 @@ class EngineAttempt:
         spec, request_id = self._prefill_engine.spec, self._request.routing.request_id
         body = body | meeting_of(spec)
         leg = self._prefill_leg = PrefillLeg(
-            self._prefill_engine, self._api.path, body, request_id, self._trace_headers, timeout_s=self._timeout_s
+            self._prefill_engine, self._api.path, body, request_id, self._headers, timeout_s=self._timeout_s
         )
         answering = asyncio.ensure_future(self._open_answer(decode_leg_body(body, spec)))
         try:
@@ -236,7 +238,7 @@ class EngineAttempt:
             raise EngineFailed(self.target.prefill, "returned kv_transfer_params that cannot be sent on") from exc
         with engine_errors(engine.name):
             request_id = self._request.routing.request_id
-            self._reply = await engine.upstream.post(self._api.path, content, request_id, self._trace_headers)
+            self._reply = await engine.upstream.post(self._api.path, content, request_id, self._headers)
         return self._reply
 
     async def _read_answer(self, engine: EngineConnection, reply: Reply) -> tuple[dict[str, Any], bytes]:
@@ -264,7 +266,8 @@ class EngineAttempt:
         answer, self.content = await self._read_answer(engine, reply)
         if self.status != 200:
             return
-        if self._prefill_usage is not None and isinstance(usage := answer.get("usage"), dict):
+        is_whole = not isinstance(answer, Outline)  # the usage of a larger one stays as the engine gave it
+        if self._prefill_usage is not None and is_whole and isinstance(usage := answer.get("usage"), dict):
             answer = answer | {"usage": self._api.pair_usage(usage, self._prefill_usage)}
             try:
                 self.content = orjson.dumps(answer)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.dispatcher import DispatchRequest
 from tandem.router.engines.relay.apis import Api
+from tandem.router.http.sessions import CONVERSATION_HEADER
 from tandem.router.keys.limiter import KeyUse
 
 if TYPE_CHECKING:
@@ -29,7 +30,13 @@ class ClientRequest:
     arrived_s: float  # time.perf_counter()
     span: LiveSpan | None = None  # None = it is not traced
     trace_headers: Mapping[str, str] = field(default_factory=dict)  # sent to engines if it is not traced
+    conversation_id: str = ""  # as a header or the client's session names it; "" = none
     key_use: KeyUse | None = None  # counts it against the limits of its API key; None = nothing limits it
+
+    @property
+    def conversation_headers(self) -> dict[str, str]:
+        """Headers that tell an engine the conversation."""
+        return {CONVERSATION_HEADER: self.conversation_id} if self.conversation_id else {}
 
     @property
     def wants_usage(self) -> bool:

@@ -8,6 +8,7 @@ from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.errors import EngineFailed
 from tandem.router.engines.relay.upstream import Upstream
 from tandem.router.engines.tls import engine_tls
+from tandem.router.http.time_slicer import TimeSlicer
 
 __all__ = ["EngineConnection", "EngineConnections"]
 
@@ -31,6 +32,7 @@ class EngineConnections:
     def __init__(self, config: ExternalEnginesConfig) -> None:
         self._config = config
         self._connections: dict[str, EngineConnection] = {}
+        self._slicer = TimeSlicer()
 
     def __getitem__(self, name: str) -> EngineConnection:
         connection = self._connections.get(name)
@@ -45,6 +47,7 @@ class EngineConnections:
             spec.url,
             spec.request_headers(),
             connect_timeout_s=self._config.connect_timeout_s,
+            slicer=self._slicer,
             resolve=resolve,
             tls=engine_tls(spec, self._config),
         )

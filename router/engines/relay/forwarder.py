@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import orjson
@@ -15,18 +16,23 @@ from starlette.types import Receive, Scope, Send
 from tandem.protocol.digest import token_bytes
 from tandem.protocol.errors import ModelNotFound, NoWorker, RequestError, ServingError
 from tandem.router.engines.dispatcher import Dispatcher, DispatchRequest, EngineTarget
-from tandem.router.engines.relay.answers import as_count
+from tandem.router.engines.errors import EngineFailed
+from tandem.router.engines.relay.answers import as_count, as_dict
 from tandem.router.engines.relay.apis import CHAT, RESPONSES, Api
+from tandem.router.engines.relay.attempt import EngineAttempt
 from tandem.router.engines.relay.attempts import AttemptLimits, Attempts
 from tandem.router.engines.relay.client_request import ClientRequest
 from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.engines.relay.prompts import ByteTokenReader, PromptReader, cache_salt_of, priority_of
 from tandem.router.http.disconnect import cancel_on_disconnect
 from tandem.router.http.errors import ClientDisconnected, serving_error_body
+from tandem.router.http.heartbeat import Heartbeat
 from tandem.router.http.json_body import read_json
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.request_options import EXPLAIN_HEADER, key_use_of, request_options, trace_headers_of
 from tandem.router.http.response_writer import ResponseWriter
+from tandem.router.http.sessions import conversation_named
+from tandem.router.http.text_work import work_on_text
 from tandem.router.http.wrong_value import shown
 from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
 from tandem.router.text.tokenizer import TokenizerPool
@@ -98,22 +104,18 @@ class Forwarder:
             max_tokens = num_answers * request.routing.max_tokens
             await request.key_use.charge(request.routing.num_prompt_tokens, num_answers, max_tokens)
         attempts = Attempts(self._dispatcher, self._connections, request, self._metrics, self._limits)
-        writer = ResponseWriter(scope, send)
-        attempt = None
+        writer, response = ResponseWriter(scope, send), None
         self._metrics.running_requests.inc(num_answers)
         try:
             async with cancel_on_disconnect(receive):
-                attempt = await attempts.open()
-                headers = _headers(attempt.target)
-                if attempt.content is None:
-                    await self._relay(request, attempts, headers, writer)
-                else:
+                with Heartbeat(writer, _STREAM_HEADERS, api.path) if request.routing.is_stream else nullcontext():
+                    response = await self._relay(request, attempts, writer)
+                if response is not None:
                     attempts.close()
-                    response = Response(attempt.content, attempt.status, headers, attempt.content_type)
                     await response(scope, receive, writer.send)
         except ClientDisconnected:
             self._metrics.client_disconnects.inc()
-            if attempt is None:
+            if response is None and not writer.has_started:
                 raise
         finally:
             self._metrics.running_requests.dec(num_answers)
@@ -128,7 +130,9 @@ class Forwarder:
         scope = self._scopes.of(options.service_class.tenant, cache_salt_of(body))
         reader = self._readers.get(model, self._text)
         max_tokens = self._dispatcher.max_model_len(model) or UNKNOWN_CONTEXT_TOKENS
-        prompt = await self._pool.run(lambda: reader.read(api.form(body), scope, max_tokens), num_bytes=len(raw))
+        prompt = await work_on_text(
+            http_request, self._pool, lambda: reader.read(api.form(body), scope, max_tokens), len(raw)
+        )
         routing = DispatchRequest(
             request_id=options.request_id.unique,
             model=model,
@@ -152,6 +156,7 @@ class Forwarder:
             arrived_s=arrived_s,
             span=options.span,
             trace_headers=trace_headers_of(http_request.scope),
+            conversation_id=conversation_named(http_request.headers, None, body.get("prompt_cache_key")),
             key_use=key_use_of(http_request),
         )
 
@@ -178,17 +183,48 @@ class Forwarder:
         body["model"] = known[0]
         return known[0], ""
 
-    async def _relay(
-        self, request: ClientRequest, attempts: Attempts, headers: dict[str, str], writer: ResponseWriter
-    ) -> None:
-        raw_headers = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    async def _relay(self, request: ClientRequest, attempts: Attempts, writer: ResponseWriter) -> Response | None:
+        """Send a stream to its end, or return a plain answer, which is still to be sent.
+
+        Raises a `ServingError` for a failure before the head of a stream.
+        """
+        attempt = None
         try:
-            await writer.start(raw_headers + _STREAM_HEADERS)
-            last = await attempts.relay(writer)
+            attempt = await attempts.open()
+            headers = _headers(attempt.target)
+            if attempt.content is None:
+                if not writer.has_started:
+                    raw_headers = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+                    await writer.start(raw_headers + _STREAM_HEADERS)
+                await writer.drain()
+                last = await attempts.relay(writer)
+            elif writer.has_started:
+                last = self._error_event(
+                    request, _late_error(attempt, attempt.content), is_served=attempt.status == 200
+                )
+            else:
+                return Response(attempt.content, attempt.status, headers, attempt.content_type)
         except ServingError as exc:
-            self._metrics.stream_errors.inc()
-            last = request.api.events.error(serving_error_body(exc)["error"])
+            if not writer.has_started:
+                raise
+            last = self._error_event(request, serving_error_body(exc)["error"], is_served=attempt is not None)
         await writer.end(last)
+        return None
+
+    def _error_event(self, request: ClientRequest, error: dict[str, Any], *, is_served: bool) -> bytes:
+        self._metrics.stream_errors.inc()
+        if not is_served and request.key_use is not None:
+            request.key_use.num_prompt_tokens = 0  # as if it were refused
+        return request.api.events.error(error)
+
+
+def _late_error(attempt: EngineAttempt, content: bytes) -> dict[str, Any]:
+    """The error object for a plain answer that comes when a stream has begun: mostly the client's own error."""
+    if attempt.status == 200:
+        failure = EngineFailed(attempt.target.decode, "answered without a stream")
+        return as_dict(serving_error_body(failure)["error"])
+    answer = as_dict(orjson.loads(content))
+    return as_dict(answer.get("error")) or answer
 
 
 def _headers(target: EngineTarget) -> dict[str, str]:

@@ -13,11 +13,13 @@ from typing import Any, Protocol
 
 import orjson
 
+from tandem.router.engines.relay.bounded_json import loads
 from tandem.router.engines.relay.usage import chat_pair_usage
 
 __all__ = ["ChunkEvents", "EventFormat", "EventSplitter", "SseEvent", "data_of", "first_event", "split_events"]
 
-MAX_EVENT_BYTES = 16 * 1024 * 1024
+MAX_EVENT_BYTES = 4 * 1024 * 1024
+MAX_EVENT_LINES = 4096
 _END = re.compile(rb"\r?\n\r?\n")
 
 
@@ -79,7 +81,7 @@ class ChunkEvents:
         if data == b"[DONE]":
             return SseEvent(raw, None, is_done=True)
         try:
-            body = orjson.loads(data) if data else None
+            body = loads(data) if data else None
         except orjson.JSONDecodeError:
             body = None
         if not isinstance(body, dict):
@@ -122,24 +124,40 @@ def _is_opening(choices: Any) -> bool:
 
 
 class EventSplitter:
-    """Cuts a byte stream into whole events."""
+    """Cuts a byte stream into whole events. Each byte is looked at and copied a bounded number of times."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._parts: list[bytes] = []  # of an event whose end has not come
+        self._num_bytes = 0
+        self._num_lines = 0
 
     def push(self, data: bytes) -> bytes:
         """The bytes of the events that are complete now. Raises `ValueError` for an event that is too long."""
-        if not self._rest and data.endswith(b"\n\n"):
+        if not self._parts and data.endswith(b"\n\n"):
             return data  # the usual case: engines write whole events
-        start = max(0, len(self._rest) - 3)  # a separator may be cut
-        data = self._rest + data
+        before = b"".join(self._parts[-3:])[-3:]  # a separator may be cut
         end = 0
-        for found in _END.finditer(data, start):
+        for found in _END.finditer(before + data):
             end = found.end()
-        self._rest = data[end:]
-        if len(self._rest) > MAX_EVENT_BYTES:
+        if not end:
+            self._keep(data)
+            return b""
+        end -= len(before)
+        events = b"".join((*self._parts, data[:end]))
+        self._parts, self._num_bytes, self._num_lines = [], 0, 0
+        self._keep(data[end:])
+        return events
+
+    def _keep(self, data: bytes) -> None:
+        if not data:
+            return
+        self._parts.append(data)
+        self._num_bytes += len(data)
+        self._num_lines += data.count(b"\n") + data.count(b"\r")
+        if self._num_bytes > MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes")
-        return data[:end]
+        if self._num_lines > MAX_EVENT_LINES:
+            raise ValueError(f"an event of more than {MAX_EVENT_LINES} lines")
 
 
 def _count_pieces(events: bytes) -> int:
@@ -163,12 +181,9 @@ def _count_pieces(events: bytes) -> int:
 
 def first_event(events: bytes, event_format: EventFormat) -> SseEvent | None:
     """The first event that is more than a comment."""
-    start = 0
-    for found in _END.finditer(events):
-        event = event_format.parse(events[start : found.end()])
-        if event.has_data:
+    for raw in split_events(events):
+        if b"data:" in raw and (event := event_format.parse(raw)).has_data:
             return event
-        start = found.end()
     return None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from tandem.router.engines.relay.answers import as_dict
+from tandem.router.engines.relay.bounded_json import Outline, loads
 from tandem.router.engines.relay.sse import data_of, split_events
 
 __all__ = ["DONE", "StreamLedger", "body_of"]
@@ -23,7 +24,8 @@ Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
 
 # NOTE: quotes are escaped in JSON strings, so the text of an answer cannot contain these patterns.
-_IDS = re.compile(rb'("(?:prompt_)?token_ids":)\s*\[[^\]]*\]')
+# No list goes beyond the next quote, so that lists without an end take no more time than the bytes of the event.
+_IDS = re.compile(rb'("(?:prompt_)?token_ids":)\s*\[[^\]"]*\]')
 # The usual event, which is read without parsing it: a text and the ids of its tokens, and nothing else.
 _PIECE = re.compile(
     rb'data: \{[^{}\[\]]*"choices":\[\{"index":0,(?:"text":|"delta":\{"content":)"([^"\\]*(?:\\.[^"\\]*)*)"\}?'
@@ -78,7 +80,7 @@ class StreamLedger:
         shown.append(events[copied:start])
         if start == len(events):
             return b"".join(shown), num_pieces
-        shown += [self._follow(raw) for raw in split_events(events[start:])]
+        shown += [self._follow(raw) if b"data:" in raw else raw for raw in split_events(events[start:])]
         return b"".join(shown), 0
 
     def note(self, text: str, token_ids: Any, *, is_last: bool) -> None:
@@ -120,9 +122,10 @@ class StreamLedger:
 
     def _follow(self, raw: bytes) -> bytes:
         body = None if self._is_over else body_of(raw)
-        if body is None:
+        if body is None or isinstance(body, Outline):
             if b'"choices"' in raw:
-                self.flaw = "its engine sent an event that is no JSON"
+                what = "no JSON" if body is None else "too large to be followed"
+                self.flaw = f"its engine sent an event that is {what}"
             return self._without_ids(raw)
         if body.get("error"):
             self._is_over = True
@@ -186,7 +189,7 @@ class StreamLedger:
 def body_of(raw: bytes) -> Json | None:
     """The JSON object in one whole event, if there is one."""
     try:
-        body = orjson.loads(raw[6:] if raw.startswith(b"data: {") and raw.endswith(b"}\n\n") else data_of(raw))
+        body = loads(raw[6:] if raw.startswith(b"data: {") and raw.endswith(b"}\n\n") else data_of(raw))
     except orjson.JSONDecodeError:
         return None
     return body if isinstance(body, dict) else None

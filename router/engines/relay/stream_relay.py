@@ -16,6 +16,7 @@ import orjson
 
 from tandem.router.engines.errors import EngineFailed, EngineTimeout
 from tandem.router.engines.relay.answers import error_text
+from tandem.router.engines.relay.bounded_json import Outline
 from tandem.router.engines.relay.engine_errors import engine_errors
 from tandem.router.engines.relay.sse import EventFormat, EventSplitter, SseEvent, first_event, split_events
 from tandem.router.engines.relay.upstream import Reply
@@ -25,6 +26,8 @@ from tandem.runtime.idle_timeout import IdleTimeout
 __all__ = ["Rewrite", "StreamObserver", "StreamRelay"]
 
 Rewrite = Callable[[bytes], tuple[bytes, int]]
+
+MAX_PARSED_AT_ONCE = 64  # events of a stream that are parsed as they arrive, beside those that are only text
 
 
 class StreamObserver(Protocol):
@@ -75,12 +78,14 @@ class StreamRelay:
         self._last = b""  # events that came with the end
         self._failure: EngineFailed | None = None  # raised once the events before it are forwarded
         self._has_token = False
+        self._num_parsed = 0
         self._timeout_s = math.inf
         self._last_event_s = 0.0
 
     async def read_first_event(self) -> SseEvent:
         """The first event that is more than a comment. Call it before `run`; comments before it are dropped."""
         while (first := first_event(self._pending, self._events)) is None:
+            self._note_parsed(self._pending.count(b"\n\n"))
             with engine_errors(self._engine):
                 data = await self._reply.read()
             if not data:
@@ -125,6 +130,8 @@ class StreamRelay:
         if self._rewrite is not None:
             events, num_pieces = self._rewrite(events)
             end = len(events)
+            if not num_pieces:
+                self._note_parsed(events.count(b"\n\n"))
         if not num_pieces:
             num_pieces, end = self._events.leading_pieces(events)
         if num_tokens := self._num_tokens(num_pieces, events[:end]):
@@ -132,7 +139,11 @@ class StreamRelay:
         if end == len(events):
             return events
         shown = [events[:end]]
-        for raw in split_events(events[end:]):
+        others = split_events(events[end:])
+        self._note_parsed(len(others))
+        for raw in others:
+            if b"data:" not in raw:  # a comment, as engines send them while they compute
+                continue
             if self._events.leading_pieces(raw)[0]:  # NOTE: not parsed; Python's servers send NaN, which is no JSON
                 if self._num_tokens(1, raw):
                     self._observer.saw_tokens(1)
@@ -164,12 +175,18 @@ class StreamRelay:
                 self._has_token = True
                 break
             num_openings += 1
+        self._note_parsed(num_openings)
         return num_pieces - num_openings
+
+    def _note_parsed(self, num_events: int) -> None:
+        """A stream of text needs no more than a few events parsed. One that needs many takes turns with the others."""
+        self._num_parsed += num_events
+        self._reply.is_costly = self._num_parsed > MAX_PARSED_AT_ONCE
 
     def _visible_event(self, event: SseEvent) -> SseEvent | None:
         if event.is_piece and self._num_tokens(1, event.raw):
             self._observer.saw_tokens(1)
-        if event.usage is not None and self._prefill_usage is not None:
+        if event.usage is not None and self._prefill_usage is not None and not isinstance(event.body, Outline):
             event = self._events.corrected(event, self._prefill_usage)
         if event.usage is not None:
             self._observer.saw_usage(event.usage, is_total=event.is_total)

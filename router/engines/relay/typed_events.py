@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from tandem.router.engines.relay.answers import as_dict
+from tandem.router.engines.relay.bounded_json import loads
 from tandem.router.engines.relay.sse import SseEvent, data_of
 from tandem.router.engines.relay.usage import (
     messages_pair_usage,
@@ -44,7 +45,7 @@ class _TypedEvents:
     def parse(self, raw: bytes) -> SseEvent:
         """One whole event."""
         try:
-            body = orjson.loads(data_of(raw) or b"null")
+            body = loads(data_of(raw) or b"null")
         except orjson.JSONDecodeError:
             body = None
         if not isinstance(body, dict):

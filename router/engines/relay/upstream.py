@@ -1,7 +1,11 @@
 """A small HTTP client for one engine: sends requests over kept connections and hands on answers as they arrive.
 
 Every streamed token takes this path. Per streamed event httpx costs ten times as much CPU as this protocol over
-httptools; probes, which are rare, use httpx. It knows nothing of what it carries.
+httptools. It knows nothing of what it carries.
+
+An engine may send anything, as fast as it likes. What arrives in small pieces, as tokens do, is parsed and handed on at
+once. All else is parsed a piece at a time, in time slices that the connections to all engines share; and only while the
+reader waits for it. Otherwise the connection is not read, so the engine has to wait.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import httptools
 from tandem.protocol.fault_boundary import undone_on_error
 from tandem.router.engines.addresses import Resolve
 from tandem.router.engines.tls import tls_reason
+from tandem.router.http.time_slicer import TimeSlicer
 from tandem.router.streams import DeltaQueue
 from tandem.runtime.followed_tls import FollowedTls
 
@@ -29,7 +34,9 @@ _MAX_IDLE_S = 2.0
 _NO_TRACE: Mapping[str, str] = {}
 _MAX_IDLE = 1024  # connections
 _LINGER_S = 1.0  # wait for the end of an answer whose last event has arrived
-_MAX_UNREAD_BYTES = 256 * 1024  # of an answer; above it, a slow client stops the reading from the engine
+AT_ONCE_BYTES = 1024  # of an answer, parsed when they arrive; a token's event has about 300
+PIECE_BYTES = 4096  # of an answer, parsed without a look at the time
+_MAX_UNPARSED_BYTES = 64 * 1024  # of an answer; above it, its connection is not read
 MAX_ANSWER_BYTES = 32 * 1024 * 1024  # of an answer that is not streamed
 MAX_HEADER_BYTES = 64 * 1024
 
@@ -51,12 +58,14 @@ class Upstream:
         headers: Mapping[str, str],
         *,
         connect_timeout_s: float,
+        slicer: TimeSlicer | None = None,
         resolve: Resolve | None = None,
         tls: FollowedTls | None = None,
     ) -> None:
         """`resolve` gives the addresses that the host may be connected at; None = any that its name has.
 
-        `tls` is given for https:// only.
+        `slicer` is shared with connections to other engines; None = it has one of its own. `tls` is given for https://
+        only.
         """
         parts = urlsplit(url)
         is_tls = parts.scheme == "https"
@@ -64,6 +73,7 @@ class Upstream:
         self._port = parts.port or (443 if is_tls else 80)
         assert is_tls == (tls is not None), "an https:// URL is never connected to without TLS"
         self._tls = tls
+        self.slicer = slicer or TimeSlicer()
         self._base_path = parts.path.rstrip("/")
         self._connect_timeout_s = connect_timeout_s
         self._resolve = resolve
@@ -86,7 +96,8 @@ class Upstream:
         NOTE: `path` must be checked: it goes into the head of the request as it is.
         Raises `Unreachable`, or another `OSError` when the connection breaks. It waits without a timeout.
         """
-        connection = self._take() or await self._connect()
+        context = None if self._tls is None else await self._tls.current()
+        connection = self._take(context) or await self._connect(context)
         head = f"{method} {self._base_path}{path} HTTP/1.1\r\n{self._head}x-request-id: {request_id}\r\n"
         if trace:
             head += "".join(f"{name}: {_checked(value)}\r\n" for name, value in trace.items())
@@ -100,35 +111,39 @@ class Upstream:
         for connection in self._open:
             connection.close()
 
-    def _take(self) -> _UpstreamConnection | None:
-        """The connection that was used last, if it is young enough. Otherwise all idle ones are too old: close them."""
-        if self._idle and time.monotonic() - self._idle[-1].idle_since_s < _MAX_IDLE_S:
+    def _take(self, context: ssl.SSLContext | None) -> _UpstreamConnection | None:
+        """The connection that was used last, if it is young enough and its certificates are those of now.
+
+        Otherwise all idle ones are too old: close them.
+        """
+        last = self._idle[-1] if self._idle else None
+        if last is not None and last.context is context and time.monotonic() - last.idle_since_s < _MAX_IDLE_S:
             return self._idle.pop()
         while self._idle:
             self._idle.pop().close()
         return None
 
-    async def _connect(self) -> _UpstreamConnection:
+    async def _connect(self, context: ssl.SSLContext | None) -> _UpstreamConnection:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 if self._resolve is None:
-                    return await self._connect_to(self._host)
+                    return await self._connect_to(self._host, context)
                 *others, last = await self._resolve(self._host, self._port)
                 for address in others:
                     with contextlib.suppress(OSError):
-                        return await self._connect_to(address)
-                return await self._connect_to(last)
+                        return await self._connect_to(address, context)
+                return await self._connect_to(last, context)
         except TimeoutError as exc:
             raise Unreachable(f"no connection within connect_timeout_s={self._connect_timeout_s:g}") from exc
         except OSError as exc:
             raise Unreachable(tls_reason(exc)) from exc
 
-    async def _connect_to(self, address: str) -> _UpstreamConnection:
+    async def _connect_to(self, address: str, context: ssl.SSLContext | None) -> _UpstreamConnection:
         _, connection = await asyncio.get_running_loop().create_connection(
-            lambda: _UpstreamConnection(self),
+            lambda: _UpstreamConnection(self, context),
             address,
             self._port,
-            ssl=None if self._tls is None else await self._tls.current(),
+            ssl=context,
             server_hostname=self._host if self._tls else None,
         )
         return connection
@@ -159,8 +174,8 @@ class Reply(DeltaQueue[bytes]):
         super().__init__()
         self.status = 0
         self.headers: dict[str, str] = {}  # names in lower case
+        self.is_costly = False  # its reader has much work with few bytes: all of them are parsed in time slices
         self._connection = connection
-        self._num_unread_bytes = 0
 
     async def wait_for_head(self) -> None:
         """Return when status and headers have arrived."""
@@ -171,15 +186,15 @@ class Reply(DeltaQueue[bytes]):
         """The bytes that arrived since the last call, at least one; b"" at the end."""
         return b"".join(await self.take())
 
-    async def read_all(self) -> bytes:
-        """The rest of it. Raises `AnswerTooLarge`."""
+    async def read_all(self, max_bytes: int = 0) -> bytes:
+        """The rest of it, up to `max_bytes`; 0 = `MAX_ANSWER_BYTES`. Raises `AnswerTooLarge`."""
         parts: list[bytes] = []
-        num_bytes = 0
+        num_bytes, max_bytes = 0, max_bytes or MAX_ANSWER_BYTES
         while part := await self.read():
             parts.append(part)
             num_bytes += len(part)
-            if num_bytes > MAX_ANSWER_BYTES:
-                raise AnswerTooLarge(f"the answer is larger than {MAX_ANSWER_BYTES} bytes; ask for a stream")
+            if num_bytes > max_bytes:
+                raise AnswerTooLarge(f"the answer is larger than {max_bytes} bytes; ask for a stream")
         return b"".join(parts)
 
     def close(self, *, is_ending: bool = False) -> None:
@@ -193,22 +208,23 @@ class Reply(DeltaQueue[bytes]):
     def add(self, data: bytes) -> None:
         """A part of the body arrived."""
         self._items.append(data)
-        self._num_unread_bytes += len(data)
-        if self._num_unread_bytes > _MAX_UNREAD_BYTES:
-            self._connection.pause_reading()
 
-    def _take_all(self) -> list[bytes]:
-        if self._num_unread_bytes > _MAX_UNREAD_BYTES:
-            self._connection.resume_reading()
-        self._num_unread_bytes = 0
-        return super()._take_all()
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the reader waits for more."""
+        return self._waiter is not None and not self._waiter.done()
+
+    def _arrival(self) -> asyncio.Future[None]:
+        self._connection.go_on()
+        return super()._arrival()
 
 
 class _UpstreamConnection(asyncio.Protocol):
     """One connection: at most one request at a time."""
 
-    def __init__(self, upstream: Upstream) -> None:
+    def __init__(self, upstream: Upstream, context: ssl.SSLContext | None) -> None:
         self.idle_since_s = 0.0
+        self.context = context  # of its TLS
         self._upstream = upstream
         self._reply: Reply | None = None
         self._is_lost = False
@@ -216,6 +232,10 @@ class _UpstreamConnection(asyncio.Protocol):
         self._has_answered = False
         self._num_head_bytes = 0  # received since the last complete head or byte of a body
         self._lingering: asyncio.TimerHandle | None = None
+        self._unparsed = bytearray()
+        self._waits_for_slice = False
+        self._is_paused = False
+        self._error: Exception | None = None  # with which the connection was lost
 
     # -- called by the upstream and the reply
 
@@ -237,23 +257,26 @@ class _UpstreamConnection(asyncio.Protocol):
             return
         if is_ending and not reply.is_complete and not self._is_lost:
             self._lingering = asyncio.get_running_loop().call_later(_LINGER_S, self.close)
+            reply.drop_unread()
+            self.go_on()
             return
         self._reply = None
         reply.drop_unread()
-        if reply.is_complete and self._can_stay and not self._is_lost:
+        if reply.is_complete and self._can_stay and not (self._is_lost or self._unparsed):
             self._upstream.give_back(self)
         else:
             self.close()
 
     def close(self) -> None:
+        self._unparsed.clear()
+        self._is_paused = False
         self._transport.abort()  # at once, so that the engine stops computing
 
-    def pause_reading(self) -> None:
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        if not self._is_lost:
-            self._transport.resume_reading()
+    def go_on(self) -> None:
+        """Parse what has arrived, as soon as there is time."""
+        if self._unparsed and not self._waits_for_slice:
+            self._waits_for_slice = True
+            self._upstream.slicer.add(self._use_slice)
 
     # -- called by the event loop
 
@@ -266,33 +289,76 @@ class _UpstreamConnection(asyncio.Protocol):
         reply = self._reply
         if reply is None or reply.is_complete:  # no request is open
             self.close()
-            return
+        elif len(data) <= AT_ONCE_BYTES and reply.is_awaited and not (self._unparsed or reply.is_costly):
+            self._parse(reply, data)
+        else:
+            self._unparsed += data
+            if len(self._unparsed) > _MAX_UNPARSED_BYTES:
+                self._is_paused = True
+                self._transport.pause_reading()
+            self.go_on()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_lost = True
+        self._error = exc
+        self._upstream.forget(self)
+        self._stop_lingering()
+        if not self._unparsed:
+            self._end_reply()
+
+    # -- parsing
+
+    def _use_slice(self, end_s: float) -> None:
+        """Parse what has arrived, while there is time and the reader waits for it."""
+        self._waits_for_slice = False
+        slicer = self._upstream.slicer
+        while self._unparsed and (reply := self._reply) is not None and self._is_wanted(reply):
+            piece = bytes(self._unparsed[:PIECE_BYTES])
+            del self._unparsed[:PIECE_BYTES]
+            self._parse(reply, piece)
+            if slicer.clock() >= end_s:
+                self.go_on()
+                break
+        if self._is_lost and not self._unparsed:
+            self._end_reply()
+        elif self._is_paused and not self._is_lost and len(self._unparsed) <= _MAX_UNPARSED_BYTES:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    def _is_wanted(self, reply: Reply) -> bool:
+        return (reply.is_awaited or self._lingering is not None) and not reply.is_complete
+
+    def _parse(self, reply: Reply, data: bytes) -> None:
+        """Parse a piece of the answer, and hand on what is in it."""
         self._num_head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
-            reply.fail(ConnectionError(f"no HTTP: {exc}"))
+            self._give_up(reply, f"no HTTP: {exc}")
         if self._num_head_bytes > MAX_HEADER_BYTES:
-            reply.fail(ConnectionError(f"its header is larger than {MAX_HEADER_BYTES} bytes"))
-            self.close()
+            self._give_up(reply, f"its header is larger than {MAX_HEADER_BYTES} bytes")
         reply.deliver()
-        if self._lingering is not None and reply.is_complete:
-            self._stop_lingering()
-            self.end(reply, is_ending=False)
+        if self._lingering is not None:
+            reply.drop_unread()
+            if reply.is_complete:
+                self._stop_lingering()
+                self.end(reply, is_ending=False)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._is_lost = True
-        self._upstream.forget(self)
-        self._stop_lingering()
+    def _give_up(self, reply: Reply, reason: str) -> None:
+        reply.fail(ConnectionError(reason))
+        self.close()
+
+    def _end_reply(self) -> None:
+        """The connection is lost, and all that came is parsed."""
         reply = self._reply
         if reply is None or reply.is_complete:
             return
         is_open_ended = not {"content-length", "transfer-encoding"} & reply.headers.keys()
-        if exc is None and reply.status and is_open_ended:
+        if self._error is None and reply.status and is_open_ended:
             reply.is_complete = True  # without a length, the end of the connection is the end of the answer
             reply.deliver()
         else:
-            reply.fail(self._loss(exc))
+            reply.fail(self._loss(self._error))
 
     def _loss(self, exc: Exception | None) -> OSError:
         if isinstance(exc, ssl.SSLError):  # TLS 1.3: an engine refuses our certificate after the handshake
@@ -318,7 +384,9 @@ class _UpstreamConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         assert self._reply is not None, "an answer is expected"
         status = self._parser.get_status_code()
-        if status >= 200:
+        if self._reply.is_complete:
+            self._can_stay = False  # nobody asked for another answer
+        elif status >= 200:
             self._num_head_bytes = 0
             self._reply.status = status
             self._has_answered = True
@@ -327,11 +395,11 @@ class _UpstreamConnection(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         self._num_head_bytes = 0
-        if self._reply is not None:
+        if self._reply is not None and not self._reply.is_complete:
             self._reply.add(data)
 
     def on_message_complete(self) -> None:
-        if self._reply is not None and self._reply.status:
+        if self._reply is not None and self._reply.status and not self._reply.is_complete:
             self._reply.is_complete = True
             self._can_stay = self._parser.should_keep_alive()
 

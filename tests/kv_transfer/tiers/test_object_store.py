@@ -12,6 +12,7 @@ import pytest
 
 from tandem.kv_transfer.tiers import ObjectStore, StoreFailure
 from tandem.protocol.errors import ConfigError
+from tests.support.hostile_s3 import Answer, answers_nothing, hostile_s3, lists_without_end, one_byte_at_a_time
 from tests.support.store_world import (
     BLOCK_BYTES,
     KEY,
@@ -116,3 +117,20 @@ def test_a_huge_object_under_a_blocks_name_is_not_brought_into_memory(tmp_path: 
         file.truncate(10**13)
     assert read(store, name_of(1)) is StoreFailure.CORRUPT
     assert read(store, name_of(1)) is StoreFailure.ABSENT
+
+
+@pytest.mark.parametrize("answer", [answers_nothing, one_byte_at_a_time])
+def test_a_store_that_accepts_and_does_not_answer_is_unreachable(answer: Answer) -> None:
+    with hostile_s3(answer) as options:
+        store = ObjectStore("s3://bucket", NAMESPACE, BLOCK_BYTES, KEY, timeout_s=0.3, options=options)
+        assert store.scan() is StoreFailure.UNREACHABLE
+        assert store.delete(name_of(1)) is StoreFailure.UNREACHABLE
+        assert read(store, name_of(1)) in (StoreFailure.UNREACHABLE, StoreFailure.CORRUPT)
+
+
+def test_a_listing_without_an_end_ends() -> None:
+    with hostile_s3(lists_without_end()) as options:
+        store = ObjectStore("s3://bucket", NAMESPACE, BLOCK_BYTES, KEY, max_listed=5_000, options=options)
+        found = store.scan()
+        assert not isinstance(found, StoreFailure)
+        assert len(found) == 5_000

@@ -13,6 +13,7 @@ import pytest
 from typing_extensions import override
 
 from tandem.kv_transfer.tiers import Block, BlockName, MemoryStore, StoreFailure, Tier, TierRead
+from tandem.kv_transfer.tiers.tier import MAX_PAUSE_S
 from tests.support.store_world import (
     BLOCK_BYTES,
     DEADLINE_S,
@@ -47,6 +48,7 @@ class ScriptedStore(MemoryStore):
         self.go.set()
         self.calls: list[tuple[str, bytes]] = []
         self.scanned = threading.Event()
+        self.can_delete = True
 
     @override
     def scan(self) -> Sequence[BlockName]:
@@ -63,6 +65,13 @@ class ScriptedStore(MemoryStore):
     def write(self, name: BlockName, data: Block) -> StoreFailure | None:
         self._pass("write", name)
         return self.failures.get(name.digest) or super().write(name, data)
+
+    @override
+    def delete(self, name: BlockName) -> StoreFailure | None:
+        if self.can_delete:
+            return super().delete(name)
+        self.calls.append(("delete", name.digest))
+        return StoreFailure.UNREACHABLE
 
     def _pass(self, call: str, name: BlockName) -> None:
         self.calls.append((call, name.digest))
@@ -395,6 +404,41 @@ def test_an_unreachable_store_is_left_alone_for_a_while() -> None:
     clock.now += 3.0
     store.failures.clear()
     assert get(tier, chain(1, 2, 3)) == 3  # nothing was forgotten
+    tier.close()
+
+
+def test_a_store_that_lists_but_does_not_read_is_left_alone_longer_each_time() -> None:
+    clock, store = Clock(), ScriptedStore()
+    tier = make_tier(store, clock=clock, pause_s=1.0)
+    put(tier, chain(1, 2))
+    store.failures[digest_of(1)] = StoreFailure.UNREACHABLE
+
+    def pause_s() -> float:
+        """How long it is left alone after one more read."""
+        assert get(tier, chain(1, 2)) == 0
+        begun_s = clock.now
+        while tier.is_paused:
+            clock.now += 0.5
+        poll_until(tier, lambda: not tier.is_scanning and tier.count_present(digests(1, 2)) == 2)
+        return clock.now - begun_s
+
+    assert [pause_s() for _ in range(8)] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, MAX_PAUSE_S, MAX_PAUSE_S]
+    del store.failures[digest_of(1)]
+    assert get(tier, chain(1, 2)) == 2
+    store.failures[digest_of(1)] = StoreFailure.UNREACHABLE
+    assert pause_s() == 1.0
+    tier.close()
+
+
+def test_deletes_that_are_not_answered_do_not_keep_the_threads() -> None:
+    store = ScriptedStore()
+    for name in chain(*range(1, 51)):
+        store.write(name, content(name))
+    store.can_delete = False
+    tier = make_tier(store, capacity=10)  # the scan finds 40 blocks too many
+    put(tier, [])
+    assert get(tier, chain(1)) == 1  # a thread is free
+    assert [call for call, _ in store.calls].count("delete") == 1
     tier.close()
 
 

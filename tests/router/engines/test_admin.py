@@ -6,6 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.messages import WorkerState
 from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, spec_of
 from tests.support.fake_openai import FakeServer, fake_openai
 from tests.support.waiting import eventually
@@ -120,3 +122,77 @@ async def test_an_engine_that_died_comes_back_with_an_empty_cache() -> None:
             with fake_openai(port):
                 await router.all_ready("a")
                 assert (await router.client.post(COMPLETIONS, json=completion())).status_code == 200
+
+
+async def unready(router: Router, fake: FakeServer, name: str) -> None:
+    fake.health = 503
+    await eventually(lambda: router.engine(name).state is WorkerState.DEAD)
+
+
+async def test_an_engine_that_is_removed_serves_while_the_others_of_its_model_are_gone(
+    fake_a: FakeServer, fake_b: FakeServer
+) -> None:
+    config = RouterConfig(drain_timeout_s=3600.0)
+    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b"), admin_token="secret", config=config) as router:
+        await unready(router, fake_b, "b")
+        fake_a.pause.clear()
+        running = asyncio.create_task(router.client.post(COMPLETIONS, json=completion(stream=True)))
+        await eventually(lambda: any(request.has_answer for request in router.engine("a").running))
+        fake_b.health = 200
+        await router.all_ready("b")
+        assert (await router.client.delete("/v1/engines/a", headers=TOKEN)).json()["state"] == "draining"
+        for _ in range(3):
+            answer = await router.client.post(COMPLETIONS, json=completion())
+            assert (answer.status_code, answer.headers["x-tandem-engine"]) == (200, "b")
+        await unready(router, fake_b, "b")
+        fake_a.resume()
+        assert (await running).text.endswith("data: [DONE]\n\n")
+        for _ in range(3):
+            answer = await router.client.post(COMPLETIONS, json=completion())
+            assert (answer.status_code, answer.headers["x-tandem-engine"]) == (200, "a")
+        assert (await router.client.get("/ready")).status_code == 200
+        fake_b.health = 200
+        await eventually(lambda: router.fleet.get("a") is None)
+        assert (await router.client.post(COMPLETIONS, json=completion())).headers["x-tandem-engine"] == "b"
+
+
+async def test_an_engine_that_is_removed_leaves_at_its_deadline_though_it_is_the_last_one(
+    fake_a: FakeServer, fake_b: FakeServer
+) -> None:
+    config = RouterConfig(drain_timeout_s=0.3)
+    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b"), admin_token="secret", config=config) as router:
+        assert (await router.client.delete("/v1/engines/a", headers=TOKEN)).status_code == 202
+        fake_b.health = 503
+        await eventually(lambda: router.fleet.get("a") is None)
+
+
+async def test_an_engine_whose_circuit_is_open_is_not_asked_before_one_that_drains(
+    fake_a: FakeServer, fake_b: FakeServer
+) -> None:
+    config = RouterConfig(drain_timeout_s=3600.0)
+    specs = spec_of(fake_a, "a"), spec_of(fake_b, "b")
+    breaker = {"breaker_failures": 1, "breaker_open_s": 3600.0, "breaker_max_open_s": 3600.0}
+    async with routing(*specs, admin_token="secret", config=config, **breaker) as router:
+        fake_a.headers_pause.clear()
+        held = asyncio.create_task(router.client.post(COMPLETIONS, json=completion()))
+        await eventually(lambda: bool(fake_a.requests or fake_b.requests))
+        if fake_b.requests:  # either may be the first
+            held = asyncio.create_task(router.client.post(COMPLETIONS, json=completion("x y z")))
+            await eventually(lambda: bool(fake_a.requests))
+        assert (await router.client.delete("/v1/engines/a", headers=TOKEN)).status_code == 202
+        fake_a.headers_pause.set()
+        fake_b.status, fake_b.error = 500, {"message": "not today"}
+        fake_b.requests.clear()
+        for _ in range(3):
+            answer = await router.client.post(COMPLETIONS, json=completion())
+            assert (answer.status_code, answer.headers["x-tandem-engine"]) == (200, "a")
+        assert len(fake_b.requests) == 1
+        assert (await held).status_code == 200
+
+
+async def test_two_engines_that_are_removed_do_not_wait_for_each_other(fake_a: FakeServer, fake_b: FakeServer) -> None:
+    config = RouterConfig(drain_timeout_s=3600.0)
+    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b"), admin_token="secret", config=config) as router:
+        for name in "ab":
+            assert (await router.client.delete(f"/v1/engines/{name}", headers=TOKEN)).status_code == 202
+        await eventually(lambda: not router.fleet.engines)

@@ -7,6 +7,8 @@ import pytest
 from tandem.router.engines.fleet.engine_status import (
     MAX_ADAPTERS,
     MAX_COUNT,
+    MAX_LINES,
+    MAX_SAMPLES,
     CacheSize,
     ReportedLoad,
     parse_cache_size,
@@ -120,3 +122,31 @@ def test_a_model_whose_name_cannot_be_shown_is_not_served(name: Any) -> None:
 @pytest.mark.parametrize("found", [{"a": "\ud800"}, {"a": 10**30}, {"a": "b" * 10_000}, ["a"]])
 def test_capabilities_that_cannot_be_shown_are_left_out(found: Any) -> None:
     assert served_model({"data": [{"id": "m", "capabilities": found}]}, "").capabilities is None
+
+
+def load_of(num_samples: int) -> str:
+    return "".join(f'vllm:num_requests_running{{engine="{i}"}} 1\n' for i in range(num_samples))
+
+
+def test_samples_are_found_wherever_the_text_is_cut() -> None:
+    text = "".join(f'# {"x" * (i % 300)}\nvllm:num_requests_running{{a="{i}"}} 1\n' for i in range(2000)).rstrip("\n")
+    assert parse_load(text) == ReportedLoad(2000, 0, 0.0)
+
+
+def test_an_exposition_that_would_take_long_is_refused() -> None:
+    assert parse_load(load_of(MAX_SAMPLES)) == ReportedLoad(MAX_SAMPLES, 0, 0.0)
+    with pytest.raises(ValueError, match=f"more than {MAX_SAMPLES} samples"):
+        parse_load(load_of(MAX_SAMPLES + 1))
+    with pytest.raises(ValueError, match=f"more than {MAX_LINES} lines"):
+        parse_load("\n" * (MAX_LINES + 1))
+
+
+def test_a_line_that_would_take_long_is_skipped() -> None:
+    labels = ",".join(f'a{i}="b"' for i in range(100_000))
+    assert parse_load(f"vllm:num_requests_running{{{labels}}} 5\nvllm:num_requests_running 1\n") == (1, 0, 0.0)
+
+
+def test_not_all_models_are_named_in_an_error() -> None:
+    catalog = {"data": [{"id": f"m{i}"} for i in range(10_000)]}
+    with pytest.raises(LookupError, match=r"^it serves m0, m1, .*m7, \.\.\.$"):
+        served_model(catalog, "other")

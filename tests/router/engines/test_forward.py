@@ -52,6 +52,26 @@ async def test_a_plain_answer_is_passed_on_unchanged(fake_a: FakeServer) -> None
         assert response.headers["x-tandem-engine"] == "a"
 
 
+@pytest.mark.parametrize(
+    ("headers", "fields", "expected"),
+    [
+        ({"x-tandem-conversation": "c"}, {}, "c"),
+        ({"session-id": "s"}, {"prompt_cache_key": "k"}, "s"),
+        ({"x-claude-code-session-id": "s" * 257}, {"prompt_cache_key": "k"}, "k"),
+        ({}, {"prompt_cache_key": ["k"]}, None),
+    ],
+)
+async def test_an_engine_is_told_the_conversation(
+    fake_a: FakeServer, headers: dict[str, str], fields: dict[str, Any], expected: str | None
+) -> None:
+    async with routing(spec_of(fake_a, "a")) as router:
+        body = completion(model="fake-model", **fields)
+        response = await router.client.post(COMPLETIONS, json=body, headers=headers)
+    assert response.status_code == 200, response.text
+    assert fake_a.request_headers[-1].get("x-tandem-conversation") == expected
+    assert fake_a.requests == [body]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("usage", [["many"], {"prompt_tokens": "4", "prompt_tokens_details": [{"cached_tokens": 1}]}])
 async def test_usage_of_another_shape_is_passed_on_and_not_read(fake_a: FakeServer, usage: Any, stream: bool) -> None:

@@ -14,13 +14,29 @@ from hypothesis import strategies as st
 from zmq.asyncio import Context
 
 from tandem.protocol.digest import block_digests, root_digest
-from tandem.router.engines.fleet.kv_events import BlockTranslator, KvEventFeed, decode_batch
+from tandem.router.engines.fleet import kv_events
+from tandem.router.engines.fleet.kv_events import (
+    MAX_EVENT_TOKENS,
+    MAX_EVENTS,
+    MAX_FIELD_BYTES,
+    MAX_FIELDS,
+    PIECE_BLOCKS,
+    BlockTranslator,
+    KvEventFeed,
+    decode_batch,
+    decode_event,
+    pieces_of,
+)
 from tests.support.kv_event_publisher import IDS, Publisher, name, pack, removed, stored
 from tests.support.waiting import eventually
 
 NAMESPACE = b"n" * 16
 ROOT = root_digest(NAMESPACE)
 CLEARED = {"type": "AllBlocksCleared"}
+
+
+def decoded(payload: bytes) -> list[dict[str, Any]]:
+    return [decode_event(event) for event in decode_batch(payload)]
 
 
 def make_translator() -> BlockTranslator:
@@ -37,9 +53,9 @@ def test_digests_are_those_of_the_prompt_however_it_is_cut() -> None:
 def test_removed_and_cleared_blocks() -> None:
     translator = make_translator()
     digests = translator.apply([stored(0, 4)]).stored
-    assert translator.apply([removed(3, 2, 77)]) == ([], [digests[3], digests[2]], False)
-    assert translator.apply([removed(3)]) == ([], [], False)
-    assert translator.apply([CLEARED, stored(0, 1)]) == (digests[:1], [], True)
+    assert translator.apply([removed(3, 2, 77)]) == ([], [digests[3], digests[2]], "")
+    assert translator.apply([removed(3)]) == ([], [], "")
+    assert translator.apply([CLEARED, stored(0, 1)]) == (digests[:1], digests[1:2], "")
     assert len(translator.digests) == 1
 
 
@@ -109,12 +125,12 @@ def test_each_block_of_an_adapter_has_its_name(salt: str) -> None:
     ids=["parent unknown", "other tier", "other group", "other size"],
 )
 def test_blocks_that_cannot_be_prefixes_here_are_skipped(event: dict[str, Any]) -> None:
-    assert make_translator().apply([event]) == ([], [], False)
+    assert make_translator().apply([event]) == ([], [], "")
 
 
 def test_events_of_older_versions_are_arrays() -> None:
     arrays = [["BlockStored", [name(0)], None, IDS[:16], 16, None, "GPU"], ["BlockRemoved", [name(0)]]]
-    maps = decode_batch(pack(*arrays, ["AllBlocksCleared"]))
+    maps = decoded(pack(*arrays, ["AllBlocksCleared"]))
     assert [event["type"] for event in maps] == ["BlockStored", "BlockRemoved", "AllBlocksCleared"]
     assert make_translator().apply(maps[:1]).stored == block_digests(ROOT, IDS[:16], 16)
 
@@ -126,7 +142,7 @@ def test_events_of_older_versions_are_arrays() -> None:
 )
 def test_other_payloads_are_refused(payload: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
-        decode_batch(payload)
+        decoded(payload)
 
 
 @settings(max_examples=200, deadline=None)
@@ -258,5 +274,163 @@ def test_a_malformed_message_is_a_gap_and_the_feed_continues() -> None:
             await eventually(lambda: heard[-1] == ([], True))
             await publisher.publish(stored(0, 1))
             await eventually(lambda: heard[-1] == (["BlockStored"], False))
+
+    run(scenario())
+
+
+# -- engines that send too much
+
+
+def long_event(num_blocks: int, **fields: Any) -> dict[str, Any]:
+    names = [name(i) for i in range(num_blocks)]
+    return stored(0, 0, block_hashes=names, token_ids=list(range(num_blocks * 16)), **fields)
+
+
+@pytest.mark.parametrize("num_blocks", [PIECE_BLOCKS, PIECE_BLOCKS + 1, 3 * PIECE_BLOCKS - 1])
+@pytest.mark.parametrize("extra_keys", [None, "salt"])
+def test_a_long_event_in_pieces_is_the_same_event(num_blocks: int, extra_keys: str | None) -> None:
+    keys = None if extra_keys is None else [[extra_keys], *[None] * (num_blocks - 3), [IMAGE], [IMAGE]]
+    event = long_event(num_blocks, extra_keys=keys)
+    whole = make_translator().apply([event])
+    translator, found = make_translator(), list[bytes]()
+    for piece in pieces_of(event):
+        assert len(piece["block_hashes"]) <= PIECE_BLOCKS
+        found += translator.apply([piece]).stored
+    assert found == whole.stored
+    assert len(found) == num_blocks - (2 if keys else 0)
+    gone = [translator.apply([piece]) for piece in pieces_of(removed(*range(num_blocks)))]
+    assert [digest for change in gone for digest in change.removed] == whole.stored
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"token_ids": 5}, {"token_ids": [1]}, {"block_size": "x"}, {"extra_keys": 5}, {"block_size": True}]
+)
+def test_a_long_event_that_cannot_be_cut_is_judged_as_it_is(wrong: dict[str, Any]) -> None:
+    event = long_event(PIECE_BLOCKS + 1) | wrong
+    assert list(pieces_of(event)) == [event]
+    assert make_translator().apply([event]).stored == []
+
+
+def bomb(count: int) -> msgspec.Raw:
+    return msgspec.Raw(b"\xdd" + count.to_bytes(4, "big") + b"\x80" * count)
+
+
+def test_what_would_unpack_to_much_is_not_unpacked() -> None:
+    """A byte that stands for an empty map takes 64 in memory, and a tenth of a microsecond."""
+    with pytest.raises(msgspec.DecodeError):
+        decode_batch(msgspec.msgpack.encode([0.0, bomb(MAX_EVENTS + 1)]))
+    with pytest.raises(msgspec.DecodeError):
+        decode_event(msgspec.Raw(msgspec.msgpack.encode({str(i): 0 for i in range(MAX_FIELDS)} | {"type": "x"})))
+    with pytest.raises(msgspec.DecodeError):
+        decode_event(bomb(MAX_FIELDS + 1))
+    with pytest.raises(msgspec.DecodeError):
+        decode_event(msgspec.Raw(msgspec.msgpack.encode({"type": bomb(1000)})))
+    event = {"type": "BlockStored", "token_ids": bomb(4), "block_hashes": bomb(4), "extra_keys": bomb(MAX_FIELD_BYTES)}
+    expected = {"type": "BlockStored", "token_ids": None, "block_hashes": None, "extra_keys": None}
+    assert decode_event(msgspec.Raw(msgspec.msgpack.encode(event))) == expected
+    many = {"type": "BlockStored", "token_ids": [1] * (MAX_EVENT_TOKENS + 1)}
+    assert decode_event(msgspec.Raw(msgspec.msgpack.encode(many)))["token_ids"] is None
+
+
+def test_pairs_of_tokens_and_both_kinds_of_names_are_read() -> None:
+    event = {
+        "type": "BlockStored",
+        "token_ids": [[1, 2], [2, 3]],
+        "block_hashes": [b"a", 2**63 + 1, -1],
+        "medium": None,
+    }
+    found = decode_event(msgspec.Raw(msgspec.msgpack.encode(event)))
+    assert found == event | {"token_ids": [(1, 2), (2, 3)]}
+
+
+def test_a_malformed_event_leaves_nothing_known() -> None:
+    translator = make_translator()
+    digests = translator.apply([stored(0, 2)]).stored
+    change = translator.apply([stored(2, 1), {"type": "BlockRemoved", "block_hashes": None}, stored(3, 1)])
+    assert "NoneType" in change.flaw
+    assert set(change.removed) >= set(digests)
+    assert (change.stored, translator.digests) == ([], {})
+
+
+def test_a_name_that_gets_other_tokens_gives_up_its_former_block() -> None:
+    translator = make_translator()
+    (first,) = translator.apply([stored(0, 1)]).stored
+    change = translator.apply([stored(0, 1, token_ids=IDS[16:32])])
+    assert change.removed == [first]
+    assert len(change.stored) == 1
+
+
+def test_no_more_blocks_are_followed_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "MAX_BLOCKS", 3)
+    translator = make_translator()
+    assert len(translator.apply([stored(0, 2), stored(2, 2)]).stored) == 2
+    assert (len(translator.digests), translator.num_skipped) == (2, 2)
+    translator.apply([removed(1)])
+    assert len(translator.apply([stored(1, 2)]).stored) == 2
+
+
+class Turns:
+    """Counts iterations of the event loop, and notes in which of them each batch came."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.num_blocks: dict[int, int] = {}
+        self.num_lost = 0
+        self._tick()
+
+    def take(self, events: list[dict[str, Any]], is_lost: bool) -> None:
+        self.num_lost += is_lost
+        num_blocks = sum(len(event.get("block_hashes") or ()) for event in events)
+        self.num_blocks[self.number] = self.num_blocks.get(self.number, 0) + num_blocks
+
+    def _tick(self) -> None:
+        self.number += 1
+        self._handle = asyncio.get_running_loop().call_soon(self._tick)
+
+    def close(self) -> None:
+        self._handle.cancel()
+
+
+def test_a_flood_of_events_takes_a_few_blocks_of_each_turn() -> None:
+    async def scenario() -> None:
+        async with feeding() as (publisher, feed, heard):
+            await connected(publisher, heard)
+            turns = Turns()
+            feed._on_batch = turns.take
+            await publisher.publish(long_event(5 * PIECE_BLOCKS), *[removed(1)] * 3 * PIECE_BLOCKS)
+            for _ in range(50):
+                await publisher.publish(removed(1))
+            await eventually(lambda: sum(turns.num_blocks.values()) == 8 * PIECE_BLOCKS + 50)
+            turns.close()
+            assert max(turns.num_blocks.values()) <= PIECE_BLOCKS
+
+    run(scenario())
+
+
+def test_a_replay_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "REPLAY_TIMEOUT_S", 0.3)
+
+    async def scenario() -> None:
+        async with feeding(is_endless=True) as (publisher, _, heard):
+            await connected(publisher, heard)
+            await publisher.publish(stored(0, 1))
+            await eventually(lambda: heard.num_blocks == 1)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "frames", [[b"kv", b"", b"x"], [b"kv", b"\xff" * 8, b"x"], [b"kv", b"1" * 100_000, b"x"], [b"kv"], [b""] * 1000]
+)
+def test_frames_that_are_no_message_do_not_end_the_feed(frames: list[bytes]) -> None:
+    async def scenario() -> None:
+        async with feeding() as (publisher, feed, heard):
+            while feed._last_published < 0:  # until it is subscribed
+                await publisher.publish()
+                await asyncio.sleep(0.01)
+            await publisher._pub.send_multipart(frames)
+            publisher.number = 0  # it has restarted
+            await publisher.publish(stored(0, 1))
+            await eventually(lambda: heard.num_blocks == 1)
 
     run(scenario())

@@ -245,7 +245,7 @@ async def test_a_server_that_stops_moves_nothing(fake_a: FakeServer, fake_b: Fak
         answer = asyncio.create_task(ask(router, CHAT_BODY))
         await eventually(lambda: any(one.has_answer for engine in router.fleet.engines for one in engine.running))
         router.dispatcher.shut_down()
-        assert "the server stops" in error_of(await answer)["message"]
+        assert "the server is shutting down; send the request again" in error_of(await answer)["message"]
         assert len(fake_a.requests) + len(fake_b.requests) == 1
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 from zmq.asyncio import Context
 
 from tandem.protocol.config import RouterConfig
 from tandem.router.engines.config import EngineSpec, ranks_of
+from tandem.router.engines.fleet.probe_client import ProbeFailed
 from tandem.router.engines.fleet.server_metrics import ServerMetrics
 from tandem.router.engines.relay.prompts import ByteTokenReader
 from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, routing_by_hub, spec_of
@@ -157,7 +157,7 @@ async def test_ranks_that_wait_for_a_reading_share_its_failure() -> None:
         num_reads += 1
         await is_late.wait()
         now[0] += 5.0
-        raise httpx.ReadTimeout("no whole answer within 5 s")
+        raise ProbeFailed("no whole answer within 5 s")
 
     metrics = ServerMetrics(0.9, lambda: now[0])
     engines: list[Any] = [
@@ -167,8 +167,8 @@ async def test_ranks_that_wait_for_a_reading_share_its_failure() -> None:
     reading = [asyncio.create_task(metrics.read(engine, 5.0)) for engine in engines]
     await eventually(lambda: num_reads == 1)
     is_late.set()
-    assert [type(found) for found in await asyncio.gather(*reading, return_exceptions=True)] == [httpx.ReadTimeout] * 2
+    assert [type(found) for found in await asyncio.gather(*reading, return_exceptions=True)] == [ProbeFailed] * 2
     assert num_reads == 1
-    with pytest.raises(httpx.ReadTimeout):  # asked for afterwards, so it is read again
+    with pytest.raises(ProbeFailed):  # asked for afterwards, so it is read again
         await metrics.read(engines[1], 5.0)
     assert num_reads == 2

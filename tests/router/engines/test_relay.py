@@ -4,8 +4,9 @@ from typing import Any, cast
 
 import pytest
 
-from tandem.router.engines.relay.sse import ChunkEvents
-from tandem.router.engines.relay.stream_relay import StreamRelay
+from tandem.router.engines.relay.sse import ChunkEvents, SseEvent
+from tandem.router.engines.relay.stream_ledger import StreamLedger
+from tandem.router.engines.relay.stream_relay import MAX_PARSED_AT_ONCE, StreamRelay
 from tandem.router.engines.relay.upstream import Reply
 
 
@@ -66,3 +67,62 @@ def test_events_that_only_open_an_answer_are_no_tokens() -> None:
         relay = StreamRelay("a", Reply(cast(Any, None)), observer, ChunkEvents(), shows_usage=False)
         assert b"".join(relay.visible(read) for read in reads) == b"".join(reads)
         assert observer.num_tokens == num_tokens
+
+
+PIECE = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'
+USAGE = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}],"usage":{"prompt_tokens":1}}\n\n'
+
+
+class Parsing(ChunkEvents):
+    """Counts the events that are parsed."""
+
+    num_parsed = 0
+
+    def parse(self, raw: bytes) -> SseEvent:
+        self.num_parsed += 1
+        return super().parse(raw)
+
+
+def relay_of(events: ChunkEvents, ledger: StreamLedger | None = None) -> tuple[StreamRelay, Reply]:
+    reply = Reply(cast(Any, None))
+    rewrite = None if ledger is None else ledger.follow
+    return StreamRelay("a", reply, Counting(), events, shows_usage=True, rewrite=rewrite), reply
+
+
+def make_ledger() -> StreamLedger:
+    return StreamLedger(is_chat=True, shows_ids=False, shows_running_usage=False)
+
+
+@pytest.mark.parametrize("ledger", [None, make_ledger()], ids=["as it came", "followed"])
+def test_a_usual_stream_is_never_costly(ledger: StreamLedger | None) -> None:
+    ids = b'data: {"id":"x","choices":[{"index":0,"delta":{"content":"a"},"token_ids":[5]}]}\n\n'
+    relay, reply = relay_of(ChunkEvents(), ledger)
+    for events in (role(0), *[ids if ledger else PIECE] * 1000, USAGE + b"data: [DONE]\n\n"):
+        relay.visible(events)
+    assert relay.is_done
+    assert not reply.is_costly
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+@pytest.mark.parametrize("event", [b"data: {}\n\n", b":\n\n", USAGE, role(0)], ids=["tiny", "comment", "usage", "role"])
+def test_a_stream_of_events_that_need_more_than_a_look_takes_turns(event: bytes, is_followed: bool) -> None:
+    relay, reply = relay_of(ChunkEvents(), make_ledger() if is_followed else None)
+    relay.visible(event * (MAX_PARSED_AT_ONCE // 2))
+    assert not reply.is_costly
+    relay.visible(event * (MAX_PARSED_AT_ONCE // 2 + 1))
+    assert reply.is_costly
+
+
+def test_comments_are_not_parsed() -> None:
+    events = Parsing()
+    relay, _ = relay_of(events)
+    assert relay.visible(b":\n\n" * 1000 + b": data\n\n" + b": and data\ndata: {}\n\n") == b": and data\ndata: {}\n\n"
+    assert events.num_parsed == 1
+
+
+def test_lists_of_ids_without_an_end_are_looked_at_once() -> None:
+    """With a look at all that follows for each of them, this test would take an hour."""
+    unfinished = b'data: {"choices":[' + b'"token_ids":[' * 200_000 + b"}\n\n"
+    ledger = make_ledger()
+    assert ledger.follow(unfinished) == (unfinished, 0)
+    assert ledger.flaw == "its engine sent an event that is no JSON"

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.router.engines.relay import sse
 from tandem.router.engines.relay.sse import ChunkEvents, EventFormat, EventSplitter, split_events
 from tandem.router.engines.relay.typed_events import MessageEvents, ResponseEvents
 
@@ -127,3 +130,50 @@ def test_parts_of_typed_events() -> None:
     assert messages.parse(b"data: [DONE]\n\n").body is None
     again = messages.parse(messages.error({"type": "server_error", "message": "x", "code": "y"}))
     assert again.error == {"type": "api_error", "message": "x", "code": "y"}
+
+
+class _Scanned:
+    """The pattern that ends events, with a count of the bytes that it looks at."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._pattern = sse._END
+
+    def finditer(self, data: bytes) -> Iterator[re.Match[bytes]]:
+        self.num_bytes += len(data)
+        return self._pattern.finditer(data)
+
+
+@pytest.mark.parametrize("piece_bytes", [100, 4096])
+def test_a_long_event_costs_no_more_than_its_bytes(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    scanned, splitter, piece = _Scanned(), EventSplitter(), b"a" * piece_bytes
+    monkeypatch.setattr(sse, "_END", scanned)
+    num_pieces = 400_000 // piece_bytes
+    for _ in range(num_pieces):
+        assert splitter.push(piece) == b""
+    assert scanned.num_bytes <= num_pieces * (piece_bytes + 3)
+    assert all(part is piece for part in splitter._parts), "nothing is copied before the event is whole"
+    assert splitter.push(b"\n\n: next") == num_pieces * piece + b"\n\n"
+    assert splitter.push(b"\n\n") == b": next\n\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [(b"a" * 4096, f"more than {sse.MAX_EVENT_BYTES} bytes"), (b":\n", f"more than {sse.MAX_EVENT_LINES} lines")],
+)
+def test_an_event_without_an_end_is_given_up(line: bytes, complaint: str) -> None:
+    splitter = EventSplitter()
+
+    def push_all() -> None:
+        for _ in range(sse.MAX_EVENT_BYTES // len(line) + 2):
+            splitter.push(line)
+
+    with pytest.raises(ValueError, match=complaint):
+        push_all()
+
+
+def test_many_events_are_not_taken_for_lines_of_one() -> None:
+    splitter, comments = EventSplitter(), b":\n\n" * (2 * sse.MAX_EVENT_LINES)
+    assert splitter.push(b"data: 1") == b""
+    assert splitter.push(b"\n\n" + comments + b"data: 2") == b"data: 1\n\n" + comments
+    assert splitter.push(b"\n\n") == b"data: 2\n\n"

@@ -27,6 +27,7 @@ def respond(fake: FakeServer, name: str) -> None:
     def reply(_: str, body: dict[str, Any]) -> Response:
         answer = {"id": f"resp_{name}{next(NUMBERS)}", "output": [], "status": "completed"}
         fake.replies[f"{PATH}/{answer['id']}"] = lambda method, _: JSONResponse(answer | {"read_by": method})
+        fake.replies[f"{PATH}/{answer['id']}/input_items"] = lambda *_: JSONResponse({"data": [answer["id"]]})
         fake.replies[f"{PATH}/{answer['id']}/cancel"] = lambda *_: JSONResponse(answer | {"status": "cancelled"})
         if not body.get("stream"):
             return JSONResponse(answer)
@@ -66,12 +67,15 @@ async def test_what_concerns_a_response_goes_to_its_engine(
             read = await router.client.get(f"{PATH}/{answer_id}")
             assert (read.status_code, read.json()["read_by"]) == (200, "GET")
             assert (await router.client.delete(f"{PATH}/{answer_id}")).json()["read_by"] == "DELETE"
+            listed = await router.client.get(f"{PATH}/{answer_id}/input_items", params={"limit": 5})
+            assert listed.json()["data"] == [answer_id]
             cancelled = await router.client.post(f"{PATH}/{answer_id}/cancel")
             assert cancelled.json()["status"] == "cancelled"
         fake = {"a": fake_a, "b": fake_b}[made[-1][1]]
-        assert fake.paths[-3:] == [
+        assert fake.paths[-4:] == [
             f"GET {PATH}/{answer_id}",
             f"DELETE {PATH}/{answer_id}",
+            f"GET {PATH}/{answer_id}/input_items?limit=5",
             f"POST {PATH}/{answer_id}/cancel",
         ]
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
 from tandem.router.engines.relay import upstream as upstream_module
-from tandem.router.engines.relay.upstream import AnswerTooLarge, Unreachable, Upstream
+from tandem.router.engines.relay.upstream import PIECE_BYTES, AnswerTooLarge, Unreachable, Upstream
+from tandem.router.http.time_slicer import TimeSlicer
 from tests.support.engines_harness import dead_url
 from tests.support.waiting import eventually
 
@@ -57,11 +59,12 @@ def answer(*parts: bytes, then_close: bool = False) -> Callable[[asyncio.StreamW
 
 
 @asynccontextmanager
-async def connected(path: str = "") -> AsyncIterator[tuple[Upstream, Peer]]:
+async def connected(path: str = "", slicer: TimeSlicer | None = None) -> AsyncIterator[tuple[Upstream, Peer]]:
     peer = Peer()
     server = await asyncio.start_server(peer.serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    upstream = Upstream(f"http://127.0.0.1:{port}{path}", {"Authorization": "Bearer k"}, connect_timeout_s=5.0)
+    url, headers = f"http://127.0.0.1:{port}{path}", {"Authorization": "Bearer k"}
+    upstream = Upstream(url, headers, connect_timeout_s=5.0, slicer=slicer)
     try:
         yield upstream, peer
     finally:
@@ -148,7 +151,8 @@ async def test_a_connection_whose_answer_nobody_read_serves_the_next_request() -
     async with connected() as (upstream, peer):
         peer.handle = answer(plain(b"x" * 300_000))
         reply = await upstream.post("/x", b"{}", "id")
-        await eventually(lambda: reply.is_complete)
+        (connection,) = upstream._open
+        await eventually(lambda: connection._is_paused)
         reply.close()
         peer.handle = answer(plain(b"next"))
         async with asyncio.timeout(10):
@@ -343,3 +347,115 @@ async def test_an_upgrade_is_not_an_answer() -> None:
         peer.handle = answer(b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\nhello")
         with pytest.raises(ConnectionError):
             await upstream.post("/", b"", "r")
+
+
+class _NoTime:
+    """A clock by which each piece takes all of a time slice."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+class _Turns:
+    """Counts iterations of the event loop, and the bytes handed on in each."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.bytes_of: Counter[int] = Counter()
+        self._tick()
+
+    def take(self, parts: list[bytes]) -> bool:
+        self.bytes_of[self.number] += sum(map(len, parts))
+        return True
+
+    def _tick(self) -> None:
+        self.number += 1
+        self._handle = asyncio.get_running_loop().call_soon(self._tick)
+
+    def close(self) -> None:
+        self._handle.cancel()
+
+
+async def test_a_flood_on_many_connections_takes_one_piece_of_each_turn_and_small_answers_pass_it() -> None:
+    num_flooded, flood_bytes = 8, 20 * PIECE_BYTES  # a piece of each comes with its head
+    async with connected(slicer=TimeSlicer(_NoTime())) as (upstream, peer), asyncio.timeout(30):
+        peer.handle = answer(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * flood_bytes, then_close=True)
+        flooded = [await upstream.post("/", b"", "r") for _ in range(num_flooded)]
+        peer.handle = answer(plain(b"small"))
+        turns = _Turns()
+        reading = [asyncio.create_task(reply.read_into(turns.take)) for reply in flooded]
+        try:
+            while not all(task.done() for task in reading):
+                small = await upstream.post("/", b"", "r")
+                assert await small.read_all() == b"small"
+                small.close()
+                turns_of_small = turns.number
+            assert all(task.result() for task in reading)
+        finally:
+            turns.close()
+        assert sum(turns.bytes_of.values()) == num_flooded * flood_bytes
+        first, *others = turns.bytes_of.values()  # when the readers come, a piece of each is there
+        assert first <= num_flooded * PIECE_BYTES
+        assert max(others) <= PIECE_BYTES
+        assert turns_of_small > 0
+        for reply in flooded:
+            reply.close()
+
+
+async def test_what_nobody_reads_is_not_parsed_and_its_connection_is_not_read() -> None:
+    async with connected() as (upstream, peer), asyncio.timeout(30):
+        peer.handle = answer(plain(b"x" * 20_000_000))
+        reply = await upstream.post("/", b"", "r")
+        (connection,) = upstream._open
+        await eventually(lambda: connection._is_paused)
+        assert sum(map(len, reply._items)) <= PIECE_BYTES
+        assert len(connection._unparsed) < 2_000_000
+        assert len(await reply.read_all()) == 20_000_000
+        assert not connection._is_paused
+        reply.close()
+        assert upstream._idle == [connection]
+
+
+async def test_a_costly_answer_waits_for_its_turn_however_small_its_parts_are() -> None:
+    async with connected() as (upstream, peer):
+        peer.handle = answer(CHUNKED + b"1\r\na\r\n")
+        reply = await upstream.post("/x", b"{}", "id")
+        (connection,) = upstream._open
+        got: list[bytes] = []
+        reading = asyncio.create_task(reply.read_into(lambda parts: got.extend(parts) or True))  # type: ignore[func-returns-value]
+        await eventually(lambda: got == [b"a"])
+        connection.data_received(b"1\r\nb\r\n")
+        assert got == [b"a", b"b"]
+        reply.is_costly = True
+        connection.data_received(b"1\r\nc\r\n")
+        assert got == [b"a", b"b"]
+        await eventually(lambda: got == [b"a", b"b", b"c"])
+        reading.cancel()
+        reply.close()
+
+
+async def test_an_answer_that_ends_before_it_is_parsed_is_whole() -> None:
+    async with connected() as (upstream, peer), asyncio.timeout(30):
+        body = random.Random(0).randbytes(300_000)
+        peer.handle = answer(b"HTTP/1.1 200 OK\r\n\r\n" + body[:1], body[1:], then_close=True)
+        reply = await upstream.post("/", b"", "r")
+        (connection,) = upstream._open
+        await eventually(lambda: connection._is_paused or connection._is_lost)
+        assert await reply.read_all() == body
+        reply.close()
+
+
+async def test_what_follows_an_answer_is_not_taken_for_the_next_one() -> None:
+    async with connected() as (upstream, peer), asyncio.timeout(30):
+        peer.handle = answer(plain(b"x" * 10_000) + b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\nforged" * 1000)
+        reply = await upstream.post("/", b"", "r")
+        assert await reply.read_all() == b"x" * 10_000
+        reply.close()
+        peer.handle = answer(plain(b"right"))
+        following = await upstream.post("/", b"", "r")
+        assert await following.read_all() == b"right"
+        following.close()

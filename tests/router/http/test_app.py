@@ -145,5 +145,14 @@ async def test_a_raw_route_takes_only_posts() -> None:
         assert (response.status_code, response.text) == (200, "search")
 
 
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_server_that_will_end_asks_its_clients_to_connect_anew(path: str) -> None:
+    app = app_of(tell)
+    async with client_of(app) as client:
+        assert "connection" not in (await client.post(path, headers=KEY)).headers
+        app.leave()
+        assert (await client.post(path, headers=KEY)).headers["connection"] == "close"
+
+
 def num_counted(registry: CollectorRegistry, path: str, status: int) -> float | None:
     return registry.get_sample_value("tandem_router_requests_total", {"endpoint": path, "status": str(status)})

@@ -99,7 +99,7 @@ def test_bodies_have_the_bounds_the_meanings_and_the_tolerance_of_what_decodes_t
 def test_fields_that_are_not_served_have_the_values_that_are_accepted(name: str) -> None:
     fields = APPS["serve"].openapi()["components"]["schemas"][name]["properties"]
     assert UNSERVED.keys() <= fields.keys()
-    assert fields["best_of"]["anyOf"] == [{"const": 1}, {"type": "null"}]
+    assert fields["use_beam_search"]["anyOf"] == [{"const": False}, {"type": "null"}]
 
 
 @pytest.mark.parametrize("name", ["ChatRequest", "CompletionRequest", "PinFields"])
@@ -216,6 +216,7 @@ async def test_the_other_answers_have_the_documented_shape(tokenizer: Tokenizer)
             ("GET", "/v1/models", "", None),
             ("GET", "/v1/models/{model_id:path}", "/v1/models/org/toy", None),
             ("GET", "/v1/responses/{response_id}", f"/v1/responses/{stored}", None),
+            ("GET", "/v1/responses/{response_id}/input_items", f"/v1/responses/{stored}/input_items", None),
             ("DELETE", "/v1/responses/{response_id}", f"/v1/responses/{stored}", None),
             ("POST", "/v1/pools/check", "", None),
             ("POST", "/v1/pools/migrate", "", {"worker": "d"}),

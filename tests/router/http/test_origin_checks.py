@@ -132,7 +132,12 @@ async def test_what_a_page_can_send_without_preflight_reaches_no_worker(tokenize
                 if status == 415:
                     assert "-H 'Content-Type: application/json'" in response.json()["error"]["message"]
         preflight = {"origin": "http://page.example", "access-control-request-method": "POST"}
-        assert (await client.options(COMPLETIONS, headers=preflight)).status_code == 400
+        refused = await client.options(COMPLETIONS, headers=preflight)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"] == (
+            "Pages of 'http://page.example' may not call this server; start it with --cors-allow-origins to allow them."
+        )
+        assert "access-control-allow-origin" not in refused.headers
         assert backend.requests == []
         assert (await client.post(COMPLETIONS, content=body, headers=json_type)).status_code == 200
         own = json_type | {"origin": "http://localhost"}

@@ -116,7 +116,7 @@ async def test_null_fields_and_unknown_fields_are_tolerated(tokenizer: Tokenizer
 async def test_sampling_fields_reach_the_backend(tokenizer: Tokenizer) -> None:
     backend = FakeBackend(tokenizer)
     fields = {
-        "seed": -1, "temperature": 0, "top_p": 0.5, "top_k": -1, "min_p": 0.1, "min_tokens": 2, "ignore_eos": True,
+        "seed": -2, "temperature": 0, "top_p": 0.5, "top_k": -1, "min_p": 0.1, "min_tokens": 2, "ignore_eos": True,
         "frequency_penalty": -2, "presence_penalty": 2, "repetition_penalty": 1.2, "logit_bias": {"5": -100},
         "stop_token_ids": [7], "logprobs": True, "top_logprobs": 3, "cache_salt": "tenant",
     }  # fmt: skip
@@ -129,7 +129,7 @@ async def test_sampling_fields_reach_the_backend(tokenizer: Tokenizer) -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.0, 0.5, 0, 0.1)
     assert (sampling.min_tokens, sampling.ignore_eos, sampling.stop_token_ids) == (2, True, (7,))
     assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (-2.0, 2.0, 1.2)
-    assert (sampling.logit_bias, sampling.num_logprobs, sampling.seed) == ({5: -100.0}, 3, 2**63 - 1)
+    assert (sampling.logit_bias, sampling.num_logprobs, sampling.seed) == ({5: -100.0}, 3, 2**63 - 2)
 
 
 async def test_seed_is_drawn_when_absent_and_kept_when_given(tokenizer: Tokenizer) -> None:

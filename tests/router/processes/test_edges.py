@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -63,7 +64,8 @@ class Line:
     def __init__(self, backend: FakeBackend, endpoint: str, stack: AsyncExitStack) -> None:
         self.backend = backend
         self.readiness = Always()
-        self.service = BackendService(backend, self.readiness, lambda: b"tandem_worker_running 1.0\n")
+        scrape = AsyncMock(return_value=b"tandem_worker_running 1.0\n")
+        self.service = BackendService(backend, self.readiness, scrape)
         self.hub = EdgeHub(self.service, endpoint, ApiKeys())
         self.endpoint = endpoint
         self.lost: list[str] = []  # edges whose connection ended

@@ -14,9 +14,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tandem.protocol.config import RouterConfig
+from tandem.protocol.grammar import GrammarError
 from tandem.router.keys.api_key import ApiKey
 from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.keys.limiter import LocalLimiter
+from tandem.router.keys.limiter import TEXT_BYTES_PER_TOKEN, LocalLimiter
 from tandem.router.openai.app import create_app
 from tandem.router.processes.backend_service import BackendService
 from tandem.router.processes.hub import EdgeHub
@@ -51,6 +52,11 @@ class Server:
     async def ask(self, secret: str = "sk-a", process: int = 0, **fields: Any) -> httpx.Response:
         headers = {"authorization": f"Bearer {secret}"}
         return await self.clients[process].post(COMPLETIONS, json=BODY | fields, headers=headers)
+
+    def tokens_left(self) -> float:
+        """Tokens that the only key may still use; NaN while it has requests."""
+        [state] = self.limiter.limiter._states.values()
+        return state.tokens.level if not state.running else math.nan
 
     def app(self, backend: Any, keys: ApiKeys, **options: Any) -> Any:
         return create_app(backend, self.backend.tokenizer, RouterConfig(), self.registry, api_keys=keys, **options)
@@ -177,6 +183,52 @@ async def test_a_request_that_is_refused_for_another_reason_takes_no_tokens(
         server.backend.script = server.backend.reply_steps
         assert (await server.ask(max_tokens=6)).status_code == 200
         assert (await server.ask(max_tokens=6)).status_code == 429
+
+
+async def test_what_a_worker_computed_is_charged_whatever_became_of_the_request(
+    tokenizer: Tokenizer, tmp_path: Path, num_processes: int
+) -> None:
+    """A grammar that fails in the worker ends its request with 400, after its prompt was computed."""
+    limited = stored_key("sk-a", "a", limits=KeyLimits(tokens_per_minute=40))
+    async with serving(tokenizer, tmp_path, num_processes, limited) as server:
+        error = GrammarError("it costs too much")
+        error.num_computed_tokens = 3
+        server.backend.script = lambda _: [error]
+        assert (await server.ask(max_tokens=6)).status_code == 400
+        await eventually(lambda: server.tokens_left() == 37)
+        server.backend.script = lambda request: [*server.backend.reply_steps(request)[:1], error]
+        answer = await server.ask(process=num_processes - 1, max_tokens=6)
+        assert answer.status_code == 400
+        await eventually(lambda: server.tokens_left() < 37 - 4)  # its prompt, and the tokens of its answer
+
+
+async def test_text_that_is_encoded_and_not_served_is_charged(
+    tokenizer: Tokenizer, tmp_path: Path, num_processes: int
+) -> None:
+    text = "ab " * TEXT_BYTES_PER_TOKEN
+    limited = stored_key("sk-a", "a", limits=KeyLimits(tokens_per_minute=1000))
+    headers = {"authorization": "Bearer sk-a"}
+    async with serving(tokenizer, tmp_path, num_processes, limited) as server:
+        client = server.clients[num_processes - 1]
+        answer = await client.post("/tokenize", json={"prompt": text}, headers=headers)
+        assert answer.status_code == 200
+        charged = (3 * TEXT_BYTES_PER_TOKEN + len('{"prompt":""}')) // TEXT_BYTES_PER_TOKEN
+        await eventually(lambda: server.tokens_left() == 1000 - charged)
+        longest = max(map(len, tokenizer._fast.get_vocab()))
+        word = "q" * (longest * server.backend.max_model_len)  # by its length alone it could fit
+        refused = await server.ask(prompt=word, process=num_processes - 1)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        await eventually(lambda: server.tokens_left() <= 1000 - charged - len(word) // TEXT_BYTES_PER_TOKEN)
+
+
+async def test_a_text_that_is_served_is_charged_by_its_tokens_alone(
+    tokenizer: Tokenizer, tmp_path: Path, num_processes: int
+) -> None:
+    text = "ab " * TEXT_BYTES_PER_TOKEN
+    limited = stored_key("sk-a", "a", limits=KeyLimits(tokens_per_minute=10_000))
+    async with serving(tokenizer, tmp_path, num_processes, limited) as server:
+        usage = (await server.ask(prompt=text, max_tokens=6, process=num_processes - 1)).json()["usage"]
+        await eventually(lambda: server.tokens_left() == 10_000 - usage["total_tokens"])
 
 
 async def test_limits_that_change_count_in_all_processes(

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from tandem.router.text.tokenizer import Tokenizer
+from tests.router.conftest import build_tokenizer
 from tests.support.fake_backend import FakeBackend, closing, make_app
 
 PATH = "/v1/responses"
@@ -99,7 +100,8 @@ def check_items(streamed: list[dict[str, Any]], response: dict[str, Any]) -> Non
             done.append(event["item"])
     assert done == response["output"]
     for item in done:
-        text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        field = {"function_call": "arguments", "custom_tool_call": "input"}.get(item["type"])
+        text = item[field] if field else item["content"][0]["text"]
         assert texts[item["id"]] == text
 
 
@@ -266,3 +268,361 @@ async def test_what_a_client_sent_is_returned_as_it_is(tokenizer: Tokenizer, str
     assert body["tools"][0]["parameters"] == tool["parameters"]
     assert body["text"]["format"]["schema"] == text["format"]["schema"]
     assert kept == body
+
+
+# -- what Codex and its kin send and expect
+
+REASONED = "<think>so</think>well"
+
+
+async def one_of(tokenizer: Tokenizer, reply: str, **fields: Any) -> tuple[FakeBackend, httpx.Response]:
+    backend = backend_of(tokenizer, reply, 3)
+    async with closing(backend, tool_parser="hermes", reasoning_parser="think") as client:
+        response = await client.post(PATH, json={"input": "hi", **fields})
+    assert response.status_code == 200, response.text
+    return backend, response
+
+
+def call_of(name: str, arguments: Any) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_codex_include_reasoning_encrypted_content(tokenizer: Tokenizer, stream: bool) -> None:
+    include = ["reasoning.encrypted_content"]
+    _, response = await one_of(tokenizer, REASONED, include=include, store=False, stream=stream)
+    output = (events(response)[-1]["response"] if stream else response.json())["output"]
+    reasoning, message = output
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "so"}]
+    opaque = {"type": "reasoning", "summary": [], "encrypted_content": reasoning["encrypted_content"]}
+    user = {"role": "user", "content": "hi"}
+    shown, _ = await one_of(tokenizer, "x", input=[user, reasoning, message])
+    hidden, _ = await one_of(tokenizer, "x", input=[user, opaque, message])
+    assert shown.requests[0].token_ids == hidden.requests[0].token_ids
+    _, without = await one_of(tokenizer, REASONED)
+    assert "encrypted_content" not in without.json()["output"][0]
+
+
+@pytest.mark.parametrize("opaque", ["gAAAAABo", "tandem1.%%", "tandem1./w==", "", None, 7])
+async def test_codex_reasoning_of_another_server_is_skipped(tokenizer: Tokenizer, opaque: Any) -> None:
+    items = [
+        {"role": "user", "content": "hi"},
+        {"type": "reasoning", "summary": [], "encrypted_content": opaque},
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "go on"},
+    ]
+    with_it, response = await one_of(tokenizer, "x", input=items)
+    without, _ = await one_of(tokenizer, "x", input=[items[0], *items[2:]])
+    assert with_it.requests[0].token_ids == without.requests[0].token_ids
+    assert ("input.reasoning" in response.headers.get("x-tandem-ignored", "")) == bool(opaque)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_codex_namespace_tools(tokenizer: Tokenizer, stream: bool) -> None:
+    group = {"type": "namespace", "name": "agents", "description": "Agents.", "tools": [{**TOOL, "name": "close"}]}
+    backend, response = await one_of(
+        tokenizer, call_of("agents__close", {"city": "x"}), tools=[TOOL, group], stream=stream
+    )
+    body = events(response)[-1]["response"] if stream else response.json()
+    [item] = body["output"]
+    assert (item["type"], item["namespace"], item["name"]) == ("function_call", "agents", "close")
+    assert json.loads(item["arguments"]) == {"city": "x"}
+    assert body["tools"] == [TOOL, group]
+    assert '"name": "agents__close", "description": "Agents."' in tokenizer.decode(backend.requests[0].token_ids)
+    if stream:
+        check_items(events(response), body)
+    output = {"type": "function_call_output", "call_id": item["call_id"], "output": "done"}
+    again, _ = await one_of(tokenizer, "x", input=[{"role": "user", "content": "hi"}, item, output])
+    assert '{"name": "agents__close", "arguments": {"city": "x"}}' in tokenizer.decode(again.requests[0].token_ids)
+
+
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Edit files."}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"input": 'a "quoted"\nline é'}, 'a "quoted"\nline é'),
+        ({"patch": "b"}, "b"),
+        ({"a": "b", "c": "d"}, '{"a": "b", "c": "d"}'),
+        ({}, "{}"),
+        ({"input": 7}, '{"input": 7}'),
+    ],
+)
+async def test_codex_custom_tools(tokenizer: Tokenizer, arguments: Any, text: str, stream: bool) -> None:
+    _, response = await one_of(tokenizer, call_of("apply_patch", arguments), tools=[PATCH], stream=stream)
+    body = events(response)[-1]["response"] if stream else response.json()
+    [item] = body["output"]
+    assert (item["type"], item["name"], item["input"], item["status"]) == (
+        *("custom_tool_call", "apply_patch", text, "completed"),
+    )
+    assert "arguments" not in item
+    if stream:
+        check_items(events(response), body)
+    output = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "done"}
+    again, _ = await one_of(tokenizer, "x", input=[{"role": "user", "content": "hi"}, item, output])
+    shown = tokenizer.decode(again.requests[0].token_ids)
+    assert f'{{"name": "apply_patch", "arguments": {json.dumps({"input": text}, ensure_ascii=False)}}}' in shown
+    assert "<tool_response>\ndone" in shown
+
+
+async def test_a_custom_call_that_a_limit_cuts_has_its_input_so_far(tokenizer: Tokenizer) -> None:
+    reply = call_of("apply_patch", {"input": "abcdefgh"})
+    _, response = await one_of(tokenizer, reply, tools=[PATCH], max_output_tokens=len(reply) - 22)
+    body = response.json()
+    assert body["status"] == "incomplete"
+    assert body["output"][0]["input"]
+    assert "abcdefgh".startswith(body["output"][0]["input"])
+
+
+@pytest.mark.parametrize(("syntax", "definition"), [("regex", "[a-c]+"), ("lark", "start: /[a-c]+/")])
+async def test_codex_custom_tool_grammars(tokenizer: Tokenizer, syntax: str, definition: str) -> None:
+    tool = {**PATCH, "format": {"type": "grammar", "syntax": syntax, "definition": definition}}
+    backend, _ = await one_of(tokenizer, "x", tools=[tool])
+    assert definition in tokenizer.decode(backend.requests[0].token_ids)
+    backend = backend_of(tokenizer, "x")
+    async with closing(backend) as client:
+        forced = await client.post(
+            PATH, json={"input": "hi", "tools": [tool], "tool_choice": {"type": "custom", "name": "apply_patch"}}
+        )
+    if syntax == "regex":
+        assert forced.status_code == 200, forced.text
+        assert "^(?:[a-c]+)$" in backend.requests[0].sampling.grammar
+    else:
+        assert (forced.status_code, forced.json()["error"]["param"]) == (400, "tool_choice")
+
+
+HOSTED: list[dict[str, Any]] = [
+    {"type": "web_search", "external_web_access": True},
+    {"type": "web_search_preview"},
+    {"type": "file_search", "vector_store_ids": ["v"]},
+    {"type": "code_interpreter", "container": {"type": "auto"}},
+    {"type": "image_generation", "size": "auto"},
+    {"type": "mcp", "server_label": "x", "server_url": "https://x.example", "allowed_tools": ["a"]},
+    {"type": "local_shell"},
+    {"type": "shell"},
+    {"type": "apply_patch"},
+    {"type": "tool_search", "execution": "client", "parameters": {"type": "object"}},
+    {"type": "computer_use_preview", "display_width": 1, "display_height": 1, "environment": "linux"},
+]
+
+
+async def test_codex_hosted_tools_are_not_shown_and_named(tokenizer: Tokenizer) -> None:
+    backend, response = await one_of(tokenizer, "x", tools=[*HOSTED, TOOL], tool_choice="auto")
+    plain, _ = await one_of(tokenizer, "x", tools=[TOOL])
+    assert backend.requests[0].token_ids == plain.requests[0].token_ids
+    assert response.json()["tools"] == [*HOSTED, TOOL]
+    for tool in HOSTED:
+        assert f"tools.{tool['type']}" in response.headers["x-tandem-ignored"]
+    alone, _ = await one_of(tokenizer, "x", tools=HOSTED)
+    nothing, _ = await one_of(tokenizer, "x")
+    assert alone.requests[0].token_ids == nothing.requests[0].token_ids
+
+
+HOSTED_ITEMS = [
+    *("web_search_call", "file_search_call", "code_interpreter_call", "computer_call", "computer_call_output"),
+    *("image_generation_call", "local_shell_call", "local_shell_call_output", "shell_call", "mcp_call"),
+    *("mcp_list_tools", "mcp_approval_request", "tool_search_call", "tool_search_output", "compaction"),
+]
+
+
+@pytest.mark.parametrize("kind", HOSTED_ITEMS)
+async def test_codex_hosted_items_are_skipped(tokenizer: Tokenizer, kind: str) -> None:
+    user = {"role": "user", "content": "hi"}
+    hosted = {"type": kind, "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}}
+    backend, response = await one_of(tokenizer, "x", input=[hosted, user])
+    plain, _ = await one_of(tokenizer, "x", input=[user])
+    assert backend.requests[0].token_ids == plain.requests[0].token_ids
+    assert f"input.{kind}" in response.headers["x-tandem-ignored"]
+
+
+async def test_codex_additional_tools_of_the_input(tokenizer: Tokenizer) -> None:
+    added = {"type": "additional_tools", "role": "developer", "tools": [TOOL, {**TOOL, "name": "other"}]}
+    user = {"role": "user", "content": "hi"}
+    backend, _ = await one_of(tokenizer, "x", input=[added, user], tools=[TOOL])
+    plain, _ = await one_of(tokenizer, "x", input=[user], tools=[TOOL, {**TOOL, "name": "other"}])
+    assert backend.requests[0].token_ids == plain.requests[0].token_ids
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_agents_sdk_allowed_tools(tokenizer: Tokenizer, mode: str) -> None:
+    choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "get_weather"}]}
+    backend, response = await one_of(tokenizer, "x", tools=[{**TOOL, "name": "other"}, TOOL], tool_choice=choice)
+    assert response.json()["tool_choice"] == choice
+    grammar = backend.requests[0].sampling.grammar
+    assert ("get_weather" in grammar, "other" in grammar) == (mode == "required", False)
+
+
+async def test_codex_sends_all_of_it_at_once(tokenizer: Tokenizer) -> None:
+    """The body of codex 0.171.0, with shorter texts."""
+    body = {
+        "model": "org/toy",
+        "stream": True,
+        "input": [
+            {"type": "message", "id": "msg_1", "role": "developer", "content": [{"type": "input_text", "text": "Be"}]},
+            {"type": "message", "id": "msg_2", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        ],
+        "tools": [
+            {**TOOL, "strict": False},
+            {"type": "namespace", "name": "multi_agent_v1", "description": "Agents.", "tools": [{**TOOL}]},
+            {"type": "web_search", "external_web_access": True},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "01a2",
+        "client_metadata": {"session_id": "01a2"},
+    }
+    backend, response = await one_of(tokenizer, CALL, **body)
+    assert [item["type"] for item in events(response)[-1]["response"]["output"]] == ["message", "function_call"]
+    assert backend.requests[0].conversation_id == "01a2"
+    named = response.headers["x-tandem-ignored"].split(", ")
+    assert {one.partition(" ")[0] for one in named} == {"client_metadata", "reasoning.summary", "tools.web_search"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"background": False},
+        {"max_tool_calls": 3},
+        {"top_logprobs": 0},
+        {"service_tier": "flex"},
+        {"text": {"verbosity": "low"}},
+        {"reasoning": {"summary": "detailed"}},
+        {"include": ["file_search_call.results", "web_search_call.action.sources", "new.thing"]},
+        {"metadata": {"a": "1"}, "user": "u"},
+        {"truncation": "auto"},
+        {"conversation": None, "prompt": None},
+        {"context_management": [{"type": "compaction"}], "safety_identifier": "x", "stream_options": {}},
+    ],
+)
+async def test_hints_of_responses_clients_pass(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
+    backend, response = await one_of(tokenizer, "x", **fields)
+    plain, _ = await one_of(tokenizer, "x")
+    assert backend.requests[0].token_ids == plain.requests[0].token_ids
+    hints = fields.keys() & {"max_tool_calls", "service_tier", "context_management", "include"}
+    assert all(name in response.headers["x-tandem-ignored"] for name in hints)
+
+
+async def test_reasoning_effort_goes_to_the_template(tmp_path_factory: pytest.TempPathFactory) -> None:
+    tokenizer = Tokenizer(build_tokenizer(tmp_path_factory.mktemp("effort"), "{{ reasoning_effort }}"))
+    backend, response = await one_of(tokenizer, "x", reasoning={"effort": "high"})
+    assert tokenizer.decode(backend.requests[0].token_ids) == "high"
+    assert response.json()["reasoning"]["effort"] == "high"
+
+
+# -- kept responses
+
+
+async def test_ai_sdk_item_references(tokenizer: Tokenizer) -> None:
+    backend = backend_of(tokenizer, CALL)
+    async with closing(backend, tool_parser="hermes") as client:
+        first = (await client.post(PATH, json={"input": "hi", "tools": [TOOL]})).json()
+        output = {"type": "function_call_output", "call_id": first["output"][1]["call_id"], "output": "sunny"}
+        user = {"role": "user", "content": "hi"}
+        names = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+        untyped = [{"id": item["id"]} for item in first["output"]]
+        for items in (first["output"], names, untyped):
+            response = await client.post(PATH, json={"input": [user, *items, output], "tools": [TOOL]})
+            assert response.status_code == 200, response.text
+        other = await client.post(PATH, json={"input": names}, headers={"x-tandem-tenant": "other"})
+        unknown = await client.post(PATH, json={"input": [user, {"type": "item_reference", "id": "msg_foreign"}]})
+        missing = await client.post(PATH, json={"input": [{"type": "item_reference", "id": names[0]["id"][:-1] + "9"}]})
+    assert len({tuple(request.token_ids) for request in backend.requests[1:]}) == 1
+    for refused, param in ((other, "input[0].id"), (unknown, "input[1].id"), (missing, "input[0].id")):
+        assert (refused.status_code, refused.json()["error"]["param"]) == (404, param)
+
+
+async def test_input_items_are_listed(tokenizer: Tokenizer) -> None:
+    sent = [{"role": "user", "content": f"{i}"} for i in range(30)]
+    async with closing(FakeBackend(tokenizer)) as client:
+        first = (await client.post(PATH, json={"input": sent})).json()
+        second = (await client.post(PATH, json={"input": "last", "previous_response_id": first["id"]})).json()
+        path = f"{PATH}/{first['id']}/input_items"
+        newest = (await client.get(path)).json()
+        rest = (await client.get(path, params={"after": newest["last_id"]})).json()
+        all_of_second = (
+            await client.get(f"{PATH}/{second['id']}/input_items", params={"order": "asc", "limit": 100})
+        ).json()
+        other = await client.get(path, headers={"x-tandem-tenant": "other"})
+        wrong = [await client.get(path, params=one) for one in ({"limit": "x"}, {"order": "up"}, {"after": "no"})]
+    assert [item["content"] for item in newest["data"]] == [f"{i}" for i in range(29, 9, -1)]
+    assert [item["content"] for item in rest["data"]] == [f"{i}" for i in range(9, -1, -1)]
+    assert (newest["has_more"], rest["has_more"]) == (True, False)
+    assert (newest["first_id"], newest["object"]) == (newest["data"][0]["id"], "list")
+    assert [item["type"] for item in all_of_second["data"]] == ["message"] * 32
+    assert all_of_second["data"][30] == first["output"][0]
+    assert all_of_second["data"][31]["content"] == [{"type": "input_text", "text": "last"}]
+    assert other.status_code == 404
+    assert [response.status_code for response in wrong] == [400] * 3
+
+
+async def test_the_sdk_lists_input_items_and_reads_custom_calls(tokenizer: Tokenizer) -> None:
+    client = sdk(backend_of(tokenizer, call_of("apply_patch", {"input": "x"}), 2), tool_parser="hermes")
+    tools: Any = [PATCH, {"type": "web_search"}]
+    async with client.responses.stream(model="org/toy", input="hi", tools=tools) as stream:
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_response()
+    assert "response.custom_tool_call_input.done" in kinds
+    [item] = final.output
+    assert item.type == "custom_tool_call"
+    assert item.input == "x"
+    listed = await client.responses.input_items.list(final.id)
+    assert [one.type for one in listed.data] == ["message"]
+
+
+# -- truncation
+
+
+def turns_from(first: int) -> list[dict[str, Any]]:
+    pairs = (({"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": "a"}) for i in range(9))
+    return [item for pair in list(pairs)[first:] for item in pair]
+
+
+async def test_truncation_auto_leaves_the_oldest_turns_out(tokenizer: Tokenizer) -> None:
+    backend = FakeBackend(tokenizer)
+    backend.max_model_len = 120
+    items = [{"role": "developer", "content": "Be brief."}, *turns_from(0), {"role": "user", "content": "last"}]
+    async with closing(backend) as client:
+        refused = await client.post(PATH, json={"input": items, "max_output_tokens": 10})
+        response = await client.post(PATH, json={"input": items, "max_output_tokens": 10, "truncation": "auto"})
+        shown = tokenizer.decode(backend.requests[0].token_ids)
+        num_left = shown.count("question")
+        expected = [items[0], *turns_from(9 - num_left), items[-1]]
+        same = await client.post(PATH, json={"input": expected, "max_output_tokens": 10})
+        more = [items[0], *turns_from(8 - num_left), items[-1]]
+        too_long = await client.post(PATH, json={"input": more, "max_output_tokens": 10})
+        alone = await client.post(PATH, json={"input": "x" * 200, "truncation": "auto"})
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert (response.status_code, same.status_code, too_long.status_code) == (200, 200, 400)
+    assert 0 < num_left < 9
+    assert backend.requests[0].token_ids == backend.requests[1].token_ids
+    assert response.json()["truncation"] == "auto"
+    assert f"input (the oldest {9 - num_left} of 10 turns do not fit)" in response.headers["x-tandem-ignored"]
+    assert alone.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("depth", [90, 110, 300, 900, 2000])
+async def test_deep_nesting_is_the_clients_fault(tokenizer: Tokenizer, depth: int) -> None:
+    nest = "[" * depth + "]" * depth
+    item = f'{{"type": "web_search_call", "action": {nest}}}'
+    tool = f'{{"type": "function", "name": "f", "parameters": {{"enum": {nest}}}}}'
+    choice = f'{{"type": "function", "name": "f", "x": {nest}}}'
+    bodies = [
+        f'{{"input": [{item}, {{"role": "user", "content": "hi"}}]}}',
+        f'{{"input": "hi", "tools": [{tool}]}}',
+        f'{{"input": "hi", "tools": [{{"type": "namespace", "name": "n", "tools": [{tool}]}}]}}',
+        f'{{"input": "hi", "tools": [{{"type": "function", "name": "f"}}], "tool_choice": {choice}, "max_tokens": 2}}',
+        f'{{"input": "hi", "conversation": {nest}}}',
+        f'{{"input": "hi", "metadata": {{"a": {nest}}}}}',
+    ]
+    async with closing(backend_of(tokenizer, "x")) as client:
+        for body in bodies:
+            response = await client.post(PATH, content=body, headers={"content-type": "application/json"})
+            assert response.status_code in ({200, 400} if depth < 100 else {400}), (depth, body[:80], response.text)
+            if response.status_code == 200:
+                listed = await client.get(f"{PATH}/{response.json()['id']}/input_items")
+                assert listed.status_code == 200, listed.text

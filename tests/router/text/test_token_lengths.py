@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from tandem.protocol.errors import ContextLengthExceeded
-from tandem.router.text.token_lengths import PromptLimit, TokenLength, _byte_level_names, token_length
+from tandem.router.text.token_lengths import PromptLimit, TokenLength, _byte_level_names, byte_shares, token_length
 from tandem.router.text.tokenizer import Tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -91,6 +91,42 @@ def test_characters_that_a_tokenizer_drops_do_not_count() -> None:
     assert length.left_out == "\x02\x03"
     text = "\x02" * 10_000 + " "
     assert (length.min_tokens(text), len(fast.encode(text).ids)) == (1, 1)
+
+
+@pytest.mark.parametrize("name", ["byte level", "byte level that leaves control characters out", "composed"])
+def test_no_text_has_fewer_tokens_than_its_bytes_say(name: str) -> None:
+    fast = BOUNDED[name]
+    fast.add_special_tokens([AddedToken("<end of text>")])
+    shares = byte_shares(fast)
+    assert shares is not None
+    rng = random.Random(5)
+    parts = ["  ", "ab", "\x02", "é", "e\u0301", "\u03b1\u0313\u0300\u0345", "각", "🎉", "日", "<end of text>", "<end"]
+    for _ in range(2000):
+        text = "".join(rng.choice(parts) * rng.randint(1, 20) for _ in range(rng.randint(0, 4)))
+        assert shares.min_tokens(text) <= len(fast.encode(text, add_special_tokens=False).ids), repr(text)
+
+
+@pytest.mark.parametrize(("text", "num_tokens"), [(" " * SPACES * 9, 9), ("q" * 1000, 1000), ("日" * 1000, 3000)])
+def test_a_byte_counts_by_the_longest_token_that_contains_it(text: str, num_tokens: int) -> None:
+    shares = byte_shares(byte_level())
+    assert shares is not None
+    assert shares.min_tokens(text) == num_tokens
+
+
+@pytest.mark.parametrize("name", ["two become one", "nested", "byte fallback", "unigram"])
+def test_bytes_say_nothing_where_tokens_are_not_bytes_of_the_text(name: str) -> None:
+    assert byte_shares(BOUNDED[name]) is None
+
+
+def test_a_long_word_is_refused_before_it_is_encoded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoding a word takes more than linear time, and nobody else's text goes on meanwhile."""
+    longest = max(map(len, tokenizer._fast.get_vocab()))
+    word = "q" * (longest * 10)
+    assert len(tokenizer.encode(word)) > 10
+    tokenizer.check_length(word, PromptLimit(10, "prompt"))  # by its length alone it might fit
+    monkeypatch.setattr(tokenizer, "_fast", None)
+    with pytest.raises(ContextLengthExceeded, match="characters, which are at least"):
+        tokenizer.encode(word, limit=PromptLimit(10, "prompt"))
 
 
 def changed(**parts: object) -> FastTokenizer:

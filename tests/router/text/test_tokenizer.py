@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+from starlette.requests import Request
+from starlette.types import Message
 
 from tandem.protocol.errors import RequestError
+from tandem.router.http.errors import ClientDisconnected
+from tandem.router.http.text_work import work_on_text
 from tandem.router.text.tokenizer import MIN_THREAD_BYTES, Tokenizer, TokenizerPool
 
 WITHOUT_TORCH = """
@@ -58,12 +63,40 @@ def test_vocab_size_covers_added_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.special_ids == {262, 263}
 
 
-async def test_only_long_texts_are_worked_on_in_threads() -> None:
+@pytest.mark.parametrize(
+    ("num_bytes", "thread"),
+    [(0, "MainThread"), (MIN_THREAD_BYTES - 1, "MainThread"), (MIN_THREAD_BYTES, "tokenizer"), (1 << 20, "long-texts")],
+)
+async def test_short_texts_are_worked_on_at_once_and_long_ones_hold_up_no_others(num_bytes: int, thread: str) -> None:
     pool = TokenizerPool(1)
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive=asyncio.Event().wait)
     try:
-        here = threading.get_ident()
-        for num_bytes, is_here in [(0, True), (MIN_THREAD_BYTES - 1, True), (MIN_THREAD_BYTES, False)]:
-            assert (await pool.run(threading.get_ident, num_bytes=num_bytes) == here) == is_here
-        assert await pool.run(threading.get_ident) != here
+        name = await work_on_text(request, pool, lambda: threading.current_thread().name, num_bytes)
+        assert name.partition("_")[0] == thread
     finally:
+        pool.close()
+
+
+async def test_a_client_that_leaves_while_its_text_waits_takes_it_along() -> None:
+    pool, may_go_on, has_left = TokenizerPool(1), threading.Event(), asyncio.Event()
+    done: list[str] = []
+
+    async def receive() -> Message:
+        await has_left.wait()
+        return {"type": "http.disconnect"}
+
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive=receive)
+    try:
+        running = asyncio.create_task(pool.run(may_go_on.wait, tenant="a", num_bytes=MIN_THREAD_BYTES))
+        waiting = asyncio.create_task(work_on_text(request, pool, lambda: done.append("b"), MIN_THREAD_BYTES))
+        await asyncio.sleep(0)
+        has_left.set()
+        with pytest.raises(ClientDisconnected):
+            await waiting
+        may_go_on.set()
+        await running
+        await pool.run(lambda: done.append("c"), tenant="a", num_bytes=MIN_THREAD_BYTES)
+        assert done == ["c"]
+    finally:
+        may_go_on.set()
         pool.close()

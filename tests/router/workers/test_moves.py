@@ -35,6 +35,7 @@ from tandem.protocol.messages import (
     RequestFailed,
     Role,
     SequenceDelta,
+    WorkerState,
 )
 from tandem.router.backend import GenerateRequest, TokenDelta
 from tandem.router.poisoned_requests import MAX_DEATHS, MAX_REMEMBERED, REFUSED_S, PoisonedRequests
@@ -725,4 +726,62 @@ async def test_whatever_happens_on_the_way_out_leaves_nothing_booked(end: str) -
         assert generation.move("test")
         assert cluster.registry.num_bookings == 2
         await end_it(end, cluster, stream)
+        cluster.assert_nothing_left()
+
+
+async def test_the_worker_that_drains_serves_while_all_others_are_dead() -> None:
+    async with fake_cluster(decode=one_token) as cluster:
+        leaving = await cluster.add(FakeWorker("d1", Role.DECODE, one_token))
+        running = Pulled(cluster.flow.serve(make_request(request_id="old")))
+        await eventually(lambda: bool(cluster.workers["d"].received or leaving.received))
+        await running.aclose()
+        cluster.registry.set_state("d1", WorkerState.DRAINING, "an operator asked for it", is_fallback=True)
+        served = [Pulled(cluster.flow.serve(make_request(request_id=f"r{i}"))) for i in range(3)]
+        begun = [asyncio.create_task(anext(stream)) for stream in served]
+        await eventually(lambda: len(cluster.workers["d"].of_type(Generate)) >= 3)
+        assert not any(one.request_id.startswith("r") for one in leaving.of_type(Generate))  # type: ignore[attr-defined]
+
+        leaving._script = remaining_tokens
+        cluster.client.mark_dead("d", "exit code -9")
+        assert cluster.flow.ready
+        for stream, first in zip(served, begun, strict=True):
+            assert tokens([await first]) + await rest(stream) == [100, 101, 102, 103]
+        assert tokens(await collect(cluster, make_request(request_id="new"))) == [100, 101, 102, 103]
+        assert (await cluster.flow.explain(make_request()))["outcome"] == "admitted"
+        assert dict(cluster.flow.num_moves) == {"worker_lost": 3}
+        cluster.assert_nothing_left()
+
+
+async def test_what_it_serves_leaves_it_when_another_worker_is_back() -> None:
+    def one_more(worker: FakeWorker, message: Message) -> None:
+        if isinstance(message, Generate):
+            offset = len(message.output_ids)
+            worker.output(SequenceDelta(message.request_id, offset, [100 + offset]))
+
+    async with fake_cluster(decode=one_more) as cluster:
+        cluster.registry.set_state("d", WorkerState.DRAINING, "it got SIGTERM", is_fallback=True)
+        other = await cluster.add(FakeWorker("d1", Role.DECODE, silent))
+        cluster.registry.set_state("d1", WorkerState.DRAINING, "it got SIGTERM, too", is_fallback=True)
+        stream = Pulled(cluster.flow.serve(make_request()))
+        waiting = asyncio.create_task(anext(stream))
+        await eventually(lambda: bool(cluster.workers["d"].of_type(Generate) or other.of_type(Generate)))
+        if other.of_type(Generate):
+            one_more(other, other.of_type(Generate)[0])
+        assert (await waiting).token_ids == [100]
+        assert cluster.flow.num_moves.total() == 0, "it does not go to and fro between two that drain"
+        back = await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
+        assert await rest(stream) == [101, 102, 103]
+        assert len(resumed(back)) == 1
+        assert dict(cluster.flow.num_moves) == {"drain": 1}
+        cluster.assert_nothing_left()
+
+
+async def test_a_worker_whose_process_is_about_to_end_is_not_used_again() -> None:
+    async with fake_cluster(decode=remaining_tokens) as cluster:
+        cluster.registry.set_state("d", WorkerState.DRAINING, "it leaves", is_fallback=True)
+        assert tokens(await collect(cluster, make_request())) == [100, 101, 102, 103]
+        cluster.registry.set_state("d", WorkerState.DRAINING, "its process is about to end")
+        assert not cluster.flow.ready
+        with pytest.raises(NoWorker, match="1 draining"):
+            await collect(cluster, make_request(request_id="late"))
         cluster.assert_nothing_left()

@@ -213,20 +213,36 @@ TestPinLedgerMachine.settings = settings(max_examples=60, stateful_step_count=30
 def test_conversations_are_known_by_tenant_and_the_oldest_is_forgotten() -> None:
     conversations = Conversations(max_bytes=2 * CONVERSATION_BYTES + 2 * len("tx") + 4 * DIGEST_BYTES)
     conversations.note(T, "x", digests(1, 2))
-    conversations.note(U, "x", digests(3, 4))
+    conversations.note(T, "y", digests(3, 4))
     assert conversations.digests(T, "x") == digests(1, 2)
-    assert conversations.digests(T, "y") == []
-    conversations.note(T, "x", digests(1, 2))  # used again, so the other one is the oldest
-    conversations.note(T, "y", digests(5))
     assert conversations.digests(U, "x") == []
+    conversations.note(T, "x", digests(1, 2))  # used again, so the other one is the oldest
+    conversations.note(T, "z", digests(5))
+    assert conversations.digests(T, "y") == []
     assert conversations.digests(T, "x") == digests(1, 2)
-    conversations.note(T, "y", digests(5, 6))
+    conversations.note(T, "z", digests(5, 6))
     assert len(conversations) == 2
     conversations.note(T, "z", digests(*range(50, 99)))  # longer than all that may be remembered
     assert len(conversations) == 0
     for number in range(9):
         conversations.note(T, f"empty {number}", [])
     assert len(conversations) == 2
+
+
+def test_a_tenant_that_names_many_conversations_forgets_its_own() -> None:
+    conversations = Conversations(max_bytes=10 * CONVERSATION_BYTES)
+    for number in range(3):
+        conversations.note(U, f"kept {number}", digests(number))
+    for number in range(1000):
+        conversations.note(T, f"{number}", digests(number % 256))
+    assert all(conversations.digests(U, f"kept {number}") == digests(number) for number in range(3))
+    assert conversations.digests(T, "999") == digests(999 % 256)
+    conversations.note(T, "large", digests(*range(256), *range(256)))  # longer than all that may be remembered
+    assert conversations.digests(T, "large") == []
+    assert all(conversations.digests(U, f"kept {number}") == digests(number) for number in range(3))
+    for number in range(3, 100):  # a tenant within its share takes the room of the oldest, whoever has it
+        conversations.note(U, f"kept {number}", digests(number))
+    assert len(conversations) <= 10
 
 
 def test_what_pins_may_cover_is_what_the_decoding_workers_may_keep() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -640,3 +641,25 @@ def test_every_request_gives_everything_back(arrivals: list[Arrival], num_prefil
     assert cluster.admission.report()["waiting_prompt_tokens"] == 0
     for worker in cluster.registry:
         assert (worker.queued_prompt_tokens, worker.num_booked_seqs, worker.booked_kv_tokens) == (0, 0, 0)
+
+
+def test_a_worker_that_drains_is_given_what_nobody_else_serves_in_portions() -> None:
+    desk = make_desk(Role.COLOCATED, Role.COLOCATED)
+    desk.registry.set_state("w0", WorkerState.DRAINING, "test", is_fallback=True)
+    desk.registry.set_state("w1", WorkerState.DEAD, "test")
+
+    def enter() -> QueuedRequest:
+        request = msgspec.structs.replace(make_request(), may_fall_back=True)
+        forecast = desk.admission.forecast(request, 0.0)
+        starts_s.append(forecast.start_s)
+        return desk.admission.enter(request, forecast, 0.0)
+
+    starts_s: list[float] = []
+    waiting = [enter() for _ in range(4)]
+    assert starts_s == sorted(set(starts_s)), "each waits for those before it"
+    assert [decided.queued for decided in desk.decide()] == waiting[:1]
+    desk.computes("w0", 512)
+    assert [decided.queued for decided in desk.decide()] == waiting[1:2]
+    desk.registry.set_state("w0", WorkerState.DRAINING, "its process ends")
+    desk.computes("w0", 512)
+    assert [isinstance(decided, Drop) for decided in desk.decide()] == [True, True]

@@ -603,3 +603,62 @@ def test_a_prefill_worker_does_all_of_a_request_only_while_no_worker_decodes() -
         pool.placer.place(request, 0.0)
     pool.registry.set_state("small", WorkerState.DRAINING, "test")
     assert chosen(pool.placer.place(request, 0.0)) == ("p", "p")
+
+
+def falling_back(num_prompt_tokens: int = 64, **fields: bool) -> PlacementRequest:
+    """A request as the router places it anew, or after it lost its worker."""
+    return msgspec.structs.replace(make_request(num_prompt_tokens), may_fall_back=True, **fields)
+
+
+def test_a_draining_worker_serves_what_no_ready_one_can() -> None:
+    pool = Pool()
+    for name in ("stays", "leaves"):
+        pool.add(name, Role.DECODE)
+    pool.book("stays", "stays", new=20_000)
+    pool.registry.set_state("leaves", WorkerState.DRAINING, "test", is_fallback=True)
+    assert chosen(pool.placer.place(falling_back(), 0.0)) == ("stays", "stays"), "however busy it is"
+    pool.registry.set_state("stays", WorkerState.DEAD, "test")
+    assert pool.placer.can_cover
+    assert not pool.placer.can_place
+    assert chosen(pool.placer.place(falling_back(), 0.0)) == ("leaves", "leaves")
+    with pytest.raises(NoWorker, match="1 draining"):  # an answer that moves while its worker lives stays there
+        pool.place(64)
+    pool.registry.set_state("leaves", WorkerState.DRAINING, "its process is about to end")
+    assert not pool.placer.can_cover
+    with pytest.raises(NoWorker, match="1 draining"):
+        pool.placer.place(falling_back(), 0.0)
+
+
+def test_one_that_drains_serves_what_the_ready_ones_may_not() -> None:
+    pool = Pool()
+    pool.add("small", Role.DECODE, num_blocks=4)
+    pool.add("large", Role.DECODE)
+    pool.registry.set_state("large", WorkerState.DRAINING, "test", is_fallback=True)
+    assert chosen(pool.placer.place(falling_back(63), 0.0)) == ("small", "small")
+    assert chosen(pool.placer.place(falling_back(64), 0.0)) == ("large", "large")
+    with pytest.raises(NoWorker, match="1 too small"):
+        pool.placer.place(falling_back(64), 0.0, excluded=["large"])
+
+
+@pytest.mark.parametrize("draining", ["p", "d"])
+def test_half_of_a_pair_that_drains_goes_on_with_the_other_half(draining: str) -> None:
+    pool = Pool()
+    for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+        card = msgspec.structs.replace(make_card(name, role), serves_alone=False)
+        add_ready(pool.registry, card)
+        pool.index.add_worker(name, epoch=1)
+    pool.registry.set_state(draining, WorkerState.DRAINING, "test", is_fallback=True)
+    assert chosen(pool.placer.place(falling_back(), 0.0)) == ("p", "d")
+
+
+def test_a_ready_prefill_worker_covers_before_one_that_drains_and_a_draining_one_covers_too() -> None:
+    pool = Pool()
+    pool.add("p", Role.PREFILL)
+    pool.add("d", Role.DECODE)
+    pool.registry.set_state("d", WorkerState.DRAINING, "test", is_fallback=True)
+    assert chosen(pool.placer.place(falling_back(may_cover=True), 0.0)) == ("p", "p")
+    assert chosen(pool.placer.place(falling_back(is_resumed=True), 0.0)) == ("p", "p")
+    pool.registry.set_state("d", WorkerState.DEAD, "test")
+    pool.registry.set_state("p", WorkerState.DRAINING, "test", is_fallback=True)
+    assert pool.placer.can_cover
+    assert chosen(pool.placer.place(falling_back(may_cover=True), 0.0)) == ("p", "p")

@@ -166,3 +166,20 @@ def test_bookings_always_return_to_zero(actions: list[tuple[str, int, str, str, 
     assert all(
         worker.num_awaited_seqs == worker.awaited_kv_tokens == worker.num_incoming_seqs == 0 for worker in registry
     )
+
+
+def test_a_worker_is_a_fallback_only_while_it_drains_and_says_so() -> None:
+    registry = make_registry("w0")
+    worker, reasons = get(registry, "w0"), []
+    registry.listen(lambda change: reasons.append(change.reason))
+    with pytest.raises(AssertionError, match="w0 is ready: no fallback"):
+        registry.set_state("w0", WorkerState.READY, "test", is_fallback=True)
+    registry.set_state("w0", WorkerState.DRAINING, "it leaves", is_fallback=True)
+    assert (worker.is_fallback, can_decode(worker), registry.table.has_fallback) == (True, False, True)
+    registry.set_state("w0", WorkerState.DRAINING, "its process ends")
+    registry.set_state("w0", WorkerState.DRAINING, "its process ends")
+    assert (worker.is_fallback, registry.table.has_fallback) == (False, False)
+    registry.set_state("w0", WorkerState.DRAINING, "it leaves after all", is_fallback=True)
+    registry.set_state("w0", WorkerState.READY, "it stays")
+    assert not worker.is_fallback
+    assert reasons == ["it leaves", "its process ends", "it leaves after all", "it stays"]

@@ -1,0 +1,151 @@
+"""What clients see of a service that gets SIGTERM: nothing breaks off that ends in time, and the rest is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.fake_openai import FakeServer, fake_openai
+from tests.support.server import HTTP, REPOSITORY, started
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(400)
+
+STREAM = {"prompt": "a b", "max_tokens": 8, "stream": True}
+FORMER_LIMIT_S = 5.0  # after SIGTERM, answers once had this long
+
+
+@contextmanager
+def routing_process(engine: FakeServer, folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """`tandem route` in front of an engine, and its URL."""
+    engines, log = folder / "engines.toml", folder / "route.log"
+    engines.write_text(f'[[engines]]\nname = "a"\nurl = "{engine.url}"\nkind = "vllm"\n')
+    command = [sys.executable, "-m", "tandem", "route", f"--engines={engines}", "--port=0", "--probe-interval-s=0.05"]
+    environment = os.environ | {"COLUMNS": "400", "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen([*command, *flags], cwd=REPOSITORY, stdout=output, stderr=output, env=environment)
+    try:
+        until(lambda: " on http://" in log.read_text() or process.poll() is not None, explain=log.read_text)
+        url = log.read_text().split(" on ")[1].split()[0]
+        until(lambda: status_of(f"{url}/ready") == 200, explain=log.read_text)
+        yield process, url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def status_of(url: str) -> int:
+    """Status of an answer; 0 = the port is closed."""
+    try:
+        return HTTP.get(url).status_code
+    except httpx.TransportError:
+        return 0
+
+
+@contextmanager
+def begun_stream(url: str, body: dict[str, Any]) -> Iterator[Iterator[str]]:
+    """The lines of a stream behind its first event."""
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120, trust_env=False) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: {")
+        yield lines
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeServer]:
+    """Its streams stop after their first event until it is told to resume."""
+    with fake_openai() as fake:
+        fake.pause.clear()
+        yield fake
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_after_sigterm_load_balancers_leave_first_and_a_long_stream_ends_in_peace(
+    engine: FakeServer, tmp_path: Path, num_processes: int
+) -> None:
+    flags = (f"--router-processes={num_processes}", "--shutdown-delay-s=6", "--drain-timeout-s=0.1")
+    with (
+        routing_process(engine, tmp_path, *flags) as (process, url),
+        httpx.Client(trust_env=False) as kept,
+        begun_stream(url, STREAM) as lines,
+    ):
+        assert "connection" not in kept.get(f"{url}/health").headers
+        told_s = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        until(lambda: status_of(f"{url}/ready") == 503)
+        assert "shutting down" in HTTP.get(f"{url}/ready").json()["error"]["message"]
+        assert kept.get(f"{url}/health").headers["connection"] == "close", "a kept connection is not used again"
+        answer = HTTP.post(f"{url}/v1/completions", json=STREAM | {"stream": False})
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        until(lambda: status_of(f"{url}/health") == 0)
+        assert time.monotonic() - told_s > FORMER_LIMIT_S
+        engine.resume()
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("hurry", ["grace is over", "second signal"])
+def test_a_stream_that_does_not_end_in_time_is_told_that_the_server_shuts_down(
+    engine: FakeServer, tmp_path: Path, num_processes: int, hurry: str
+) -> None:
+    delays = ("--shutdown-delay-s=600",) if hurry == "second signal" else ("--shutdown-grace-s=0.5",)
+    with (
+        routing_process(engine, tmp_path, f"--router-processes={num_processes}", *delays) as (process, url),
+        begun_stream(url, STREAM) as lines,
+    ):
+        process.send_signal(signal.SIGTERM)
+        if hurry == "second signal":
+            until(lambda: status_of(f"{url}/ready") == 503)
+            process.send_signal(signal.SIGTERM)
+        last = [line for line in lines if line][-1]
+        assert '"error"' in last
+        assert "the server is shutting down; send the request again" in last
+        assert process.wait(30) == 0
+
+
+def test_ctrl_c_stays_quick(engine: FakeServer, tmp_path: Path) -> None:
+    flags = ("--shutdown-delay-s=600", "--shutdown-grace-s=600", "--drain-timeout-s=0.1")
+    with (
+        routing_process(engine, tmp_path, *flags) as (process, url),
+        begun_stream(url, STREAM) as lines,
+    ):
+        process.send_signal(signal.SIGINT)
+        assert '"error"' in [line for line in lines if line][-1]
+        assert process.wait(30) == 0
+
+
+@pytest.mark.cluster
+def test_serve_ends_answers_in_peace_after_sigterm(text_model: Path, tmp_path: Path) -> None:
+    """Its worker stands still for longer than answers once had."""
+    flags = ("--colocated", "--pool-bytes=20000000", "--router-processes=2", "--worker-timeout-s=60")
+    with started(text_model, tmp_path, *flags, "--drain-timeout-s=0.1", "--shutdown-delay-s=6") as server:
+        server.wait_ready()
+        worker = psutil.Process(server.worker("colocated")["pid"])
+        body = STREAM | {"max_tokens": 100, "ignore_eos": True, "stream_options": {"include_usage": True}}
+        with begun_stream(server.url, body) as lines:
+            worker.suspend()
+            try:
+                told_s = time.monotonic()
+                children = server.children()
+                server.process.send_signal(signal.SIGTERM)
+                until(lambda: status_of(f"{server.url}/ready") == 503)
+                until(lambda: status_of(f"{server.url}/health") == 0)
+                assert time.monotonic() - told_s > FORMER_LIMIT_S
+            finally:
+                worker.resume()
+            shown = [line for line in lines if line]
+        assert shown[-1] == "data: [DONE]", server.output
+        assert '"completion_tokens":100' in shown[-2]
+        assert server.wait_ended(children) == 0

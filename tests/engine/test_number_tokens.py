@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import llguidance
+import numpy as np
+import pytest
+
+from tandem.engine.number_tokens import MAX_DIGITS
+from tandem.engine.structured_output import GrammarMatcher, StructuredOutput
+from tandem.router.structured_output.compile_process import make_grammar
+from tandem.router.text.tokenizer import Tokenizer
+from tests.router.conftest import build_tokenizer
+
+END = 263  # </s>
+LONG = "1" * MAX_DIGITS
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(build_tokenizer(tmp_path_factory.mktemp("numbers")))
+
+
+@pytest.fixture(scope="module")
+def structured(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made = StructuredOutput(build_tokenizer(tmp_path_factory.mktemp("again")), 300, frozenset({END}))
+    yield made
+    made.close()
+
+
+def schema(value: Any) -> str:
+    return make_grammar("json", json.dumps(value))
+
+
+def allowed_after(structured: StructuredOutput, grammar: str, ids: list[int], *, at_once: bool = True) -> set[int]:
+    """The tokens that the mask allows after an output, consumed at once or token by token."""
+    matcher = structured.matcher(grammar)
+    matcher._compilation.compiled.result()
+    pieces = [ids] if at_once else [[i] for i in ids]
+    mask = b""
+    for piece in pieces:
+        mask = _mask(structured, matcher, piece)
+    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def _mask(structured: StructuredOutput, matcher: GrammarMatcher, ids: list[int]) -> bytes:
+    structured.begin_masks([(matcher, ids)])
+    assert matcher.pending is not None
+    matcher.pending.rows.result()
+    mask = matcher.take_mask()
+    assert isinstance(mask, np.ndarray), mask
+    return mask.tobytes()
+
+
+def can_write(structured: StructuredOutput, tokenizer: Tokenizer, grammar: str, text: str, following: str) -> bool:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    (next_id,) = tokenizer.encode(following, add_special_tokens=False)
+    allowed = allowed_after(structured, grammar, ids)
+    assert allowed == allowed_after(structured, grammar, ids, at_once=False)
+    assert allowed, "a mask must allow something"
+    return next_id in allowed
+
+
+@pytest.mark.parametrize(
+    ("value", "before"),
+    [
+        ({}, ""),
+        ({}, '{"a": [true, '),
+        ({}, "0."),
+        ({}, "1e"),
+        ({"type": "number"}, "-"),
+        ({"type": "number"}, "3."),
+        ({"type": "integer"}, ""),
+        ({"type": "integer", "minimum": 0}, ""),
+        ({"type": "object", "properties": {"a": {"type": "number"}}}, '{"a": '),
+        ({"type": "array", "items": {"type": ["integer", "string"]}}, '["1", '),
+    ],
+)
+def test_a_number_ends_after_many_digits(
+    structured: StructuredOutput, tokenizer: Tokenizer, value: Any, before: str
+) -> None:
+    grammar = schema(value)
+    assert can_write(structured, tokenizer, grammar, before + LONG[:-1], "1")
+    assert not can_write(structured, tokenizer, grammar, before + LONG, "1")
+    assert not can_write(structured, tokenizer, grammar, before + LONG + "1", "1")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "before"),
+    [
+        (schema({"type": "string"}), '"'),
+        (schema({}), '{"key": "'),
+        (schema({}), '{"'),
+        (schema({"type": "string", "pattern": "^[0-9]+$"}), '"'),
+        (schema({"type": "string", "minLength": 500}), '"'),
+        (schema({"type": "string", "pattern": "^[0-9]{300}$"}), '"'),
+        (make_grammar("regex", "[0-9]+"), ""),
+        (llguidance.LLMatcher.grammar_from_lark("start: /[0-9]+/"), ""),
+    ],
+    ids=["string", "value", "key", "digits", "long", "300", "regex", "lark"],
+)
+def test_digits_elsewhere_go_on(structured: StructuredOutput, tokenizer: Tokenizer, grammar: str, before: str) -> None:
+    assert can_write(structured, tokenizer, grammar, before + LONG + "1", "1")
+
+
+def test_the_next_number_may_be_long_again(structured: StructuredOutput, tokenizer: Tokenizer) -> None:
+    assert can_write(structured, tokenizer, schema({"type": "array"}), f"[{LONG}, {LONG[:-1]}", "1")
+    assert can_write(structured, tokenizer, schema({}), f"{LONG}.{LONG[:-1]}", "1")
