@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Creates .venv-agents, a folder of the coding agents and agent libraries that `make test-clients` runs against a server;
-# run it through `make test-clients`. Each part has its own versions: node/ (npm), aider/ and python/ (PyPI).
+# run it through `make test-clients`. Each part has its own versions: node/ (npm), aider/, litellm/ and python/ (PyPI).
 # PYTHON chooses the interpreter, AGENTS_VENV the folder.
 #
 # Not here, because their packages download a program from elsewhere when they are installed: crush.
@@ -19,6 +19,7 @@ node_packages=(
     opencode-ai@1.18.33
 )
 aider_packages=(aider-chat==0.86.2)
+litellm_packages=(litellm==1.109.1)
 python_packages=(
     'pydantic-ai-slim[anthropic,openai]==2.68.0'
     instructor==1.17.0
@@ -29,7 +30,7 @@ python_packages=(
 
 mkdir -p "$folder/node"
 echo "Setting up agents in $(realpath -m "$folder") (some minutes, 3 GB on disk)"
-for part in aider python; do
+for part in aider litellm python; do
     venv=$folder/$part
     source scripts/environment.sh
     create_environment
@@ -42,5 +43,5 @@ command -v npm >/dev/null || die "npm is missing: install Node.js 20 or later"
 # The programs that these packages run lie in packages of their own, so no script of theirs has to run.
 npm install --prefix "$folder/node" --ignore-scripts --no-audit --no-fund --save-exact "${node_packages[@]}" \
     >"$folder/node/setup.log" 2>&1 || die "npm install failed; the whole log: $folder/node/setup.log"
-printf '%s\n' "${node_packages[@]}" "${aider_packages[@]}" "${python_packages[@]}" >"$folder/packages.txt"
+printf '%s\n' "${node_packages[@]}" "${aider_packages[@]}" "${litellm_packages[@]}" "${python_packages[@]}" >"$folder/packages.txt"
 echo "ready after $SECONDS s"

@@ -67,7 +67,7 @@ class Agent:
     tool: str = ""  # what the first request must call; "" = the agent has no tools
     input: Callable[[Place], Json] | None = None
     venv: str = ""  # "" = a package of npm
-    asks_elsewhere: str = ""  # what it asks other hosts for all the same, and does without
+    asks_elsewhere: str = ""  # what it asks other hosts for all the same; it does without
 
     @property
     def tried(self) -> str:
@@ -311,14 +311,15 @@ def _aider(place: Place) -> list[str]:
     return [*command, "--read", NOTE, "--message", QUESTION]
 
 
-def _program(name: str) -> Callable[[Place], list[str]]:
+def _program(name: str, venv: str = "python") -> Callable[[Place], list[str]]:
     """One of `tests/clients/programs`."""
     path = REPOSITORY / "tests" / "clients" / "programs" / f"{name}_agent.py"
-    return lambda _: [str(FOLDER / "python" / "bin" / "python"), str(path)]
+    return lambda _: [str(FOLDER / venv / "bin" / "python"), str(path)]
 
 
 def _program_settings(place: Place) -> Mapping[str, str]:
-    return {"TANDEM_URL": place.url, "TANDEM_MODEL": place.model, "OPENAI_AGENTS_DISABLE_TRACING": "1"}
+    told = {"TANDEM_URL": place.url, "TANDEM_MODEL": place.model}
+    return told | {"OPENAI_AGENTS_DISABLE_TRACING": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 def _llm_settings(place: Place) -> Mapping[str, str]:
@@ -383,7 +384,7 @@ AGENTS = (
         _opencode_settings,
         "read",
         _note_as("filePath"),
-        asks_elsewhere="a package registry, for a library of plugins",
+        asks_elsewhere="a library of plugins",
     ),
     Agent("qwen-code", "@qwen-code/qwen-code", "chat", _qwen, _qwen_settings, "read_file", _note_as("file_path")),
     Agent(
@@ -394,7 +395,7 @@ AGENTS = (
         _cline_settings,
         "run_commands",
         lambda _: {"commands": [f"cat {NOTE}"]},
-        asks_elsewhere="its maker, for feature flags",
+        asks_elsewhere="feature flags",
     ),
     Agent("Continue", "@continuedev/cli", "chat", _continue, _continue_settings, "Read", _note_as("filepath")),
     _pi_agent("chat", _pi_settings("openai-completions")),
@@ -402,6 +403,16 @@ AGENTS = (
     _pi_agent("Messages", _pi_settings("anthropic-messages", path="")),
     Agent("aider", "aider-chat", "chat", _aider, _aider_settings, venv="aider"),
     Agent("llm", "llm", "chat", _llm, _llm_settings, "read_note", _note_as("path"), venv="python"),
+    Agent(
+        "LiteLLM's Messages bridge",
+        "litellm",
+        "Responses",
+        _program("litellm", "litellm"),
+        _program_settings,
+        "read_note",
+        _note_as("path"),
+        venv="litellm",
+    ),
     _library("pydantic-ai-slim", "pydantic_ai", "chat", "pydantic-ai"),
     _library("openai-agents", "openai_agents", "Responses", "OpenAI Agents SDK"),
     _library("smolagents", "smolagents", "chat"),

@@ -39,14 +39,15 @@ TABLE_INTRODUCTION = """\
 <!-- Written by `make test-clients TANDEM_TRANSCRIPTS=docs/clients.md`. -->
 
 Each program ran as its users start it, from its package, against a `tandem serve` with one prefill and one decode
-worker and an API key ([use_it_with.md](use_it_with.md) has the settings). A proxy between them sets `tool_choice` in the
-first request that offers the tool named here, to a call that reads a file: small models do not call tools by themselves.
-The run passes if the program ran the tool and sent its result, every request was answered with 2xx, the program ended
-with exit code 0 and showed the answer, and it asked for nothing elsewhere but what is named. Ignored are the fields and
-headers that the server named in `x-tandem-ignored`.
+worker and an API key; [use_it_with.md](use_it_with.md) has the settings. A proxy between them sets `tool_choice` in the
+first request that offers the tool named here, to a call that reads a file, because a model small enough for tests calls
+no tools by itself. A program passes if it ran the tool and sent the result, each of its requests was answered with 2xx,
+it showed the answer and ended with exit code 0, and it asked other hosts for nothing but what is named. "Tokens" are
+those of its longest prompt, by SmolLM2's tokenizer; "session" is what names its conversation
+([tiers.md](tiers.md#pinning-and-sessions)); "ignored" are the fields that `x-tandem-ignored` named.
 
-| Program | Version | API | What was tried | Requests | Result | Ignored | Asks elsewhere |
-|---|---|---|---|---|---|---|---|
+| Program | Version | API | What was tried | Requests | Tokens | Session | Result | Ignored | Asks other hosts for |
+|---|---|---|---|---:|---:|---|---|---|---|
 """
 
 RunProgram = Callable[[str], str]
@@ -61,8 +62,11 @@ class ClientTable:
     def add(self, agent: Agent, proxy: ForcingProxy) -> None:
         """Enter one that passed."""
         ignored = ", ".join(f"`{name}`" for name in proxy.ignored)
-        cells = [agent.name, installed_version(agent), agent.api, agent.tried, str(len(proxy.exchanges)), "passed"]
-        self._rows[agent] = f"| {' | '.join([*cells, ignored, agent.asks_elsewhere])} |"
+        sessions = ", ".join(f"`{name}`" for name in {one.session: None for one in proxy.exchanges} if name)
+        tokens = max(exchange.num_prompt_tokens for exchange in proxy.exchanges)
+        numbers = [f"{len(proxy.exchanges)}", f"{tokens:,}" if tokens else ""]
+        tried = [agent.name, installed_version(agent), agent.api, agent.tried]
+        self._rows[agent] = f"| {' | '.join([*tried, *numbers, sessions, 'passed', ignored, agent.asks_elsewhere])} |"
 
     def text(self) -> str:
         """The table, if all agents are in it; otherwise empty."""

@@ -8,8 +8,9 @@ answered is recorded. It also stands for the proxy to other hosts: those it refu
 from __future__ import annotations
 
 import json
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,12 +18,16 @@ from typing import Any
 
 import httpx
 
+from tandem.router.http.sessions import SESSION_HEADERS
+
 __all__ = ["Exchange", "ForcedCall", "ForcingProxy", "forcing_proxy"]
 
 Json = dict[str, Any]
 IGNORED = "x-tandem-ignored"
 NOT_PASSED = {"host", "connection", "content-length", "transfer-encoding", "accept-encoding", "expect"}
 ANSWER_S = 120.0
+SHOWN_BYTES = 2000
+PROMPT_TOKENS = (rb'"(?:prompt|input)_tokens": ?(\d+)', rb'"cache_read_input_tokens": ?(\d+)')  # to be added
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class Exchange:
     path: str
     status: int
     was_forced: bool
+    session: str  # what names the conversation: a header or a field of the body; "" = nothing
+    num_prompt_tokens: int  # 0 = the answer did not say
     ignored: frozenset[str]
     body: str
     error: str
@@ -119,6 +126,15 @@ def forcing_proxy(url: str, call: ForcedCall | None = None) -> Iterator[ForcingP
             server.server_close()
 
 
+def _session(headers: Mapping[str, str], body: bytes) -> str:
+    names = [name for name in SESSION_HEADERS if name in headers]
+    return names[0] if names else "prompt_cache_key" if b'"prompt_cache_key":' in body else ""
+
+
+def _num_prompt_tokens(answer: bytes) -> int:
+    return sum(max(map(int, re.findall(pattern, answer)), default=0) for pattern in PROMPT_TOKENS)
+
+
 def _names(listed: str) -> list[str]:
     """The names in the header, without the remark that may follow each."""
     return [part.partition(" (")[0].strip() for part in listed.split(",") if part.strip()]
@@ -145,15 +161,17 @@ def _handler(proxy: ForcingProxy, client: httpx.Client) -> type[BaseHTTPRequestH
             forced = proxy.forced(body)
             headers = [(name, value) for name, value in self.headers.items() if name.lower() not in NOT_PASSED]
             with client.stream(self.command, self.path, content=forced or body, headers=headers) as answer:
-                shown = self._pass_on(answer)
+                beginning, end = self._pass_on(answer)
             proxy.exchanges.append(
                 Exchange(
                     path=self.path.partition("?")[0],
                     status=answer.status_code,
                     was_forced=forced is not None,
+                    session=_session(self.headers, body),
+                    num_prompt_tokens=_num_prompt_tokens(beginning + end),
                     ignored=frozenset(_names(answer.headers.get(IGNORED, ""))),
                     body=body.decode(errors="replace"),
-                    error=shown.decode(errors="replace") if answer.is_error else "",
+                    error=beginning.decode(errors="replace") if answer.is_error else "",
                 )
             )
 
@@ -167,8 +185,8 @@ def _handler(proxy: ForcingProxy, client: httpx.Client) -> type[BaseHTTPRequestH
             self.rfile.readline()
             return b"".join(parts)
 
-        def _pass_on(self, answer: httpx.Response) -> bytes:
-            """Send the answer as it comes; returns the first 2,000 bytes of it."""
+        def _pass_on(self, answer: httpx.Response) -> tuple[bytes, bytes]:
+            """Send the answer as it comes; returns its beginning and its end."""
             self.send_response(answer.status_code)
             for name, value in answer.headers.multi_items():
                 if name not in NOT_PASSED:
@@ -176,12 +194,12 @@ def _handler(proxy: ForcingProxy, client: httpx.Client) -> type[BaseHTTPRequestH
             self.send_header("connection", "close")
             self.end_headers()
             self.close_connection = True
-            shown = b""
+            beginning = end = b""
             for piece in answer.iter_raw():
-                shown = (shown + piece)[:2000]
+                beginning, end = (beginning + piece)[:SHOWN_BYTES], (end + piece)[-SHOWN_BYTES:]
                 self.wfile.write(piece)
                 self.wfile.flush()
-            return shown
+            return beginning, end
 
         def log_message(self, format: str, *args: Any) -> None:
             """Nothing is written to the terminal."""
