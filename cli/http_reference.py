@@ -160,7 +160,7 @@ _REQUEST_HEADERS = {
     REQUEST_ID_HEADER: "id for the request, 1 to 128 letters, digits or characters of `._:/+=@-`. Any other one is "
     "ignored, and the server chooses an id",
     CONVERSATION_HEADER: "conversation of the request, if the field `conversation_id` is not set; engines get it too",
-    ", ".join(SESSION_HEADERS): "the client's session, which is the conversation if nothing else names it. Values of "
+    "`, `".join(SESSION_HEADERS): "the client's session, which is the conversation if nothing else names it. Values of "
     "more than 256 characters, or with others than printable ASCII, are ignored",
 }
 _RESPONSE_HEADERS = {

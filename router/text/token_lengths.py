@@ -16,11 +16,12 @@ import json
 import math
 import unicodedata
 from collections.abc import Container, Iterator
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tandem.protocol.errors import ContextLengthExceeded
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["ByteShares", "PromptLimit", "TokenLength", "byte_shares", "token_length"]
 
@@ -72,6 +73,8 @@ class ByteShares(NamedTuple):
 
     def min_tokens(self, text: str) -> int:
         """The fewest tokens that this text can have. Takes a thousandth of the time of encoding it."""
+        import numpy as np  # late: processes that only relay run without it
+
         if self.is_composed and not unicodedata.is_normalized("NFC", text):
             text = unicodedata.normalize("NFC", text)
         data, total = np.frombuffer(text.encode(), np.uint8), 0.0
@@ -82,6 +85,8 @@ class ByteShares(NamedTuple):
 
 def byte_shares(fast: Any) -> ByteShares | None:
     """The bytes' shares in the tokens of this fast tokenizer; None unless its tokens are bytes of the text."""
+    import numpy as np
+
     parts = json.loads(fast.to_str())
     normalizers = {part["type"] for part in _flat(parts["normalizer"], "normalizers")}
     splits = {part["type"] for part in _flat(parts["pre_tokenizer"], "pretokenizers")}

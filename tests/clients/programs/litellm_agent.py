@@ -31,7 +31,7 @@ async def main() -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Read note.txt and say what is in it."}]
     content = await ask(messages)
     [call] = [block for block in content if block["type"] == "tool_use"]
-    result = {"type": "tool_result", "tool_use_id": call["id"], "content": Path(call["input"]["path"]).read_text()}
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": Path(call["input"]["path"]).read_text()}  # noqa: ASYNC240  # a small file
     messages += [{"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
     print((await ask(messages))[-1]["text"])
 

@@ -30,7 +30,9 @@ PATIENT = RouterConfig(request_timeout_s=20.0, drain_timeout_s=5.0, max_moves=10
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
-    raws = [raw.removeprefix("data: ") for raw in response.text.split("\n\n")[:-1]]
+    """The events of a stream, without the pings of one that was silent for long."""
+    parts = [part for part in response.text.split("\n\n")[:-1] if not part.startswith(":")]
+    raws = [part.removeprefix("data: ") for part in parts]
     return [orjson.loads(raw) for raw in raws if raw != "[DONE]"]
 
 

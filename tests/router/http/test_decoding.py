@@ -61,7 +61,11 @@ def test_an_error_names_field_bounds_and_value(fields: dict[str, Any], param: st
             "'prefetch': expected 'host', 'none' or 'pool', got \"moon\".",
         ),
         (ResponsesRequest, {"input": "a", "metadata": {"k": 1}}, "'metadata': expected a string, got 1 for \"k\"."),
-        (MessagesRequest, TURNS | {"max_tokens": 0}, "'max_tokens': expected an integer from 1 to 2147483647, got 0."),
+        (
+            MessagesRequest,
+            TURNS | {"max_tokens": -1},
+            "'max_tokens': expected an integer from 0 to 2147483647, got -1.",
+        ),
         (ChatRequest, [1], "Invalid request body: expected an object, got [1]."),
     ],
 )
