@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 __all__ = ["SlicedWork", "TimeSlicer"]
 
-BUDGET_S = 0.001  # for one iteration of the event loop; the piece of work that exceeds it is the last
+BUDGET_S = 0.001  # for one iteration of the event loop, by default; the piece of work that exceeds it is the last
 
 SlicedWork: TypeAlias = Callable[[float], object]  # its argument is the time at which it must stop
 
@@ -22,14 +22,16 @@ SlicedWork: TypeAlias = Callable[[float], object]  # its argument is the time at
 class TimeSlicer:
     """The work of one event loop, done in order of arrival, a little in each iteration."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, budget_s: float = BUDGET_S) -> None:
+        """`budget_s`: the time for one iteration of the event loop."""
         self.clock = clock
+        self._budget_s = budget_s
         self._waiting: deque[SlicedWork] = deque()
         self._is_scheduled = False
 
     def end_s(self) -> float:
         """When work that begins now must stop."""
-        return self.clock() + BUDGET_S
+        return self.clock() + self._budget_s
 
     def add(self, work: SlicedWork) -> None:
         """Call `work` soon. If it raises, the event loop reports that, and the others still get their time."""
