@@ -93,7 +93,7 @@ class DeltaQueue(_Readable[T]):
         self._sink, self._idle = sink, idle
         try:
             while self._push():  # NOTE: again after each wait; more may have arrived before this task ran
-                if self.is_complete:
+                if self.is_complete and not self._items:
                     return True
                 if idle is not None:
                     idle.begin()

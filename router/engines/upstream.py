@@ -3,9 +3,10 @@
 Every streamed token takes this path. Per streamed event httpx costs ten times as much CPU as this protocol over
 httptools. It knows nothing of what it carries.
 
-An engine may send anything, as fast as it likes. What arrives in small pieces, as tokens do, is parsed and handed on at
-once. All else is parsed a piece at a time, in time slices that the connections to all engines share; and only while the
-reader waits for it. Otherwise the connection is not read, so the engine has to wait.
+An engine may send anything, as fast as it likes. What the reader waits for is parsed and handed on at once if it is not
+much; all else a piece at a time, in time slices that the connections to all engines share. What the reader does not
+wait for is not parsed, and then its connection is not read, so the engine has to wait. A reader that has much work with
+few bytes says so (`is_costly`, `call_again`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import contextlib
 import ssl
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import cast
 from urllib.parse import urlsplit
@@ -34,9 +36,9 @@ _MAX_IDLE_S = 2.0
 _NO_TRACE: Mapping[str, str] = {}
 _MAX_IDLE = 1024  # connections
 _LINGER_S = 1.0  # wait for the end of an answer whose last event has arrived
-AT_ONCE_BYTES = 1024  # of an answer, parsed when they arrive; a token's event has about 300
-PIECE_BYTES = 4096  # of an answer, parsed without a look at the time
-_MAX_UNPARSED_BYTES = 64 * 1024  # of an answer; above it, its connection is not read
+PIECE_BYTES = 64 * 1024  # of an answer, parsed at once
+COSTLY_PIECE_BYTES = 2048  # the same of a costly one
+_MAX_UNPARSED_BYTES = 256 * 1024  # of an answer; above it, its connection is not read
 MAX_ANSWER_BYTES = 32 * 1024 * 1024  # of an answer that is not streamed
 MAX_HEADER_BYTES = 64 * 1024
 
@@ -209,6 +211,11 @@ class Reply(DeltaQueue[bytes]):
         """A part of the body arrived."""
         self._items.append(data)
 
+    def call_again(self) -> None:
+        """The reader goes on with what it has, when there is time: it is called with nothing new."""
+        self._items.append(b"")
+        self._connection.go_on()
+
     @property
     def is_awaited(self) -> bool:
         """Whether the reader waits for more."""
@@ -232,7 +239,9 @@ class _UpstreamConnection(asyncio.Protocol):
         self._has_answered = False
         self._num_head_bytes = 0  # received since the last complete head or byte of a body
         self._lingering: asyncio.TimerHandle | None = None
-        self._unparsed = bytearray()
+        self._unparsed: deque[bytes] = deque()
+        self._num_unparsed_bytes = 0
+        self._start = 0  # of what is unparsed in the first of them
         self._waits_for_slice = False
         self._is_paused = False
         self._error: Exception | None = None  # with which the connection was lost
@@ -269,12 +278,14 @@ class _UpstreamConnection(asyncio.Protocol):
 
     def close(self) -> None:
         self._unparsed.clear()
+        self._num_unparsed_bytes = self._start = 0
         self._is_paused = False
         self._transport.abort()  # at once, so that the engine stops computing
 
     def go_on(self) -> None:
-        """Parse what has arrived, as soon as there is time."""
-        if self._unparsed and not self._waits_for_slice:
+        """Hand on what has arrived, as soon as there is time."""
+        has_items = self._reply is not None and self._reply.num_items
+        if (self._unparsed or has_items or self._is_lost) and not self._waits_for_slice:
             self._waits_for_slice = True
             self._upstream.slicer.add(self._use_slice)
 
@@ -289,11 +300,14 @@ class _UpstreamConnection(asyncio.Protocol):
         reply = self._reply
         if reply is None or reply.is_complete:  # no request is open
             self.close()
-        elif len(data) <= AT_ONCE_BYTES and reply.is_awaited and not (self._unparsed or reply.is_costly):
+        elif (
+            len(data) <= PIECE_BYTES and reply.is_awaited and not (self._unparsed or reply.is_costly or reply.num_items)
+        ):
             self._parse(reply, data)
         else:
-            self._unparsed += data
-            if len(self._unparsed) > _MAX_UNPARSED_BYTES:
+            self._unparsed.append(data)
+            self._num_unparsed_bytes += len(data)
+            if self._num_unparsed_bytes > _MAX_UNPARSED_BYTES:
                 self._is_paused = True
                 self._transport.pause_reading()
             self.go_on()
@@ -303,30 +317,39 @@ class _UpstreamConnection(asyncio.Protocol):
         self._error = exc
         self._upstream.forget(self)
         self._stop_lingering()
-        if not self._unparsed:
-            self._end_reply()
+        self._end_reply()
 
     # -- parsing
 
-    def _use_slice(self, end_s: float) -> None:
-        """Parse what has arrived, while there is time and the reader waits for it."""
+    def _use_slice(self, _: float) -> None:
+        """Hand on the next piece, if the reader waits for it."""
         self._waits_for_slice = False
-        slicer = self._upstream.slicer
-        while self._unparsed and (reply := self._reply) is not None and self._is_wanted(reply):
-            piece = bytes(self._unparsed[:PIECE_BYTES])
-            del self._unparsed[:PIECE_BYTES]
-            self._parse(reply, piece)
-            if slicer.clock() >= end_s:
+        reply = self._reply
+        if reply is not None and self._is_wanted(reply):
+            if reply.num_items:
+                reply.deliver()
+            elif self._unparsed and not reply.is_complete:
+                self._parse(reply, self._next_piece(COSTLY_PIECE_BYTES if reply.is_costly else PIECE_BYTES))
+            if self._is_wanted(reply):
                 self.go_on()
-                break
-        if self._is_lost and not self._unparsed:
+        if self._is_lost:
             self._end_reply()
-        elif self._is_paused and not self._is_lost and len(self._unparsed) <= _MAX_UNPARSED_BYTES:
+        elif self._is_paused and self._num_unparsed_bytes <= _MAX_UNPARSED_BYTES:
             self._is_paused = False
             self._transport.resume_reading()
 
+    def _next_piece(self, max_bytes: int) -> bytes:
+        first = self._unparsed[0]
+        piece = first[self._start : self._start + max_bytes]
+        self._start += len(piece)
+        self._num_unparsed_bytes -= len(piece)
+        if self._start == len(first):
+            self._unparsed.popleft()
+            self._start = 0
+        return piece
+
     def _is_wanted(self, reply: Reply) -> bool:
-        return (reply.is_awaited or self._lingering is not None) and not reply.is_complete
+        return reply.is_awaited or self._lingering is not None
 
     def _parse(self, reply: Reply, data: bytes) -> None:
         """Parse a piece of the answer, and hand on what is in it."""
@@ -349,9 +372,9 @@ class _UpstreamConnection(asyncio.Protocol):
         self.close()
 
     def _end_reply(self) -> None:
-        """The connection is lost, and all that came is parsed."""
+        """The connection is lost: tell the reader, once it has all that came."""
         reply = self._reply
-        if reply is None or reply.is_complete:
+        if reply is None or reply.is_complete or self._unparsed or reply.num_items:
             return
         is_open_ended = not {"content-length", "transfer-encoding"} & reply.headers.keys()
         if self._error is None and reply.status and is_open_ended:

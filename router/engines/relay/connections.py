@@ -12,6 +12,9 @@ from tandem.router.http.time_slicer import TimeSlicer
 
 __all__ = ["EngineConnection", "EngineConnections"]
 
+# For one iteration of the event loop: long enough for the tokens of a hundred streams, short beside a token's time.
+RELAY_BUDGET_S = 0.004
+
 
 class EngineConnection:
     """One engine, and the connections to it."""
@@ -32,7 +35,7 @@ class EngineConnections:
     def __init__(self, config: ExternalEnginesConfig) -> None:
         self._config = config
         self._connections: dict[str, EngineConnection] = {}
-        self._slicer = TimeSlicer()
+        self._slicer = TimeSlicer(budget_s=RELAY_BUDGET_S)
 
     def __getitem__(self, name: str) -> EngineConnection:
         connection = self._connections.get(name)

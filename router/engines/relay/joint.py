@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.router.engines.relay.sse import split_events
+from tandem.router.engines.relay.sse import PORTION_BYTES, end_of_event, split_events
 from tandem.router.engines.relay.stream_ledger import StreamLedger, body_of
 from tandem.router.text.stop_strings import StopMatcher, StopStrings
 
@@ -82,9 +82,11 @@ class ContinuedStream:
         self._num_shown_chars = len(known) - len(joint.pending)  # how much of what the matcher returns next was shown
         self._due = self._unshown(self._stops.push(known).text)
 
-    def rewrite(self, events: bytes) -> tuple[bytes, int]:
+    def rewrite(self, events: bytes) -> tuple[bytes, int, int, int]:
         """As `Rewrite`: the events that the client is shown for these."""
-        return b"".join([self._rewritten(raw) for raw in split_events(events)]), 0
+        end = end_of_event(events, PORTION_BYTES)
+        raws = split_events(events[:end])
+        return b"".join([self._rewritten(raw) for raw in raws]), 0, len(raws), end
 
     def _rewritten(self, raw: bytes) -> bytes:
         if self._is_over:

@@ -16,10 +16,21 @@ import orjson
 from tandem.router.engines.bounded_json import loads
 from tandem.router.engines.relay.usage import chat_pair_usage
 
-__all__ = ["ChunkEvents", "EventFormat", "EventSplitter", "SseEvent", "data_of", "first_event", "split_events"]
+__all__ = [
+    "PORTION_BYTES",
+    "ChunkEvents",
+    "EventFormat",
+    "EventSplitter",
+    "SseEvent",
+    "data_of",
+    "end_of_event",
+    "first_event",
+    "split_events",
+]
 
-MAX_EVENT_BYTES = 4 * 1024 * 1024
+MAX_EVENT_BYTES = 8 * 1024 * 1024
 MAX_EVENT_LINES = 4096
+PORTION_BYTES = 4096  # of events that may have to be parsed; those after them wait for a time slice
 _END = re.compile(rb"\r?\n\r?\n")
 
 
@@ -185,6 +196,12 @@ def first_event(events: bytes, event_format: EventFormat) -> SseEvent | None:
         if b"data:" in raw and (event := event_format.parse(raw)).has_data:
             return event
     return None
+
+
+def end_of_event(events: bytes, start: int) -> int:
+    """The offset of the first end of an event behind `start`, or that of the last event."""
+    found = _END.search(events, start)
+    return found.end() if found else len(events)
 
 
 def split_events(events: bytes) -> list[bytes]:

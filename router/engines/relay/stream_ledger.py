@@ -15,7 +15,7 @@ import orjson
 
 from tandem.router.engines.bounded_json import Outline, loads
 from tandem.router.engines.relay.answers import as_dict
-from tandem.router.engines.relay.sse import data_of, split_events
+from tandem.router.engines.relay.sse import PORTION_BYTES, data_of, end_of_event, split_events
 
 __all__ = ["DONE", "StreamLedger", "body_of"]
 
@@ -67,7 +67,7 @@ class StreamLedger:
         """Start over: another engine begins the same answer, of which no token was shown."""
         self._is_restarted = bool(self._head)
 
-    def follow(self, events: bytes) -> tuple[bytes, int]:
+    def follow(self, events: bytes) -> tuple[bytes, int, int, int]:
         """As `Rewrite`: note these events, which the client is shown next, and take the token ids out of them."""
         shown: list[bytes] = []
         start = copied = num_pieces = 0
@@ -79,9 +79,11 @@ class StreamLedger:
             num_pieces += 1
         shown.append(events[copied:start])
         if start == len(events):
-            return b"".join(shown), num_pieces
-        shown += [self._follow(raw) if b"data:" in raw else raw for raw in split_events(events[start:])]
-        return b"".join(shown), 0
+            return b"".join(shown), num_pieces, 0, start
+        end = end_of_event(events, start + PORTION_BYTES)
+        others = split_events(events[start:end])
+        shown += [self._follow(raw) if b"data:" in raw else raw for raw in others]
+        return b"".join(shown), 0, len(others), end
 
     def note(self, text: str, token_ids: Any, *, is_last: bool) -> None:
         """Note a piece of the answer: the text that is shown, and the ids of the tokens that came with it."""

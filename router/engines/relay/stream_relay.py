@@ -18,14 +18,22 @@ from tandem.router.engines.bounded_json import Outline
 from tandem.router.engines.errors import EngineFailed, EngineTimeout
 from tandem.router.engines.relay.answers import error_text
 from tandem.router.engines.relay.engine_errors import engine_errors
-from tandem.router.engines.relay.sse import EventFormat, EventSplitter, SseEvent, first_event, split_events
+from tandem.router.engines.relay.sse import (
+    PORTION_BYTES,
+    EventFormat,
+    EventSplitter,
+    SseEvent,
+    end_of_event,
+    first_event,
+    split_events,
+)
 from tandem.router.engines.upstream import Reply
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.runtime.idle_timeout import IdleTimeout
 
 __all__ = ["Rewrite", "StreamObserver", "StreamRelay"]
 
-Rewrite = Callable[[bytes], tuple[bytes, int]]
+Rewrite = Callable[[bytes], tuple[bytes, int, int, int]]
 
 MAX_PARSED_AT_ONCE = 64  # events of a stream that are parsed as they arrive, beside those that are only text
 
@@ -62,8 +70,9 @@ class StreamRelay:
     ) -> None:
         """`shows_usage`: the client asked for the usage event. `prefill_usage` is that of a pair's prefill engine.
 
-        `rewrite` turns whole events into those that are read and forwarded, and tells the number of pieces of the
-        answer if they are nothing else, or else 0.
+        `rewrite` turns whole events into those that are read and forwarded. It tells the number of pieces of the
+        answer if they are nothing else, or else 0; the number of events that it had to parse; and of how many bytes
+        these were: it leaves events that would take long to a later call.
         """
         self.is_done = False  # the last event has come
         self._events = events
@@ -74,7 +83,7 @@ class StreamRelay:
         self._prefill_usage = prefill_usage
         self._rewrite = rewrite
         self._splitter = EventSplitter()
-        self._pending = b""  # events that came before `run`
+        self._pending = b""  # events that came before `run`, or that wait for their turn
         self._last = b""  # events that came with the end
         self._failure: EngineFailed | None = None  # raised once the events before it are forwarded
         self._has_token = False
@@ -102,7 +111,7 @@ class StreamRelay:
         self._timeout_s, self._last_event_s = timeout_s, time.monotonic()
         idle = IdleTimeout(timeout_s, lambda: abort(f"sent nothing within request_timeout_s={timeout_s:g}"))
         try:
-            self._forward(writer, self._pending)
+            self._forward(writer, b"")
             while not self.is_done:
                 await self._drain(writer)
                 self._last_event_s = time.monotonic()  # the engine is not to blame for the client's slowness
@@ -124,14 +133,16 @@ class StreamRelay:
     def visible(self, events: bytes) -> bytes:
         """The part of these events that the client gets. The observer gets to know of all of them.
 
-        Comments that keep a connection alive go no further.
+        Events that would take long are put off. Comments that keep a connection alive go no further.
         """
         num_pieces = end = 0
         if self._rewrite is not None:
-            events, num_pieces = self._rewrite(events)
+            given = events
+            events, num_pieces, num_parsed, num_bytes = self._rewrite(given)
             end = len(events)
-            if not num_pieces:
-                self._note_parsed(events.count(b"\n\n"))
+            if num_parsed:
+                self._note_parsed(num_parsed)
+                self._put_off(given[num_bytes:])
         if not num_pieces:
             num_pieces, end = self._events.leading_pieces(events)
         if num_tokens := self._num_tokens(num_pieces, events[:end]):
@@ -139,7 +150,9 @@ class StreamRelay:
         if end == len(events):
             return events
         shown = [events[:end]]
-        others = split_events(events[end:])
+        portion_end = len(events) if self._rewrite is not None else end_of_event(events, end + PORTION_BYTES)
+        self._put_off(events[portion_end:])
+        others = split_events(events[end:portion_end])
         self._note_parsed(len(others))
         for raw in others:
             if b"data:" not in raw:  # a comment, as engines send them while they compute
@@ -207,6 +220,8 @@ class StreamRelay:
         return self._forward(writer, self._complete_events(b"".join(parts)))
 
     def _forward(self, writer: ResponseWriter, events: bytes) -> bool:
+        if self._pending:
+            events, self._pending = self._pending + events, b""
         shown = self.visible(events)
         if self.is_done:
             self._last = shown
@@ -219,6 +234,12 @@ class StreamRelay:
             message = f"sent no event within request_timeout_s={self._timeout_s:g}"
             self._failure = self._failure or EngineTimeout(self._engine, message)
         return self._failure is None
+
+    def _put_off(self, events: bytes) -> None:
+        """Go on with these events when there is time."""
+        if events:
+            self._pending = events
+            self._reply.call_again()
 
     def _complete_events(self, data: bytes) -> bytes:
         try:

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from tandem.router.engines.relay.sse import ChunkEvents, SseEvent
+from tandem.router.engines.relay.sse import PORTION_BYTES, ChunkEvents, SseEvent
 from tandem.router.engines.relay.stream_ledger import StreamLedger
 from tandem.router.engines.relay.stream_relay import MAX_PARSED_AT_ONCE, StreamRelay
 from tandem.router.engines.upstream import Reply
@@ -84,7 +85,7 @@ class Parsing(ChunkEvents):
 
 
 def relay_of(events: ChunkEvents, ledger: StreamLedger | None = None) -> tuple[StreamRelay, Reply]:
-    reply = Reply(cast(Any, None))
+    reply = Reply(cast(Any, SimpleNamespace(go_on=lambda: None)))
     rewrite = None if ledger is None else ledger.follow
     return StreamRelay("a", reply, Counting(), events, shows_usage=True, rewrite=rewrite), reply
 
@@ -97,7 +98,8 @@ def make_ledger() -> StreamLedger:
 def test_a_usual_stream_is_never_costly(ledger: StreamLedger | None) -> None:
     ids = b'data: {"id":"x","choices":[{"index":0,"delta":{"content":"a"},"token_ids":[5]}]}\n\n'
     relay, reply = relay_of(ChunkEvents(), ledger)
-    for events in (role(0), *[ids if ledger else PIECE] * 1000, USAGE + b"data: [DONE]\n\n"):
+    piece = ids if ledger else PIECE
+    for events in (role(0), *[piece] * 1000, 1000 * piece + USAGE + b"data: [DONE]\n\n"):
         relay.visible(events)
     assert relay.is_done
     assert not reply.is_costly
@@ -124,5 +126,23 @@ def test_lists_of_ids_without_an_end_are_looked_at_once() -> None:
     """With a look at all that follows for each of them, this test would take an hour."""
     unfinished = b'data: {"choices":[' + b'"token_ids":[' * 200_000 + b"}\n\n"
     ledger = make_ledger()
-    assert ledger.follow(unfinished) == (unfinished, 0)
+    assert ledger.follow(unfinished) == (unfinished, 0, 1, len(unfinished))
     assert ledger.flaw == "its engine sent an event that is no JSON"
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_events_that_would_take_long_are_put_off_and_none_is_lost(line_end: bytes, is_followed: bool) -> None:
+    wire = (
+        PIECE * 10 + b"".join(b'data: {"number":%d}%b' % (i, 2 * line_end) for i in range(5000)) + b"data: [DONE]\n\n"
+    )
+    relay, reply = relay_of(ChunkEvents(), make_ledger() if is_followed else None)
+    shown, calls = bytearray(), [wire]
+    writer: Any = SimpleNamespace(write=lambda events: shown.extend(events) or True)
+    while calls:
+        before = len(shown)
+        relay._forward(writer, calls.pop())
+        assert len(shown) - before <= len(PIECE) * 10 + 2 * PORTION_BYTES
+        calls += reply._take_all()
+    assert bytes(shown) + relay._last == wire
+    assert relay.is_done
