@@ -102,7 +102,7 @@ class GrammarMatcher:
         self._matcher: llguidance.LLMatcher | None = None
         self._probe: llguidance.LLMatcher | None = None
         self.num_consumed = 0  # tokens of the output
-        self._num_digits = 0  # in a row, at the end of what it has consumed
+        self._number_run = 0  # characters of numbers in a row, at the end of what it has consumed
         self.num_probed = 0  # tokens of the output that the probe has consumed
         self.pending: _PendingMask | None = None
         self.is_slow = False  # its last mask was late: the next one does not delay those of others
@@ -136,15 +136,15 @@ class GrammarMatcher:
         if new_ids:
             matcher.consume_tokens(new_ids)
             if compiled.numbers is not None:
-                self._num_digits = compiled.numbers.run_after(self._num_digits, new_ids)
+                self._number_run = compiled.numbers.run_after(self._number_run, new_ids)
         check_matcher(matcher)
         return matcher
 
     def end_number(self, mask: TokenMask) -> None:
-        """Take the digits out of the mask that follows what it has consumed, if a number of JSON is too long."""
+        """End a number of JSON that is too long, in the mask that follows what it has consumed."""
         numbers = self._compilation.compiled.result().numbers
         if numbers is not None:
-            numbers.end_number(mask, self._num_digits)
+            numbers.end_number(mask, self._number_run)
 
     def forced_token(self, new_ids: list[int]) -> int | None:
         """The only token that may follow these ones, if that is known without the mask.

@@ -7,14 +7,14 @@ import llguidance
 import numpy as np
 import pytest
 
-from tandem.engine.number_tokens import MAX_DIGITS
+from tandem.engine.number_tokens import MAX_NUMBER_CHARS
 from tandem.engine.structured_output import GrammarMatcher, StructuredOutput
 from tandem.router.structured_output.compile_process import make_grammar
 from tandem.router.text.tokenizer import Tokenizer
 from tests.router.conftest import build_tokenizer
 
 END = 263  # </s>
-LONG = "1" * MAX_DIGITS
+LONG = "1" * MAX_NUMBER_CHARS
 
 
 @pytest.fixture(scope="module")
@@ -64,27 +64,37 @@ def can_write(structured: StructuredOutput, tokenizer: Tokenizer, grammar: str, 
 
 
 @pytest.mark.parametrize(
-    ("value", "before"),
+    ("value", "before", "start"),
     [
-        ({}, ""),
-        ({}, '{"a": [true, '),
-        ({}, "0."),
-        ({}, "1e"),
-        ({"type": "number"}, "-"),
-        ({"type": "number"}, "3."),
-        ({"type": "integer"}, ""),
-        ({"type": "integer", "minimum": 0}, ""),
-        ({"type": "object", "properties": {"a": {"type": "number"}}}, '{"a": '),
-        ({"type": "array", "items": {"type": ["integer", "string"]}}, '["1", '),
+        ({}, "", ""),
+        ({}, '{"a": [true, ', ""),
+        ({}, "", "0."),
+        ({}, "", "-1e"),
+        ({"type": "number"}, "", "-"),
+        ({"type": "number"}, "", "3.1E+"),
+        ({"type": "integer"}, "", ""),
+        ({"type": "integer", "minimum": 0}, "", ""),
+        ({"type": "object", "properties": {"a": {"type": "number"}}}, '{"a": ', ""),
+        ({"type": "array", "items": {"type": ["integer", "string"]}}, '["1", ', ""),
     ],
 )
-def test_a_number_ends_after_many_digits(
-    structured: StructuredOutput, tokenizer: Tokenizer, value: Any, before: str
+def test_a_number_ends_after_many_characters(
+    structured: StructuredOutput, tokenizer: Tokenizer, value: Any, before: str, start: str
 ) -> None:
-    grammar = schema(value)
-    assert can_write(structured, tokenizer, grammar, before + LONG[:-1], "1")
-    assert not can_write(structured, tokenizer, grammar, before + LONG, "1")
-    assert not can_write(structured, tokenizer, grammar, before + LONG + "1", "1")
+    grammar, number = schema(value), start + LONG[len(start) :]
+    assert can_write(structured, tokenizer, grammar, before + number[:-1], "1")
+    for longer in (number, number + "1"):
+        for following in "1.eE":
+            assert not can_write(structured, tokenizer, grammar, before + longer, following)
+
+
+@pytest.mark.parametrize("last", [".", "e", "E-"])
+def test_a_number_that_may_not_end_goes_on_until_it_may(
+    structured: StructuredOutput, tokenizer: Tokenizer, last: str
+) -> None:
+    number = LONG[: -len(last)] + last
+    assert can_write(structured, tokenizer, schema({}), number, "1")
+    assert not can_write(structured, tokenizer, schema({}), number + "1", "1")
 
 
 @pytest.mark.parametrize(
@@ -107,4 +117,3 @@ def test_digits_elsewhere_go_on(structured: StructuredOutput, tokenizer: Tokeniz
 
 def test_the_next_number_may_be_long_again(structured: StructuredOutput, tokenizer: Tokenizer) -> None:
     assert can_write(structured, tokenizer, schema({"type": "array"}), f"[{LONG}, {LONG[:-1]}", "1")
-    assert can_write(structured, tokenizer, schema({}), f"{LONG}.{LONG[:-1]}", "1")
