@@ -19,10 +19,9 @@ node_packages=(
     opencode-ai@1.18.33
 )
 aider_packages=(aider-chat==0.86.2)
-litellm_packages=(litellm==1.109.1)
+litellm_packages=(instructor==1.17.0 litellm==1.109.1) # instructor's jiter is older than the others take
 python_packages=(
     'pydantic-ai-slim[anthropic,openai]==2.68.0'
-    instructor==1.17.0
     llm==0.36
     openai-agents==0.24.0
     'smolagents[openai]==1.26.0'

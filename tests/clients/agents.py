@@ -416,5 +416,5 @@ AGENTS = (
     _library("pydantic-ai-slim", "pydantic_ai", "chat", "pydantic-ai"),
     _library("openai-agents", "openai_agents", "Responses", "OpenAI Agents SDK"),
     _library("smolagents", "smolagents", "chat"),
-    Agent("instructor", "instructor", "chat", _program("instructor"), _program_settings, venv="python"),
+    Agent("instructor", "instructor", "chat", _program("instructor", "litellm"), _program_settings, venv="litellm"),
 )

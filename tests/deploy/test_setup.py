@@ -118,6 +118,14 @@ def test_an_environment_that_cannot_be_made_is_named(script: str, variable: str,
     assert (finished.returncode, finished.stderr) == (1, f"error: no environment could be made in {folder}\n")
 
 
+def test_an_environment_of_agents_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    environment = os.environ | {"AGENTS_VENV": str(tmp_path), "PYTHON": "false"}
+    command = ["bash", str(ROOT / "scripts" / "agents.sh")]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    assert finished.returncode == 1
+    assert finished.stderr == f"error: no environment could be made in {tmp_path / 'aider'}\n"
+
+
 def test_make_test_runs_lint_types_and_tests() -> None:
     commands = make("--dry-run", "test")
     for command in ("ruff check", "ruff format --check", "bin/mypy", 'pytest -m "not slow and not clients"'):

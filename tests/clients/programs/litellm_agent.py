@@ -22,6 +22,10 @@ TOOL = {
 }
 
 
+def read_note(path: str) -> str:
+    return Path(path).read_text()
+
+
 async def ask(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     answer = await litellm.anthropic.messages.acreate(messages=messages, tools=[TOOL], **MODEL)
     return list(answer["content"])
@@ -31,7 +35,7 @@ async def main() -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Read note.txt and say what is in it."}]
     content = await ask(messages)
     [call] = [block for block in content if block["type"] == "tool_use"]
-    result = {"type": "tool_result", "tool_use_id": call["id"], "content": Path(call["input"]["path"]).read_text()}  # noqa: ASYNC240  # a small file
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": read_note(**call["input"])}
     messages += [{"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
     print((await ask(messages))[-1]["text"])
 
