@@ -95,6 +95,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_unsent_bytes = 0  # when we looked last
         self._looked_s = 0.0
         self._patience_s = _READ_TIMEOUT_S  # how long the client may go on without reading
+        self._is_slow = False  # whether it has used up much of that
 
     # -- called by the event loop and by `Connections`
 
@@ -124,7 +125,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._is_idle = False
             self._deadline_s = self._shared.now_s + self._shared.header_timeout_s
         has_time = not self._is_in_line and self._shared.has_time()
-        if has_time and not self._unparsed and self._may_parse and len(data) <= PIECE_BYTES and data.count(_END) < 2:
+        if has_time and not self._unparsed and self._may_parse and len(data) <= PIECE_BYTES and _has_one_head(data):
             self._parse_piece(data)
         else:
             self._unparsed += data
@@ -201,7 +202,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _parse_unparsed(self) -> None:
         """Parse what arrived, up to a request that has to wait for the response to another one."""
         while self._unparsed and self._may_parse and not self._is_lingering and self._pending_refusal is None:
-            end = self._unparsed.find(_END, MIN_BODY_PIECE_BYTES if self._is_answering else 0, PIECE_BYTES)
+            end = _end_of_head(self._unparsed, MIN_BODY_PIECE_BYTES if self._is_answering else 0)
             size = PIECE_BYTES if end < 0 else end + len(_END)
             piece = bytes(self._unparsed[:size])
             del self._unparsed[:size]
@@ -400,17 +401,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _admit(self, *, has_key: bool) -> None:
         """The request being answered is one that does not end for another client's, unless its own does not read."""
-        self._is_wanted = True
         if has_key and self.network:
             self._shared.know(self)
-        if not self._owes_body:
-            self._stop_waiting()
+        if not self._is_wanted:
+            self._is_wanted = True
+            if not self._owes_body:
+                self._stop_waiting()
 
     # -- a client that does not read
-
-    @property
-    def _is_slow(self) -> bool:
-        return self._patience_s < _READ_TIMEOUT_S - _SLOW_S
 
     def _look(self, now_s: float) -> None:
         """Note how much the client has read. While a response is being written, that cannot be told: it is not blamed.
@@ -426,6 +424,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._patience_s = _READ_TIMEOUT_S
         elif is_known:
             self._patience_s = min(_READ_TIMEOUT_S, self._patience_s - elapsed_s + num_read / MIN_BYTES_PER_S)
+        self._is_slow = self._patience_s < _READ_TIMEOUT_S - _SLOW_S
         if self._is_slow:
             self._shared.wait_for(self)
         elif was_slow and self._is_answering and not self._owes_body:
@@ -502,6 +501,18 @@ class HttpProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         if not self.transport.is_closing():
             self.transport.write_eof()
+
+
+def _end_of_head(data: bytes | bytearray, start: int) -> int:
+    """Where the next head ends, in the first 4 KB; -1 without one. Bodies have few CRs, and to find one is quick."""
+    first = data.find(b"\r", start, PIECE_BYTES)
+    return -1 if first < 0 else data.find(_END, first, PIECE_BYTES)
+
+
+def _has_one_head(data: bytes) -> bool:
+    """Whether no other request can follow the first one."""
+    end = _end_of_head(data, 0)
+    return end < 0 or data.find(b"\r", end + len(_END)) < 0
 
 
 async def _answer_unchunked(
