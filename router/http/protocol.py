@@ -147,6 +147,8 @@ class HttpProtocol(HttpToolsProtocol):
         """The client has read most of what was written."""
         self._look(self._shared.now_s)
         super().resume_writing()
+        if not self._is_answering:
+            self._shared.wait_for(self)
         if self._held is not None or self._unparsed:
             self._stand_in_line()
 
@@ -179,11 +181,11 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(TooManyBodies("Too many bodies arrive at once; try again later."))
 
     def shed(self) -> None:
-        """Make room for another connection."""
-        self._shared.remove(self)
+        """Make room for another connection: at once if this one was about to end, else when its client has read."""
+        is_leaving = self._is_lingering or self.transport.is_closing()
+        self._shared.remove(self) if is_leaving else self._shared.leave(self)
         self._disconnect_app()
-        is_late = self._is_lingering or self.transport.get_write_buffer_size() > 0
-        self.transport.abort() if is_late else self.transport.close()
+        self.transport.abort() if is_leaving else self.transport.close()
 
     def shutdown(self) -> None:
         """The server ends: close the connection, now or after the response under way."""
@@ -293,7 +295,7 @@ class HttpProtocol(HttpToolsProtocol):
         """The app has sent its whole response."""
         self.server_state.total_requests += 1
         if self.transport.is_closing():
-            self._shared.wait_for(self)  # until its client has read the rest
+            self._wait_unless_read()
             return
         if self.pipeline:
             self._hold(*self.pipeline.pop())
@@ -318,10 +320,15 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _wait_for_request(self) -> None:
         """The client may send another request."""
-        self._shared.wait_for(self)
+        self._wait_unless_read()
         self._is_idle = self._num_stray_bytes == 0
         timeout_s = self._shared.keep_alive_timeout_s if self._is_idle else self._shared.header_timeout_s
         self._deadline_s = self._shared.now_s + timeout_s
+
+    def _wait_unless_read(self) -> None:
+        """The answer is written: what is left to do is the client's, unless it is busy reading a large one."""
+        if not (self._is_wanted and self.flow.write_paused):
+            self._shared.wait_for(self)
 
     def _discard_body(self) -> None:
         """The app answered before it had the whole body, so the rest is not wanted."""
@@ -383,6 +390,9 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._is_in_line:
             self._is_in_line = True
             self._shared.reads.add(self._read, self.network)
+            if not self._is_answering:  # the client has sent something: it has not waited since it was idle
+                self._shared.stop_waiting(self)
+                self._shared.wait_for(self)
 
     def _read(self, _: float) -> None:
         self._is_in_line = False
