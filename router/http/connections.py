@@ -68,6 +68,7 @@ class Connections:
         self.reads = TimeSlicer()  # of what arrives when much arrives at once
         # Requests that do not start at once: each iteration of the event loop starts one.
         self.turns = TimeSlicer(budget_s=0.0)
+        self._call_soon = asyncio.get_running_loop().call_soon
         self._num_read = 0  # requests in this iteration
         self.open: set[Connection] = set()
         self._waiting: OrderedDict[Connection, None] = OrderedDict()  # the one that has waited longest first
@@ -85,7 +86,7 @@ class Connections:
     def has_time(self) -> bool:
         """Whether this iteration of the event loop may read one more request."""
         if self._num_read == 0:
-            asyncio.get_running_loop().call_soon(self._begin_iteration)
+            self._call_soon(self._begin_iteration)
         self._num_read += 1
         return self._num_read <= _MAX_READ_AT_ONCE
 

@@ -95,6 +95,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_unsent_bytes = 0  # when we looked last
         self._looked_s = 0.0
         self._patience_s = _READ_TIMEOUT_S  # how long the client may go on without reading
+        self._is_slow = False  # whether it has used up much of that
 
     # -- called by the event loop and by `Connections`
 
@@ -124,7 +125,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._is_idle = False
             self._deadline_s = self._shared.now_s + self._shared.header_timeout_s
         has_time = not self._is_in_line and self._shared.has_time()
-        if has_time and not self._unparsed and self._may_parse and len(data) <= PIECE_BYTES and data.count(_END) < 2:
+        if has_time and not self._unparsed and self._may_parse and len(data) <= PIECE_BYTES and _has_one_head(data):
             self._parse_piece(data)
         else:
             self._unparsed += data
@@ -146,6 +147,8 @@ class HttpProtocol(HttpToolsProtocol):
         """The client has read most of what was written."""
         self._look(self._shared.now_s)
         super().resume_writing()
+        if not self._is_answering:
+            self._shared.wait_for(self)
         if self._held is not None or self._unparsed:
             self._stand_in_line()
 
@@ -178,11 +181,11 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(TooManyBodies("Too many bodies arrive at once; try again later."))
 
     def shed(self) -> None:
-        """Make room for another connection."""
-        self._shared.remove(self)
+        """Make room for another connection: at once if this one was about to end, else when its client has read."""
+        is_leaving = self._is_lingering or self.transport.is_closing()
+        self._shared.remove(self) if is_leaving else self._shared.leave(self)
         self._disconnect_app()
-        is_late = self._is_lingering or self.transport.get_write_buffer_size() > 0
-        self.transport.abort() if is_late else self.transport.close()
+        self.transport.abort() if is_leaving else self.transport.close()
 
     def shutdown(self) -> None:
         """The server ends: close the connection, now or after the response under way."""
@@ -201,7 +204,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _parse_unparsed(self) -> None:
         """Parse what arrived, up to a request that has to wait for the response to another one."""
         while self._unparsed and self._may_parse and not self._is_lingering and self._pending_refusal is None:
-            end = self._unparsed.find(_END, MIN_BODY_PIECE_BYTES if self._is_answering else 0, PIECE_BYTES)
+            end = _end_of_head(self._unparsed, MIN_BODY_PIECE_BYTES if self._is_answering else 0)
             size = PIECE_BYTES if end < 0 else end + len(_END)
             piece = bytes(self._unparsed[:size])
             del self._unparsed[:size]
@@ -292,7 +295,7 @@ class HttpProtocol(HttpToolsProtocol):
         """The app has sent its whole response."""
         self.server_state.total_requests += 1
         if self.transport.is_closing():
-            self._shared.wait_for(self)  # until its client has read the rest
+            self._wait_unless_read()
             return
         if self.pipeline:
             self._hold(*self.pipeline.pop())
@@ -317,10 +320,15 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _wait_for_request(self) -> None:
         """The client may send another request."""
-        self._shared.wait_for(self)
+        self._wait_unless_read()
         self._is_idle = self._num_stray_bytes == 0
         timeout_s = self._shared.keep_alive_timeout_s if self._is_idle else self._shared.header_timeout_s
         self._deadline_s = self._shared.now_s + timeout_s
+
+    def _wait_unless_read(self) -> None:
+        """The answer is written: what is left to do is the client's, unless it is busy reading a large one."""
+        if not (self._is_wanted and self.flow.write_paused):
+            self._shared.wait_for(self)
 
     def _discard_body(self) -> None:
         """The app answered before it had the whole body, so the rest is not wanted."""
@@ -382,6 +390,9 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._is_in_line:
             self._is_in_line = True
             self._shared.reads.add(self._read, self.network)
+            if not self._is_answering:  # the client has sent something: it has not waited since it was idle
+                self._shared.stop_waiting(self)
+                self._shared.wait_for(self)
 
     def _read(self, _: float) -> None:
         self._is_in_line = False
@@ -400,17 +411,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _admit(self, *, has_key: bool) -> None:
         """The request being answered is one that does not end for another client's, unless its own does not read."""
-        self._is_wanted = True
         if has_key and self.network:
             self._shared.know(self)
-        if not self._owes_body:
-            self._stop_waiting()
+        if not self._is_wanted:
+            self._is_wanted = True
+            if not self._owes_body:
+                self._stop_waiting()
 
     # -- a client that does not read
-
-    @property
-    def _is_slow(self) -> bool:
-        return self._patience_s < _READ_TIMEOUT_S - _SLOW_S
 
     def _look(self, now_s: float) -> None:
         """Note how much the client has read. While a response is being written, that cannot be told: it is not blamed.
@@ -426,6 +434,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._patience_s = _READ_TIMEOUT_S
         elif is_known:
             self._patience_s = min(_READ_TIMEOUT_S, self._patience_s - elapsed_s + num_read / MIN_BYTES_PER_S)
+        self._is_slow = self._patience_s < _READ_TIMEOUT_S - _SLOW_S
         if self._is_slow:
             self._shared.wait_for(self)
         elif was_slow and self._is_answering and not self._owes_body:
@@ -502,6 +511,18 @@ class HttpProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         if not self.transport.is_closing():
             self.transport.write_eof()
+
+
+def _end_of_head(data: bytes | bytearray, start: int) -> int:
+    """Where the next head ends, in the first 4 KB; -1 without one. Bodies have few CRs, and to find one is quick."""
+    first = data.find(b"\r", start, PIECE_BYTES)
+    return -1 if first < 0 else data.find(_END, first, PIECE_BYTES)
+
+
+def _has_one_head(data: bytes) -> bool:
+    """Whether no other request can follow the first one."""
+    end = _end_of_head(data, 0)
+    return end < 0 or data.find(b"\r", end + len(_END)) < 0
 
 
 async def _answer_unchunked(

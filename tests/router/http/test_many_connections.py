@@ -43,7 +43,7 @@ NUM_PARTS = 400  # more than fits into the buffers on the way
 
 
 class App:
-    """`/dashboard` is large and for strangers, `/long` is not for strangers, `/stream` lasts, all else is short."""
+    """`/dashboard` is large and for strangers, `/long` is not for strangers, `/stream` lasts, `/plain` is one write."""
 
     def __init__(self) -> None:
         self.num_pages = 0
@@ -66,9 +66,16 @@ class App:
         elif scope["path"] == "/long":
             scope["extensions"][ADMIT]["admit"](has_key=True)
             await self._send_page(ResponseWriter(scope, send))
+        elif scope["path"] == "/plain":
+            scope["extensions"][ADMIT]["admit"](has_key=True)
+            await self._answer(send, b"y" * NUM_PARTS * PART)
         else:
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-            await send({"type": "http.response.body", "body": b"ok"})
+            await self._answer(send, b"ok")
+
+    async def _answer(self, send: Any, body: bytes) -> None:
+        headers = [(b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
     async def _send_page(self, writer: ResponseWriter) -> None:
         await writer.start([])
@@ -162,6 +169,24 @@ async def test_a_stream_that_is_not_read_for_a_while_makes_room(
         assert not connections[0].transport.is_closing()
         assert b" 200 " in await answer(port, BYE)
         assert connections[0].transport.is_closing()
+
+
+@pytest.mark.parametrize("headers", [b"", b"connection: close\r\n"])
+async def test_an_answer_that_is_complete_and_still_being_read_does_not_end_for_a_newcomer(
+    connections: list[http_protocol_module.HttpProtocol], headers: bytes
+) -> None:
+    app, request = App(), b"GET /plain HTTP/1.1\r\nhost: h\r\n%b\r\n" % headers
+    async with serving_app(app, max_connections=1) as port, unread(port, request, 1) as opened:
+        await eventually(lambda: bool(connections) and bool(connections[0].server_state.total_requests))
+        assert connections[0].flow.write_paused
+        assert error_of(await answer(port, BYE))[0] == 503
+        ((reader, writer),) = opened
+        writer.transport.resume_reading()
+        async with asyncio.timeout(30):
+            await reader.readuntil(b"\r\n\r\n")
+            assert await reader.readexactly(NUM_PARTS * PART) == b"y" * NUM_PARTS * PART
+        await eventually(lambda: not connections[0].flow.write_paused)
+        assert b" 200 " in await answer(port, BYE), "now it is idle"
 
 
 async def test_a_client_that_reads_slowly_is_disconnected(
