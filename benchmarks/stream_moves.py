@@ -31,7 +31,7 @@ from benchmarks.engines import Fleet, routed
 from tandem.router.engines.relay.sse import ChunkEvents
 from tandem.router.engines.relay.stream_ledger import StreamLedger
 from tandem.router.engines.relay.stream_relay import Rewrite, StreamRelay
-from tandem.router.engines.relay.upstream import Reply
+from tandem.router.engines.upstream import Reply
 
 __all__ = ["Seen", "kill_under_load", "main"]
 

@@ -10,7 +10,7 @@ import orjson
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from tandem.router.engines.relay.bounded_json import loads
+from tandem.router.engines.bounded_json import loads
 
 __all__ = [
     "CacheSize",

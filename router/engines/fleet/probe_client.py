@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from tandem.router.engines.addresses import Resolve
-from tandem.router.engines.relay.upstream import AnswerTooLarge, Unreachable, Upstream
+from tandem.router.engines.upstream import AnswerTooLarge, Unreachable, Upstream
 from tandem.router.http.time_slicer import TimeSlicer
 from tandem.runtime.followed_tls import FollowedTls
 from tandem.runtime.idle_timeout import answered_in_time

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from tandem.protocol.config import ExternalEnginesConfig
 from tandem.protocol.messages import WorkerCard, WorkerLoad, WorkerState
+from tandem.router.engines.bounded_json import Outline, loads
 from tandem.router.engines.fleet.engine import RemoteEngine
 from tandem.router.engines.fleet.engine_status import (
     CacheSize,
@@ -26,7 +27,6 @@ from tandem.router.engines.fleet.engine_status import (
 from tandem.router.engines.fleet.probe_client import ProbeFailed
 from tandem.router.engines.fleet.server_metrics import ServerMetrics
 from tandem.router.engines.fleet.step_check import StepCheck, StepVerdict
-from tandem.router.engines.relay.bounded_json import Outline, loads
 from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["EngineProber"]

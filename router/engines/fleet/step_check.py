@@ -12,9 +12,9 @@ from typing import Any
 
 import orjson
 
+from tandem.router.engines.bounded_json import loads
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.fleet.probe_client import ProbeClient, ProbeFailed
-from tandem.router.engines.relay.bounded_json import loads
 
 __all__ = ["StepCheck", "StepVerdict"]
 

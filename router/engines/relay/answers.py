@@ -12,8 +12,8 @@ from typing import Any
 import orjson
 
 from tandem.protocol.sampling import MAX_COUNT
+from tandem.router.engines.bounded_json import loads
 from tandem.router.engines.errors import EngineBusy, EngineFailed
-from tandem.router.engines.relay.bounded_json import loads
 
 __all__ = ["as_count", "as_dict", "error_text", "parse_answer"]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tandem.router.engines.bounded_json import LARGE
 from tandem.router.engines.errors import EngineFailed
 from tandem.router.engines.relay.answers import as_dict
-from tandem.router.engines.relay.bounded_json import LARGE
 from tandem.router.engines.relay.prompt_forms import (
     PromptForm,
     chat_form,

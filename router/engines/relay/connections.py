@@ -6,8 +6,8 @@ from tandem.protocol.config import ExternalEnginesConfig
 from tandem.router.engines.addresses import public_addresses
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.errors import EngineFailed
-from tandem.router.engines.relay.upstream import Upstream
 from tandem.router.engines.tls import engine_tls
+from tandem.router.engines.upstream import Upstream
 from tandem.router.http.time_slicer import TimeSlicer
 
 __all__ = ["EngineConnection", "EngineConnections"]

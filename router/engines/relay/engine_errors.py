@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tandem.router.engines.errors import AnswerRefused, EngineFailed
-from tandem.router.engines.relay.upstream import AnswerTooLarge, Unreachable
+from tandem.router.engines.upstream import AnswerTooLarge, Unreachable
 
 __all__ = ["engine_errors"]
 

@@ -20,7 +20,7 @@ from tandem.router.engines.errors import EngineTimeout
 from tandem.router.engines.relay.answers import parse_answer
 from tandem.router.engines.relay.connections import EngineConnection
 from tandem.router.engines.relay.engine_errors import engine_errors
-from tandem.router.engines.relay.upstream import Reply
+from tandem.router.engines.upstream import Reply
 
 __all__ = ["PrefillAnswer", "PrefillLeg", "decode_leg_body", "meeting_of"]
 

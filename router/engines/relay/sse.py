@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from tandem.router.engines.relay.bounded_json import loads
+from tandem.router.engines.bounded_json import loads
 from tandem.router.engines.relay.usage import chat_pair_usage
 
 __all__ = [

@@ -20,7 +20,7 @@ from tandem.router.engines.errors import AnswerNotFound, EngineTimeout
 from tandem.router.engines.relay.answers import parse_answer
 from tandem.router.engines.relay.connections import EngineConnection, EngineConnections
 from tandem.router.engines.relay.engine_errors import engine_errors
-from tandem.router.engines.relay.upstream import Reply
+from tandem.router.engines.upstream import Reply
 from tandem.router.http.request_id import request_id_of
 from tandem.router.http.request_options import tenant_of, trace_headers_of
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import orjson
 
+from tandem.router.engines.bounded_json import Outline, loads
 from tandem.router.engines.relay.answers import as_dict
-from tandem.router.engines.relay.bounded_json import Outline, loads
 from tandem.router.engines.relay.sse import PORTION_BYTES, data_of, end_of_event, split_events
 
 __all__ = ["DONE", "StreamLedger", "body_of"]

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import orjson
 
+from tandem.router.engines.bounded_json import Outline
 from tandem.router.engines.errors import EngineFailed, EngineTimeout
 from tandem.router.engines.relay.answers import error_text
-from tandem.router.engines.relay.bounded_json import Outline
 from tandem.router.engines.relay.engine_errors import engine_errors
 from tandem.router.engines.relay.sse import (
     PORTION_BYTES,
@@ -27,7 +27,7 @@ from tandem.router.engines.relay.sse import (
     first_event,
     split_events,
 )
-from tandem.router.engines.relay.upstream import Reply
+from tandem.router.engines.upstream import Reply
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.runtime.idle_timeout import IdleTimeout
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import orjson
 
+from tandem.router.engines.bounded_json import loads
 from tandem.router.engines.relay.answers import as_dict
-from tandem.router.engines.relay.bounded_json import loads
 from tandem.router.engines.relay.sse import SseEvent, data_of
 from tandem.router.engines.relay.usage import (
     messages_pair_usage,

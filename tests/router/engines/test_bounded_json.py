@@ -5,10 +5,8 @@ from typing import Any
 import orjson
 import pytest
 
-from tandem.router.engines.relay import bounded_json
-from tandem.router.engines.relay.answers import error_text
-from tandem.router.engines.relay.apis import CHAT
-from tandem.router.engines.relay.bounded_json import (
+from tandem.router.engines import bounded_json
+from tandem.router.engines.bounded_json import (
     LARGE,
     MAX_BRACKETS,
     MAX_COMMAS,
@@ -17,6 +15,8 @@ from tandem.router.engines.relay.bounded_json import (
     Outline,
     loads,
 )
+from tandem.router.engines.relay.answers import error_text
+from tandem.router.engines.relay.apis import CHAT
 from tandem.router.engines.relay.typed_events import ResponseEvents
 
 LISTS: list[Any] = [[]] * (MAX_BRACKETS + 1)

@@ -8,7 +8,7 @@ import pytest
 from tandem.router.engines.relay.sse import PORTION_BYTES, ChunkEvents, SseEvent
 from tandem.router.engines.relay.stream_ledger import StreamLedger
 from tandem.router.engines.relay.stream_relay import MAX_PARSED_AT_ONCE, StreamRelay
-from tandem.router.engines.relay.upstream import Reply
+from tandem.router.engines.upstream import Reply
 
 
 class Counting:

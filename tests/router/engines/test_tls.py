@@ -16,8 +16,8 @@ from tandem.protocol.config import ExternalEnginesConfig
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import WorkerState
 from tandem.router.engines.config import spec_from
-from tandem.router.engines.relay.upstream import Upstream
 from tandem.router.engines.tls import check_engine_tls, engine_tls, tls_reason
+from tandem.router.engines.upstream import Upstream
 from tandem.runtime import followed_tls
 from tests.support.certificates import DAY, Authority
 from tests.support.engines_harness import COMPLETIONS, completion, routing, routing_by_hub, spec_of

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tandem.router.engines.relay import upstream as upstream_module
-from tandem.router.engines.relay.upstream import PIECE_BYTES, AnswerTooLarge, Unreachable, Upstream
+from tandem.router.engines import upstream as upstream_module
+from tandem.router.engines.upstream import PIECE_BYTES, AnswerTooLarge, Unreachable, Upstream
 from tandem.router.http.time_slicer import TimeSlicer
 from tests.support.engines_harness import dead_url
 from tests.support.waiting import eventually
