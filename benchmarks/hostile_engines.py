@@ -40,7 +40,7 @@ __all__ = ["Seen", "main"]
 
 MAX_HEALTH_S = 0.5
 STEP_MS = 20
-_LONGEST_S = 45.0  # of an attack by an answer: its clients leave then
+_LONGEST_S = 15.0  # of an attack by an answer: its clients leave then
 _INTERVAL_S = 0.02
 _SETTLE_S = 3.0
 _CHAT = "/v1/chat/completions"

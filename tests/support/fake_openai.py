@@ -48,6 +48,7 @@ class FakeServer:
     unloaded: list[str] = field(default_factory=list)  # models that get a 404
     health: int = 200
     metrics: str = ""
+    metrics_type: str = "text/plain"
     has_kv_params: bool = True
     num_cached: int = 3
     stop: Callable[[], None] = lambda: None  # stops the server
@@ -134,7 +135,8 @@ def _app(fake: FakeServer) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         fake.num_probes["/metrics"] += 1
-        return Response(fake.metrics, status_code=200 if fake.metrics else 404)
+        headers = {"content-type": fake.metrics_type}
+        return Response(fake.metrics, status_code=200 if fake.metrics else 404, headers=headers)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 import orjson
 import pytest
 
+from tandem.router.engines import bounded_json
 from tandem.router.engines.bounded_json import (
     LARGE,
     MAX_BRACKETS,
@@ -14,7 +15,6 @@ from tandem.router.engines.bounded_json import (
     Outline,
     loads,
 )
-from tandem.router.engines.relay import bounded_json
 from tandem.router.engines.relay.answers import error_text
 from tandem.router.engines.relay.apis import CHAT
 from tandem.router.engines.relay.typed_events import ResponseEvents

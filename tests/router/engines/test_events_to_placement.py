@@ -59,6 +59,27 @@ async def test_the_index_follows_the_engine(fake_a: FakeServer) -> None:
         context.term()
 
 
+async def test_an_engine_that_clears_its_cache_costs_only_its_own_blocks(
+    fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To follow a worker anew would take a pass over the blocks of all engines."""
+    context = Context()
+    publisher = Publisher(context)
+    spec = spec_of(fake_a, "a", model="fake-model", kv_events=f"tcp://127.0.0.1:{publisher.port}", block_size=16)
+    try:
+        async with routing(spec, readers={"fake-model": ByteTokenReader()}) as router:
+            index = router.fleet.index
+            await publish_until(publisher, lambda: index.num_blocks("a") == 3, stored(0, 3))
+            added: list[str] = []
+            monkeypatch.setattr(index, "add_worker", lambda name, _: added.append(name))
+            await publish_until(publisher, lambda: index.num_blocks("a") == 0, {"type": "AllBlocksCleared"})
+            await publish_until(publisher, lambda: index.num_blocks("a") == 2, stored(0, 2))
+            assert not added
+    finally:
+        await publisher.close()
+        context.term()
+
+
 @pytest.mark.parametrize(
     "wrong", [{"token_ids": [-1] * 16}, {"token_ids": [2**40] * 16}, {"lora_name": 5}, {"block_hashes": 3}], ids=str
 )

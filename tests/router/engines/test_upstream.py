@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tandem.router.engines.relay import upstream as upstream_module
+from tandem.router.engines import upstream as upstream_module
 from tandem.router.engines.upstream import PIECE_BYTES, AnswerTooLarge, Unreachable, Upstream
 from tandem.router.http.time_slicer import TimeSlicer
 from tests.support.engines_harness import dead_url
