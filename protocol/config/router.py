@@ -205,7 +205,9 @@ class RouterConfig:
         ),
     ] = 120.0
     tokenizer_threads: Annotated[
-        int, Meta(ge=1, le=256), Setting("Threads of each router process that tokenize long prompts.", LIMITS)
+        int,
+        Meta(ge=1, le=256),
+        Setting("Threads of each router process for prompts of medium length, and as many for long ones.", LIMITS),
     ] = 2
     worker_timeout_s: Annotated[
         Seconds, Setting("Seconds of silence after which a worker or an engine counts as dead.", LIMITS)

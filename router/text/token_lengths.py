@@ -15,13 +15,11 @@ from __future__ import annotations
 import json
 import math
 import unicodedata
+from collections import Counter
 from collections.abc import Container, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tandem.protocol.errors import ContextLengthExceeded
-
-if TYPE_CHECKING:
-    import numpy as np
 
 __all__ = ["ByteShares", "PromptLimit", "TokenLength", "byte_shares", "token_length"]
 
@@ -30,7 +28,7 @@ _COMPOSING = {"NFC": 4, "NFKC": 4}
 _GROWING = {"NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"}  # normalizers that never make a text shorter
 _KEEPING = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}  # pre-tokenizers that drop no characters
 _SPLITTING = {"Split", "Punctuation"}  # these drop none unless their behavior is "Removed"
-_WINDOW_BYTES = 1 << 18  # counted at once, in a millisecond, while holding the GIL
+_WINDOW_BYTES = 1 << 16  # counted at once, in two milliseconds, while holding the GIL
 _CONTINUATION = range(0x80, 0xC0)  # UTF-8 bytes that every character beyond ASCII contains
 
 
@@ -47,8 +45,6 @@ class PromptLimit(NamedTuple):
                 f"This model's maximum context length is {self.max_tokens} tokens, but the prompt has "
                 f"{size or f'{num_tokens} tokens'}. Send less.",
                 param=self.param,
-                num_tokens=num_tokens,
-                max_tokens=self.max_tokens,
             )
 
 
@@ -68,25 +64,22 @@ class TokenLength(NamedTuple):
 class ByteShares(NamedTuple):
     """How much of a token each byte of a text is at least."""
 
-    shares: np.ndarray[Any, np.dtype[np.float64]]  # [256]; 0 for bytes that are dropped
+    shares: list[float]  # of all 256; 0 for bytes that are dropped
     is_composed: bool  # whether texts are normalized to NFC first
 
     def min_tokens(self, text: str) -> int:
-        """The fewest tokens that this text can have. Takes a thousandth of the time of encoding it."""
-        import numpy as np  # late: processes that only relay run without it
-
+        """The fewest tokens that this text can have. Takes a twentieth of the time of encoding it."""
         if self.is_composed and not unicodedata.is_normalized("NFC", text):
             text = unicodedata.normalize("NFC", text)
-        data, total = np.frombuffer(text.encode(), np.uint8), 0.0
+        data, total = memoryview(text.encode()), 0.0
         for start in range(0, len(data), _WINDOW_BYTES):
-            total += float(np.bincount(data[start : start + _WINDOW_BYTES], minlength=256) @ self.shares)
+            counts = Counter(data[start : start + _WINDOW_BYTES])
+            total += sum(count * self.shares[byte] for byte, count in counts.items())
         return math.ceil(total * (1 - 1e-9))  # rounding may have made it larger
 
 
 def byte_shares(fast: Any) -> ByteShares | None:
     """The bytes' shares in the tokens of this fast tokenizer; None unless its tokens are bytes of the text."""
-    import numpy as np
-
     parts = json.loads(fast.to_str())
     normalizers = {part["type"] for part in _flat(parts["normalizer"], "normalizers")}
     splits = {part["type"] for part in _flat(parts["pre_tokenizer"], "pretokenizers")}
@@ -101,7 +94,7 @@ def byte_shares(fast: Any) -> ByteShares | None:
         found = left.intersection(token)  # this is the longest token with these bytes
         shares.update(dict.fromkeys(found, 1 / len(token)))
         left -= found
-    return ByteShares(np.array([shares[names[byte]] for byte in range(256)]), "NFC" in normalizers)
+    return ByteShares([shares[names[byte]] for byte in range(256)], "NFC" in normalizers)
 
 
 def token_length(fast: Any) -> TokenLength | None:

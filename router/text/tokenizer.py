@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 MIN_THREAD_BYTES = 2048  # bytes of text: about 500 tokens, encoded within a millisecond
 LONG_BYTES = 32 * 1024  # encoded in about 20 ms
+FEW_CHARS = 8  # for each token that fits: a text with less is encoded in time that is well spent
 LONG_TOKENS = 1024  # decoded within half a millisecond
 
 
@@ -69,7 +70,7 @@ class Tokenizer:
     def _check_bytes(self, text: str, limit: PromptLimit) -> None:
         """As `check_length`, but by all characters of the text, which takes longer: call it in a thread."""
         self.check_length(text, limit)
-        if self._byte_shares is not None and len(text) > limit.max_tokens:
+        if self._byte_shares is not None and len(text) > FEW_CHARS * limit.max_tokens:
             _check_least(text, self._byte_shares.min_tokens(text), limit)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, limit: PromptLimit | None = None) -> list[int]:

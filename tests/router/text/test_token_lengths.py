@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from tandem.protocol.errors import ContextLengthExceeded
+from tandem.router.text import tokenizer as tokenizer_module
 from tandem.router.text.token_lengths import PromptLimit, TokenLength, _byte_level_names, byte_shares, token_length
 from tandem.router.text.tokenizer import Tokenizer
 
@@ -125,6 +126,7 @@ def test_a_long_word_is_refused_before_it_is_encoded(tokenizer: Tokenizer, monke
     assert len(tokenizer.encode(word)) > 10
     tokenizer.check_length(word, PromptLimit(10, "prompt"))  # by its length alone it might fit
     monkeypatch.setattr(tokenizer, "_fast", None)
+    monkeypatch.setattr(tokenizer_module, "FEW_CHARS", 1)  # this tokenizer has no long tokens
     with pytest.raises(ContextLengthExceeded, match="characters, which are at least"):
         tokenizer.encode(word, limit=PromptLimit(10, "prompt"))
 
