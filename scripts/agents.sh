@@ -39,8 +39,8 @@ done
 
 command -v npm >/dev/null || die "npm is missing: install Node.js 20 or later"
 [ -f "$folder/node/package.json" ] || echo '{"private": true}' >"$folder/node/package.json"
-# The programs that these packages run lie in packages of their own, so no script of theirs has to run.
-npm install --prefix "$folder/node" --ignore-scripts --no-audit --no-fund --save-exact "${node_packages[@]}" \
+# Claude Code's and opencode's own scripts put their programs, which came in packages too, in their places.
+npm install --prefix "$folder/node" --no-audit --no-fund --save-exact "${node_packages[@]}" \
     >"$folder/node/setup.log" 2>&1 || die "npm install failed; the whole log: $folder/node/setup.log"
 printf '%s\n' "${node_packages[@]}" "${aider_packages[@]}" "${litellm_packages[@]}" "${python_packages[@]}" >"$folder/packages.txt"
 echo "ready after $SECONDS s"
