@@ -56,7 +56,7 @@ BENCHMARKS := attention sampling equality cancel second-turn interference exposu
 	transfer tiers offload chat-tiers throttled-tier faults failover migration hot-spots stream-moves eviction miss-ratio codec routing decisions \
 	admission engines edge chat-encoding router-processes deciding memory-pressure hostile versus managed-engines \
 	two-nodes gpu-steps structured-output scored-prompts tracing dashboard tls handshakes kv-encryption autoscaling pool-growth kv-copies \
-	lockout
+	lockout hostile-engines tenants
 
 .PHONY: bench-NAME $(addprefix bench-,$(BENCHMARKS))
 
