@@ -193,7 +193,9 @@ class RouterConfig:
         Seconds, Setting("Seconds a client has to send a body, plus 1 s for each 16 KB that has arrived.", LIMITS)
     ] = 30.0
     tokenizer_threads: Annotated[
-        int, Meta(ge=1, le=256), Setting("Threads of each router process for prompts of medium length, and as many for long ones.", LIMITS)
+        int,
+        Meta(ge=1, le=256),
+        Setting("Threads of each router process for prompts of medium length, and as many for long ones.", LIMITS),
     ] = 2
     worker_timeout_s: Annotated[
         Seconds, Setting("Seconds of silence after which a worker or an engine counts as dead.", LIMITS)
