@@ -223,8 +223,10 @@ async def test_every_error_is_the_same_on_the_other_side() -> None:
         else:
             error = kind.__new__(kind)  # of other engines
             ServingError.__init__(error, "wrong")
+        error.num_computed_tokens = 5
         seen = wire.error_of(wire.wire_error(error))
         assert type(seen) is type(error)
+        assert seen.num_computed_tokens == 5
         assert (seen.message, seen.param, seen.code, seen.status, seen.error_type) == (
             error.message,
             error.param,

@@ -24,6 +24,7 @@ from tandem.protocol.errors import (
     WorkerError,
     WorkerTimeout,
 )
+from tandem.protocol.grammar import GrammarError
 from tandem.protocol.messages import (
     INVALID_REQUEST,
     Cancel,
@@ -185,6 +186,44 @@ async def test_a_workers_reason_tells_whose_fault_it_is(code: str, error: type[S
         with pytest.raises(error, match="odd") as raised:
             await collect(cluster, make_request())
         assert (raised.value.status, raised.value.code) == (status, code)
+
+
+async def test_what_a_failed_request_took_comes_with_its_error_and_counts_for_its_tenant() -> None:
+    def gives_up(worker: FakeWorker, message: Message) -> None:
+        if isinstance(message, Generate):
+            failed = RequestFailed(
+                request_id=message.request_id,
+                message="odd",
+                code="invalid_grammar",
+                num_computed_tokens=7,
+                grammar_s=2.5,
+            )
+            worker.send(failed)
+
+    async with fake_cluster(decode=gives_up, local_prefill=True) as cluster:
+        charged: list[tuple[str, float]] = []
+        cluster.flow.admission.note_grammar = lambda *charge: charged.append(charge)  # type: ignore[method-assign]
+        request = make_request()
+        with pytest.raises(GrammarError) as raised:
+            await collect(cluster, request)
+        assert raised.value.num_computed_tokens == 7
+        assert charged == [(request.service_class.tenant, 2.5)]
+
+
+async def test_the_time_of_an_answers_grammar_counts_for_its_tenant() -> None:
+    def answers(worker: FakeWorker, message: Message) -> None:
+        if isinstance(message, Generate):
+            worker.output(SequenceDelta(message.request_id, 0, [100]))
+            worker.output(
+                SequenceDelta(message.request_id, 1, [101], finish_reason=FinishReason.STOP, grammar_s=1.5),
+            )
+
+    async with fake_cluster(decode=answers, local_prefill=True) as cluster:
+        charged: list[tuple[str, float]] = []
+        cluster.flow.admission.note_grammar = lambda *charge: charged.append(charge)  # type: ignore[method-assign]
+        request = make_request()
+        await collect(cluster, request)
+        assert charged == [(request.service_class.tenant, 1.5)]
 
 
 async def test_tokens_that_wait_together_come_together_and_before_the_error_behind_them() -> None:

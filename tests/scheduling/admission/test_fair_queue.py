@@ -51,6 +51,17 @@ def test_worker_seconds_go_by_weight() -> None:
     assert tenants(serve(queue, 40)) == {"a": 10, "b": 30}
 
 
+def test_work_that_was_not_predicted_is_charged_afterwards() -> None:
+    queue = make_queue()
+    for _ in range(10):
+        queue.add(make_entry("a"))
+        queue.add(make_entry("c"))
+    queue.charge("a", 4.0)
+    queue.charge("never seen", 4.0)
+    assert tenants(serve(queue, 4)) == {"c": 4}
+    queue.check_integrity()
+
+
 def test_seconds_count_not_requests() -> None:
     queue = make_queue()
     for _ in range(40):
