@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,17 @@ def server(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "serve.log"
 
 
+@pytest.fixture
+def handlers_of_a_new_process() -> Iterator[None]:
+    """The signal handlers with which the command starts, whatever an event loop of another test has left."""
+    new = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in new.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers_of_a_new_process")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_server_too(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = server(tmp_path, "echo Serving m on http://x; exec sleep 600", monkeypatch)
