@@ -45,6 +45,8 @@ class PromptLimit(NamedTuple):
                 f"This model's maximum context length is {self.max_tokens} tokens, but the prompt has "
                 f"{size or f'{num_tokens} tokens'}. Send less.",
                 param=self.param,
+                num_tokens=num_tokens,
+                max_tokens=self.max_tokens,
             )
 
 
