@@ -18,6 +18,7 @@ from tandem.scheduling.autoscaling.burstiness import Burstiness
 
 __all__ = ["Queue"]
 
+_LEAST_S = 1e-12  # shorter waits are none; to divide by them could overflow
 _MAX_LOAD = 0.97  # load at which waits by chance are capped; above it the fluid queue predicts the wait
 _LEAST_EXCESS = 0.05  # dispersion beyond 1 that counts as a burst
 # The standard normal distribution at the middles of 16 equal shares.
@@ -50,7 +51,7 @@ class Queue:
 
     def late(self, slack_s: _Vector) -> _Vector:
         """The share of prompts that wait longer than this. All in seconds."""
-        if self._chance_s <= 0:
+        if self._chance_s < _LEAST_S:
             return np.zeros_like(slack_s)
         by_chance = self._chance * np.exp(-slack_s / self._chance_s)
         in_time: _Vector = (1 - by_chance) * (1 - self._late_by_bursts(slack_s))

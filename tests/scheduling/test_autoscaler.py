@@ -507,6 +507,13 @@ class TestProperties:
         costs=st.tuples(*[st.floats(0, 10)] * 5),
     )
     @example(num_prefill=0, num_decode=2, loads=[(1.0, 1, 0, 0)], outputs=0.0, costs=(0.0, 0.0, 1e-200, 0.0, 0.0))
+    @example(
+        num_prefill=0,
+        num_decode=2,
+        loads=[(1.0, 1, 0, 0)],
+        outputs=0.0,
+        costs=(0.0, 0.0, 2.225073858507e-311, 1.3, 0.0),
+    )
     def test_never_nan_never_beyond_its_bounds_and_never_without_a_worker_that_answers(
         self,
         num_prefill: int,
