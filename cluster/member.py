@@ -268,6 +268,7 @@ class Member(ABC):
         Without a living node it never will: the node of a private cluster, once dead, does not come back.
         """
         identity = asyncio.ensure_future(call(self.actor.identity, timeout_s=_PLACE_TIMEOUT_S))
+        identity.add_done_callback(lambda found: found.cancelled() or found.exception())  # marks it as seen
         given_up = asyncio.ensure_future(self._is_given_up.wait())
         try:
             notice_s = _REPLACE_NOTICE_S if self.has_served else _PLACE_NOTICE_S

@@ -93,6 +93,10 @@ class Edges:
         assert {"tandem_hub", "tandem_router_requests"} <= {family.name for family in families}
 
 
+async def hub_metrics() -> bytes:
+    return b"tandem_hub 1.0\n"
+
+
 @asynccontextmanager
 async def edges(
     folder: Path,
@@ -109,7 +113,7 @@ async def edges(
     router = RouterConfig(port=0, router_processes=num_processes, **config)
     with listening(router.host, 0) as listener:
         serving = edge_processes(
-            BackendService(backend, Always(), lambda: b"tandem_hub 1.0\n"),
+            BackendService(backend, Always(), hub_metrics),
             TextEdge(str(model)),
             config=router,
             listener=listener,

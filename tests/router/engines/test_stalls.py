@@ -144,6 +144,7 @@ async def test_a_long_first_token_is_no_stall_and_nothing_is_with_0(
 STANDING = """\
 vllm:num_requests_running{engine="0"} 1
 vllm:num_requests_waiting{engine="0"} 0
+vllm:iteration_tokens_total_count{engine="0"} 7
 vllm:generation_tokens_total{engine="0"} 7
 """
 
