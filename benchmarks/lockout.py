@@ -81,6 +81,7 @@ _ATTACKS = (
     _Attack("40 pipelines of /metrics", _DEFAULT, 40, "/metrics", 20),
     _Attack("100 pipelines of /metrics", _DEFAULT, 100, "/metrics", 20),
     _Attack("200 pipelines of /metrics", _DEFAULT, 200, "/metrics", 20),
+    _Attack("2300 pipelines of /metrics", _DEFAULT, 2300, "/metrics", 20),
     _Attack("2300 pipelines of a page", _DEFAULT, 2300, "/dashboard/style.css", 100),
     _Attack("2300 pipelines without a key", _DEFAULT, 2300, "/v1/models", 100),
     _Attack("2300 slow readers of a page", _DEFAULT, 2300, "/dashboard/style.css", 100, 1024, 5.0),

@@ -56,17 +56,20 @@ async def test_calls_begin_an_interval_apart(monkeypatch: pytest.MonkeyPatch) ->
 
     async def sleep(seconds: float) -> None:
         nonlocal now_s
-        slept_s.append(seconds)
+        if seconds:
+            slept_s.append(seconds)
         now_s += seconds
+        await really_sleep(0)
 
     shared = SharedCall(Source(), 0.5, clock=lambda: now_s)
+    really_sleep = asyncio.sleep
     monkeypatch.setattr("tandem.runtime.shared_call.asyncio.sleep", sleep)
     assert await shared() == 1
     now_s += 0.2
     assert await shared() == 2
     now_s += 9.0
     assert await shared() == 3
-    assert slept_s == pytest.approx([0.0, 0.3, 0.0])
+    assert slept_s == pytest.approx([0.3])
 
 
 async def test_one_who_gives_up_takes_nothing_from_the_others() -> None:
@@ -89,3 +92,19 @@ async def test_an_error_is_for_all_who_shared_the_call_and_for_nobody_else() -> 
     results = await asyncio.gather(shared(), shared(), return_exceptions=True)
     assert [str(result) for result in results] == ["no luck"] * 2
     assert await shared() == 14
+
+
+async def test_those_who_wait_go_on_one_in_each_iteration() -> None:
+    went_on, iteration = list[int](), 0
+
+    async def ask() -> None:
+        await shared()
+        went_on.append(iteration)
+
+    shared = SharedCall(Source(), 0.0)
+    asking = [asyncio.create_task(ask()) for _ in range(50)]
+    while len(went_on) < 50:
+        await asyncio.sleep(0)
+        iteration += 1
+    assert len(set(went_on)) == 50
+    await asyncio.gather(*asking)
