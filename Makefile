@@ -51,7 +51,7 @@ bench: $(STAMP) ## measure a running server: TTFT, ITL, throughput (URL=..., ARG
 
 BENCHMARKS := attention sampling equality cancel second-turn interference exposure role-flip throughput \
 	transfer tiers offload chat-tiers throttled-tier faults failover migration hot-spots stream-moves eviction miss-ratio codec routing decisions \
-	admission engines edge chat-encoding router-processes deciding memory-pressure hostile versus managed-engines \
+	admission engines edge chat-encoding router-processes deciding memory-pressure hostile hostile-engines versus managed-engines \
 	two-nodes gpu-steps structured-output scored-prompts tracing dashboard tls handshakes kv-encryption autoscaling pool-growth kv-copies
 
 .PHONY: bench-NAME $(addprefix bench-,$(BENCHMARKS))

@@ -83,5 +83,5 @@ def _outline(text: bytes) -> Outline:
 def _value(name: str, raw: msgspec.Raw) -> Any:
     if len(raw) <= WHOLE_BYTES:
         return orjson.loads(bytes(raw))
-    is_object = name in _NESTED and memoryview(raw)[:1] == b"{"
+    is_object = name in _NESTED and bytes(memoryview(raw)[:1]) == b"{"
     return _outline(bytes(raw)) if is_object else LARGE

@@ -30,7 +30,7 @@ __all__ = [
 
 MAX_EVENT_BYTES = 8 * 1024 * 1024
 MAX_EVENT_LINES = 4096
-PORTION_BYTES = 4096  # of events that may have to be parsed; those after them wait for a time slice
+PORTION_BYTES = 1024  # of events that may have to be parsed; those after them wait for a time slice
 _END = re.compile(rb"\r?\n\r?\n")
 
 
