@@ -93,7 +93,7 @@ class DeltaQueue(_Readable[T]):
         self._sink, self._idle = sink, idle
         try:
             while self._push():  # NOTE: again after each wait; more may have arrived before this task ran
-                if self.is_complete and not self._items:
+                if self._is_at_end:
                     return True
                 if idle is not None:
                     idle.begin()
@@ -130,6 +130,11 @@ class DeltaQueue(_Readable[T]):
     def _on_schedule(self) -> bool:
         self._is_scheduled = False
         return (bool(self._items) or self._error is not None) and self.deliver()
+
+    @property
+    def _is_at_end(self) -> bool:
+        """Whether the reader has everything."""
+        return self.is_complete and not self._items
 
     def _push(self) -> bool:
         """Pass the items to the sink; return whether it takes more."""

@@ -177,6 +177,7 @@ class Reply(DeltaQueue[bytes]):
         self.status = 0
         self.headers: dict[str, str] = {}  # names in lower case
         self.is_costly = False  # its reader has much work with few bytes: all of them are parsed in time slices
+        self._is_due = False  # the reader is to be called again
         self._connection = connection
 
     async def wait_for_head(self) -> None:
@@ -206,20 +207,37 @@ class Reply(DeltaQueue[bytes]):
     def drop_unread(self) -> None:
         """Drop what was not read, so that it does not hold up the connection."""
         self._take_all()
+        self._is_due = False
 
     def add(self, data: bytes) -> None:
         """A part of the body arrived."""
         self._items.append(data)
 
     def call_again(self) -> None:
-        """The reader goes on with what it has, when there is time: it is called with nothing new."""
-        self._items.append(b"")
+        """The reader goes on with what it has, in a time slice: it is called with nothing new."""
+        self._is_due = True
         self._connection.go_on()
+
+    def deliver_slice(self) -> None:
+        """Push what has arrived, or call the reader that goes on with what it has."""
+        if self._is_due:
+            self._is_due = False
+            self._items.append(b"")
+        self.deliver()
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether the reader has not finished with what was parsed."""
+        return self._is_due or bool(self._items)
 
     @property
     def is_awaited(self) -> bool:
         """Whether the reader waits for more."""
         return self._waiter is not None and not self._waiter.done()
+
+    @property
+    def _is_at_end(self) -> bool:
+        return super()._is_at_end and not self._is_due
 
     def _arrival(self) -> asyncio.Future[None]:
         self._connection.go_on()
@@ -284,8 +302,8 @@ class _UpstreamConnection(asyncio.Protocol):
 
     def go_on(self) -> None:
         """Hand on what has arrived, as soon as there is time."""
-        has_items = self._reply is not None and self._reply.num_items
-        if (self._unparsed or has_items or self._is_lost) and not self._waits_for_slice:
+        has_rest = self._reply is not None and self._reply.has_rest
+        if (self._unparsed or has_rest or self._is_lost) and not self._waits_for_slice:
             self._waits_for_slice = True
             self._upstream.slicer.add(self._use_slice)
 
@@ -301,7 +319,7 @@ class _UpstreamConnection(asyncio.Protocol):
         if reply is None or reply.is_complete:  # no request is open
             self.close()
         elif (
-            len(data) <= PIECE_BYTES and reply.is_awaited and not (self._unparsed or reply.is_costly or reply.num_items)
+            len(data) <= PIECE_BYTES and reply.is_awaited and not (self._unparsed or reply.is_costly or reply.has_rest)
         ):
             self._parse(reply, data)
         else:
@@ -326,8 +344,8 @@ class _UpstreamConnection(asyncio.Protocol):
         self._waits_for_slice = False
         reply = self._reply
         if reply is not None and self._is_wanted(reply):
-            if reply.num_items:
-                reply.deliver()
+            if reply.has_rest:
+                reply.deliver_slice()
             elif self._unparsed and not reply.is_complete:
                 self._parse(reply, self._next_piece(COSTLY_PIECE_BYTES if reply.is_costly else PIECE_BYTES))
             if self._is_wanted(reply):
@@ -374,7 +392,7 @@ class _UpstreamConnection(asyncio.Protocol):
     def _end_reply(self) -> None:
         """The connection is lost: tell the reader, once it has all that came."""
         reply = self._reply
-        if reply is None or reply.is_complete or self._unparsed or reply.num_items:
+        if reply is None or reply.is_complete or self._unparsed or reply.has_rest:
             return
         is_open_ended = not {"content-length", "transfer-encoding"} & reply.headers.keys()
         if self._error is None and reply.status and is_open_ended:

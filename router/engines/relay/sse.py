@@ -30,7 +30,7 @@ __all__ = [
 
 MAX_EVENT_BYTES = 8 * 1024 * 1024
 MAX_EVENT_LINES = 4096
-PORTION_BYTES = 4096  # of events that may have to be parsed; those after them wait for a time slice
+PORTION_BYTES = 1024  # of events that may have to be parsed; those after them wait for a time slice
 _END = re.compile(rb"\r?\n\r?\n")
 
 
@@ -200,8 +200,9 @@ def first_event(events: bytes, event_format: EventFormat) -> SseEvent | None:
 
 def end_of_event(events: bytes, start: int) -> int:
     """The offset of the first end of an event behind `start`, or that of the last event."""
-    found = _END.search(events, start)
-    return found.end() if found else len(events)
+    # `find` takes a tenth of a regular expression's time.
+    found = [(events.find(gap, start), len(gap)) for gap in (b"\n\n", b"\n\r\n")]
+    return min((at + length for at, length in found if at >= 0), default=len(events))
 
 
 def split_events(events: bytes) -> list[bytes]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.router.engines.relay import sse
-from tandem.router.engines.relay.sse import ChunkEvents, EventFormat, EventSplitter, split_events
+from tandem.router.engines.relay.sse import ChunkEvents, EventFormat, EventSplitter, end_of_event, split_events
 from tandem.router.engines.relay.typed_events import MessageEvents, ResponseEvents
 
 parse_event, leading_pieces = ChunkEvents().parse, ChunkEvents().leading_pieces
@@ -177,3 +177,11 @@ def test_many_events_are_not_taken_for_lines_of_one() -> None:
     assert splitter.push(b"data: 1") == b""
     assert splitter.push(b"\n\n" + comments + b"data: 2") == b"data: 1\n\n" + comments
     assert splitter.push(b"\n\n") == b"data: 2\n\n"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text("a\r\n", max_size=12), st.integers(0, 12))
+def test_the_end_of_an_event_is_where_it_is_cut(text: str, start: int) -> None:
+    events = text.encode()
+    found = sse._END.search(events, min(start, len(events)))
+    assert end_of_event(events, min(start, len(events))) == (found.end() if found else len(events))
