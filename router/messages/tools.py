@@ -37,7 +37,9 @@ def tool_choice(
         return None if choice is None else choice.type
     if choice.type == "tool" and choice.name is None:
         raise RequestError("A 'tool_choice' of type 'tool' needs 'name'.", param="tool_choice.name")
-    hidden = {tool.name or tool.type for tool in tools or ()} - {tool.function.name for tool in shown or ()}
+    hidden = {tool.name or tool.type for tool in tools or ()} - {
+        tool.function.name for tool in shown or () if tool.function
+    }
     if choice.name in hidden or (not shown and hidden):
         raise RequestError(
             f"This server does not run the tool '{choice.name or min(map(str, hidden))}', so 'tool_choice' cannot "

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.protocol.errors import RequestError
+from tandem.router.http.ignored_fields import note_ignored
 from tandem.router.tool_calls.events import TOOL_NAME
 from tandem.router.tool_calls.formats import Tools
 
@@ -38,8 +39,8 @@ class ToolFunction(msgspec.Struct, frozen=True, omit_defaults=True):
 class Tool(msgspec.Struct, frozen=True):
     """One of the tools of a request."""
 
-    type: Annotated[Literal["function"], Meta(description="`function`.")]
-    function: Annotated[ToolFunction, Meta(description="The function.")]
+    type: Annotated[str, Meta(description="`function`. The model does not see tools of other types.")]
+    function: Annotated[ToolFunction | None, Meta(description="The function.")] = None
 
 
 class FunctionName(msgspec.Struct, frozen=True):
@@ -79,8 +80,8 @@ class RequestedTools:
 
 def requested_tools(fields: ToolFields, *, parallel: bool = True) -> RequestedTools | None:
     """The tools that the model may call, if any. Raises `RequestError` for fields that are wrong."""
-    tools, choice = fields.tools or (), fields.tool_choice
-    by_name = {tool.function.name: tool for tool in tools}
+    tools, choice = _functions(fields.tools or ()), fields.tool_choice
+    by_name = {tool.name: tool for tool in tools}
     shown = _checked(tools, by_name)
     named = choice.function.name if isinstance(choice, NamedToolChoice) else None
     if named is None and choice not in (None, "auto", "none", "required"):
@@ -100,23 +101,47 @@ def requested_tools(fields: ToolFields, *, parallel: bool = True) -> RequestedTo
     called = by_name if named is None else {named: by_name[named]}
     return RequestedTools(
         tools=shown,
-        schemas={name: tool.function.parameters or {} for name, tool in called.items()},
+        schemas={name: tool.parameters or {} for name, tool in called.items()},
         is_required=choice == "required" or named is not None,
         max_calls=None if parallel and named is None else 1,
     )
 
 
-def _checked(tools: Sequence[Tool], by_name: dict[str, Tool]) -> list[dict[str, Any]]:
-    """The tools as plain values. Raises `RequestError` if they are too large or wrong."""
-    if len(by_name) < len(tools):
-        twice = next(name for name, number in Counter(tool.function.name for tool in tools).items() if number > 1)
-        raise RequestError(f"Two of the 'tools' have the same name, {twice[:50]!r}; rename one.", param="tools")
-    for i, name in enumerate(by_name):
-        if not _NAME.fullmatch(name):
+def _functions(tools: Sequence[Tool]) -> list[ToolFunction]:
+    """Those that the client runs. Raises `RequestError` for one that is incomplete or has a wrong name.
+
+    Hosted ones, such as a search, are left out: this server runs no tools.
+    """
+    functions = []
+    for i, tool in enumerate(tools):
+        where = f"tools[{i}]"
+        if tool.type != "function" and tool.function is not None:
+            raise RequestError(
+                f"Invalid value for '{where}.type': {tool.type[:50]!r}; expected 'function'.", param=f"{where}.type"
+            )
+        if tool.type != "function":
+            note_ignored(f"tools.{tool.type}", "this server runs no tools")
+        elif tool.function is None:
+            raise RequestError(
+                f"Missing required parameter: '{where}.function'.",
+                param=f"{where}.function",
+                code="missing_required_parameter",
+            )
+        elif not _NAME.fullmatch(name := tool.function.name):
             raise RequestError(
                 f"The tool name {name[:50]!r} must be 1 to 256 letters, digits and characters of '_-.:/'.",
-                param=f"tools[{i}].function.name",
+                param=f"{where}.function.name",
             )
+        else:
+            functions.append(tool.function)
+    return functions
+
+
+def _checked(tools: Sequence[ToolFunction], by_name: dict[str, ToolFunction]) -> list[dict[str, Any]]:
+    """The tools as plain values. Raises `RequestError` if they are too large or wrong."""
+    if len(by_name) < len(tools):
+        twice = next(name for name, number in Counter(tool.name for tool in tools).items() if number > 1)
+        raise RequestError(f"Two of the 'tools' have the same name, {twice[:50]!r}; rename one.", param="tools")
     try:
         shown = [_shown(tool) for tool in tools]
         num_bytes = len(msgspec.json.encode(shown))
@@ -129,9 +154,8 @@ def _checked(tools: Sequence[Tool], by_name: dict[str, Tool]) -> list[dict[str, 
     return shown
 
 
-def _shown(tool: Tool) -> dict[str, Any]:
+def _shown(function: ToolFunction) -> dict[str, Any]:
     """A tool with all fields: many chat templates fail for one without a description or parameters."""
-    function = tool.function
     shown: dict[str, Any] = {
         "name": function.name,
         "description": function.description or "",

@@ -427,10 +427,26 @@ async def test_the_other_routes_see_the_same_prompt(tokenizer: Tokenizer) -> Non
     assert usage["prompt_tokens"] == tokens["count"]
 
 
+async def test_tools_that_the_server_would_have_to_run_are_not_shown_to_the_model(tokenizer: Tokenizer) -> None:
+    backend = backend_of(tokenizer, "hello")
+    hosted = [{"type": "web_search_preview"}, {"type": "custom", "custom": {"name": "sql"}}]
+    async with closing(backend) as client:
+        response = await client.post(CHAT, json=chat(tools=[hosted[0], NOW, hosted[1]]))
+        alone = await client.post(CHAT, json=chat(tools=hosted))
+        await client.post(CHAT, json=chat(tools=[NOW]))
+    assert response.status_code == alone.status_code == 200
+    why = "(this server runs no tools)"
+    assert response.headers["x-tandem-ignored"] == f"tools.web_search_preview {why}, tools.custom {why}"
+    assert backend.requests[0].token_ids == backend.requests[2].token_ids
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"tools": [{"type": "code"}]}, "tools[0].type", "'function', got"),
+        ({"tools": [{"type": "funktion", "function": {"name": "f"}}]}, "tools[0].type", "expected 'function'"),
+        ({"tools": [{"type": "function", "name": "f"}]}, "tools[0].function", "Missing"),
+        ({"tools": [{"type": 7}]}, "tools[0].type", "type"),
+        ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "tool_choice", "no 'tools'"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "'a b'"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "1 to 256"),
         ({"tools": [NOW, NOW]}, "tools", "same name"),
