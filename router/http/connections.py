@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import select
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 from tandem.protocol.config import RouterConfig
 from tandem.router.http.time_slicer import TimeSlicer
 
-__all__ = ["ADMIT", "NUM_RESERVED", "Connection", "Connections", "network_of"]
+__all__ = ["ADMIT", "NUM_RESERVED", "Connection", "Connections", "has_left", "network_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -196,3 +197,15 @@ def network_of(peer: Any) -> str:
         return str(host)
     address = IPv6Address(host.partition("%")[0])
     return str(address.ipv4_mapped or IPv6Address(int(address) >> 64 << 64))
+
+
+def has_left(transport: asyncio.BaseTransport) -> bool:
+    """Whether the client has closed its side, although what it sent before is still being read.
+
+    It takes microseconds; to serve those who gave up before they were accepted takes a ms each, while others wait.
+    """
+    if (client := transport.get_extra_info("socket")) is None:
+        return False
+    poll = select.poll()
+    poll.register(client, getattr(select, "POLLRDHUP", 0))
+    return bool(poll.poll(0))

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from tandem.router.http.connections import ADMIT, Connections, network_of
+from tandem.router.http.connections import ADMIT, Connections, has_left, network_of
 from tandem.router.http.refusals import (
     HeaderTooLarge,
     InvalidHttp,
@@ -364,7 +364,11 @@ class HttpProtocol(HttpToolsProtocol):
             self._hold(cycle, app)
 
     def _start(self, cycle: RequestResponseCycle, app: Any) -> None:
+        is_first = self._running is None
         self._running, self._held = cycle, None
+        if is_first and cycle.scope["method"] == "POST" and has_left(self.transport):
+            self.transport.abort()  # it waited in the listener's queue until its client gave up
+            return
         if cycle.scope["http_version"] != "1.1":
             app = partial(_answer_unchunked, cycle, app)
         super()._start_asgi_task(cycle, app)

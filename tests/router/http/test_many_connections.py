@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -323,6 +324,18 @@ async def test_bodies_that_take_long_to_read_leave_time_for_others(
         await all_answered(opened, 1)
     assert pieces_in.total() > count * num_chunks * 6 / http_protocol_module.PIECE_BYTES
     assert max(pieces_in.values()) <= 16, "5 ms of what is read at once, and 1 ms of what waits"
+
+
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})], ids=["uvloop"])  # as in production
+async def test_no_work_is_done_for_clients_that_gave_up_before_they_were_accepted() -> None:
+    app, count = App(), 50
+    post = b"POST /small HTTP/1.1\r\nhost: h\r\ncontent-length: 0\r\n\r\n"
+    async with serving_app(app) as port:
+        for _ in range(count):
+            with socket.create_connection(("127.0.0.1", port)) as client:  # the server has no time meanwhile
+                client.sendall(post)
+        assert b" 200 " in await answer(port, BYE)  # it was last in the queue
+    assert app.started_in.total() == 1
 
 
 class Transport:
