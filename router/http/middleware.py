@@ -195,9 +195,9 @@ class EdgeMiddleware:
             message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > _LARGE_BYTES and message["type"] == "http.request" and not message.get("more_body"):
-                turn = asyncio.get_running_loop().create_future()
-                self._settings.large_bodies.add(lambda _: turn.done() or turn.set_result(None), tenant)
-                await turn
+                turn = asyncio.Event()
+                self._settings.large_bodies.add(lambda _: turn.set(), tenant)
+                await turn.wait()
             return message
 
         return receive_in_turn
