@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import select
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 from tandem.protocol.config import RouterConfig
 from tandem.router.http.time_slicer import TimeSlicer
 
-__all__ = ["ADMIT", "NUM_RESERVED", "Connection", "Connections", "network_of"]
+__all__ = ["ADMIT", "NUM_RESERVED", "Connection", "Connections", "has_left", "network_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ MAX_UNFINISHED_BODIES = 64  # as many of the largest size are kept in memory at 
 NUM_RESERVED = 64  # connections above max_connections, so that health checks and metrics get through
 _FEW = 8  # connections that wait from one address, and are not too many whatever others have
 _MAX_READ_AT_ONCE = 32  # requests: some ms of work
+_MAX_READ_S = 0.005  # the same for what takes longer: a chunk of a body may hold a single byte
 _MAX_TICK_S = 0.5
 _WARN_INTERVAL_S = 60.0
 
@@ -70,6 +72,7 @@ class Connections:
         self.turns = TimeSlicer(budget_s=0.0)
         self._call_soon = asyncio.get_running_loop().call_soon
         self._num_read = 0  # requests in this iteration
+        self._read_until_s = math.inf
         self.open: set[Connection] = set()
         self._waiting: OrderedDict[Connection, None] = OrderedDict()  # the one that has waited longest first
         self._by_network: dict[str, OrderedDict[Connection, None]] = {}  # the same, without those that have a key
@@ -87,8 +90,9 @@ class Connections:
         """Whether this iteration of the event loop may read one more request."""
         if self._num_read == 0:
             self._call_soon(self._begin_iteration)
+            self._read_until_s = self.reads.clock() + _MAX_READ_S
         self._num_read += 1
-        return self._num_read <= _MAX_READ_AT_ONCE
+        return self._num_read <= _MAX_READ_AT_ONCE and self.reads.clock() < self._read_until_s
 
     def sweep(self, connections: Iterable[Any]) -> None:
         """End the connections whose clients are too slow."""
@@ -193,3 +197,15 @@ def network_of(peer: Any) -> str:
         return str(host)
     address = IPv6Address(host.partition("%")[0])
     return str(address.ipv4_mapped or IPv6Address(int(address) >> 64 << 64))
+
+
+def has_left(transport: asyncio.BaseTransport) -> bool:
+    """Whether the client has closed its side, although what it sent before is still being read.
+
+    It takes microseconds; to serve those who gave up before they were accepted takes a ms each, while others wait.
+    """
+    if (client := transport.get_extra_info("socket")) is None:
+        return False
+    poll = select.poll()
+    poll.register(client, getattr(select, "POLLRDHUP", 0))
+    return bool(poll.poll(0))

@@ -32,6 +32,7 @@ from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.origin_checks import check_host_and_origin, page_refused
 from tandem.router.http.request_id import REQUEST_ID_HEADER, note_request_id
 from tandem.router.http.request_options import note_span
+from tandem.router.http.time_slicer import TimeSlicer
 from tandem.router.keys.api_key import ApiKey
 from tandem.router.keys.limiter import KeyUse
 
@@ -42,6 +43,7 @@ __all__ = ["EdgeMiddleware", "MiddlewareSettings"]
 
 logger = logging.getLogger(__name__)
 
+_LARGE_BYTES = 64 * 1024  # up to here a body is decoded in some ms, whatever it contains
 _FIRST = itemgetter(0)
 _REQUEST_ID = REQUEST_ID_HEADER.encode()
 _PREFLIGHT = b"access-control-request-method"
@@ -60,6 +62,8 @@ class MiddlewareSettings:
     allow_hosts: Collection[str] | None = None  # None = any
     tracing: Tracing | None = None
     leaving: asyncio.Event = field(default_factory=asyncio.Event)  # set when the server is going to end
+    # To decode one of millions of bytes takes 0.1 s: others' streams go on between two of them.
+    large_bodies: TimeSlicer = field(default_factory=lambda: TimeSlicer(budget_s=0.0, rests=True))
 
 
 class _Cors(CORSMiddleware):
@@ -131,7 +135,8 @@ class EdgeMiddleware:
             key = self._check(scope)
             use = None if key is None else await self._settings.authenticator.begin_use(scope, key)
             max_bytes = self._settings.max_body_bytes
-            await self._app(scope, inflating(self._limited(receive), scope, max_bytes), send_and_note)
+            inflated = inflating(self._limited(receive), scope, max_bytes)
+            await self._app(scope, self._in_turn(inflated, "" if key is None else key.tenant), send_and_note)
         except Exception as exc:  # whatever the app raises gets an error response
             response = _response_to(exc, scope["path"])
             if span is not None:
@@ -180,6 +185,22 @@ class EdgeMiddleware:
             return message
 
         return counting_receive
+
+    def _in_turn(self, receive: Receive, tenant: str) -> Receive:
+        """`receive` that hands out the end of a large body in the tenant's turn. Its receiver decodes it at once."""
+        num_bytes = 0
+
+        async def receive_in_turn() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > _LARGE_BYTES and message["type"] == "http.request" and not message.get("more_body"):
+                turn = asyncio.Event()
+                self._settings.large_bodies.add(lambda _: turn.set(), tenant)
+                await turn.wait()
+            return message
+
+        return receive_in_turn
 
     def _too_large(self) -> BodyTooLarge:
         return BodyTooLarge(f"The request body is larger than {self._settings.max_body_bytes} bytes.")

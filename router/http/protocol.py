@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from tandem.router.http.connections import ADMIT, Connections, network_of
+from tandem.router.http.connections import ADMIT, Connections, has_left, network_of
 from tandem.router.http.refusals import (
     HeaderTooLarge,
     InvalidHttp,
@@ -84,6 +84,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._held: tuple[RequestResponseCycle, Any] | None = None  # the same, if it has to wait for its turn to start
         self._is_in_line = False  # whether `_go_on` will be called
         self._is_its_turn = False  # to start a request
+        self._is_costly = False  # what it sent took too long once, so that it always waits in line
         self._is_wanted = False  # whether the request being answered is one that may not end for another client's
         self._deadline_s = math.inf  # when the client must have sent what it owes us
         self._is_idle = False  # between two requests
@@ -124,13 +125,14 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_idle:
             self._is_idle = False
             self._deadline_s = self._shared.now_s + self._shared.header_timeout_s
-        has_time = not self._is_in_line and self._shared.has_time()
+        has_time = not self._is_in_line and not self._is_costly and self._shared.has_time()
         if has_time and not self._unparsed and self._may_parse and len(data) <= PIECE_BYTES and _has_one_head(data):
             self._parse_piece(data)
         else:
             self._unparsed += data
             if has_time:
-                self._parse_unparsed()
+                self._parse_unparsed(self._shared.reads.end_s())
+                self._is_costly = self._is_in_line and self._may_parse
             else:
                 self._read_later()
             if len(self._unparsed) >= MAX_UNPARSED_BYTES:
@@ -201,14 +203,20 @@ class HttpProtocol(HttpToolsProtocol):
         """Whether what arrives belongs to the request being answered, or nothing is being answered."""
         return not self._is_answering or (self.cycle.more_body and not self.pipeline)
 
-    def _parse_unparsed(self) -> None:
-        """Parse what arrived, up to a request that has to wait for the response to another one."""
+    def _parse_unparsed(self, end_s: float) -> None:
+        """Parse what arrived, up to a request that has to wait for the response to another one.
+
+        What would take longer than until `end_s` goes on in another iteration of the event loop.
+        """
         while self._unparsed and self._may_parse and not self._is_lingering and self._pending_refusal is None:
             end = _end_of_head(self._unparsed, MIN_BODY_PIECE_BYTES if self._is_answering else 0)
             size = PIECE_BYTES if end < 0 else end + len(_END)
             piece = bytes(self._unparsed[:size])
             del self._unparsed[:size]
             self._parse_piece(piece)
+            if self._unparsed and self._may_parse and self._shared.reads.clock() >= end_s:
+                self._read_later()
+                return
 
     def _parse_piece(self, piece: bytes) -> None:
         """Parse a few bytes, and refuse the request if they break a limit or are not HTTP."""
@@ -356,7 +364,11 @@ class HttpProtocol(HttpToolsProtocol):
             self._hold(cycle, app)
 
     def _start(self, cycle: RequestResponseCycle, app: Any) -> None:
+        is_first = self._running is None
         self._running, self._held = cycle, None
+        if is_first and cycle.scope["method"] == "POST" and has_left(self.transport):
+            self.transport.abort()  # it waited in the listener's queue until its client gave up
+            return
         if cycle.scope["http_version"] != "1.1":
             app = partial(_answer_unchunked, cycle, app)
         super()._start_asgi_task(cycle, app)
@@ -383,7 +395,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_line = False
         if not self.flow.write_paused:  # a client that reads again gets another turn
             self._is_its_turn = True
-            self._go_on()
+            self._go_on(self._shared.reads.end_s())
             self._is_its_turn = False
 
     def _read_later(self) -> None:
@@ -394,17 +406,17 @@ class HttpProtocol(HttpToolsProtocol):
                 self._shared.stop_waiting(self)
                 self._shared.wait_for(self)
 
-    def _read(self, _: float) -> None:
+    def _read(self, end_s: float) -> None:
         self._is_in_line = False
-        self._go_on()
+        self._go_on(end_s)
 
-    def _go_on(self) -> None:
+    def _go_on(self, end_s: float) -> None:
         """Parse what has arrived, and start a request if it is its turn or needs none."""
         if self._is_lingering or self.transport.is_closing():
             return
         if self._held is not None:
             self._start(*self._held) if self._is_its_turn else self._stand_in_line()
-        self._parse_unparsed()
+        self._parse_unparsed(end_s)
         self.flow.resume_reading()
         if self._deadline_s == math.inf and not self._is_answering:
             self._wait_for_request()

@@ -22,10 +22,16 @@ SlicedWork: TypeAlias = Callable[[float], object]  # its argument is the time at
 class TimeSlicer:
     """The work of one event loop, a little in each iteration. Clients take turns; each one's is done in order."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, budget_s: float | None = None) -> None:
-        """`budget_s` is for one iteration of the event loop: 0 = one piece of work; None = a fair part."""
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, *, budget_s: float | None = None, rests: bool = False
+    ) -> None:
+        """`budget_s` is for one iteration of the event loop: 0 = one piece of work; None = a fair part.
+
+        With `rests` others get as much time after it, where the work itself may be to wake a task.
+        """
         self.clock = clock
         self._budget_s = BUDGET_S if budget_s is None else budget_s
+        self._rests = rests
         self._waiting: OrderedDict[str, deque[SlicedWork]] = OrderedDict()  # by client, whose turn it is first
         self._num_waiting = 0
         self._is_scheduled = False
@@ -47,14 +53,21 @@ class TimeSlicer:
             asyncio.get_running_loop().call_soon(self._take)
 
     def _take(self) -> None:
-        end_s = self.end_s()
+        began_s = self.clock()
+        end_s = began_s + self._budget_s
         try:
             for _ in range(self._num_waiting):  # what is added meanwhile waits for the next iteration
                 self._next()(end_s)
                 if self.clock() >= end_s:
                     break
         finally:
-            self._schedule()
+            if self._rests:
+                asyncio.get_running_loop().call_soon(self._rest, began_s)  # after the tasks that were woken
+            else:
+                self._schedule()
+
+    def _rest(self, began_s: float) -> None:
+        asyncio.get_running_loop().call_later(self.clock() - began_s, self._schedule)
 
     def _next(self) -> SlicedWork:
         client, line = next(iter(self._waiting.items()))

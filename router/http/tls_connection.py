@@ -22,7 +22,7 @@ from typing import Any, cast
 from uvicorn.server import ServerState
 
 from tandem.protocol.fault_boundary import undone_on_error
-from tandem.router.http.connections import Connections, network_of
+from tandem.router.http.connections import Connections, has_left, network_of
 from tandem.router.http.protocol import HttpProtocol
 from tandem.router.http.refusals import PlainHttp
 from tandem.router.http.request_id import new_request_id
@@ -156,6 +156,9 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
     def _use_slice(self, end_s: float) -> None:
         self._waits_for_slice = False
         if self._has_ended or self.is_closing():
+            return
+        if self._http is None and has_left(self.transport):  # unnoticed, because reading was paused
+            self._give_up("client_left")
             return
         with undone_on_error(self.abort):
             self._take_records(end_s)

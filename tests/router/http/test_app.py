@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -25,9 +26,9 @@ KEY = {"authorization": "Bearer ours"}
 PAGE = {"origin": "http://page.example"}
 
 
-def app_of(answer: Any, registry: CollectorRegistry | None = None) -> RouterApp:
+def app_of(answer: Any, registry: CollectorRegistry | None = None, max_body_bytes: int = 100) -> RouterApp:
     """An app that answers POSTs to both paths with `answer`, and accepts one key."""
-    config = RouterConfig(max_body_bytes=100, cors_allow_origins=("http://page.example",))
+    config = RouterConfig(max_body_bytes=max_body_bytes, cors_allow_origins=("http://page.example",))
     app = RouterApp(config, EdgeMetrics(registry or CollectorRegistry()), api_keys_of({"ours": "search"}))
 
     async def raw(scope: Scope, receive: Receive, send: Send) -> None:
@@ -156,3 +157,24 @@ async def test_a_server_that_will_end_asks_its_clients_to_connect_anew(path: str
 
 def num_counted(registry: CollectorRegistry, path: str, status: int) -> float | None:
     return registry.get_sample_value("tandem_router_requests_total", {"endpoint": path, "status": str(status)})
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_one_large_body_is_handed_out_in_an_iteration(path: str) -> None:
+    got_in, iteration = list[int](), 0
+
+    def count_iterations() -> None:
+        nonlocal iteration
+        iteration += 1
+        asyncio.get_running_loop().call_soon(count_iterations)
+
+    async def note(request: Request) -> Response:
+        await request.body()
+        got_in.append(iteration)
+        return Response()
+
+    count_iterations()
+    async with client_of(app_of(note, max_body_bytes=1 << 20)) as client:
+        sending = [client.post(path, headers=KEY, content=b"x" * 200_000) for _ in range(10)]
+        assert {response.status_code for response in await asyncio.gather(*sending)} == {200}
+    assert len(set(got_in)) == len(got_in) == 10

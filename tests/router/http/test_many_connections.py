@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -43,7 +44,10 @@ NUM_PARTS = 400  # more than fits into the buffers on the way
 
 
 class App:
-    """`/dashboard` is large and for strangers, `/long` is not for strangers, `/stream` lasts, `/plain` is one write."""
+    """`/dashboard` is large and for strangers, `/long` is not for strangers, `/stream` lasts, `/plain` is one write.
+
+    `/upload` reads its body to the end.
+    """
 
     def __init__(self) -> None:
         self.num_pages = 0
@@ -69,6 +73,10 @@ class App:
         elif scope["path"] == "/plain":
             scope["extensions"][ADMIT]["admit"](has_key=True)
             await self._answer(send, b"y" * NUM_PARTS * PART)
+        elif scope["path"] == "/upload":
+            while (await receive()).get("more_body"):
+                pass
+            await self._answer(send, b"ok")
         else:
             await self._answer(send, b"ok")
 
@@ -291,6 +299,43 @@ async def test_a_body_of_ends_of_heads_is_read_in_few_pieces(monkeypatch: pytest
         head = b"POST /small HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         assert b" 200 " in await answer(port, head + body)
     assert len(pieces) <= len(body) / http_protocol_module.MIN_BODY_PIECE_BYTES + 100
+
+
+async def test_bodies_that_take_long_to_read_leave_time_for_others(
+    connections: list[http_protocol_module.HttpProtocol], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, count, num_chunks, pieces_in, piece_s = App(), 20, 10_000, Counter[int](), 0.0005
+    parse: Callable[[Any, bytes], None] = http_protocol_module.HttpProtocol._parse_piece
+
+    def parse_slowly(self: http_protocol_module.HttpProtocol, piece: bytes) -> None:
+        pieces_in[app.iteration] += 1
+        parse(self, piece)
+
+    monkeypatch.setattr(http_protocol_module.HttpProtocol, "_parse_piece", parse_slowly)
+    head = b"POST /upload HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with serving_app(app) as port, asyncio.timeout(60), AsyncExitStack() as stack:
+        opened = [await connect(port) for _ in range(count)]
+        await eventually(lambda: len(connections) == count)
+        monkeypatch.setattr(connections[0]._shared.reads, "clock", lambda: pieces_in.total() * piece_s)
+        app.count_iterations()
+        for _, writer in opened:
+            stack.callback(writer.close)
+            writer.write(head + b"1\r\nx\r\n" * num_chunks + b"0\r\n\r\n")
+        await all_answered(opened, 1)
+    assert pieces_in.total() > count * num_chunks * 6 / http_protocol_module.PIECE_BYTES
+    assert max(pieces_in.values()) <= 16, "5 ms of what is read at once, and 1 ms of what waits"
+
+
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})], ids=["uvloop"])  # as in production
+async def test_no_work_is_done_for_clients_that_gave_up_before_they_were_accepted() -> None:
+    app, count = App(), 50
+    post = b"POST /small HTTP/1.1\r\nhost: h\r\ncontent-length: 0\r\n\r\n"
+    async with serving_app(app) as port:
+        for _ in range(count):
+            with socket.create_connection(("127.0.0.1", port)) as client:  # the server has no time meanwhile
+                client.sendall(post)
+        assert b" 200 " in await answer(port, BYE)  # it was last in the queue
+    assert app.started_in.total() == 1
 
 
 class Transport:

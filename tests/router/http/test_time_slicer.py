@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+
+import pytest
 
 from tandem.router.http.time_slicer import BUDGET_S, TimeSlicer
+from tests.support.waiting import eventually
 
 
 class Clock:
@@ -81,3 +85,27 @@ async def test_without_a_budget_an_iteration_does_one_piece() -> None:
     for count in range(1, 4):
         await asyncio.sleep(0)
         assert len(done) == count
+
+
+async def test_others_get_as_much_time_as_the_task_that_was_woken_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, rests, loop = Clock(), [], asyncio.get_running_loop()  # type: tuple[Clock, list[float], asyncio.AbstractEventLoop]
+    call_later = loop.call_later
+
+    def rest(delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+        rests.append(round(delay_s, 6))
+        return call_later(0.0, call)
+
+    monkeypatch.setattr(loop, "call_later", rest)
+    slicer, woken = TimeSlicer(clock, budget_s=0.0, rests=True), list[int]()
+
+    async def work(number: int) -> None:
+        turn = loop.create_future()
+        slicer.add(lambda _: turn.set_result(None))
+        await turn
+        woken.append(number)
+        clock.now_s += number
+
+    await asyncio.gather(*map(work, range(1, 4)))
+    assert woken == [1, 2, 3]
+    await eventually(lambda: len(rests) == 3)
+    assert rests == [1, 2, 3]

@@ -315,6 +315,27 @@ async def test_a_client_that_updates_its_keys_for_ever_is_cut(tmp_path: Path) ->
         await client.communicate()
 
 
+async def test_no_handshake_is_made_with_a_client_that_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_made, shake_hands = 0, TlsConnection._shake_hands
+
+    def counted(self: TlsConnection, num_bytes: int) -> None:
+        nonlocal num_made
+        num_made += 1
+        shake_hands(self, num_bytes)
+
+    monkeypatch.setattr(TlsConnection, "_shake_hands", counted)
+    async with serving(tmp_path) as port:
+        for _ in range(50):
+            with socket.create_connection(("127.0.0.1", port.number)) as client:  # the server has no time meanwhile
+                client.sendall(client_hello())
+        await eventually(lambda: port.num_failures("client_left") == 50)
+        async with port.client() as client:
+            assert (await client.get("/")).status_code == 200
+    assert num_made <= 4, "of the last client"
+
+
 async def test_half_open_handshakes_make_room_for_those_who_finish(tmp_path: Path) -> None:
     async with serving(tmp_path, max_connections=10) as port, port.client() as client:
         half_open = [await port.raw() for _ in range(40)]
