@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.dispatcher import DispatchRequest
 from tandem.router.engines.relay.apis import Api
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ClientRequest"]
 
+_PROMPT_FIELDS = ("messages", "input", "prompt", "tools")
 _KINDS_WITH_STREAM_USAGE = {"vllm", "sglang", "llamacpp"}  # they know stream_options.include_usage
 
 
@@ -43,6 +46,12 @@ class ClientRequest:
         """Whether the client asked for usage in its stream."""
         options = self.body.get("stream_options")
         return isinstance(options, dict) and bool(options.get("include_usage"))
+
+    def pack(self) -> None:
+        """From now on the prompt is only sent: keep it as JSON. As objects it may take ten times the memory."""
+        for name in _PROMPT_FIELDS:
+            if isinstance(value := self.body.get(name), (list, dict)):
+                self.body[name] = orjson.Fragment(orjson.dumps(value))
 
     def body_for(self, engine: EngineSpec) -> dict[str, Any]:
         """The body for an engine. It always asks for usage, which says how many tokens were cached.

@@ -87,23 +87,17 @@ class Forwarder:
 
     async def explain(self, request: Request) -> list[dict[str, Any]]:
         """The decision that would be made now. Nothing is sent or booked. Raises a `ServingError`."""
-        raw, body = await read_object(request)
-        _check_fields(body)
-        asked = await self._read(request, RESPONSES if "input" in body else CHAT, raw, body, time.perf_counter())
-        return [await self._dispatcher.explain(asked.routing)]
+        return [await self._dispatcher.explain((await self._asked(request)).routing)]
 
     async def answer(self, api: Api, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Raises a `ServingError` for a failure before the first byte."""
-        arrived_s = time.perf_counter()
-        http_request = Request(scope, receive)
-        raw, body = await read_object(http_request)
-        _check_fields(body)
-        request = await self._read(http_request, api, raw, body, arrived_s)
+        request = await self._asked(Request(scope, receive), api)
         num_answers = _num_answers(request)
         if request.key_use is not None:
             max_tokens = num_answers * request.routing.max_tokens
             await request.key_use.charge(request.routing.num_prompt_tokens, num_answers, max_tokens)
         attempts = Attempts(self._dispatcher, self._connections, request, self._metrics, self._limits)
+        request.pack()
         writer, response = ResponseWriter(scope, send), None
         self._metrics.running_requests.inc(num_answers)
         try:
@@ -121,6 +115,13 @@ class Forwarder:
             self._metrics.running_requests.dec(num_answers)
             writer.close()
             attempts.close()
+
+    async def _asked(self, http_request: Request, api: Api | None = None) -> ClientRequest:
+        """Read a request. Without an API, its body tells which one it is for."""
+        arrived_s = time.perf_counter()
+        raw, body = await read_object(http_request)
+        _check_fields(body)
+        return await self._read(http_request, api or (RESPONSES if "input" in body else CHAT), raw, body, arrived_s)
 
     async def _read(
         self, http_request: Request, api: Api, raw: bytes, body: dict[str, Any], arrived_s: float
