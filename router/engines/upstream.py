@@ -185,6 +185,11 @@ class Reply(DeltaQueue[bytes]):
         while not self.status:
             await self._arrival()
 
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether its body is server-sent events."""
+        return self.headers.get("content-type", "").lower().startswith("text/event-stream")
+
     async def read(self) -> bytes:
         """The bytes that arrived since the last call, at least one; b"" at the end."""
         return b"".join(await self.take())

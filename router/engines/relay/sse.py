@@ -41,6 +41,7 @@ class SseEvent:
     raw: bytes
     body: dict[str, Any] | None
     is_done: bool = False  # it ends the stream
+    is_opaque: bool = False  # its data is no JSON object: it is forwarded, as it may be a part of the answer
     is_piece: bool = False  # it contains a part of the answer
     is_opening: bool = False  # that part is the role alone, no token
     usage: dict[str, Any] | None = None  # tokens used, in the shape of chat completions
@@ -51,7 +52,7 @@ class SseEvent:
     @property
     def has_data(self) -> bool:
         """Whether it is more than a comment."""
-        return self.body is not None or self.is_done
+        return self.body is not None or self.is_done or self.is_opaque
 
 
 class EventFormat(Protocol):
@@ -96,7 +97,7 @@ class ChunkEvents:
         except orjson.JSONDecodeError:
             body = None
         if not isinstance(body, dict):
-            return SseEvent(raw, None)
+            return SseEvent(raw, None, is_opaque=bool(data), is_piece=b'"choices"' in data)
         error, usage, is_piece = body.get("error"), body.get("usage"), bool(body.get("choices"))
         has_usage = isinstance(usage, dict)
         return SseEvent(

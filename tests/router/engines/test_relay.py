@@ -5,9 +5,10 @@ from typing import Any, cast
 
 import pytest
 
-from tandem.router.engines.relay.sse import PORTION_BYTES, ChunkEvents, SseEvent
+from tandem.router.engines.relay.sse import PORTION_BYTES, ChunkEvents, EventFormat, SseEvent, first_event
 from tandem.router.engines.relay.stream_ledger import StreamLedger
 from tandem.router.engines.relay.stream_relay import MAX_PARSED_AT_ONCE, StreamRelay
+from tandem.router.engines.relay.typed_events import MessageEvents, ResponseEvents
 from tandem.router.engines.upstream import Reply
 
 
@@ -36,6 +37,9 @@ class Counting:
         b'data: {"choices":[{"text":" end","logprobs":{"token_logprobs":[-Infinity]}}]}\n\n',
         b'data: {"choices":[{"text":"\\ud83d"}]}\n\n',
         b'data: {"choices":[{"text":"\xff"}]}\n\n',
+        b'data: {"choices":[{"text":"a","logprobs":NaN}]}\r\n\r\n',
+        b'data:{"choices":[{"text":"a","logprobs":NaN}]}\n\n',
+        b'id: 1\ndata: {"choices":[{"text":"a","logprobs":NaN}],"usage":{"prompt_tokens":1}}\n\n',
     ],
 )
 def test_pieces_that_are_not_strict_json_are_passed_on_in_any_company(piece: bytes) -> None:
@@ -44,6 +48,16 @@ def test_pieces_that_are_not_strict_json_are_passed_on_in_any_company(piece: byt
         observer = Counting()
         relay = StreamRelay("a", Reply(cast(Any, None)), observer, ChunkEvents(), shows_usage=False)
         assert (relay.visible(events), observer.num_tokens) == (shown, 1)
+
+
+@pytest.mark.parametrize("event_format", [ChunkEvents(), ResponseEvents(), MessageEvents()])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_events_whose_data_is_no_json_object_are_passed_on(event_format: EventFormat, line_end: bytes) -> None:
+    for data in (b"no JSON", b'["a"]', b"null", b'{"delta":NaN}'):
+        event = b"event: some" + line_end + b"data: " + data + 2 * line_end
+        relay = StreamRelay("a", Reply(cast(Any, None)), Counting(), event_format, shows_usage=False)
+        assert relay.visible(b": ping\n\n" + event) == event
+        assert first_event(event, event_format) is not None
 
 
 def role(index: int) -> bytes:
