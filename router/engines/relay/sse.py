@@ -140,7 +140,7 @@ class EventSplitter:
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []  # of an event whose end has not come
-        self._num_bytes = 0
+        self.num_bytes = 0  # of this event
         self._num_lines = 0
 
     def push(self, data: bytes) -> bytes:
@@ -156,7 +156,7 @@ class EventSplitter:
             return b""
         end -= len(before)
         events = b"".join((*self._parts, data[:end]))
-        self._parts, self._num_bytes, self._num_lines = [], 0, 0
+        self._parts, self.num_bytes, self._num_lines = [], 0, 0
         self._keep(data[end:])
         return events
 
@@ -164,9 +164,9 @@ class EventSplitter:
         if not data:
             return
         self._parts.append(data)
-        self._num_bytes += len(data)
+        self.num_bytes += len(data)
         self._num_lines += data.count(b"\n") + data.count(b"\r")
-        if self._num_bytes > MAX_EVENT_BYTES:
+        if self.num_bytes > MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes")
         if self._num_lines > MAX_EVENT_LINES:
             raise ValueError(f"an event of more than {MAX_EVENT_LINES} lines")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ from tandem.router.engines.relay.sse import PORTION_BYTES, ChunkEvents, EventFor
 from tandem.router.engines.relay.stream_ledger import StreamLedger
 from tandem.router.engines.relay.stream_relay import MAX_PARSED_AT_ONCE, StreamRelay
 from tandem.router.engines.relay.typed_events import MessageEvents, ResponseEvents
-from tandem.router.engines.upstream import Reply
+from tandem.router.engines.upstream import QUICK_BYTES, Reply
 
 
 class Counting:
@@ -162,3 +163,28 @@ def test_events_that_would_take_long_are_put_off_and_none_is_lost(line_end: byte
         events = b""
     assert bytes(shown) + relay._last == wire
     assert relay.is_done
+
+
+async def test_the_first_event_is_looked_for_in_the_callback_that_brings_it() -> None:
+    events = Parsing()
+    relay, reply = relay_of(events)
+    looking = asyncio.create_task(relay.read_first_event())
+    await asyncio.sleep(0)
+    reply.add(b": ping\n\n")
+    reply.deliver()
+    assert events.num_parsed == 0
+    reply.add(USAGE)
+    reply.deliver()
+    assert events.num_parsed == 1  # before the task goes on
+    assert (await looking).raw == USAGE
+
+
+def test_what_completes_a_large_event_waits_for_its_turn() -> None:
+    relay, reply = relay_of(ChunkEvents())
+    start = b'data: {"choices":[{"text":"'
+    relay._complete_events(start)
+    assert not reply.is_bulky
+    relay._complete_events(b"a" * QUICK_BYTES)
+    assert reply.is_bulky
+    assert relay._complete_events(b'"}]}\n\n') == start + b"a" * QUICK_BYTES + b'"}]}\n\n'
+    assert not reply.is_bulky
