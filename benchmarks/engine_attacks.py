@@ -35,6 +35,7 @@ _CHUNKED = b"transfer-encoding: chunked\r\n"
 _LOAD = b'vllm:num_requests_running{engine="0"} 0\nvllm:num_requests_waiting{engine="0"} 0\n'
 _CACHE = b'vllm:cache_config_info{engine="0",block_size="16",num_gpu_blocks="4096"} 1\n'
 _PIECE = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'
+_USED = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}],"usage":{"prompt_tokens":1}}\n\n'
 
 
 def _repeated(unit: bytes, num_bytes: int) -> Iterator[bytes]:
@@ -123,6 +124,8 @@ ATTACKS = (
         lambda: _stream(_repeated(b'data: {"choices":[{"index":0,"delta":{"role":"assistant"}}]}\n\n', 20_000_000)),
     ),
     _answers("0.9 MB events with usage", lambda: _stream(_usage_events())),
+    _answers("0.9 MB events with usage, 64 streams", lambda: _stream(_usage_events()), num_clients=64),
+    _answers("pieces with usage, 200 streams", lambda: _stream(_repeated(_USED, 2_000_000)), num_clients=200),
     _answers("token ids without an end", lambda: _stream(_unfinished_ids())),
     _answers(
         "chunks of one byte",

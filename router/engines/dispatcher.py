@@ -102,7 +102,7 @@ class EngineReservation(Protocol):
         """The engine failed the request. `is_absent`: nothing listens there. `is_lost`: it died while it had it."""
 
     def refused(self, engine: str, retry_after_s: float) -> None:
-        """The engine is busy: it gets no requests for `retry_after_s`."""
+        """The engine is busy: it gets no requests of this tenant for `retry_after_s`."""
 
     def prefilled(self, now: float) -> None:
         """The prefill engine of a pair returned; the request goes to the decode engine next."""

@@ -4,7 +4,7 @@ Every streamed token takes this path. Per streamed event httpx costs ten times a
 httptools. It knows nothing of what it carries.
 
 An engine may send anything, as fast as it likes. What the reader waits for is parsed and handed on at once if it is not
-much; all else a piece at a time, in time slices that the connections to all engines share. What the reader does not
+much; all else a piece at a time, in time slices in which all engines take turns. What the reader does not
 wait for is not parsed, and then its connection is not read, so the engine has to wait. A reader that has much work with
 few bytes says so (`is_costly`, `call_again`).
 """
@@ -36,6 +36,7 @@ _MAX_IDLE_S = 2.0
 _NO_TRACE: Mapping[str, str] = {}
 _MAX_IDLE = 1024  # connections
 _LINGER_S = 1.0  # wait for the end of an answer whose last event has arrived
+QUICK_BYTES = 8 * 1024  # of an answer, parsed as they arrive; more wait for a time slice
 PIECE_BYTES = 64 * 1024  # of an answer, parsed at once
 COSTLY_PIECE_BYTES = 2048  # the same of a costly one
 _MAX_UNPARSED_BYTES = 256 * 1024  # of an answer; above it, its connection is not read
@@ -70,6 +71,7 @@ class Upstream:
         only.
         """
         parts = urlsplit(url)
+        self.netloc = parts.netloc  # those that share a slicer take turns by it
         is_tls = parts.scheme == "https"
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if is_tls else 80)
@@ -177,6 +179,7 @@ class Reply(DeltaQueue[bytes]):
         self.status = 0
         self.headers: dict[str, str] = {}  # names in lower case
         self.is_costly = False  # its reader has much work with few bytes: all of them are parsed in time slices
+        self.is_bulky = False  # its reader holds many bytes, and the next ones may give it work with all of them
         self._is_due = False  # the reader is to be called again
         self._connection = connection
 
@@ -184,6 +187,11 @@ class Reply(DeltaQueue[bytes]):
         """Return when status and headers have arrived."""
         while not self.status:
             await self._arrival()
+
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether its body is server-sent events."""
+        return self.headers.get("content-type", "").lower().startswith("text/event-stream")
 
     async def read(self) -> bytes:
         """The bytes that arrived since the last call, at least one; b"" at the end."""
@@ -305,7 +313,7 @@ class _UpstreamConnection(asyncio.Protocol):
         has_rest = self._reply is not None and self._reply.has_rest
         if (self._unparsed or has_rest or self._is_lost) and not self._waits_for_slice:
             self._waits_for_slice = True
-            self._upstream.slicer.add(self._use_slice)
+            self._upstream.slicer.add(self._use_slice, self._upstream.netloc)
 
     # -- called by the event loop
 
@@ -319,7 +327,9 @@ class _UpstreamConnection(asyncio.Protocol):
         if reply is None or reply.is_complete:  # no request is open
             self.close()
         elif (
-            len(data) <= PIECE_BYTES and reply.is_awaited and not (self._unparsed or reply.is_costly or reply.has_rest)
+            len(data) <= QUICK_BYTES
+            and reply.is_awaited
+            and not (self._unparsed or reply.is_costly or reply.is_bulky or reply.has_rest)
         ):
             self._parse(reply, data)
         else:
@@ -357,14 +367,19 @@ class _UpstreamConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _next_piece(self, max_bytes: int) -> bytes:
-        first = self._unparsed[0]
-        piece = first[self._start : self._start + max_bytes]
-        self._start += len(piece)
-        self._num_unparsed_bytes -= len(piece)
-        if self._start == len(first):
-            self._unparsed.popleft()
-            self._start = 0
-        return piece
+        """Up to `max_bytes`, however small the parts are in which they came: a turn for each would be too few turns."""
+        parts = []
+        while self._unparsed and max_bytes:
+            first = self._unparsed[0]
+            part = first[self._start : self._start + max_bytes]
+            parts.append(part)
+            max_bytes -= len(part)
+            self._start += len(part)
+            self._num_unparsed_bytes -= len(part)
+            if self._start == len(first):
+                self._unparsed.popleft()
+                self._start = 0
+        return b"".join(parts)
 
     def _is_wanted(self, reply: Reply) -> bool:
         return reply.is_awaited or self._lingering is not None

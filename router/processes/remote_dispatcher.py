@@ -193,7 +193,7 @@ class RemoteReservation:
         self._note(messages.EngineFailure(engine, is_absent, is_lost))
 
     def refused(self, engine: str, retry_after_s: float) -> None:
-        """The engine is busy: it gets no requests for `retry_after_s`."""
+        """The engine is busy: it gets no requests of this tenant for `retry_after_s`."""
         self._note(messages.EngineRefusal(engine, retry_after_s))
 
     def prefilled(self, now: float) -> None:

@@ -147,7 +147,8 @@ class ScriptedEngine:
                     case "reset":
                         raise ConnectionResetError("the engine dies")
                     case "error":
-                        yield b'data: {"error":{"message":"EngineCore died","code":500}}\n\ndata: [DONE]\n\n'
+                        error = b'data: {"error":{"message":"EngineCore died","code":500}}\n\n'
+                        yield error + raw + b"data: [DONE]\n\n"  # what follows an error is no part of the answer
                     case "hang":
                         await asyncio.Event().wait()
                 return

@@ -38,6 +38,7 @@ class BookedAttempt:
         self._is_prefilled = False
         self._fleet = fleet
         self._placement = placement
+        self._tenant = request.tenant
         best = placement.best
         self._prefill, self._decode = fleet[best.prefill.worker_id], fleet[best.decode.worker_id]
         self._engines = dict.fromkeys((self._prefill, self._decode))  # each once
@@ -97,10 +98,10 @@ class BookedAttempt:
         engine.breaker.failed(self._fleet.clock(), trial=trial, is_absent=is_absent)
 
     def refused(self, name: str, retry_after_s: float) -> None:
-        """The engine is busy: it gets no requests for `retry_after_s`."""
+        """The engine is busy: it gets no requests of this tenant for `retry_after_s`."""
         engine = self._fleet.get(name)
         if engine is not None:
-            engine.hold_back(retry_after_s, self._fleet.clock())
+            engine.hold_back(retry_after_s, self._fleet.clock(), self._tenant)
 
     def held(self, *, is_held: bool) -> None:
         """The client of a stream has stopped reading it, or reads it again."""

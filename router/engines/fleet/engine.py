@@ -39,6 +39,7 @@ DEFAULT_NUM_BLOCKS = 1 << 16
 DEFAULT_MODEL_LEN = 1 << 20
 DEFAULT_BATCHED_TOKENS = 2048  # vLLM's default; SGLang's is of the same order
 MAX_RETRY_AFTER_S = 60.0
+MAX_HELD_BACK = 1024  # tenants that one engine gets no requests of for now
 
 
 class RunningRequest(Protocol):
@@ -81,7 +82,7 @@ class RemoteEngine:
         self.breaker = Breaker(
             max_failures=config.breaker_failures, open_s=config.breaker_open_s, max_open_s=config.breaker_max_open_s
         )
-        self.busy_until_s = 0.0
+        self._busy_until_s: dict[str, float] = {}  # by the tenant that it refused
         self.running: set[RunningRequest] = set()
         self.foreign = ForeignLoad(spec.name, registry, lengths)
         self.num_requests = 0
@@ -108,17 +109,18 @@ class RemoteEngine:
         """Names of the LoRA adapters that it has, or had when it was last there."""
         return self.card.adapters if self.card is not None else []
 
-    def refusal(self, now: float, *, is_last: bool = False, falls_back: bool = False) -> str:
-        """Why it gets no request now; "" = it may get one. `is_last`: there is no other engine.
+    def refusal(self, now: float, *, tenant: str | None = None, is_last: bool = False, falls_back: bool = False) -> str:
+        """Why it gets no request of a tenant now, or of some tenant; "" = it may get one.
 
-        `falls_back`: no engine that is ready can take the request.
+        `is_last`: there is no other engine. `falls_back`: no engine that is ready can take the request.
         """
         if self.state is not WorkerState.READY and not (falls_back and self.is_fallback):
             return f"{self.state.value}: {self.reason}"
         if not self.breaker.allows(now) and not (is_last and self.breaker.may_be_bypassed):
             wait_s = self.breaker.retry_in_s(now)
             return f"circuit open for {wait_s:.1f} s more" if wait_s else "circuit half_open: a trial is under way"
-        return f"busy for {self.busy_until_s - now:.1f} s more" if now < self.busy_until_s else ""
+        wait_s = self.busy_s(now, tenant)
+        return f"busy for {wait_s:.1f} s more" if wait_s else ""
 
     def begin(self, request: RunningRequest, now: float) -> None:
         """Count a request in."""
@@ -131,9 +133,23 @@ class RemoteEngine:
         self.running.discard(request)
         self.progress.end(request)
 
-    def hold_back(self, retry_after_s: float, now: float) -> None:
-        """Respect a Retry-After."""
-        self.busy_until_s = max(self.busy_until_s, now + min(retry_after_s, MAX_RETRY_AFTER_S))
+    def hold_back(self, retry_after_s: float, now: float, tenant: str) -> None:
+        """Respect a Retry-After.
+
+        It holds for the tenant alone: an engine may refuse a request for what it is, or for whose it is, and one
+        tenant's requests must not keep it from the others.
+        """
+        busy = {name: until_s for name, until_s in self._busy_until_s.items() if until_s > now}
+        busy[tenant] = max(busy.get(tenant, now), now + min(retry_after_s, MAX_RETRY_AFTER_S))
+        if len(busy) > MAX_HELD_BACK:
+            del busy[min(busy, key=busy.__getitem__)]
+        self._busy_until_s = busy
+
+    def busy_s(self, now: float, tenant: str | None = None) -> float:
+        """How long it gets no requests of the tenant because it refused one; without a tenant, the longest."""
+        busy = self._busy_until_s
+        until_s = max(busy.values(), default=0.0) if tenant is None else busy.get(tenant, 0.0)
+        return max(until_s - now, 0.0)
 
     def next_card(self, served: ServedModel, size: CacheSize) -> WorkerCard:
         """The engine's card for its next life: values as configured, else as reported, else defaults."""

@@ -95,7 +95,7 @@ class EnginePlacer(Placer):
         steps: tuple[dict[str, bool], ...] = ({}, {"falls_back": True}, {"falls_back": True, "is_last": True})
         num_asked, error = -1, NoWorker(f"no engine of {self._model} can take this request")
         for step in steps:
-            available = [engine for engine in untried if not engine.refusal(now, **step)]
+            available = [engine for engine in untried if not engine.refusal(now, tenant=request.tenant, **step)]
             if len(available) == num_asked:
                 continue
             try:
@@ -128,19 +128,24 @@ class EnginePlacer(Placer):
             except NoWorker as exc:
                 refused[group] = exc
         if not found:
-            raise self._no_engine(engines, tried, now, refused)
+            raise self._no_engine(engines, tried, now, request.tenant, refused)
         return min(found, key=lambda placement: placement.best.terms.total_s)
 
     def _no_engine(
-        self, engines: list[RemoteEngine], tried: Collection[str], now: float, refused: dict[str, NoWorker]
+        self,
+        engines: list[RemoteEngine],
+        tried: Collection[str],
+        now: float,
+        tenant: str,
+        refused: dict[str, NoWorker],
     ) -> NoWorker | EngineBusy:
-        reasons = {e.name: "tried" if e.name in tried else e.refusal(now) for e in engines}
+        reasons = {e.name: "tried" if e.name in tried else e.refusal(now, tenant=tenant) for e in engines}
         groups = dict.fromkeys(e.spec.group for e in engines if not reasons[e.name])
         text = f"no engine of {self._model} can take this request: " + "; ".join(
             [f"{name} ({reason})" for name, reason in reasons.items() if reason]
             + [str(refused.get(group, "the rest is prefill only")) for group in groups]
         )
-        waits = [e.busy_until_s - now for e in engines if e.state is WorkerState.READY and e.busy_until_s > now]
+        waits = [e.busy_s(now, tenant) for e in engines if e.state is WorkerState.READY and e.busy_s(now, tenant)]
         return EngineBusy(text, retry_after_s=min(waits)) if waits else NoWorker(text)
 
 

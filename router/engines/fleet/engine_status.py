@@ -166,7 +166,8 @@ def parse_cache_size(text: str, rank: int | None = None) -> CacheSize:
 def served_model(catalog: Any, wanted: str) -> ServedModel:
     """The model in the body of `/v1/models`: the wanted one, or the first that is no adapter. Raises `LookupError`."""
     cards = catalog.get("data") if isinstance(catalog, dict) else None
-    named = [card for card in cards or () if isinstance(card, dict) and _is_name(card.get("id"))]
+    listed = cards if isinstance(cards, list) else []
+    named = [card for card in listed if isinstance(card, dict) and _is_name(card.get("id"))]
     bases = [card for card in named if not _is_adapter(card)]
     card = next((card for card in bases if not wanted or card["id"] == wanted), None)
     if card is None:
@@ -230,7 +231,7 @@ def _samples(text: str, names: tuple[str, ...], rank: int | None = None) -> Iter
             raise ValueError(f"its /metrics has more than {MAX_SAMPLES} samples of its load")
         try:
             [family] = text_string_to_metric_families(line)
-        except ValueError:
+        except (ValueError, OverflowError):  # a time stamp of very many digits overflows
             continue
         yield from (
             one

@@ -340,7 +340,8 @@ class LocalReservation:
         except NoWorker as exc:
             if owner is None:
                 raise
-            reason = owner.refusal(self._dispatcher.now()) or "it cannot take this request"
+            tenant = self._placement_request.tenant
+            reason = owner.refusal(self._dispatcher.now(), tenant=tenant) or "it cannot take this request"
             raise NoWorker(
                 f"engine {owner.name}, which keeps the response before this one: {reason}; "
                 "try again later, or send the whole conversation as 'input'"
@@ -459,7 +460,7 @@ class LocalReservation:
         self._booked.failed(engine, is_absent=is_absent)
 
     def refused(self, engine: str, retry_after_s: float) -> None:
-        """The engine is busy: it gets no requests for `retry_after_s`."""
+        """The engine is busy: it gets no requests of this tenant for `retry_after_s`."""
         self._tried.add(engine)
         self._booked.refused(engine, retry_after_s)
 

@@ -211,7 +211,7 @@ class EngineAttempt:
         """Send the request to the engine that answers, and wait for the whole answer or the first event."""
         engine = self._waits_for = self._engine
         reply = await self._wait(self._send(engine, body))
-        if reply.status == 200 and reply.headers.get("content-type", "").startswith("text/event-stream"):
+        if reply.status == 200 and reply.is_event_stream:
             await self._read_first_event(engine, reply)
         else:
             await self._read_final_answer(engine, reply)

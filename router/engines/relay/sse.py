@@ -41,6 +41,7 @@ class SseEvent:
     raw: bytes
     body: dict[str, Any] | None
     is_done: bool = False  # it ends the stream
+    is_opaque: bool = False  # its data is no JSON object: it is forwarded, as it may be a part of the answer
     is_piece: bool = False  # it contains a part of the answer
     is_opening: bool = False  # that part is the role alone, no token
     usage: dict[str, Any] | None = None  # tokens used, in the shape of chat completions
@@ -51,7 +52,7 @@ class SseEvent:
     @property
     def has_data(self) -> bool:
         """Whether it is more than a comment."""
-        return self.body is not None or self.is_done
+        return self.body is not None or self.is_done or self.is_opaque
 
 
 class EventFormat(Protocol):
@@ -96,7 +97,7 @@ class ChunkEvents:
         except orjson.JSONDecodeError:
             body = None
         if not isinstance(body, dict):
-            return SseEvent(raw, None)
+            return SseEvent(raw, None, is_opaque=bool(data), is_piece=b'"choices"' in data)
         error, usage, is_piece = body.get("error"), body.get("usage"), bool(body.get("choices"))
         has_usage = isinstance(usage, dict)
         return SseEvent(
@@ -139,7 +140,7 @@ class EventSplitter:
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []  # of an event whose end has not come
-        self._num_bytes = 0
+        self.num_bytes = 0  # of this event
         self._num_lines = 0
 
     def push(self, data: bytes) -> bytes:
@@ -155,7 +156,7 @@ class EventSplitter:
             return b""
         end -= len(before)
         events = b"".join((*self._parts, data[:end]))
-        self._parts, self._num_bytes, self._num_lines = [], 0, 0
+        self._parts, self.num_bytes, self._num_lines = [], 0, 0
         self._keep(data[end:])
         return events
 
@@ -163,9 +164,9 @@ class EventSplitter:
         if not data:
             return
         self._parts.append(data)
-        self._num_bytes += len(data)
+        self.num_bytes += len(data)
         self._num_lines += data.count(b"\n") + data.count(b"\r")
-        if self._num_bytes > MAX_EVENT_BYTES:
+        if self.num_bytes > MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes")
         if self._num_lines > MAX_EVENT_LINES:
             raise ValueError(f"an event of more than {MAX_EVENT_LINES} lines")

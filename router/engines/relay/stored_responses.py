@@ -46,7 +46,7 @@ class StoredResponses:
         query = urlencode(request.query_params.multi_items())
         path = f"/v1/responses/{response_id}{action}" + (f"?{query}" if query else "")
         reply = await self._send(engine, request.method, path, request.scope)
-        if reply.headers.get("content-type", "").startswith("text/event-stream"):
+        if reply.is_event_stream:
             return StreamingResponse(self._parts(engine, reply), reply.status, media_type="text/event-stream")
         try:
             async with _in_time(engine.name, self._timeout_s):

@@ -66,6 +66,7 @@ class StreamLedger:
     def restart(self) -> None:
         """Start over: another engine begins the same answer, of which no token was shown."""
         self._is_restarted = bool(self._head)
+        self._is_over = False
 
     def follow(self, events: bytes) -> tuple[bytes, int, int, int]:
         """As `Rewrite`: note these events, which the client is shown next, and take the token ids out of them."""
@@ -123,7 +124,9 @@ class StreamLedger:
         return b"data: " + orjson.dumps(body if usage is None else body | {"usage": usage}) + b"\n\n"
 
     def _follow(self, raw: bytes) -> bytes:
-        body = None if self._is_over else body_of(raw)
+        if self._is_over:
+            return raw
+        body = body_of(raw)
         if body is None or isinstance(body, Outline):
             if b'"choices"' in raw:
                 what = "no JSON" if body is None else "too large to be followed"

@@ -27,7 +27,7 @@ from tandem.router.engines.relay.sse import (
     first_event,
     split_events,
 )
-from tandem.router.engines.upstream import Reply
+from tandem.router.engines.upstream import QUICK_BYTES, Reply
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.runtime.idle_timeout import IdleTimeout
 
@@ -92,14 +92,24 @@ class StreamRelay:
         self._last_event_s = 0.0
 
     async def read_first_event(self) -> SseEvent:
-        """The first event that is more than a comment. Call it before `run`; comments before it are dropped."""
-        while (first := first_event(self._pending, self._events)) is None:
-            self._note_parsed(self._pending.count(b"\n\n"))
-            with engine_errors(self._engine):
-                data = await self._reply.read()
-            if not data:
-                raise self._ended_early()
-            self._pending = self._complete_events(data)
+        """The first event that is more than a comment. Call it before `run`; comments before it are dropped.
+
+        It is looked for in the callback that brings the bytes: work of this task would be in no time slice.
+        """
+        first: SseEvent | None = None
+
+        def look(parts: list[bytes]) -> bool:
+            nonlocal first
+            self._pending = self._complete_events(b"".join(parts))
+            first = first_event(self._pending, self._events)
+            if first is None:
+                self._note_parsed(self._pending.count(b"\n\n"))
+            return first is None
+
+        with engine_errors(self._engine):
+            await self._reply.read_into(look)
+        if first is None:
+            raise self._ended_early()
         return first
 
     async def run(self, writer: ResponseWriter, timeout_s: float, abort: Callable[[str], None]) -> bytes:
@@ -111,7 +121,10 @@ class StreamRelay:
         self._timeout_s, self._last_event_s = timeout_s, time.monotonic()
         idle = IdleTimeout(timeout_s, lambda: abort(f"sent nothing within request_timeout_s={timeout_s:g}"))
         try:
-            self._forward(writer, b"")
+            if len(self._pending) > QUICK_BYTES:
+                self._reply.call_again()
+            else:
+                self._forward(writer, b"")
             while not self.is_done:
                 await self._drain(writer)
                 self._last_event_s = time.monotonic()  # the engine is not to blame for the client's slowness
@@ -243,9 +256,11 @@ class StreamRelay:
 
     def _complete_events(self, data: bytes) -> bytes:
         try:
-            return self._splitter.push(data)
+            events = self._splitter.push(data)
         except ValueError as exc:
             raise EngineFailed(self._engine, f"sent {exc}") from exc
+        self._reply.is_bulky = self._splitter.num_bytes > QUICK_BYTES
+        return events
 
     def _ended_early(self) -> EngineFailed:
         return EngineFailed(self._engine, "ended its stream in the middle")

@@ -44,12 +44,13 @@ class _TypedEvents:
 
     def parse(self, raw: bytes) -> SseEvent:
         """One whole event."""
+        data = data_of(raw)
         try:
-            body = loads(data_of(raw) or b"null")
+            body = loads(data) if data else None
         except orjson.JSONDecodeError:
             body = None
         if not isinstance(body, dict):
-            return SseEvent(raw, None)
+            return SseEvent(raw, None, is_opaque=bool(data))
         kind = str(body.get("type"))
         error = None
         if kind == "error":

@@ -85,7 +85,7 @@ def test_the_wanted_model_or_the_first() -> None:
     assert served_model(catalog, "b") == ("b", 0, (), None)
     with pytest.raises(LookupError, match="it serves a, b"):
         served_model(catalog, "c")
-    for junk in (None, [], {"data": None}, {"data": [{"id": 3}]}):
+    for junk in (None, [], {"data": None}, {"data": 5}, {"data": {"id": "a"}}, {"data": [{"id": 3}]}):
         with pytest.raises(LookupError, match="no model"):
             served_model(junk, "")
 
@@ -144,6 +144,10 @@ def test_an_exposition_that_would_take_long_is_refused() -> None:
 def test_a_line_that_would_take_long_is_skipped() -> None:
     labels = ",".join(f'a{i}="b"' for i in range(100_000))
     assert parse_load(f"vllm:num_requests_running{{{labels}}} 5\nvllm:num_requests_running 1\n") == (1, 0, 0.0)
+
+
+def test_a_time_stamp_that_overflows_is_skipped_with_its_line() -> None:
+    assert parse_load(f"vllm:num_requests_running 5 {'9' * 400}\nvllm:num_requests_running 1\n") == (1, 0, 0.0)
 
 
 def test_not_all_models_are_named_in_an_error() -> None:

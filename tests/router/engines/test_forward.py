@@ -339,7 +339,7 @@ async def test_retry_after_is_seconds_or_a_date(
     async with routing(spec_of(fake_a, "a")) as router:
         response = await router.client.post(COMPLETIONS, json=completion())
         assert (response.status_code, int(response.headers["retry-after"]) >= 1) == (429, True)
-        assert at_least <= router.engine("a").busy_until_s - router.fleet.clock() <= at_most
+        assert at_least <= router.engine("a").busy_s(router.fleet.clock()) <= at_most
 
 
 async def test_the_circuit_opens_and_closes_again(fake_a: FakeServer, fake_b: FakeServer) -> None:

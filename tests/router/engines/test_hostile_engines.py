@@ -60,6 +60,13 @@ async def test_an_event_without_an_end_is_an_error_that_names_the_engine(
         assert router.engine("a").num_failures == 1
 
 
+async def test_the_type_of_a_stream_may_be_in_capitals(fake_a: FakeServer) -> None:
+    events = 'data: {"choices":[{"index":0,"text":"a"}]}\n\ndata: [DONE]\n\n'
+    fake_a.replies[COMPLETIONS] = lambda *_: Response(events, media_type="Text/Event-Stream")
+    async with routing(spec_of(fake_a, "a")) as router:
+        assert (await router.client.post(COMPLETIONS, json=completion(stream=True))).text == events
+
+
 async def test_a_flood_of_tiny_events_is_passed_on_whole(fake_a: FakeServer) -> None:
     tiny, count = b'data: {"a":1}\r\n\r\n' + b"data: {}\n\n", 3000
     streams(fake_a, iter([*repeated(tiny * 10, count // 10), b"data: [DONE]\n\n"]))

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from tandem.router.engines.relay.sse import PORTION_BYTES, ChunkEvents, SseEvent
+from tandem.router.engines.relay.sse import PORTION_BYTES, ChunkEvents, EventFormat, SseEvent, first_event
 from tandem.router.engines.relay.stream_ledger import StreamLedger
 from tandem.router.engines.relay.stream_relay import MAX_PARSED_AT_ONCE, StreamRelay
-from tandem.router.engines.upstream import Reply
+from tandem.router.engines.relay.typed_events import MessageEvents, ResponseEvents
+from tandem.router.engines.upstream import QUICK_BYTES, Reply
 
 
 class Counting:
@@ -36,6 +38,9 @@ class Counting:
         b'data: {"choices":[{"text":" end","logprobs":{"token_logprobs":[-Infinity]}}]}\n\n',
         b'data: {"choices":[{"text":"\\ud83d"}]}\n\n',
         b'data: {"choices":[{"text":"\xff"}]}\n\n',
+        b'data: {"choices":[{"text":"a","logprobs":NaN}]}\r\n\r\n',
+        b'data:{"choices":[{"text":"a","logprobs":NaN}]}\n\n',
+        b'id: 1\ndata: {"choices":[{"text":"a","logprobs":NaN}],"usage":{"prompt_tokens":1}}\n\n',
     ],
 )
 def test_pieces_that_are_not_strict_json_are_passed_on_in_any_company(piece: bytes) -> None:
@@ -44,6 +49,16 @@ def test_pieces_that_are_not_strict_json_are_passed_on_in_any_company(piece: byt
         observer = Counting()
         relay = StreamRelay("a", Reply(cast(Any, None)), observer, ChunkEvents(), shows_usage=False)
         assert (relay.visible(events), observer.num_tokens) == (shown, 1)
+
+
+@pytest.mark.parametrize("event_format", [ChunkEvents(), ResponseEvents(), MessageEvents()])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_events_whose_data_is_no_json_object_are_passed_on(event_format: EventFormat, line_end: bytes) -> None:
+    for data in (b"no JSON", b'["a"]', b"null", b'{"delta":NaN}'):
+        event = b"event: some" + line_end + b"data: " + data + 2 * line_end
+        relay = StreamRelay("a", Reply(cast(Any, None)), Counting(), event_format, shows_usage=False)
+        assert relay.visible(b": ping\n\n" + event) == event
+        assert first_event(event, event_format) is not None
 
 
 def role(index: int) -> bytes:
@@ -148,3 +163,28 @@ def test_events_that_would_take_long_are_put_off_and_none_is_lost(line_end: byte
         events = b""
     assert bytes(shown) + relay._last == wire
     assert relay.is_done
+
+
+async def test_the_first_event_is_looked_for_in_the_callback_that_brings_it() -> None:
+    events = Parsing()
+    relay, reply = relay_of(events)
+    looking = asyncio.create_task(relay.read_first_event())
+    await asyncio.sleep(0)
+    reply.add(b": ping\n\n")
+    reply.deliver()
+    assert events.num_parsed == 0
+    reply.add(USAGE)
+    reply.deliver()
+    assert events.num_parsed == 1  # before the task goes on
+    assert (await looking).raw == USAGE
+
+
+def test_what_completes_a_large_event_waits_for_its_turn() -> None:
+    relay, reply = relay_of(ChunkEvents())
+    start = b'data: {"choices":[{"text":"'
+    relay._complete_events(start)
+    assert not reply.is_bulky
+    relay._complete_events(b"a" * QUICK_BYTES)
+    assert reply.is_bulky
+    assert relay._complete_events(b'"}]}\n\n') == start + b"a" * QUICK_BYTES + b'"}]}\n\n'
+    assert not reply.is_bulky

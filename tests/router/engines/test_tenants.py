@@ -11,6 +11,7 @@ from zmq.asyncio import Context
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import cache_scope
+from tandem.router.engines.fleet.engine import MAX_HELD_BACK
 from tandem.router.engines.relay.prompts import ByteTokenReader
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, routing_by_hub, spec_of
@@ -39,6 +40,31 @@ async def expected_tokens(router: Router, key: str, **fields: Any) -> int:
     response = await send(router, key, **fields)
     assert response.status_code == 200, response.text
     return int(response.headers["x-tandem-expected-cached-tokens"])
+
+
+async def test_engines_that_refuse_one_tenants_requests_serve_the_others(
+    fake_a: FakeServer, fake_b: FakeServer
+) -> None:
+    for fake in (fake_a, fake_b):
+        fake.status, fake.headers = 429, {"retry-after": "3600"}
+    async with routing(spec_of(fake_a, "x"), spec_of(fake_b, "y"), **KEYED) as router:
+        assert (await send(router, "sk-a")).status_code == 429
+        for fake in (fake_a, fake_b):
+            fake.status, fake.headers = 200, {}
+        refused = await send(router, "sk-a")
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "60")
+        assert (await send(router, "sk-b")).status_code == 200
+
+
+async def test_the_tenants_that_an_engine_holds_back_are_bounded(fake_a: FakeServer) -> None:
+    async with routing(spec_of(fake_a, "x"), **KEYED) as router:
+        engine, now = router.engine("x"), router.fleet.clock()
+        for number in range(MAX_HELD_BACK + 1):
+            engine.hold_back(10.0 + number / 1000, now, f"t{number}")
+        waits = [engine.busy_s(now, f"t{number}") for number in range(MAX_HELD_BACK + 1)]
+        assert [wait > 0 for wait in waits] == [False, *[True] * MAX_HELD_BACK]
+        engine.hold_back(1.0, now + 60, "other")
+        assert engine.busy_s(now, "t5") == 0  # what is over is forgotten
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tandem.router.engines import upstream as upstream_module
-from tandem.router.engines.upstream import PIECE_BYTES, AnswerTooLarge, Unreachable, Upstream
+from tandem.router.engines.upstream import PIECE_BYTES, QUICK_BYTES, AnswerTooLarge, Reply, Unreachable, Upstream
 from tandem.router.http.time_slicer import TimeSlicer
 from tests.support.engines_harness import dead_url
 from tests.support.waiting import eventually
@@ -420,22 +420,73 @@ async def test_what_nobody_reads_is_not_parsed_and_its_connection_is_not_read() 
         assert upstream._idle == [connection]
 
 
-async def test_a_costly_answer_waits_for_its_turn_however_small_its_parts_are() -> None:
+class _Reading:
+    """An answer that is being read: the bytes of each call of its reader."""
+
+    def __init__(self, upstream: Upstream, reply: Reply) -> None:
+        self.calls: list[bytes] = []
+        self.reply = reply
+        (self.connection,) = upstream._open
+        self._task = asyncio.create_task(reply.read_into(self._take))
+
+    def receive(self, body: bytes) -> None:
+        self.connection.data_received(b"%x\r\n%b\r\n" % (len(body), body))
+
+    def _take(self, parts: list[bytes]) -> bool:
+        self.calls.append(b"".join(parts))
+        return True
+
+    def close(self) -> None:
+        self._task.cancel()
+        self.reply.close()
+
+
+async def being_read(upstream: Upstream, peer: Peer) -> _Reading:
+    """An answer whose first byte was read."""
+    peer.handle = answer(CHUNKED + b"1\r\na\r\n")
+    reading = _Reading(upstream, await upstream.post("/x", b"{}", "id"))
+    await eventually(lambda: reading.calls == [b"a"])
+    reading.calls.clear()
+    return reading
+
+
+@pytest.mark.parametrize("why", ["is_costly", "is_bulky", "large"])
+async def test_an_answer_that_may_take_long_waits_for_its_turn(why: str) -> None:
     async with connected() as (upstream, peer):
-        peer.handle = answer(CHUNKED + b"1\r\na\r\n")
-        reply = await upstream.post("/x", b"{}", "id")
-        (connection,) = upstream._open
-        got: list[bytes] = []
-        reading = asyncio.create_task(reply.read_into(lambda parts: got.extend(parts) or True))  # type: ignore[func-returns-value]
-        await eventually(lambda: got == [b"a"])
-        connection.data_received(b"1\r\nb\r\n")
-        assert got == [b"a", b"b"]
-        reply.is_costly = True
-        connection.data_received(b"1\r\nc\r\n")
-        assert got == [b"a", b"b"]
-        await eventually(lambda: got == [b"a", b"b", b"c"])
-        reading.cancel()
-        reply.close()
+        reading = await being_read(upstream, peer)
+        reading.receive(b"b")
+        assert reading.calls == [b"b"]
+        part = b"c" * (QUICK_BYTES + 1 if why == "large" else 1)
+        if why != "large":
+            setattr(reading.reply, why, True)
+        reading.receive(part)
+        assert reading.calls == [b"b"]
+        await eventually(lambda: reading.calls == [b"b", part])
+        reading.close()
+
+
+async def test_small_parts_that_wait_are_one_piece() -> None:
+    async with connected() as (upstream, peer):
+        reading = await being_read(upstream, peer)
+        reading.reply.is_costly = True
+        for _ in range(100):
+            reading.receive(b"b")
+        assert not reading.calls
+        await eventually(lambda: reading.calls == [b"b" * 100])
+        reading.close()
+
+
+async def test_engines_take_turns_however_many_connections_they_have() -> None:
+    slicer = TimeSlicer(_NoTime())
+    async with connected(slicer=slicer) as (flooding, _), connected(slicer=slicer) as (other, peer):
+        reading = await being_read(other, peer)
+        reading.reply.is_costly = True
+        for _ in range(100):
+            slicer.add(lambda _: reading.calls.append(b"flooding"), flooding.netloc)
+        reading.receive(b"b")
+        await eventually(lambda: b"b" in reading.calls)
+        assert reading.calls.index(b"b") <= 2
+        reading.close()
 
 
 async def test_an_answer_that_ends_before_it_is_parsed_is_whole() -> None:
