@@ -20,6 +20,7 @@ from tandem.router.http.request_options import tenant_of
 from tandem.router.openai.answer import answer_request
 from tandem.router.openai.chat import plan_conversation
 from tandem.router.openai.field_names import renamed_fields
+from tandem.router.openai.other_fields import unsupported
 from tandem.router.openai.planned_answer import PlannedAnswer
 from tandem.router.openai.schema import ChatMessage
 from tandem.router.openai.serving_context import ServingContext, read_body
@@ -58,6 +59,8 @@ def add_responses_routes(app: RouterApp, context: ServingContext) -> None:
     @app.get("/v1/responses/{response_id}")
     async def retrieve_response(request: Request, response_id: str) -> Response:
         """A response that is kept."""
+        if request.query_params.get("stream") == "true":  # the SDK would read no event, and raise no error
+            raise unsupported("stream", b"true")
         stored = await context.responses.get(response_id, tenant_of(request), "response_id")
         return Response(stored.body, media_type="application/json")
 

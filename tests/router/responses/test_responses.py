@@ -175,6 +175,14 @@ async def test_a_response_goes_on_from_one_that_is_kept(tokenizer: Tokenizer) ->
     assert (deleted.json()["deleted"], gone.status_code) == (True, 404)
 
 
+async def test_a_kept_response_is_not_streamed_again(tokenizer: Tokenizer) -> None:
+    """Of a plain answer the SDK would read no event, and say nothing."""
+    client = sdk(FakeBackend(tokenizer))
+    response = await client.responses.create(model="org/toy", input="hi")
+    with pytest.raises(openai.BadRequestError, match="'stream' is not supported"):
+        await client.responses.retrieve(response.id, stream=True)
+
+
 async def test_what_is_not_kept_cannot_be_gone_on_from(tokenizer: Tokenizer) -> None:
     async with closing(FakeBackend(tokenizer)) as client:
         first = (await client.post(PATH, json={"input": "one", "store": False})).json()
