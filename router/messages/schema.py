@@ -35,6 +35,7 @@ __all__ = [
     "OutputFormat",
     "Quantity",
     "Thinking",
+    "Thread",
 ]
 
 # A system block with this beginning changes with every request, which would prevent all caching. vLLM drops it too.

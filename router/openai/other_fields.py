@@ -11,6 +11,7 @@ import difflib
 import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from types import GenericAlias
 from typing import Any, NamedTuple
 
 import msgspec
@@ -77,7 +78,7 @@ class _Names(NamedTuple):
     strict: type[Any]  # the same; refuses all others
     passed_over: tuple[str, ...]
     parts: dict[str, type[msgspec.Struct]]  # fields that are structs themselves
-    strict_message: type[Any] | None  # a message with these fields alone; None if there are no messages
+    messages: Any  # type of a list of messages with these fields alone; None if there are no messages
 
 
 def check_other_fields(body: bytes, request_type: type[msgspec.Struct]) -> None:
@@ -122,15 +123,15 @@ def _note_names(body: bytes | msgspec.Raw, struct: type[msgspec.Struct], where: 
         raw = getattr(fields, name)
         if raw is not ABSENT and bytes(memoryview(raw)[:1]) == b"{":
             _note_names(raw, part, f"{where}{name}.")
-    if names.strict_message is not None and bytes(memoryview(fields.messages)[:1]) == b"[":
-        _note_message_names(fields.messages, names.strict_message)
+    if names.messages is not None and bytes(memoryview(fields.messages)[:1]) == b"[":
+        _note_message_names(fields.messages, names.messages)
     return fields
 
 
-def _note_message_names(messages: msgspec.Raw, strict: type[Any]) -> None:
+def _note_message_names(messages: msgspec.Raw, strict: Any) -> None:
     """Note the fields of messages that have no effect, such as the `images` of another API, unless they are empty."""
     try:
-        msgspec.json.decode(messages, type=list[strict])
+        msgspec.json.decode(messages, type=strict)
         return
     except msgspec.ValidationError as exc:
         first = re.findall(r"^Object contains unknown field `(.{1,64}?)` - at `\$", str(exc))
@@ -139,7 +140,7 @@ def _note_message_names(messages: msgspec.Raw, strict: type[Any]) -> None:
     else:
         given = msgspec.json.decode(messages, type=list[dict[str, msgspec.Raw]])
         names = (name for message in given for name, raw in message.items() if bytes(raw) not in _EMPTY)
-        unknown = [name for name in dict.fromkeys(names) if name not in strict.__struct_fields__]
+        unknown = [name for name in dict.fromkeys(names) if name not in ChatMessage.__struct_fields__]
     for name in unknown[:MAX_UNKNOWN_NAMES]:
         note_ignored(f"messages.{name}")
 
@@ -175,8 +176,10 @@ def _names_of(struct: type[msgspec.Struct]) -> _Names:
     strict = msgspec.defstruct("Strict", [], bases=(raw,), forbid_unknown_fields=True)
     message = [(name, msgspec.Raw, ABSENT) for name in ChatMessage.__struct_fields__]
     is_chat = struct in (ChatRequest, TokenizeRequest, PinFields)
-    strict_message = msgspec.defstruct("Message", message, forbid_unknown_fields=True) if is_chat else None
-    return _Names(known, raw, strict, tuple(sorted(PASSED_OVER - known)), dict(_parts(struct)), strict_message)
+    messages = (
+        GenericAlias(list, msgspec.defstruct("Message", message, forbid_unknown_fields=True)) if is_chat else None
+    )
+    return _Names(known, raw, strict, tuple(sorted(PASSED_OVER - known)), dict(_parts(struct)), messages)
 
 
 def _parts(struct: type[msgspec.Struct]) -> Iterator[tuple[str, type[msgspec.Struct]]]:
