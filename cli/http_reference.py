@@ -37,6 +37,7 @@ from tandem.router.messages.schema import (
     OutputFormat,
     Quantity,
     Thinking,
+    Thread,
 )
 from tandem.router.openai.app import create_app
 from tandem.router.openai.other_fields import UNSERVED
@@ -100,6 +101,7 @@ _PARTS: dict[Any, str] = {
     OutputFormat: "output format",
     ContextManagement: "`context_management`",
     ContextEdit: "edit",
+    Thread: "thread",
     Quantity: "quantity",
 }
 _TITLES: dict[type[msgspec.Struct], str] = {
@@ -136,6 +138,7 @@ _TITLES: dict[type[msgspec.Struct], str] = {
     OutputFormat: "`format` of `output_config`",
     ContextManagement: "`context_management`",
     ContextEdit: "An edit of `context_management`",
+    Thread: "`thread`",
     Quantity: "A quantity of an edit",
     TokenizeRequest: "`/tokenize`",
     DetokenizeRequest: "`/detokenize`",

@@ -208,16 +208,18 @@ class Engine:
                 raise RequestError(
                     f"token ids {min(ids)} to {max(ids)}: this model's are 0 to {self.model.vocab_size - 1}"
                 )
+        root = root_digest(self.namespace, cache_salt=cache_salt)
+        matcher = self.structured_output.matcher(sampling.grammar, priority.order, root) if sampling.grammar else None
         return Sequence(
             request_id=request_id,
             token_ids=[*token_ids, *output_ids],
             num_prompt_tokens=len(token_ids),
             sampling=sampling,
-            root=root_digest(self.namespace, cache_salt=cache_salt),
+            root=root,
             phase=phase,
             priority=priority,
             is_admitted_before=bool(output_ids),
-            matcher=self.structured_output.matcher(sampling.grammar, priority.order) if sampling.grammar else None,
+            matcher=matcher,
             prompt_scores=None if (num := sampling.num_prompt_logprobs) is None or output_ids else PromptScores(num),
         )
 

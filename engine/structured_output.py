@@ -66,8 +66,9 @@ class _Compiled(NamedTuple):
 class _Compilation:
     """A grammar, and its compiled form once that is there. Its matchers keep it alive while it waits."""
 
-    def __init__(self, grammar: str) -> None:
+    def __init__(self, grammar: str, root: bytes) -> None:
         self.grammar = grammar
+        self.root = root
         self.order: float | None = None  # its place in the line
         self.compiled: Future[_Compiled] = Future()
 
@@ -258,8 +259,8 @@ class StructuredOutput:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._vocab_size, self._eos_token_ids = model_folder, vocab_size, eos_token_ids
-        self._wanted: weakref.WeakValueDictionary[str, _Compilation] = weakref.WeakValueDictionary()
-        self._kept: OrderedDict[str, _Compilation] = OrderedDict()  # compiled, the latest used last
+        self._wanted: weakref.WeakValueDictionary[tuple[bytes, str], _Compilation] = weakref.WeakValueDictionary()
+        self._kept: OrderedDict[tuple[bytes, str], _Compilation] = OrderedDict()  # compiled, the latest used last
         self._compiled: deque[_Compilation] = deque()  # by the compiler's thread, not among `_kept` yet
         self._waiting: queue.PriorityQueue[_Waiting] = queue.PriorityQueue()
         self._numbers = itertools.count()
@@ -284,17 +285,18 @@ class StructuredOutput:
             raise GrammarError(f"This model has no tokenizer that structured output can use: {error}")
         return self._tokenizer.result()
 
-    def matcher(self, grammar: str, order: float = 0.0) -> GrammarMatcher:
+    def matcher(self, grammar: str, order: float = 0.0, root: bytes = b"") -> GrammarMatcher:
         """A matcher at the grammar's beginning, which is compiled in the background, the smallest `order` first.
 
+        Sequences of one root share what is compiled: the time that it takes would tell others who has used a grammar.
         A grammar that waits for the compiler is dropped once nobody refers to a matcher of it.
         """
         self._keep_compiled()
-        compilation = self._wanted.get(grammar)
+        compilation = self._wanted.get((root, grammar))
         if compilation is None:
-            compilation = self._wanted[grammar] = _Compilation(grammar)
-        if grammar in self._kept:
-            self._kept.move_to_end(grammar)
+            compilation = self._wanted[root, grammar] = _Compilation(grammar, root)
+        if (root, grammar) in self._kept:
+            self._kept.move_to_end((root, grammar))
         elif compilation.order is None or (order < compilation.order and not compilation.compiled.done()):
             compilation.order = order
             self._waiting.put(_Waiting(order, next(self._numbers), weakref.ref(compilation)))
@@ -329,7 +331,7 @@ class StructuredOutput:
     def _keep_compiled(self) -> None:
         while self._compiled:
             compilation = self._compiled.popleft()
-            self._kept[compilation.grammar] = compilation
+            self._kept[compilation.root, compilation.grammar] = compilation
             if len(self._kept) > MAX_COMPILED:
                 self._kept.popitem(last=False)
 

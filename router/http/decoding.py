@@ -13,7 +13,7 @@ import msgspec
 from tandem.protocol.errors import RequestError
 from tandem.router.http.wrong_value import wrong_value
 
-__all__ = ["LARGE_BODY_BYTES", "decode_body"]
+__all__ = ["LARGE_BODY_BYTES", "collector_paused", "decode_body"]
 
 LARGE_BODY_BYTES = 64 * 1024  # their objects are too many for the garbage collector to walk again and again
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
@@ -25,7 +25,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 def decode_body(body: bytes, request_type: type[R]) -> R:
     """Decode a body. Raises `RequestError` that names the wrong field, its value, and what is expected."""
     try:
-        with _collector_paused(body):
+        with collector_paused(body):
             return msgspec.json.decode(body, type=request_type)
     except msgspec.ValidationError as exc:
         raise _field_error(str(exc), body, request_type) from exc
@@ -38,7 +38,7 @@ def decode_body(body: bytes, request_type: type[R]) -> R:
 
 
 @contextmanager
-def _collector_paused(body: bytes) -> Iterator[None]:
+def collector_paused(body: bytes) -> Iterator[None]:
     """Pause the garbage collector: it would find nothing among the million lists that are being created."""
     if len(body) < LARGE_BODY_BYTES or not gc.isenabled():
         yield

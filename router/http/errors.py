@@ -41,6 +41,7 @@ _MESSAGES_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_DETAILED_CODES = {"thread_not_found"}  # codes that Anthropic's SDK reads, and where it does
 
 
 class BodyTooLarge(RequestError):
@@ -81,7 +82,10 @@ def messages_error_body(body: dict[str, Any], status: int | None = None) -> dict
     """An error body in Anthropic's shape, with `param` and `code` too. `status` is None in a stream."""
     error = body["error"]
     kind = "api_error" if error["type"] == "server_error" else error["type"]
-    return {"type": "error", "error": error | {"type": _MESSAGES_TYPES.get(status or 0, kind)}}
+    shown = error | {"type": _MESSAGES_TYPES.get(status or 0, kind)}
+    if error["code"] in _DETAILED_CODES:
+        shown["details"] = {"error_code": error["code"]}
+    return {"type": "error", "error": shown}
 
 
 def is_messages_path(path: str) -> bool:

@@ -15,6 +15,7 @@ from tandem.router.messages.schema import (
     MessagesRequest,
     OutputFormat,
     Thinking,
+    Thread,
 )
 from tandem.router.messages.tools import chat_tools, tool_choice
 from tandem.router.openai.other_fields import unsupported
@@ -48,11 +49,19 @@ def chat_request(request: MessagesRequest) -> ChatRequest:
     )
 
 
+class ThreadNotFound(RequestError):
+    """A thread is to be continued. The client's SDK then sends the whole conversation."""
+
+    status = 404
+    code = "thread_not_found"
+
+
 def chat_prompt(request: CountTokensRequest) -> ChatRequest:
     """A request of chat with the same prompt. Raises `RequestError` that names the wrong field."""
     for name in UNSERVED_FIELDS:
         if getattr(request, name):
             raise unsupported(name, msgspec.json.encode(getattr(request, name)))
+    _check_thread(request.thread)
     check_cache_salt(request.cache_salt)
     check_num_parts(len(request.messages), num_blocks(request.system, request.messages), "messages")
     messages = [part for i, message in enumerate(request.messages) for part in chat_messages(message, i)]
@@ -110,3 +119,12 @@ def _thinking_switches(thinking: Thinking | None) -> dict[str, Any]:
     if thinking.type not in ("enabled", "disabled"):
         return {}
     return dict.fromkeys(("enable_thinking", "thinking"), thinking.type == "enabled")  # templates know one of them
+
+
+def _check_thread(thread: Thread | None) -> None:
+    """A request that creates a thread has the whole conversation; one that continues a thread has not."""
+    if thread is None:
+        return
+    if thread.type != "create":
+        raise ThreadNotFound("No threads are kept here: send the whole conversation.", param="thread")
+    note_ignored("thread", "nothing is kept between requests")

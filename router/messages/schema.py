@@ -35,11 +35,12 @@ __all__ = [
     "OutputFormat",
     "Quantity",
     "Thinking",
+    "Thread",
 ]
 
 # A system block with this beginning changes with every request, which would prevent all caching. vLLM drops it too.
 BILLING_HEADER = "x-anthropic-billing-header"
-UNSERVED_FIELDS = ("compaction", "thread")
+UNSERVED_FIELDS = ("compaction",)
 
 _BLOCK_TYPES = [
     *("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "tool_reference"),
@@ -177,6 +178,13 @@ class ContextManagement(msgspec.Struct, frozen=True):
     edits: Annotated[list[ContextEdit] | None, Doc("Done in this order.")] = None
 
 
+class Thread(msgspec.Struct, frozen=True):
+    """A conversation that the server is to keep."""
+
+    type: Annotated[str, Doc("`create`, with the whole conversation, or `continue`.", examples=["create", "continue"])]
+    previous_message_id: Annotated[str | None, Doc("Of `continue`.")] = None
+
+
 class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
     """Body of `POST /v1/messages/count_tokens`: what the prompt depends on."""
 
@@ -194,7 +202,10 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
     cache_salt: CacheSalt = None
     # Refused.
     compaction: Annotated[Any, Doc("Refused unless null: the answer would be a summary.")] = None
-    thread: Annotated[Any, Doc("Refused unless null: nothing is kept between requests.")] = None
+    thread: Annotated[
+        Thread | None,
+        Doc("`create` is ignored, because nothing is kept between requests; so to `continue` one gets a 404."),
+    ] = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, frozen=True):

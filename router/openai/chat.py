@@ -40,6 +40,7 @@ __all__ = [
     "tokenize_chat",
 ]
 
+_TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}
 RESERVED_OPTIONS = {"chat_template", "continue_final_message", "conversation", "messages", "tokenize", "tools"}
 
 
@@ -254,13 +255,15 @@ def _content_text(message: ChatMessage, where: str) -> str:
         return message.content or ""
     texts: list[str] = []
     for i, part in enumerate(message.content):
-        if part.type != "text":
+        if part.type not in _TEXT_PARTS:
             raise RequestError(
                 f"Content of type '{part.type[:50]}' is not supported; only 'text' is.", param=f"{where}[{i}].type"
             )
-        if part.text is None:
-            raise RequestError("A text part needs 'text'.", param=f"{where}[{i}].text")
-        texts.append(part.text)
+        name = "refusal" if part.type == "refusal" else "text"
+        text = part.refusal if part.type == "refusal" else part.text
+        if text is None:
+            raise RequestError(f"A {name} part needs '{name}'.", param=f"{where}[{i}].{name}")
+        texts.append(text)
     return "\n".join(texts)
 
 

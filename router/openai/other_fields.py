@@ -11,6 +11,7 @@ import difflib
 import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from types import GenericAlias
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,7 +20,7 @@ from msgspec import inspect
 from tandem.protocol.errors import RequestError
 from tandem.router.http.ignored_fields import note_ignored
 from tandem.router.http.wrong_value import members, shown
-from tandem.router.openai.schema import ABSENT, GenerationFields, PinFields
+from tandem.router.openai.schema import ABSENT, ChatMessage, ChatRequest, GenerationFields, PinFields, TokenizeRequest
 
 __all__ = ["PASSED_OVER", "UNSERVED", "check_other_fields", "unsupported"]
 
@@ -29,7 +30,8 @@ MAX_NEUTRAL_BYTES = 256  # in a value that asks for nothing
 MIN_SIMILARITY = 0.85
 MIN_NAME_CHARS, MAX_NAME_CHARS = 3, 64
 MAX_UNKNOWN_NAMES = 32  # in one body; comparing a name takes 0.2 ms
-MAX_COLONS = 4096  # in a body whose names are listed, so at most that many names
+MAX_COLONS = 4096  # in JSON whose names are listed, so at most that many names
+_EMPTY = (b"null", b'""', b"[]", b"{}", b"false")  # values of a message's field that ask for nothing
 
 # For chat, completions and pins: field -> values that ask for nothing (null always does).
 UNSERVED: dict[str, tuple[Any, ...]] = {
@@ -76,6 +78,7 @@ class _Names(NamedTuple):
     strict: type[Any]  # the same; refuses all others
     passed_over: tuple[str, ...]
     parts: dict[str, type[msgspec.Struct]]  # fields that are structs themselves
+    messages: Any  # type of a list of messages with these fields alone; None if there are no messages
 
 
 def check_other_fields(body: bytes, request_type: type[msgspec.Struct]) -> None:
@@ -120,7 +123,26 @@ def _note_names(body: bytes | msgspec.Raw, struct: type[msgspec.Struct], where: 
         raw = getattr(fields, name)
         if raw is not ABSENT and bytes(memoryview(raw)[:1]) == b"{":
             _note_names(raw, part, f"{where}{name}.")
+    if names.messages is not None and bytes(memoryview(fields.messages)[:1]) == b"[":
+        _note_message_names(fields.messages, names.messages)
     return fields
+
+
+def _note_message_names(messages: msgspec.Raw, strict: Any) -> None:
+    """Note the fields of messages that have no effect, such as the `images` of another API, unless they are empty."""
+    try:
+        msgspec.json.decode(messages, type=strict)
+        return
+    except msgspec.ValidationError as exc:
+        first = re.findall(r"^Object contains unknown field `(.{1,64}?)` - at `\$", str(exc))
+    if bytes(messages).count(b":") > MAX_COLONS:
+        unknown = first
+    else:
+        given = msgspec.json.decode(messages, type=list[dict[str, msgspec.Raw]])
+        names = (name for message in given for name, raw in message.items() if bytes(raw) not in _EMPTY)
+        unknown = [name for name in dict.fromkeys(names) if name not in ChatMessage.__struct_fields__]
+    for name in unknown[:MAX_UNKNOWN_NAMES]:
+        note_ignored(f"messages.{name}")
 
 
 def _unknown_names(body: bytes, message: str, names: _Names) -> Iterable[str]:
@@ -152,7 +174,12 @@ def _names_of(struct: type[msgspec.Struct]) -> _Names:
     known = frozenset([*served, *(UNSERVED if is_generation else ())])
     raw = msgspec.defstruct("Raw", [(name, msgspec.Raw, ABSENT) for name in sorted(known | PASSED_OVER)])
     strict = msgspec.defstruct("Strict", [], bases=(raw,), forbid_unknown_fields=True)
-    return _Names(known, raw, strict, tuple(sorted(PASSED_OVER - known)), dict(_parts(struct)))
+    message = [(name, msgspec.Raw, ABSENT) for name in ChatMessage.__struct_fields__]
+    is_chat = struct in (ChatRequest, TokenizeRequest, PinFields)
+    messages = (
+        GenericAlias(list, msgspec.defstruct("Message", message, forbid_unknown_fields=True)) if is_chat else None
+    )
+    return _Names(known, raw, strict, tuple(sorted(PASSED_OVER - known)), dict(_parts(struct)), messages)
 
 
 def _parts(struct: type[msgspec.Struct]) -> Iterator[tuple[str, type[msgspec.Struct]]]:

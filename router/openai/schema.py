@@ -254,8 +254,15 @@ class CompletionRequest(GenerationFields, kw_only=True, frozen=True):
 class ContentPart(msgspec.Struct, frozen=True):
     """One part of a message's content; only text is served."""
 
-    type: Annotated[str, Doc("`text`.", enum=["text"])]
+    type: Annotated[
+        str,
+        Doc(
+            "`text`, or as it is called in the Responses API; `refusal`: what an assistant said instead.",
+            enum=["text", "input_text", "output_text", "refusal"],
+        ),
+    ]
     text: Annotated[str | None, Doc("The text.")] = None
+    refusal: Annotated[str | None, Doc("Of `refusal`: the text.")] = None
 
 
 ROLES = ["system", "developer", "user", "assistant", "tool", "function"]

@@ -65,7 +65,8 @@ class ServingContext:
     async def checked_grammar(self, request: Request, constraint: Constraint) -> str:
         """The constraint's grammar, checked in the turn of the request's tenant. Raises `RequestError`."""
         use = key_use_of(request)
-        return await self.grammars.grammar(constraint, tenant_of(request), None if use is None else use.note_cpu)
+        note_cpu = None if use is None else use.note_cpu
+        return await self.grammars.grammar(constraint, tenant_of(request), note_cpu, self.cache_scope(request, None))
 
     async def grammar_of(self, fields: GenerationFields, request: Request, num_prompts: int = 1) -> str:
         """The grammar that each answer must match, checked; empty if there is none. Raises `RequestError`."""

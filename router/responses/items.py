@@ -9,13 +9,16 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from tandem.protocol.errors import RequestError
 from tandem.router.responses.store import ResponseNotFound, ResponseStore
 
 __all__ = [
     "MAX_PAGE_ITEMS",
     "as_items",
-    "check_depth",
+    "check_kept_bytes",
+    "check_nesting",
     "input_page",
     "item_id",
     "opaque_reasoning",
@@ -29,6 +32,8 @@ Json = dict[str, Any]
 MAX_REFERENCED_RESPONSES = 1024  # by one request: each is looked up
 MAX_PAGE_ITEMS = 100
 MAX_DEPTH = 100  # of a field
+MAX_CONVERSATION_BYTES = 8 << 20  # of what is kept and asked for again: it is decoded at once, by a small request
+MAX_VALUES = 1 << 18  # in a field, all levels together
 
 _OPAQUE = "tandem1."
 _REFERENCE = re.compile(r"[a-z]{2,8}_([0-9a-f]{32})[0-9a-f]{4,8}")
@@ -54,15 +59,31 @@ def as_items(given: str | list[Json]) -> list[Json]:
     return given
 
 
-def check_depth(value: Any, param: str) -> None:
-    """Raise `RequestError` for a value that is nested so deeply that it could be read, but not written again."""
-    level = [value] if _is_nest(value) else []
+def check_nesting(value: Any, param: str) -> None:
+    """Raise `RequestError` for a value that could be read, but not written again, because of its depth, and for one of
+    so many values that walking through them would hold up the event loop.
+    """
+    level = [value] if isinstance(value, (dict, list)) else []
+    num_values = 0
     for _ in range(MAX_DEPTH):
-        inner = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
-        level = [one for one in inner if _is_nest(one)]
+        num_values += sum(map(len, level))
+        if num_values > MAX_VALUES:
+            raise RequestError(f"'{param}' has more than {MAX_VALUES} values.", param=param)
+        inner = (inner for one in level for inner in (one.values() if isinstance(one, dict) else one))
+        level = [one for one in inner if isinstance(one, (dict, list))]
         if not level:
             return
     raise RequestError(f"'{param}' is nested more than {MAX_DEPTH} levels deep.", param=param)
+
+
+def check_kept_bytes(num_bytes: int, param: str) -> None:
+    """Raise `RequestError` if a request goes on from too much that is kept."""
+    if num_bytes > MAX_CONVERSATION_BYTES:
+        raise RequestError(
+            f"The conversation has {num_bytes} bytes with what is kept; at most {MAX_CONVERSATION_BYTES} are allowed. "
+            "Start a new one, or send less.",
+            param=param,
+        )
 
 
 def with_ids(items: Sequence[Json]) -> list[Json]:
@@ -71,9 +92,13 @@ def with_ids(items: Sequence[Json]) -> list[Json]:
     return [one if one.get("id") else {**one, "id": _new_id(str(one["type"]))} for one in typed]
 
 
-async def resolved(items: list[Json], store: ResponseStore, tenant: str) -> list[Json]:
-    """The items with those that references name in their places. Raises `RequestError`."""
-    responses: dict[str, list[Json]] = {}
+async def resolved(items: list[Json], store: ResponseStore, tenant: str) -> tuple[list[Json], int]:
+    """The items with those that references name in their places, and how many bytes these have at most.
+
+    Raises `RequestError`.
+    """
+    outputs: dict[str, dict[str, Json]] = {}
+    num_bytes = 0
     found: list[Json] = []
     for i, item in enumerate(items):
         name = _referred(item)
@@ -82,15 +107,19 @@ async def resolved(items: list[Json], store: ResponseStore, tenant: str) -> list
             continue
         param = f"input[{i}].id"
         response_id = _response_of(name, param)
-        if response_id not in responses:
-            if len(responses) == MAX_REFERENCED_RESPONSES:
+        if response_id not in outputs:
+            if len(outputs) == MAX_REFERENCED_RESPONSES:
                 raise RequestError(f"The input refers to over {MAX_REFERENCED_RESPONSES} responses.", param=param)
-            responses[response_id] = (await store.get(response_id, tenant, param)).output
-        one = next((one for one in responses[response_id] if one["id"] == name), None)
+            stored = await store.get(response_id, tenant, param)
+            num_bytes += len(stored.body)
+            outputs[response_id] = {one["id"]: one for one in stored.output}
+        one = outputs[response_id].get(name)
         if one is None:
             raise ResponseNotFound(f"There is no item {name!r} in {response_id!r}.", param=param)
+        num_bytes += len(msgspec.json.encode(one))  # each time: a few bytes may refer to the same long item again
+        check_kept_bytes(num_bytes, param)
         found.append(one)
-    return found
+    return found, num_bytes
 
 
 def opaque_reasoning(text: str) -> str:
@@ -142,10 +171,6 @@ def _response_of(name: str, param: str) -> str:
     if made_here is None:
         raise ResponseNotFound(f"There is no item {name[:100]!r}: this server has not made it.", param=param)
     return f"resp_{made_here[1]}"
-
-
-def _is_nest(value: Any) -> bool:
-    return isinstance(value, dict | list)
 
 
 def _new_id(kind: str) -> str:

@@ -20,6 +20,7 @@ from tandem.router.http.request_options import tenant_of
 from tandem.router.openai.answer import answer_request
 from tandem.router.openai.chat import plan_conversation
 from tandem.router.openai.field_names import renamed_fields
+from tandem.router.openai.other_fields import unsupported
 from tandem.router.openai.planned_answer import PlannedAnswer
 from tandem.router.openai.schema import ChatMessage
 from tandem.router.openai.serving_context import ServingContext, read_body
@@ -31,7 +32,7 @@ from tandem.router.responses.conversation import (
     turn_starts,
 )
 from tandem.router.responses.format import ResponsesFormat
-from tandem.router.responses.items import as_items, check_depth, input_page, resolved, with_ids
+from tandem.router.responses.items import as_items, check_kept_bytes, check_nesting, input_page, resolved, with_ids
 from tandem.router.responses.schema import ResponsesRequest
 from tandem.router.responses.store import StoredResponse
 from tandem.router.responses.tools import response_tools
@@ -58,6 +59,8 @@ def add_responses_routes(app: RouterApp, context: ServingContext) -> None:
     @app.get("/v1/responses/{response_id}")
     async def retrieve_response(request: Request, response_id: str) -> Response:
         """A response that is kept."""
+        if request.query_params.get("stream") == "true":  # the SDK would read no event, and raise no error
+            raise unsupported("stream", b"true")
         stored = await context.responses.get(response_id, tenant_of(request), "response_id")
         return Response(stored.body, media_type="application/json")
 
@@ -79,11 +82,16 @@ async def _create(context: ServingContext, request: Request) -> Response:
     arrived_s = time.perf_counter()
     body, asked = await read_body(request, ResponsesRequest)
     for name in _NESTED:
-        check_depth(getattr(asked, name), name)
+        check_nesting(getattr(asked, name), name)
     refuse_unserved(asked)
     tenant = tenant_of(request)
-    given = await resolved(as_items(asked.input), context.responses, tenant)
-    earlier, conversation_id = await _earlier(context, asked, tenant)
+    given, num_kept_bytes = await resolved(as_items(asked.input), context.responses, tenant)
+    earlier, conversation_id = [], None
+    if asked.previous_response_id is not None:
+        previous = await context.responses.get(asked.previous_response_id, tenant, "previous_response_id")
+        num_kept_bytes += len(previous.items)
+        check_kept_bytes(len(body) + num_kept_bytes, "previous_response_id")
+        earlier, conversation_id = previous.conversation, previous.conversation_id
     messages = input_messages(earlier, given)
     tools = response_tools(asked.tools or (), given, asked.tool_choice)
 
@@ -94,7 +102,7 @@ async def _create(context: ServingContext, request: Request) -> Response:
             await _keep(context, StoredResponse(response["id"], tenant, orjson.dumps(response), items, name))
 
     answer_format = ResponsesFormat(asked, tools, keep)
-    num_bytes = len(body) + sum(len(str(message.content)) for message in messages)
+    num_bytes = len(body) + num_kept_bytes
 
     async def plan(messages: Sequence[ChatMessage]) -> PlannedAnswer:
         fields = chat_request(asked, messages, tools, conversation_id)
@@ -108,14 +116,6 @@ async def _create(context: ServingContext, request: Request) -> Response:
     if answer_format.plain_body is not None:
         await keep(answer_format.plain_body)
     return response
-
-
-async def _earlier(context: ServingContext, asked: ResponsesRequest, tenant: str) -> tuple[list[Json], str | None]:
-    """The items before the input, and the conversation that they belong to. Raises `ResponseNotFound`."""
-    if asked.previous_response_id is None:
-        return [], None
-    previous = await context.responses.get(asked.previous_response_id, tenant, "previous_response_id")
-    return msgspec.json.decode(previous.items), previous.conversation_id
 
 
 async def _plan_truncated(

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import msgspec
 
 from tandem.protocol.errors import RequestError
+from tandem.router.http.decoding import collector_paused
+from tandem.router.http.json_body import check_brackets
 
 __all__ = ["LocalResponses", "ResponseNotFound", "ResponseStore", "StoredResponse"]
 
@@ -46,9 +48,17 @@ class StoredResponse(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.json.decode(self.body, type=_Body).output
 
     @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """The items of the conversation. Raises `RequestError` if they are too many to decode."""
+        check_brackets(self.items)
+        with collector_paused(self.items):
+            items: list[dict[str, Any]] = msgspec.json.decode(self.items)
+        return items
+
+    @property
     def input(self) -> list[dict[str, Any]]:
         """The items before its output: those of its input, and of earlier responses."""
-        items: list[dict[str, Any]] = msgspec.json.decode(self.items)
+        items = self.conversation
         return items[: len(items) - len(self.output)]
 
     @property

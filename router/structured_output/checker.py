@@ -7,9 +7,11 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
+from tandem.protocol.digest import EVERYONE, CacheScope
 from tandem.protocol.errors import InternalError, Overloaded
 from tandem.protocol.grammar import GrammarError
 from tandem.protocol.python_module import module_command, module_environment
@@ -34,12 +36,22 @@ class _Tenant:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the one constraint that waits for the process
 
 
+class _Key(NamedTuple):
+    """A constraint within a scope."""
+
+    scope: CacheScope
+    kind: str
+    text: str
+
+
 class GrammarChecker:
-    """Compiles each new constraint in a process of its own, tenants in turn. Results are kept."""
+    """Compiles each new constraint in a process of its own, tenants in turn. Results are kept, for requests of the same
+    scope: how long a constraint takes would tell whether somebody else has used it.
+    """
 
     def __init__(self, tokenizer_json: Callable[[], str]) -> None:
         self._tokenizer_json = tokenizer_json
-        self._known: OrderedDict[tuple[str, str], Compiled] = OrderedDict()
+        self._known: OrderedDict[_Key, Compiled] = OrderedDict()
         self._num_kept_chars = 0
         self._tenants: dict[str, _Tenant] = {}
         self._lock = asyncio.Lock()  # the process is asked one question at a time
@@ -47,7 +59,11 @@ class GrammarChecker:
         self._task: asyncio.Task[Compiled] | None = None  # asks the process, and holds the lock
 
     async def grammar(
-        self, constraint: Constraint, tenant: str, note_cpu: Callable[[float], None] | None = None
+        self,
+        constraint: Constraint,
+        tenant: str,
+        note_cpu: Callable[[float], None] | None = None,
+        scope: CacheScope = EVERYONE,
     ) -> str:
         """The constraint's grammar, for `SamplingParams.grammar`. Raises `GrammarError`, `Overloaded`.
 
@@ -58,12 +74,13 @@ class GrammarChecker:
             raise GrammarError(
                 f"'{param}' has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are allowed.", param=param
             )
-        compiled = self._known.get((kind, text))
+        key = _Key(scope, kind, text)
+        compiled = self._known.get(key)
         if compiled is None:
-            compiled = await self._compile_in_turn(kind, text, tenant)
+            compiled = await self._compile_in_turn(key, tenant)
             if note_cpu is not None:
                 note_cpu(compiled.cpu_s)
-        self._known.move_to_end((kind, text))
+        self._known.move_to_end(key)
         if compiled.error:
             raise GrammarError(f"Invalid value for '{param}': {compiled.error}", param=param)
         return compiled.grammar
@@ -79,12 +96,12 @@ class GrammarChecker:
         return self._num_kept_chars
 
     def keeps(self, kind: str, text: str) -> bool:
-        """Whether the result for a constraint is kept."""
-        return (kind, text) in self._known
+        """Whether the result for a constraint is kept for everyone."""
+        return _Key(EVERYONE, kind, text) in self._known
 
     def check_integrity(self) -> None:
         """Assert that the account of characters is right, and that no tenant is kept that waits for nothing."""
-        kept = sum(len(text) + len(one.grammar) for (_, text), one in self._known.items())
+        kept = sum(len(text) + len(one.grammar) for (_, _, text), one in self._known.items())
         assert self._num_kept_chars == kept, f"{self._num_kept_chars} characters are counted, {kept} are kept"
         assert all(one.num_waiting for one in self._tenants.values()), f"{self._tenants}"
 
@@ -102,18 +119,18 @@ class GrammarChecker:
                 process.kill()
             await process.wait()
 
-    async def _compile_in_turn(self, kind: str, text: str, tenant: str) -> Compiled:
+    async def _compile_in_turn(self, key: _Key, tenant: str) -> Compiled:
         async with self._turn_of(tenant):
             await self._lock.acquire()
             # A request may leave while its constraint is compiled. The process goes on: starting another one takes
             # longer than any constraint. So the task holds the lock until the answer comes.
-            self._task = asyncio.create_task(self._compile_and_release(kind, text))
+            self._task = asyncio.create_task(self._compile_and_release(key))
             return await asyncio.shield(self._task)
 
-    async def _compile_and_release(self, kind: str, text: str) -> Compiled:
+    async def _compile_and_release(self, key: _Key) -> Compiled:
         try:
-            known = self._known.get((kind, text))  # another request may have asked for the same
-            return known or self._keep(kind, text, await self._compile(kind, text))
+            known = self._known.get(key)  # another request may have asked for the same
+            return known or self._keep(key, await self._compile(key.kind, key.text))
         finally:
             self._lock.release()
 
@@ -133,12 +150,12 @@ class GrammarChecker:
             if not tenant.num_waiting:
                 del self._tenants[name]
 
-    def _keep(self, kind: str, text: str, compiled: Compiled) -> Compiled:
-        self._known[kind, text] = compiled
-        self._num_kept_chars += len(text) + len(compiled.grammar)
+    def _keep(self, key: _Key, compiled: Compiled) -> Compiled:
+        self._known[key] = compiled
+        self._num_kept_chars += len(key.text) + len(compiled.grammar)
         while self._num_kept_chars > MAX_KEPT_CHARS:
-            (_, old_text), old = self._known.popitem(last=False)
-            self._num_kept_chars -= len(old_text) + len(old.grammar)
+            old_key, old = self._known.popitem(last=False)
+            self._num_kept_chars -= len(old_key.text) + len(old.grammar)
         return compiled
 
     async def _compile(self, kind: str, text: str) -> Compiled:

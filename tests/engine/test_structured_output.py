@@ -293,8 +293,8 @@ def hold_masks(engine: Engine, grammar: str, monkeypatch: pytest.MonkeyPatch) ->
     """Let masks of this grammar wait for the event. Call it before a sequence has the grammar."""
     may_go_on, make_matcher = threading.Event(), engine.structured_output.matcher
 
-    def matcher(text: str, order: float) -> GrammarMatcher:
-        made = make_matcher(text, order)
+    def matcher(text: str, order: float, root: bytes) -> GrammarMatcher:
+        made = make_matcher(text, order, root)
         follow = made.follow
 
         def follow_late(new_ids: list[int]) -> Any:
@@ -582,6 +582,16 @@ def test_equal_grammars_are_compiled_once(engine: Engine, monkeypatch: pytest.Mo
     ask(engine, "last", regex_grammar("[ab]{6}"))
     assert run(engine) == []
     assert compiled == [regex_grammar("[ab]{5}"), regex_grammar("[ab]{6}")]
+
+
+def test_a_tenant_does_not_learn_by_time_what_another_has_used(engine: Engine, held_compiler: HeldCompiler) -> None:
+    may_go_on, compiled = held_compiler
+    may_go_on.set()
+    for salt in ("a", "a", "b"):
+        asked = make_sampling(grammar=regex_grammar("ab"), max_tokens=1)
+        engine.add(engine.make_sequence(salt, make_prompt(20), asked, cache_salt=salt))
+        assert run(engine) == []
+    assert compiled == [regex_grammar("ab")] * 2
 
 
 def test_old_grammars_are_forgotten(engine: Engine, held_compiler: HeldCompiler) -> None:

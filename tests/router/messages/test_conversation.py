@@ -204,7 +204,7 @@ def test_the_other_fields_have_the_names_of_chat() -> None:
         ({"tools": [], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice", "no 'tools'"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name", "needs 'name'"),
         ({"compaction": {"type": "summarize"}}, "compaction", "not supported"),
-        ({"thread": {"type": "create"}}, "thread", "not supported"),
+        ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread", "No threads are kept"),
         ({"messages": [HI, assistant("{")], "output_format": ANY_JSON}, "output_config.format", "continues"),
         ({"cache_salt": "x" * 257}, "cache_salt", "at most 256"),
     ],

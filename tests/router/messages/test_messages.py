@@ -603,6 +603,27 @@ async def test_the_anthropic_sdk_reads_plain_and_streamed_answers(tokenizer: Tok
     assert counted.input_tokens > 10
 
 
+async def test_the_anthropic_sdks_tool_runner_goes_on_without_threads(tokenizer: Tokenizer) -> None:
+    """It asks the server to keep the conversation, and sends it whole if the server has not."""
+    backend = backend_of(tokenizer, CALL)
+    ran: list[str] = []
+
+    @anthropic.beta_async_tool
+    async def weather(city: str) -> str:
+        """The weather in a city."""
+        ran.append(city)
+        return "sunny"
+
+    client = sdk(backend)
+    runner = client.beta.messages.tool_runner(
+        model="org/toy", max_tokens=200, messages=[{"role": "user", "content": "hi"}], tools=[weather], max_iterations=3
+    )
+    answers = [message async for message in runner]
+    assert [message.stop_reason for message in answers] == ["tool_use"] * 3
+    assert ran[:2] == ["Zürich 🎉"] * 2
+    assert tokenizer.decode(backend.requests[-1].token_ids).count("sunny") == 2
+
+
 async def test_the_anthropic_sdk_reads_what_was_cleared(tokenizer: Tokenizer) -> None:
     backend = backend_of(tokenizer)
     edit = {"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 4}}

@@ -9,6 +9,7 @@ import pytest
 
 from tandem.protocol.messages import TokenLogprobs
 from tandem.router.backend import GenerateRequest, TokenDelta
+from tandem.router.openai import other_fields
 from tandem.router.text.tokenizer import Tokenizer
 from tests.router.conftest import build_tokenizer
 from tests.support.fake_backend import FakeBackend, Step, closing, events
@@ -354,3 +355,37 @@ async def test_vllm_include_stop_str_in_output(tokenizer: Tokenizer, stream: boo
     assert "".join(choice["text"] for choice in choices) == "abcde"
     assert [token for c in choices if c["logprobs"] for token in c["logprobs"]["tokens"]] == list("abcde")
     assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", "de")
+
+
+# -- messages
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text", "refusal"])
+async def test_text_parts_by_each_of_their_names(tokenizer: Tokenizer, kind: str) -> None:
+    backend = FakeBackend(tokenizer)
+    part = {"type": kind, "refusal" if kind == "refusal" else "text": "No."}
+    user = {"role": "user", "content": "hi"}
+    async with closing(backend) as client:
+        for content in ([part], "No."):
+            messages = [user, {"role": "assistant", "content": content}, user]
+            response = await client.post(CHAT, json={"messages": messages})
+            assert response.status_code == 200, response.text
+        missing = await client.post(CHAT, json={"messages": [{"role": "user", "content": [{"type": kind}]}]})
+    assert backend.requests[0].token_ids == backend.requests[1].token_ids
+    assert missing.status_code == 400
+
+
+async def test_fields_of_messages_that_have_no_effect_are_named(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pictures of Ollama's API, and the prefix of DeepSeek's: the answer is to another question without them."""
+    answered = {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "audio": None, "name": "a"}
+    user = {"role": "user", "content": "hi", "images": ["x"]}
+    async with closing(FakeBackend(tokenizer)) as client:
+        named = await client.post(CHAT, json={"messages": [user, {**answered, "prefix": True}, user]})
+        known = await client.post(CHAT, json={"messages": [answered, {"role": "user", "content": "hi"}]})
+        monkeypatch.setattr(other_fields, "MAX_COLONS", 1)
+        long = await client.post(CHAT, json={"messages": [user]})
+    assert named.headers["x-tandem-ignored"] == "messages.images, messages.prefix"
+    assert "x-tandem-ignored" not in known.headers
+    assert (long.status_code, long.headers["x-tandem-ignored"]) == (200, "messages.images")

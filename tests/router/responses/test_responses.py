@@ -175,6 +175,14 @@ async def test_a_response_goes_on_from_one_that_is_kept(tokenizer: Tokenizer) ->
     assert (deleted.json()["deleted"], gone.status_code) == (True, 404)
 
 
+async def test_a_kept_response_is_not_streamed_again(tokenizer: Tokenizer) -> None:
+    """Of a plain answer the SDK would read no event, and say nothing."""
+    client = sdk(FakeBackend(tokenizer))
+    response = await client.responses.create(model="org/toy", input="hi")
+    with pytest.raises(openai.BadRequestError, match="'stream' is not supported"):
+        await client.responses.retrieve(response.id, stream=True)
+
+
 async def test_what_is_not_kept_cannot_be_gone_on_from(tokenizer: Tokenizer) -> None:
     async with closing(FakeBackend(tokenizer)) as client:
         first = (await client.post(PATH, json={"input": "one", "store": False})).json()
@@ -572,6 +580,38 @@ async def test_the_sdk_lists_input_items_and_reads_custom_calls(tokenizer: Token
     assert item.input == "x"
     listed = await client.responses.input_items.list(final.id)
     assert [one.type for one in listed.data] == ["message"]
+
+
+async def test_a_conversation_that_is_kept_does_not_grow_without_end(tokenizer: Tokenizer) -> None:
+    """A request of a few bytes would read and keep what many large ones have sent."""
+    item = {"type": "web_search_call", "id": "ws_1", "action": {"query": "x" * 5_000_000}}  # the model does not see it
+    body: dict[str, Any] = {"input": [item, {"role": "user", "content": "hi"}]}
+    async with closing(FakeBackend(tokenizer)) as client:
+        first = (await client.post(PATH, json=body)).json()
+        more = await client.post(PATH, json={"input": "more", "previous_response_id": first["id"]})
+        again = await client.post(PATH, json={**body, "previous_response_id": more.json()["id"]})
+        alone = await client.post(PATH, json=body)
+    assert (more.status_code, alone.status_code) == (200, 200)
+    assert (again.status_code, again.json()["error"]["param"]) == (400, "previous_response_id")
+
+
+async def test_many_references_to_one_long_item_are_refused(tokenizer: Tokenizer) -> None:
+    backend = backend_of(tokenizer, "x" * 2000)
+    async with closing(backend) as client:
+        [item] = (await client.post(PATH, json={"input": "hi"})).json()["output"]
+        response = await client.post(PATH, json={"input": [{"id": item["id"]}] * 16_000})
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["param"].startswith("input[")
+    assert "bytes with what is kept" in error["message"]
+
+
+@pytest.mark.parametrize("values", [[[]] * 300_000, [0] * 300_000])
+async def test_items_of_very_many_values_are_refused(tokenizer: Tokenizer, values: list[Any]) -> None:
+    items = [{"type": "web_search_call", "action": values}, {"role": "user", "content": "hi"}]
+    async with closing(FakeBackend(tokenizer)) as client:
+        response = await client.post(PATH, json={"input": items})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "input")
 
 
 # -- truncation

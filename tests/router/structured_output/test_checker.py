@@ -13,6 +13,7 @@ import msgspec
 import psutil
 import pytest
 
+from tandem.protocol.digest import cache_scope
 from tandem.protocol.errors import InternalError, Overloaded
 from tandem.protocol.grammar import GrammarError, make_grammar_tokenizer
 from tandem.protocol.sampling import MAX_GRAMMAR_CHARS
@@ -116,6 +117,14 @@ async def test_a_grammar_that_takes_too_long_is_refused_and_others_go_on(checker
     assert isinstance(second, str)
     assert isinstance(third, GrammarError)  # known by then: nothing is compiled again
     assert third.message == first.message
+
+
+async def test_a_scope_does_not_learn_by_time_what_another_has_used(checker: GrammarChecker) -> None:
+    paid: list[float] = []
+    scopes = [cache_scope("", "a"), cache_scope("", "a"), cache_scope("", "b")]
+    assert len({await checker.grammar(SLOW, "t", paid.append, scope) for scope in scopes}) == 1
+    checker.check_integrity()
+    assert len(paid) == 2
 
 
 def test_a_grammar_that_takes_too_much_time_is_refused(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
