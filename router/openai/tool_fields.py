@@ -120,7 +120,7 @@ def _functions(tools: Sequence[Tool]) -> list[ToolFunction]:
                 f"Invalid value for '{where}.type': {tool.type[:50]!r}; expected 'function'.", param=f"{where}.type"
             )
         if tool.type != "function":
-            note_ignored(f"tools.{tool.type}", "this server runs no tools")
+            note_ignored(f"tools.{tool.type}", "the model does not see it")
         elif tool.function is None:
             raise RequestError(
                 f"Missing required parameter: '{where}.function'.",

@@ -435,7 +435,7 @@ async def test_tools_that_the_server_would_have_to_run_are_not_shown_to_the_mode
         alone = await client.post(CHAT, json=chat(tools=hosted))
         await client.post(CHAT, json=chat(tools=[NOW]))
     assert response.status_code == alone.status_code == 200
-    why = "(this server runs no tools)"
+    why = "(the model does not see it)"
     assert response.headers["x-tandem-ignored"] == f"tools.web_search_preview {why}, tools.custom {why}"
     assert backend.requests[0].token_ids == backend.requests[2].token_ids
 
