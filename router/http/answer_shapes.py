@@ -80,11 +80,14 @@ class Version(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """A served model, or a LoRA adapter of one."""
+    """A served model, or a LoRA adapter of one, as OpenAI's and Anthropic's clients read it."""
 
     id: Annotated[str, Meta(description="The name that requests give as `model`.")]
     object: Literal["model"]
+    type: Literal["model"]
+    display_name: Annotated[str, Meta(description="The same name.")]
     created: Annotated[int, Meta(description="Unix time at which the server started.")]
+    created_at: Annotated[str, Meta(description="The same, as RFC 3339 writes it.")]
     owned_by: str
     root: str
     parent: Annotated[str | None, Meta(description="The base model of an adapter.")]

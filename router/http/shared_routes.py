@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol, TypeVar
 
@@ -175,11 +176,16 @@ def add_model_routes(
     `capabilities` are None where they are not known. `adapters` gives the base model of each LoRA adapter.
     """
 
+    created_at = datetime.fromtimestamp(created_s, UTC).isoformat().replace("+00:00", "Z")
+
     def card(name: str, base: str | None = None) -> Json:
         return {
             "id": name,
             "object": "model",
+            "type": "model",
+            "display_name": name,
             "created": created_s,
+            "created_at": created_at,
             "owned_by": "tandem",
             "root": name,
             "parent": base,

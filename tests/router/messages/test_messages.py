@@ -603,6 +603,14 @@ async def test_the_anthropic_sdk_reads_plain_and_streamed_answers(tokenizer: Tok
     assert counted.input_tokens > 10
 
 
+async def test_the_anthropic_sdk_lists_the_models(tokenizer: Tokenizer) -> None:
+    async with sdk(backend_of(tokenizer)) as client:
+        (listed,) = [model async for model in client.models.list()]
+        assert await client.models.retrieve("org/toy") == listed
+    assert (listed.id, listed.type, listed.display_name) == ("org/toy", "model", "org/toy")
+    assert listed.created_at.tzinfo is not None
+
+
 async def test_the_anthropic_sdks_tool_runner_goes_on_without_threads(tokenizer: Tokenizer) -> None:
     """It asks the server to keep the conversation, and sends it whole if the server has not."""
     backend = backend_of(tokenizer, CALL)
