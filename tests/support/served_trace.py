@@ -9,6 +9,7 @@ import httpx
 from tests.support.collector import CollectedSpan, Collector
 from tests.support.server import HTTP, Server
 from tests.support.tracing import CLIENT_SPAN, CLIENT_TRACE, TRACEPARENT
+from tests.support.waiting import until
 
 PATH = "/v1/completions"
 PARENTS = {
@@ -61,9 +62,13 @@ def check_trace(server: Server, collector: Collector, *, num_processes: int, key
     assert by_name["generate"].attributes["gen_ai.usage.output_tokens"] == 8
     assert by_name["kv_transfer"].attributes["tandem.bytes"] > 0
     assert by_name["decode"].attributes["tandem.output_tokens"] == 7
-    metrics = HTTP.get(f"{server.url}/metrics", headers=authorization(key)).text
-    assert f"tandem_router_exported_spans_total {len(spans) if num_processes == 1 else 2}.0" in metrics
-    assert 'tandem_router_dropped_spans_total{reason="queue_full"} 0.0' in metrics
+    exported = f"tandem_router_exported_spans_total {len(spans) if num_processes == 1 else 2}.0"
+
+    def metrics() -> str:
+        return HTTP.get(f"{server.url}/metrics", headers=authorization(key)).text
+
+    until(lambda: exported in metrics(), 10.0, metrics)  # the exporter counts spans once it has the collector's answer
+    assert 'tandem_router_dropped_spans_total{reason="queue_full"} 0.0' in metrics()
 
 
 def assert_connected(spans: list[CollectedSpan]) -> None:
