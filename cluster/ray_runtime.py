@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import psutil
 import ray
 from ray._private import ray_constants
+from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from ray.exceptions import AuthenticationError
 from ray.job_config import JobConfig
@@ -29,7 +30,7 @@ from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.process import ProcessId, has_ended, process_of
 from tandem.runtime.daemon_threads import in_daemon_thread
-from tandem.runtime.signals import defer_keyboard_interrupt, ignore_keyboard_interrupt
+from tandem.runtime.signals import defer_stop, ignore_keyboard_interrupt
 
 __all__ = ["RayDaemon", "daemons_watched", "probe_address", "ray_running"]
 
@@ -127,7 +128,8 @@ def _private_ray(folder: Path, progress: Callable[[str], None]) -> Iterator[list
             _temp_dir=str(folder / RAY_FOLDER),
             **_RAY_LOGS,
         )
-        with defer_keyboard_interrupt(partial(progress, "stopping: Ray, which starts now, may take some seconds")):
+        is_late = partial(progress, "stopping: Ray, which starts now, may take some seconds")
+        with _own_sigterm_handler(), defer_stop(is_late):
             error = error_of(init)  # it forks
         if error is not None:  # mostly a bare Exception: its processes were not there after 30 s
             raise WorkerError(
@@ -139,6 +141,17 @@ def _private_ray(folder: Path, progress: Callable[[str], None]) -> Iterator[list
             if child.name() in _DAEMONS and (process := process_of(child.pid)) is not None:
                 daemons.append(RayDaemon(child.name(), process))
         yield daemons
+
+
+@contextlib.contextmanager
+def _own_sigterm_handler() -> Iterator[None]:
+    """Within the block, Ray leaves the handler of SIGTERM alone."""
+    set_handler = ray_utils.set_sigterm_handler
+    ray_utils.set_sigterm_handler = lambda _: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = set_handler
 
 
 def _job_config() -> JobConfig:

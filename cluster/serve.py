@@ -36,7 +36,7 @@ from tandem.router.keys.key_file import KeyFile
 from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.log_format import show_warnings
 from tandem.runtime.ports import bracketed
-from tandem.runtime.signals import stop_signals, wait_for_any
+from tandem.runtime.signals import exit_on_sigterm, stop_signals, wait_for_any
 from tandem.runtime.status_console import StatusConsole
 from tandem.scheduling.admission.tenants import Tenants
 
@@ -80,6 +80,7 @@ def serve(config: ClusterConfig, tenants: Tenants, key_file: KeyFile, model: str
     `config` has the model's folder on this machine; `model` is the name under which the nodes of a cluster look for it.
     Raises ConfigError for what the user can mend.
     """
+    exit_on_sigterm()
     show_warnings()
     console = StatusConsole()
     started = time.monotonic()
@@ -101,7 +102,7 @@ def serve(config: ClusterConfig, tenants: Tenants, key_file: KeyFile, model: str
             return runner.run(
                 _serve(config, tenants, key_file, model, listener, str(folder), daemons, progress, console)
             )
-    except (KeyboardInterrupt, SystemExit):  # before our handlers were in place; Ray turns SIGTERM into SystemExit
+    except (KeyboardInterrupt, SystemExit):  # before our handlers were in place
         progress("stopped")
         return 0
 

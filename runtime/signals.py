@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 __all__ = [
     "ServingOrders",
     "StopSignals",
-    "defer_keyboard_interrupt",
+    "defer_stop",
+    "exit_on_sigterm",
     "ignore_keyboard_interrupt",
     "restore_child_signals",
     "stop_signals",
@@ -46,35 +47,41 @@ def restore_child_signals() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
+def exit_on_sigterm() -> None:
+    """From now on SIGTERM raises SystemExit, as Ctrl-C raises KeyboardInterrupt; until an event loop listens to it."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _exit)
+
+
 @contextlib.contextmanager
-def defer_keyboard_interrupt(on_deferred: Callable[[], None]) -> Iterator[None]:
-    """Within the block, a first Ctrl-C calls `on_deferred` and takes effect only at the block's end.
+def defer_stop(on_deferred: Callable[[], None]) -> Iterator[None]:
+    """Within the block, a first Ctrl-C or SIGTERM calls `on_deferred` and takes effect only at the block's end.
 
-    A second one takes effect at once.
+    A second one takes effect at once. SIGTERM counts after `exit_on_sigterm`.
 
-    Python raises KeyboardInterrupt wherever the main thread is. In the hooks that it runs around a fork, the exception
-    is dropped and the rest of the hook skipped. Once that was the release of the lock of `logging`: a deadlock.
+    Python raises the exception of a signal wherever the main thread is. In the hooks that it runs around a fork, the
+    exception is dropped and the rest of the hook skipped. Once that was the release of the lock of `logging`: a
+    deadlock. And a SIGTERM that is dropped stops nothing.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:
-        yield
-        return
-    is_pending = False
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    raising = [number for number, handler in handlers.items() if handler in (signal.default_int_handler, _exit)]
+    deferred: list[int] = []
 
     def note(number: int, frame: object) -> None:
-        nonlocal is_pending
-        if is_pending:
-            raise KeyboardInterrupt
-        is_pending = True
+        deferred.append(number)
+        if len(deferred) > 1:
+            handlers[number](number, frame)
         on_deferred()
 
-    signal.signal(signal.SIGINT, note)
+    for number in raising:
+        signal.signal(number, note)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if is_pending:
-        raise KeyboardInterrupt
+        for number in raising:
+            signal.signal(number, handlers[number])
+    if deferred:
+        handlers[deferred[0]](deferred[0], None)
 
 
 @contextlib.contextmanager
@@ -126,3 +133,7 @@ def stop_signals(*numbers: int) -> StopSignals:
 
 def _keep_ignoring(*_: object) -> None:
     """The handler of a signal that this process ignores, but its children do not."""
+
+
+def _exit(*_: object) -> None:
+    raise SystemExit(0)

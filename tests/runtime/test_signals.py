@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.runtime.signals import defer_keyboard_interrupt
+from tandem.runtime.signals import defer_stop, exit_on_sigterm
 
 ROOT = Path(__file__).parents[2]
 IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD)
@@ -80,45 +80,69 @@ def test_a_background_job_ignores_ctrl_c_and_obeys_sigterm(is_main: bool) -> Non
 
 
 @pytest.fixture
-def python_interrupts() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def raising_signals() -> Iterator[None]:
+    """Ctrl-C and SIGTERM raise exceptions, whatever other tests have left."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    exit_on_sigterm()
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, before[0])
+    signal.signal(signal.SIGTERM, before[1])
 
 
-def run_interrupted(done: list[str], num_interrupts: int, error: Exception | None = None) -> None:
-    with defer_keyboard_interrupt(lambda: done.append("told")):
-        for number in range(num_interrupts):
-            signal.raise_signal(signal.SIGINT)
-            done.append(f"after {number}")
+RAISED = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: SystemExit}
+each_signal = pytest.mark.parametrize("number", RAISED)
+
+
+def run_stopped(done: list[str], *numbers: signal.Signals, error: Exception | None = None) -> None:
+    with defer_stop(lambda: done.append("told")):
+        for i, number in enumerate(numbers):
+            signal.raise_signal(number)
+            done.append(f"after {i}")
         if error is not None:
             raise error
 
 
-@pytest.mark.usefixtures("python_interrupts")
-def test_an_interrupt_waits_for_the_end_of_the_block() -> None:
+@each_signal
+@pytest.mark.usefixtures("raising_signals")
+def test_a_stop_waits_for_the_end_of_the_block(number: signal.Signals) -> None:
     done: list[str] = []
-    run_interrupted(done, 0)
-    with pytest.raises(KeyboardInterrupt):
-        run_interrupted(done, 1)
+    run_stopped(done)
+    with pytest.raises(RAISED[number]):
+        run_stopped(done, number)
     assert done == ["told", "after 0"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(RAISED[number]):
+        signal.raise_signal(number)
 
 
-@pytest.mark.usefixtures("python_interrupts")
-def test_a_second_interrupt_takes_effect_at_once() -> None:
+@each_signal
+@pytest.mark.usefixtures("raising_signals")
+def test_a_stop_is_not_lost_where_its_exception_would_be(number: signal.Signals) -> None:
+    """In a destructor, for example, or around a fork."""
+
+    class Dying:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+
+    with pytest.raises(RAISED[number]), defer_stop(lambda: None):
+        Dying()
+
+
+@each_signal
+@pytest.mark.usefixtures("raising_signals")
+def test_a_second_stop_takes_effect_at_once(number: signal.Signals) -> None:
     done: list[str] = []
-    with pytest.raises(KeyboardInterrupt):
-        run_interrupted(done, 3)
+    with pytest.raises(RAISED[number]):
+        run_stopped(done, signal.SIGTERM, number, number)
     assert done == ["told", "after 0"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.usefixtures("python_interrupts")
-def test_an_error_in_the_block_comes_before_the_interrupt_and_ignored_signals_stay_ignored() -> None:
+@pytest.mark.usefixtures("raising_signals")
+def test_an_error_in_the_block_comes_before_the_stop_and_ignored_signals_stay_ignored() -> None:
     with pytest.raises(ValueError, match="within"):
-        run_interrupted([], 1, ValueError("within"))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+        run_stopped([], signal.SIGTERM, error=ValueError("within"))
+    for number in RAISED:
+        signal.signal(number, signal.SIG_IGN)
+    exit_on_sigterm()
     done: list[str] = []
-    run_interrupted(done, 2)
+    run_stopped(done, *RAISED)
     assert done == ["after 0", "after 1"]
