@@ -128,8 +128,8 @@ def _private_ray(folder: Path, progress: Callable[[str], None]) -> Iterator[list
             _temp_dir=str(folder / RAY_FOLDER),
             **_RAY_LOGS,
         )
-        is_late = partial(progress, "stopping: Ray, which starts now, may take some seconds")
-        with _own_sigterm_handler(), defer_stop(is_late):
+        tell = partial(progress, "stopping: Ray, which starts now, may take some seconds")
+        with _own_sigterm_handler(), defer_stop(tell):
             error = error_of(init)  # it forks
         if error is not None:  # mostly a bare Exception: its processes were not there after 30 s
             raise WorkerError(

@@ -55,6 +55,7 @@ __all__ = [
     "WorkerLost",
     "WorkerNotFound",
     "WorkerTimeout",
+    "missing_parameter",
 ]
 
 
@@ -93,6 +94,11 @@ class RequestError(ServingError):
     may_quote = True
     status = 400
     error_type = "invalid_request_error"
+
+
+def missing_parameter(param: str) -> RequestError:
+    """The error for a field that a request must have."""
+    return RequestError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
 
 
 class ModelNotFound(RequestError):

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tandem.protocol.errors import RequestError
+from tandem.protocol.errors import RequestError, missing_parameter
 from tandem.router.http.wrong_value import wrong_value
 
 __all__ = ["LARGE_BODY_BYTES", "collector_paused", "decode_body"]
@@ -57,7 +57,7 @@ def _field_error(message: str, body: bytes, request_type: type[msgspec.Struct]) 
     param = path.removesuffix("[...]") or None
     if missing := _MISSING.match(message):
         param = f"{param}.{missing.group(1)}" if param else missing.group(1)
-        return RequestError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+        return missing_parameter(param)
     where = f"Invalid value for '{param}'" if param else "Invalid request body"
     return RequestError(f"{where}: {_reason(message, body, request_type, path)}.", param=param)
 

@@ -1,6 +1,6 @@
 """Metrics as text: in the classic format of Prometheus, which any scraper reads, and in that of OpenMetrics.
 
-The text is built at most twice a second, whoever asks and how often.
+The text is built at most twice a second, however many clients ask for it.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from typing_extensions import override
 from tandem.protocol.errors import RateLimitExceeded, ServingError
 from tandem.router.http.authentication import OPEN_PATHS, Authenticator
 from tandem.router.http.content_encoding import inflating
+from tandem.router.http.decoding import LARGE_BODY_BYTES
 from tandem.router.http.errors import (
     BodyTooLarge,
     ClientDisconnected,
@@ -43,7 +44,6 @@ __all__ = ["EdgeMiddleware", "MiddlewareSettings"]
 
 logger = logging.getLogger(__name__)
 
-_LARGE_BYTES = 64 * 1024  # up to here a body is decoded in some ms, whatever it contains
 _FIRST = itemgetter(0)
 _REQUEST_ID = REQUEST_ID_HEADER.encode()
 _PREFLIGHT = b"access-control-request-method"
@@ -194,7 +194,7 @@ class EdgeMiddleware:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
-            if num_bytes > _LARGE_BYTES and message["type"] == "http.request" and not message.get("more_body"):
+            if num_bytes > LARGE_BODY_BYTES and message["type"] == "http.request" and not message.get("more_body"):
                 turn = asyncio.Event()
                 self._settings.large_bodies.add(lambda _: turn.set(), tenant)
                 await turn.wait()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tandem.protocol.errors import RequestError
+from tandem.protocol.errors import RequestError, missing_parameter
 from tandem.router.http.ignored_fields import note_ignored
 from tandem.router.messages.schema import MessageTool, MessageToolChoice
 from tandem.router.openai.tool_fields import FunctionName, NamedToolChoice, Tool, ToolFunction
@@ -68,7 +68,7 @@ def _shown(tool: MessageTool, where: str) -> Tool | None:
         schema = {"type": "object", "properties": properties, "required": required}
     if tool.name is None or schema is None:
         param = f"{where}.{'name' if tool.name is None else 'input_schema'}"
-        raise RequestError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+        raise missing_parameter(param)
     return Tool("function", ToolFunction(tool.name, description, schema, tool.strict))
 
 

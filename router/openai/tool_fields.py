@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from msgspec import Meta
 
-from tandem.protocol.errors import RequestError
+from tandem.protocol.errors import RequestError, missing_parameter
 from tandem.router.http.ignored_fields import note_ignored
 from tandem.router.tool_calls.events import TOOL_NAME
 from tandem.router.tool_calls.formats import Tools
 
 __all__ = ["FunctionName", "NamedToolChoice", "RequestedTools", "Tool", "ToolFields", "ToolFunction", "requested_tools"]
 
-MAX_TOOLS_BYTES = 1 << 21  # of all tools as JSON: 1,000 large ones. Checking so many takes 10 to 20 ms
+MAX_TOOLS_BYTES = 1 << 21  # of all tools as JSON: 1,000 large ones. To check them takes 10 to 20 ms
 
 _NAME = re.compile(TOOL_NAME, re.ASCII)
 
@@ -122,11 +122,7 @@ def _functions(tools: Sequence[Tool]) -> list[ToolFunction]:
         if tool.type != "function":
             note_ignored(f"tools.{tool.type}", "the model does not see it")
         elif tool.function is None:
-            raise RequestError(
-                f"Missing required parameter: '{where}.function'.",
-                param=f"{where}.function",
-                code="missing_required_parameter",
-            )
+            raise missing_parameter(f"{where}.function")
         elif not _NAME.fullmatch(name := tool.function.name):
             raise RequestError(
                 f"The tool name {name[:50]!r} must be 1 to 256 letters, digits and characters of '_-.:/'.",

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.protocol.errors import RequestError
+from tandem.protocol.errors import RequestError, missing_parameter
 from tandem.router.http.ignored_fields import note_ignored
 from tandem.router.http.wrong_value import shown
 from tandem.router.openai.other_fields import unsupported
@@ -200,7 +200,7 @@ def _string(item: dict[str, Any], name: str, where: str) -> str:
     value = item.get(name)
     param = f"{where}.{name}"
     if value is None:
-        raise RequestError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+        raise missing_parameter(param)
     if not isinstance(value, str):
         got = shown(msgspec.json.encode(value))
         raise RequestError(f"Invalid value for '{param}': expected a string, got {got}.", param=param)

@@ -60,8 +60,8 @@ def as_items(given: str | list[Json]) -> list[Json]:
 
 
 def check_nesting(value: Any, param: str) -> None:
-    """Raise `RequestError` for a value that could be read, but not written again, because of its depth, and for one of
-    so many values that walking through them would hold up the event loop.
+    """Raise `RequestError` for a value that could be read, but not written again, because of its depth, and for one
+    whose values are too many to walk through in the event loop.
     """
     level = [value] if isinstance(value, (dict, list)) else []
     num_values = 0

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from pydantic_core import from_json
 
-from tandem.protocol.errors import RequestError
+from tandem.protocol.errors import RequestError, missing_parameter
 from tandem.router.http.decoding import decode_body
 from tandem.router.http.ignored_fields import note_ignored
 from tandem.router.openai.other_fields import unsupported
@@ -154,7 +154,7 @@ def _grammar(format: CustomFormat, where: str) -> tuple[str, str]:
     if format.syntax is not None and format.definition is not None:
         return format.syntax, format.definition
     param = f"{where}.{'syntax' if format.syntax is None else 'definition'}"
-    raise RequestError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+    raise missing_parameter(param)
 
 
 def _read(tool: Json, kind: type[S], where: str) -> S:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tandem.protocol.errors import RequestError
+from tandem.protocol.errors import RequestError, missing_parameter
 from tandem.router.http.wrong_value import shown
 from tandem.router.openai.schema import ABSENT, GenerationFields, ResponseFormat, StructuredOutputs
 
@@ -56,11 +56,11 @@ def _of_format(wanted: ResponseFormat | None) -> Constraint | None:
         return Constraint("structural_tag", _structural_tag(wanted), "response_format")
     param = "response_format.json_schema"
     if wanted.json_schema is None:
-        raise RequestError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+        raise missing_parameter(param)
     schema = wanted.json_schema.schema
     if schema == ABSENT:
         param = f"{param}.schema"
-        raise RequestError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+        raise missing_parameter(param)
     return Constraint("json", _schema_text(schema, f"{param}.schema"), f"{param}.schema")
 
 

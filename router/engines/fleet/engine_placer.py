@@ -145,7 +145,7 @@ class EnginePlacer(Placer):
             [f"{name} ({reason})" for name, reason in reasons.items() if reason]
             + [str(refused.get(group, "the rest is prefill only")) for group in groups]
         )
-        waits = [e.busy_s(now, tenant) for e in engines if e.state is WorkerState.READY and e.busy_s(now, tenant)]
+        waits = [wait_s for e in engines if e.state is WorkerState.READY and (wait_s := e.busy_s(now, tenant))]
         return EngineBusy(text, retry_after_s=min(waits)) if waits else NoWorker(text)
 
 

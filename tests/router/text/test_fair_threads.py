@@ -1,4 +1,4 @@
-"""Tenants take turns at threads, whoever came first, and however much one of them asks for."""
+"""Tenants take turns at threads, in whatever order they came, and however much one of them asks for."""
 
 from __future__ import annotations
 
