@@ -165,7 +165,7 @@ class VirtualCluster:
 
     def book(self, decided: Dispatch) -> Booking:
         """Book this decision, so that the next one sees it."""
-        return self.registry.reserve(decided.placement.load, decided.prefill_priority)
+        return self.registry.reserve(decided.placement.load, decided.worker_priority)
 
     def _decide(self) -> None:
         while (decided := self.admission.next(self.now)) is not None:
@@ -201,7 +201,7 @@ class VirtualCluster:
         chunks: list[tuple[Job, int]] = []
         for job in machine.prompts:
             assert job.dispatch is not None
-            limit = job.dispatch.prefill_priority.max_step_tokens or CHUNK_TOKENS
+            limit = job.dispatch.worker_priority.max_step_tokens or CHUNK_TOKENS
             num = min(job.num_left, room, limit - (CHUNK_TOKENS - room))
             if num <= 0:
                 break
@@ -265,7 +265,7 @@ class VirtualCluster:
 
 def _order(job: Job) -> float:
     assert job.dispatch is not None
-    return job.dispatch.prefill_priority.order
+    return job.dispatch.worker_priority.order
 
 
 def poisson(

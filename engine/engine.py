@@ -34,7 +34,7 @@ from tandem.protocol.config import EngineConfig
 from tandem.protocol.digest import namespace_digest, root_digest
 from tandem.protocol.errors import ContextLengthExceeded, RequestError
 from tandem.protocol.fault_boundary import error_of, outcome_of, undone_on_error
-from tandem.protocol.messages import FinishReason, PrefillPriority, StepStats, TokenLogprobs, WorkerLoad
+from tandem.protocol.messages import FinishReason, StepStats, TokenLogprobs, WorkerLoad, WorkerPriority
 from tandem.protocol.sampling import SamplingParams
 
 __all__ = ["Engine", "SequenceFailure", "SequenceOutput", "StepResult"]
@@ -186,7 +186,7 @@ class Engine:
         output_ids: Seq[int] = (),
         cache_salt: str = "",
         phase: Phase = Phase.WHOLE,
-        priority: PrefillPriority = PrefillPriority(),
+        priority: WorkerPriority = WorkerPriority(),
     ) -> Sequence:
         """A sequence for this engine, not queued yet.
 

@@ -39,7 +39,7 @@ class PoolAdmission:
     def num_free_seats(self) -> int:
         """Seats that are neither taken nor reserved."""
         queues = self._queues
-        num_begun = sum(1 for _ in queues.with_first_token())
+        num_begun = sum(not sequence.gave_way for sequence in queues.with_first_token())
         return self.max_num_seqs - len(queues.running) - len(queues.receiving) - num_begun
 
     @property
@@ -52,18 +52,14 @@ class PoolAdmission:
         """Blocks that may be lent for a while: no sequence in any queue is expected to need them."""
         forecast = self.forecast()
         for sequence in (*self._queues.awaiting_room, *self._queues.waiting):
-            if not sequence.blocks and not forecast.try_take(self._demand(sequence), grows=sequence.decodes_here):
+            if not sequence.blocks and not forecast.try_take(self.demand(sequence), grows=sequence.decodes_here):
                 return 0
         return forecast.num_spare
 
     def forecast(self) -> PoolForecast:
         """The pool now, with what all holders of blocks will still need."""
         queues = self._queues
-        holders = [
-            BlockDemand(self._num_steps(sequence), self._pool.count_own(sequence.blocks))
-            for sequence in (*queues.running, *queues.received())
-            if sequence.decodes_here
-        ]
+        holders = [self.held(s) for s in (*queues.running, *queues.received()) if s.decodes_here]
         holders += [BlockDemand(self._num_steps(one), prompt.num_blocks) for one, prompt in queues.receiving.items()]
         return PoolForecast(self._pool.num_blocks, self._pool.num_used, holders, block_size=self._blocks.block_size)
 
@@ -74,7 +70,7 @@ class PoolAdmission:
         """
         if self.is_hopeless(sequence):
             return False
-        demand, had_head = self._demand(sequence, num_shared), forecast.has_head
+        demand, had_head = self.demand(sequence, num_shared), forecast.has_head
         may_pass = True
         if had_head and self._head is not None:
             # The stream of a preempted head stands still, so nothing passes it.
@@ -102,7 +98,11 @@ class PoolAdmission:
         """Whether it would not fit even if all others had ended. Others do not wait for such a sequence."""
         return self._blocks.num_needed(sequence) > self._pool.num_blocks - self.num_lost_blocks
 
-    def _demand(self, sequence: Sequence, num_shared: int = 0) -> BlockDemand:
+    def held(self, sequence: Sequence) -> BlockDemand:
+        """What a sequence with blocks holds and still needs."""
+        return BlockDemand(self._num_steps(sequence), self._pool.count_own(sequence.blocks))
+
+    def demand(self, sequence: Sequence, num_shared: int = 0) -> BlockDemand:
         """What a sequence without blocks needs."""
         usable = self._blocks.usable_digests(sequence)
         num_held = max(self._pool.count_used(usable), num_shared)

@@ -42,6 +42,10 @@ class PoolForecast:
         self._head: BlockDemand | None = None  # the first that did not fit
         self._head_start: float = 0
 
+    def copy(self) -> PoolForecast:
+        """The same forecast, to try changes on; without the head."""
+        return PoolForecast(self._num_blocks, self._num_used, self._holders, block_size=self._block_size)
+
     @property
     def has_head(self) -> bool:
         """Whether a sequence did not fit."""
@@ -61,13 +65,8 @@ class PoolForecast:
         does not fit is the head. Later ones are let in only if they `may_pass` and do not make the head begin later:
         they end before it can begin, or fit beside it.
         """
-        num_used, holders = self._num_used + demand.num_blocks, self._holders
-        if grows:
-            holders = holders.copy()
-            insort(holders, demand)
-        # A sequence that is alone may use all of the pool.
-        peak = self.peak_of(holders, num_used, num_sure_steps) if self._holders else num_used
-        fits = peak <= self._num_blocks
+        num_used, holders = self._with(demand, grows=grows)
+        fits = self._fits(num_used, holders, num_sure_steps)
         if fits and self._head is not None:
             fits = may_pass and self.start_of(self._head, holders, num_used) <= self._head_start
         if fits:
@@ -75,6 +74,32 @@ class PoolForecast:
         elif self._head is None:
             self._head, self._head_start = demand, self.start_of(demand, self._holders, self._num_used)
         return fits
+
+    def fits(self, demand: BlockDemand, *, grows: bool) -> bool:
+        """Whether there is room until the end of one more sequence. Changes nothing."""
+        return self._fits(*self._with(demand, grows=grows))
+
+    def take(self, demand: BlockDemand, *, grows: bool) -> None:
+        """Count one more sequence, whether it fits or not."""
+        self._num_used, self._holders = self._with(demand, grows=grows)
+
+    def give_back(self, demand: BlockDemand) -> None:
+        """Count a holder no more. Blocks that it shares stay used."""
+        self._holders.remove(demand)
+        self._num_used -= demand.num_blocks
+
+    def _with(self, demand: BlockDemand, *, grows: bool) -> tuple[int, list[BlockDemand]]:
+        """Blocks used, and the holders, with one more sequence."""
+        holders = self._holders
+        if grows:
+            holders = holders.copy()
+            insort(holders, demand)
+        return self._num_used + demand.num_blocks, holders
+
+    def _fits(self, num_used: int, holders: list[BlockDemand], num_sure_steps: int | None = None) -> bool:
+        # A sequence that is alone may use all of the pool.
+        peak = self.peak_of(holders, num_used, num_sure_steps) if self._holders else num_used
+        return peak <= self._num_blocks
 
     def peak_of(self, holders: list[BlockDemand], num_used: int, num_sure_steps: int | None = None) -> int:
         """The most blocks that will be used at any step."""

@@ -48,6 +48,12 @@ class SequenceQueues:
         """Waiting sequences that lost their blocks."""
         return (sequence for sequence in self.with_first_token() if not sequence.blocks)
 
+    def without_room(self) -> Iterator[Sequence]:
+        """Sequences that need blocks and a seat before anything can be computed: preempted ones first."""
+        yield from (s for s in self.preempted() if not s.num_pending_tokens)  # otherwise it may be at its end
+        yield from self.awaiting_room
+        yield from (s for s in self.waiting if not s.has_first_token and not s.blocks)
+
     def with_first_token(self) -> Iterator[Sequence]:
         """Waiting sequences that have their first token: received or preempted. They are first in `waiting`."""
         return takewhile(_has_first_token, self.waiting)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from tandem.engine.pool_admission import PoolAdmission
 from tandem.engine.queues import ReceivingPrompt, SequenceQueues
 from tandem.engine.sequence import Sequence
 from tandem.engine.sequence_blocks import SequenceBlocks
+from tandem.engine.tenant_room import TenantRoom
 
 __all__ = ["ReceiveQueue", "Reservation"]
 
 _MAX_PASSED = 8  # prompts without room that later ones may pass: each is looked at every time
+_LOOK_STEPS = 16  # between two looks while nothing comes or goes: as they grow, tenants come to hold more or less
 _NUM_LEADS = 32  # latest leases that predict how long the next one takes
 
 
@@ -26,13 +29,17 @@ class Reservation(NamedTuple):
 class ReceiveQueue:
     """Gives room to the prompts in `SequenceQueues.awaiting_room` and moves them to `receiving`."""
 
-    def __init__(self, queues: SequenceQueues, blocks: SequenceBlocks, admission: PoolAdmission) -> None:
+    def __init__(
+        self, queues: SequenceQueues, blocks: SequenceBlocks, admission: PoolAdmission, tenants: TenantRoom
+    ) -> None:
         self.leads: deque[int] = deque(maxlen=_NUM_LEADS)  # steps from a reservation until its KV had arrived
         self.step_number = 0  # steps so far in which something decoded
         self._queues = queues
         self._blocks = blocks
         self._admission = admission
+        self._tenants = tenants
         self._lacks_seats = False  # whether seats were short at the latest `reserve`
+        self._is_shared = False  # whether it saw several tenants
         self._reserved_at: tuple[tuple[int, ...], int] = ((), 0)
 
     def arrived(self, sequence: Sequence) -> None:
@@ -45,11 +52,16 @@ class ReceiveQueue:
         """Give room to the prompts that requested it, in order, as long as there is room."""
         if not self._queues.awaiting_room or not self._may_have_room():
             return []
+        line: Iterable[Sequence] = [*self._queues.preempted(), *self._queues.awaiting_room]
+        self._is_shared = self._tenants.is_shared
+        if self._is_shared:
+            self._tenants.make_room()
+            line = self._tenants.in_turn(line)
         num_seats = self._admission.num_free_seats
         if num_seats <= 0:
             num_seats += self.num_ending()
-        reserved = self._reserve(num_seats) if num_seats > 0 else []
-        self._lacks_seats = bool(self._queues.awaiting_room) and len(reserved) >= num_seats
+        reserved = self._reserve(line, num_seats) if num_seats > 0 else []
+        self._lacks_seats = bool(self._queues.awaiting_room) and self._admission.num_free_seats <= 0
         self._reserved_at = self._state(), self._blocks.pool.num_available
         return reserved
 
@@ -66,16 +78,18 @@ class ReceiveQueue:
         running = ((s.num_output_tokens, s.sampling.max_tokens) for s in self._queues.running if s.has_first_token)
         return int(sum(lengths.share_ending(num_tokens, lead, most) for num_tokens, most in running))
 
-    def _reserve(self, num_seats: int) -> list[Reservation]:
+    def _reserve(self, line: Iterable[Sequence], num_seats: int) -> list[Reservation]:
+        """Room for those in line that a peer computes. Preempted ones take theirs in the next step."""
         queues, admission, num_refused = self._queues, self._admission, 0
         forecast = admission.forecast()
         reserved: list[Reservation] = []
-        for sequence in queues.preempted():
-            admission.find_room(forecast, sequence)
-        for sequence in list(queues.awaiting_room):
+        for sequence in line:
             if len(reserved) == num_seats:
                 break
-            if admission.find_room(forecast, sequence):
+            has_room = admission.find_room(forecast, sequence)
+            if sequence.has_first_token:
+                num_seats -= has_room and sequence.gave_way  # a seat is kept for the others
+            elif has_room:
                 del queues.awaiting_room[sequence]
                 reserved.append(Reservation(sequence, admission.take_blocks(forecast, sequence)))
                 queues.receiving[sequence] = ReceivingPrompt(self._blocks.num_needed(sequence), self.step_number)
@@ -86,7 +100,8 @@ class ReceiveQueue:
     def _may_have_room(self) -> bool:
         """Whether anything arrived, ended or gave blocks back since the latest `reserve`; a forecast takes 0.2 ms.
 
-        If seats are short, each step brings some sequences nearer to their end.
+        If seats are short, each step brings some sequences nearer to their end. If tenants share the room, what they
+        hold changes as their sequences grow.
         """
         state, num_available = self._reserved_at
         return self._blocks.pool.num_available > num_available or self._state() != state
@@ -94,5 +109,5 @@ class ReceiveQueue:
     def _state(self) -> tuple[int, ...]:
         queues = self._queues
         lengths = len(queues.awaiting_room), len(queues.receiving), len(queues.waiting), len(queues.running)
-        step = self.step_number if self._lacks_seats else 0
+        step = self.step_number if self._lacks_seats else self.step_number // _LOOK_STEPS if self._is_shared else 0
         return *lengths, queues.num_arrived, self._admission.num_lost_blocks, step

@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.output_lengths import OutputLengths
 from tandem.engine.pool_admission import PoolAdmission
 from tandem.engine.pool_forecast import PoolForecast
-from tandem.engine.queues import SequenceQueues, queue_position
+from tandem.engine.queues import SequenceQueues
 from tandem.engine.receive_queue import ReceiveQueue, Reservation
 from tandem.engine.sequence import Phase, ScheduledChunk, Sequence, SequenceStatus
 from tandem.engine.sequence_blocks import SchedulerListener, SequenceBlocks
+from tandem.engine.tenant_room import TenantRoom
 from tandem.protocol.digest import extend_digests
-from tandem.protocol.messages import PrefillPriority
+from tandem.protocol.messages import WorkerPriority
 
 __all__ = ["Scheduler"]
 
@@ -41,8 +42,10 @@ class _Step:
     budget: int  # tokens that still fit
     num_prompt_tokens: int = 0
     num_scored: int = 0  # prompt tokens whose logits are needed
-    # Waiting sequences at the head of the queue that were skipped because they lack room, or because their prefix is
-    # being computed. A seat is reserved for each of them, and for the latter also their blocks.
+    line: list[Sequence] = field(default_factory=list)  # the waiting sequences, in the order of their turns
+    num_tried: int = 0  # how many of them were admitted or skipped
+    # How many were skipped, because they lack room or because their prefix is being computed. A seat is reserved for
+    # each of them, and for the latter also their blocks.
     num_passed: int = 0
     num_refused: int = 0  # how many of them lack more than a seat or a block
     forecast: PoolForecast | None = None  # made when the first sequence needs room
@@ -80,7 +83,9 @@ class Scheduler:
         self.admission = PoolAdmission(
             queues, self.blocks, max_num_seqs=max_num_seqs, lengths=lengths or OutputLengths()
         )
-        self.receive_queue = ReceiveQueue(queues, self.blocks, self.admission)
+        self.tenant_room = TenantRoom(queues, self.blocks, self.admission, self._give_way)
+        self.receive_queue = ReceiveQueue(queues, self.blocks, self.admission, self.tenant_room)
+        self._lacked_room = False  # whether a waiting sequence found no room or seat in the latest step
 
     @property
     def num_waiting_for_room(self) -> int:
@@ -127,6 +132,9 @@ class Scheduler:
 
     def schedule(self) -> list[ScheduledChunk]:
         """The next step's chunks, decoding sequences first; empty when there is nothing to do."""
+        is_shared = self._lacked_room and self.tenant_room.is_shared
+        if is_shared:
+            self.tenant_room.make_room()
         chunks: list[ScheduledChunk] = []
         num_preemptions = self.num_preemptions
         for sequence in [s for s in self.running if s.has_first_token and not s.has_last_token and _has_tokens(s)]:
@@ -139,10 +147,13 @@ class Scheduler:
         self.receive_queue.step_number += bool(chunks)
         step = _Step(chunks, self.max_num_batched_tokens - len(chunks))
         self._admit_received(step)
+        step.line = list(self.tenant_room.in_turn(self.waiting) if is_shared else self.waiting)
         for sequence, priority in self._prefill_order():
             self._admit(step, before=priority.order)
             self._add_prefill(step, sequence, priority)
         self._admit(step, before=math.inf)
+        if step.budget > 0:  # otherwise what waits may lack no more than a step's tokens
+            self._lacked_room = any(not sequence.blocks for sequence in self.waiting)
         return chunks
 
     def preempt(self, sequence: Sequence) -> None:
@@ -154,7 +165,12 @@ class Scheduler:
             sequence.status = SequenceStatus.WAITING
             self._queues.wait(sequence)
 
-    def _prefill_order(self) -> list[tuple[Sequence, PrefillPriority]]:
+    def _give_way(self, sequence: Sequence) -> None:
+        """Preempt a sequence for another tenant."""
+        sequence.gave_way = True
+        self.preempt(sequence)
+
+    def _prefill_order(self) -> list[tuple[Sequence, WorkerPriority]]:
         """The running prompts in the order in which they are computed, each with its priority.
 
         A prompt that computes the prefix of a waiting one has that one's priority, if it is higher. Otherwise prompts
@@ -173,7 +189,7 @@ class Scheduler:
     def _admit_received(self, step: _Step) -> None:
         """Admit sequences that were received. While others run, a seat is kept for each preempted sequence."""
         received = list(self._queues.received())
-        num_kept = sum(1 for _ in self._queues.preempted())
+        num_kept = sum(not sequence.gave_way for sequence in self._queues.preempted())
         for sequence in received:
             if step.budget <= 0 or (self.running and len(self.running) + num_kept >= self.max_num_seqs):
                 break
@@ -193,21 +209,24 @@ class Scheduler:
         """
         while (
             step.budget > 0
-            and step.num_passed < len(self.waiting)
-            and (sequence := self.waiting[step.num_passed]).order < before
+            and step.num_tried < len(step.line)
+            and (sequence := step.line[step.num_tried]).order < before
             and len(self.running) + step.num_passed + self._num_reserved_seats(sequence) < self.max_num_seqs
         ):
             if not sequence.blocks and not sequence.num_pending_tokens:  # otherwise it may turn out to be at its end
                 if step.num_refused == _MAX_PASSED:
                     break
+                step.num_tried += 1
                 if self._try_admit(step, sequence):
                     continue
                 step.num_refused += not self.admission.is_hopeless(sequence)
+            else:
+                step.num_tried += 1
             step.num_passed += 1
 
     def _num_reserved_seats(self, sequence: Sequence) -> int:
         """Seats that a sequence may not take because prompts being received have them."""
-        return 0 if sequence.has_first_token else len(self.receiving)
+        return 0 if sequence.has_first_token and not sequence.gave_way else len(self.receiving)
 
     def _try_admit(self, step: _Step, sequence: Sequence) -> bool:
         """Give a waiting sequence its prefix and room for all its tokens so far, or change nothing."""
@@ -237,11 +256,12 @@ class Scheduler:
     def _run(self, step: _Step, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
         sequence.is_admitted_before = True
+        sequence.gave_way = False
         sequence.status = SequenceStatus.RUNNING
         self.running.append(sequence)
         self._add_prefill(step, sequence, sequence.current_priority)
 
-    def _add_prefill(self, step: _Step, sequence: Sequence, priority: PrefillPriority) -> None:
+    def _add_prefill(self, step: _Step, sequence: Sequence, priority: WorkerPriority) -> None:
         num_tokens = min(step.budget, sequence.num_uncomputed_tokens - (not sequence.can_sample))
         if priority.max_step_tokens:
             num_tokens = min(num_tokens, priority.max_step_tokens - step.num_prompt_tokens)
@@ -287,7 +307,7 @@ class Scheduler:
                 continue
             # A prompt that is being handed over is never a victim: a transfer may be reading its blocks right now.
             holding = (*self.running, *self._queues.received())
-            victim = max((other for other in holding if other.phase is Phase.WHOLE), key=queue_position)
+            victim = self.tenant_room.last_of(other for other in holding if other.phase is Phase.WHOLE)
             self.preempt(victim)
             if victim is sequence:
                 return False

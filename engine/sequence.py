@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tandem.protocol.messages import FinishReason, KvHolder, PeerAddress, PrefillPriority
+from tandem.protocol.messages import FinishReason, KvHolder, PeerAddress, WorkerPriority
 from tandem.protocol.sampling import SamplingParams
 from tandem.protocol.timeline import Timeline
 
@@ -80,7 +80,7 @@ class Sequence:
     sampling: SamplingParams
     root: bytes  # root of the digest chain: namespace and tenant
     phase: Phase = Phase.WHOLE
-    priority: PrefillPriority = field(default_factory=PrefillPriority)
+    priority: WorkerPriority = field(default_factory=WorkerPriority)
     status: SequenceStatus = SequenceStatus.WAITING
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of full blocks of token_ids
@@ -93,6 +93,7 @@ class Sequence:
     num_cached_tokens: int = 0  # prompt tokens that were not computed: cached at first admission, or loaded
     num_loaded_tokens: dict[str, int] = field(default_factory=dict)  # those of them that were loaded, by source
     is_admitted_before: bool = False  # preempted sequences keep their first hit count
+    gave_way: bool = False  # it was preempted for another tenant, so no seat is kept for it
     onboarding: Onboarding | None = None
     logit_bias: tuple[Array, Array] | None = None  # ids and values; the sampler makes them once
     matcher: GrammarMatcher | None = None  # of a grammar that its output must match
@@ -154,9 +155,9 @@ class Sequence:
         return self.phase is Phase.WHOLE
 
     @property
-    def current_priority(self) -> PrefillPriority:
+    def current_priority(self) -> WorkerPriority:
         """Its priority; a sequence with its first token goes before all that have none."""
-        return PrefillPriority(self.order, self.priority.max_step_tokens)
+        return WorkerPriority(self.order, self.priority.max_step_tokens)
 
     def add_pending_token(self, *, is_last: bool) -> None:
         """Note that the device has sampled one more token."""

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.protocol.errors import NoWorker, ServingError
 from tandem.protocol.fault_boundary import undone_on_error
-from tandem.protocol.messages import PrefillPriority
+from tandem.protocol.messages import WorkerPriority
 from tandem.scheduling.admission.admission import Admission, Drop
 from tandem.scheduling.admission.queued_request import QueuedRequest
 from tandem.scheduling.decisions import DecisionLog, RoutingDecision
@@ -63,7 +63,7 @@ class AdmittedRequest(Generic[R, B]):
     placement: Placement
     booking: B
     decision: RoutingDecision
-    prefill_priority: PrefillPriority  # the order of its prompt at the worker that computes it
+    worker_priority: WorkerPriority  # the order of its prompt at the worker that computes it
     _queue: AdmissionQueue[R, B]
 
     def first_token(self) -> None:
@@ -113,7 +113,7 @@ class AdmissionQueue(Generic[R, B]):
         self,
         admission: Admission,
         registry: Registry,
-        book: Callable[[R, PlacementRequest, Placement, PrefillPriority], B],
+        book: Callable[[R, PlacementRequest, Placement, WorkerPriority], B],
         *,
         timeout_s: float,
         clock: Callable[[], float],
@@ -184,7 +184,7 @@ class AdmissionQueue(Generic[R, B]):
             placement = self._admission.place_again(placement_request, now, excluded=excluded)
         except NoWorker:
             return None
-        priority = self._admission.priority_again(placement)
+        priority = self._admission.priority_again(placement_request, placement)
         booking = self._book(request, placement_request, placement, priority)
         moved = self.moved(request, placement_request, placement, former, booking, priority)
         moved.decision.decided_s = now
@@ -197,7 +197,7 @@ class AdmissionQueue(Generic[R, B]):
         placement: Placement,
         former: RoutingDecision,
         booking: B,
-        priority: PrefillPriority,
+        priority: WorkerPriority,
     ) -> AdmittedRequest[R, B]:
         """The admission of a request at a placement that was booked just now: it goes on there, or begins there."""
         now = self.now()
@@ -265,7 +265,7 @@ class AdmissionQueue(Generic[R, B]):
             if isinstance(decided, Drop):
                 waiter.drop(decided.error)
                 continue
-            decision, priority = waiter.decision, decided.prefill_priority
+            decision, priority = waiter.decision, decided.worker_priority
             booking = self._book(waiter.request, decided.queued.request, decided.placement, priority)
             decision.outcome, decision.placement, decision.wait_s = "dispatched", decided.placement, decided.wait_s
             decision.decided_s, decision.booked_s = now, self.now()

@@ -33,9 +33,9 @@ from tandem.protocol.messages.router_to_worker import (
     PinQuery,
     Prefetch,
     Prefill,
-    PrefillPriority,
     SnapshotRequest,
     Unpin,
+    WorkerPriority,
 )
 from tandem.protocol.messages.worker import (
     FetchStats,
@@ -122,7 +122,6 @@ __all__ = [
     "PinReport",
     "Prefetch",
     "Prefill",
-    "PrefillPriority",
     "PromptLogprobs",
     "Quarantine",
     "ReadDone",
@@ -143,6 +142,7 @@ __all__ = [
     "WorkerCard",
     "WorkerLoad",
     "WorkerMessage",
+    "WorkerPriority",
     "WorkerState",
     "WriteMessage",
     "decode_heartbeat",

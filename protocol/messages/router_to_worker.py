@@ -23,9 +23,9 @@ __all__ = [
     "PinQuery",
     "Prefetch",
     "Prefill",
-    "PrefillPriority",
     "SnapshotRequest",
     "Unpin",
+    "WorkerPriority",
 ]
 
 
@@ -42,15 +42,16 @@ class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     peers: list[PeerAddress]
 
 
-class PrefillPriority(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Order in which one worker computes its prompts; an earlier one overtakes a running one between two steps.
+class WorkerPriority(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What decides at one worker whose turn it is: of prompts to compute, and of tenants to take memory and seats."""
 
-    Grammars are compiled in the same order.
-    """
-
-    order: Annotated[float, Meta(ge=-1e300)] = 0.0  # smallest first; first come, first served among equals
+    # Prompts of a smaller order are computed first, and overtake a running one between two steps; first come, first
+    # served among equals. Grammars are compiled in the same order.
+    order: Annotated[float, Meta(ge=-1e300)] = 0.0
     # It joins no step with more prompt tokens than this, so that it can soon be overtaken; 0 = any step.
     max_step_tokens: Number = 0
+    tenant: str = ""
+    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0  # of the tenant: its share of the room, as of worker seconds
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -66,7 +67,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     output_ids: TokenIds = []
     cache_salt: str = ""
     kv_holder: KvHolder | None = None  # another worker that has more of the prompt, if there is one
-    priority: PrefillPriority = PrefillPriority()
+    priority: WorkerPriority = WorkerPriority()
     is_traced: bool = False  # the first tokens tell what was done for them, and when
 
 
@@ -80,7 +81,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     decode_worker: PeerAddress
     cache_salt: str = ""
     kv_holder: KvHolder | None = None
-    priority: PrefillPriority = PrefillPriority()
+    priority: WorkerPriority = WorkerPriority()
     is_traced: bool = False  # the first tokens tell what was done for them, and when
 
 
@@ -93,7 +94,7 @@ class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     output_ids: TokenIds = []  # as in `Generate`
     prefill_worker: PeerAddress
     cache_salt: str = ""
-    priority: PrefillPriority = PrefillPriority()
+    priority: WorkerPriority = WorkerPriority()
     is_traced: bool = False  # the first tokens tell what was done for them, and when
 
 

@@ -69,7 +69,7 @@ class Attempt:
             "sampling": request.sampling,
             "cache_salt": request.cache_scope,
             "is_traced": is_traced,
-            "priority": self.admitted.prefill_priority,
+            "priority": self.admitted.worker_priority,
         }
         holder = kv_holder(self.placement)
         if not best.is_pair:

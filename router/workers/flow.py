@@ -13,7 +13,7 @@ import msgspec
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import AddRefused, DrainRefused, RoleRefused, WorkerNotFound
-from tandem.protocol.messages import PrefillPriority, Role
+from tandem.protocol.messages import Role, WorkerPriority
 from tandem.router.admission_queue import AdmissionQueue
 from tandem.router.backend import GenerateRequest, TokenDelta, WorkerManager
 from tandem.router.callback_scheduler import CallbackScheduler
@@ -241,7 +241,7 @@ class RequestFlow:
             generation.leave_pool()
 
     def _book(
-        self, request: GenerateRequest, placed: PlacementRequest, placement: Placement, priority: PrefillPriority
+        self, request: GenerateRequest, placed: PlacementRequest, placement: Placement, priority: WorkerPriority
     ) -> Booking:
         """Book a placement, so that the next decision sees it."""
         best = placement.best

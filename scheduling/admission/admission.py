@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import Overloaded, ServingError
-from tandem.protocol.messages import PrefillPriority
+from tandem.protocol.messages import WorkerPriority
 from tandem.scheduling.admission.answer_lengths import AnswerLengths
 from tandem.scheduling.admission.contention import Contention
 from tandem.scheduling.admission.deadlines import Deadlines
@@ -50,7 +50,7 @@ class Dispatch(NamedTuple):
     queued: QueuedRequest
     placement: Placement
     wait_s: float
-    prefill_priority: PrefillPriority  # the order at the worker that computes the prompt
+    worker_priority: WorkerPriority  # the order at the worker that computes the prompt
 
 
 class Drop(NamedTuple):
@@ -179,13 +179,13 @@ class Admission:
         """
         return self._placer.place(request, now, order=-math.inf, excluded=excluded)
 
-    def priority_again(self, placement: Placement) -> PrefillPriority:
+    def priority_again(self, request: PlacementRequest, placement: Placement) -> WorkerPriority:
         """The priority of what the worker of `place_again` has to compute: before all prompts, in short steps.
 
         After a death many streams are computed again at once. The first of them go on soon, and the streams beside
         them get their tokens meanwhile.
         """
-        return PrefillPriority(max_step_tokens=self._short_step_tokens(placement))
+        return self._priority(request.tenant, 0.0, self._short_step_tokens(placement))
 
     def next(self, now: float) -> Dispatch | Drop | None:
         """The next decision; None when all waiting requests have to wait on. Call it after each change of load."""
@@ -278,7 +278,7 @@ class Admission:
             order = self._order_of(queued, now)
             # A request that came just now is placed. The first one is placed again, others where it may help.
             is_fresh = queued.version == version and len(self._queue) == 1
-            if is_fresh and self._room.fits(queued.placement, order):
+            if is_fresh and self._room.fits(queued.placement, queued.tenant, order):
                 return self._dispatch(queued, now)
             if num_scanned == 0 and self._placer.can_place and not self._room.is_anywhere(order):
                 if not self._is_room_to_overtake(queued, order, now):
@@ -299,7 +299,7 @@ class Admission:
                     if queued.request.is_resumed:
                         continue  # it keeps its place until a worker is there
                     return self._drop(queued, exc)
-                if self._room.fits(queued.placement, order):
+                if self._room.fits(queued.placement, queued.tenant, order):
                     return self._dispatch(queued, now)
             for worker_id, part in held_by(queued):
                 held[worker_id] = held[worker_id].plus(part) if worker_id in held else part
@@ -336,16 +336,19 @@ class Admission:
         self._queue.serve(queued)
         wait_s = now - queued.arrived_s
         self._stats.note_admitted(queued.tenant, wait_s)
-        return Dispatch(queued, queued.placement, wait_s, self._prefill_priority(queued, now))
+        return Dispatch(queued, queued.placement, wait_s, self._worker_priority(queued, now))
 
-    def _prefill_priority(self, queued: QueuedRequest, now: float) -> PrefillPriority:
+    def _worker_priority(self, queued: QueuedRequest, now: float) -> WorkerPriority:
         """When its worker computes the prompt. While tenants compete, a prompt that others may overtake takes short
         steps.
         """
         order = self._order_of(queued, now)
         if order < now or now >= self.contention.tenants_until_s:
-            return PrefillPriority(order=order)
-        return PrefillPriority(order=order, max_step_tokens=self._short_step_tokens(queued.placement))
+            return self._priority(queued.tenant, order)
+        return self._priority(queued.tenant, order, self._short_step_tokens(queued.placement))
+
+    def _priority(self, tenant: str, order: float, max_step_tokens: int = 0) -> WorkerPriority:
+        return WorkerPriority(order, max_step_tokens, tenant, self._tenants.policy(tenant).weight)
 
     def _short_step_tokens(self, placement: Placement) -> int:
         """Tokens of a step that wastes little of its time and still ends soon, at the worker that computes."""

@@ -61,12 +61,12 @@ class Forecaster:
         placement = self._placer.place(request, now, order=order, held=self._held.of(tenant), num_others=num_others)
         terms = placement.best.terms
         ahead = waiting = self._queue.ahead(tenant, priority, now)
-        start_s = max(terms.queue_s, self.start_s(placement, ahead, order))
+        start_s = max(terms.queue_s, self.start_s(tenant, placement, ahead, order))
         for _ in range(NUM_ROUNDS):  # the longer it waits, the more of others' next requests go first
             before, ahead = ahead, self._queue.ahead(tenant, priority, now, start_s)
             if ahead == before:
                 break
-            start_s = max(terms.queue_s, self.start_s(placement, ahead, order))
+            start_s = max(terms.queue_s, self.start_s(tenant, placement, ahead, order))
         ttft_s = start_s + terms.fetch_s + terms.prefill_s
         forecast = Forecast(placement, work_of(placement, self._costs), waiting, start_s, ttft_s, slo_s, None)
         error = None if request.is_admitted else self._refusals.refusal(tenant, forecast, policy.max_queue_share)
@@ -76,7 +76,7 @@ class Forecaster:
         """Predicted seconds until a request like this one would be begun if it arrived now."""
         tenant, priority = queued.tenant, queued.priority
         order = self.order_of(self._queue.start_tag(tenant, priority), queued.forecast.slo_s, now)
-        return self.start_s(queued.placement, self._queue.ahead(tenant, priority, now), order)
+        return self.start_s(tenant, queued.placement, self._queue.ahead(tenant, priority, now), order)
 
     def order_of(self, start_tag: float, slo_s: float, now: float) -> float:
         """The order, at its worker, of a prompt that is sent now. Tenants within their share overtake the others.
@@ -86,14 +86,14 @@ class Forecaster:
         """
         return now - LEAD_S if slo_s < math.inf or self._queue.is_within_share(start_tag) else now
 
-    def start_s(self, placement: Placement, ahead: Work, order: float) -> float:
+    def start_s(self, tenant: str, placement: Placement, ahead: Work, order: float) -> float:
         """Predicted seconds until the work ahead has been begun, limited by prefill and by memory for answers.
 
         Prompts are modelled as a fluid that the workers of one kind share: it fills the shortest queues first. While
         some worker has room, requests that wait for workers of the other kind are overtaken by this one. Where no
-        prompt is ahead only memory counts.
+        prompt is ahead only memory counts. A worker takes memory from tenants that hold more of it.
         """
-        memory_s = self._memory_s(placement, ahead)
+        memory_s = 0.0 if placement.best.decode.gives_way_to(tenant) else self._memory_s(placement, ahead)
         table, is_pair = self._workers.table, placement.best.is_pair
         prefill_s = ahead.pair_s if is_pair else ahead.alone_s
         if prefill_s < ahead.prefill_s and not self._is_passed(ahead):

@@ -45,10 +45,12 @@ class WorkerRoom:
         waits_s = queue_s(worker, self._costs.steps(worker.card.kind), order)
         return not waits_s or waits_s < self._limit_s(worker)
 
-    def fits(self, placement: Placement, order: float) -> bool:
-        """Whether the workers of this placement have room for it."""
-        worker, terms = placement.best.prefill, placement.best.terms
-        return self.has_room(worker, order) and (not terms.memory_s or terms.memory_s < self._limit_s(worker))
+    def fits(self, placement: Placement, tenant: str, order: float) -> bool:
+        """Whether the workers of this placement have room for it, or take it from other tenants."""
+        prefill, decode, terms = placement.best.prefill, placement.best.decode, placement.best.terms
+        if not self.has_room(prefill, order):
+            return False
+        return not terms.memory_s or terms.memory_s < self._limit_s(prefill) or decode.gives_way_to(tenant)
 
     def is_anywhere(self, order: float = math.inf) -> bool:
         """Whether any worker that prompts may be sent to has room for a prompt of this order."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import insort
 
-from tandem.protocol.messages import PrefillPriority
+from tandem.protocol.messages import WorkerPriority
 from tandem.scheduling.cost_model import prefill_attention
 from tandem.scheduling.workers.load import RequestLoad
-from tandem.scheduling.workers.workers import BookedPrompt, RegisteredWorker
+from tandem.scheduling.workers.workers import BookedPrompt, RegisteredWorker, TenantLoad
 
 __all__ = ["Booking"]
 
@@ -22,9 +22,10 @@ class Booking:
         prefill: RegisteredWorker,
         decode: RegisteredWorker,
         load: RequestLoad,
-        priority: PrefillPriority,
+        priority: WorkerPriority,
     ) -> None:
         self.order = priority.order
+        self._tenant = priority.tenant
         self.step_tokens = priority.max_step_tokens or prefill.card.max_num_batched_tokens
         self._open_bookings = open_bookings
         self._changed_workers = changed_workers
@@ -41,6 +42,10 @@ class Booking:
         decode.num_booked_seqs += 1
         decode.num_awaited_seqs += 1
         decode.booked_kv_tokens += load.num_kv_tokens
+        if priority.tenant:  # otherwise its engine knows no tenants
+            held = decode.tenants.setdefault(priority.tenant, TenantLoad(priority.weight))
+            held.num_seqs += 1
+            held.kv_tokens += load.num_kv_tokens
         decode.awaited_kv_tokens += load.num_kv_tokens
         decode.num_incoming_seqs += prefill is not decode
         decode.num_placed_tokens += load.num_kv_tokens
@@ -73,6 +78,11 @@ class Booking:
             return
         worker.num_booked_seqs -= 1
         worker.booked_kv_tokens -= self._num_kv_tokens
+        if (held := worker.tenants.get(self._tenant)) is not None:
+            held.num_seqs -= 1
+            held.kv_tokens -= self._num_kv_tokens
+            if not held.num_seqs:
+                del worker.tenants[self._tenant]
         self._changed_workers.add(worker)
         self._open_bookings.discard(self)
 

@@ -15,13 +15,13 @@ from tandem.protocol.messages import (
     FetchStats,
     LinkLoad,
     PinLoad,
-    PrefillPriority,
     Quarantine,
     Role,
     StepStats,
     TierLoad,
     WorkerCard,
     WorkerLoad,
+    WorkerPriority,
     WorkerState,
 )
 from tandem.scheduling.autoscaling.demand import DemandMeter
@@ -215,7 +215,7 @@ class Registry:
         for listener in self._step_listeners:
             self._tell(listener)
 
-    def reserve(self, load: RequestLoad, priority: PrefillPriority = PrefillPriority()) -> Booking:
+    def reserve(self, load: RequestLoad, priority: WorkerPriority = WorkerPriority()) -> Booking:
         """Book a decision's load at once, so that the next decision sees it."""
         prefill, decode = self._workers[load.prefill], self._workers[load.decode]
         return Booking(self._bookings, self._changed, prefill, decode, load, priority)

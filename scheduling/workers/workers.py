@@ -20,7 +20,16 @@ from tandem.protocol.messages import (
 )
 from tandem.scheduling.cost_model import StepModel
 
-__all__ = ["BookedPrompt", "RegisteredWorker", "WorkerChange", "can_decode", "can_prefill", "queue_s", "wait_s"]
+__all__ = [
+    "BookedPrompt",
+    "RegisteredWorker",
+    "TenantLoad",
+    "WorkerChange",
+    "can_decode",
+    "can_prefill",
+    "queue_s",
+    "wait_s",
+]
 
 
 class BookedPrompt(Protocol):
@@ -37,6 +46,15 @@ class BookedPrompt(Protocol):
     @property
     def step_tokens(self) -> int:
         """The largest step that it takes part in, in prompt tokens."""
+
+
+@dataclass(slots=True)
+class TenantLoad:
+    """What the sequences of one tenant take of a worker that decodes them."""
+
+    weight: float
+    num_seqs: int = 0
+    kv_tokens: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -66,6 +84,7 @@ class RegisteredWorker:
     computed_prompt_tokens: int = 0  # how many of these tokens the steps reported since have computed
     num_booked_seqs: int = 0  # sequences booked to decode here; each will need a seat
     booked_kv_tokens: int = 0  # their prompts and expected outputs
+    tenants: dict[str, TenantLoad] = field(default_factory=dict)  # whose sequences these are
     num_awaited_seqs: int = 0  # how many of these sequences have no first token yet, wherever it is computed
     awaited_kv_tokens: int = 0
     num_incoming_seqs: int = 0  # awaited sequences whose prompt another worker computes
@@ -91,6 +110,23 @@ class RegisteredWorker:
     def last_order(self) -> float:
         """Order of the prompt that is computed last."""
         return self.prompts[-1].order if self.prompts else -math.inf
+
+    def gives_way_to(self, tenant: str) -> bool:
+        """Whether the worker takes room from another tenant for this one, as `engine.tenant_room` does.
+
+        It takes the room of one sequence, if its tenant still holds more afterwards.
+        """
+        mine = self.tenants.get(tenant)
+        share = self._share(mine.num_seqs, mine.kv_tokens, mine.weight) if mine is not None else 0.0
+        for name, other in self.tenants.items():
+            rest = 1 - 1 / other.num_seqs
+            if name != tenant and self._share(other.num_seqs * rest, other.kv_tokens * rest, other.weight) > share:
+                return True
+        return False
+
+    def _share(self, num_seqs: float, kv_tokens: float, weight: float) -> float:
+        seats = num_seqs / self.card.max_num_seqs if self.card.max_num_seqs else 0.0
+        return max(seats, kv_tokens / max(self.card.num_blocks * self.card.block_size, 1)) / weight
 
     def uncomputed_tokens_before(self, order: float) -> int:
         """Uncomputed tokens that are computed before a prompt of this order that arrives now."""

@@ -14,7 +14,7 @@ from tandem.engine.sampling.sampler import Sampler
 from tandem.engine.sequence import Phase, ScheduledChunk, Sequence
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError, ContextLengthExceeded, RequestError
-from tandem.protocol.messages import FinishReason, PrefillPriority
+from tandem.protocol.messages import FinishReason, WorkerPriority
 from tandem.protocol.sampling import SamplingParams
 from tests.engine.conftest import BuildEngine
 from tests.support.answers import Expects
@@ -227,7 +227,7 @@ def test_being_overtaken_changes_nothing(dtype: str, build_engine: BuildEngine) 
     engine = build_engine(dtype=dtype, max_num_batched_tokens=16)
     sequences = []
     for i, prompt in enumerate(prompts):  # each overtakes those before it
-        priority = PrefillPriority(order=-float(i), max_step_tokens=7)
+        priority = WorkerPriority(order=-float(i), max_step_tokens=7)
         sequences.append(engine.make_sequence(str(i), prompt, make_sampling(), priority=priority))
         engine.add(sequences[-1])
         engine.step()

@@ -10,7 +10,7 @@ from tandem.engine.block_pool import BlockPool
 from tandem.engine.receive_queue import Reservation
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Phase, ScheduledChunk, Sequence, SequenceStatus
-from tandem.protocol.messages import PrefillPriority
+from tandem.protocol.messages import WorkerPriority
 from tandem.protocol.sampling import SamplingParams
 from tests.support.answers import Endless, Expects
 
@@ -43,7 +43,7 @@ def make_sequence(
     """A prompt of `num_tokens`; sequences of one family have the same tokens, others share none."""
     first = 1000 * (sum(name.encode()) if family is None else family)
     tokens = list(range(first, first + num_tokens))
-    priority = PrefillPriority(order=order, max_step_tokens=max_step_tokens)
+    priority = WorkerPriority(order=order, max_step_tokens=max_step_tokens)
     sampling = SamplingParams(max_tokens=max_tokens)
     return Sequence(name, tokens, num_tokens, sampling, root=b"root", phase=phase, priority=priority)
 

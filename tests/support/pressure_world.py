@@ -29,7 +29,7 @@ from tandem.protocol.messages import (
     LeaseRevoked,
     Message,
     PeerAddress,
-    PrefillPriority,
+    WorkerPriority,
     encode_message,
 )
 from tandem.protocol.sampling import SamplingParams
@@ -107,9 +107,10 @@ class PressureWorld:
         sampling: SamplingParams,
         output_ids: Seq[int] = (),
         cache_salt: str = "",
-        priority: PrefillPriority | None = None,
+        priority: WorkerPriority = WorkerPriority(),
     ) -> Sequence:
-        return Sequence(request_id, [*token_ids, *output_ids], len(token_ids), sampling, root=b"root")
+        tokens = [*token_ids, *output_ids]
+        return Sequence(request_id, tokens, len(token_ids), sampling, root=b"root", priority=priority)
 
     def add(self, sequence: Sequence) -> None:
         self.sequences[sequence.request_id] = sequence
@@ -127,24 +128,41 @@ class PressureWorld:
             self.role.closed(closed)
 
     def hand_over(
-        self, request_id: str, prompt: list[int], num_outputs: int, max_tokens: int = 0, sender: PeerAddress = P
+        self,
+        request_id: str,
+        prompt: list[int],
+        num_outputs: int,
+        max_tokens: int = 0,
+        sender: PeerAddress = P,
+        priority: WorkerPriority = WorkerPriority(),
     ) -> Request:
         """A request whose prompt a prefill worker has computed."""
         max_tokens = max_tokens or num_outputs
         request = self.requests[request_id] = Request(request_id, prompt, num_outputs, max_tokens, self.now)
         sampling = SamplingParams(max_tokens=max_tokens)
         self.role.accept(
-            Decode(request_id=request_id, token_ids=prompt, sampling=sampling, prefill_worker=sender), self.now
+            Decode(
+                request_id=request_id, token_ids=prompt, sampling=sampling, prefill_worker=sender, priority=priority
+            ),
+            self.now,
         )
         self.handoffs[request_id] = (sender, 0)
         self.role.requested(LeaseRequest(sender=sender, request_id=request_id), self.now)
         return request
 
-    def compute_here(self, request_id: str, prompt: list[int], num_outputs: int, max_tokens: int = 0) -> Request:
+    def compute_here(
+        self,
+        request_id: str,
+        prompt: list[int],
+        num_outputs: int,
+        max_tokens: int = 0,
+        priority: WorkerPriority = WorkerPriority(),
+    ) -> Request:
         """A request that only this worker computes."""
         max_tokens = max_tokens or num_outputs
         request = self.requests[request_id] = Request(request_id, prompt, num_outputs, max_tokens, self.now)
-        self.add(self.make_sequence(request_id, prompt, SamplingParams(max_tokens=max_tokens)))
+        sampling = SamplingParams(max_tokens=max_tokens)
+        self.add(self.make_sequence(request_id, prompt, sampling, priority=priority))
         return request
 
     def cancel(self, request_id: str) -> None:

@@ -26,7 +26,7 @@ from tandem.protocol.messages import (
     PeerAddress,
     PeerHello,
     Prefill,
-    PrefillPriority,
+    WorkerPriority,
 )
 from tandem.protocol.sampling import SamplingParams
 from tests.support.cluster_harness import BLOCK_SIZE, engine_config
@@ -208,7 +208,7 @@ def test_a_prompt_that_waits_for_room_here_holds_none_there(tiny_model: Path) ->
             token_ids=tokens,
             sampling=GREEDY,
             decode_worker=D,
-            priority=PrefillPriority(order=order),
+            priority=WorkerPriority(order=order),
         )
         sender.prefill.accept(prompt, sender.now)
         receiver.receive(request_id, num_blocks * BLOCK_SIZE)

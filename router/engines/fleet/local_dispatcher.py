@@ -390,7 +390,7 @@ class LocalReservation:
         )
         placement = self._place_elsewhere(self._placement_request)
         queue, request = self._queue.admission_queue, self._placement_request
-        self._admitted = queue.moved(self, request, placement, former.decision, self._booked, former.prefill_priority)
+        self._admitted = queue.moved(self, request, placement, former.decision, self._booked, former.worker_priority)
         dispatcher.num_moves[cause] += 1
         dispatcher.move_log.add(f"{cause} on {left}")
         return self._target(placement)

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from tandem.protocol.errors import NoWorker
-from tandem.protocol.messages import PrefillPriority
+from tandem.protocol.messages import WorkerPriority
 from tandem.router.admission_queue import AdmissionQueue
 from tandem.router.engines.dispatcher import DispatchRequest
 from tandem.router.engines.fleet.booked_attempt import BookedAttempt
@@ -81,7 +81,7 @@ class ModelQueue:
 
 
 def _book(
-    requester: Requester, request: PlacementRequest, placement: Placement, _priority: PrefillPriority
+    requester: Requester, request: PlacementRequest, placement: Placement, _priority: WorkerPriority
 ) -> BookedAttempt:
     return requester.book(request, placement)
 

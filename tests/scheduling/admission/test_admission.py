@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.virtual_cluster import Arrival, VirtualCluster, poisson
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import DeadlineUnmet, NoWorker, Overloaded
-from tandem.protocol.messages import PrefillPriority, Role, StepStats, WorkerState
+from tandem.protocol.messages import Role, StepStats, WorkerPriority, WorkerState
 from tandem.scheduling.admission.admission import Admission, Dispatch, Drop
 from tandem.scheduling.admission.answer_lengths import AnswerLengths
 from tandem.scheduling.admission.contention import MAX_TENANTS
@@ -58,7 +58,7 @@ class Desk:
         return decisions
 
     def book(self, decided: Dispatch) -> Booking:
-        return self.registry.reserve(decided.placement.load, decided.prefill_priority)
+        return self.registry.reserve(decided.placement.load, decided.worker_priority)
 
     def full_step_s(self) -> float:
         worker = next(iter(self.registry))
@@ -217,10 +217,10 @@ def test_requests_beyond_the_scan_limit_count_in_the_forecast() -> None:
 def test_an_overtaking_prompt_waits_only_for_the_step_in_progress() -> None:
     registry, model = Registry(), StepModel(CPU_PRIOR)
     worker = add_ready(registry, make_card("w0"))
-    registry.reserve(RequestLoad("w0", "w0", 2048, 0, 2048), PrefillPriority(order=20.0, max_step_tokens=64))
+    registry.reserve(RequestLoad("w0", "w0", 2048, 0, 2048), WorkerPriority(order=20.0, max_step_tokens=64))
     short_s = wait_s(worker, model, order=10.0)
     assert 0 < short_s < wait_s(worker, model, order=30.0) / 16
-    registry.reserve(RequestLoad("w0", "w0", 2048, 0, 2048), PrefillPriority(order=21.0))  # has not begun
+    registry.reserve(RequestLoad("w0", "w0", 2048, 0, 2048), WorkerPriority(order=21.0))  # has not begun
     assert wait_s(worker, model, order=10.0) == pytest.approx(short_s, rel=0.1)
     assert queue_s(worker, model, order=10.0) == 0
 
@@ -241,7 +241,7 @@ def test_a_request_with_a_deadline_is_dispatched_where_only_its_order_has_room()
     hurried = desk.enter(ttft_slo_s=5.0, now=20.0)
     (decided,) = desk.decide(22.5)  # it would be late behind the 4000 tokens
     assert isinstance(decided, Dispatch)
-    assert (decided.queued, decided.prefill_priority) == (hurried, PrefillPriority(order=22.5 - LEAD_S))
+    assert (decided.queued, decided.worker_priority.order) == (hurried, 22.5 - LEAD_S)
     desk.enter(ttft_slo_s=9.0, now=22.5)
     assert desk.decide(22.5) == [], "the worker has a prompt of that order"
     desk.computes("w0", 1024)
@@ -251,7 +251,7 @@ def test_a_request_with_a_deadline_is_dispatched_where_only_its_order_has_room()
 def test_a_request_that_has_waited_long_is_not_overtaken_by_a_deadline() -> None:
     desk = make_desk()
     no_room(desk)
-    desk.registry.reserve(RequestLoad("w0", "w0", 1024, 0, 1024), PrefillPriority(order=28.0))
+    desk.registry.reserve(RequestLoad("w0", "w0", 1024, 0, 1024), WorkerPriority(order=28.0))
     desk.bookings[0].release()
     hurried = desk.enter(ttft_slo_s=60.0, now=28.0)
     assert desk.decide(20.0 + LEAD_S) == []
@@ -293,6 +293,26 @@ def test_a_decision_takes_no_longer_with_thousands_of_deadlines() -> None:
     assert work(5000) <= 1.1 * work(500)
 
 
+@pytest.mark.parametrize(
+    ("tenant", "num_held", "goes"),
+    [("greedy", 0, False), ("modest", 0, True), ("modest", 1, True), ("modest", 2, False)],
+)
+def test_a_tenant_that_holds_less_is_sent_where_another_one_has_the_seats(
+    tenant: str, num_held: int, *, goes: bool
+) -> None:
+    """The worker takes one back for it. The tenants have four seats each at most, and would wait for long answers."""
+    desk = make_desk(max_num_seqs=4)
+    for name in ["modest"] * num_held + ["greedy"] * (4 - num_held):
+        priority = WorkerPriority(tenant=name)
+        desk.registry.reserve(RequestLoad("w0", "w0", 16, 0, 2016), priority).prefill_done()
+    queued = desk.enter(16, tenant=tenant, expected_output_tokens=2000)
+    assert [decided.queued for decided in desk.decide()] == ([queued] if goes else [])
+    assert (queued.forecast.start_s < 1.0) is goes
+    for booking in desk.bookings:
+        booking.release()
+    assert sum(load.num_seqs for worker in desk.registry for load in worker.tenants.values()) == 4
+
+
 def test_prompts_that_may_be_overtaken_take_short_steps_while_tenants_compete() -> None:
     desk = make_desk(one_priority=True)
     two_tenants(desk)
@@ -300,14 +320,14 @@ def test_prompts_that_may_be_overtaken_take_short_steps_while_tenants_compete() 
     desk.computes("w0", 1536)
     greedy = [decided for decided in desk.decide(21.0) if isinstance(decided, Dispatch)]
     assert isinstance(modest, Dispatch)
-    assert modest.prefill_priority == PrefillPriority(order=20.0 - LEAD_S)
-    assert {decided.prefill_priority for decided in greedy} == {PrefillPriority(order=21.0, max_step_tokens=240)}, (
+    assert modest.worker_priority == WorkerPriority(order=20.0 - LEAD_S, tenant="modest")
+    assert {decided.worker_priority for decided in greedy} == {WorkerPriority(21.0, 240, "greedy")}, (
         "20 ms of 200 are fixed"
     )
     desk.computes("w0", 10_000)
     (last,) = desk.decide(100.0)
     assert isinstance(last, Dispatch)
-    assert last.prefill_priority == PrefillPriority(order=100.0), "the other tenant's request was over a minute ago"
+    assert last.worker_priority.max_step_tokens == 0, "the other tenant's request was over a minute ago"
 
 
 @pytest.mark.parametrize("max_worker_queue_s", [0.0, 1e9])
@@ -362,7 +382,7 @@ def test_a_request_that_waits_for_its_prefix_does_not_block_the_others() -> None
     chain = [b"%d" % i for i in range(240)]
     desk.index.speculate({"w0"}, chain, 0.0)
     for worker_id, num in (("w0", 1000), ("w1", 500)):
-        desk.registry.reserve(RequestLoad(worker_id, worker_id, num, 0, num), PrefillPriority(order=-LEAD_S))
+        desk.registry.reserve(RequestLoad(worker_id, worker_id, num, 0, num), WorkerPriority(order=-LEAD_S))
     cached, other = desk.enter(240 * 16, digests=chain), desk.enter(16)
     assert desk.decide() == []
     desk.computes("w1", 500)

@@ -17,11 +17,11 @@ from tandem.protocol.errors import NoWorker
 from tandem.protocol.messages import (
     POOL_PLACE,
     BlockEvents,
-    PrefillPriority,
     Role,
     StepStats,
     TierLoad,
     WorkerLoad,
+    WorkerPriority,
     WorkerState,
 )
 from tandem.scheduling.cost_model import CostModel
@@ -437,7 +437,7 @@ def random_pool(rng: random.Random, num_workers: int, digests: list[bytes]) -> t
         for _ in range(rng.choice([0, 0, 1, 3])):
             num_new, num_kv = rng.choice([10, 100, 1000]), rng.choice([200, 3000])
             other_id = f"w{rng.randrange(i + 1)}"
-            turn = PrefillPriority(order=rng.choice([0.0, 0.5, 2.0]))
+            turn = WorkerPriority(order=rng.choice([0.0, 0.5, 2.0]))
             bookings.append(pool.registry.reserve(RequestLoad(worker_id, other_id, num_new, 0, num_kv), turn))
         if rng.random() < 0.1:
             pool.registry.set_state(worker_id, WorkerState.DRAINING, "test")
