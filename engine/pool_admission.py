@@ -17,7 +17,8 @@ from tandem.engine.sequence_blocks import SequenceBlocks
 __all__ = ["PoolAdmission"]
 
 # A preempted sequence comes back once there is room for this many steps. Its stream stands still until then, and would
-# soon do so again if the others ran longer than the room allows.
+# soon do so again if the others ran longer than the room allows. A tenant that holds less than others needs no more
+# either: they give way later, too.
 _SURE_STEPS = 128
 
 
@@ -76,13 +77,17 @@ class PoolAdmission:
             # The stream of a preempted head stands still, so nothing passes it.
             num_passed = self._head.num_passed_blocks + demand.num_blocks
             may_pass = not self._head.has_first_token and num_passed <= self._pool.num_blocks
-        num_sure_steps = _SURE_STEPS if sequence.has_first_token else None
         is_found = forecast.try_take(
-            demand, grows=sequence.decodes_here, may_pass=may_pass, num_sure_steps=num_sure_steps
+            demand, grows=sequence.decodes_here, may_pass=may_pass, num_sure_steps=_num_sure_steps(sequence, demand)
         )
         if forecast.has_head and not had_head:
             self._head = sequence
         return is_found
+
+    def fits(self, forecast: PoolForecast, sequence: Sequence) -> bool:
+        """Whether there is room for a sequence, whoever waits before it. Changes nothing."""
+        demand = self.demand(sequence)
+        return forecast.fits(demand, grows=sequence.decodes_here, num_sure_steps=_num_sure_steps(sequence, demand))
 
     def take_blocks(self, forecast: PoolForecast, sequence: Sequence) -> list[int]:
         """Give a sequence for which there is room its cached prefix; returns fresh blocks for its other tokens."""
@@ -112,3 +117,10 @@ class PoolAdmission:
         """Steps in which the sequence is expected to need room for one more token each."""
         num_rest = self.lengths.expected_rest(sequence.num_output_tokens, sequence.sampling.max_tokens)
         return num_rest if sequence.has_first_token else num_rest - 1  # the last token's KV is never computed
+
+
+def _num_sure_steps(sequence: Sequence, demand: BlockDemand) -> int | None:
+    """Steps for which a sequence needs room to begin or go on; None = until all have ended."""
+    if sequence.may_take_room:
+        return min(_SURE_STEPS, demand.num_steps)
+    return _SURE_STEPS if sequence.has_first_token else None

@@ -75,9 +75,9 @@ class PoolForecast:
             self._head, self._head_start = demand, self.start_of(demand, self._holders, self._num_used)
         return fits
 
-    def fits(self, demand: BlockDemand, *, grows: bool) -> bool:
-        """Whether there is room until the end of one more sequence. Changes nothing."""
-        return self._fits(*self._with(demand, grows=grows))
+    def fits(self, demand: BlockDemand, *, grows: bool, num_sure_steps: int | None = None) -> bool:
+        """Whether there is room for one more sequence, as in `try_take` without a head. Changes nothing."""
+        return self._fits(*self._with(demand, grows=grows), num_sure_steps)
 
     def take(self, demand: BlockDemand, *, grows: bool) -> None:
         """Count one more sequence, whether it fits or not."""

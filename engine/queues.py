@@ -29,6 +29,7 @@ class SequenceQueues:
         self.awaiting_room: dict[Sequence, None] = {}  # prompts computed by a peer that wait for room here, in order
         self.receiving: dict[Sequence, ReceivingPrompt] = {}  # prompts whose KV is arriving
         self.num_arrived = 0
+        self.step_number = 0  # steps so far in which something decoded
 
     def wait(self, sequence: Sequence) -> None:
         """Put a sequence into `waiting`."""

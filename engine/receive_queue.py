@@ -33,7 +33,6 @@ class ReceiveQueue:
         self, queues: SequenceQueues, blocks: SequenceBlocks, admission: PoolAdmission, tenants: TenantRoom
     ) -> None:
         self.leads: deque[int] = deque(maxlen=_NUM_LEADS)  # steps from a reservation until its KV had arrived
-        self.step_number = 0  # steps so far in which something decoded
         self._queues = queues
         self._blocks = blocks
         self._admission = admission
@@ -46,7 +45,7 @@ class ReceiveQueue:
         """Note the end of the reservation of a sequence that is queued now, if it had one."""
         prompt = self._queues.receiving.pop(sequence, None)
         if prompt is not None:
-            self.leads.append(self.step_number - prompt.step)
+            self.leads.append(self._queues.step_number - prompt.step)
 
     def reserve(self) -> list[Reservation]:
         """Give room to the prompts that requested it, in order, as long as there is room."""
@@ -92,7 +91,9 @@ class ReceiveQueue:
             elif has_room:
                 del queues.awaiting_room[sequence]
                 reserved.append(Reservation(sequence, admission.take_blocks(forecast, sequence)))
-                queues.receiving[sequence] = ReceivingPrompt(self._blocks.num_needed(sequence), self.step_number)
+                queues.receiving[sequence] = ReceivingPrompt(
+                    self._blocks.num_needed(sequence), self._queues.step_number
+                )
             elif not admission.is_hopeless(sequence) and (num_refused := num_refused + 1) > _MAX_PASSED:
                 break
         return reserved
@@ -109,5 +110,11 @@ class ReceiveQueue:
     def _state(self) -> tuple[int, ...]:
         queues = self._queues
         lengths = len(queues.awaiting_room), len(queues.receiving), len(queues.waiting), len(queues.running)
-        step = self.step_number if self._lacks_seats else self.step_number // _LOOK_STEPS if self._is_shared else 0
+        step = (
+            self._queues.step_number
+            if self._lacks_seats
+            else self._queues.step_number // _LOOK_STEPS
+            if self._is_shared
+            else 0
+        )
         return *lengths, queues.num_arrived, self._admission.num_lost_blocks, step

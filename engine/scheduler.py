@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -42,10 +43,10 @@ class _Step:
     budget: int  # tokens that still fit
     num_prompt_tokens: int = 0
     num_scored: int = 0  # prompt tokens whose logits are needed
-    line: list[Sequence] = field(default_factory=list)  # the waiting sequences, in the order of their turns
-    num_tried: int = 0  # how many of them were admitted or skipped
-    # How many were skipped, because they lack room or because their prefix is being computed. A seat is reserved for
-    # each of them, and for the latter also their blocks.
+    line: Iterator[Sequence] = field(default_factory=lambda: iter(()))  # waiting sequences, in the order of their turns
+    first: Sequence | None = None  # of those in line that were neither admitted nor passed
+    # Sequences in line that were passed because they lack room, or because their prefix is being computed. A seat is
+    # reserved for each of them, and for the latter also their blocks.
     num_passed: int = 0
     num_refused: int = 0  # how many of them lack more than a seat or a block
     forecast: PoolForecast | None = None  # made when the first sequence needs room
@@ -144,10 +145,11 @@ class Scheduler:
                 chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1, samples=True))
         if self.num_preemptions > num_preemptions:  # victims are chosen by arrival, so some may have got their chunk
             chunks = [chunk for chunk in chunks if chunk.sequence.status is SequenceStatus.RUNNING]
-        self.receive_queue.step_number += bool(chunks)
+        self._queues.step_number += bool(chunks)
         step = _Step(chunks, self.max_num_batched_tokens - len(chunks))
         self._admit_received(step)
-        step.line = list(self.tenant_room.in_turn(self.waiting) if is_shared else self.waiting)
+        step.line = self.tenant_room.in_turn(self.waiting) if is_shared else iter(list(self.waiting))
+        step.first = next(step.line, None)
         for sequence, priority in self._prefill_order():
             self._admit(step, before=priority.order)
             self._add_prefill(step, sequence, priority)
@@ -209,20 +211,19 @@ class Scheduler:
         """
         while (
             step.budget > 0
-            and step.num_tried < len(step.line)
-            and (sequence := step.line[step.num_tried]).order < before
+            and (sequence := step.first) is not None
+            and sequence.order < before
             and len(self.running) + step.num_passed + self._num_reserved_seats(sequence) < self.max_num_seqs
         ):
             if not sequence.blocks and not sequence.num_pending_tokens:  # otherwise it may turn out to be at its end
                 if step.num_refused == _MAX_PASSED:
                     break
-                step.num_tried += 1
                 if self._try_admit(step, sequence):
+                    step.first = next(step.line, None)
                     continue
                 step.num_refused += not self.admission.is_hopeless(sequence)
-            else:
-                step.num_tried += 1
             step.num_passed += 1
+            step.first = next(step.line, None)
 
     def _num_reserved_seats(self, sequence: Sequence) -> int:
         """Seats that a sequence may not take because prompts being received have them."""

@@ -93,6 +93,7 @@ class Sequence:
     num_cached_tokens: int = 0  # prompt tokens that were not computed: cached at first admission, or loaded
     num_loaded_tokens: dict[str, int] = field(default_factory=dict)  # those of them that were loaded, by source
     is_admitted_before: bool = False  # preempted sequences keep their first hit count
+    may_take_room: bool = False  # it waits for room, and others give way if it gets short of it
     gave_way: bool = False  # it was preempted for another tenant, so no seat is kept for it
     onboarding: Onboarding | None = None
     logit_bias: tuple[Array, Array] | None = None  # ids and values; the sampler makes them once

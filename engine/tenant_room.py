@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from tandem.engine.pool_admission import PoolAdmission
 from tandem.engine.queues import SequenceQueues, queue_position
@@ -20,6 +21,9 @@ from tandem.engine.sequence import Sequence
 from tandem.engine.sequence_blocks import SequenceBlocks
 
 __all__ = ["TenantRoom", "TenantShares"]
+
+
+_LOOK_STEPS = 16  # between two looks while nothing comes or goes
 
 
 @dataclass(slots=True)
@@ -63,6 +67,12 @@ class TenantShares:
             yield lines[tenant].popleft()[1]
             if not lines[tenant]:
                 del lines[tenant]
+
+    def may_take(self, claimant: Sequence) -> bool:
+        """Whether any sequence gives way to this one."""
+        victims = list(islice(self.victims_for(claimant), 1))
+        self.keep(victims)
+        return bool(victims)
 
     def victims_for(self, claimant: Sequence) -> Iterator[Sequence]:
         """The sequences that give way to this one, one after the other. Each one that is yielded is given up."""
@@ -120,6 +130,7 @@ class TenantRoom:
         self._blocks = blocks
         self._admission = admission
         self._preempt = preempt
+        self._looked_at: tuple[int, ...] = ()
 
     @property
     def is_shared(self) -> bool:
@@ -159,8 +170,16 @@ class TenantRoom:
         return max(sequences, key=lambda sequence: (shares.share(sequence), queue_position(sequence)))
 
     def make_room(self) -> None:
-        """Preempt sequences of tenants that hold more, for all in line that may take their room."""
+        """Preempt sequences of tenants that hold more, for all in line that may take their room.
+
+        While nothing comes or goes, tenants come to hold more or less only slowly, as their sequences grow.
+        """
         queues, admission = self._queues, self._admission
+        num_each = len(queues.running), len(queues.receiving), len(queues.waiting), len(queues.awaiting_room)
+        state = (*num_each, queues.num_arrived, queues.step_number // _LOOK_STEPS)
+        if state == self._looked_at:
+            return
+        self._looked_at = state
         shares = self.shares()
         # A prompt that is being handed over never gives way: a transfer may be reading its blocks right now.
         shares.add_victims(s for s in (*queues.running, *queues.received()) if s.decodes_here)
@@ -168,10 +187,11 @@ class TenantRoom:
         for claimant in shares.in_turn(queues.without_room()):
             if admission.is_hopeless(claimant):
                 continue
+            claimant.may_take_room = shares.may_take(claimant)
             demand, victims = admission.demand(claimant), list[Sequence]()
             candidates = shares.victims_for(claimant)
             trial = forecast.copy()
-            while num_seats + len(victims) <= 0 or not trial.fits(demand, grows=claimant.decodes_here):
+            while num_seats + len(victims) <= 0 or not admission.fits(trial, claimant):
                 victim = next(candidates, None)
                 if victim is None:
                     shares.keep(victims)

@@ -7,10 +7,12 @@ import random
 
 import pytest
 
+from tandem.engine.pool_forecast import BlockDemand
 from tandem.engine.sequence import Sequence
 from tandem.engine.tenant_room import TenantShares
 from tandem.protocol.messages import WorkerPriority
 from tandem.protocol.sampling import SamplingParams
+from tests.support.answers import Expects
 from tests.support.pressure_world import STEP_S, PressureWorld, Request
 
 A, B, C = WorkerPriority(tenant="a"), WorkerPriority(tenant="b"), WorkerPriority(tenant="c")
@@ -38,6 +40,10 @@ class World(PressureWorld):
         """Sequences of a tenant that run or are received."""
         holding = (*self.scheduler.running, *self.scheduler.receiving)
         return sum(sequence.priority.tenant == priority.tenant for sequence in holding)
+
+    def expected(self) -> list[BlockDemand]:
+        """What each sequence holds and is expected to need until its end."""
+        return [self.scheduler.admission.held(sequence) for sequence in self.scheduler.running]
 
     def wait_for(self, *requests: Request, limit: int) -> int:
         """Steps until these have ended."""
@@ -204,3 +210,17 @@ def test_a_growing_stream_takes_its_blocks_from_the_tenant_that_holds_most() -> 
     world.wait_for(small, limit=120)
     assert small.longest_gap_s <= 2 * STEP_S, "it was never preempted, though it came last"
     world.drain()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_as_many_give_way_as_the_room_of_the_next_steps_takes(kind: str) -> None:
+    """The pool is not enough for what the others are expected to need until their end, as their answers got longer."""
+    world = World(num_blocks=200, max_num_seqs=64)
+    world.scheduler.admission.lengths = Expects(30)
+    fill(world, A, 20, 1000, kind)
+    world.run(40)
+    assert world.num_seats(A) == 20
+    world.scheduler.admission.lengths = Expects(900)
+    assert sum(admission.num_steps for admission in world.expected()) > 200 * 16
+    assert world.wait_for(world.ask(B, 4, kind=kind), limit=12) <= 12
+    assert world.scheduler.num_preemptions <= 1
