@@ -41,7 +41,16 @@ def operated(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     make_key_file(keys.path, TENANT_KEYS)
     operator, operator_id = keys.create("--operator")
     flags = ("--api-key-file", str(keys.path), "--audit-log", str(keys.audit_log), "--tenants", str(tenants))
-    flags += ("--router-processes", "2", "--tracing", "--no-local-prefill", "--pool-bytes", "20000000")
+    flags += (
+        "--router-processes",
+        "2",
+        "--tracing",
+        "--no-local-prefill",
+        "--pool-bytes",
+        "20000000",
+        "--max-num-seqs",
+        "8",
+    )
     with collecting() as collector, started(text_model, folder, *flags, env=tracing_to(collector)) as server:
         server.wait_ready()
         check_trace(server, collector, num_processes=2, key=operator)
@@ -70,6 +79,31 @@ def test_tenants_find_nothing_of_each_other(operated: Operated) -> None:
     assert {decision["tenant"] for decision in decisions} == {"b"}
     assert 'tenant="' not in ask("GET", "/metrics", "sk-a").text
     assert 'tenant="c"' in ask("GET", "/metrics", "sk-ops").text
+
+
+def test_a_short_answer_does_not_wait_for_all_the_room_that_another_tenant_holds(operated: Operated) -> None:
+    """Nothing of the other tenant ends before: a worker takes a seat and blocks back from it."""
+    url = operated.server.url
+
+    def ask(key: str, **fields: Any) -> httpx.Response:
+        return HTTP.post(f"{url}/v1/completions", json={"ignore_eos": True} | fields, headers=authorization(key))
+
+    def pools() -> dict[str, Any]:
+        report: dict[str, Any] = HTTP.get(f"{url}/v1/pools", headers=authorization(operated.operator)).json()
+        return report
+
+    def num_preemptions() -> int:
+        return sum(worker["num_preemptions"] for workers in pools()["roles"].values() for worker in workers)
+
+    num_before = num_preemptions()
+    with ThreadPoolExecutor(3) as threads:
+        hoard = [threads.submit(ask, "sk-a", prompt=f"{idx} {PROMPT}", n=8, max_tokens=400) for idx in range(3)]
+        until(lambda: pools()["admission"]["num_waiting"] > 8, 60.0)
+        answers = [ask("sk-b", prompt=f"{idx} short", max_tokens=4) for idx in range(3)]
+        assert [answer.status_code for answer in answers] == [200] * 3
+        assert not any(one.done() for one in hoard), "the short answers waited for a long one"
+        assert {one.result().status_code for one in hoard} == {200}
+    assert num_preemptions() > num_before
 
 
 def test_keys_are_made_limited_and_revoked_under_load(operated: Operated) -> None:
