@@ -6,6 +6,7 @@ A server with an API key for each of two tenants; `--also` compares with another
 word of 640 KB each, which is refused; the other tenant asks for the tokens of "hi" and for a completion meanwhile.
 Grammars: 16 answers with an ambiguous grammar beside a stream of the other tenant, and the same with a plain grammar.
 Limits: prompt tokens that a key of 500 tokens a minute has computed in 40 requests whose grammar fails in the worker.
+Room: 64 streams of 8 long answers each, which take all seats; the other tenant asks for four tokens ten times.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ _AMBIGUOUS = 's: s s s | s s | "x" | "y"'
 _PLAIN = 's: ("x" | "y"){2000}'
 _FAILS_LATE = "[ab]{2}c{20000}"  # a text that is too long to be forced, but not at once
 _LIMIT = 500
+_MAX_WAIT_S = 60.0  # for four tokens; nothing is asked after such a wait
 
 
 class Keys(NamedTuple):
@@ -62,10 +64,11 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=40.0, help="of a stream beside grammars (default: %(default)s)"
     )
-    parser.add_argument("--only", default="", help="texts, grammars or limits")
+    parser.add_argument("--hoard", type=int, default=64, help="streams of 8 answers each (default: %(default)s)")
+    parser.add_argument("--only", default="", help="texts, grammars, limits or room")
     settings = parser.parse_args()
     if settings.quick:
-        settings.texts, settings.grammars, settings.seconds = 4, 2, 5.0
+        settings.texts, settings.grammars, settings.seconds, settings.hoard = 4, 2, 5.0, 4
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, "keys.json"))
         keys = Keys(
@@ -90,7 +93,8 @@ def main() -> int:
 async def measure(server: Server, *, keys: Keys, settings: argparse.Namespace) -> dict[str, float | str]:
     """All figures of one server."""
     measured: dict[str, float | str] = {}
-    for name, part in (("texts", measure_texts), ("grammars", measure_grammars), ("limits", measure_limits)):
+    parts = {"texts": measure_texts, "grammars": measure_grammars, "limits": measure_limits, "room": measure_room}
+    for name, part in parts.items():
         if settings.only in ("", name):
             measured |= await part(server, keys, settings)
     return measured
@@ -168,6 +172,42 @@ async def measure_limits(server: Server, keys: Keys, settings: argparse.Namespac
         statuses.append(await _status(limited, "/v1/completions", {**body, "max_tokens": 200}))
     computed = sum(status == "400" for status in statuses)
     return {f"prompt tokens computed at {_LIMIT}/min": 400.0 * computed, "answers": str(Counter(statuses))}
+
+
+async def measure_room(server: Server, keys: Keys, settings: argparse.Namespace) -> dict[str, float | str]:
+    """How long a tenant waits for a short answer while another one could fill all seats for minutes."""
+    hostile = MeasuringClient(server.url, api_key=keys.hostile)
+    other = MeasuringClient(server.url, api_key=keys.other)
+    long = {"model": server.model, "n": 8, "max_tokens": 2000, "ignore_eos": True, "temperature": 1.0, "logprobs": 5}
+    quiet = await _short_waits(server, other, 5)
+    hoard = [
+        asyncio.create_task(hostile.stream("/v1/completions", {**long, "prompt": f"{number}: once", "seed": number}))
+        for number in range(settings.hoard)
+    ]
+    await asyncio.sleep(20.0)  # as many as there are seats decode
+    beside = await _short_waits(server, other, 10)
+    for one in hoard:
+        one.cancel()
+    ends = await asyncio.gather(*hoard, return_exceptions=True)
+    return {
+        "4 tokens quiet, p50 s": quiet.p50,
+        "4 tokens beside a hoard, p50 s": beside.p50,
+        "the longest, s": beside.max,
+        "long answers lost": sum(not isinstance(end, asyncio.CancelledError) for end in ends),
+    }
+
+
+async def _short_waits(server: Server, client: MeasuringClient, num: int) -> Distribution:
+    """Seconds of short answers, one after the other. A wait that is given up is the last one."""
+    waits_s: list[float] = []
+    for number in range(num):
+        body = {"model": server.model, "prompt": f"{number}. Hello", "max_tokens": 4}
+        try:
+            waits_s.append(await asyncio.wait_for(_seconds(client, "/v1/completions", body), _MAX_WAIT_S))
+        except TimeoutError:
+            waits_s.append(_MAX_WAIT_S)
+            break
+    return Distribution.of(waits_s)
 
 
 async def _status(client: MeasuringClient, path: str, body: dict[str, Any]) -> str:
