@@ -58,7 +58,7 @@ from tandem.router.openai.schema import (
     TokenizeRequest,
     UnpinFields,
 )
-from tandem.router.openai.tool_fields import FunctionName, NamedToolChoice, Tool, ToolFunction
+from tandem.router.openai.tool_fields import AllowedTools, FunctionName, NamedToolChoice, Tool, ToolFunction
 from tandem.router.responses.schema import (
     CustomFormat,
     CustomTool,
@@ -79,7 +79,8 @@ _PARTS: dict[Any, str] = {
     ContentPart: "content part",
     Tool: "tool",
     ToolFunction: "function of a tool",
-    NamedToolChoice: "named tool choice",
+    NamedToolChoice: "tool choice",
+    AllowedTools: "`allowed_tools`",
     FunctionName: "function's name",
     ResponseFormat: "`response_format`",
     JsonSchemaFormat: "`json_schema`",
@@ -110,7 +111,8 @@ _TITLES: dict[type[msgspec.Struct], str] = {
     CompletionRequest: "`/v1/completions`",
     Tool: "A tool",
     ToolFunction: "A function of a tool",
-    NamedToolChoice: "A tool choice that names a function",
+    NamedToolChoice: "A tool choice that names functions",
+    AllowedTools: "`allowed_tools` of a tool choice",
     FunctionName: "A function's name",
     StreamOptions: "`stream_options`",
     ResponseFormat: "`response_format`",

@@ -16,7 +16,16 @@ from tandem.router.http.ignored_fields import note_ignored
 from tandem.router.tool_calls.events import TOOL_NAME
 from tandem.router.tool_calls.formats import Tools
 
-__all__ = ["FunctionName", "NamedToolChoice", "RequestedTools", "Tool", "ToolFields", "ToolFunction", "requested_tools"]
+__all__ = [
+    "AllowedTools",
+    "FunctionName",
+    "NamedToolChoice",
+    "RequestedTools",
+    "Tool",
+    "ToolFields",
+    "ToolFunction",
+    "requested_tools",
+]
 
 MAX_TOOLS_BYTES = 1 << 21  # of all tools as JSON: 1,000 large ones. To check them takes 10 to 20 ms
 
@@ -49,11 +58,19 @@ class FunctionName(msgspec.Struct, frozen=True):
     name: Annotated[str, Meta(description="The name of one of the tools.")]
 
 
-class NamedToolChoice(msgspec.Struct, frozen=True):
-    """A choice of one tool, which the model must call."""
+class AllowedTools(msgspec.Struct, frozen=True):
+    """Some of the tools of a request."""
 
-    type: Annotated[Literal["function"], Meta(description="`function`.")]
-    function: Annotated[FunctionName, Meta(description="The function to call.")]
+    mode: Annotated[Literal["auto", "required"], Meta(description="Whether the model may or must call one of them.")]
+    tools: Annotated[list[Tool], Meta(description="The tools that it sees, by type and name.")]
+
+
+class NamedToolChoice(msgspec.Struct, frozen=True):
+    """A choice of one tool, which the model must call, or of some of them."""
+
+    type: Annotated[Literal["function", "allowed_tools"], Meta(description="`function` or `allowed_tools`.")]
+    function: Annotated[FunctionName | None, Meta(description="The function to call.")] = None
+    allowed_tools: Annotated[AllowedTools | None, Meta(description="The tools that the model sees.")] = None
 
 
 class ToolFields(Protocol):
@@ -83,7 +100,17 @@ def requested_tools(fields: ToolFields, *, parallel: bool = True) -> RequestedTo
     tools, choice = _functions(fields.tools or ()), fields.tool_choice
     by_name = {tool.name: tool for tool in tools}
     shown = _checked(tools, by_name)
-    named = choice.function.name if isinstance(choice, NamedToolChoice) else None
+    named = None
+    if isinstance(choice, NamedToolChoice) and choice.type == "allowed_tools":
+        if choice.allowed_tools is None:
+            raise missing_parameter("tool_choice.allowed_tools")
+        by_name = _allowed(choice.allowed_tools, by_name)
+        shown = [tool for tool in shown if tool["function"]["name"] in by_name]
+        choice = choice.allowed_tools.mode
+    elif isinstance(choice, NamedToolChoice):
+        if choice.function is None:
+            raise missing_parameter("tool_choice.function")
+        named = choice.function.name
     if named is None and choice not in (None, "auto", "none", "required"):
         raise RequestError(
             f"Invalid value for 'tool_choice': {str(choice)[:50]!r}; expected 'none', 'auto', 'required' or "
@@ -94,9 +121,9 @@ def requested_tools(fields: ToolFields, *, parallel: bool = True) -> RequestedTo
         raise RequestError(
             f"'tool_choice' names the tool {named[:50]!r}, which is not in 'tools'.", param="tool_choice"
         )
-    if choice == "required" and not tools:
+    if choice == "required" and not by_name:
         raise RequestError("'tool_choice' is 'required', but there are no 'tools'.", param="tool_choice")
-    if choice == "none" or not tools:
+    if choice == "none" or not by_name:
         return None
     called = by_name if named is None else {named: by_name[named]}
     return RequestedTools(
@@ -105,6 +132,17 @@ def requested_tools(fields: ToolFields, *, parallel: bool = True) -> RequestedTo
         is_required=choice == "required" or named is not None,
         max_calls=None if parallel and named is None else 1,
     )
+
+
+def _allowed(allowed: AllowedTools, by_name: dict[str, ToolFunction]) -> dict[str, ToolFunction]:
+    """The tools that are allowed, in their order; of hosted ones there are none. Raises `RequestError` for others."""
+    names = {tool.function.name for tool in allowed.tools if tool.function is not None}
+    if unknown := sorted(names - by_name.keys()):
+        raise RequestError(
+            f"'tool_choice' allows the tool {unknown[0][:50]!r}, which is not in 'tools'.",
+            param="tool_choice.allowed_tools.tools",
+        )
+    return {name: tool for name, tool in by_name.items() if name in names}
 
 
 def _functions(tools: Sequence[Tool]) -> list[ToolFunction]:

@@ -195,7 +195,7 @@ def _is_named(one: _Shown, given: Mapping[str, Any]) -> bool:
 
 def _check_grammars(shown: list[_Shown], chosen: str | NamedToolChoice | None) -> None:
     """Raise `RequestError` if a forced call would have to keep to a Lark grammar, which JSON's escapes prevent."""
-    named = chosen.function.name if isinstance(chosen, NamedToolChoice) else None
+    named = chosen.function.name if isinstance(chosen, NamedToolChoice) and chosen.function else None
     for one in shown:
         if one.is_lark and (chosen == "required" or one.tool.name == named):
             raise RequestError(

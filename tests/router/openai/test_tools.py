@@ -42,6 +42,12 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER, NOW], **fields}
 
 
+def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
+    """A `tool_choice` as openai-python types it."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def backend_of(tokenizer: Tokenizer, reply: str, *, run: int = 1) -> FakeBackend:
     backend = FakeBackend(tokenizer, reply, run=run)
     backend.max_model_len = 4096
@@ -459,6 +465,9 @@ async def test_tools_that_the_server_would_have_to_run_are_not_shown_to_the_mode
         ({"tool_choice": "required", "tools": []}, "tool_choice", "no 'tools'"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", "'other'"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function", "Missing"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "Missing"),
+        ({"tool_choice": allowed("weather", "other")}, "tool_choice.allowed_tools.tools", "'other'"),
+        ({"tool_choice": allowed(mode="required")}, "tool_choice", "no 'tools'"),
         (
             {
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
@@ -536,6 +545,19 @@ async def test_a_checkpoints_response_template_is_used(templated: Tokenizer, run
 def test_a_response_template_that_is_not_there_is_an_error(tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="response_template cannot be used"):
         make_app(FakeBackend(tokenizer), tool_parser="response_template")
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_allowed_tools_hide_the_others(tokenizer: Tokenizer, mode: str) -> None:
+    backend = backend_of(tokenizer, TWO_CALLS)
+    async with closing(backend) as client:
+        for fields in ({"tool_choice": allowed("weather", mode=mode)}, {"tools": [WEATHER], "tool_choice": mode}):
+            response = await client.post(CHAT, json=chat(**fields))
+            assert response.status_code == 200, response.text
+    some, one = backend.requests
+    assert some.token_ids == one.token_ids
+    assert some.sampling.grammar == one.sampling.grammar
+    assert bool(some.sampling.grammar) == (mode == "required")
 
 
 FORCED: list[Any] = ["required", {"type": "function", "function": {"name": "now"}}]
