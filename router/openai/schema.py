@@ -107,9 +107,7 @@ TemplateKwargs = Annotated[dict[str, Any] | None, Doc("Variables of the chat tem
 ToolList = Annotated[list[Tool] | None, Doc("Tools that the model may call: docs/tools.md.")]
 ToolChoice = Annotated[
     Annotated[str, Meta(extra_json_schema={"enum": ["auto", "none", "required"]})] | NamedToolChoice | None,
-    Doc(
-        "`auto` (the default), `none` (the model does not see the tools), `required`, the function to call, or `allowed_tools`."
-    ),
+    Doc("`auto` (the default), `none` (hides the tools), `required`, the function to call, or `allowed_tools`."),
 ]
 
 
