@@ -20,11 +20,9 @@ from tandem.router.messages.conversation import FIELD_NAMES, chat_prompt, chat_r
 from tandem.router.messages.format import MessagesFormat
 from tandem.router.messages.schema import CountTokensRequest, MessagesRequest
 from tandem.router.openai.answer import answer_request
-from tandem.router.openai.chat import continued_part, plan_conversation, tokenize_chat
+from tandem.router.openai.chat import count_prompt_tokens, plan_conversation
 from tandem.router.openai.field_names import renamed_fields
-from tandem.router.openai.schema import ChatRequest
 from tandem.router.openai.serving_context import ServingContext, read_body
-from tandem.router.openai.tool_fields import requested_tools
 
 __all__ = ["add_messages_routes"]
 
@@ -73,7 +71,7 @@ async def _count_tokens(context: ServingContext, request: Request) -> dict[str, 
     with _anthropic_errors():
         context.check_model(fields.model)
         fields, edits = await _edited(context, request, fields, len(body))
-        num_tokens = await _num_prompt_tokens(context, request, chat_prompt(fields), len(body))
+        num_tokens = await count_prompt_tokens(context, request, chat_prompt(fields), len(body))
     if edits is None:
         return {"input_tokens": num_tokens}
     original = {"original_input_tokens": num_tokens + edits.num_cleared_tokens}
@@ -90,24 +88,6 @@ def _anthropic_errors() -> Iterator[None]:
         if exc.num_tokens is not None:
             exc.message = f"prompt is too long: {exc.num_tokens} tokens > {exc.max_tokens} maximum. {exc.message}"
         raise
-
-
-async def _num_prompt_tokens(context: ServingContext, request: Request, chat: ChatRequest, num_bytes: int) -> int:
-    tools = requested_tools(chat)
-    context.formats.check_tools(tools)
-    token_ids = await tokenize_chat(
-        context,
-        request,
-        chat.messages,
-        chat.chat_template_kwargs,
-        chat.add_generation_prompt,
-        context.cache_scope(request, chat.cache_salt),
-        tools=tools,
-        add_special_tokens=False,
-        continued=continued_part(chat),
-        num_bytes=num_bytes,
-    )
-    return len(token_ids)
 
 
 # -- context management
@@ -136,7 +116,7 @@ async def _tokens_for_trigger(
     if num_bytes < min(least, limit):  # no token is shorter than a byte
         return 0.0
     try:
-        return await _num_prompt_tokens(context, request, chat_prompt(fields), num_bytes)
+        return await count_prompt_tokens(context, request, chat_prompt(fields), num_bytes)
     except ContextLengthExceeded:
         return math.inf
 

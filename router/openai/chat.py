@@ -120,6 +120,26 @@ async def plan_conversation(
     return plan_answer(context, prepared)
 
 
+async def count_prompt_tokens(context: ServingContext, request: Request, fields: ChatRequest, num_bytes: int) -> int:
+    """Tokens of a conversation's prompt, without answering it. Raises a `ServingError`."""
+    context.check_model(fields.model)
+    tools = requested_tools(fields)
+    context.formats.check_tools(tools)
+    token_ids = await tokenize_chat(
+        context,
+        request,
+        fields.messages,
+        template_kwargs(fields),
+        fields.add_generation_prompt,
+        context.cache_scope(request, fields.cache_salt),
+        tools=tools,
+        add_special_tokens=bool(fields.add_special_tokens),
+        continued=continued_part(fields),
+        num_bytes=num_bytes,
+    )
+    return len(token_ids)
+
+
 async def tokenize_chat(
     context: ServingContext,
     request: Request,

@@ -33,7 +33,7 @@ from tandem.router.openai.schema import (
     TokenizeRequest,
     UnpinFields,
 )
-from tandem.router.responses.answer_shapes import InputItems, ResponseEvent, ResponseObject
+from tandem.router.responses.answer_shapes import InputItems, InputTokens, ResponseEvent, ResponseObject
 from tandem.router.responses.items import MAX_PAGE_ITEMS
 from tandem.router.responses.schema import ResponsesRequest
 
@@ -91,6 +91,14 @@ SERVE_OPERATIONS: Operations = SHARED_OPERATIONS | {
         event=ResponseEvent,
         errors=_FAILURES,
         parameters=_HEADERS,
+    ),
+    ("POST", "/v1/responses/input_tokens"): Operation(
+        tag="generation",
+        body=ResponsesRequest,
+        example={"input": "What is the capital of France?"},
+        answer=InputTokens,
+        errors=(404,),
+        parameters=_TENANT,
     ),
     ("GET", "/v1/responses/{response_id}"): Operation(
         tag="generation", answer=ResponseObject, errors=(404,), parameters=_TENANT

@@ -65,7 +65,7 @@ class AllowedTools(msgspec.Struct, frozen=True):
     tools: Annotated[list[Tool], Meta(description="The tools that it sees, by type and name.")]
 
 
-class NamedToolChoice(msgspec.Struct, frozen=True):
+class NamedToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
     """A choice of one tool, which the model must call, or of some of them."""
 
     type: Annotated[Literal["function", "allowed_tools"], Meta(description="`function` or `allowed_tools`.")]

@@ -8,7 +8,7 @@ import msgspec
 
 from tandem.router.openai.schema import Doc
 
-__all__ = ["InputItems", "ResponseEvent", "ResponseObject"]
+__all__ = ["InputItems", "InputTokens", "ResponseEvent", "ResponseObject"]
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -66,6 +66,13 @@ class ResponseObject(msgspec.Struct):
     truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
     user: str | None
+
+
+class InputTokens(msgspec.Struct):
+    """Number of tokens of a response's prompt."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class InputItems(msgspec.Struct):

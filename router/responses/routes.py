@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,11 +19,11 @@ from tandem.router.http.app import RouterApp, json_response
 from tandem.router.http.ignored_fields import note_ignored
 from tandem.router.http.request_options import tenant_of
 from tandem.router.openai.answer import answer_request
-from tandem.router.openai.chat import plan_conversation
+from tandem.router.openai.chat import count_prompt_tokens, plan_conversation
 from tandem.router.openai.field_names import renamed_fields
 from tandem.router.openai.other_fields import unsupported
 from tandem.router.openai.planned_answer import PlannedAnswer
-from tandem.router.openai.schema import ChatMessage
+from tandem.router.openai.schema import ChatMessage, ChatRequest
 from tandem.router.openai.serving_context import ServingContext, read_body
 from tandem.router.responses.conversation import (
     FIELD_NAMES,
@@ -35,7 +36,7 @@ from tandem.router.responses.format import ResponsesFormat
 from tandem.router.responses.items import as_items, check_kept_bytes, check_nesting, input_page, resolved, with_ids
 from tandem.router.responses.schema import ResponsesRequest
 from tandem.router.responses.store import StoredResponse
-from tandem.router.responses.tools import response_tools
+from tandem.router.responses.tools import ResponseTools, response_tools
 
 __all__ = ["add_responses_routes"]
 
@@ -55,6 +56,11 @@ def add_responses_routes(app: RouterApp, context: ServingContext) -> None:
         await response(scope, receive, send)
 
     app.add_raw_route("/v1/responses", responses)
+
+    @app.post("/v1/responses/input_tokens")
+    async def count_input_tokens(request: Request) -> Response:
+        """Number of tokens of a response's prompt."""
+        return json_response(await _count_input_tokens(context, request))
 
     @app.get("/v1/responses/{response_id}")
     async def retrieve_response(request: Request, response_id: str) -> Response:
@@ -78,37 +84,77 @@ def add_responses_routes(app: RouterApp, context: ServingContext) -> None:
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-async def _create(context: ServingContext, request: Request) -> Response:
-    arrived_s = time.perf_counter()
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """What a request is about: its input, behind what is kept of earlier responses."""
+
+    asked: ResponsesRequest
+    earlier: list[Json]
+    given: list[Json]
+    kept_id: str | None  # of the conversation that it continues
+    tools: ResponseTools
+    num_bytes: int  # of the request and of what is kept
+
+    @property
+    def messages(self) -> list[ChatMessage]:
+        """All of it."""
+        return input_messages(self.earlier, self.given)
+
+    def chat_request(self, messages: Sequence[ChatMessage]) -> ChatRequest:
+        """The request with these messages, as chat has it."""
+        return chat_request(self.asked, messages, self.tools, self.kept_id)
+
+    @property
+    def field_names(self) -> Mapping[str, str]:
+        """Names of fields in chat's checks -> the client's."""
+        return FIELD_NAMES | self.tools.field_names
+
+
+async def _read(context: ServingContext, request: Request) -> _Conversation:
+    """Raises a `ServingError` for a body that is wrong, and for responses that are not kept."""
     body, asked = await read_body(request, ResponsesRequest)
     for name in _NESTED:
         check_nesting(getattr(asked, name), name)
     refuse_unserved(asked)
     tenant = tenant_of(request)
     given, num_kept_bytes = await resolved(as_items(asked.input), context.responses, tenant)
-    earlier, conversation_id = [], None
+    earlier, kept_id = [], None
     if asked.previous_response_id is not None:
         previous = await context.responses.get(asked.previous_response_id, tenant, "previous_response_id")
         num_kept_bytes += len(previous.items)
         check_kept_bytes(len(body) + num_kept_bytes, "previous_response_id")
-        earlier, conversation_id = previous.conversation, previous.conversation_id
-    messages = input_messages(earlier, given)
+        earlier, kept_id = previous.conversation, previous.conversation_id
     tools = response_tools(asked.tools or (), given, asked.tool_choice)
+    return _Conversation(asked, earlier, given, kept_id, tools, len(body) + num_kept_bytes)
+
+
+async def _count_input_tokens(context: ServingContext, request: Request) -> Json:
+    conversation = await _read(context, request)
+    with renamed_fields(conversation.field_names):
+        fields = conversation.chat_request(conversation.messages)
+        num_tokens = await count_prompt_tokens(context, request, fields, conversation.num_bytes)
+    return {"object": "response.input_tokens", "input_tokens": num_tokens}
+
+
+async def _create(context: ServingContext, request: Request) -> Response:
+    arrived_s = time.perf_counter()
+    conversation = await _read(context, request)
+    asked, messages = conversation.asked, conversation.messages
 
     async def keep(response: Json) -> None:
         if asked.store is not False:
-            items = msgspec.json.encode([*earlier, *with_ids(given), *response["output"]])
+            items = [*conversation.earlier, *with_ids(conversation.given), *response["output"]]
             name = answer.choices[0].request.conversation_id or response["id"]
-            await _keep(context, StoredResponse(response["id"], tenant, orjson.dumps(response), items, name))
+            body, kept = orjson.dumps(response), msgspec.json.encode(items)
+            await _keep(context, StoredResponse(response["id"], tenant_of(request), body, kept, name))
 
-    answer_format = ResponsesFormat(asked, tools, keep)
-    num_bytes = len(body) + num_kept_bytes
+    answer_format = ResponsesFormat(asked, conversation.tools, keep)
 
     async def plan(messages: Sequence[ChatMessage]) -> PlannedAnswer:
-        fields = chat_request(asked, messages, tools, conversation_id)
-        with renamed_fields(FIELD_NAMES | tools.field_names):
+        fields = conversation.chat_request(messages)
+        with renamed_fields(conversation.field_names):
             return await plan_conversation(
-                context, request, fields, answer_format, num_bytes=num_bytes, arrived_s=arrived_s
+                context, request, fields, answer_format, num_bytes=conversation.num_bytes, arrived_s=arrived_s
             )
 
     answer = await (_plan_truncated(plan, messages) if asked.truncation == "auto" else plan(messages))

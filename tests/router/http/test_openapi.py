@@ -209,6 +209,7 @@ async def test_the_other_answers_have_the_documented_shape(tokenizer: Tokenizer)
             ("POST", "/tokenize", "", {"prompt": "hi", "return_token_strs": True}),
             ("POST", "/detokenize", "", {"tokens": [1]}),
             ("POST", "/v1/messages/count_tokens", "", CHAT),
+            ("POST", "/v1/responses/input_tokens", "", {"input": "hi"}),
             ("POST", "/v1/cache/pin", "", {"prompt": "hi"}),
             ("GET", "/v1/cache/pins", "", None),
             ("POST", "/v1/cache/prefetch", "", {"id": pin}),

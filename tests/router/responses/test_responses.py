@@ -66,6 +66,28 @@ async def test_plain_answer(tokenizer: Tokenizer) -> None:
     assert usage["input_tokens_details"]["cached_tokens"] == 3
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input": "hi"},
+        {"input": [{"role": "user", "content": "hi"}], "instructions": "Be short.", "tools": [TOOL]},
+        {"input": "hi", "tools": [TOOL, {**TOOL, "name": "other"}], "tool_choice": "none"},
+    ],
+)
+async def test_counted_tokens_are_those_of_the_prompt(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
+    client = sdk(backend_of(tokenizer, "x"))
+    first = await client.responses.create(**fields)
+    for more in ({}, {"previous_response_id": first.id}):
+        counted = await client.responses.input_tokens.count(**fields, **more)
+        answer = await client.responses.create(**fields, **more)
+        assert answer.usage is not None
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", answer.usage.input_tokens)
+    with pytest.raises(openai.NotFoundError, match="resp_none"):
+        await client.responses.input_tokens.count(input="x", previous_response_id="resp_none")
+    with pytest.raises(openai.BadRequestError, match="background"):
+        await client.responses.input_tokens.count(input="x", extra_body={"background": True})
+
+
 @pytest.mark.parametrize("run", [1, 3, 100])
 @pytest.mark.parametrize("text", ["héllo 🎉 world", CALL, "<think>so\nso</think>well", "<tool_call>{bro", ""])
 async def test_a_stream_ends_with_the_plain_answer(tokenizer: Tokenizer, text: str, run: int) -> None:
