@@ -61,6 +61,7 @@ class _Attack:
     read_bytes: int = 65_536
     every_s: float = 0.0  # pause between two reads
     opening: bytes = b""  # sent instead of requests, a byte each second
+    leaves: bool = False  # without reading anything
     shakes_hands: bool = True  # with TLS; False = the opening comes instead of the handshake
 
     @property
@@ -81,6 +82,7 @@ _ATTACKS = (
     _Attack("40 pipelines of /metrics", _DEFAULT, 40, "/metrics", 20),
     _Attack("100 pipelines of /metrics", _DEFAULT, 100, "/metrics", 20),
     _Attack("200 pipelines of /metrics", _DEFAULT, 200, "/metrics", 20),
+    _Attack("300 that ask and leave", _DEFAULT, 300, "/v1/models", 1, leaves=True),
     _Attack("2300 pipelines of /metrics", _DEFAULT, 2300, "/metrics", 20),
     _Attack("2300 pipelines of a page", _DEFAULT, 2300, "/dashboard/style.css", 100),
     _Attack("2300 pipelines without a key", _DEFAULT, 2300, "/v1/models", 100),
@@ -160,6 +162,9 @@ async def _use(client: socket.socket, attack: _Attack, tls: ssl.SSLContext | Non
     for at in range(len(attack.opening)):
         await loop.sock_sendall(client, _sealed(session, attack.opening[at : at + 1]))
         await asyncio.sleep(1.0)  # part of the attack
+    if attack.leaves:
+        await loop.sock_sendall(client, _sealed(session, attack.content))
+        return
     sending = asyncio.ensure_future(loop.sock_sendall(client, _sealed(session, attack.content)))
     try:
         while await loop.sock_recv(client, attack.read_bytes):  # noqa: ASYNC110  (the pause is part of the attack)

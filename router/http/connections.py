@@ -77,6 +77,7 @@ class Connections:
         self._waiting: OrderedDict[Connection, None] = OrderedDict()  # the one that has waited longest first
         self._by_network: dict[str, OrderedDict[Connection, None]] = {}  # the same, without those that have a key
         self._leaving: OrderedDict[Connection, None] = OrderedDict()  # not open any more, but not gone
+        self._left_s, self._num_left = 0.0, 0  # clients of this second that closed their side before they were read
         self._ticked_s = time.monotonic()
         self._warned_s = -math.inf
 
@@ -93,6 +94,16 @@ class Connections:
             self._read_until_s = self.reads.clock() + _MAX_READ_S
         self._num_read += 1
         return self._num_read <= _MAX_READ_AT_ONCE and self.reads.clock() < self._read_until_s
+
+    def serves_who_left(self, method: str) -> bool:
+        """Whether a client that has closed its side is answered: a few of those that send no body, such as `nc -N`.
+
+        If many come, they are those that do not wait for an answer.
+        """
+        if self.now_s - self._left_s >= 1.0:
+            self._left_s, self._num_left = self.now_s, 0
+        self._num_left += 1
+        return method != "POST" and self._num_left <= _FEW
 
     def sweep(self, connections: Iterable[Any]) -> None:
         """End the connections whose clients are too slow."""

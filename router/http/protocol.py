@@ -366,7 +366,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _start(self, cycle: RequestResponseCycle, app: Any) -> None:
         is_first = self._running is None
         self._running, self._held = cycle, None
-        if is_first and cycle.scope["method"] == "POST" and has_left(self.transport):
+        if is_first and has_left(self.transport) and not self._shared.serves_who_left(cycle.scope["method"]):
             self.transport.abort()  # it waited in the listener's queue until its client gave up
             return
         if cycle.scope["http_version"] != "1.1":
