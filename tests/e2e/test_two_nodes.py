@@ -90,6 +90,7 @@ def oracle_answers(model: Path) -> list[str]:
     return [tokenizer.decode(token_ids, skip_special_tokens=True) for token_ids in answered]
 
 
+@pytest.mark.slow  # a minute
 def test_two_nodes_answer_as_one_engine_does_behind_a_new_router_and_after_the_death_of_a_node(
     nodes: list[RayNode], text_model: Path, tmp_path: Path
 ) -> None:

@@ -145,7 +145,9 @@ def test_results_do_not_depend_on_batch_or_chunks(dtype: torch.dtype, options: d
 
 
 @pytest.mark.parametrize("num_heads", [4, 70])  # in one tile of heads, in several
-@pytest.mark.parametrize("options", [{}, {"window": 70}, {"softcap": 1.5, "window": 200}])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"window": 70}, {"softcap": 1.5, "window": 200}]
+)
 def test_bounds_of_a_captured_step_change_no_bit(num_heads: int, options: dict[str, Any]) -> None:
     """Contexts within one split and over many, of more sequences than programs share them."""
     case = make_case([200, 64, 65, 1, 130, 129, 300], num_heads=num_heads, num_kv_heads=1)

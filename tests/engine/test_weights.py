@@ -238,7 +238,7 @@ def assert_generates(folder: Path, plain: Any) -> None:
     ("settings", "quantize"),
     [
         pytest.param(FP8, as_fp8_blocks, id="fp8"),
-        pytest.param(BITNET, as_ternary, id="bitnet"),
+        pytest.param(BITNET, as_ternary, id="bitnet", marks=pytest.mark.slow),
     ],
 )
 def test_a_quantized_model_generates_what_transformers_does(
