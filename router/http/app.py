@@ -140,8 +140,10 @@ class RouterApp(FastAPI):
         return http_exception_response(request, exc)
 
     def _methods_of(self, path: str) -> list[str]:
-        routes = [route for route in self.router.routes if isinstance(route, Route)]
-        return sorted({method for one in routes if one.path_regex.match(path) for method in one.methods or ()})
+        """Of all routes with the path template of the first one that matches: one without parameters goes first."""
+        routes = [route for route in self.router.routes if isinstance(route, Route) and route.path_regex.match(path)]
+        same = [route for route in routes if route.path == routes[0].path]
+        return sorted({method for route in same for method in route.methods or ()})
 
     def _add_documents(self) -> None:
         @self.get("/openapi.json", include_in_schema=False)

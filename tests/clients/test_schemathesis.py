@@ -36,7 +36,16 @@ UNCHECKED = "positive_data_acceptance"
 def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("schemathesis")
     make_key_file(folder / "keys.json", {KEY: "*"})
-    flags = ("--no-local-prefill", "--pool-bytes", "20000000", "--api-key-file", str(folder / "keys.json"))
+    # Answers without a limit of tokens go on to the end of the context: it is short.
+    flags = (
+        "--no-local-prefill",
+        "--pool-bytes",
+        "20000000",
+        "--max-model-len",
+        "256",
+        "--api-key-file",
+        str(folder / "keys.json"),
+    )
     with started(save_tiny_text_model(folder / "tiny"), folder, *flags) as server:
         yield server.wait_ready()
 

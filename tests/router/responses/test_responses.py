@@ -88,6 +88,13 @@ async def test_counted_tokens_are_those_of_the_prompt(tokenizer: Tokenizer, fiel
         await client.responses.input_tokens.count(input="x", extra_body={"background": True})
 
 
+async def test_the_methods_of_a_literal_path_are_not_those_of_a_response(tokenizer: Tokenizer) -> None:
+    async with closing(backend_of(tokenizer, "x")) as client:
+        wrong = [await client.put(path) for path in (f"{PATH}/input_tokens", f"{PATH}/resp_1")]
+    assert [one.status_code for one in wrong] == [405, 405]
+    assert [one.headers["allow"] for one in wrong] == ["POST", "DELETE, GET"]
+
+
 @pytest.mark.parametrize("run", [1, 3, 100])
 @pytest.mark.parametrize("text", ["héllo 🎉 world", CALL, "<think>so\nso</think>well", "<tool_call>{bro", ""])
 async def test_a_stream_ends_with_the_plain_answer(tokenizer: Tokenizer, text: str, run: int) -> None:
