@@ -10,7 +10,7 @@ With one tenant none of this happens.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -182,7 +182,8 @@ class TenantRoom:
         self._looked_at = state
         shares = self.shares()
         # A prompt that is being handed over never gives way: a transfer may be reading its blocks right now.
-        shares.add_victims(s for s in (*queues.running, *queues.received()) if s.decodes_here)
+        held = {s: admission.held(s) for s in (*queues.running, *queues.received()) if s.decodes_here}
+        shares.add_victims(held)
         forecast, num_seats = admission.forecast(), admission.num_free_seats
         for claimant in shares.in_turn(queues.without_room()):
             if admission.is_hopeless(claimant):
@@ -190,13 +191,14 @@ class TenantRoom:
             claimant.may_take_room = shares.may_take(claimant)
             demand, victims = admission.demand(claimant), list[Sequence]()
             candidates = shares.victims_for(claimant)
-            trial = forecast.copy()
+            trial, num_given = forecast.copy(), Counter[int]()  # victims that use a block, by block
             while num_seats + len(victims) <= 0 or not admission.fits(trial, claimant):
                 victim = next(candidates, None)
                 if victim is None:
                     shares.keep(victims)
                     return  # those behind it hold more, or are as poor and have to wait for it
-                trial.give_back(admission.held(victim))
+                trial.give_back(held[victim], self._blocks.pool.count_own(victim.blocks, num_given))
+                num_given.update(victim.blocks)
                 victims.append(victim)
             trial.take(demand, grows=claimant.decodes_here)
             forecast, num_seats = trial, num_seats + len(victims) - 1
