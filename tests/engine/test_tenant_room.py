@@ -254,3 +254,39 @@ def test_the_last_choice_that_gives_way_frees_the_prompt_too(kind: str) -> None:
     assert world.wait_for(world.ask(B, 4, num_prompt=480, kind=kind), limit=12) <= 12
     world.drain()
     world.check(idle=True)
+
+
+def test_turns_of_many_tenants_take_time_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has one request in line, and all of them get their turn."""
+
+    def num_looks(num_tenants: int) -> int:
+        looks = 0
+        look = TenantShares.share
+
+        def counted(shares: TenantShares, one: Sequence) -> float:
+            nonlocal looks
+            looks += 1
+            return look(shares, one)
+
+        monkeypatch.setattr(TenantShares, "share", counted)
+        shares = shares_of(a=8)
+        line = [sequence(WorkerPriority(tenant=f"t{idx}"), f"t{idx}") for idx in range(num_tenants)]
+        for one in shares.in_turn(line):
+            shares.take(one, 1)
+        monkeypatch.undo()
+        return looks
+
+    assert num_looks(1000) <= 12 * num_looks(100)
+
+
+def test_turns_follow_what_others_give_up_meanwhile() -> None:
+    shares = shares_of(a=8, b=3)
+    line = [sequence(C, "c-1"), sequence(B, "b-1"), sequence(A, "a-1"), sequence(C, "c-2")]
+    names = []
+    for one in shares.in_turn(line):
+        names.append(one.request_id)
+        if one.request_id == "c-1":
+            for _ in zip(range(6), shares.victims_for(one), strict=False):
+                pass  # of the tenant that holds most, which then holds less than B
+        shares.take(one, 1)
+    assert names == ["c-1", "c-2", "a-1", "b-1"]
