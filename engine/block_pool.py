@@ -21,9 +21,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = ["BlockPool"]
+
+_NONE: Mapping[int, int] = {}
 
 
 class BlockPool:
@@ -90,14 +92,19 @@ class BlockPool:
                 return count
         return len(digests)
 
-    def count_own(self, blocks: Sequence[int]) -> int:
+    def count_own(self, blocks: Sequence[int], num_ended: Mapping[int, int] = _NONE) -> int:
         """How many blocks only this sequence uses: they become available when it ends.
 
-        Sequences share a prefix, so its end is found by bisection.
+        `num_ended` says how many users of a block are to be taken for gone. Sequences share a prefix, so its end is
+        found by bisection.
         """
-        if not blocks or self._ref_counts[blocks[0]] == 1:
+
+        def is_own(block: int) -> bool:
+            return self._ref_counts[block] - num_ended.get(block, 0) == 1
+
+        if not blocks or is_own(blocks[0]):
             return len(blocks)
-        return len(blocks) - bisect_left(blocks, True, key=lambda block: self._ref_counts[block] == 1)
+        return len(blocks) - bisect_left(blocks, True, key=is_own)
 
     def acquire_cached(self, digests: Sequence[bytes]) -> list[int]:
         """Take a reference on the leading cached blocks of a chain and return their ids."""

@@ -83,10 +83,13 @@ class PoolForecast:
         """Count one more sequence, whether it fits or not."""
         self._num_used, self._holders = self._with(demand, grows=grows)
 
-    def give_back(self, demand: BlockDemand) -> None:
-        """Count a holder no more. Blocks that it shares stay used."""
+    def give_back(self, demand: BlockDemand, num_blocks: int) -> None:
+        """Count a holder no more; `num_blocks` of its blocks have no other user.
+
+        They may be more than it demanded, once others that shared its prefix have given theirs back, too.
+        """
         self._holders.remove(demand)
-        self._num_used -= demand.num_blocks
+        self._num_used -= num_blocks
 
     def _with(self, demand: BlockDemand, *, grows: bool) -> tuple[int, list[BlockDemand]]:
         """Blocks used, and the holders, with one more sequence."""

@@ -10,9 +10,10 @@ With one tenant none of this happens.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from itertools import islice
 
 from tandem.engine.pool_admission import PoolAdmission
@@ -43,16 +44,17 @@ class TenantShares:
         self._num_seats = num_seats
         self._num_blocks = num_blocks
         self._holdings: dict[str, _Holding] = {}
+        self._givers: dict[str, _Holding] = {}  # those with sequences that could give way, now or before
+        self._changed: set[str] = set()  # tenants that hold more or less since `in_turn` last looked
 
     def take(self, sequence: Sequence, num_blocks: int) -> None:
         """Count a seat and blocks of a sequence."""
-        holding = self._of(sequence)
-        holding.num_seats += 1
-        holding.num_blocks += num_blocks
+        self._change(sequence, 1, num_blocks)
 
     def share(self, sequence: Sequence) -> float:
         """What the tenant of this sequence holds: 1 is all of the room, for a tenant of weight 1."""
-        return self._share(self._of(sequence))
+        holding = self._holdings.get(sequence.priority.tenant)
+        return self._share(holding) if holding is not None else 0.0
 
     def in_turn(self, line: Iterable[Sequence]) -> Iterator[Sequence]:
         """The sequences in the order in which they may take room; of tenants that hold the same, as in the line.
@@ -62,11 +64,19 @@ class TenantShares:
         lines: dict[str, deque[tuple[int, Sequence]]] = {}  # each with its place in the line
         for place, sequence in enumerate(line):
             lines.setdefault(sequence.priority.tenant, deque()).append((place, sequence))
-        while lines:
-            tenant = min(lines, key=lambda tenant: (self.share(lines[tenant][0][1]), lines[tenant][0][0]))
-            yield lines[tenant].popleft()[1]
-            if not lines[tenant]:
-                del lines[tenant]
+        turns = [(self.share(queue[0][1]), queue[0][0], tenant) for tenant, queue in lines.items()]
+        heapify(turns)
+        while turns:
+            share, place, tenant = heappop(turns)
+            queue = lines[tenant]
+            if not queue or (self.share(queue[0][1]), queue[0][0]) != (share, place):
+                continue  # it holds more or less since: another entry tells
+            self._changed.add(tenant)
+            yield queue.popleft()[1]
+            for tenant in self._changed & lines.keys():
+                if queue := lines[tenant]:
+                    heappush(turns, (self.share(queue[0][1]), queue[0][0], tenant))
+            self._changed.clear()
 
     def may_take(self, claimant: Sequence) -> bool:
         """Whether any sequence gives way to this one."""
@@ -77,32 +87,32 @@ class TenantShares:
     def victims_for(self, claimant: Sequence) -> Iterator[Sequence]:
         """The sequences that give way to this one, one after the other. Each one that is yielded is given up."""
         mine = self._of(claimant)
-        while others := [one for one in self._holdings.values() if one.victims and one is not mine]:
+        while others := [one for one in self._givers.values() if one.victims and one is not mine]:
             richest = max(others, key=self._share)
-            victim = richest.victims[-1]
-            richest.num_seats -= 1
-            richest.num_blocks -= len(victim.blocks)
+            victim = richest.victims.pop()
+            self._change(victim, -1, -len(victim.blocks))
             if self._share(richest) <= self._share(mine):
-                self._keep(richest, victim)
+                self.keep([victim])
                 return
-            richest.victims.pop()
             yield victim
 
     def keep(self, victims: Iterable[Sequence]) -> None:
         """Take back that these sequences give way."""
         for victim in victims:
-            holding = self._of(victim)
-            holding.victims.append(victim)
-            self._keep(holding, victim)
-
-    def _keep(self, holding: _Holding, victim: Sequence) -> None:
-        holding.num_seats += 1
-        holding.num_blocks += len(victim.blocks)
+            self._of(victim).victims.append(victim)
+            self._change(victim, 1, len(victim.blocks))
 
     def add_victims(self, sequences: Iterable[Sequence]) -> None:
         """Name the sequences that could give way; those that are counted already."""
         for sequence in sorted(sequences, key=queue_position):
-            self._of(sequence).victims.append(sequence)
+            holding = self._givers[sequence.priority.tenant] = self._of(sequence)
+            holding.victims.append(sequence)
+
+    def _change(self, sequence: Sequence, num_seats: int, num_blocks: int) -> None:
+        holding = self._of(sequence)
+        holding.num_seats += num_seats
+        holding.num_blocks += num_blocks
+        self._changed.add(sequence.priority.tenant)
 
     def _of(self, sequence: Sequence) -> _Holding:
         priority = sequence.priority
@@ -182,7 +192,8 @@ class TenantRoom:
         self._looked_at = state
         shares = self.shares()
         # A prompt that is being handed over never gives way: a transfer may be reading its blocks right now.
-        shares.add_victims(s for s in (*queues.running, *queues.received()) if s.decodes_here)
+        held = {s: admission.held(s) for s in (*queues.running, *queues.received()) if s.decodes_here}
+        shares.add_victims(held)
         forecast, num_seats = admission.forecast(), admission.num_free_seats
         for claimant in shares.in_turn(queues.without_room()):
             if admission.is_hopeless(claimant):
@@ -190,13 +201,14 @@ class TenantRoom:
             claimant.may_take_room = shares.may_take(claimant)
             demand, victims = admission.demand(claimant), list[Sequence]()
             candidates = shares.victims_for(claimant)
-            trial = forecast.copy()
+            trial, num_given = forecast.copy(), Counter[int]()  # victims that use a block, by block
             while num_seats + len(victims) <= 0 or not admission.fits(trial, claimant):
                 victim = next(candidates, None)
                 if victim is None:
                     shares.keep(victims)
                     return  # those behind it hold more, or are as poor and have to wait for it
-                trial.give_back(admission.held(victim))
+                trial.give_back(held[victim], self._blocks.pool.count_own(victim.blocks, num_given))
+                num_given.update(victim.blocks)
                 victims.append(victim)
             trial.take(demand, grows=claimant.decodes_here)
             forecast, num_seats = trial, num_seats + len(victims) - 1

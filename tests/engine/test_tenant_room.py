@@ -224,3 +224,69 @@ def test_only_as_many_give_way_as_the_room_of_the_next_steps_takes(kind: str) ->
     assert sum(admission.num_steps for admission in world.expected()) > 200 * 16
     assert world.wait_for(world.ask(B, 4, kind=kind), limit=12) <= 12
     assert world.scheduler.num_preemptions <= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_choices_that_share_a_prompt_give_way_for_two_at_once(kind: str) -> None:
+    """Once the first of them has given way, the blocks of the prompt are the other's alone."""
+    world = World(max_num_seqs=3)
+    begin = world.hand_over if kind == KINDS[0] else world.compute_here
+    for idx, first in enumerate((0, 1000, 1000)):
+        begin(f"a-{idx}", list(range(first, first + 100)), 1000, priority=A)
+        world.run(3)
+    assert world.num_seats(A) == 3
+    requests = [world.ask(priority, 4, kind=kind) for priority in (B, C)]
+    assert world.wait_for(*requests, limit=12) <= 12
+    world.drain()
+    world.check(idle=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_choice_that_gives_way_frees_the_prompt_too(kind: str) -> None:
+    world = World(num_blocks=110, max_num_seqs=64)
+    world.scheduler.admission.lengths = Expects(60)
+    begin = world.hand_over if kind == KINDS[0] else world.compute_here
+    for idx in range(4):
+        first = idx // 2 * 1000
+        begin(f"a-{idx}", list(range(first, first + 700)), 1000, priority=A)
+        world.run(4)
+    assert world.num_seats(A) == 4
+    assert world.wait_for(world.ask(B, 4, num_prompt=480, kind=kind), limit=12) <= 12
+    world.drain()
+    world.check(idle=True)
+
+
+def test_turns_of_many_tenants_take_time_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has one request in line, and all of them get their turn."""
+
+    def num_looks(num_tenants: int) -> int:
+        looks = 0
+        look = TenantShares.share
+
+        def counted(shares: TenantShares, one: Sequence) -> float:
+            nonlocal looks
+            looks += 1
+            return look(shares, one)
+
+        monkeypatch.setattr(TenantShares, "share", counted)
+        shares = shares_of(a=8)
+        line = [sequence(WorkerPriority(tenant=f"t{idx}"), f"t{idx}") for idx in range(num_tenants)]
+        for one in shares.in_turn(line):
+            shares.take(one, 1)
+        monkeypatch.undo()
+        return looks
+
+    assert num_looks(1000) <= 12 * num_looks(100)
+
+
+def test_turns_follow_what_others_give_up_meanwhile() -> None:
+    shares = shares_of(a=8, b=3)
+    line = [sequence(C, "c-1"), sequence(B, "b-1"), sequence(A, "a-1"), sequence(C, "c-2")]
+    names = []
+    for one in shares.in_turn(line):
+        names.append(one.request_id)
+        if one.request_id == "c-1":
+            for _ in zip(range(6), shares.victims_for(one), strict=False):
+                pass  # of the tenant that holds most, which then holds less than B
+        shares.take(one, 1)
+    assert names == ["c-1", "c-2", "a-1", "b-1"]
