@@ -72,11 +72,7 @@ class PoolAdmission:
         if self.is_hopeless(sequence):
             return False
         demand, had_head = self.demand(sequence, num_shared), forecast.has_head
-        may_pass = True
-        if had_head and self._head is not None:
-            # The stream of a preempted head stands still, so nothing passes it.
-            num_passed = self._head.num_passed_blocks + demand.num_blocks
-            may_pass = not self._head.has_first_token and num_passed <= self._pool.num_blocks
+        may_pass = self._may_pass(demand, self._head if had_head else None)
         is_found = forecast.try_take(
             demand, grows=sequence.decodes_here, may_pass=may_pass, num_sure_steps=_num_sure_steps(sequence, demand)
         )
@@ -84,10 +80,15 @@ class PoolAdmission:
             self._head = sequence
         return is_found
 
-    def fits(self, forecast: PoolForecast, sequence: Sequence) -> bool:
-        """Whether there is room for a sequence, whoever waits before it. Changes nothing."""
+    def fits(self, forecast: PoolForecast, sequence: Sequence, head: Sequence | None) -> bool:
+        """Whether there is room for a sequence behind this head of the forecast. Changes nothing."""
         demand = self.demand(sequence)
-        return forecast.fits(demand, grows=sequence.decodes_here, num_sure_steps=_num_sure_steps(sequence, demand))
+        return forecast.fits(
+            demand,
+            grows=sequence.decodes_here,
+            may_pass=self._may_pass(demand, head),
+            num_sure_steps=_num_sure_steps(sequence, demand),
+        )
 
     def take_blocks(self, forecast: PoolForecast, sequence: Sequence) -> list[int]:
         """Give a sequence for which there is room its cached prefix; returns fresh blocks for its other tokens."""
@@ -112,6 +113,12 @@ class PoolAdmission:
         usable = self._blocks.usable_digests(sequence)
         num_held = max(self._pool.count_used(usable), num_shared)
         return BlockDemand(self._num_steps(sequence), self._blocks.num_needed(sequence) - num_held)
+
+    def _may_pass(self, demand: BlockDemand, head: Sequence | None) -> bool:
+        """Whether a sequence may pass the head. The stream of a preempted head stands still, so nothing passes it."""
+        if head is None:
+            return True
+        return not head.has_first_token and head.num_passed_blocks + demand.num_blocks <= self._pool.num_blocks
 
     def _num_steps(self, sequence: Sequence) -> int:
         """Steps in which the sequence is expected to need room for one more token each."""

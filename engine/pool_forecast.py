@@ -43,8 +43,10 @@ class PoolForecast:
         self._head_start: float = 0
 
     def copy(self) -> PoolForecast:
-        """The same forecast, to try changes on; without the head."""
-        return PoolForecast(self._num_blocks, self._num_used, self._holders, block_size=self._block_size)
+        """The same forecast, to try changes on."""
+        forecast = PoolForecast(self._num_blocks, self._num_used, self._holders, block_size=self._block_size)
+        forecast._head, forecast._head_start = self._head, self._head_start
+        return forecast
 
     @property
     def has_head(self) -> bool:
@@ -65,19 +67,23 @@ class PoolForecast:
         does not fit is the head. Later ones are let in only if they `may_pass` and do not make the head begin later:
         they end before it can begin, or fit beside it.
         """
-        num_used, holders = self._with(demand, grows=grows)
-        fits = self._fits(num_used, holders, num_sure_steps)
-        if fits and self._head is not None:
-            fits = may_pass and self.start_of(self._head, holders, num_used) <= self._head_start
+        fits = self.fits(demand, grows=grows, may_pass=may_pass, num_sure_steps=num_sure_steps)
         if fits:
-            self._holders, self._num_used = holders, num_used
+            self.take(demand, grows=grows)
         elif self._head is None:
             self._head, self._head_start = demand, self.start_of(demand, self._holders, self._num_used)
         return fits
 
-    def fits(self, demand: BlockDemand, *, grows: bool, num_sure_steps: int | None = None) -> bool:
-        """Whether there is room for one more sequence, as in `try_take` without a head. Changes nothing."""
-        return self._fits(*self._with(demand, grows=grows), num_sure_steps)
+    def fits(
+        self, demand: BlockDemand, *, grows: bool = True, may_pass: bool = True, num_sure_steps: int | None = None
+    ) -> bool:
+        """As `try_take`, but changes nothing."""
+        num_used, holders = self._with(demand, grows=grows)
+        # A sequence that is alone may use all of the pool.
+        peak = self.peak_of(holders, num_used, num_sure_steps) if self._holders else num_used
+        if peak > self._num_blocks or self._head is None:
+            return peak <= self._num_blocks
+        return may_pass and self.start_of(self._head, holders, num_used) <= self._head_start
 
     def take(self, demand: BlockDemand, *, grows: bool) -> None:
         """Count one more sequence, whether it fits or not."""
@@ -90,6 +96,8 @@ class PoolForecast:
         """
         self._holders.remove(demand)
         self._num_used -= num_blocks
+        if self._head is not None:
+            self._head_start = self.start_of(self._head, self._holders, self._num_used)
 
     def _with(self, demand: BlockDemand, *, grows: bool) -> tuple[int, list[BlockDemand]]:
         """Blocks used, and the holders, with one more sequence."""
@@ -98,11 +106,6 @@ class PoolForecast:
             holders = holders.copy()
             insort(holders, demand)
         return self._num_used + demand.num_blocks, holders
-
-    def _fits(self, num_used: int, holders: list[BlockDemand], num_sure_steps: int | None = None) -> bool:
-        # A sequence that is alone may use all of the pool.
-        peak = self.peak_of(holders, num_used, num_sure_steps) if self._holders else num_used
-        return peak <= self._num_blocks
 
     def peak_of(self, holders: list[BlockDemand], num_used: int, num_sure_steps: int | None = None) -> int:
         """The most blocks that will be used at any step."""

@@ -24,6 +24,7 @@ from tandem.engine.sequence_blocks import SequenceBlocks
 __all__ = ["TenantRoom", "TenantShares"]
 
 
+_MAX_REFUSED = 8  # sequences in line for which there is no room, and which others may pass
 _LOOK_STEPS = 16  # between two looks while nothing comes or goes
 
 
@@ -194,7 +195,7 @@ class TenantRoom:
         # A prompt that is being handed over never gives way: a transfer may be reading its blocks right now.
         held = {s: admission.held(s) for s in (*queues.running, *queues.received()) if s.decodes_here}
         shares.add_victims(held)
-        forecast, num_seats = admission.forecast(), admission.num_free_seats
+        forecast, num_seats, head, num_refused = admission.forecast(), admission.num_free_seats, None, 0
         for claimant in shares.in_turn(queues.without_room()):
             if admission.is_hopeless(claimant):
                 continue
@@ -202,14 +203,21 @@ class TenantRoom:
             demand, victims = admission.demand(claimant), list[Sequence]()
             candidates = shares.victims_for(claimant)
             trial, num_given = forecast.copy(), Counter[int]()  # victims that use a block, by block
-            while num_seats + len(victims) <= 0 or not admission.fits(trial, claimant):
-                victim = next(candidates, None)
-                if victim is None:
-                    shares.keep(victims)
-                    return  # those behind it hold more, or are as poor and have to wait for it
+            while not (fits := num_seats + len(victims) > 0 and admission.fits(trial, claimant, head)):
+                if (victim := next(candidates, None)) is None:
+                    break
                 trial.give_back(held[victim], self._blocks.pool.count_own(victim.blocks, num_given))
                 num_given.update(victim.blocks)
                 victims.append(victim)
+            if not fits:
+                num_refused += 1
+                if (num_seats <= 0 and not victims) or num_refused > _MAX_REFUSED:
+                    return  # those behind it hold more
+                shares.keep(victims)
+                admission.find_room(forecast, claimant)  # as in all lines, some may pass it while it waits
+                head = head or claimant
+                num_seats -= claimant not in queues.awaiting_room  # a seat is reserved for it meanwhile
+                continue
             trial.take(demand, grows=claimant.decodes_here)
             forecast, num_seats = trial, num_seats + len(victims) - 1
             shares.take(claimant, demand.num_blocks)

@@ -93,7 +93,8 @@ class Forecaster:
         some worker has room, requests that wait for workers of the other kind are overtaken by this one. Where no
         prompt is ahead only memory counts. A worker takes memory from tenants that hold more of it.
         """
-        memory_s = 0.0 if placement.best.decode.gives_way_to(tenant) else self._memory_s(placement, ahead)
+        gives_way = placement.best.decode.gives_way_to(tenant, placement.num_kv_tokens)
+        memory_s = 0.0 if gives_way else self._memory_s(placement, ahead)
         table, is_pair = self._workers.table, placement.best.is_pair
         prefill_s = ahead.pair_s if is_pair else ahead.alone_s
         if prefill_s < ahead.prefill_s and not self._is_passed(ahead):

@@ -50,7 +50,11 @@ class WorkerRoom:
         prefill, decode, terms = placement.best.prefill, placement.best.decode, placement.best.terms
         if not self.has_room(prefill, order):
             return False
-        return not terms.memory_s or terms.memory_s < self._limit_s(prefill) or decode.gives_way_to(tenant)
+        return (
+            not terms.memory_s
+            or terms.memory_s < self._limit_s(prefill)
+            or decode.gives_way_to(tenant, placement.num_kv_tokens)
+        )
 
     def is_anywhere(self, order: float = math.inf) -> bool:
         """Whether any worker that prompts may be sent to has room for a prompt of this order."""

@@ -111,18 +111,20 @@ class RegisteredWorker:
         """Order of the prompt that is computed last."""
         return self.prompts[-1].order if self.prompts else -math.inf
 
-    def gives_way_to(self, tenant: str) -> bool:
-        """Whether the worker takes room from another tenant for this one, as `engine.tenant_room` does.
+    def gives_way_to(self, tenant: str, num_kv_tokens: int) -> bool:
+        """Whether the worker takes this much room from other tenants for this one, as `engine.tenant_room` does.
 
-        It takes the room of one sequence, if its tenant still holds more afterwards.
+        Each of them gives up sequences as long as it still holds more afterwards, and keeps the last one.
         """
         mine = self.tenants.get(tenant)
         share = self._share(mine.num_seqs, mine.kv_tokens, mine.weight) if mine is not None else 0.0
+        room, gives_way = self.card.num_blocks * self.card.block_size - self.booked_kv_tokens, False
         for name, other in self.tenants.items():
             rest = 1 - 1 / other.num_seqs
             if name != tenant and self._share(other.num_seqs * rest, other.kv_tokens * rest, other.weight) > share:
-                return True
-        return False
+                gives_way = True
+                room += int(other.kv_tokens * rest)
+        return gives_way and room >= num_kv_tokens
 
     def _share(self, num_seqs: float, kv_tokens: float, weight: float) -> float:
         seats = num_seqs / self.card.max_num_seqs if self.card.max_num_seqs else 0.0

@@ -290,3 +290,20 @@ def test_turns_follow_what_others_give_up_meanwhile() -> None:
                 pass  # of the tenant that holds most, which then holds less than B
         shares.take(one, 1)
     assert names == ["c-1", "c-2", "a-1", "b-1"]
+
+
+@pytest.mark.parametrize("num_seats", [3, 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_that_must_wait_for_others_to_end_does_not_keep_smaller_ones_waiting(
+    kind: str, num_seats: int
+) -> None:
+    """A third tenant passes it, and still takes room back."""
+    world = World(num_blocks=400, max_num_seqs=num_seats)
+    world.scheduler.admission.lengths = Expects(100)
+    for _ in range(2):
+        fill(world, A, 1, 3000, kind, num_prompt=2500)
+    large = world.ask(B, 4, num_prompt=4700, kind=kind)
+    world.run(2)
+    assert world.wait_for(world.ask(C, 4, num_prompt=1440, kind=kind), limit=12) <= 12
+    world.drain()
+    assert large.ended_s is not None

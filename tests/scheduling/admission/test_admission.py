@@ -308,6 +308,8 @@ def test_a_tenant_that_holds_less_is_sent_where_another_one_has_the_seats(
     queued = desk.enter(16, tenant=tenant, expected_output_tokens=2000)
     assert [decided.queued for decided in desk.decide()] == ([queued] if goes else [])
     assert (queued.forecast.start_s < 1.0) is goes
+    (worker,) = desk.registry
+    assert worker.gives_way_to(tenant, 3 * worker.card.num_blocks * worker.card.block_size) is False
     for booking in desk.bookings:
         booking.release()
     assert sum(load.num_seqs for worker in desk.registry for load in worker.tenants.values()) == 4
