@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.common import arguments, console, ms, print_table, write_result
 from tandem.cluster.model_store import resolve_model
 from tandem.protocol.digest import CacheScope
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 
 _NUM_TURNS = 20
 _WORDS = ("the", "pier", "wind", "boat", "turned", "nobody", "saw,", "on", "42", "gulls;", "über-Möwen", "日本", "!?")

@@ -33,7 +33,7 @@ from tandem.kv_transfer.codec import CODEC_NAMES, Codec, create_codec
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.sampling import SamplingParams
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 
 _REPEATS = 15
 

@@ -52,7 +52,6 @@ from tandem.protocol.messages import (
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.http.listening import listening
 from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
 from tandem.runtime.curve import KeyAuthenticator, KeyPair, connect_to_worker, listening_socket
@@ -66,6 +65,7 @@ from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.placer import Placer
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
+from tandem.text.tokenizer import Tokenizer
 
 __all__ = ["BareClient", "address_of", "main", "make_flow"]
 

@@ -34,12 +34,12 @@ from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import RequestError
 from tandem.protocol.messages import FinishReason
 from tandem.protocol.sampling import SamplingParams
-from tandem.router.structured_output.checker import GrammarChecker
-from tandem.router.structured_output.compile_process import make_grammar
-from tandem.router.structured_output.constraint import Constraint
-from tandem.router.text.tokenizer import Tokenizer
-from tandem.router.tool_calls.formats import TOOL_FORMATS
-from tandem.router.tool_calls.grammar import tool_call_grammar
+from tandem.text.structured_output.checker import GrammarChecker
+from tandem.text.structured_output.compile_process import make_grammar
+from tandem.text.structured_output.constraint import Constraint
+from tandem.text.tokenizer import Tokenizer
+from tandem.text.tool_calls.formats import TOOL_FORMATS
+from tandem.text.tool_calls.grammar import tool_call_grammar
 
 _ITEM = {
     "type": "object",

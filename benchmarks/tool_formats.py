@@ -28,11 +28,11 @@ from transformers.utils.chat_parsing import parse_response
 
 from benchmarks.tool_texts import FORMS, Call, Case, read_cases
 from tandem.protocol.grammar import GrammarError, compile_grammar, make_grammar_tokenizer
-from tandem.router.text.tokenizer import Tokenizer
-from tandem.router.tool_calls.events import ToolCallArguments, ToolCallBegin
-from tandem.router.tool_calls.formats import TOOL_FORMATS
-from tandem.router.tool_calls.grammar import tool_call_grammar
-from tandem.router.tool_calls.parser import AnswerParser
+from tandem.text.tokenizer import Tokenizer
+from tandem.text.tool_calls.events import ToolCallArguments, ToolCallBegin
+from tandem.text.tool_calls.formats import TOOL_FORMATS
+from tandem.text.tool_calls.grammar import tool_call_grammar
+from tandem.text.tool_calls.parser import AnswerParser
 
 
 def main() -> None:

@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.tool_texts import FORMS, Call, CallForm, Case, read_cases
-from tandem.router.tool_calls.events import Content, Reasoning, ToolCallArguments, ToolCallBegin
-from tandem.router.tool_calls.formats import TOOL_FORMATS
-from tandem.router.tool_calls.harmony import HARMONY_MARKERS
-from tandem.router.tool_calls.parser import AnswerParser
-from tandem.router.tool_calls.reasoning import REASONING_FORMATS
+from tandem.text.tool_calls.events import Content, Reasoning, ToolCallArguments, ToolCallBegin
+from tandem.text.tool_calls.formats import TOOL_FORMATS
+from tandem.text.tool_calls.harmony import HARMONY_MARKERS
+from tandem.text.tool_calls.parser import AnswerParser
+from tandem.text.tool_calls.reasoning import REASONING_FORMATS
 
 SEED = 1
 VARIED = 20  # every 20th case is also written in all other ways

@@ -143,7 +143,7 @@ async def _text_app(
 ) -> AsyncIterator[RouterApp]:
     from tandem.router.openai.app import create_app
     from tandem.router.processes.remote_backend import RemoteBackend
-    from tandem.router.text.tokenizer import Tokenizer
+    from tandem.text.tokenizer import Tokenizer
 
     export = begin_tracing("router", is_on=settings.router.tracing)
     tokenizer = Tokenizer(model)

@@ -21,13 +21,13 @@ from tandem.router.keys.metrics import KeyCollector
 from tandem.router.openai.app import create_app
 from tandem.router.openai.readiness import ReadinessCheck, ReadinessProbe
 from tandem.router.processes.backend_service import BackendService
-from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.workers.flow import RequestFlow
 from tandem.router.workers.metrics import CacheSizingCollector, LoadCollector, MoveCollector, WorkerCollector
 from tandem.router.workers.pin_metrics import PinCollector
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.workers.registry import Registry
+from tandem.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tandem.router.tracing.tracing import Tracing

@@ -29,7 +29,7 @@ from tandem.scheduling.workers.registry import Registry
 
 if TYPE_CHECKING:
     from tandem.router.openai.readiness import ReadinessCheck
-    from tandem.router.text.tokenizer import Tokenizer
+    from tandem.text.tokenizer import Tokenizer
 
 __all__ = ["OwnService"]
 
@@ -87,7 +87,7 @@ class OwnService:
     def load(self) -> None:
         """As `Service.load`: the tokenizer brings transformers."""
         from tandem.cluster import http_frontend
-        from tandem.router.text.tokenizer import Tokenizer
+        from tandem.text.tokenizer import Tokenizer
 
         self._http = http_frontend, Tokenizer(self._config.engine.model)
 

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from tandem.runtime.signals import restore_child_signals
 
 if TYPE_CHECKING:
+    from tandem.text.tokenizer import Tokenizer
     from tests.support.cluster_harness import Oracle
     from tests.support.fake_openai import FakeServer
 
@@ -31,6 +32,20 @@ restore_child_signals()  # tests stop what they start with SIGINT, and may thems
 def anyio_backend() -> str:
     """Async tests need no mark: `anyio_mode` is "auto"."""
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support.toy_tokenizer import build_tokenizer
+
+    return build_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    from tandem.text.tokenizer import Tokenizer
+
+    return Tokenizer(tokenizer_folder)
 
 
 @pytest.fixture

@@ -38,8 +38,8 @@ from tandem.router.http.shared_routes import (
     product_version,
 )
 from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.text.tokenizer import TokenizerPool
 from tandem.scheduling.admission.tenants import CacheScopes, Tenants
+from tandem.text.tokenizer import TokenizerPool
 
 if TYPE_CHECKING:
     from tandem.router.tracing.tracing import Tracing

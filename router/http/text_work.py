@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from tandem.router.http.disconnect import cancel_on_disconnect
 from tandem.router.http.request_options import key_use_of, tenant_of
-from tandem.router.text.tokenizer import TokenizerPool, is_short
+from tandem.text.tokenizer import TokenizerPool, is_short
 
 __all__ = ["work_on_text"]
 

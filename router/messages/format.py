@@ -12,7 +12,7 @@ from pydantic_core import from_json, to_json
 from tandem.router.http.errors import messages_error_body
 from tandem.router.openai.choice_text import ChoiceDelta
 from tandem.router.openai.planned_answer import AnswerEvents, FinishedChoice, PlannedAnswer, TokensUsed
-from tandem.router.tool_calls.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
+from tandem.text.tool_calls.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 
 __all__ = ["MessagesFormat"]
 

@@ -21,8 +21,8 @@ from tandem.router.openai.choices import run_choices
 from tandem.router.openai.event_stream import EventStream, explanation
 from tandem.router.openai.planned_answer import FinishedChoice, PlannedAnswer
 from tandem.router.streams import Stream
-from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.traced_answer import TracedAnswer
+from tandem.text.tokenizer import Tokenizer
 
 __all__ = ["answer_request"]
 

@@ -12,19 +12,19 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import RequestError
 from tandem.router.openai.chat_template import TemplateTraits, template_traits
 from tandem.router.openai.tool_fields import RequestedTools
-from tandem.router.text.tokenizer import Tokenizer
-from tandem.router.tool_calls.detection import detect_reasoning_format, detect_tool_format
-from tandem.router.tool_calls.formats import TOOL_FORMATS, ToolFormat
-from tandem.router.tool_calls.grammar import tool_call_grammar
-from tandem.router.tool_calls.parser import AnswerParser
-from tandem.router.tool_calls.prompt import (
+from tandem.text.tokenizer import Tokenizer
+from tandem.text.tool_calls.detection import detect_reasoning_format, detect_tool_format
+from tandem.text.tool_calls.formats import TOOL_FORMATS, ToolFormat
+from tandem.text.tool_calls.grammar import tool_call_grammar
+from tandem.text.tool_calls.parser import AnswerParser
+from tandem.text.tool_calls.prompt import (
     TEXT_FORMATS,
     with_calls_as_text,
     with_system_as_user,
     with_tools_as_text,
 )
-from tandem.router.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat
-from tandem.router.tool_calls.response_template import ResponseTemplateParser, load_template
+from tandem.text.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat
+from tandem.text.tool_calls.response_template import ResponseTemplateParser, load_template
 
 __all__ = ["AnswerFormats", "AnswerParsing", "ContinuedPart", "Parser", "choose_formats"]
 

@@ -44,9 +44,9 @@ from tandem.router.openai.serving_context import ServingContext
 from tandem.router.openai.tokenization import detokenize, tokenize
 from tandem.router.responses.routes import add_responses_routes
 from tandem.router.responses.store import LocalResponses, ResponseStore
-from tandem.router.structured_output.checker import GrammarChecker
-from tandem.router.text.tokenizer import Tokenizer, TokenizerPool
 from tandem.scheduling.admission.tenants import CacheScopes, Tenants
+from tandem.text.structured_output.checker import GrammarChecker
+from tandem.text.tokenizer import Tokenizer, TokenizerPool
 
 if TYPE_CHECKING:
     from tandem.router.tracing.tracing import Tracing

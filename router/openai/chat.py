@@ -27,7 +27,7 @@ from tandem.router.openai.request_limits import check_fields, check_grammar, che
 from tandem.router.openai.schema import ROLES, ChatMessage, ChatRequest, check_cache_salt
 from tandem.router.openai.serving_context import ServingContext, read_body
 from tandem.router.openai.tool_fields import RequestedTools, requested_tools
-from tandem.router.structured_output.constraint import Constraint
+from tandem.text.structured_output.constraint import Constraint
 
 __all__ = [
     "continued_part",

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.protocol.errors import RequestError
-from tandem.router.text.tokenizer import Tokenizer
-from tandem.router.tool_calls.detection import renders_calls, renders_tools
-from tandem.router.tool_calls.prompt import with_single_calls
+from tandem.text.tokenizer import Tokenizer
+from tandem.text.tool_calls.detection import renders_calls, renders_tools
+from tandem.text.tool_calls.prompt import with_single_calls
 
 __all__ = ["TemplateTraits", "template_traits"]
 

@@ -12,10 +12,10 @@ from tandem.protocol.messages import FinishReason, TokenLogprobs
 from tandem.router.backend import GenerateRequest, TokenDelta
 from tandem.router.openai.answer_formats import AnswerParsing, Parser
 from tandem.router.openai.logprobs import ScoredPrompt, TokenEntry, token_entry
-from tandem.router.text.stop_strings import StopMatcher, StopStrings
-from tandem.router.text.tokenizer import Tokenizer
-from tandem.router.tool_calls.events import Event, content_events, joined_events
-from tandem.router.tool_calls.parser import AnswerParser
+from tandem.text.stop_strings import StopMatcher, StopStrings
+from tandem.text.tokenizer import Tokenizer
+from tandem.text.tool_calls.events import Event, content_events, joined_events
+from tandem.text.tool_calls.parser import AnswerParser
 
 __all__ = ["ChoiceDelta", "ChoicePlan", "ChoiceText"]
 

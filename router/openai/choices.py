@@ -13,7 +13,7 @@ from tandem.router.http.metrics import RequestClock
 from tandem.router.openai.choice_text import ChoiceDelta, ChoicePlan, ChoiceText
 from tandem.router.openai.logprobs import ScoredPrompt
 from tandem.router.streams import DeltaQueue, Stream
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 
 __all__ = ["run_choices"]
 

@@ -20,8 +20,8 @@ from tandem.router.openai.request_limits import check_echo, check_fields, check_
 from tandem.router.openai.sampling import check_token_ids
 from tandem.router.openai.schema import CompletionRequest, check_cache_salt
 from tandem.router.openai.serving_context import ServingContext, read_body
-from tandem.router.text.token_lengths import PromptLimit
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.token_lengths import PromptLimit
+from tandem.text.tokenizer import Tokenizer
 
 __all__ = ["create_completion", "plan_completion", "tokenize_prompt"]
 

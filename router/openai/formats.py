@@ -14,7 +14,7 @@ from tandem.router.openai.legacy_functions import with_function_call
 from tandem.router.openai.logprobs import ScoredPrompt, TokenEntry, completion_logprobs
 from tandem.router.openai.message_parts import message, message_delta
 from tandem.router.openai.planned_answer import FinishedChoice, PlannedAnswer, TokensUsed
-from tandem.router.tool_calls.events import Event
+from tandem.text.tool_calls.events import Event
 
 __all__ = ["ChatFormat", "CompletionFormat"]
 

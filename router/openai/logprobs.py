@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import PromptLogprobs
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 
 __all__ = ["MIN_LOGPROB", "ScoredPrompt", "TokenEntry", "completion_logprobs", "token_entry"]
 

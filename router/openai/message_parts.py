@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from tandem.router.tool_calls.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
+from tandem.text.tool_calls.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 
 __all__ = ["message", "message_delta"]
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from tandem.router.openai.choice_text import ChoiceDelta, ChoicePlan
 from tandem.router.openai.logprobs import TokenEntry
-from tandem.router.tool_calls.events import Event, content_events
+from tandem.text.tool_calls.events import Event, content_events
 
 __all__ = ["AnswerEvents", "AnswerFormat", "FinishedChoice", "PlannedAnswer", "TokensUsed"]
 

@@ -12,7 +12,7 @@ from tandem.protocol.errors import ContextLengthExceeded, RequestError
 from tandem.protocol.sampling import MAX_COUNT, SamplingParams
 from tandem.router.openai.request_limits import check_stops
 from tandem.router.openai.schema import GenerationFields
-from tandem.router.text.stop_strings import StopStrings
+from tandem.text.stop_strings import StopStrings
 
 __all__ = [
     "UNKNOWN_CONTEXT_TOKENS",

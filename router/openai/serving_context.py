@@ -18,16 +18,17 @@ from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.request_options import key_use_of, tenant_of
 from tandem.router.http.text_work import work_on_text
 from tandem.router.openai.answer_formats import AnswerFormats
+from tandem.router.openai.constraint_fields import constraint_of
 from tandem.router.openai.other_fields import check_other_fields
 from tandem.router.openai.request_limits import check_grammar
 from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
 from tandem.router.openai.schema import GenerationFields
 from tandem.router.responses.store import ResponseStore
-from tandem.router.structured_output.checker import GrammarChecker
-from tandem.router.structured_output.constraint import Constraint, constraint_of
-from tandem.router.text.token_lengths import PromptLimit
-from tandem.router.text.tokenizer import Tokenizer, TokenizerPool
 from tandem.scheduling.admission.tenants import CacheScopes
+from tandem.text.structured_output.checker import GrammarChecker
+from tandem.text.structured_output.constraint import Constraint
+from tandem.text.token_lengths import PromptLimit
+from tandem.text.tokenizer import Tokenizer, TokenizerPool
 
 __all__ = ["ServingContext", "read_body"]
 

@@ -13,8 +13,8 @@ from msgspec import Meta
 
 from tandem.protocol.errors import RequestError, missing_parameter
 from tandem.router.http.ignored_fields import note_ignored
-from tandem.router.tool_calls.events import TOOL_NAME
-from tandem.router.tool_calls.formats import Tools
+from tandem.text.tool_calls.events import TOOL_NAME
+from tandem.text.tool_calls.formats import Tools
 
 __all__ = [
     "AllowedTools",

@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.router.responses.items import item_id, opaque_reasoning
 from tandem.router.responses.tools import CalledTool, ResponseTools, custom_input
-from tandem.router.tool_calls.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
+from tandem.text.tool_calls.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 
 __all__ = ["OutputItems"]
 

@@ -17,11 +17,11 @@ from prometheus_client import CollectorRegistry
 from tandem.protocol.config import RouterConfig
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.openai.app import create_app
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.browser.conftest import Windows
-from tests.router.conftest import build_tokenizer
 from tests.support.fake_backend import FakeBackend
 from tests.support.keys import api_keys_of
+from tests.support.toy_tokenizer import build_tokenizer
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(300)]
 

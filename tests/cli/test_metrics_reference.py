@@ -10,11 +10,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.cli.metrics_reference import exported_metrics, metrics_page
-from tandem.router.text.tokenizer import Tokenizer
-from tests.router.conftest import build_tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.engines_harness import routing, spec_of
 from tests.support.fake_backend import FakeBackend, make_client
 from tests.support.fake_openai import fake_openai
+from tests.support.toy_tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = {"Counter", "Gauge", "Histogram", "CounterMetricFamily", "GaugeMetricFamily", "HistogramMetricFamily"}

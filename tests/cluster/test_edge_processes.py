@@ -35,13 +35,13 @@ from tandem.router.keys.key_file import KeyFile
 from tandem.router.keys.store import create_key, revoke_key
 from tandem.router.processes.backend_service import BackendService
 from tandem.router.processes.hub import EdgeHub
-from tandem.router.text.tokenizer import Tokenizer
 from tandem.scheduling.admission.key_limits import KeyLimits
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
-from tests.router.conftest import build_tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.certificates import DAY, Authority
 from tests.support.fake_backend import FakeBackend
 from tests.support.keys import api_keys_of, make_key_file, stored_key
+from tests.support.toy_tokenizer import build_tokenizer
 from tests.support.waiting import eventually
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}

@@ -20,10 +20,10 @@ from tandem.protocol.config import RouterConfig
 from tandem.router.http.server import http_server
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.openai.app import create_app
-from tandem.router.text.tokenizer import Tokenizer
 from tandem.runtime.signals import StopSignals
-from tests.router.conftest import build_tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_worker import fake_cluster, first_token, one_token
+from tests.support.toy_tokenizer import build_tokenizer
 from tests.support.waiting import eventually
 
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tandem.protocol.config import cache_folder
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.cluster_harness import Oracle
 from tests.support.ray_nodes import JOIN, RayNode
 from tests.support.server import HTTP, START_S, Server, started

@@ -9,9 +9,9 @@ import pytest
 
 from tandem.engine.number_tokens import MAX_NUMBER_CHARS
 from tandem.engine.structured_output import GrammarMatcher, StructuredOutput
-from tandem.router.structured_output.compile_process import make_grammar
-from tandem.router.text.tokenizer import Tokenizer
-from tests.router.conftest import build_tokenizer
+from tandem.text.structured_output.compile_process import make_grammar
+from tandem.text.tokenizer import Tokenizer
+from tests.support.toy_tokenizer import build_tokenizer
 
 END = 263  # </s>
 LONG = "1" * MAX_NUMBER_CHARS

@@ -24,7 +24,7 @@ from tandem.router.keys import key_file as key_file_module
 from tandem.router.keys.key_file import KeyFile
 from tandem.router.keys.store import create_key, revoke_key, write_keys
 from tandem.router.openai.app import create_app
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.engines_harness import routing, spec_of
 from tests.support.fake_backend import FakeBackend
 from tests.support.fake_openai import fake_openai

@@ -23,8 +23,8 @@ from tandem.router.http.server import http_server
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.keys.limiter import LocalLimiter
 from tandem.router.openai.app import create_app
-from tandem.router.text.tokenizer import Tokenizer
 from tandem.scheduling.admission.key_limits import KeyLimits
+from tandem.text.tokenizer import Tokenizer
 from tests.support.engines_harness import routing, spec_of
 from tests.support.fake_backend import FakeBackend, RawClient, Step, make_app
 from tests.support.fake_openai import FakeServer, fake_openai

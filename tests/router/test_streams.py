@@ -17,8 +17,8 @@ from tandem.router.http.metrics import EdgeMetrics, RequestClock
 from tandem.router.openai.choice_text import ChoiceDelta, ChoicePlan
 from tandem.router.openai.choices import run_choices
 from tandem.router.streams import DeltaQueue, QueueStream, Stream
-from tandem.router.text.stop_strings import StopStrings
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.stop_strings import StopStrings
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend
 
 END = -1

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.router.conftest import build_tokenizer
+from tests.support.toy_tokenizer import build_tokenizer
 
 TOKENIZER = """
 from tandem.runtime.no_torch import keep_torch_out
 keep_torch_out()
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 tokenizer = Tokenizer(FOLDER)
 assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}], {}, "")) == "<s><user>hi"
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.router.conftest import build_tokenizer
+from tests.support.toy_tokenizer import build_tokenizer
 
 VOCAB_SIZE = 256
 MAX_MODEL_LEN = 512

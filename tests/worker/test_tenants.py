@@ -21,8 +21,8 @@ from tandem.router.openai.app import create_app
 from tandem.router.processes.backend_service import BackendService
 from tandem.router.processes.hub import EdgeHub
 from tandem.router.processes.remote_backend import RemoteBackend
-from tandem.router.text.tokenizer import Tokenizer
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
+from tandem.text.tokenizer import Tokenizer
 from tests.support.cluster_harness import running_cluster
 from tests.support.keys import api_keys_of
 from tests.support.tiny_llama import save_tiny_text_model

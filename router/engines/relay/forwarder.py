@@ -35,8 +35,8 @@ from tandem.router.http.sessions import conversation_named
 from tandem.router.http.text_work import work_on_text
 from tandem.router.http.wrong_value import shown
 from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
-from tandem.router.text.tokenizer import TokenizerPool
 from tandem.scheduling.admission.tenants import CacheScopes
+from tandem.text.tokenizer import TokenizerPool
 
 __all__ = ["Forwarder", "read_object"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from tandem.router.engines.relay.sse import PORTION_BYTES, end_of_event, split_events
 from tandem.router.engines.relay.stream_ledger import StreamLedger, body_of
-from tandem.router.text.stop_strings import StopMatcher, StopStrings
+from tandem.text.stop_strings import StopMatcher, StopStrings
 
 __all__ = ["CannotContinue", "ContinuedStream", "Joint", "find_joint"]
 

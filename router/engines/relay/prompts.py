@@ -22,8 +22,8 @@ from tandem.router.http.wrong_value import shown
 from tandem.router.openai.chat import template_messages, template_options
 from tandem.router.openai.request_limits import check_messages
 from tandem.router.openai.schema import ChatRequest, check_cache_salt
-from tandem.router.text.token_lengths import PromptLimit
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.token_lengths import PromptLimit
+from tandem.text.tokenizer import Tokenizer
 
 __all__ = [
     "ByteTokenReader",

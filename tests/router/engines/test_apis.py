@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tandem.protocol.digest import EVERYONE
 from tandem.router.engines.relay.apis import APIS
 from tandem.router.engines.relay.prompts import ByteTokenReader, TokenReader
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 
 WORDS = [
     *("type", "role", "content", "text", "name", "arguments", "call_id", "output", "summary", "id", "tool_use_id"),

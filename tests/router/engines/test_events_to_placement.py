@@ -13,7 +13,7 @@ from zmq.asyncio import Context
 from tandem.protocol.digest import EVERYONE
 from tandem.router.engines.relay.prompt_forms import chat_form
 from tandem.router.engines.relay.prompts import ByteTokenReader, TokenReader
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of
 from tests.support.fake_openai import FakeServer
 from tests.support.kv_event_publisher import IDS, Publisher, removed, stored

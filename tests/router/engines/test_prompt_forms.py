@@ -17,7 +17,7 @@ from tandem.router.engines.relay.prompt_forms import (
     responses_form,
 )
 from tandem.router.engines.relay.prompts import MEDIA_TOKENS, ByteTokenReader, TokenReader
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 
 SYSTEM = {"role": "system", "content": "be kind"}
 USER = {"role": "user", "content": "hello"}

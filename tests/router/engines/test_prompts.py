@@ -8,7 +8,7 @@ from tandem.protocol.digest import EVERYONE
 from tandem.router.engines.relay.apis import CHAT
 from tandem.router.engines.relay.prompt_forms import chat_form
 from tandem.router.engines.relay.prompts import ByteTokenReader, PromptReader, ReadPrompt, TokenReader
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 
 
 def read(reader: PromptReader, body: dict[str, Any], max_tokens: int = 1000) -> list[int]:

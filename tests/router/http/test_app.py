@@ -17,7 +17,7 @@ from tandem.protocol.errors import NoWorker
 from tandem.router.http.app import RouterApp
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.request_options import tenant_of
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing
 from tests.support.keys import api_keys_of
 

@@ -23,7 +23,7 @@ from tandem.router.http.app import RouterApp
 from tandem.router.http.json_body import read_json
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.engines_harness import completion, routing, spec_of
 from tests.support.fake_backend import FakeBackend, make_client
 from tests.support.fake_openai import fake_openai

@@ -23,17 +23,17 @@ from tandem.router.http.exposition import CLASSIC, OPENMETRICS, as_openmetrics, 
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.vllm_names import VLLM_SOURCES
 from tandem.router.openai.app import create_app
-from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.workers.metrics import LoadCollector, WorkerCollector
 from tandem.scheduling.admission.stats import TenantStats
 from tandem.scheduling.admission.work import Work
 from tandem.scheduling.workers.registry import Registry
-from tests.router.conftest import build_tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.builders import add_ready, make_card
 from tests.support.engines_harness import completion, routing, routing_by_hub, spec_of
 from tests.support.fake_backend import FakeBackend, make_client
 from tests.support.fake_openai import MODEL, fake_openai
 from tests.support.keys import api_keys_of
+from tests.support.toy_tokenizer import build_tokenizer
 
 PLAIN, WITH_NAMES = RouterConfig(), RouterConfig(vllm_metric_names=True)
 PROMETHEUS_3 = (

@@ -25,10 +25,10 @@ from tandem.router.openai.app import create_app
 from tandem.router.openai.operations import SERVE_OPERATIONS
 from tandem.router.openai.other_fields import UNSERVED
 from tandem.router.openai.schema import EXACTLY_ONE
-from tandem.router.text.tokenizer import Tokenizer
-from tests.router.conftest import build_tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing, make_app
 from tests.support.keys import api_keys_of
+from tests.support.toy_tokenizer import build_tokenizer
 
 PAGE = Path(__file__).resolve().parents[3] / "router" / "http" / "static"
 APPS = {"serve": serve_app(), "route": route_app()}

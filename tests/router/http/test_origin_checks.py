@@ -6,7 +6,7 @@ import pytest
 
 from tandem.protocol.config import RouterConfig
 from tandem.router.http.origin_checks import CallerNotAllowed, check_host_and_origin, hosts_allowed
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing
 
 COMPLETIONS = "/v1/completions"

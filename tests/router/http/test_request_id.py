@@ -17,7 +17,7 @@ from tandem.router.http.authentication import Authenticator
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.middleware import EdgeMiddleware, MiddlewareSettings
 from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing, make_app, make_client
 
 OURS = re.compile(r"req-[0-9a-f]{32}")

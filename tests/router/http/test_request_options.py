@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from tandem.protocol.errors import DeadlineUnmet
-from tandem.router.text.tokenizer import Tokenizer
 from tandem.scheduling.request import ServiceClass
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing, events, make_app
 
 CHAT, COMPLETIONS, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/route/explain"

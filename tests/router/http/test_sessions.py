@@ -8,7 +8,7 @@ import pytest
 
 from tandem.router.http.ignored_fields import begin_ignored
 from tandem.router.http.sessions import MAX_CONVERSATION_ID_CHARS, SESSION_HEADERS, conversation_named
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing
 
 BODIES: dict[str, dict[str, Any]] = {

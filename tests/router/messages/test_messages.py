@@ -16,10 +16,10 @@ from tandem.protocol.digest import cache_scope
 from tandem.protocol.errors import NoWorker, WorkerError
 from tandem.router.messages.context_edits import CLEARED
 from tandem.router.openai.app import create_app
-from tandem.router.text.tokenizer import Tokenizer
-from tests.router.conftest import build_tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing, make_app
 from tests.support.keys import api_keys_of
+from tests.support.toy_tokenizer import build_tokenizer
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 USER = {"role": "user", "content": "hi"}

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from tandem.protocol.errors import NoWorker, Overloaded, TransferTimeout, WorkerError, WorkerTimeout
 from tandem.protocol.messages import FinishReason
 from tandem.router.backend import TokenDelta
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, RawClient, closing, events, make_app
 from tests.support.waiting import eventually
 

@@ -9,7 +9,7 @@ from tandem.protocol.digest import EVERYONE, cache_scope
 from tandem.protocol.errors import PinQuotaExceeded
 from tandem.protocol.messages import Prefetch
 from tandem.router.backend import PinRequest, PinState
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing
 
 PIN = "/v1/cache/pin"

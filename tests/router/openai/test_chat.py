@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tandem.protocol.digest import cache_scope
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing, events, make_app
 
 CHAT = "/v1/chat/completions"

@@ -13,7 +13,7 @@ from tandem.router.http.metrics import EdgeMetrics, RequestClock
 from tandem.router.openai.choice_text import ChoiceDelta, ChoicePlan
 from tandem.router.openai.choices import MAX_QUEUED_DELTAS, run_choices
 from tandem.router.streams import Stream
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, Step
 
 NUM_CHOICES = 3

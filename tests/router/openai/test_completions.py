@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing, events, make_app
 
 COMPLETIONS = "/v1/completions"

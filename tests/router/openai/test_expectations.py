@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tandem.router.backend import GenerateRequest, TokenDelta
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, Step, closing, events
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -10,9 +10,9 @@ import pytest
 from tandem.protocol.messages import TokenLogprobs
 from tandem.router.backend import GenerateRequest, TokenDelta
 from tandem.router.openai import other_fields
-from tandem.router.text.tokenizer import Tokenizer
-from tests.router.conftest import build_tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, Step, closing, events
+from tests.support.toy_tokenizer import build_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODIES: dict[str, dict[str, Any]] = {

@@ -30,7 +30,7 @@ from tandem.router.openai.schema import (
     UnpinFields,
 )
 from tandem.router.responses.schema import ResponsesRequest
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing
 
 # What each client library declares for a body.

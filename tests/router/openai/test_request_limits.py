@@ -12,8 +12,8 @@ import pytest
 from tandem.router.http.decoding import LARGE_BODY_BYTES, decode_body
 from tandem.router.openai import request_limits
 from tandem.router.openai.schema import CompletionRequest
-from tandem.router.text.stop_strings import StopStrings
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.stop_strings import StopStrings
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing
 
 CHAT = "/v1/chat/completions"

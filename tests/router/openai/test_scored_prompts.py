@@ -11,7 +11,7 @@ from tandem.protocol.messages import PromptLogprobs
 from tandem.router.backend import TokenDelta
 from tandem.router.openai import logprobs
 from tandem.router.openai.logprobs import ScoredPrompt
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing, events
 
 COMPLETIONS = "/v1/completions"

@@ -13,11 +13,11 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import FinishReason
 from tandem.router.backend import GenerateRequest, TokenDelta
-from tandem.router.text.tokenizer import Tokenizer
-from tandem.router.tool_calls.formats import TOOL_FORMATS
-from tandem.router.tool_calls.reasoning import REASONING_FORMATS
-from tests.router.conftest import build_tokenizer
+from tandem.text.tokenizer import Tokenizer
+from tandem.text.tool_calls.formats import TOOL_FORMATS
+from tandem.text.tool_calls.reasoning import REASONING_FORMATS
 from tests.support.fake_backend import FakeBackend, Step, closing, events, make_app
+from tests.support.toy_tokenizer import build_tokenizer
 
 CHAT = "/v1/chat/completions"
 ROLES = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from tandem.router.backend import GenerateRequest
-from tandem.router.text.tokenizer import Tokenizer
-from tests.router.conftest import build_tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, Step, closing
+from tests.support.toy_tokenizer import build_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 ROLES = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"

@@ -41,7 +41,7 @@ from tandem.router.processes.hub_client import HubClient
 from tandem.router.processes.remote_backend import RemoteBackend
 from tandem.router.responses.store import LocalResponses
 from tandem.router.streams import Stream
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, events
 from tests.support.hub_relay import HubRelay
 from tests.support.raw_edge import RawEdge

@@ -22,8 +22,8 @@ from tandem.router.openai.app import create_app
 from tandem.router.processes.backend_service import BackendService
 from tandem.router.processes.hub import EdgeHub
 from tandem.router.processes.remote_backend import RemoteBackend
-from tandem.router.text.tokenizer import Tokenizer
 from tandem.scheduling.admission.key_limits import KeyLimits
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend
 from tests.support.keys import stored_key
 from tests.support.waiting import eventually

@@ -9,9 +9,9 @@ import httpx
 import openai
 import pytest
 
-from tandem.router.text.tokenizer import Tokenizer
-from tests.router.conftest import build_tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing, make_app
+from tests.support.toy_tokenizer import build_tokenizer
 
 PATH = "/v1/responses"
 CALL = 'I look.<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRat
 from opentelemetry.trace import SpanKind, StatusCode
 
 from tandem.protocol.errors import WorkerError
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, RawClient, make_app
 from tests.support.tracing import CLIENT_SPAN, CLIENT_TRACE, TRACEPARENT, KeptSpans
 from tests.support.waiting import eventually
