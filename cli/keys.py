@@ -24,7 +24,8 @@ from tandem.router.audit_log import append_line, audit_line, check_audit_log
 from tandem.router.keys.api_key import MAX_NAME_CHARS, OPERATOR, ApiKey
 from tandem.router.keys.store import create_key, read_keys, revoke_key
 from tandem.scheduling.admission.key_limits import MAX_LIMIT, KeyLimits
-from tandem.scheduling.admission.tenants import DEFAULT_TENANT, TENANT_NAME
+from tandem.scheduling.admission.tenants import TENANT_NAME
+from tandem.scheduling.request import DEFAULT_TENANT
 
 __all__ = ["app"]
 

@@ -17,9 +17,9 @@ from tandem.router.http.tls import TlsMetrics
 from tandem.router.http.vllm_names import VLLM_SOURCES
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.keys.metrics import KeyCollector
-from tandem.router.tracing.export import SpanExport
 from tandem.router.workers.metrics import CacheSizingCollector, LoadCollector, MoveCollector, WorkerCollector
 from tandem.router.workers.pin_metrics import PinCollector
+from tandem.runtime.tracing.export import SpanExport
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.workers.registry import Registry
 

@@ -27,8 +27,8 @@ from tandem.router.audit_log import check_audit_log
 from tandem.router.http.listening import listening
 from tandem.router.http.tls import check_server_tls
 from tandem.router.keys.key_file import KeyFile
-from tandem.router.tracing.setup import check_tracing
 from tandem.runtime.status_console import StatusConsole
+from tandem.runtime.tracing.setup import check_tracing
 from tandem.scheduling.admission.tenants import load_tenants
 from tandem.worker.kv.tier_check import check_tiers
 

@@ -1,6 +1,6 @@
 """One edge process: answers HTTP and asks the hub. `cluster/edge_processes.py` starts it as `python -m` of this module.
 
-It is a child as `cluster/processes.py` describes, and ends with its parent.
+It is a child as `runtime/process_group.py` describes, and ends with its parent.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import uvloop
 
-from tandem.cluster.processes import ParentPipe
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.errors import ServingError
 from tandem.router.http.listening import listening
-from tandem.router.tracing.setup import begin_tracing, close_tracing, tracing_of
 from tandem.runtime.log_format import show_warnings
 from tandem.runtime.no_torch import keep_torch_out
+from tandem.runtime.process_group import ParentPipe
+from tandem.runtime.tracing.setup import begin_tracing, close_tracing, tracing_of
 from tandem.scheduling.admission.tenants import Tenants
 
 if TYPE_CHECKING:

@@ -25,14 +25,14 @@ from tandem.router.http.server import http_server
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.keys.metrics import KeyCollector
 from tandem.router.processes.dispatch_service import DispatchService, EngineNews
-from tandem.router.tracing.setup import tracing_of
+from tandem.runtime.tracing.setup import tracing_of
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 
 if TYPE_CHECKING:
-    from tandem.router.tracing.export import SpanExport
+    from tandem.runtime.tracing.export import SpanExport
 
 __all__ = ["RouterSetup", "make_fleet", "serve_engines_http", "show_num_processes"]
 

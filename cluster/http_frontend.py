@@ -30,7 +30,7 @@ from tandem.scheduling.workers.registry import Registry
 from tandem.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from tandem.router.tracing.tracing import Tracing
+    from tandem.runtime.tracing.tracing import Tracing
 
 __all__ = ["metrics_of", "serve_http"]
 

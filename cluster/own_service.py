@@ -16,10 +16,10 @@ from tandem.cluster.worker_layout import worker_configs
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.settings import changed_settings
 from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.tracing.setup import begin_tracing, close_tracing, tracing_of
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
 from tandem.runtime.background import BackgroundTasks
+from tandem.runtime.tracing.setup import begin_tracing, close_tracing, tracing_of
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel

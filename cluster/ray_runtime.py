@@ -25,10 +25,10 @@ from ray._private import worker as ray_worker
 from ray.exceptions import AuthenticationError
 from ray.job_config import JobConfig
 
-from tandem.cluster.cleanup import RAY_FOLDER
 from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.process import ProcessId, has_ended, process_of
+from tandem.runtime.cleanup import RAY_FOLDER
 from tandem.runtime.daemon_threads import in_daemon_thread
 from tandem.runtime.signals import defer_stop, ignore_keyboard_interrupt
 

@@ -17,12 +17,12 @@ from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
 from tandem.router.http.listening import listening
 from tandem.router.http.tls import scheme_of
 from tandem.router.keys.key_file import KeyFile
-from tandem.router.tracing.setup import begin_tracing, closing_tracing, tracing_of
 from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.log_format import show_warnings
 from tandem.runtime.ports import bracketed
 from tandem.runtime.signals import stop_signals, wait_for_any
 from tandem.runtime.status_console import StatusConsole
+from tandem.runtime.tracing.setup import begin_tracing, closing_tracing, tracing_of
 
 __all__ = ["serve_engines"]
 

@@ -19,7 +19,6 @@ import uvloop
 from rich.console import Console
 from rich.markup import escape
 
-from tandem.cluster.cleanup import private_run
 from tandem.cluster.engines.layout import parallelism_of
 from tandem.cluster.engines.service import EngineService
 from tandem.cluster.frontend import HttpFrontend, stop_serving
@@ -33,6 +32,7 @@ from tandem.router.http.listening import listening
 from tandem.router.http.tls import scheme_of
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.keys.key_file import KeyFile
+from tandem.runtime.cleanup import private_run
 from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.log_format import show_warnings
 from tandem.runtime.ports import bracketed

@@ -17,10 +17,10 @@ import msgspec
 from tandem.engine.device import Mark
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence
-from tandem.kv_transfer.checksum import strip_checksum, wrong_blocks
 from tandem.kv_transfer.leases import Lease, LeaseReceived, LeaseReleased, LeaseTable
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.base import Notification
+from tandem.kv_transfer.transport.checksum import strip_checksum, wrong_blocks
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.digest import extend_digests
 from tandem.protocol.errors import PeerLost, TransferError, TransferTimeout

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from tandem.engine.engine import Engine
-from tandem.kv_transfer.checksum import CHECKED_SHARE, append_checksum, block_checksums
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.outgoing_handoff import BlockWrite
 from tandem.kv_transfer.transport.base import Transfer, TransferState, Transport
+from tandem.kv_transfer.transport.checksum import CHECKED_SHARE, append_checksum, block_checksums
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.errors import PeerLost, TransferError
 from tandem.protocol.messages import ChunkArrived, LinkLoad, PeerAddress, encode_message

@@ -14,8 +14,7 @@ from tandem.protocol.digest import CacheScope
 from tandem.protocol.messages import FinishReason, Prefetch, PromptLogprobs, Role, TokenLogprobs
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.streams import Stream
-from tandem.scheduling.admission.tenants import DEFAULT_TENANT
-from tandem.scheduling.request import DEFAULT_CLASS, ServiceClass
+from tandem.scheduling.request import DEFAULT_CLASS, DEFAULT_TENANT, ServiceClass
 
 __all__ = ["Backend", "GenerateRequest", "PinRequest", "PinState", "Pins", "TokenDelta", "WorkerManager"]
 

@@ -8,9 +8,18 @@ from typing import Protocol
 import msgspec
 
 from tandem.protocol.messages import WorkerCard
-from tandem.scheduling.admission.tenants import DEFAULT_TENANT
 
-__all__ = ["DEFAULT_CLASS", "NO_DIGESTS", "CommonDigests", "PlacementRequest", "PromptDigests", "ServiceClass"]
+__all__ = [
+    "DEFAULT_CLASS",
+    "DEFAULT_TENANT",
+    "NO_DIGESTS",
+    "CommonDigests",
+    "PlacementRequest",
+    "PromptDigests",
+    "ServiceClass",
+]
+
+DEFAULT_TENANT = "default"  # the tenant of requests that name none
 
 
 class ServiceClass(msgspec.Struct, frozen=True, array_like=True):

@@ -1,7 +1,7 @@
 """The Ray actor around one engine server: starts it, watches it, and ends its whole process tree.
 
 However the actor ends, nothing of the server is left: its processes carry a mark, and a guard process that outlives the
-actor ends all that have it (`cluster/cleanup.py`).
+actor ends all that have it (`runtime/cleanup.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 
 import ray
 
-from tandem.cluster.cleanup import private_run
 from tandem.cluster.engines.dialect import dialect_of
 from tandem.cluster.engines.process import ServerProcess
 from tandem.cluster.engines.server import EngineServer, Sockets
@@ -26,6 +25,7 @@ from tandem.cluster.owned_actor import WATCH_S, OwnedActor, WatchNews
 from tandem.cluster.ownership import Tenure
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import Role
+from tandem.runtime.cleanup import private_run
 from tandem.runtime.log_format import show_warnings
 from tandem.runtime.ports import bracketed, free_ports
 

@@ -18,7 +18,7 @@ from tandem.protocol.settings import changed_settings
 from tandem.router.engines.config import FleetFile
 from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
 from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.tracing.setup import begin_tracing, close_tracing, tracing_of
+from tandem.runtime.tracing.setup import begin_tracing, close_tracing, tracing_of
 from tandem.scheduling.admission.tenants import Tenants
 
 __all__ = ["EngineService"]

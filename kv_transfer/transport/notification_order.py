@@ -12,8 +12,8 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tandem.kv_transfer.checksum import append_checksum, strip_checksum
 from tandem.kv_transfer.transport.base import Notification
+from tandem.kv_transfer.transport.checksum import append_checksum, strip_checksum
 
 __all__ = [
     "HEADER_BYTES",

@@ -42,7 +42,7 @@ from tandem.scheduling.admission.tenants import CacheScopes, Tenants
 from tandem.text.tokenizer import TokenizerPool
 
 if TYPE_CHECKING:
-    from tandem.router.tracing.tracing import Tracing
+    from tandem.runtime.tracing.tracing import Tracing
 
 __all__ = ["create_engines_app"]
 

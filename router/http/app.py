@@ -31,7 +31,7 @@ from tandem.router.keys.api_keys import ApiKeys
 from tandem.runtime.background import BackgroundTasks
 
 if TYPE_CHECKING:
-    from tandem.router.tracing.tracing import Tracing
+    from tandem.runtime.tracing.tracing import Tracing
 
 __all__ = ["RouterApp", "is_head", "json_response"]
 

@@ -38,7 +38,7 @@ from tandem.router.keys.api_key import ApiKey
 from tandem.router.keys.limiter import KeyUse
 
 if TYPE_CHECKING:
-    from tandem.router.tracing.tracing import LiveSpan, Tracing
+    from tandem.runtime.tracing.tracing import LiveSpan, Tracing
 
 __all__ = ["EdgeMiddleware", "MiddlewareSettings"]
 

@@ -12,12 +12,12 @@ from tandem.protocol.errors import RequestError, ServingError
 from tandem.router.http.request_id import RequestId, request_id_of
 from tandem.router.keys.api_key import ApiKey
 from tandem.router.keys.limiter import KeyUse
-from tandem.router.tracing.client_context import client_trace_headers
-from tandem.scheduling.admission.tenants import DEFAULT_TENANT, TENANT_NAME
-from tandem.scheduling.request import DEFAULT_CLASS, ServiceClass
+from tandem.runtime.tracing.client_context import client_trace_headers
+from tandem.scheduling.admission.tenants import TENANT_NAME
+from tandem.scheduling.request import DEFAULT_CLASS, DEFAULT_TENANT, ServiceClass
 
 if TYPE_CHECKING:
-    from tandem.router.tracing.tracing import LiveSpan
+    from tandem.runtime.tracing.tracing import LiveSpan
 
 __all__ = [
     "EXPLAIN_HEADER",

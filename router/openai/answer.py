@@ -20,8 +20,8 @@ from tandem.router.openai.choice_text import ChoiceDelta
 from tandem.router.openai.choices import run_choices
 from tandem.router.openai.event_stream import EventStream, explanation
 from tandem.router.openai.planned_answer import FinishedChoice, PlannedAnswer
+from tandem.router.openai.traced_answer import TracedAnswer
 from tandem.router.streams import Stream
-from tandem.router.tracing.traced_answer import TracedAnswer
 from tandem.text.tokenizer import Tokenizer
 
 __all__ = ["answer_request"]

@@ -49,7 +49,7 @@ from tandem.text.structured_output.checker import GrammarChecker
 from tandem.text.tokenizer import Tokenizer, TokenizerPool
 
 if TYPE_CHECKING:
-    from tandem.router.tracing.tracing import Tracing
+    from tandem.runtime.tracing.tracing import Tracing
 
 __all__ = ["create_app"]
 

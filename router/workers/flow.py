@@ -38,7 +38,7 @@ from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import WorkerChange
 
 if TYPE_CHECKING:
-    from tandem.router.tracing.tracing import Tracing
+    from tandem.runtime.tracing.tracing import Tracing
 
 __all__ = ["RequestFlow"]
 

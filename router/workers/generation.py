@@ -25,11 +25,11 @@ from tandem.router.admission_queue import AdmissionQueue, AdmittedRequest
 from tandem.router.backend import GenerateRequest, TokenDelta
 from tandem.router.poisoned_requests import MAX_DEATHS, PoisonedRequests
 from tandem.router.streams import DeltaQueue, QueueStream
-from tandem.router.tracing.generation_trace import GenerationTrace
 from tandem.router.workers.attempt import Attempt
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.copy_ahead import copy_ahead, copy_kv, is_worthwhile
 from tandem.router.workers.departure import Departure, LeavesWorkers
+from tandem.router.workers.generation_trace import GenerationTrace
 from tandem.router.workers.link import Stopped
 from tandem.router.workers.move_log import MoveLog
 from tandem.router.workers.pin_ledger import PinOwner
@@ -45,7 +45,7 @@ from tandem.scheduling.workers.bookings import Booking
 from tandem.scheduling.workers.workers import RegisteredWorker, can_decode
 
 if TYPE_CHECKING:
-    from tandem.router.tracing.tracing import Tracing
+    from tandem.runtime.tracing.tracing import Tracing
 
 __all__ = ["Generation", "GenerationContext"]
 

@@ -30,11 +30,11 @@ from tandem.scheduling.admission.stats import AdmissionStats, TenantStats
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.admission.work import NO_WORK, Work
 from tandem.scheduling.admission.worker_room import WorkerRoom
-from tandem.scheduling.autoscaling.demand import DemandMeter
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.placement import Held, Placement
 from tandem.scheduling.placement.placer import Placer
 from tandem.scheduling.request import PlacementRequest, PromptDigests, ServiceClass
+from tandem.scheduling.workers.demand import DemandMeter
 from tandem.scheduling.workers.worker_table import Workers
 
 __all__ = ["Admission", "Dispatch", "Drop"]

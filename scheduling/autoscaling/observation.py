@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tandem.protocol.messages import Role, WorkerState
-from tandem.scheduling.autoscaling.demand import Demand
 from tandem.scheduling.autoscaling.prediction import Backlog, Capacity
 from tandem.scheduling.cost_model import CostModel, StepCosts
+from tandem.scheduling.workers.demand import Demand
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import RegisteredWorker
 

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from tandem.scheduling.autoscaling.burstiness import Burstiness
-from tandem.scheduling.autoscaling.demand import Bucket
 from tandem.scheduling.autoscaling.traffic import Traffic
 from tandem.scheduling.autoscaling.waits import Queue
 from tandem.scheduling.cost_model import StepCosts, prefill_attention
+from tandem.scheduling.workers.demand import Bucket
 
 __all__ = ["LOST_S", "Backlog", "Capacity", "Pools", "Prediction", "Sizing", "predict"]
 

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from tandem.scheduling.autoscaling.burstiness import Burstiness
-from tandem.scheduling.autoscaling.demand import NUM_BUCKETS, Bucket, Demand
+from tandem.scheduling.workers.demand import NUM_BUCKETS, Bucket, Demand
 
 __all__ = ["Traffic"]
 

@@ -24,8 +24,8 @@ from tandem.protocol.messages import (
     WorkerPriority,
     WorkerState,
 )
-from tandem.scheduling.autoscaling.demand import DemandMeter
 from tandem.scheduling.workers.bookings import Booking
+from tandem.scheduling.workers.demand import DemandMeter
 from tandem.scheduling.workers.load import RequestLoad
 from tandem.scheduling.workers.worker_table import WorkerTable
 from tandem.scheduling.workers.workers import RegisteredWorker, WorkerChange

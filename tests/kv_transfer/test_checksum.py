@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.kv_transfer import checksum
-from tandem.kv_transfer.checksum import block_checksums, wrong_blocks
+from tandem.kv_transfer.transport import checksum
+from tandem.kv_transfer.transport.checksum import block_checksums, wrong_blocks
 
 
 def device_checksums(pool: Tensor, block_ids: list[int]) -> list[bytes]:

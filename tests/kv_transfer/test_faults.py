@@ -15,10 +15,10 @@ import torch
 
 from tandem.decode_worker.role import DecodeRole
 from tandem.engine.engine import Engine
-from tandem.kv_transfer.checksum import append_checksum, block_checksums, strip_checksum, wrong_blocks
 from tandem.kv_transfer.links import LinkState, PeerLinks
 from tandem.kv_transfer.outbox import LeaseEnded, Outbox
 from tandem.kv_transfer.transport.base import Notification, TransferState
+from tandem.kv_transfer.transport.checksum import append_checksum, block_checksums, strip_checksum, wrong_blocks
 from tandem.kv_transfer.transport.faulty import FaultyTransport
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport
 from tandem.prefill_worker import block_writes

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role, StepStats, WorkerLoad, WorkerState
 from tandem.scheduling.autoscaling.autoscaler import decide
-from tandem.scheduling.autoscaling.demand import DemandMeter
 from tandem.scheduling.autoscaling.in_flight import AutoscalerState
 from tandem.scheduling.autoscaling.moves import Move, Reason, ScalingDecision
 from tandem.scheduling.autoscaling.observation import Fleet, Observation, WorkerView, observe, server_of
@@ -21,6 +20,7 @@ from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tandem.scheduling.autoscaling.prediction import Backlog, Capacity
 from tandem.scheduling.autoscaling.traffic import DAY_S, Traffic
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel, StepCosts
+from tandem.scheduling.workers.demand import DemandMeter
 from tandem.scheduling.workers.load import RequestLoad
 from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import add_ready, make_card

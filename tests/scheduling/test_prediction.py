@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from tandem.scheduling.autoscaling.demand import DemandMeter
 from tandem.scheduling.autoscaling.prediction import (
     Backlog,
     Capacity,
@@ -21,6 +20,7 @@ from tandem.scheduling.autoscaling.prediction import (
 )
 from tandem.scheduling.autoscaling.traffic import Traffic
 from tandem.scheduling.cost_model import StepCosts
+from tandem.scheduling.workers.demand import DemandMeter
 
 GPU = Capacity(StepCosts(19e-3, 0.14e-3, 0.0, 30e-6, 48e-9), step_tokens=8192, kv_tokens=320_000, num_seats=128)
 EVEN, UNEVEN = (12_000,), (2_000,) * 11 + (122_000,)  # of the same mean

@@ -29,7 +29,7 @@ from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.processes.dispatch_service import DispatchService, EngineNews
 from tandem.router.processes.hub import EdgeHub
 from tandem.router.processes.remote_dispatcher import RemoteDispatcher
-from tandem.router.tracing.tracing import Tracing
+from tandem.runtime.tracing.tracing import Tracing
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.prefix_index import PrefixIndex

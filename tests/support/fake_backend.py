@@ -21,7 +21,7 @@ from tandem.router.backend import GenerateRequest, PinRequest, PinState, TokenDe
 from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.openai.app import create_app
 from tandem.router.streams import Stream
-from tandem.router.tracing.tracing import Tracing
+from tandem.runtime.tracing.tracing import Tracing
 from tandem.text.tokenizer import Tokenizer
 from tests.support.dashboard_world import DashboardWorld
 from tests.support.streams import GeneratorStream

@@ -43,10 +43,10 @@ from tandem.protocol.messages import (
 )
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest, TokenDelta, WorkerManager
-from tandem.router.tracing.tracing import Tracing
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
 from tandem.runtime.curve import make_keys
+from tandem.runtime.tracing.tracing import Tracing
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel

@@ -16,8 +16,8 @@ from tandem.engine.block_pool import BlockPool
 from tandem.engine.device import HostStream
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Sequence
-from tandem.kv_transfer.checksum import append_checksum
 from tandem.kv_transfer.transport.base import Notification
+from tandem.kv_transfer.transport.checksum import append_checksum
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.messages import (
     ChunkArrived,

@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 
-from tandem.cluster.processes import ParentPipe
+from tandem.runtime.process_group import ParentPipe
 
 
 async def main() -> None:

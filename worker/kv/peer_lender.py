@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tandem.engine.device import Mark
 from tandem.engine.engine import Engine
-from tandem.kv_transfer.checksum import CHECKED_SHARE, block_checksums
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.tiers import TierRead
+from tandem.kv_transfer.transport.checksum import CHECKED_SHARE, block_checksums
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.messages import PeerAddress, ReadDone, ReadGrant, ReadRequest
 from tandem.worker.kv.cached_tier import CachedTier

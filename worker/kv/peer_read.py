@@ -32,9 +32,9 @@ from tandem.engine.device import Mark
 from tandem.engine.engine import Engine
 from tandem.engine.kv_pool import KvPool
 from tandem.engine.sequence import Sequence as EngineSequence
-from tandem.kv_transfer.checksum import wrong_blocks
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.base import Transfer, TransferState, Transport
+from tandem.kv_transfer.transport.checksum import wrong_blocks
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.errors import PeerLost, TransferError
 from tandem.protocol.messages import PeerAddress, ReadGrant

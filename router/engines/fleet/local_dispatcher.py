@@ -44,7 +44,7 @@ from tandem.router.engines.fleet.overview import fleet_overview
 from tandem.router.engines.fleet.queues import ModelQueue, Queues
 from tandem.router.engines.fleet.stored_answers import StoredAnswers
 from tandem.router.poisoned_requests import MAX_DEATHS, PoisonedRequests
-from tandem.router.tracing.generation_trace import admission_node, placement_node
+from tandem.router.workers.generation_trace import admission_node, placement_node
 from tandem.router.workers.metrics import LoadCollector, MoveCollector
 from tandem.router.workers.move_log import MoveLog
 from tandem.runtime.background import BackgroundTasks
@@ -52,7 +52,7 @@ from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.request import PlacementRequest
 
 if TYPE_CHECKING:
-    from tandem.router.tracing.tracing import Tracing
+    from tandem.runtime.tracing.tracing import Tracing
 
 __all__ = ["KEY_PREFIX", "LocalDispatcher", "LocalReservation"]
 

@@ -21,6 +21,7 @@ from tandem.router.engines.bounded_json import Outline
 from tandem.router.engines.dispatcher import EngineReservation, EngineTarget
 from tandem.router.engines.errors import AdapterGone, EngineBusy, EngineFailed, EngineTimeout
 from tandem.router.engines.relay.answers import error_text, parse_answer
+from tandem.router.engines.relay.attempt_trace import Loss, attempt_trace
 from tandem.router.engines.relay.client_request import ClientRequest
 from tandem.router.engines.relay.connections import EngineConnection, EngineConnections
 from tandem.router.engines.relay.engine_errors import engine_errors
@@ -31,7 +32,6 @@ from tandem.router.engines.relay.stream_relay import Rewrite, StreamRelay
 from tandem.router.engines.upstream import Reply
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.response_writer import ResponseWriter
-from tandem.router.tracing.attempt_trace import Loss, attempt_trace
 
 __all__ = ["EngineAttempt", "StreamMove"]
 

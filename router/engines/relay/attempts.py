@@ -22,6 +22,7 @@ from tandem.router.engines.errors import EngineBusy, EngineFailed
 from tandem.router.engines.relay.answers import parse_answer
 from tandem.router.engines.relay.apis import CHAT, COMPLETIONS
 from tandem.router.engines.relay.attempt import EngineAttempt, StreamMove
+from tandem.router.engines.relay.attempt_trace import Loss
 from tandem.router.engines.relay.client_request import ClientRequest
 from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.engines.relay.continuation import continued_body, obstacle, stops_of
@@ -30,7 +31,6 @@ from tandem.router.engines.relay.joint import CannotContinue, ContinuedStream, J
 from tandem.router.engines.relay.stream_ledger import StreamLedger
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.response_writer import ResponseWriter
-from tandem.router.tracing.attempt_trace import Loss
 
 __all__ = ["AttemptLimits", "Attempts"]
 

@@ -15,7 +15,7 @@ from tandem.router.http.sessions import CONVERSATION_HEADER
 from tandem.router.keys.limiter import KeyUse
 
 if TYPE_CHECKING:
-    from tandem.router.tracing.tracing import LiveSpan
+    from tandem.runtime.tracing.tracing import LiveSpan
 
 __all__ = ["ClientRequest"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from tandem.router.engines.dispatcher import EngineReservation
 from tandem.router.engines.relay.answers import as_count, as_dict
+from tandem.router.engines.relay.attempt_trace import AttemptTrace
 from tandem.router.engines.relay.client_request import ClientRequest
 from tandem.router.http.metrics import EdgeMetrics, RequestClock
-from tandem.router.tracing.attempt_trace import AttemptTrace
 
 __all__ = ["AttemptObserver"]
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from tandem.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tandem.router.tracing.export import SpanExport
-    from tandem.router.tracing.tracing import Tracing
+    from tandem.runtime.tracing.export import SpanExport
+    from tandem.runtime.tracing.tracing import Tracing
 
 __all__ = ["begin_tracing", "check_tracing", "close_tracing", "closing_tracing", "tracing_of"]
 
@@ -30,7 +30,7 @@ def begin_tracing(process: str, *, is_on: bool) -> SpanExport | None:
     if not is_on or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
     try:
-        from tandem.router.tracing.export import SpanExport
+        from tandem.runtime.tracing.export import SpanExport
     except ImportError as exc:
         raise ConfigError(f"--tracing needs the extra otel ({exc}): pip install 'tandem-serve[otel]'") from exc
     return SpanExport(process)

@@ -23,8 +23,8 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from tandem.router.tracing.client_context import client_trace_headers
-from tandem.router.tracing.span_node import Attributes, SpanNode, error_message, error_type
+from tandem.runtime.tracing.client_context import client_trace_headers
+from tandem.runtime.tracing.span_node import Attributes, SpanNode, error_message, error_type
 
 __all__ = ["LiveSpan", "Tracing"]
 

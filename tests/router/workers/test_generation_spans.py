@@ -13,7 +13,7 @@ from tandem.protocol.errors import ServingError
 from tandem.protocol.messages import Cancel, Decode, FinishReason, Generate, Message, Prefill, Role, SequenceDelta
 from tandem.protocol.timeline import Ages, Timeline
 from tandem.router.backend import GenerateRequest
-from tandem.router.tracing.itl import ItlSummary
+from tandem.runtime.tracing.itl import ItlSummary
 from tests.support.fake_worker import (
     FakeWorker,
     fails,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from tandem.router.tracing.span_node import Attributes
+from tandem.runtime.tracing.span_node import Attributes
 
 __all__ = ["ItlSummary"]
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tandem.router.streams import Stream
-from tandem.router.tracing.span_node import Attributes, SpanNode
+from tandem.runtime.tracing.span_node import Attributes, SpanNode
 
 if TYPE_CHECKING:
     from tandem.router.openai.choice_text import ChoiceDelta
     from tandem.router.openai.planned_answer import PlannedAnswer
-    from tandem.router.tracing.tracing import LiveSpan
+    from tandem.runtime.tracing.tracing import LiveSpan
 
 __all__ = ["TracedAnswer"]
 

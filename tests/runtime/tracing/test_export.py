@@ -10,9 +10,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tandem.protocol.errors import ConfigError
-from tandem.router.tracing.export import SpanExport
-from tandem.router.tracing.setup import begin_tracing, close_tracing, tracing_of
-from tandem.router.tracing.span_node import SpanNode
+from tandem.runtime.tracing.export import SpanExport
+from tandem.runtime.tracing.setup import begin_tracing, close_tracing, tracing_of
+from tandem.runtime.tracing.span_node import SpanNode
 from tests.support.collector import collecting
 from tests.support.engines_harness import dead_url
 from tests.support.tracing import CLIENT_SPAN, CLIENT_TRACE, TRACEPARENT
@@ -120,7 +120,7 @@ def test_a_variable_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     blocked: Any = None
-    monkeypatch.setitem(__import__("sys").modules, "tandem.router.tracing.export", blocked)
+    monkeypatch.setitem(__import__("sys").modules, "tandem.runtime.tracing.export", blocked)
     with pytest.raises(ConfigError, match=r"tandem-serve\[otel\]"):
         begin_tracing("router", is_on=True)
 

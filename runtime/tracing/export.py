@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from prometheus_client import CollectorRegistry, Counter
 
 from tandem.protocol.errors import ConfigError
-from tandem.router.tracing.tracing import Tracing
+from tandem.runtime.tracing.tracing import Tracing
 
 __all__ = ["SpanExport"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.cluster.cleanup import clean_up, private_run
+from tandem.runtime.cleanup import clean_up, private_run
 from tests.support.waiting import until
 
 DEADLINE_S = 20.0
@@ -21,7 +21,7 @@ SLEEP = "import time; print(flush=True); time.sleep(600)"
 # A server that starts a child, whose child outlives it, in a session of its own, and is told nothing of the end.
 SERVER = """
 import subprocess, sys, time
-from tandem.cluster.cleanup import private_run
+from tandem.runtime.cleanup import private_run
 sleep = "[sys.executable, '-c', 'import time; time.sleep(600)']"
 child = f"import subprocess, sys; subprocess.Popen({sleep}, start_new_session=True)"
 with private_run() as folder:
@@ -47,7 +47,7 @@ def guards_in(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            is_guard = "tandem.cluster.cleanup" in process.cmdline()
+            is_guard = "tandem.runtime.cleanup" in process.cmdline()
             if is_guard and process.environ().get("TMPDIR") == str(folder):
                 found.append(process)
     return found
@@ -146,7 +146,7 @@ def test_a_server_that_ends_leaves_nothing_and_its_guard_does_nothing(
 ) -> None:
     """Though the server itself still writes into a file of the folder, as Ray does."""
     then = (
-        "import tandem.cluster.cleanup as cleanup; cleanup._GRACE_S = 0.1; (folder / 'ray').mkdir(); "
+        "import tandem.runtime.cleanup as cleanup; cleanup._GRACE_S = 0.1; (folder / 'ray').mkdir(); "
         "log = (folder / 'ray/log').open('w'); sys.stdin.readline()"
     )
     server, _ = start_server(then)

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.protocol.errors import Overloaded
 from tandem.protocol.timeline import Ages
-from tandem.router.tracing.itl import ItlSummary
-from tandem.router.tracing.span_node import Attributes, SpanNode
+from tandem.runtime.tracing.itl import ItlSummary
+from tandem.runtime.tracing.span_node import Attributes, SpanNode
 from tandem.scheduling.decisions import RoutingDecision
 from tandem.scheduling.placement.placement import Placement
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tandem.router.tracing.itl import ItlSummary
-from tandem.router.tracing.span_node import Attributes, SpanNode
+from tandem.runtime.tracing.itl import ItlSummary
+from tandem.runtime.tracing.span_node import Attributes, SpanNode
 
 if TYPE_CHECKING:
     from tandem.router.engines.dispatcher import EngineTarget
     from tandem.router.engines.relay.client_request import ClientRequest
-    from tandem.router.tracing.tracing import LiveSpan
+    from tandem.runtime.tracing.tracing import LiveSpan
 
 __all__ = ["AttemptTrace", "Loss", "attempt_trace"]
 

@@ -16,9 +16,9 @@ import psutil
 import pytest
 import uvloop
 
-from tandem.cluster import processes
-from tandem.cluster.processes import ProcessGroup
 from tandem.protocol.errors import ConfigError
+from tandem.runtime import process_group as processes
+from tandem.runtime.process_group import ProcessGroup
 from tests.support.waiting import eventually
 
 WAIT_S = 30.0
