@@ -38,8 +38,8 @@ from benchmarks.common import (
 )
 from benchmarks.edge import Shape, cpu_of, measure, mock_engines
 from benchmarks.throughput import POOL, load
+from tandem.frontend.dashboard.snapshot import SnapshotBuilder
 from tandem.loadtest.client import run_measured
-from tandem.router.dashboard.snapshot import SnapshotBuilder
 from tests.support.dashboard_world import DashboardWorld
 
 _ROUNDS = 12

@@ -27,14 +27,14 @@ from prometheus_client import CollectorRegistry
 from benchmarks.common import arguments, console, free_port, print_table, ratio, running, write_result
 from benchmarks.native_edge import address_of, make_flow
 from benchmarks.virtual_cluster import VirtualCluster
+from tandem.frontend.keys.api_keys import ApiKeys
+from tandem.frontend.processes.backend_service import BackendService
+from tandem.frontend.processes.hub import EdgeHub
+from tandem.frontend.processes.remote_backend import RemoteBackend
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import EVERYONE
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import Backend, GenerateRequest
-from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.processes.backend_service import BackendService
-from tandem.router.processes.hub import EdgeHub
-from tandem.router.processes.remote_backend import RemoteBackend
 from tandem.router.workers.flow import RequestFlow
 from tandem.scheduling.admission.admission import Dispatch
 from tandem.scheduling.request import PlacementRequest, ServiceClass

@@ -28,9 +28,9 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from prometheus_client import CollectorRegistry
 
 from benchmarks.common import arguments, console, print_table, write_result
+from tandem.frontend.http.listening import listening
+from tandem.frontend.http.server import http_server
 from tandem.protocol.config import RouterConfig
-from tandem.router.http.listening import listening
-from tandem.router.http.server import http_server
 from tandem.runtime.signals import wait_for_any
 from tests.support.certificates import Authority
 

@@ -28,6 +28,8 @@ from zmq.utils import z85
 from benchmarks.mock_engine import MODEL, expected_text
 from tandem.cluster.http_frontend import serve_http
 from tandem.cluster.model_store import resolve_model
+from tandem.frontend.http.listening import listening
+from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.protocol.config import ClusterConfig, EngineConfig, RouterConfig
 from tandem.protocol.messages import (
     BlockSnapshot,
@@ -50,8 +52,6 @@ from tandem.protocol.messages import (
     encode_message,
 )
 from tandem.protocol.sampling import SamplingParams
-from tandem.router.http.listening import listening
-from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
 from tandem.runtime.curve import KeyAuthenticator, KeyPair, connect_to_worker, listening_socket

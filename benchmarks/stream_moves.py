@@ -28,9 +28,9 @@ import psutil
 from benchmarks.common import arguments, console, print_table, write_result
 from benchmarks.edge import SHAPES, route_cpu_in_turn
 from benchmarks.engines import Fleet, routed
-from tandem.router.engines.relay.sse import ChunkEvents
-from tandem.router.engines.relay.stream_ledger import StreamLedger
-from tandem.router.engines.relay.stream_relay import Rewrite, StreamRelay
+from tandem.frontend.relay.sse import ChunkEvents
+from tandem.frontend.relay.stream_ledger import StreamLedger
+from tandem.frontend.relay.stream_relay import Rewrite, StreamRelay
 from tandem.router.engines.upstream import Reply
 
 __all__ = ["Seen", "kill_under_load", "main"]

@@ -35,9 +35,9 @@ from benchmarks.common import (
     serving,
     write_result,
 )
+from tandem.frontend.keys.store import create_key
 from tandem.loadtest.client import CUT, MeasuringClient, StreamTiming
 from tandem.loadtest.stats import Distribution
-from tandem.router.keys.store import create_key
 from tandem.scheduling.admission.key_limits import KeyLimits
 
 _AMBIGUOUS = 's: s s s | s s | "x" | "y"'

@@ -12,19 +12,14 @@ from msgspec import inspect as types
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
-from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
-from tandem.protocol.errors import ConfigError, ServingError
-from tandem.protocol.sampling import SamplingParams
-from tandem.router.engines.app import create_engines_app
-from tandem.router.engines.relay.connections import EngineConnections
-from tandem.router.http.app import RouterApp
-from tandem.router.http.ignored_fields import IGNORED_HEADER
-from tandem.router.http.refusals import Refusal
-from tandem.router.http.request_id import REQUEST_ID_HEADER
-from tandem.router.http.request_options import EXPLAIN_HEADER, SLO_HEADER, TENANT_HEADER
-from tandem.router.http.sessions import CONVERSATION_HEADER, SESSION_HEADERS
-from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.messages.schema import (
+from tandem.frontend.http.app import RouterApp
+from tandem.frontend.http.ignored_fields import IGNORED_HEADER
+from tandem.frontend.http.refusals import Refusal
+from tandem.frontend.http.request_id import REQUEST_ID_HEADER
+from tandem.frontend.http.request_options import EXPLAIN_HEADER, SLO_HEADER, TENANT_HEADER
+from tandem.frontend.http.sessions import CONVERSATION_HEADER, SESSION_HEADERS
+from tandem.frontend.keys.api_keys import ApiKeys
+from tandem.frontend.messages.schema import (
     ContentBlock,
     ContextEdit,
     ContextManagement,
@@ -39,9 +34,8 @@ from tandem.router.messages.schema import (
     Thinking,
     Thread,
 )
-from tandem.router.openai.app import create_app
-from tandem.router.openai.other_fields import UNSERVED
-from tandem.router.openai.schema import (
+from tandem.frontend.openai.other_fields import UNSERVED
+from tandem.frontend.openai.schema import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
@@ -58,8 +52,9 @@ from tandem.router.openai.schema import (
     TokenizeRequest,
     UnpinFields,
 )
-from tandem.router.openai.tool_fields import AllowedTools, FunctionName, NamedToolChoice, Tool, ToolFunction
-from tandem.router.responses.schema import (
+from tandem.frontend.openai.tool_fields import AllowedTools, FunctionName, NamedToolChoice, Tool, ToolFunction
+from tandem.frontend.relay.connections import EngineConnections
+from tandem.frontend.responses.schema import (
     CustomFormat,
     CustomTool,
     FunctionTool,
@@ -69,6 +64,11 @@ from tandem.router.responses.schema import (
     TextFormat,
     TextOptions,
 )
+from tandem.frontend.route_app import create_engines_app
+from tandem.frontend.serve_app import create_app
+from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
+from tandem.protocol.errors import ConfigError, ServingError
+from tandem.protocol.sampling import SamplingParams
 
 __all__ = ["http_api_page", "route_app", "serve_app"]
 
@@ -220,7 +220,7 @@ _BODIES = """\
 `cache_salt` and `priority`, and passes the body on: the engine checks it. `POST /v1/route/explain` takes a body of
 `/v1/chat/completions`, `/v1/completions` or, of `tandem route`, `/v1/responses`; `POST /v1/engines` takes the keys of
 an engine in the engines file ([engines.md](engines.md)). How large all fields of a request may be together is in
-`router/openai/request_limits.py`.
+`frontend/openai/request_limits.py`.
 """
 _UNSERVED = """\
 ### Fields that are not served

@@ -18,11 +18,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandem.cli.options import print_whole
+from tandem.frontend.keys.api_key import MAX_NAME_CHARS, OPERATOR, ApiKey
+from tandem.frontend.keys.audit_log import append_line, audit_line, check_audit_log
+from tandem.frontend.keys.store import create_key, read_keys, revoke_key
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.user_file import expanded
-from tandem.router.audit_log import append_line, audit_line, check_audit_log
-from tandem.router.keys.api_key import MAX_NAME_CHARS, OPERATOR, ApiKey
-from tandem.router.keys.store import create_key, read_keys, revoke_key
 from tandem.scheduling.admission.key_limits import MAX_LIMIT, KeyLimits
 from tandem.scheduling.admission.tenants import TENANT_NAME
 from tandem.scheduling.request import DEFAULT_TENANT

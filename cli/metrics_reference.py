@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, cast
 from prometheus_client import CollectorRegistry
 
 from tandem.cluster.engine_frontend import show_num_processes
+from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.tls import TlsMetrics
+from tandem.frontend.http.vllm_names import VLLM_SOURCES
+from tandem.frontend.keys.api_keys import ApiKeys
+from tandem.frontend.keys.metrics import KeyCollector
 from tandem.router.admission_metrics import AdmissionCollector
-from tandem.router.engines.fleet.metrics import EngineCollector
-from tandem.router.http.metrics import EdgeMetrics
-from tandem.router.http.tls import TlsMetrics
-from tandem.router.http.vllm_names import VLLM_SOURCES
-from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.keys.metrics import KeyCollector
+from tandem.router.engines.metrics import EngineCollector
 from tandem.router.workers.metrics import CacheSizingCollector, LoadCollector, MoveCollector, WorkerCollector
 from tandem.router.workers.pin_metrics import PinCollector
 from tandem.runtime.tracing.export import SpanExport

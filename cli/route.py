@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Annotated
 
 from tandem.cli.config_flags import Values, fields_by_panel, with_settings
+from tandem.frontend.http.listening import listening
+from tandem.frontend.http.tls import check_server_tls
+from tandem.frontend.keys.audit_log import check_audit_log
+from tandem.frontend.keys.key_file import KeyFile
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig, RouterFiles
 from tandem.protocol.config.panels import ENGINES
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.settings import Setting, check_settings, from_values
 from tandem.protocol.user_file import read_text
-from tandem.router.audit_log import check_audit_log
 from tandem.router.engines.config import FleetFile, load_fleet
 from tandem.router.engines.tls import check_engine_tls
-from tandem.router.http.listening import listening
-from tandem.router.http.tls import check_server_tls
-from tandem.router.keys.key_file import KeyFile
 from tandem.scheduling.admission.tenants import load_tenants
 
 __all__ = ["ADMIN_TOKEN_ENV", "ROUTE_FIELDS", "route"]

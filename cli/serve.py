@@ -11,6 +11,10 @@ from tandem.cli.config_flags import Values, fields_by_panel, with_settings
 from tandem.cluster.machine_check import check_machine, check_model_fits
 from tandem.cluster.model_store import check_model, resolve_model, served_name
 from tandem.cluster.node_config import name_for_nodes
+from tandem.frontend.http.listening import listening
+from tandem.frontend.http.tls import check_server_tls
+from tandem.frontend.keys.audit_log import check_audit_log
+from tandem.frontend.keys.key_file import KeyFile
 from tandem.protocol.config import (
     ClusterConfig,
     EngineConfig,
@@ -23,10 +27,6 @@ from tandem.protocol.config import (
 from tandem.protocol.config.panels import ENGINE, Gigabytes
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.settings import Setting, check_settings, from_values, settings_of
-from tandem.router.audit_log import check_audit_log
-from tandem.router.http.listening import listening
-from tandem.router.http.tls import check_server_tls
-from tandem.router.keys.key_file import KeyFile
 from tandem.runtime.status_console import StatusConsole
 from tandem.runtime.tracing.setup import check_tracing
 from tandem.scheduling.admission.tenants import load_tenants

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import uvloop
 
+from tandem.frontend.http.listening import listening
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.errors import ServingError
-from tandem.router.http.listening import listening
 from tandem.runtime.log_format import show_warnings
 from tandem.runtime.no_torch import keep_torch_out
 from tandem.runtime.process_group import ParentPipe
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-    from tandem.router.http.app import RouterApp
+    from tandem.frontend.http.app import RouterApp
 
 __all__ = ["EdgeSettings", "EngineEdge", "TextEdge", "main"]
 
@@ -116,7 +116,7 @@ def _count_in(folder: str, number: int) -> None:
 async def _serve(settings: EdgeSettings, pipe: ParentPipe, listener: socket.socket) -> None:
     from prometheus_client import CollectorRegistry
 
-    from tandem.router.http.server import serve_until
+    from tandem.frontend.http.server import serve_until
 
     metrics = CollectorRegistry()
     async with pipe.obeying() as orders:
@@ -141,8 +141,8 @@ async def _serve(settings: EdgeSettings, pipe: ParentPipe, listener: socket.sock
 async def _text_app(
     settings: EdgeSettings, model: str, metrics: CollectorRegistry, on_lost: Callable[[], object]
 ) -> AsyncIterator[RouterApp]:
-    from tandem.router.openai.app import create_app
-    from tandem.router.processes.remote_backend import RemoteBackend
+    from tandem.frontend.processes.remote_backend import RemoteBackend
+    from tandem.frontend.serve_app import create_app
     from tandem.text.tokenizer import Tokenizer
 
     export = begin_tracing("router", is_on=settings.router.tracing)
@@ -181,10 +181,10 @@ async def _text_app(
 async def _engines_app(
     settings: EdgeSettings, edge: EngineEdge, metrics: CollectorRegistry, on_lost: Callable[[], object]
 ) -> AsyncIterator[RouterApp]:
-    from tandem.router.engines.app import create_engines_app
-    from tandem.router.engines.relay.connections import EngineConnections
-    from tandem.router.engines.relay.prompts import load_readers
-    from tandem.router.processes.remote_dispatcher import RemoteDispatcher
+    from tandem.frontend.processes.remote_dispatcher import RemoteDispatcher
+    from tandem.frontend.relay.connections import EngineConnections
+    from tandem.frontend.relay.prompts import load_readers
+    from tandem.frontend.route_app import create_engines_app
 
     export = begin_tracing("router", is_on=settings.router.tracing)
     connections = EngineConnections(edge.engines)
@@ -220,7 +220,7 @@ async def _engines_app(
 
 def _counters(settings: EdgeSettings, models: Iterable[str]) -> bytes:
     """What all edge processes have counted, as Prometheus reads it."""
-    from tandem.router.http.exposition import exposition
+    from tandem.frontend.http.exposition import exposition
 
     return exposition(SimpleNamespace(collect=lambda: _merged(settings)), settings.router, models)
 

@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 
 from tandem.cluster.edge_process import EdgeSettings, EngineEdge, TextEdge
+from tandem.frontend.keys.api_keys import ApiKeys
+from tandem.frontend.processes.hub import EdgeHub, HubService
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import ConfigError
-from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.processes.hub import EdgeHub, HubService
 from tandem.runtime.process_group import ProcessGroup
 from tandem.runtime.temporary_folder import make_temporary_folder
 from tandem.scheduling.admission.tenants import Tenants

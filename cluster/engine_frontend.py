@@ -13,18 +13,18 @@ from prometheus_client import CollectorRegistry, Gauge
 from tandem.cluster.edge_process import EngineEdge
 from tandem.cluster.edge_processes import edge_processes
 from tandem.cluster.frontend import HttpFrontend
+from tandem.frontend.http.exposition import registry_text
+from tandem.frontend.http.server import http_server
+from tandem.frontend.keys.api_keys import ApiKeys
+from tandem.frontend.keys.metrics import KeyCollector
+from tandem.frontend.processes.dispatch_service import DispatchService, EngineNews
+from tandem.frontend.relay.connections import EngineConnections
+from tandem.frontend.relay.prompts import load_readers
+from tandem.frontend.route_app import create_engines_app
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
-from tandem.router.engines.app import create_engines_app
 from tandem.router.engines.config import FleetFile
-from tandem.router.engines.fleet.fleet import EngineFleet
-from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
-from tandem.router.engines.relay.connections import EngineConnections
-from tandem.router.engines.relay.prompts import load_readers
-from tandem.router.http.exposition import registry_text
-from tandem.router.http.server import http_server
-from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.keys.metrics import KeyCollector
-from tandem.router.processes.dispatch_service import DispatchService, EngineNews
+from tandem.router.engines.engine_fleet import EngineFleet
+from tandem.router.engines.local_dispatcher import LocalDispatcher
 from tandem.runtime.tracing.setup import tracing_of
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cost_model import CostModel

@@ -12,15 +12,15 @@ from prometheus_client import CollectorRegistry
 from tandem.cluster.edge_process import TextEdge
 from tandem.cluster.edge_processes import edge_processes
 from tandem.cluster.frontend import HttpFrontend
+from tandem.frontend.http.exposition import registry_text
+from tandem.frontend.http.server import http_server
+from tandem.frontend.keys.api_keys import ApiKeys
+from tandem.frontend.keys.metrics import KeyCollector
+from tandem.frontend.processes.backend_service import BackendService
+from tandem.frontend.serve_app import create_app
 from tandem.protocol.config import ClusterConfig
 from tandem.router.admission_metrics import AdmissionCollector
-from tandem.router.http.exposition import registry_text
-from tandem.router.http.server import http_server
-from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.keys.metrics import KeyCollector
-from tandem.router.openai.app import create_app
-from tandem.router.openai.readiness import ReadinessCheck, ReadinessProbe
-from tandem.router.processes.backend_service import BackendService
+from tandem.router.readiness import ReadinessCheck, ReadinessProbe
 from tandem.router.workers.flow import RequestFlow
 from tandem.router.workers.metrics import CacheSizingCollector, LoadCollector, MoveCollector, WorkerCollector
 from tandem.router.workers.pin_metrics import PinCollector

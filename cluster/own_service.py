@@ -13,9 +13,9 @@ from tandem.cluster.member import WorkerMember
 from tandem.cluster.restarts import RestartBudget
 from tandem.cluster.supervisor import Supervisor
 from tandem.cluster.worker_layout import worker_configs
+from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.settings import changed_settings
-from tandem.router.keys.api_keys import ApiKeys
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
 from tandem.runtime.background import BackgroundTasks
@@ -28,7 +28,7 @@ from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 
 if TYPE_CHECKING:
-    from tandem.router.openai.readiness import ReadinessCheck
+    from tandem.router.readiness import ReadinessCheck
     from tandem.text.tokenizer import Tokenizer
 
 __all__ = ["OwnService"]

@@ -12,11 +12,11 @@ import uvloop
 
 from tandem.cluster.engine_frontend import RouterSetup, make_fleet, serve_engines_http
 from tandem.cluster.frontend import stop_serving
+from tandem.frontend.http.listening import listening
+from tandem.frontend.http.tls import scheme_of
+from tandem.frontend.keys.key_file import KeyFile
 from tandem.protocol.settings import changed_settings
-from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
-from tandem.router.http.listening import listening
-from tandem.router.http.tls import scheme_of
-from tandem.router.keys.key_file import KeyFile
+from tandem.router.engines.local_dispatcher import LocalDispatcher
 from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.log_format import show_warnings
 from tandem.runtime.ports import bracketed

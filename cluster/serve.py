@@ -26,12 +26,12 @@ from tandem.cluster.own_service import OwnService
 from tandem.cluster.ray_runtime import RayDaemon, daemons_watched, ray_running
 from tandem.cluster.supervisor import Supervisor
 from tandem.cluster.worker_layout import resolve
+from tandem.frontend.http.listening import listening
+from tandem.frontend.http.tls import scheme_of
+from tandem.frontend.keys.api_keys import ApiKeys
+from tandem.frontend.keys.key_file import KeyFile
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import WorkerError
-from tandem.router.http.listening import listening
-from tandem.router.http.tls import scheme_of
-from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.keys.key_file import KeyFile
 from tandem.runtime.cleanup import private_run
 from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.log_format import show_warnings
@@ -41,7 +41,7 @@ from tandem.runtime.status_console import StatusConsole
 from tandem.scheduling.admission.tenants import Tenants
 
 if TYPE_CHECKING:
-    from tandem.router.openai.readiness import ReadinessCheck
+    from tandem.router.readiness import ReadinessCheck
 
 __all__ = ["print_welcome", "serve"]
 

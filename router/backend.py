@@ -54,7 +54,7 @@ class Backend(Protocol):
         """State of the worker pools, as JSON."""
 
     async def overview(self) -> dict[str, Any]:
-        """What the dashboard shows of the deciding process (`router/dashboard/overview.py`), as JSON."""
+        """What the dashboard shows of the deciding process (`router/overview.py`), as JSON."""
 
     async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
         """As `WorkerManager.set_role`. Raises `RoleRefused` where the workers are run by others."""

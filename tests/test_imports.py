@@ -26,7 +26,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker": WORKER_ROLE | {"prefill_worker", "decode_worker", "runtime", "scheduling"},
     "text": {"protocol", "scheduling"},
     "router": {"protocol", "runtime", "scheduling", "text"},
-    "cluster": {"protocol", "router", "runtime", "scheduling", "text", "worker"},
+    "frontend": {"protocol", "router", "runtime", "scheduling", "text"},
+    "cluster": {"frontend", "protocol", "router", "runtime", "scheduling", "text", "worker"},
     "loadtest": {"protocol"},
     "simulator": {"scheduling", "protocol", "loadtest", "kv_transfer"},
     "cli": PACKAGES,
@@ -41,7 +42,8 @@ FOREIGN: dict[str, set[str]] = {  # what a package must never need, at the top o
     "decode_worker": {"ray", "zmq", "fastapi"},
     "worker": {"ray", "fastapi"},
     "text": {"torch", "ray", "nixl", "zmq", "fastapi", "starlette", "uvicorn", "httpx"},
-    "router": {"torch", "ray", "nixl"},
+    "router": {"torch", "ray", "nixl", "fastapi", "starlette", "uvicorn"},
+    "frontend": {"torch", "ray", "nixl"},
     "simulator": {"torch", "ray", "nixl", "zmq", "fastapi", "transformers"},
 }
 
@@ -87,11 +89,24 @@ def test_there_is_no_circle_of_imports() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError with the circle
 
 
-@pytest.mark.parametrize(("side", "other"), [("engines.relay", "engines.fleet"), ("engines.fleet", "engines.relay")])
-def test_relaying_and_deciding_about_engines_meet_at_the_dispatcher_only(side: str, other: str) -> None:
-    for name, path in modules_of("router").items():
-        if name.startswith(f"tandem.router.{side}"):
-            assert not [one for one in imports_of(path) if one.startswith(f"tandem.router.{other}")], path
+def test_relaying_knows_the_dispatcher_and_nothing_of_how_it_decides() -> None:
+    known = {"addresses", "bounded_json", "config", "dispatcher", "errors", "tls", "upstream"}
+    for name, path in modules_of("frontend").items():
+        if name.startswith("tandem.frontend.relay"):
+            used = {one.split(".")[3] for one in imports_of(path) if one.startswith("tandem.router.engines.")}
+            assert used <= known, f"{path} imports {used - known}"
+
+
+def test_no_two_folders_import_each_other() -> None:
+    """A folder and one inside it may: `app.py` puts together what is below it."""
+    graph: dict[Path, set[Path]] = {}
+    paths = {name: path for package in PACKAGES for name, path in modules_of(package).items()}
+    for path in paths.values():
+        names = set(imports_of(path))
+        imported = {paths[name].parent for name in names | {name.rpartition(".")[0] for name in names} if name in paths}
+        graph.setdefault(path.parent, set()).update(imported - {path.parent})
+    both = [(one, other) for one in graph for other in graph[one] if one in graph.get(other, ()) and one < other]
+    assert [pair for pair in both if not pair[1].is_relative_to(pair[0])] == []
 
 
 @pytest.mark.parametrize("package", sorted(PACKAGES))
@@ -106,8 +121,8 @@ def test_nothing_is_importable_past_the_root(package: str) -> None:
 def test_the_router_runs_without_torch() -> None:
     run_without(
         ["torch", "ray", "nixl"],
-        "tandem.router.openai.app",
-        "tandem.router.engines.app",
+        "tandem.frontend.serve_app",
+        "tandem.frontend.route_app",
         "tandem.router.workers.flow",
         "tandem.router.workers.client",
         "tandem.scheduling.placement.placer",
@@ -121,7 +136,7 @@ def test_commands_and_a_router_of_engines_start_without_transformers() -> None:
 
 
 def test_edge_processes_of_engines_run_without_what_decides() -> None:
-    run_without(["numpy", "httpx"], "tandem.router.engines.app", "tandem.router.processes.remote_dispatcher")
+    run_without(["numpy", "httpx"], "tandem.frontend.route_app", "tandem.frontend.processes.remote_dispatcher")
 
 
 def test_the_supervisor_needs_no_torch() -> None:

@@ -22,8 +22,8 @@ from tandem.cluster.restarts import RestartBudget
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import PeerAddress, Role, WorkerState
 from tandem.router.engines.config import EngineSpec, ranks_of
-from tandem.router.engines.fleet.engine import RemoteEngine
-from tandem.router.engines.fleet.fleet import EngineFleet
+from tandem.router.engines.engine import RemoteEngine
+from tandem.router.engines.engine_fleet import EngineFleet
 
 __all__ = ["EngineFacts", "EngineMember"]
 

@@ -18,7 +18,7 @@ import httpx
 import psutil
 
 from tandem.protocol.errors import WorkerError
-from tandem.router.engines.fleet.engine_status import EngineReport, parse_report
+from tandem.router.engines.engine_status import EngineReport, parse_report
 
 __all__ = ["ServerProcess"]
 

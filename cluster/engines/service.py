@@ -13,11 +13,11 @@ from tandem.cluster.engines.member import EngineMember
 from tandem.cluster.frontend import HttpFrontend
 from tandem.cluster.restarts import RestartBudget
 from tandem.cluster.supervisor import Supervisor
+from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.protocol.config import ClusterConfig, ExternalEnginesConfig
 from tandem.protocol.settings import changed_settings
 from tandem.router.engines.config import FleetFile
-from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
-from tandem.router.keys.api_keys import ApiKeys
+from tandem.router.engines.local_dispatcher import LocalDispatcher
 from tandem.runtime.tracing.setup import begin_tracing, close_tracing, tracing_of
 from tandem.scheduling.admission.tenants import Tenants
 

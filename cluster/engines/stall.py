@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.router.engines.fleet.engine_status import EngineReport, WorkCounter, WorkDone
+from tandem.router.engines.engine_status import EngineReport, WorkCounter, WorkDone
 
 __all__ = ["ServerStallWatch"]
 

@@ -186,7 +186,7 @@ class Dispatcher(Protocol):
         """Body of `/v1/pools`."""
 
     async def overview(self) -> dict[str, Any]:
-        """What the dashboard shows of the deciding process (`router/dashboard/overview.py`), as JSON."""
+        """What the dashboard shows of the deciding process (`router/overview.py`), as JSON."""
 
     async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
         """As `WorkerManager.set_role`. Raises `RoleRefused` where the servers are run by others."""

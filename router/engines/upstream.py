@@ -25,9 +25,9 @@ import httptools
 from tandem.protocol.fault_boundary import undone_on_error
 from tandem.router.engines.addresses import Resolve
 from tandem.router.engines.tls import tls_reason
-from tandem.router.http.time_slicer import TimeSlicer
 from tandem.router.streams import DeltaQueue
 from tandem.runtime.followed_tls import FollowedTls
+from tandem.runtime.time_slicer import TimeSlicer
 
 __all__ = ["AnswerTooLarge", "Reply", "Unreachable", "Upstream"]
 

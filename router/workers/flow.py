@@ -17,7 +17,7 @@ from tandem.protocol.messages import Role, WorkerPriority
 from tandem.router.admission_queue import AdmissionQueue
 from tandem.router.backend import GenerateRequest, TokenDelta, WorkerManager
 from tandem.router.callback_scheduler import CallbackScheduler
-from tandem.router.dashboard.overview import NUM_DECISIONS, overview_of, workers_overview
+from tandem.router.overview import NUM_DECISIONS, overview_of, workers_overview
 from tandem.router.streams import DeltaQueue, Stream
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.generation import Generation, GenerationContext

@@ -16,8 +16,8 @@ import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
+from tandem.frontend.dashboard.feed import MAX_VIEWERS
 from tandem.protocol.messages import WorkerState
-from tandem.router.dashboard.feed import MAX_VIEWERS
 from tests.browser.conftest import Windows
 from tests.cluster.test_route import fakes, routing
 from tests.support.dashboard_server import dashboard_server

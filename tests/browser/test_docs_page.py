@@ -14,9 +14,9 @@ import uvicorn
 from playwright.sync_api import expect
 from prometheus_client import CollectorRegistry
 
+from tandem.frontend.keys.api_keys import ApiKeys
+from tandem.frontend.serve_app import create_app
 from tandem.protocol.config import RouterConfig
-from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.openai.app import create_app
 from tandem.text.tokenizer import Tokenizer
 from tests.browser.conftest import Windows
 from tests.support.fake_backend import FakeBackend

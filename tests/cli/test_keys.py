@@ -12,8 +12,8 @@ import pytest
 
 from tandem.cli import keys as keys_command
 from tandem.cli.main import run
-from tandem.router.keys.api_key import key_digest
-from tandem.router.keys.store import read_keys
+from tandem.frontend.keys.api_key import key_digest
+from tandem.frontend.keys.store import read_keys
 from tandem.scheduling.admission.key_limits import NO_LIMITS, KeyLimits
 
 

@@ -12,6 +12,7 @@ from typer import rich_utils
 from tandem.__main__ import main
 from tandem.cli.main import ALIASES, run
 from tandem.cli.serve import SERVE_FIELDS, build_config, serve
+from tandem.frontend.keys.key_file import KeyFile
 from tandem.protocol.config import (
     ClusterConfig,
     EngineConfig,
@@ -21,7 +22,6 @@ from tandem.protocol.config import (
     TransferConfig,
 )
 from tandem.protocol.errors import ConfigError
-from tandem.router.keys.key_file import KeyFile
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tests.support.keys import make_key_file
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from tandem.cli import top
 from tandem.cli.main import run
 from tandem.cli.top_view import SORT_KEYS, render
-from tandem.router.dashboard.snapshot import SnapshotBuilder
+from tandem.frontend.dashboard.snapshot import SnapshotBuilder
 from tests.support.dashboard_world import DashboardWorld
 
 URL = "http://127.0.0.1:8000"

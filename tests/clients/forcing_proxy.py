@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from tandem.router.http.sessions import SESSION_HEADERS
+from tandem.frontend.http.sessions import SESSION_HEADERS
 
 __all__ = ["Exchange", "ForcedCall", "ForcingProxy", "forcing_proxy"]
 

@@ -25,16 +25,16 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tandem.cluster.edge_process import EdgeSettings, EngineEdge, TextEdge
 from tandem.cluster.edge_processes import EdgeProcesses, edge_processes
+from tandem.frontend.http.listening import listening
+from tandem.frontend.http.tls import scheme_of
+from tandem.frontend.keys.api_keys import ApiKeys
+from tandem.frontend.keys.key_file import KeyFile
+from tandem.frontend.keys.store import create_key, revoke_key
+from tandem.frontend.processes.backend_service import BackendService
+from tandem.frontend.processes.hub import EdgeHub
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.digest import cache_scope
 from tandem.protocol.errors import ConfigError
-from tandem.router.http.listening import listening
-from tandem.router.http.tls import scheme_of
-from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.keys.key_file import KeyFile
-from tandem.router.keys.store import create_key, revoke_key
-from tandem.router.processes.backend_service import BackendService
-from tandem.router.processes.hub import EdgeHub
 from tandem.scheduling.admission.key_limits import KeyLimits
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tandem.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ import promql_parser
 import pytest
 import yaml
 
-from tandem.router.http.vllm_names import VLLM_SOURCES
+from tandem.frontend.http.vllm_names import VLLM_SOURCES
 from tests.deploy.test_helm import CHART, GROWING, HELM, find, helm, render
 
 Json = dict[str, Any]

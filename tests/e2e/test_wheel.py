@@ -95,7 +95,7 @@ def test_its_one_top_level_name_is_tandem_and_nothing_is_missing(wheel: Path) ->
     }
     assert sources - names == set()
     some = ("py.typed", "engine/cpu/common.h", "helm/tandem/Chart.yaml", "helm/tandem/templates/NOTES.txt")
-    some += ("helm/tandem/.helmignore", "router/http/static/main.js", "router/dashboard/static/index.html")
+    some += ("helm/tandem/.helmignore", "frontend/http/static/main.js", "frontend/dashboard/static/index.html")
     assert {f"tandem/{name}" for name in some} <= names
 
 

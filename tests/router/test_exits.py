@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tandem.frontend.keys.api_keys import ApiKeys
+from tandem.frontend.serve_app import create_app
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import Decode, FinishReason, Generate, Message, SequenceDelta
-from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.openai.app import create_app
 from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import RawClient
 from tests.support.fake_worker import FakeCluster, FakeWorker, fake_cluster, first_token

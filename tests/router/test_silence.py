@@ -15,14 +15,14 @@ import pytest
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry
 
+from tandem.frontend.http import heartbeat
+from tandem.frontend.http.response_writer import ResponseWriter
+from tandem.frontend.http.server import http_server
+from tandem.frontend.keys.api_keys import ApiKeys
+from tandem.frontend.keys.limiter import LocalLimiter
+from tandem.frontend.serve_app import create_app
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import NoWorker
-from tandem.router.http import heartbeat
-from tandem.router.http.response_writer import ResponseWriter
-from tandem.router.http.server import http_server
-from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.keys.limiter import LocalLimiter
-from tandem.router.openai.app import create_app
 from tandem.scheduling.admission.key_limits import KeyLimits
 from tandem.text.tokenizer import Tokenizer
 from tests.support.engines_harness import routing, spec_of

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from tandem.frontend.http.metrics import EdgeMetrics, RequestClock
+from tandem.frontend.openai.choice_text import ChoiceDelta, ChoicePlan
+from tandem.frontend.openai.choices import run_choices
 from tandem.protocol.digest import EVERYONE
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest, TokenDelta
 from tandem.router.callback_scheduler import CallbackScheduler
-from tandem.router.http.metrics import EdgeMetrics, RequestClock
-from tandem.router.openai.choice_text import ChoiceDelta, ChoicePlan
-from tandem.router.openai.choices import run_choices
 from tandem.router.streams import DeltaQueue, QueueStream, Stream
 from tandem.text.stop_strings import StopStrings
 from tandem.text.tokenizer import Tokenizer

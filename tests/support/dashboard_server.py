@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
+from tandem.frontend.dashboard.routes import add_dashboard
+from tandem.frontend.http.app import RouterApp
+from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.server import http_server
+from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.protocol.config import RouterConfig
-from tandem.router.dashboard.routes import add_dashboard
-from tandem.router.http.app import RouterApp
-from tandem.router.http.metrics import EdgeMetrics
-from tandem.router.http.server import http_server
-from tandem.router.keys.api_keys import ApiKeys
 
 START_S = 20.0
 

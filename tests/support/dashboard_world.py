@@ -13,10 +13,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from tandem.frontend.http.metrics import EdgeMetrics
 from tandem.protocol.errors import Overloaded
 from tandem.protocol.messages import FetchStats, LinkLoad, Role, TierLoad, WorkerLoad
-from tandem.router.dashboard.overview import NUM_DECISIONS, overview_of, workers_overview
-from tandem.router.http.metrics import EdgeMetrics
+from tandem.router.overview import NUM_DECISIONS, overview_of, workers_overview
 from tandem.scheduling.admission.forecast import Forecast
 from tandem.scheduling.admission.stats import TenantStats
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants

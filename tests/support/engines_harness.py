@@ -14,21 +14,21 @@ import httpx
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from tandem.frontend.http.app import RouterApp
+from tandem.frontend.http.exposition import registry_text
+from tandem.frontend.keys.api_keys import ApiKeys
+from tandem.frontend.processes.dispatch_service import DispatchService, EngineNews
+from tandem.frontend.processes.hub import EdgeHub
+from tandem.frontend.processes.remote_dispatcher import RemoteDispatcher
+from tandem.frontend.relay.connections import EngineConnections
+from tandem.frontend.relay.prompts import PromptReader
+from tandem.frontend.route_app import create_engines_app
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.messages import WorkerState
-from tandem.router.engines.app import create_engines_app
 from tandem.router.engines.config import EngineSpec, spec_from
 from tandem.router.engines.dispatcher import Dispatcher
-from tandem.router.engines.fleet.fleet import EngineFleet
-from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
-from tandem.router.engines.relay.connections import EngineConnections
-from tandem.router.engines.relay.prompts import PromptReader
-from tandem.router.http.app import RouterApp
-from tandem.router.http.exposition import registry_text
-from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.processes.dispatch_service import DispatchService, EngineNews
-from tandem.router.processes.hub import EdgeHub
-from tandem.router.processes.remote_dispatcher import RemoteDispatcher
+from tandem.router.engines.engine_fleet import EngineFleet
+from tandem.router.engines.local_dispatcher import LocalDispatcher
 from tandem.runtime.tracing.tracing import Tracing
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cost_model import CostModel

@@ -13,13 +13,13 @@ import httpx
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from tandem.frontend.keys.api_keys import ApiKeys
+from tandem.frontend.serve_app import create_app
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import PinNotFound, WorkerNotFound
 from tandem.protocol.messages import FinishReason, Prefetch, PromptLogprobs, Role, TokenLogprobs
 from tandem.router.backend import GenerateRequest, PinRequest, PinState, TokenDelta
-from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.openai.app import create_app
 from tandem.router.streams import Stream
 from tandem.runtime.tracing.tracing import Tracing
 from tandem.text.tokenizer import Tokenizer

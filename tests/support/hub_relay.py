@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from tandem.router.processes.message_link import MessageLink
+from tandem.frontend.processes.message_link import MessageLink
 
 
 class HubRelay:

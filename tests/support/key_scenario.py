@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 
-from tandem.router.keys.api_key import key_digest
-from tandem.router.keys.store import read_keys
+from tandem.frontend.keys.api_key import key_digest
+from tandem.frontend.keys.store import read_keys
 from tests.support.server import HTTP
 from tests.support.waiting import until
 

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tandem.router.keys.api_key import ApiKey, key_digest
-from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.keys.store import write_keys
+from tandem.frontend.keys.api_key import ApiKey, key_digest
+from tandem.frontend.keys.api_keys import ApiKeys
+from tandem.frontend.keys.store import write_keys
 
 CREATED = datetime(2026, 1, 1, tzinfo=UTC)
 

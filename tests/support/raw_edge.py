@@ -6,8 +6,8 @@ import socket
 from types import TracebackType
 from typing import Any, Self
 
-from tandem.router.processes import wire
-from tandem.router.processes.message_link import framed
+from tandem.frontend.processes import wire
+from tandem.frontend.processes.message_link import framed
 
 
 class RawEdge:

@@ -10,9 +10,9 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
+from tandem.frontend.http.errors import ClientDisconnected
+from tandem.frontend.http.text_work import work_on_text
 from tandem.protocol.errors import RequestError
-from tandem.router.http.errors import ClientDisconnected
-from tandem.router.http.text_work import work_on_text
 from tandem.text.tokenizer import MIN_THREAD_BYTES, Tokenizer, TokenizerPool
 
 WITHOUT_TORCH = """
@@ -22,7 +22,7 @@ from importlib.machinery import PathFinder
 find_spec = PathFinder.find_spec
 PathFinder.find_spec = classmethod(
     lambda cls, name, *args: None if name.split(".")[0] == "torch" else find_spec(name, *args))
-import tandem.router.openai.app
+import tandem.frontend.serve_app
 from tandem.text.tokenizer import MIN_THREAD_BYTES, Tokenizer, TokenizerPool
 tokenizer = Tokenizer(sys.argv[1])
 assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}], {}, "")) == "<s><user>hi"

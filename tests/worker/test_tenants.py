@@ -13,14 +13,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tandem.cluster.http_frontend import metrics_of
+from tandem.frontend.http.exposition import registry_text
+from tandem.frontend.processes.backend_service import BackendService
+from tandem.frontend.processes.hub import EdgeHub
+from tandem.frontend.processes.remote_backend import RemoteBackend
+from tandem.frontend.serve_app import create_app
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import cache_scope
 from tandem.protocol.messages import Role
-from tandem.router.http.exposition import registry_text
-from tandem.router.openai.app import create_app
-from tandem.router.processes.backend_service import BackendService
-from tandem.router.processes.hub import EdgeHub
-from tandem.router.processes.remote_backend import RemoteBackend
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tandem.text.tokenizer import Tokenizer
 from tests.support.cluster_harness import running_cluster

@@ -18,7 +18,7 @@ from tandem.cluster.engines.actor import EngineActor, EngineEnd, EngineStarted
 from tandem.cluster.engines.process import ServerProcess
 from tandem.cluster.engines.server import EngineServer, Parallelism
 from tandem.protocol.errors import WorkerError
-from tandem.router.engines.fleet.engine_status import EngineReport, ReportedLoad, WorkDone
+from tandem.router.engines.engine_status import EngineReport, ReportedLoad, WorkDone
 from tandem.runtime.ports import free_ports
 from tests.support.managed import engine_python
 from tests.support.waiting import until

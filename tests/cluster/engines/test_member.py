@@ -23,8 +23,8 @@ from tandem.cluster.restarts import RestartBudget
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import Role, WorkerState
-from tandem.router.engines.fleet.fleet import EngineFleet
-from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
+from tandem.router.engines.engine_fleet import EngineFleet
+from tandem.router.engines.local_dispatcher import LocalDispatcher
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from tandem.cluster.engines.stall import SILENT_S, ServerStallWatch
-from tandem.router.engines.fleet.engine_status import EngineReport, ReportedLoad, WorkDone, parse_report
+from tandem.router.engines.engine_status import EngineReport, ReportedLoad, WorkDone, parse_report
 
 LIMIT_S = 300.0
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from zmq.asyncio import Context
 
+from tandem.frontend.relay.prompts import ByteTokenReader
 from tandem.protocol.config import RouterConfig
-from tandem.router.engines.relay.prompts import ByteTokenReader
 from tests.support.engines_harness import (
     COMPLETIONS,
     Router,

@@ -12,7 +12,7 @@ from tandem.protocol.errors import ConfigError
 from tandem.router.engines import addresses as addresses_module
 from tandem.router.engines.addresses import AddressRefused, check_addresses, is_local, public_addresses
 from tandem.router.engines.config import spec_from
-from tandem.router.engines.fleet.probe_client import ProbeClient, ProbeFailed
+from tandem.router.engines.probe_client import ProbeClient, ProbeFailed
 from tandem.router.engines.upstream import Unreachable, Upstream
 from tests.support.engines_harness import routing, spec_of
 from tests.support.fake_openai import FakeServer

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tandem.router.engines.relay.answers import as_count
+from tandem.frontend.relay.answers import as_count
 
 
 @pytest.mark.parametrize("value", [None, True, False, "5", 2.5, math.nan, -1, 0, 1 << 31, 1 << 70, [], {}])

@@ -8,9 +8,9 @@ import orjson
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.frontend.relay.apis import APIS
+from tandem.frontend.relay.prompts import ByteTokenReader, TokenReader
 from tandem.protocol.digest import EVERYONE
-from tandem.router.engines.relay.apis import APIS
-from tandem.router.engines.relay.prompts import ByteTokenReader, TokenReader
 from tandem.text.tokenizer import Tokenizer
 
 WORDS = [

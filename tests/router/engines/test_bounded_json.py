@@ -5,6 +5,9 @@ from typing import Any
 import orjson
 import pytest
 
+from tandem.frontend.relay.answers import error_text
+from tandem.frontend.relay.apis import CHAT
+from tandem.frontend.relay.typed_events import ResponseEvents
 from tandem.router.engines import bounded_json
 from tandem.router.engines.bounded_json import (
     LARGE,
@@ -15,9 +18,6 @@ from tandem.router.engines.bounded_json import (
     Outline,
     loads,
 )
-from tandem.router.engines.relay.answers import error_text
-from tandem.router.engines.relay.apis import CHAT
-from tandem.router.engines.relay.typed_events import ResponseEvents
 
 LISTS: list[Any] = [[]] * (MAX_BRACKETS + 1)
 

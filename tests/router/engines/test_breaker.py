@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.router.engines.fleet.breaker import Breaker, BreakerState
+from tandem.router.engines.breaker import Breaker, BreakerState
 
 
 def make_breaker(*, max_failures: int = 3, open_s: float = 1.0, max_open_s: float = 4.0) -> Breaker:

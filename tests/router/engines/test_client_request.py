@@ -8,9 +8,9 @@ from typing import Any, cast
 import orjson
 import pytest
 
+from tandem.frontend.relay.apis import APIS
+from tandem.frontend.relay.client_request import ClientRequest
 from tandem.router.engines.config import spec_from
-from tandem.router.engines.relay.apis import APIS
-from tandem.router.engines.relay.client_request import ClientRequest
 
 ENGINE = spec_from({"name": "a", "url": "http://127.0.0.1:1", "kind": "vllm"}, "test")
 BODY: dict[str, Any] = {

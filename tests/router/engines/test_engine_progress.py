@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.messages import WorkerState
-from tandem.router.engines.fleet.engine_progress import EngineProgress
-from tandem.router.engines.fleet.engine_status import EngineReport, ReportedLoad, WorkDone, parse_work
-from tandem.router.engines.fleet.fleet import stall_limit_s
-from tandem.router.engines.fleet.stall_watch import StallWatch
+from tandem.router.engines.engine_fleet import stall_limit_s
+from tandem.router.engines.engine_progress import EngineProgress
+from tandem.router.engines.engine_status import EngineReport, ReportedLoad, WorkDone, parse_work
+from tandem.router.engines.stall_watch import StallWatch
 
 STALL_S = 30.0
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tandem.router.engines.fleet.engine_status import (
+from tandem.router.engines.engine_status import (
     MAX_ADAPTERS,
     MAX_COUNT,
     MAX_LINES,

@@ -10,9 +10,9 @@ import pytest
 from fastapi.responses import JSONResponse
 from zmq.asyncio import Context
 
+from tandem.frontend.relay.prompt_forms import chat_form
+from tandem.frontend.relay.prompts import ByteTokenReader, TokenReader
 from tandem.protocol.digest import EVERYONE
-from tandem.router.engines.relay.prompt_forms import chat_form
-from tandem.router.engines.relay.prompts import ByteTokenReader, TokenReader
 from tandem.text.tokenizer import Tokenizer
 from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of
 from tests.support.fake_openai import FakeServer

@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
+from tandem.frontend.relay.attempt import EngineAttempt
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import WorkerState
 from tandem.router.engines import upstream as upstream_module
+from tandem.router.engines.breaker import BreakerState
 from tandem.router.engines.config import spec_from
-from tandem.router.engines.fleet.breaker import BreakerState
-from tandem.router.engines.relay.attempt import EngineAttempt
 from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, dead_url, routing, spec_of
 from tests.support.fake_backend import RawClient, events
 from tests.support.fake_openai import FakeServer

@@ -10,11 +10,11 @@ import orjson
 import pytest
 from fastapi.responses import Response, StreamingResponse
 
+from tandem.frontend.relay.sse import MAX_EVENT_BYTES, MAX_EVENT_LINES
 from tandem.protocol.messages import WorkerState
+from tandem.router.engines import prober
 from tandem.router.engines.bounded_json import MAX_BRACKETS
-from tandem.router.engines.fleet import prober
-from tandem.router.engines.fleet.engine_status import MAX_SAMPLES, parse_report
-from tandem.router.engines.relay.sse import MAX_EVENT_BYTES, MAX_EVENT_LINES
+from tandem.router.engines.engine_status import MAX_SAMPLES, parse_report
 from tests.support.engines_harness import COMPLETIONS, completion, routing, spec_of
 from tests.support.fake_openai import FakeServer
 from tests.support.waiting import eventually

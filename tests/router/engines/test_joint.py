@@ -11,10 +11,10 @@ from typing import Any
 import orjson
 import pytest
 
-from tandem.router.engines.relay.apis import APIS, CHAT, COMPLETIONS
-from tandem.router.engines.relay.continuation import continued_body, obstacle, stops_of
-from tandem.router.engines.relay.joint import CannotContinue, ContinuedStream, find_joint
-from tandem.router.engines.relay.stream_ledger import StreamLedger
+from tandem.frontend.relay.apis import APIS, CHAT, COMPLETIONS
+from tandem.frontend.relay.continuation import continued_body, obstacle, stops_of
+from tandem.frontend.relay.joint import CannotContinue, ContinuedStream, find_joint
+from tandem.frontend.relay.stream_ledger import StreamLedger
 from tests.support.scripted_engine import PROMPT_IDS, Script, events
 
 ALPHABET = ["a", "b", " ", "é", "日", "🙂", "\n", "ab", '"token_ids":[1]']

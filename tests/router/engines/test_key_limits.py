@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tandem.router.keys.api_keys import ApiKeys
-from tandem.router.keys.limiter import LocalLimiter
+from tandem.frontend.keys.api_keys import ApiKeys
+from tandem.frontend.keys.limiter import LocalLimiter
 from tandem.scheduling.admission.key_limits import KeyLimits
 from tests.support.engines_harness import CHAT, COMPLETIONS, completion, routing, routing_by_hub, spec_of
 from tests.support.fake_backend import events

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from zmq.asyncio import Context
 
 from tandem.protocol.digest import block_digests, root_digest
-from tandem.router.engines.fleet import kv_events
-from tandem.router.engines.fleet.kv_events import (
+from tandem.router.engines import kv_events
+from tandem.router.engines.kv_events import (
     MAX_EVENT_TOKENS,
     MAX_EVENTS,
     MAX_FIELD_BYTES,

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.protocol.digest import EVERYONE
-from tandem.router.engines.relay.prompt_forms import (
+from tandem.frontend.relay.prompt_forms import (
     PromptForm,
     chat_form,
     input_form,
@@ -16,7 +15,8 @@ from tandem.router.engines.relay.prompt_forms import (
     pairs_form,
     responses_form,
 )
-from tandem.router.engines.relay.prompts import MEDIA_TOKENS, ByteTokenReader, TokenReader
+from tandem.frontend.relay.prompts import MEDIA_TOKENS, ByteTokenReader, TokenReader
+from tandem.protocol.digest import EVERYONE
 from tandem.text.tokenizer import Tokenizer
 
 SYSTEM = {"role": "system", "content": "be kind"}

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from tandem.frontend.relay.apis import CHAT
+from tandem.frontend.relay.prompt_forms import chat_form
+from tandem.frontend.relay.prompts import ByteTokenReader, PromptReader, ReadPrompt, TokenReader
 from tandem.protocol.digest import EVERYONE
-from tandem.router.engines.relay.apis import CHAT
-from tandem.router.engines.relay.prompt_forms import chat_form
-from tandem.router.engines.relay.prompts import ByteTokenReader, PromptReader, ReadPrompt, TokenReader
 from tandem.text.tokenizer import Tokenizer
 
 

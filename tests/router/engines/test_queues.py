@@ -13,7 +13,7 @@ import pytest
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import WorkerState
 from tandem.router.engines.config import EngineSpec
-from tandem.router.engines.fleet.engine_placer import ModelWorkers
+from tandem.router.engines.engine_placer import ModelWorkers
 from tandem.scheduling.admission.tenants import load_tenants
 from tandem.scheduling.workers.load import RequestLoad
 from tandem.scheduling.workers.registry import Registry

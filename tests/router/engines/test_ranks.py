@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from zmq.asyncio import Context
 
+from tandem.frontend.relay.prompts import ByteTokenReader
 from tandem.protocol.config import RouterConfig
 from tandem.router.engines.config import EngineSpec, ranks_of
-from tandem.router.engines.fleet.probe_client import ProbeFailed
-from tandem.router.engines.fleet.server_metrics import ServerMetrics
-from tandem.router.engines.relay.prompts import ByteTokenReader
+from tandem.router.engines.probe_client import ProbeFailed
+from tandem.router.engines.server_metrics import ServerMetrics
 from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, routing_by_hub, spec_of
 from tests.support.fake_openai import FakeServer
 from tests.support.kv_event_publisher import IDS, Publisher, stored

@@ -6,10 +6,10 @@ from typing import Any, cast
 
 import pytest
 
-from tandem.router.engines.relay.sse import PORTION_BYTES, ChunkEvents, EventFormat, SseEvent, first_event
-from tandem.router.engines.relay.stream_ledger import StreamLedger
-from tandem.router.engines.relay.stream_relay import MAX_PARSED_AT_ONCE, StreamRelay
-from tandem.router.engines.relay.typed_events import MessageEvents, ResponseEvents
+from tandem.frontend.relay.sse import PORTION_BYTES, ChunkEvents, EventFormat, SseEvent, first_event
+from tandem.frontend.relay.stream_ledger import StreamLedger
+from tandem.frontend.relay.stream_relay import MAX_PARSED_AT_ONCE, StreamRelay
+from tandem.frontend.relay.typed_events import MessageEvents, ResponseEvents
 from tandem.router.engines.upstream import QUICK_BYTES, Reply
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from fastapi.responses import JSONResponse, Response
 
+from tandem.frontend.relay.apis import APIS
 from tandem.protocol.config import RouterConfig
-from tandem.router.engines.relay.apis import APIS
 from tests.router.engines.recordings import KV, RECORDED, replay
 from tests.support.engines_harness import completion, routing, spec_of
 from tests.support.fake_openai import FakeServer

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import ConfigError
 from tandem.router.engines.config import EngineSpec, check_fleet, ranks_of, spec_from
-from tandem.router.engines.fleet.engine_status import CacheSize, parse_cache_size, parse_report
+from tandem.router.engines.engine_status import CacheSize, parse_cache_size, parse_report
 from tests.support.engines_harness import COMPLETIONS, Router, completion, dead_url, routing
 from tests.support.fake_backend import RawClient, events
 from tests.support.fake_openai import FakeServer

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.router.engines.fleet.simulated_cache import SimulatedCache
+from tandem.router.engines.simulated_cache import SimulatedCache
 
 
 def chain(*names: str) -> list[bytes]:

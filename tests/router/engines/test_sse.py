@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.router.engines.relay import sse
-from tandem.router.engines.relay.sse import ChunkEvents, EventFormat, EventSplitter, end_of_event, split_events
-from tandem.router.engines.relay.typed_events import MessageEvents, ResponseEvents
+from tandem.frontend.relay import sse
+from tandem.frontend.relay.sse import ChunkEvents, EventFormat, EventSplitter, end_of_event, split_events
+from tandem.frontend.relay.typed_events import MessageEvents, ResponseEvents
 
 parse_event, leading_pieces = ChunkEvents().parse, ChunkEvents().leading_pieces
 

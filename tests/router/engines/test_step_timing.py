@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.protocol.messages import StepStats
-from tandem.router.engines.fleet.step_timing import StepTiming
+from tandem.router.engines.step_timing import StepTiming
 from tandem.scheduling.cost_model import CPU_PRIOR, StepModel
 
 

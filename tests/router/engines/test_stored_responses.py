@@ -11,8 +11,8 @@ import pytest
 from fastapi.responses import JSONResponse, Response
 
 from tandem.protocol.config import RouterConfig
-from tandem.router.engines.fleet import stored_answers
-from tandem.router.engines.fleet.stored_answers import StoredAnswers
+from tandem.router.engines import stored_answers
+from tandem.router.engines.stored_answers import StoredAnswers
 from tests.support.engines_harness import Router, routing, routing_by_hub, spec_of
 from tests.support.fake_openai import FakeServer
 from tests.support.waiting import eventually

@@ -9,10 +9,10 @@ import httpx
 import pytest
 from zmq.asyncio import Context
 
+from tandem.frontend.relay.prompts import ByteTokenReader
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import cache_scope
-from tandem.router.engines.fleet.engine import MAX_HELD_BACK
-from tandem.router.engines.relay.prompts import ByteTokenReader
+from tandem.router.engines.engine import MAX_HELD_BACK
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, routing_by_hub, spec_of
 from tests.support.fake_openai import FakeServer

@@ -12,7 +12,7 @@ import pytest
 
 from tandem.router.engines import upstream as upstream_module
 from tandem.router.engines.upstream import PIECE_BYTES, QUICK_BYTES, AnswerTooLarge, Reply, Unreachable, Upstream
-from tandem.router.http.time_slicer import TimeSlicer
+from tandem.runtime.time_slicer import TimeSlicer
 from tests.support.engines_harness import dead_url
 from tests.support.waiting import eventually
 

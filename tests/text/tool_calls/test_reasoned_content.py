@@ -13,7 +13,7 @@ from tandem.protocol.grammar import compile_grammar, make_grammar_tokenizer
 from tandem.router.backend import GenerateRequest
 from tandem.text.tokenizer import Tokenizer
 from tandem.text.tool_calls.reasoning import REASONING_FORMATS
-from tests.router.openai.test_tools import CHAT, ROLES, joined
+from tests.frontend.openai.test_tools import CHAT, ROLES, joined
 from tests.support.fake_backend import FakeBackend, Step, closing, events
 from tests.support.toy_tokenizer import build_tokenizer
 

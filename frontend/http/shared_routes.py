@@ -1,0 +1,217 @@
+"""Routes that `tandem serve` and `tandem route` share."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tandem.frontend.http.answer_shapes import Drain, Migration, NewWorker, RoleChange
+from tandem.frontend.http.app import RouterApp, json_response
+from tandem.frontend.http.audit import audited
+from tandem.frontend.http.authentication import check_operator
+from tandem.frontend.http.decoding import decode_body
+from tandem.frontend.http.errors import error_body, error_response
+from tandem.frontend.http.exposition import Scraper, shared_metrics
+from tandem.frontend.http.json_body import read_json
+from tandem.frontend.http.visibility import metrics_response, visible_decisions, visible_pools
+from tandem.protocol.errors import ModelNotFound, RequestError
+from tandem.protocol.messages import Role
+
+__all__ = ["add_decision_routes", "add_model_routes", "add_operation_routes", "add_worker_routes", "product_version"]
+
+Json = dict[str, Any]
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def add_operation_routes(
+    app: RouterApp,
+    *,
+    not_ready: Callable[[], str | None],
+    scrape: Scraper,
+    pools: Callable[[], Awaitable[Json]],
+) -> None:
+    """Add health, readiness, metrics, pools and version. `not_ready` gives the reason, or None when ready."""
+    expose = shared_metrics(scrape)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """The process answers."""
+        return json_response({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Whether requests should be sent here: 200, or 503 `not_ready` with the reason."""
+        reason = "The server is shutting down." if app.is_leaving else not_ready()
+        if reason is not None:
+            return error_response(503, error_body(reason, "server_error", code="not_ready"))
+        return json_response({"status": "ready"})
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """Metrics in Prometheus' text format, or OpenMetrics if `Accept` prefers it. No tenants for a tenant's key."""
+        return metrics_response(await expose(), request)
+
+    @app.get("/v1/pools")
+    async def show_pools(request: Request) -> Response:
+        """Workers or engines with their state, load and learned costs. A tenant's key gets names and states only."""
+        return json_response(visible_pools(await pools(), request))
+
+    @app.get("/version")
+    async def show_version() -> Response:
+        """The version of Tandem."""
+        return json_response({"version": product_version()})
+
+
+class Managed(Protocol):
+    """Workers that an operator can change: as `WorkerManager`."""
+
+    async def set_role(self, worker: str, role: Role) -> Json:
+        """As `WorkerManager.set_role`."""
+
+    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> Json:
+        """As `WorkerManager.drain`."""
+
+    async def add_worker(self, role: Role) -> Json:
+        """As `WorkerManager.add_worker`."""
+
+    async def migrate(self, worker: str, to: str, request_id: str) -> Json:
+        """As `Backend.migrate`."""
+
+
+def add_worker_routes(app: FastAPI, managed: Managed) -> None:
+    """Add the routes that change the workers which the server runs."""
+
+    @app.post("/v1/pools/roles")
+    async def change_role(request: Request) -> Response:
+        """Let a worker serve as `prefill` or `decode` from now on: `{"worker": "prefill-0", "role": "decode"}`.
+
+        Answers when it serves in its new role; requests of its old role end there. Needs an operator's key.
+        """
+        change = await _read(request, RoleChange, '{"worker": NAME, "role": "prefill" or "decode"}')
+        with audited(request, "role.change", f"{change.worker} -> {change.role}"):
+            return json_response(await managed.set_role(change.worker, Role(change.role)))
+
+    @app.post("/v1/pools/drain")
+    async def drain_worker(request: Request) -> Response:
+        """Let a worker leave, or start it again with `"restart": true`, without a request failing.
+
+        Answers when it has begun; `/v1/pools` tells of its end. Needs an operator's key.
+        """
+        drain = await _read(request, Drain, '{"worker": NAME, "grace_s": SECONDS, "restart": true or false}')
+        with audited(request, "worker.restart" if drain.restart else "worker.drain", drain.worker):
+            return json_response(await managed.drain(drain.worker, drain.grace_s, restart=drain.restart))
+
+    @app.post("/v1/pools/add")
+    async def add_worker(request: Request) -> Response:
+        """Start one more worker, like those that are there: `{"role": "decode"}`.
+
+        Answers when it has begun; `/v1/pools` tells when it serves, or why it was withdrawn. Needs an operator's key.
+        """
+        added = await _read(request, NewWorker, '{"role": "prefill" or "decode"}')
+        with audited(request, "worker.add", added.role) as done:
+            record = await managed.add_worker(Role(added.role))
+            done.target = str(record.get("worker", added.role))
+            return json_response(record)
+
+    @app.post("/v1/pools/migrate")
+    async def migrate_answers(request: Request) -> Response:
+        """Let answers that a worker decodes go on with another one: `{"worker": "decode-0", "to": "decode-1"}`.
+
+        Their KV is copied while they are decoded on. Answers at once. Needs an operator's key.
+        """
+        migration = await _read(
+            request, Migration, '{"worker": NAME}, and "to" or "request_id" if only some should move'
+        )
+        with audited(request, "answers.migrate", f"{migration.worker} -> {migration.to or 'any'}"):
+            return json_response(await managed.migrate(migration.worker, migration.to, migration.request_id))
+
+
+async def _read(request: Request, shape: type[T], hint: str) -> T:
+    """An operator's body. Raises `RequestError`, or `Forbidden` for other keys."""
+    check_operator(request)
+    try:
+        return decode_body(await read_json(request), shape)
+    except RequestError as exc:
+        exc.message += f" Send {hint}."
+        raise
+
+
+def add_decision_routes(
+    app: FastAPI,
+    *,
+    explain: Callable[[Request], Awaitable[list[Json]]],
+    decisions: Callable[[], Awaitable[list[Json]]],
+) -> None:
+    """Add the routes that say where requests go, and why."""
+
+    @app.post("/v1/route/explain")
+    async def explain_route(request: Request) -> Response:
+        """What would be decided now for each prompt of a chat or completion body. Nothing is sent or booked."""
+        return json_response({"object": "list", "data": await explain(request)})
+
+    @app.get("/v1/route/decisions")
+    async def list_decisions(request: Request) -> Response:
+        """The latest decisions, newest first. A tenant's key gets its own only."""
+        return json_response({"object": "list", "data": visible_decisions(await decisions(), request)})
+
+
+def add_model_routes(
+    app: FastAPI,
+    *,
+    names: Callable[[], Iterable[str]],
+    max_model_len: Callable[[str], int | None],
+    capabilities: Callable[[str], Json | None],
+    created_s: int,
+    adapters: Callable[[], Mapping[str, str]] = dict,
+) -> None:
+    """Add the routes that say which models are served. `created_s` is a Unix time.
+
+    `capabilities` are None where they are not known. `adapters` gives the base model of each LoRA adapter.
+    """
+
+    created_at = datetime.fromtimestamp(created_s, UTC).isoformat().replace("+00:00", "Z")
+
+    def card(name: str, base: str | None = None) -> Json:
+        return {
+            "id": name,
+            "object": "model",
+            "type": "model",
+            "display_name": name,
+            "created": created_s,
+            "created_at": created_at,
+            "owned_by": "tandem",
+            "root": name,
+            "parent": base,
+            "max_model_len": max_model_len(base or name),
+            "capabilities": capabilities(base or name),
+        }
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        """The served models, with their context length and what they can do. An adapter names its base as `parent`."""
+        cards = [*map(card, names()), *(card(name, base) for name, base in adapters().items())]
+        return json_response({"object": "list", "data": cards})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def retrieve_model(model_id: str) -> Response:
+        """One of the served models."""
+        base = None if model_id in names() else adapters().get(model_id)
+        if base is None and model_id not in names():
+            text = f"The model '{model_id[:200]}' does not exist; GET /v1/models lists those that do."
+            raise ModelNotFound(text, param="model")
+        return json_response(card(model_id, base))
+
+
+def product_version() -> str:
+    """The version of the installed package."""
+    try:
+        return version("tandem-serve")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "unknown"

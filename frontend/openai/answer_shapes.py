@@ -1,0 +1,299 @@
+"""The JSON shapes of what chat, completions, tokenization and pins answer, for `/openapi.json`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from tandem.frontend.openai.schema import Doc
+
+__all__ = [
+    "ChatChunk",
+    "ChatCompletion",
+    "Completion",
+    "CompletionChunk",
+    "Detokenized",
+    "PinCard",
+    "PinList",
+    "PoolCheck",
+    "Tokenized",
+    "Unpinned",
+]
+
+FinishReason = Annotated[
+    Literal["stop", "length", "tool_calls", "function_call"],
+    Doc("`length`: a limit of tokens. `tool_calls`: it ended with calls; `function_call`: of one of `functions`."),
+]
+StopReason = Annotated[str | int | None, Doc("The stop string or stop token that ended it, if one of the request did.")]
+Created = Annotated[int, Doc("Unix time.")]
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """The prompt's tokens by what they cost."""
+
+    cached_tokens: Annotated[int, Doc("Those that were not computed.")]
+    cached_tokens_by_tier: Annotated[
+        dict[str, int], Doc("Where they were: `pool`, `host`, `disk`, `object`, or `peer` for another worker.")
+    ]
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    """The answer's tokens by what they were."""
+
+    reasoning_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Tokens of a request."""
+
+    prompt_tokens: Annotated[int, Doc("Of all prompts; the choices of a prompt share it.")]
+    completion_tokens: Annotated[int, Doc("Of all choices.")]
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: Annotated[
+        CompletionTokensDetails | UnsetType, Doc("If the server tells reasoning from content.")
+    ] = UNSET
+
+
+# -- chat
+
+
+class CalledFunction(msgspec.Struct):
+    """A function and its arguments."""
+
+    name: str
+    arguments: Annotated[str, Doc("JSON, as far as the model wrote it.")]
+
+
+class ToolCall(msgspec.Struct):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(msgspec.Struct):
+    """What the model answers."""
+
+    role: Literal["assistant"]
+    content: Annotated[str | None, Doc("Null if there are calls and nothing else.")]
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: Annotated[str | UnsetType, Doc("The same, as newer vLLM calls it.")] = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: Annotated[CalledFunction | UnsetType, Doc("In place of `tool_calls`, with `functions`.")] = UNSET
+
+
+class AlternativeToken(msgspec.Struct):
+    """A token that was likely."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChosenToken(AlternativeToken):
+    """A token of the answer."""
+
+    top_logprobs: list[AlternativeToken]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log probabilities of an answer's tokens."""
+
+    content: list[ChosenToken]
+
+
+class ChatChoice(msgspec.Struct):
+    """One of the answers."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: StopReason
+    token_ids: Annotated[list[int] | UnsetType, Doc("With `return_token_ids`.")] = UNSET
+
+
+class ChatCompletion(msgspec.Struct):
+    """A whole answer to a conversation."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: Created
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: Annotated[list[int] | UnsetType, Doc("With `return_token_ids`.")] = UNSET
+
+
+class FunctionDelta(msgspec.Struct):
+    """A piece of a call."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct):
+    """A piece of the call `index`. Its first piece has `id`, `type` and the name."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class MessageDelta(msgspec.Struct):
+    """A piece of a message."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    function_call: Annotated[FunctionDelta | UnsetType, Doc("In place of `tool_calls`, with `functions`.")] = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    """A piece of the choice `index`."""
+
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Annotated[FinishReason | None, Doc("In the last piece of a choice.")]
+    stop_reason: StopReason | UnsetType = UNSET
+    token_ids: Annotated[list[int] | UnsetType, Doc("With `return_token_ids`.")] = UNSET
+
+
+class ChatChunk(msgspec.Struct):
+    """An event of a streamed answer to a conversation."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: Created
+    model: str
+    choices: Annotated[list[ChatChunkChoice], Doc("None in the chunk with the usage.")]
+    usage: Annotated[Usage | UnsetType | None, Doc("With `stream_options.include_usage`.")] = UNSET
+    tandem_explain: Annotated[dict[str, Any] | UnsetType, Doc("In the last chunk with choices, if asked for.")] = UNSET
+    prompt_token_ids: Annotated[list[int] | UnsetType, Doc("In the first chunk, with `return_token_ids`.")] = UNSET
+
+
+# -- completions
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Log probabilities by token. Of a prompt's first token they are null."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct):
+    """One of the continuations."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: StopReason
+    token_ids: Annotated[list[int] | UnsetType, Doc("With `return_token_ids`.")] = UNSET
+    prompt_token_ids: Annotated[list[int] | UnsetType, Doc("With `return_token_ids`.")] = UNSET
+
+
+class Completion(msgspec.Struct):
+    """The whole continuations of one or many prompts."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: Created
+    model: str
+    choices: Annotated[list[CompletionChoice], Doc("In the order of the prompts.")]
+    usage: Usage
+
+
+class CompletionChunkChoice(msgspec.Struct):
+    """A piece of the choice `index`."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Annotated[FinishReason | None, Doc("In the last piece of a choice.")]
+    stop_reason: StopReason | UnsetType = UNSET
+    token_ids: Annotated[list[int] | UnsetType, Doc("With `return_token_ids`.")] = UNSET
+    prompt_token_ids: Annotated[
+        list[int] | UnsetType, Doc("In the first piece of a choice, with `return_token_ids`.")
+    ] = UNSET
+
+
+class CompletionChunk(msgspec.Struct):
+    """An event of a streamed continuation."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: Created
+    model: str
+    choices: Annotated[list[CompletionChunkChoice], Doc("None in the chunk with the usage.")]
+    usage: Annotated[Usage | UnsetType | None, Doc("With `stream_options.include_usage`.")] = UNSET
+    tandem_explain: Annotated[dict[str, Any] | UnsetType, Doc("In the last chunk with choices, if asked for.")] = UNSET
+
+
+# -- tokenizer and cache
+
+
+class Tokenized(msgspec.Struct):
+    """The tokens of a prompt."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: Annotated[list[str] | None, Doc("If asked for.")]
+
+
+class Detokenized(msgspec.Struct):
+    """The text of tokens."""
+
+    prompt: str
+
+
+class PinCard(msgspec.Struct):
+    """A prefix that is kept in the KV cache for a while."""
+
+    id: str
+    object: Literal["cache.pin"]
+    tenant: str
+    conversation_id: str | None
+    num_tokens: int
+    num_blocks: int
+    prefetch: Literal["none", "host", "pool"]
+    remaining_s: float
+    expires_at: Annotated[int, Doc("Unix time.")]
+    held: Annotated[
+        dict[str, dict[str, int] | None],
+        Doc("By worker: leading blocks by place; null for a worker that did not answer in time."),
+    ]
+
+
+class PinList(msgspec.Struct):
+    """Live pins, oldest first."""
+
+    object: Literal["list"]
+    data: list[PinCard]
+
+
+class Unpinned(msgspec.Struct):
+    """The pin that was ended."""
+
+    id: str
+    object: Literal["cache.pin"]
+    deleted: Literal[True]
+
+
+class PoolCheck(msgspec.Struct):
+    """Whether any worker holds something."""
+
+    idle: bool
+    workers: Annotated[dict[str, str], Doc("What is wrong with each, or what it holds; empty = nothing.")]

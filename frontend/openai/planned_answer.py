@@ -1,0 +1,143 @@
+"""A checked and tokenized request, the input of `answer_request`, and what an API's format makes of its answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tandem.frontend.openai.choice_text import ChoiceDelta, ChoicePlan
+from tandem.frontend.openai.logprobs import TokenEntry
+from tandem.text.tool_calls.events import Event, content_events
+
+__all__ = ["AnswerEvents", "AnswerFormat", "FinishedChoice", "PlannedAnswer", "TokensUsed"]
+
+
+@dataclass(slots=True)
+class TokensUsed:
+    """Tokens that a request has used so far. A prompt counts once, even if several choices share it."""
+
+    num_prompt_tokens: int
+    has_reasoning: bool = False  # whether reasoning is told from content, and counted
+    num_completion_tokens: int = 0
+    num_reasoning_tokens: int = 0  # how many tokens of the completion are reasoning
+    num_cached_tokens: int = 0
+    num_loaded_tokens: Counter[str] = field(default_factory=Counter)  # cached, but not in the pool, by tier
+
+    def add(self, delta: ChoiceDelta) -> None:
+        """Count one delta of any choice."""
+        self.num_completion_tokens += delta.num_tokens
+        self.num_reasoning_tokens += delta.num_reasoning_tokens
+        if delta.num_cached_tokens:
+            self.num_cached_tokens += delta.num_cached_tokens
+            self.num_loaded_tokens.update(delta.num_loaded_tokens or {})
+
+    @property
+    def cached_by_tier(self) -> dict[str, int]:
+        """The cached tokens by where they were: the worker's pool, a tier below it, or a peer."""
+        loaded = {tier: num for tier, num in self.num_loaded_tokens.items() if num}
+        num_in_pool = self.num_cached_tokens - sum(loaded.values())
+        return ({"pool": num_in_pool} if num_in_pool > 0 else {}) | loaded
+
+    def to_json(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        usage: dict[str, Any] = {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": self.cached_details(),
+        }
+        if self.has_reasoning:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
+        return usage
+
+    def cached_details(self) -> dict[str, Any]:
+        """The cached tokens of the prompt, as OpenAI's APIs show them."""
+        return {"cached_tokens": self.num_cached_tokens, "cached_tokens_by_tier": self.cached_by_tier}
+
+
+@dataclass(slots=True)
+class FinishedChoice:
+    """A choice joined from its deltas, for a plain answer."""
+
+    index: int
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    entries: list[TokenEntry] = field(default_factory=list)
+    events: list[Event] | None = None  # None = all text is content
+    token_ids: list[int] | None = None  # None = they are not shown
+    _texts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Its whole text."""
+        return "".join(self._texts)
+
+    @property
+    def parts(self) -> list[Event]:
+        """What its text consists of, whether it was parsed or not."""
+        return content_events(self.text) if self.events is None else self.events
+
+    def add(self, delta: ChoiceDelta) -> None:
+        """Append one delta of this choice."""
+        self._texts.append(delta.text)
+        if delta.events is not None:
+            self.events = self.events or []
+            self.events += delta.events
+        self.entries += delta.entries
+        if delta.token_ids is not None:
+            self.token_ids = (self.token_ids or []) + delta.token_ids
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+
+
+class AnswerEvents(Protocol):
+    """Makes the server-sent events of one answer."""
+
+    def of(self, delta: ChoiceDelta) -> bytes:
+        """The events for one delta, maybe none."""
+
+    async def ending(self) -> bytes:
+        """The last events of a complete answer."""
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        """The last event of an answer that failed; `body` is that of an error response."""
+
+
+class AnswerFormat(Protocol):
+    """The JSON shapes of one API."""
+
+    id_prefix: str
+    prompt_field: str  # request field with the prompt
+
+    def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: TokensUsed) -> dict[str, Any]:
+        """A plain answer."""
+
+    def events(self, answer: PlannedAnswer) -> AnswerEvents:
+        """The events of a streamed answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedAnswer:
+    """What to generate for a request and how to present it."""
+
+    request_id: str  # as the client and the log see it
+    answer_id: str
+    model: str
+    arrived_s: float
+    format: AnswerFormat
+    choices: list[ChoicePlan]
+    num_prompt_tokens: int
+    is_stream: bool = False
+    has_usage: bool = False
+    has_running_usage: bool = False
+
+    @property
+    def shows_token_ids(self) -> bool:
+        """Whether the token ids of prompts and answers are shown."""
+        return self.choices[0].shows_token_ids
+
+    def new_usage(self) -> TokensUsed:
+        """The usage of this answer before its first token."""
+        has_reasoning = any(choice.parsing is not None and choice.parsing.has_reasoning for choice in self.choices)
+        return TokensUsed(self.num_prompt_tokens, has_reasoning)

@@ -1,0 +1,66 @@
+"""The connections of this process to all engines of the fleet."""
+
+from __future__ import annotations
+
+from tandem.protocol.config import ExternalEnginesConfig
+from tandem.router.engines.addresses import public_addresses
+from tandem.router.engines.config import EngineSpec
+from tandem.router.engines.errors import EngineFailed
+from tandem.router.engines.tls import engine_tls
+from tandem.router.engines.upstream import Upstream
+from tandem.runtime.time_slicer import TimeSlicer
+
+__all__ = ["EngineConnection", "EngineConnections"]
+
+# For one iteration of the event loop: long enough for the tokens of a hundred streams, short beside a token's time.
+RELAY_BUDGET_S = 0.004
+
+
+class EngineConnection:
+    """One engine, and the connections to it."""
+
+    def __init__(self, spec: EngineSpec, upstream: Upstream) -> None:
+        self.spec = spec
+        self.upstream = upstream
+
+    @property
+    def name(self) -> str:
+        """The engine's name."""
+        return self.spec.name
+
+
+class EngineConnections:
+    """Connections by the name of the engine. It is an `EngineListener`, so it follows the fleet."""
+
+    def __init__(self, config: ExternalEnginesConfig) -> None:
+        self._config = config
+        self._connections: dict[str, EngineConnection] = {}
+        self._slicer = TimeSlicer(budget_s=RELAY_BUDGET_S)
+
+    def __getitem__(self, name: str) -> EngineConnection:
+        connection = self._connections.get(name)
+        if connection is None:  # it was removed after the request was placed
+            raise EngineFailed(name, "it was removed")
+        return connection
+
+    def engine_added(self, spec: EngineSpec, *, is_trusted: bool) -> None:
+        """As `EngineListener`. Raises `ConfigError` when the engine's key or a file for TLS is missing."""
+        resolve = None if is_trusted else public_addresses
+        upstream = Upstream(
+            spec.url,
+            spec.request_headers(),
+            connect_timeout_s=self._config.connect_timeout_s,
+            slicer=self._slicer,
+            resolve=resolve,
+            tls=engine_tls(spec, self._config),
+        )
+        self._connections[spec.name] = EngineConnection(spec, upstream)
+
+    def engine_removed(self, name: str) -> None:
+        """As `EngineListener`: close the connections; requests that wait for an answer fail."""
+        self._connections.pop(name).upstream.close()
+
+    def close(self) -> None:
+        """Close all connections. The fleet may live on and go on reporting its engines."""
+        for connection in self._connections.values():
+            connection.upstream.close()

@@ -1,0 +1,98 @@
+"""What one engine has cached, kept up to date in the prefix index: by its KV events, or by simulating its cache."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zmq.asyncio import Context
+
+from tandem.protocol.messages import BlockEvents, WorkerCard
+from tandem.router.engines.config import EngineSpec
+from tandem.router.engines.digests import digest_root
+from tandem.router.engines.kv_events import BlockTranslator, KvEventFeed
+from tandem.router.engines.simulated_cache import SimulatedCache
+from tandem.runtime.background import BackgroundTasks
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+
+__all__ = ["CacheView"]
+
+
+class CacheView:
+    """The router's view of one engine's prefix cache. Empty between `stop` and the next `start`."""
+
+    def __init__(self, engine: str, index: PrefixIndex, context: Context, on_malformed: Callable[[str], None]) -> None:
+        """`on_malformed` is called with the reason why events cannot be used."""
+        self._name = engine
+        self._index = index
+        self._context = context
+        self._on_malformed = on_malformed
+        self._epoch = 0
+        self._sequence = 0  # number of changes passed to the index in this epoch
+        self._simulated: SimulatedCache | None = None
+        self._translator: BlockTranslator | None = None
+        self._feed: KvEventFeed | None = None
+        self._feed_task: asyncio.Task[None] | None = None
+        self._background = BackgroundTasks()
+
+    @property
+    def num_event_gaps(self) -> int:
+        """Gaps in the engine's events that no replay filled."""
+        return self._feed.num_gaps if self._feed else 0
+
+    def start(self, spec: EngineSpec, card: WorkerCard, num_simulated_blocks: int) -> None:
+        """Begin with an empty cache. `num_simulated_blocks` is its capacity where it is simulated."""
+        self._epoch, self._sequence = card.address.epoch, 0
+        self._index.add_worker(self._name, self._epoch)
+        if not spec.kv_events:
+            self._simulated = SimulatedCache(num_simulated_blocks, spec.cache_ttl_s)
+            return
+        self._translator = BlockTranslator(digest_root(card.model, card.block_size), card.block_size)
+        self._feed = KvEventFeed(self._context, spec.kv_events, spec.kv_replay, self._apply)
+        self._feed_task = self._background.keep(f"KV events of engine {self._name}", self._feed.run)
+
+    def stop(self) -> None:
+        """Forget everything: the engine is gone, or its cache is."""
+        self._index.remove_worker(self._name)
+        if self._feed_task is not None:
+            self._feed_task.cancel()
+        self._feed_task = self._simulated = self._translator = None
+
+    async def close(self) -> None:
+        """Close its sockets."""
+        await self._background.close()
+
+    def expect(self, digests: Sequence[bytes], now: float, *, is_exact: bool = True) -> None:
+        """A prompt is on its way to the engine: count it as cached for a while, or until events say more.
+
+        No event will ever mention tokens that are only an estimate.
+        """
+        if self._simulated is None:
+            if is_exact:
+                self._index.speculate([self._name], digests, now)
+        else:
+            self._publish(*self._simulated.touch(digests, now))
+
+    def expire(self, now: float) -> None:
+        """Drop blocks that have not been used for long."""
+        if self._simulated is not None and (removed := self._simulated.expire(now)):
+            self._publish([], removed)
+
+    def _apply(self, events: list[dict[str, Any]], is_lost: bool) -> None:
+        translator = self._translator
+        if translator is None:
+            return
+        change = translator.apply([{"type": "AllBlocksCleared"}, *events] if is_lost else events)
+        if change.flaw:
+            self._on_malformed(f"its KV events are malformed: {change.flaw}")
+        self._publish(change.stored, change.removed)
+
+    def _publish(self, stored: list[bytes], removed: list[bytes]) -> None:
+        if stored or removed:
+            self._sequence += 1
+            self._index.apply(
+                BlockEvents(
+                    worker_id=self._name, epoch=self._epoch, sequence=self._sequence, stored=stored, removed=removed
+                )
+            )

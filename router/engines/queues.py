@@ -1,0 +1,133 @@
+"""The queues of requests for engines: one for each model, so that no request waits for those of another model.
+
+`Admission` decides as in `tandem serve`; the engines of the queue's model are its workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol, cast
+
+import msgspec
+
+from tandem.protocol.errors import NoWorker
+from tandem.protocol.messages import WorkerPriority
+from tandem.router.admission_queue import AdmissionQueue
+from tandem.router.engines.booked_attempt import BookedAttempt
+from tandem.router.engines.digests import EngineDigests
+from tandem.router.engines.dispatcher import DispatchRequest
+from tandem.router.engines.engine_fleet import EngineFleet
+from tandem.router.engines.engine_placer import EnginePlacer, ModelWorkers
+from tandem.scheduling.admission.admission import Admission
+from tandem.scheduling.admission.stats import TenantStats
+from tandem.scheduling.admission.work import Work
+from tandem.scheduling.decisions import MAX_DECISIONS
+from tandem.scheduling.placement.placement import Placement
+from tandem.scheduling.request import PlacementRequest
+
+__all__ = ["ModelQueue", "Queues"]
+
+
+class Requester(Protocol):
+    """A request on its way through a queue."""
+
+    @property
+    def request_id(self) -> str:
+        """Its id in the log of decisions."""
+
+    @property
+    def explains(self) -> bool:
+        """Whether candidates besides the best one are recorded."""
+
+    def book(self, placement_request: PlacementRequest, placement: Placement) -> BookedAttempt:
+        """Book a placement that was decided just now."""
+
+
+class ModelQueue:
+    """The queue of one model."""
+
+    def __init__(self, fleet: EngineFleet, model: str) -> None:
+        workers = ModelWorkers(fleet.registry, model)
+        self._placer = EnginePlacer(model, lambda: fleet.engines, workers, fleet.index, fleet.costs, fleet.config)
+        # The placer knows which engines may compute prompts, group by group. For admission, all with room may.
+        config = replace(fleet.config, local_prefill=True)
+        self.admission = Admission(workers, fleet.costs, self._placer, fleet.tenants, config, fleet.registry.demand)
+        self.admission_queue: AdmissionQueue[Any, BookedAttempt] = AdmissionQueue(
+            self.admission, fleet.registry, _book, timeout_s=fleet.config.request_timeout_s, clock=fleet.clock
+        )
+        self._clock = fleet.clock
+
+    def placement_request(self, request: DispatchRequest) -> PlacementRequest:
+        """The request as admission and placement know it."""
+        placement_request = self.admission.placement_request(
+            request.service_class,
+            num_prompt_tokens=max(1, request.num_prompt_tokens),
+            digests=EngineDigests(request.prompt, request.cache_scope, request.adapter, is_exact=request.is_exact),
+            max_tokens=request.max_tokens,
+            adapter=request.adapter,
+        )
+        placement_request = msgspec.structs.replace(placement_request, may_fall_back=True)
+        if request.can_hand_over:
+            return placement_request
+        return msgspec.structs.replace(placement_request, can_hand_over=False, generates=request.generates)
+
+    def explain(self, request: DispatchRequest) -> dict[str, Any]:
+        """The decision that would be taken now, as JSON. Nothing is sent or booked. Raises a `ServingError`."""
+        return self.admission_queue.explain(self.placement_request(request))
+
+    def place_elsewhere(self, placement_request: PlacementRequest, tried: set[str]) -> Placement:
+        """Another placement for a request that has already waited. Raises a `ServingError`."""
+        return self._placer.place(placement_request, self._clock(), tried=tried)
+
+
+def _book(
+    requester: Requester, request: PlacementRequest, placement: Placement, _priority: WorkerPriority
+) -> BookedAttempt:
+    return requester.book(request, placement)
+
+
+class Queues:
+    """The queues of all models, each made when it is first needed. Counts are totals over all queues."""
+
+    def __init__(self, fleet: EngineFleet) -> None:
+        self._fleet = fleet
+        self._queues: dict[str, ModelQueue] = {}
+
+    def of(self, model: str) -> ModelQueue:
+        """The queue of a model, which must be one of the fleet's."""
+        queue = self._queues.get(model)
+        if queue is None:
+            queue = self._queues[model] = ModelQueue(self._fleet, model)
+        return queue
+
+    @property
+    def stats(self) -> dict[str, TenantStats]:
+        """Outcomes of requests, by the label of their tenant."""
+        total: dict[str, TenantStats] = {}
+        for queue in self._queues.values():
+            for label, stats in queue.admission.stats.items():
+                total.setdefault(label, TenantStats()).add(stats)
+        return total
+
+    def queued(self) -> dict[str, Work]:
+        """Work that waits, by the label of its tenant."""
+        total: dict[str, Work] = {}
+        for queue in self._queues.values():
+            for label, work in queue.admission.queued().items():
+                total[label] = total.get(label, Work()) + work
+        return total
+
+    def report(self) -> dict[str, Any]:
+        """The queues by model, as JSON."""
+        return {model: queue.admission.report() for model, queue in self._queues.items()}
+
+    def close(self) -> None:
+        """Refuse all requests that wait."""
+        for queue in self._queues.values():
+            queue.admission_queue.close(lambda: NoWorker("the router is shutting down; send the request again"))
+
+    def decisions(self, limit: int = MAX_DECISIONS) -> list[dict[str, Any]]:
+        """The latest decisions of each queue, newest first, as JSON."""
+        now, queues = self._fleet.clock(), self._queues.values()
+        found = [decision for queue in queues for decision in queue.admission_queue.log.to_json(now, limit)]
+        return sorted(found, key=lambda decision: cast(float, decision["age_s"]))

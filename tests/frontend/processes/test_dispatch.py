@@ -1,0 +1,667 @@
+"""Edges that relay and a hub that decides: requests are served as by one process, and nothing is left of what ends."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from tandem.frontend.processes import dispatch_messages as messages
+from tandem.frontend.processes import hub as hub_module
+from tandem.frontend.processes import hub_client, wire
+from tandem.frontend.processes.remote_dispatcher import RemoteDispatcher
+from tandem.frontend.relay.connections import EngineConnections
+from tandem.frontend.relay.prompt_forms import chat_form
+from tandem.frontend.relay.prompts import ByteTokenReader
+from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
+from tandem.protocol.digest import EVERYONE, token_bytes
+from tandem.protocol.errors import NoWorker, WorkerError
+from tandem.router.engines.config import EngineSpec
+from tandem.router.engines.dispatcher import DispatchRequest
+from tandem.scheduling.request import ServiceClass
+from tests.support.engines_harness import (
+    COMPLETIONS,
+    Edge,
+    Hub,
+    completion,
+    routing,
+    routing_by_hub,
+    spec_of,
+)
+from tests.support.fake_backend import RawClient, events
+from tests.support.fake_openai import FakeServer, fake_openai
+from tests.support.raw_edge import RawEdge
+from tests.support.waiting import eventually
+
+ADMIN = {"authorization": "Bearer secret"}
+
+
+def start(edge: Edge, prompt: str = "a b c d", **options: Any) -> asyncio.Task[httpx.Response]:
+    headers = {key: options.pop(key) for key in list(options) if key.startswith("x-")}
+    body = completion(prompt, **({"stream": True} | options))
+    return asyncio.create_task(edge.client.post(COMPLETIONS, json=body, headers=headers))
+
+
+def small(fake: FakeServer, name: str) -> EngineSpec:
+    """An engine that computes 64 prompt tokens in a step, so that one long prompt is enough to do for a while."""
+    return spec_of(fake, name, max_num_batched_tokens=64)
+
+
+def prompt_of(name: str) -> str:
+    """Some thousand tokens that begin with the name, so that nothing of another is cached."""
+    return f"{name:16}" + "x" * 8000
+
+
+def order(fake: FakeServer) -> list[str]:
+    return [request["prompt"][:16].strip() for request in fake.requests]
+
+
+def num_waiting(hub: Hub) -> int:
+    return sum(work.num_requests for work in hub.dispatcher.queues.queued().values())
+
+
+def num_retries(hub: Hub) -> float:
+    value = hub.metrics.get_sample_value("tandem_engine_retries_total")
+    assert value is not None
+    return value
+
+
+async def one_runs(edge: Edge, fake: FakeServer) -> asyncio.Task[httpx.Response]:
+    """One prompt is being computed; what comes now waits in the hub."""
+    fake.headers_pause.clear()
+    running = start(edge, prompt_of("running"))
+    await eventually(lambda: len(fake.requests) == 1)
+    return running
+
+
+def routing_request(prompt: str = "a b c d") -> DispatchRequest:
+    tokens = ByteTokenReader().read(chat_form({"prompt": prompt}), EVERYONE, 1 << 20).token_ids
+    return DispatchRequest(
+        request_id="r",
+        model="fake-model",
+        prompt=token_bytes(tokens),
+        cache_scope=EVERYONE,
+        max_tokens=4,
+        is_stream=True,
+        service_class=ServiceClass(),
+    )
+
+
+# -- as by one process ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_edge_answers_as_a_process_alone_would(fake_a: FakeServer, tmp_path: Path, stream: bool) -> None:
+    fake_a.capabilities = {"chat": True}
+    async with routing(spec_of(fake_a, "a")) as alone, routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
+        edge = await hub.edge("edge")
+        for body in (completion("x" * 400, stream=stream), completion(42, stream=stream), {"model": "none"}):
+            first, second = [await one.client.post(COMPLETIONS, json=body) for one in (alone, edge)]
+            assert (first.status_code, first.text) == (second.status_code, second.text)
+            for name in ("x-tandem-engine", "x-tandem-expected-cached-tokens", "content-type"):
+                assert first.headers.get(name) == second.headers.get(name)
+        models = [(await one.client.get("/v1/models")).json()["data"][0] for one in (alone, edge)]
+        assert models[0] | {"created": 0} == models[1] | {"created": 0}
+        assert models[1]["capabilities"] == {"chat": True}
+
+
+async def test_a_prompt_sent_through_one_edge_is_expected_in_the_cache_by_all(
+    fake_a: FakeServer, tmp_path: Path
+) -> None:
+    async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
+        edges = [await hub.edge(f"edge-{number}") for number in range(3)]
+        expected = []
+        for edge in edges:
+            answer = await start(edge, "x" * 4000)
+            expected.append(int(answer.headers["x-tandem-expected-cached-tokens"]))
+        assert expected == [0, 992, 992]
+
+
+async def test_load_of_one_edge_is_load_for_all_and_not_foreign(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
+) -> None:
+    fake_a.metrics = fake_b.metrics = "vllm:num_requests_running 1\nvllm:num_requests_waiting 0\n"
+    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as hub:
+        one, two = await hub.edge("one"), await hub.edge("two")
+        await eventually(lambda: len(hub.engine("a").foreign) == len(hub.engine("b").foreign) == 1)
+        for fake in (fake_a, fake_b):
+            fake.headers_pause.clear()
+        tasks = [start(one, f"{'x' * 400}"), start(two, f"{'y' * 400}")]
+        await eventually(lambda: len(fake_a.requests) == len(fake_b.requests) == 1)  # the second avoids the first
+        await eventually(lambda: not hub.engine("a").foreign and not hub.engine("b").foreign)
+        for fake in (fake_a, fake_b):
+            fake.resume()
+        assert [(await task).status_code for task in tasks] == [200, 200]
+
+
+async def test_streams_of_all_edges_teach_costs_and_lengths(fake_a: FakeServer, tmp_path: Path) -> None:
+    async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
+        one, two = await hub.edge("one"), await hub.edge("two")
+        before = hub.fleet.lengths.mean_output_tokens
+        for number in range(12):
+            await start((one, two)[number % 2], f"{number}" + "x" * 4000, max_tokens=8)
+        model = hub.fleet.costs.steps("vllm fake-model")
+        await eventually(lambda: model.num_measurements >= 1)
+        await eventually(lambda: hub.fleet.lengths.mean_output_tokens < before)
+
+
+async def test_gaps_between_tokens_teach_the_hub(fake_a: FakeServer, tmp_path: Path) -> None:
+    async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
+        edge = await hub.edge("edge")
+        model = hub.fleet.costs.steps("vllm fake-model")
+        fake_a.pause.clear()
+        stream = start(edge, max_tokens=8)
+        await eventually(lambda: any(request.has_answer for request in hub.engine("a").running))
+        assert model.num_measurements == 0
+        fake_a.resume()
+        assert (await stream).status_code == 200
+        await eventually(lambda: model.num_measurements == 1)
+
+
+async def test_a_pair_hands_over_and_teaches_the_transfer(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
+) -> None:
+    specs = [
+        spec_of(fake_a, "p", role="prefill", model="fake-model"),
+        spec_of(fake_b, "d", role="decode", model="fake-model"),
+    ]
+    async with routing_by_hub(tmp_path, *specs, config=RouterConfig(local_prefill=False)) as hub:
+        answer = await start(await hub.edge("edge"))
+        assert (answer.status_code, answer.headers["x-tandem-engine"]) == (200, "d")
+        assert fake_b.requests[0]["kv_transfer_params"]["do_remote_prefill"] is True
+        await eventually(lambda: list(hub.fleet.costs.export()["transfers"]) == ["vllm fake-model -> vllm fake-model"])
+
+
+# -- admission ------------------------------------------------------------------------------------------------------
+
+
+async def test_tenants_are_served_in_one_fair_order_whichever_edge_they_reach(
+    fake_a: FakeServer, tmp_path: Path
+) -> None:
+    async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
+        one, two = await hub.edge("one"), await hub.edge("two")
+        tasks = [await one_runs(one, fake_a)]
+        # A tenant with many requests at one edge, and another with a few at the other edge.
+        for number, (edge, name, options) in enumerate(
+            [
+                *((one, f"many-{i}", {}) for i in range(4)),
+                (two, "few-0", {"x-tandem-tenant": "other"}),
+                (two, "few-1", {"x-tandem-tenant": "other"}),
+                (two, "urgent", {"priority": -1}),
+            ]
+        ):
+            tasks.append(start(edge, prompt_of(name), **options))
+            await eventually(lambda number=number: num_waiting(hub) == number + 1)  # type: ignore[misc]
+        fake_a.resume()
+        assert [(await task).status_code for task in tasks] == [200] * 8
+        served = order(fake_a)
+        assert served.index("few-0") < served.index("many-0")
+        assert served.index("few-1") < served.index("many-1")
+        assert served.index("urgent") < served.index("many-0") < served.index("many-1") < served.index("many-2")
+
+
+async def test_a_late_first_token_and_a_full_queue_are_refused_with_the_time_to_wait(
+    fake_a: FakeServer, tmp_path: Path
+) -> None:
+    config = RouterConfig(max_queued_prompt_tokens=6000)
+    async with routing_by_hub(tmp_path, small(fake_a, "a"), config=config) as hub:
+        one, two = await hub.edge("one"), await hub.edge("two")
+        tasks = [await one_runs(one, fake_a)]
+        late = await start(two, prompt_of("late"), **{"x-tandem-ttft-slo-ms": "1"})
+        assert (late.status_code, late.json()["error"]["code"]) == (429, "ttft_slo_unmet")
+        assert float(late.headers["retry-after-ms"]) > 1
+        tasks.append(start(one, prompt_of("waits")))
+        await eventually(lambda: num_waiting(hub) == 1)
+        full = await start(two, prompt_of("more"))  # what waits counts, whichever edge it came through
+        assert (full.status_code, full.json()["error"]["code"]) == (429, "queue_full")
+        assert int(full.headers["retry-after"]) >= 1
+        fake_a.resume()
+        assert [(await task).status_code for task in tasks] == [200] * 2
+
+
+async def test_why_a_request_went_where_it_went_is_told_by_any_edge(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
+) -> None:
+    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as hub:
+        one, two = await hub.edge("one"), await hub.edge("two")
+        answer = await start(one, **{"x-tandem-explain": "1"})
+        told = httpx.Response(200, text=answer.headers["x-tandem-explain"]).json()
+        assert told["placement"]["candidates"][0]["decode_worker"] == answer.headers["x-tandem-engine"]
+        await eventually(lambda: hub.hub.num_running == 0)
+        [kept] = (await two.client.get("/v1/route/decisions")).json()["data"]
+        assert kept["request_id"] == answer.headers["x-request-id"]
+        assert kept["actual_ttft_s"] > 0
+        explained = await two.client.post("/v1/route/explain", json=completion())
+        assert explained.json()["data"][0]["outcome"] == "admitted"
+        assert hub.fleet.registry.num_bookings == 0
+
+
+# -- failures and retries ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failed_attempt_goes_to_another_engine(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path, stream: bool
+) -> None:
+    fake_a.status = 500
+    specs = [spec_of(fake_a, "a"), spec_of(fake_b, "b")]
+    async with routing_by_hub(tmp_path, *specs, breaker_failures=1000) as hub:
+        edge = await hub.edge("edge")
+        answers = [await start(edge, f"{number} {'x' * 400}", stream=stream) for number in range(6)]
+        assert [answer.text for answer in answers if answer.status_code != 200] == []
+        assert {answer.headers["x-tandem-engine"] for answer in answers} == {"b"}
+        await eventually(lambda: hub.hub.num_running == 0)
+        assert hub.engine("a").num_failures == len(fake_a.requests) == num_retries(hub) > 0
+
+
+async def test_when_all_fail_the_error_names_the_engine(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
+    fake_a.status = fake_b.status = 500
+    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as hub:
+        answer = await start(await hub.edge("edge"))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_failed")
+        assert "engine " in answer.json()["error"]["message"]
+        assert len(fake_a.requests) == len(fake_b.requests) == 1
+
+
+async def test_engines_that_ask_to_wait_are_left_alone_by_all_edges(fake_a: FakeServer, tmp_path: Path) -> None:
+    fake_a.status, fake_a.headers = 429, {"retry-after": "7"}
+    async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
+        one, two = await hub.edge("one"), await hub.edge("two")
+        answers = [await start(edge) for edge in (one, two)]
+        assert {(answer.status_code, answer.json()["error"]["code"]) for answer in answers} == {(429, "engine_busy")}
+        assert all(5 <= int(answer.headers["retry-after"]) <= 7 for answer in answers)
+        assert len(fake_a.requests) == 1
+        assert hub.engine("a").num_failures == 0
+
+
+async def test_where_nobody_listens_the_circuit_is_open_for_all_edges(tmp_path: Path) -> None:
+    with fake_openai() as fake:
+        async with routing_by_hub(tmp_path, spec_of(fake, "a"), probe_interval_s=60.0) as hub:
+            one, two = await hub.edge("one"), await hub.edge("two")
+            await asyncio.to_thread(fake.stop)
+            assert (await start(one)).status_code == 502
+            await eventually(lambda: hub.engine("a").breaker.num_opened == 1)
+            refused = await start(two)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_worker")
+            assert "circuit open" in refused.json()["error"]["message"]
+            assert hub.engine("a").num_failures == 1
+
+
+async def test_a_stream_that_breaks_ends_in_an_error_and_is_not_begun_again(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
+) -> None:
+    fake_a.break_after = fake_b.break_after = 2
+    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as hub:
+        answer = await start(await hub.edge("edge"))
+        assert events(answer)[-1]["error"]["code"] == "engine_failed"
+        assert len(fake_a.requests) + len(fake_b.requests) == 1
+        await eventually(lambda: hub.engine("a").num_failures + hub.engine("b").num_failures == 1)
+
+
+async def test_an_engine_that_hangs_loses_its_streams_and_what_waits_goes_elsewhere(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
+) -> None:
+    config = RouterConfig(worker_timeout_s=0.2)
+    specs = [spec_of(fake_a, "a")]
+    async with routing_by_hub(tmp_path, *specs, config=config, probe_timeout_s=0.5, admin_token="secret") as hub:
+        edge = await hub.edge("edge")
+        fake_a.pause.clear()
+        stream = start(edge)
+        await eventually(lambda: any(request.has_answer for request in hub.engine("a").running))
+        fake_a.headers_pause.clear()
+        waiting = start(edge)
+        await eventually(lambda: len(fake_a.requests) == 2)
+        added = {"name": "b", "url": fake_b.url, "kind": "vllm"}
+        assert (await edge.client.post("/v1/engines", json=added, headers=ADMIN)).status_code == 201
+        await hub.all_ready("b")
+        fake_a.health_pause.clear()
+        assert "engine a: it stopped answering" in events(await stream)[-1]["error"]["message"]
+        assert (await waiting).headers["x-tandem-engine"] == "b"
+        fake_a.resume()
+
+
+async def test_the_engine_that_hangs_is_blamed_and_not_the_other_one_of_its_pair(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
+) -> None:
+    pair = spec_of(fake_a, "p", role="prefill"), spec_of(fake_b, "d", role="decode")
+    config = RouterConfig(local_prefill=False)
+    async with routing_by_hub(tmp_path, *pair, config=config, probe_timeout_s=0.5) as hub:
+        fake_b.headers_pause.clear()
+        answer = start(await hub.edge("edge"))
+        await eventually(lambda: bool(fake_b.requests))
+        fake_a.health_pause.clear()
+        await eventually(lambda: hub.engine("p").num_failures == 1)
+        fake_a.resume()
+        fake_b.resume()
+        assert (await answer).status_code == 200
+        assert hub.engine("d").num_failures == 0
+
+
+async def test_news_that_an_earlier_target_is_gone_do_not_end_the_next_one(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
+) -> None:
+    """The hub gives an engine up in the moment in which the edge has already left it."""
+    fake_a.status = 500
+    async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
+        edge = await hub.edge("edge")
+        aborted: list[tuple[str, str]] = []
+        reservation = edge.remote.reserve(routing_request(), lambda *why: aborted.append(why))
+        target = await reservation.place()
+        assert target.decode == "a"
+        hub.fleet.add(spec_of(fake_b, "b"))
+        await hub.all_ready("b")
+        [running] = hub.engine("a").running
+        running.abort("a", "it is gone")
+        reservation.failed("a")
+        target = await reservation.place_elsewhere()  # the news come first, and are about the earlier target
+        assert (target.decode, aborted) == ("b", [])
+        [running] = hub.engine("b").running
+        running.abort("b", "so is this")
+        await eventually(lambda: aborted == [("b", "so is this")])
+        reservation.release()
+
+
+# -- clients, edges and hubs that leave -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["queued", "before", "within"])
+async def test_a_client_that_leaves_gives_everything_back(fake_a: FakeServer, tmp_path: Path, when: str) -> None:
+    async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
+        edge = await hub.edge("edge")
+        running = await one_runs(edge, fake_a) if when == "queued" else None
+        (fake_a.pause if when == "within" else fake_a.headers_pause).clear()
+        client = RawClient(edge.app, COMPLETIONS, completion(prompt_of("gone"), stream=True))
+        if when == "queued":
+            await eventually(lambda: num_waiting(hub) == 1)
+        elif when == "before":
+            await eventually(lambda: len(fake_a.requests) == 1)
+        else:
+            await asyncio.wait_for(client.got_body.wait(), 5)
+        client.leave()
+        await asyncio.wait_for(client.task, 5)
+        await eventually(lambda: hub.hub.num_running == (running is not None))
+        assert num_waiting(hub) == 0
+        fake_a.resume()
+        if running is not None:
+            assert (await running).status_code == 200
+            assert order(fake_a) == ["running"]
+
+
+async def test_an_edge_that_dies_loses_its_requests_and_no_others(fake_a: FakeServer, tmp_path: Path) -> None:
+    async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
+        one, two = await hub.edge("one"), await hub.edge("two")
+        lost = [await one_runs(one, fake_a)]
+        lost.append(start(one, prompt_of("queued")))
+        await eventually(lambda: num_waiting(hub) == 1)
+        kept = start(two, prompt_of("kept"))
+        await eventually(lambda: num_waiting(hub) == 2)
+        hub.hub.drop("one")
+        await eventually(lambda: len(fake_a.requests) == 2)  # the other edge's, for which there is room now
+        assert order(fake_a)[-1] == "kept"
+        assert hub.fleet.registry.num_bookings == 1
+        pools = (await two.client.get("/v1/pools")).json()
+        assert pools["processes"] == {"two": {"num_requests": 1}}
+        for task in lost:
+            task.cancel()
+        await asyncio.gather(*lost, return_exceptions=True)
+        fake_a.resume()
+        assert (await kept).status_code == 200
+
+
+async def test_notes_of_a_dead_edge_and_notes_about_nothing_change_nothing(
+    fake_a: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
+        with RawEdge(hub.endpoint, "one") as one, RawEdge(hub.endpoint, "two") as two:
+            hub.hub.expect("one")
+            hub.hub.expect("two")
+            one.join()
+            two.join()
+            two.send(wire.Open(3, routing_request()))
+            await eventually(lambda: len(hub.engine("a").running) == 1)
+            for note in (messages.EngineFailure("a", False, False), messages.Ended(5, 5), messages.FirstToken(0.0)):
+                one.send(wire.Notes([(3, note), (77, note)]))  # another edge's call, and none
+            one.send(wire.Open(5, "no request"))
+            one.send_bytes(b"\x93nonsense")
+            await eventually(lambda: caplog.text.count("is no message") == 2)
+            assert (hub.engine("a").num_failures, hub.hub.num_running) == (0, 1)
+            two.send(wire.Notes([(3, messages.EngineFailure("a", False, False))]))  # they have not been read yet
+            two.send(wire.Open(9, routing_request()))
+            hub.hub.drop("two")
+            await eventually(lambda: two.take() is not None and two.is_closed)
+            assert (hub.engine("a").num_failures, hub.hub.num_running) == (0, 0)
+
+
+async def test_a_note_that_the_hub_cannot_handle_ends_its_own_call_only(
+    fake_a: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
+        with RawEdge(hub.endpoint, "edge") as edge:
+            hub.hub.expect("edge")
+            edge.join()
+            edge.send(wire.Open(1, routing_request(prompt_of("running"))))
+            await eventually(lambda: len(hub.engine("a").running) == 1)
+            queued = msgspec.structs.replace(routing_request(prompt_of("queued")), request_id="queued-one")
+            edge.send(wire.Open(2, queued))
+            await eventually(lambda: num_waiting(hub) == 1)
+            # The second one has not been placed, so it can have no token.
+            edge.send(wire.Notes([(2, messages.FirstToken(0.0)), (1, messages.EngineAnswered())]))
+            await eventually(lambda: hub.hub.num_running == 1)
+            assert "a note about request queued-one could not be handled" in caplog.text
+            assert [request.has_answer for request in hub.engine("a").running] == [True]
+            assert num_waiting(hub) == 0
+            hub.hub.drop("edge")
+
+
+async def test_streams_outlive_a_hub_that_is_silent_and_requests_are_refused(
+    fake_a: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_client, "WATCH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(hub_module, "STATUS_INTERVAL_S", 0.01)
+    async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
+        relay = await hub.relay()
+        edge = await hub.edge("edge", timeout_s=0.3, relay=relay)
+        fake_a.pause.clear()
+        stream = start(edge, prompt_of("stream"), max_tokens=8)
+        await eventually(lambda: any(request.has_answer for request in hub.engine("a").running))
+        fake_a.headers_pause.clear()
+        tasks = [start(edge, prompt_of("computed"))]
+        await eventually(lambda: len(fake_a.requests) == 2)
+        tasks.append(start(edge, prompt_of("waiting")))
+        await eventually(lambda: num_waiting(hub) == 1)
+        with relay.silent_hub():
+            await eventually(lambda: edge.remote.unready is not None)
+            assert (await tasks[1]).status_code == 503
+            refused = await start(edge)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_worker")
+            assert (await edge.client.get("/ready")).status_code == 503
+            assert (await edge.client.get("/v1/pools")).status_code == 503
+            fake_a.resume()
+            assert (await stream).text.endswith("data: [DONE]\n\n")
+            assert (await tasks[0]).text.endswith("data: [DONE]\n\n")
+        await eventually(lambda: edge.remote.unready is None)
+        await eventually(lambda: hub.hub.num_running == 0)  # it has heard of their ends
+        assert (await start(edge)).status_code == 200
+
+
+async def test_a_silent_hub_is_not_waited_for_to_place_a_request_elsewhere(
+    fake_a: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_client, "WATCH_INTERVAL_S", 0.01)
+    async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
+        relay = await hub.relay()
+        edge = await hub.edge("edge", timeout_s=0.3, relay=relay)
+        reservation = edge.remote.reserve(routing_request(), lambda _: None)
+        await reservation.place()
+        with relay.silent_hub():
+            await eventually(lambda: edge.remote.unready is not None)
+            with pytest.raises(NoWorker):
+                await reservation.place_elsewhere()
+        reservation.release()
+        await eventually(lambda: hub.hub.num_running == 0)
+
+
+async def test_a_request_that_the_hub_gave_up_is_not_placed_elsewhere(
+    fake_a: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
+        edge = await hub.edge("edge")
+        open_call, calls = hub.service.open, []
+
+        def opened(*args: Any) -> Any:
+            calls.append(open_call(*args))
+            return calls[-1]
+
+        monkeypatch.setattr(hub.service, "open", opened)
+        reservation = edge.remote.reserve(routing_request(), lambda _: None)
+        await reservation.place()
+        [call] = calls
+        monkeypatch.setattr(type(call), "note", lambda *_: 1 / 0)
+        reservation.answered()
+        await eventually(lambda: edge.remote.num_open == 0)
+        with pytest.raises(NoWorker):
+            await reservation.place_elsewhere()
+        assert hub.hub.num_running == 0
+
+
+async def test_a_hub_that_is_not_there_is_told_in_time(tmp_path: Path) -> None:
+    remote = RemoteDispatcher(
+        f"{tmp_path}/nobody", "edge", EngineConnections(ExternalEnginesConfig()), on_lost=lambda: None, timeout_s=0.05
+    )
+    with pytest.raises(WorkerError, match="cannot be reached"):
+        async with remote.running():
+            pass
+
+
+async def test_an_edge_that_closes_sends_those_who_wait_away(fake_a: FakeServer, tmp_path: Path) -> None:
+    async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
+        running = await one_runs(await hub.edge("one"), fake_a)
+        hub.hub.expect("two")
+        connections = EngineConnections(ExternalEnginesConfig())
+        two = RemoteDispatcher(hub.endpoint, "two", connections, on_lost=lambda: None, timeout_s=20.0)
+        async with two.running():
+            reservation = two.reserve(routing_request(prompt_of("waits")), lambda _: None)
+            waiting = asyncio.create_task(reservation.place())
+            await eventually(lambda: num_waiting(hub) == 1)
+        with pytest.raises(NoWorker, match="shutting down"):
+            await waiting
+        hub.hub.drop("two")
+        await eventually(lambda: num_waiting(hub) == 0)
+        fake_a.resume()
+        assert (await running).status_code == 200
+
+
+async def test_nothing_is_kept_of_requests_that_ended(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
+    fake_a.status = 500
+    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as hub:
+        edge = await hub.edge("edge")
+        for number in range(20):
+            bodies = [completion(f"{number}"), completion(f"{number}", stream=True), completion(model="none")]
+            await asyncio.gather(*(edge.client.post(COMPLETIONS, json=body) for body in bodies))
+        await eventually(lambda: hub.hub.num_running == 0)
+        assert edge.remote.num_open == 0
+        assert hub.hub.num_running == 0
+
+
+# -- engines that come and go -----------------------------------------------------------------------------------------
+
+
+async def test_engines_come_and_go_for_all_through_any_edge(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
+) -> None:
+    fake_b.model = "other-model"
+    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), admin_token="secret") as hub:
+        one, two = await hub.edge("one"), await hub.edge("two")
+        body = {"name": "b", "url": fake_b.url, "kind": "vllm", "model": "other-model"}
+        assert (await one.client.post("/v1/engines", json=body, headers=ADMIN)).status_code == 201
+        known = (await one.client.get("/v1/models")).json()["data"]  # at once at this edge
+        assert [model["id"] for model in known] == ["fake-model", "other-model"]
+        await eventually(lambda: "other-model" in two.remote.models)
+        again = await two.client.post("/v1/engines", json=body, headers=ADMIN)
+        assert (again.status_code, again.json()["error"]["code"]) == (400, "invalid_engine")
+        assert "name='b' is there twice" in again.json()["error"]["message"]
+        await hub.all_ready("b")
+        fake_b.pause.clear()
+        stream = start(two, model="other-model")
+        await eventually(lambda: any(request.has_answer for request in hub.engine("b").running))
+        assert (await one.client.delete("/v1/engines/b", headers=ADMIN)).status_code == 202
+        listed = (await two.client.get("/v1/engines", headers=ADMIN)).json()["data"]
+        assert [(engine["name"], engine["state"]) for engine in listed] == [("a", "ready"), ("b", "draining")]
+        refused = await start(two, model="other-model")
+        assert refused.status_code == 503
+        fake_b.resume()
+        assert (await stream).text.endswith("data: [DONE]\n\n")
+        await eventually(lambda: hub.fleet.get("b") is None)
+        missing = await two.client.delete("/v1/engines/b", headers=ADMIN)
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "engine_not_found")
+        await eventually(lambda: "other-model" not in two.remote.models)
+        assert (await start(two, model="other-model")).status_code == 404
+        assert (await two.client.post("/v1/engines", json=body, headers=ADMIN)).status_code == 201
+        await hub.all_ready("b")
+        assert (await start(one, model="other-model")).headers["x-tandem-engine"] == "b"
+
+
+async def test_an_engine_that_does_not_drain_in_time_loses_its_streams(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
+) -> None:
+    config = RouterConfig(drain_timeout_s=0.1)
+    specs = [spec_of(fake_a, "a")]
+    async with routing_by_hub(tmp_path, *specs, config=config, admin_token="secret") as hub:
+        edge = await hub.edge("edge")
+        fake_a.pause.clear()
+        stream = start(edge)
+        await eventually(lambda: any(request.has_answer for request in hub.engine("a").running))
+        assert (await edge.client.delete("/v1/engines/a", headers=ADMIN)).status_code == 202
+        assert "engine a: it was removed" in events(await stream)[-1]["error"]["message"]
+        assert (await start(edge)).status_code == 503
+        fake_a.resume()
+        hub.fleet.add(spec_of(fake_b, "a"))  # another one of the same name
+        await eventually(lambda: edge.remote.unready is None)
+        assert (await start(edge)).status_code == 200
+        assert len(fake_b.requests) == 1
+
+
+async def test_the_admin_api_wants_its_token_at_every_edge(fake_a: FakeServer, tmp_path: Path) -> None:
+    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), admin_token="secret") as hub:
+        edge = await hub.edge("edge")
+        for method, path in (("GET", ""), ("POST", ""), ("DELETE", "/a")):
+            refused = await edge.client.request(method, f"/v1/engines{path}", headers={"authorization": "Bearer no"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_admin_token")
+
+
+async def test_one_that_joins_later_knows_the_load_and_the_engines(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
+) -> None:
+    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), admin_token="secret") as hub:
+        one = await hub.edge("one")
+        assert (
+            await one.client.post("/v1/engines", json={"name": "b", "url": fake_b.url}, headers=ADMIN)
+        ).status_code == 201
+        await hub.all_ready("b")
+        await one.client.delete("/v1/engines/a", headers=ADMIN)
+        await eventually(lambda: hub.fleet.get("a") is None)
+        two = await hub.edge("two")
+        assert (await start(two)).headers["x-tandem-engine"] == "b"
+        pools = (await two.client.get("/v1/pools")).json()
+        assert [engine["name"] for engine in pools["engines"]] == ["b"]
+        assert pools["processes"].keys() == {"one", "two"}
+
+
+# -- what is shown ----------------------------------------------------------------------------------------------------
+
+
+async def test_metrics_of_the_hub_are_shown_by_every_edge(fake_a: FakeServer, tmp_path: Path) -> None:
+    async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
+        edges = [await hub.edge(f"edge-{number}") for number in range(3)]
+        for edge in edges:
+            assert (await start(edge)).status_code == 200
+        await eventually(lambda: hub.hub.num_running == 0)
+        for edge in edges:
+            text = (await edge.client.get("/metrics")).text
+            assert 'tandem_engine_requests_total{engine="a"} 3.0' in text
+            assert 'tandem_router_admitted_total{tenant="default"} 3.0' in text
+            assert (await edge.client.get("/v1/pools")).json()["engines"][0]["num_requests"] == 3

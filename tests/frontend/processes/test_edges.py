@@ -1,0 +1,561 @@
+"""A remote backend is the backend, seen through a hub: same answers, same errors, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tandem.frontend.keys.api_keys import ApiKeys
+from tandem.frontend.processes import hub as hub_module
+from tandem.frontend.processes import hub_client, wire
+from tandem.frontend.processes.backend_service import WIRE_FORMAT, BackendService, Status
+from tandem.frontend.processes.hub import EdgeHub
+from tandem.frontend.processes.hub_client import HubClient
+from tandem.frontend.processes.remote_backend import RemoteBackend
+from tandem.frontend.response_store import LocalResponses
+from tandem.frontend.serve_app import create_app
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.digest import EVERYONE, CacheScope
+from tandem.protocol.errors import (
+    DeadlineUnmet,
+    NoWorker,
+    Overloaded,
+    PinNotFound,
+    RequestError,
+    ServingError,
+    WorkerError,
+)
+from tandem.protocol.messages import Prefetch, Role
+from tandem.protocol.sampling import SamplingParams
+from tandem.router.backend import GenerateRequest, PinRequest, TokenDelta
+from tandem.router.engines.errors import EngineFailed
+from tandem.router.streams import Stream
+from tandem.text.tokenizer import Tokenizer
+from tests.support.fake_backend import FakeBackend, events
+from tests.support.hub_relay import HubRelay
+from tests.support.raw_edge import RawEdge
+from tests.support.streams import Pulled
+from tests.support.waiting import eventually
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
+REQUEST = GenerateRequest("r", [1, 2, 3], SamplingParams(max_tokens=8), EVERYONE)
+
+
+class Always:
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+
+class Line:
+    """A hub and any number of edges of it."""
+
+    def __init__(self, backend: FakeBackend, endpoint: str, stack: AsyncExitStack) -> None:
+        self.backend = backend
+        self.readiness = Always()
+        self.scrape = AsyncMock(return_value=b"tandem_worker_running 1.0\n")
+        self.service = BackendService(backend, self.readiness, self.scrape)
+        self.hub = EdgeHub(self.service, endpoint, ApiKeys())
+        self.endpoint = endpoint
+        self.lost: list[str] = []  # edges whose connection ended
+        self._stack = stack
+
+    async def relay(self) -> HubRelay:
+        return await self._stack.enter_async_context(HubRelay(self.endpoint, f"{self.endpoint}-relay"))
+
+    async def edge(
+        self, name: str = "edge", timeout_s: float = 20.0, relay: HubRelay | None = None, **options: Any
+    ) -> RemoteBackend:
+        self.hub.expect(name)
+        endpoint = self.endpoint if relay is None else relay.endpoint
+        edge = RemoteBackend(endpoint, name, on_lost=lambda: self.lost.append(name), timeout_s=timeout_s, **options)
+        self._stack.push_async_callback(edge.close)
+        await edge.start()
+        return edge
+
+    async def client(self, edge: RemoteBackend) -> httpx.AsyncClient:
+        app = create_app(
+            edge,
+            self.backend.tokenizer,
+            RouterConfig(),
+            CollectorRegistry(),
+            readiness=edge,
+            responses=edge.responses,
+            api_keys=edge.api_keys,
+        )
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+        return await self._stack.enter_async_context(client)
+
+
+@asynccontextmanager
+async def line(tokenizer: Tokenizer, folder: Path) -> AsyncIterator[Line]:
+    """Nothing may be open at its end."""
+    backend = FakeBackend(tokenizer)
+    async with asyncio.timeout(30), AsyncExitStack() as stack:
+        made = Line(backend, f"{folder}/hub", stack)
+        await made.hub.start()
+        try:
+            yield made
+        finally:
+            await made.hub.close()
+    assert backend.num_open == 0
+
+
+def subclasses(kind: type[ServingError]) -> Iterator[type[ServingError]]:
+    for sub in kind.__subclasses__():
+        yield sub
+        yield from subclasses(sub)
+
+
+async def collect(stream: Stream[TokenDelta]) -> list[TokenDelta]:
+    async with aclosing(Pulled(stream)) as deltas:
+        return [delta async for delta in deltas]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_edge_answers_as_the_process_itself_would(
+    tokenizer: Tokenizer, tmp_path: Path, is_stream: bool
+) -> None:
+    body = BODY | {"stream": is_stream, "logprobs": True, "top_logprobs": 2, "n": 2, "seed": 3}
+    async with line(tokenizer, tmp_path) as here:
+        through = await here.client(await here.edge())
+        app = create_app(here.backend, tokenizer, RouterConfig(), CollectorRegistry(), api_keys=ApiKeys())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as direct:
+            answers = [await client.post(CHAT, json=body) for client in (direct, through)]
+        assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
+        bare = [_without_ids(events(a) if is_stream else [a.json()]) for a in answers]
+        assert sorted(map(str, bare[0])) == sorted(map(str, bare[1]))  # siblings may interleave otherwise
+        first, second = here.backend.requests[0], here.backend.requests[2]
+        assert replace(second, request_id=first.request_id) == first
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_response_goes_on_in_another_process(tokenizer: Tokenizer, tmp_path: Path, is_stream: bool) -> None:
+    path = "/v1/responses"
+    async with line(tokenizer, tmp_path) as here:
+        one, other = [await here.client(await here.edge(f"edge-{i}")) for i in range(2)]
+        answer = await one.post(path, json={"input": "one", "stream": is_stream})
+        first = json.loads(answer.text.split("data: ")[-1])["response"] if is_stream else answer.json()
+        second = await other.post(path, json={"input": "two", "previous_response_id": first["id"]})
+        assert second.json()["status"] == "completed"
+        assert here.backend.requests[1].conversation_id == first["id"]
+        assert (await other.get(f"{path}/{first['id']}")).json() == first
+        assert (await other.delete(f"{path}/{first['id']}")).json()["deleted"]
+        gone = await one.post(path, json={"input": "two", "previous_response_id": first["id"]})
+        assert (gone.status_code, gone.json()["error"]["param"]) == (404, "previous_response_id")
+
+
+async def test_an_answer_that_cannot_be_kept_is_an_answer(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        client = await here.client(await here.edge())
+
+        async def fail(*_: object) -> None:
+            raise WorkerError("gone")
+
+        monkeypatch.setattr(LocalResponses, "put", fail)
+        answer = await client.post("/v1/responses", json={"input": "one"})
+        assert (answer.status_code, answer.json()["status"]) == (200, "completed")
+
+
+def _without_ids(parts: list[object]) -> list[object]:
+    return [
+        {name: value for name, value in part.items() if name not in {"id", "created"}}
+        if isinstance(part, dict)
+        else part
+        for part in parts
+    ]
+
+
+async def test_deltas_arrive_whole_and_in_order(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        expected = here.backend.reply_steps(REQUEST)
+        found = await asyncio.gather(*(collect(edge.serve(REQUEST)) for _ in range(20)))
+        assert found == [expected] * 20
+
+
+async def test_deltas_of_one_turn_travel_in_one_message(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Twenty sequences that step together, as a worker's batch does, cost few messages a step."""
+    async with line(tokenizer, tmp_path) as here:
+        steps = here.backend.reply_steps(REQUEST)
+        step = asyncio.Event()
+        here.backend.script = lambda _: [step, *steps]
+        here.hub.expect("edge")
+        with RawEdge(here.endpoint, "edge") as edge:
+            edge.join()
+            for call in range(20):
+                edge.send(wire.Open(call, REQUEST))
+            await eventually(lambda: here.backend.num_open == 20)
+            step.set()
+            messages: list[wire.Items[TokenDelta]] = []
+
+            def num_items() -> int:
+                decoded = map(WIRE_FORMAT.decode_for_edge, edge.take())
+                messages.extend(message for message in decoded if isinstance(message, wire.Items))
+                return sum(len(message.items) for message in messages)
+
+            await eventually(lambda: num_items() == 20 * len(steps))
+            assert len(messages) <= 2 * len(steps)
+
+
+async def test_every_error_is_the_same_on_the_other_side() -> None:
+    kinds = [ServingError, *subclasses(ServingError)]
+    assert len(kinds) > 15
+    assert EngineFailed in kinds  # made of other things than a message
+    for kind in kinds:
+        if issubclass(kind, Overloaded):
+            error: ServingError = kind("too much", retry_after_s=2.5)
+        elif kind.__init__ is ServingError.__init__:
+            error = kind("wrong", param="messages", code="some_code")
+        else:
+            error = kind.__new__(kind)  # of other engines
+            ServingError.__init__(error, "wrong")
+        error.num_computed_tokens = 5
+        seen = wire.error_of(wire.wire_error(error))
+        assert type(seen) is type(error)
+        assert seen.num_computed_tokens == 5
+        assert (seen.message, seen.param, seen.code, seen.status, seen.error_type) == (
+            error.message,
+            error.param,
+            error.code,
+            error.status,
+            error.error_type,
+        )
+        assert getattr(seen, "retry_after_s", None) == getattr(error, "retry_after_s", None)
+
+
+async def test_an_error_reaches_the_client_with_its_status(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        client = await here.client(await here.edge())
+        here.backend.script = lambda _: [DeadlineUnmet("too late", retry_after_s=3.2)]
+        answer = await client.post(CHAT, json=BODY)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "4")
+        assert answer.json()["error"]["code"] == "ttft_slo_unmet"
+        here.backend.script = lambda _: [ValueError("a fault of ours, with a secret")]
+        answer = await client.post(CHAT, json=BODY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+        assert "secret" not in answer.text
+
+
+async def test_a_client_that_leaves_ends_its_request_in_the_hub(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        here.backend.script = lambda request: [here.backend.reply_steps(request)[0], asyncio.Event()]
+        async with aclosing(edge.serve(REQUEST)) as deltas:
+            await deltas.take()
+            assert here.hub.num_running == 1
+        await eventually(lambda: here.backend.num_open == 0)
+        await eventually(lambda: here.hub.num_running == 0)
+
+
+async def test_a_dropped_edge_loses_its_requests_and_no_other(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        first, second = await here.edge("first"), await here.edge("second")
+        go_on = asyncio.Event()
+        here.backend.script = lambda request: [go_on, *here.backend.reply_steps(request)]
+        waiting = [asyncio.create_task(collect(edge.serve(REQUEST))) for edge in (first, second)]
+        await eventually(lambda: here.backend.num_open == 2)
+        here.hub.drop("first")
+        await eventually(lambda: here.backend.num_open == 1)
+        with pytest.raises(NoWorker, match="has closed the connection"):
+            await waiting[0]
+        assert here.lost == ["first"]
+        go_on.set()
+        assert await waiting[1] == here.backend.reply_steps(REQUEST)
+
+
+async def test_what_a_dropped_edge_sent_starts_nothing_when_it_is_read_late(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        here.hub.expect("edge")
+        with RawEdge(here.endpoint, "edge") as edge:
+            edge.join()
+            await eventually(lambda: bool(edge.take()))
+            edge.send(wire.Open(0, REQUEST))  # it has not been read yet
+            here.hub.drop("edge")
+            await eventually(lambda: not edge.take() and edge.is_closed)
+            with RawEdge(here.endpoint, "edge") as again:  # an id is never used again
+                again.join()
+                again.send(wire.Open(0, REQUEST))
+                again.send_bytes(b"\x93nonsense")
+                await eventually(lambda: "is no message" in caplog.text)  # and what was sent before it has been read
+            assert here.backend.requests == []
+            assert here.hub.num_running == 0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [["Open", 0, "no request"], ["Ask", 0, {"type": "nonsense"}], ["Notes", [[0, "no note"]]]],
+    ids=["open", "ask", "notes"],
+)
+async def test_a_message_that_the_hub_cannot_decode_fails_its_call_and_no_other(
+    tokenizer: Tokenizer, tmp_path: Path, message: list[object]
+) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        here.hub.expect("edge")
+        here.backend.script = lambda _: [asyncio.Event()]
+        with RawEdge(here.endpoint, "edge") as edge:
+            edge.join()
+            await eventually(lambda: bool(edge.take()))
+            edge.send(wire.Open(1, REQUEST))
+            if message[0] == "Notes":
+                edge.send(wire.Open(0, REQUEST))
+            edge.send(message)
+            assert await _failed_call(edge) == 0
+            await eventually(lambda: here.hub.num_running == here.backend.num_open == 1)  # call 1
+
+
+async def _failed_call(edge: RawEdge) -> int:
+    failed: list[int] = []
+
+    def has_failed() -> bool:
+        for data in edge.take():
+            message = WIRE_FORMAT.decode_for_edge(data)
+            if isinstance(message, wire.Failed):
+                assert message.error.code == "internal_error"
+                failed.append(message.call)
+        return bool(failed)
+
+    await eventually(has_failed)
+    (call,) = failed
+    return call
+
+
+@pytest.mark.parametrize("data", [b"\x93nonsense", b"", wire.encode(["Nobody", 3]), wire.encode(["Open", "x"])])
+async def test_an_edge_whose_message_names_no_call_is_disconnected(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture, data: bytes
+) -> None:
+    """It cannot be said who waits for an answer. The edge process sees the end of the connection, and is replaced."""
+    async with line(tokenizer, tmp_path) as here:
+        relay = await here.relay()
+        edge, other = await here.edge(relay=relay), await here.edge("other")
+        here.backend.script = lambda _: [asyncio.Event()]
+        waiting = asyncio.create_task(collect(edge.serve(REQUEST)))
+        await eventually(lambda: here.backend.num_open == 1)
+        relay.say(data)
+        with pytest.raises(NoWorker, match="has closed the connection"):
+            await waiting
+        assert here.lost == ["edge"]
+        await eventually(lambda: here.backend.num_open == 0)
+        assert "is no message" in caplog.text
+        assert await other.pools() == {"workers": []}
+
+
+async def test_a_request_that_cannot_be_opened_fails_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        real_open = here.service.open
+
+        def fail_first(*args: object) -> object:
+            here.service.open = real_open  # type: ignore[method-assign]
+            raise ValueError("a fault of ours")
+
+        here.service.open = fail_first  # type: ignore[method-assign,assignment]
+        with pytest.raises(ServingError, match="Internal server error"):
+            await collect(edge.serve(REQUEST))
+        assert await collect(edge.serve(REQUEST)) == here.backend.reply_steps(REQUEST)
+
+
+async def test_an_item_that_cannot_be_sent_fails_its_call_and_no_other(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        unsendable = TokenDelta([1 << 70])
+        go_on = asyncio.Event()
+        bad = replace(REQUEST, request_id="bad")
+        here.backend.script = lambda request: [
+            go_on,
+            *([unsendable, asyncio.Event()] if request == bad else here.backend.reply_steps(request)),
+        ]
+        failing, *others = [asyncio.create_task(collect(edge.serve(request))) for request in (bad, REQUEST, REQUEST)]
+        await eventually(lambda: here.backend.num_open == 3)
+        go_on.set()  # so the first item of all three is sent at once
+        with pytest.raises(ServingError, match="Internal server error"):
+            await failing
+        assert await asyncio.gather(*others) == [here.backend.reply_steps(REQUEST)] * 2
+
+
+async def test_a_note_that_cannot_be_sent_fails_its_call(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        here.hub.expect("edge")
+        client = HubClient(
+            here.endpoint, "edge", WIRE_FORMAT, lambda _: None, on_lost=lambda: here.lost.append("edge"), timeout_s=20.0
+        )
+        await client.start()
+        here.backend.script = lambda _: [asyncio.Event()]
+        received: list[object] = []
+        call = client.open(REQUEST, received.append)
+        await eventually(lambda: here.backend.num_open == 1)
+        client.note(call, object())
+        await eventually(lambda: received)
+        [failure] = received
+        assert isinstance(failure, WorkerError)
+        assert "could not be sent" in str(failure)
+        client.close_call(call)
+        await eventually(lambda: here.backend.num_open == 0)
+        assert here.lost == []
+        await client.close()
+
+
+async def test_a_hub_that_is_silent_fails_calls_and_is_taken_back_when_it_speaks(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_client, "WATCH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(hub_module, "STATUS_INTERVAL_S", 0.01)
+    now = [100.0]
+    async with line(tokenizer, tmp_path) as here:
+        relay = await here.relay()
+        edge = await here.edge(timeout_s=5.0, relay=relay, clock=lambda: now[0])
+        here.backend.script = lambda _: [asyncio.Event()]
+        waiting = asyncio.create_task(collect(edge.serve(REQUEST)))
+        await eventually(lambda: here.backend.num_open == 1)
+        with relay.silent_hub():
+            await eventually(lambda: _advance(now) and edge.reason is not None)
+            with pytest.raises(NoWorker, match="silent for"):
+                await waiting
+            assert not edge.ready
+            with pytest.raises(NoWorker, match="does not answer"):
+                await edge.pools()
+        await eventually(lambda: edge.reason is None and edge.ready)
+        await eventually(lambda: here.backend.num_open == 0)
+
+
+def _advance(now: list[float]) -> bool:
+    now[0] += 0.2  # a jump would be a watch that was asleep
+    return True
+
+
+async def test_a_hub_that_is_not_there_is_told_in_time(tmp_path: Path) -> None:
+    edge = RemoteBackend(f"{tmp_path}/nobody", "edge", on_lost=lambda: None, timeout_s=0.05)
+    with pytest.raises(WorkerError, match="cannot be reached"):
+        await edge.start()
+    await edge.close()
+
+
+async def test_questions_are_answered(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        here.backend.held = {"d": "2 blocks in use"}
+        assert (await edge.explain(REQUEST))["tenant"] == "default"
+        assert await edge.decisions() == [{"request_id": "r", "tenant": "default"}]
+        assert await edge.pools() == {"workers": []}
+        assert await edge.check() == here.backend.held
+        assert await edge.set_role("p", Role.DECODE) == await here.backend.set_role("p", Role.DECODE)
+        with pytest.raises(RequestError, match="There is no worker 'x'"):
+            await edge.set_role("x", Role.DECODE)
+        assert await edge.scrape() == b"tandem_worker_running 1.0\n"
+
+
+async def test_the_hub_builds_its_metrics_once_for_all_edges_that_ask(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edges = [await here.edge(name) for name in ("a", "b", "c")]
+        texts = await asyncio.gather(*(edge.scrape() for edge in edges * 20))
+        assert set(texts) == {b"tandem_worker_running 1.0\n"}
+        assert here.scrape.await_count <= 2
+
+
+async def test_pins_are_made_followed_and_ended(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        request = PinRequest(
+            token_ids=[1, 2], cache_scope=CacheScope("s"), tenant="t", ttl_s=5.0, prefetch=Prefetch.POOL
+        )
+        state = await edge.cache.pin(request)
+        assert here.backend.cache.requests == [request]
+        assert state == (await edge.cache.pins("t", CacheScope("s")))[0]
+        assert state == await edge.cache.prefetch(state.pin_id, Prefetch.HOST, "t")
+        assert await edge.cache.pins("t", CacheScope("other")) == await edge.cache.pins("other", None) == []
+        with pytest.raises(PinNotFound):
+            await edge.cache.prefetch(state.pin_id, Prefetch.HOST, "other")
+        with pytest.raises(PinNotFound):
+            await edge.cache.unpin(state.pin_id, "other")
+        assert await edge.cache.pins(None, None) == [state]
+        await edge.cache.unpin(state.pin_id, "t")
+        with pytest.raises(PinNotFound) as caught:
+            await edge.cache.unpin(state.pin_id, None)
+        assert caught.value.param == "id"
+
+
+async def test_status_is_what_requests_need_to_know(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_module, "STATUS_INTERVAL_S", 0.01)
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        assert (edge.model, edge.max_model_len, edge.ready, edge.reason) == ("org/toy", 512, True, None)
+        client = await here.client(edge)
+        assert (await client.get("/ready")).status_code == 200
+        here.readiness.reason, here.backend.ready = "warming up", False
+        await eventually(lambda: not edge.ready)
+        answer = await client.get("/ready")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, "warming up")
+
+
+async def test_a_fault_of_ours_ends_neither_side(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hub_module, "STATUS_INTERVAL_S", 0.01)
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        faults = [ValueError("in the hub")]
+
+        def status() -> Status:
+            if faults:
+                raise faults.pop()
+            return known()
+
+        known = here.service.status
+        monkeypatch.setattr(here.service, "status", status)
+        await eventually(lambda: not faults)
+        here.readiness.reason = "warming up"
+        await eventually(lambda: edge.reason == "warming up")  # status is still told
+        with monkeypatch.context() as patch:
+            patch.setattr(wire, "error_of", lambda _: 1 / 0)
+            here.backend.script = lambda _: [RequestError("no")]
+            with pytest.raises(NoWorker, match="could not be handled"):
+                await collect(edge.serve(REQUEST))
+        with monkeypatch.context() as patch:
+            patch.setattr(here.hub, "_dispatch", lambda *_: 1 / 0)
+            here.hub.expect("raw")
+            with RawEdge(here.endpoint, "raw") as raw:
+                raw.join()
+                raw.send(wire.Close(0))
+                await eventually(lambda: "a message could not be handled" in caplog.text)
+        assert await edge.pools() == {"workers": []}
+
+
+async def test_what_cannot_be_encoded_leaves_nothing_behind(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        with pytest.raises(TypeError):
+            await collect(edge.serve(replace(REQUEST, sampling=object())))  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            await edge.unpin(object())  # type: ignore[arg-type]
+        assert edge.num_open == 0
+
+
+async def test_nothing_is_kept_of_calls_that_ended(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        here.backend.script = lambda request: (
+            [RequestError("no")] if request.request_id == "bad" else here.backend.reply_steps(request)
+        )
+        for round_number in range(50):
+            name = "bad" if round_number % 2 else "good"
+            await asyncio.gather(collect(edge.serve(replace(REQUEST, request_id=name))), return_exceptions=True)
+        gc.collect()
+        await eventually(lambda: here.hub.num_running == 0)
+        assert edge.num_open == 0
