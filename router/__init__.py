@@ -1,4 +1,4 @@
-"""The I/O shell in front of workers: admission queue, our workers, other engines. Decisions are made in `scheduling/`."""
+"""Carries out decisions: admission queue, our workers, other engines. They are made in `scheduling/`, without I/O."""
 
 if __name__ != "tandem.router":
     raise ImportError("import tandem.router: tandem is the one import root")
