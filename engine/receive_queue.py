@@ -86,7 +86,7 @@ class ReceiveQueue:
             if len(reserved) == num_seats:
                 break
             has_room = admission.find_room(forecast, sequence)
-            if sequence.has_first_token:
+            if sequence not in queues.awaiting_room:  # it was preempted
                 num_seats -= has_room and sequence.gave_way  # a seat is kept for the others
             elif has_room:
                 del queues.awaiting_room[sequence]

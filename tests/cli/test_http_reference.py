@@ -9,14 +9,15 @@ from pathlib import Path
 
 from tandem.cli.http_reference import http_api_page
 
-ROUTER = Path(__file__).resolve().parents[2] / "router"
+REPOSITORY = Path(__file__).resolve().parents[2]
+SERVER = [path for folder in ("frontend", "router", "text") for path in (REPOSITORY / folder).rglob("*.py")]
 PAGE = http_api_page()
 # Headers that engines get, the beginning of a text, a key of the OpenAPI document, and a name of gzip.
 NOT_OURS = {"x-guidance", "x-data-parallel-rank", "x-anthropic-billing-header", "x-event-schema", "x-gzip"}
 
 
 def test_every_header_of_ours_is_in_the_reference() -> None:
-    sources = "".join(path.read_text() for path in ROUTER.rglob("*.py"))
+    sources = "".join(path.read_text() for path in SERVER)
     headers = set(re.findall(r"""["'](x-[a-z-]+)["']""", sources)) - NOT_OURS
     assert len(headers) >= 6
     assert [header for header in sorted(headers) if f"`{header}`" not in PAGE] == []
@@ -32,7 +33,7 @@ def codes_of(tree: ast.AST) -> Iterator[str]:
 
 
 def test_every_code_of_an_error_is_in_the_reference() -> None:
-    codes = {code for path in ROUTER.rglob("*.py") for code in codes_of(ast.parse(path.read_text()))}
+    codes = {code for path in SERVER for code in codes_of(ast.parse(path.read_text()))}
     assert {"not_ready", "unsupported_parameter"} <= codes
     assert [code for code in sorted(codes) if f"`{code}`" not in PAGE] == []
 

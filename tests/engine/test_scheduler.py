@@ -599,6 +599,15 @@ def test_a_seat_is_promised_with_the_blocks() -> None:
     assert reserved(scheduler) == ["c"]
 
 
+def test_an_answer_that_goes_on_here_gets_room_like_any_prompt_that_a_peer_computes() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    moved = make_sequence(4, name="moved")
+    moved.token_ids.append(7)  # its first token was sampled elsewhere
+    scheduler.request_room(moved)
+    ask(scheduler, "a", "b")
+    assert reserved(scheduler) == ["moved", "a"]
+
+
 def test_a_prompt_to_compute_here_takes_no_seat_that_was_promised() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     ask(scheduler, "a", "b")

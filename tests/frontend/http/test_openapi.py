@@ -30,7 +30,7 @@ from tests.support.fake_backend import FakeBackend, closing, make_app
 from tests.support.keys import api_keys_of
 from tests.support.toy_tokenizer import build_tokenizer
 
-PAGE = Path(__file__).resolve().parents[3] / "router" / "http" / "static"
+PAGE = Path(__file__).resolve().parents[3] / "frontend" / "http" / "static"
 APPS = {"serve": serve_app(), "route": route_app()}
 
 

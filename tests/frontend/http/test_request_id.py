@@ -108,7 +108,7 @@ async def test_log_lines_name_the_request_and_not_its_prompt(
     body = CHAT | {"messages": [{"role": "user", "content": "my secret"}], "max_tokens": 9, "stream": is_stream}
     async with make_client(backend) as client:
         await client.post("/v1/chat/completions", json=body, headers={"x-request-id": "find-me"})
-    lines = [record.getMessage() for record in caplog.records if record.name.startswith("tandem.router")]
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("tandem.frontend")]
     assert "secret" not in caplog.text
     if is_stream or isinstance(error, ValueError):
         assert any("find-me" in line for line in lines), lines
