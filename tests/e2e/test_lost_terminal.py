@@ -16,9 +16,8 @@ from tests.support.server import HTTP, started
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize(
-    "open_pair", [pytest.param(os.pipe, id="pipe", marks=pytest.mark.slow), pytest.param(pty.openpty, id="terminal")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("open_pair", [os.pipe, pty.openpty], ids=["pipe", "terminal"])
 def test_a_server_that_nobody_listens_to_goes_on(
     text_model: Path, tmp_path: Path, open_pair: Callable[[], tuple[int, int]]
 ) -> None:

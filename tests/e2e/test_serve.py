@@ -338,6 +338,7 @@ def test_disaggregated_over_nixl_is_colocated_token_for_token(server: Server, co
     assert_idle(server)
 
 
+@pytest.mark.slow
 def test_some_hostile_inputs_of_each_group_get_no_5xx_and_cost_no_worker(server: Server) -> None:
     check_hostile_inputs(server, step=12)
     assert_idle(server)

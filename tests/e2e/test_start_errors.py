@@ -22,6 +22,7 @@ def one_error_line(output: str) -> str:
     return lines[0]
 
 
+@pytest.mark.slow
 def test_a_pool_over_the_memory_is_told_by_the_worker_that_cannot_build_it(text_model: Path, tmp_path: Path) -> None:
     num_bytes = psutil.virtual_memory().total - 500_000_000  # enough for the check before the start, not beside Ray
     with started(text_model, tmp_path, "--colocated", "--pool-bytes", str(num_bytes)) as server:

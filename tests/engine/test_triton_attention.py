@@ -146,7 +146,12 @@ def test_results_do_not_depend_on_batch_or_chunks(dtype: torch.dtype, options: d
 
 @pytest.mark.parametrize("num_heads", [4, 70])  # in one tile of heads, in several
 @pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.slow), {"window": 70}, {"softcap": 1.5, "window": 200}]
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"window": 70}, marks=pytest.mark.slow),
+        {"softcap": 1.5, "window": 200},
+    ],
 )
 def test_bounds_of_a_captured_step_change_no_bit(num_heads: int, options: dict[str, Any]) -> None:
     """Contexts within one split and over many, of more sequences than programs share them."""
@@ -205,7 +210,9 @@ def test_a_model_has_at_most_64_splits_of_its_context(max_model_len: int, expect
 
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="builds an engine on the CPU")
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])  # soft caps; sinks; both with windows in every other layer
+@pytest.mark.parametrize(
+    "name", ["gemma2", pytest.param("gpt_oss", marks=pytest.mark.slow)]
+)  # soft caps; sinks; both with windows in every other layer
 def test_an_engine_on_the_triton_kernel_gives_the_tokens_of_the_cpu_kernel(
     name: str, build_engine: Callable[..., Any]
 ) -> None:

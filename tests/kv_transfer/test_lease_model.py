@@ -648,6 +648,7 @@ def explore_all(bounds: Bounds) -> Explored:
     return explored
 
 
+@pytest.mark.slow
 def test_no_interleaving_breaks_a_lease() -> None:
     assert sum(explore_all(bounds).num_states for bounds in SMALL) > 20_000
 

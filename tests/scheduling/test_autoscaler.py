@@ -498,7 +498,7 @@ LOADS = st.tuples(
 
 
 class TestProperties:
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=20, deadline=None)
     @given(
         num_prefill=st.integers(0, 6),
         num_decode=st.integers(0, 6),
@@ -534,7 +534,7 @@ class TestProperties:
                 assert world.num(P) >= 1
                 assert world.num(D) >= 1
 
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=6, deadline=None)
     @given(
         num_prefill=st.integers(1, 8),
         num_decode=st.integers(1, 8),
