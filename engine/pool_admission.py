@@ -80,9 +80,8 @@ class PoolAdmission:
             self._head = sequence
         return is_found
 
-    def fits(self, forecast: PoolForecast, sequence: Sequence, head: Sequence | None) -> bool:
-        """Whether there is room for a sequence behind this head of the forecast. Changes nothing."""
-        demand = self.demand(sequence)
+    def fits(self, forecast: PoolForecast, sequence: Sequence, demand: BlockDemand, head: Sequence | None) -> bool:
+        """Whether there is room for a sequence with this demand behind this head of the forecast. Changes nothing."""
         return forecast.fits(
             demand,
             grows=sequence.decodes_here,

@@ -10,12 +10,11 @@ from tandem.engine.pool_admission import PoolAdmission
 from tandem.engine.queues import ReceivingPrompt, SequenceQueues
 from tandem.engine.sequence import Sequence
 from tandem.engine.sequence_blocks import SequenceBlocks
-from tandem.engine.tenant_room import TenantRoom
+from tandem.engine.tenant_room import LOOK_STEPS, TenantRoom
 
 __all__ = ["ReceiveQueue", "Reservation"]
 
 _MAX_PASSED = 8  # prompts without room that later ones may pass: each is looked at every time
-_LOOK_STEPS = 16  # between two looks while nothing comes or goes: as they grow, tenants come to hold more or less
 _NUM_LEADS = 32  # latest leases that predict how long the next one takes
 
 
@@ -113,7 +112,7 @@ class ReceiveQueue:
         step = (
             self._queues.step_number
             if self._lacks_seats
-            else self._queues.step_number // _LOOK_STEPS
+            else self._queues.step_number // LOOK_STEPS
             if self._is_shared
             else 0
         )

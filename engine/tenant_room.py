@@ -21,11 +21,11 @@ from tandem.engine.queues import SequenceQueues, queue_position
 from tandem.engine.sequence import Sequence
 from tandem.engine.sequence_blocks import SequenceBlocks
 
-__all__ = ["TenantRoom", "TenantShares"]
+__all__ = ["LOOK_STEPS", "TenantRoom", "TenantShares"]
 
 
 _MAX_REFUSED = 8  # sequences in line for which there is no room, and which others may pass
-_LOOK_STEPS = 16  # between two looks while nothing comes or goes
+LOOK_STEPS = 16  # between two looks while nothing comes or goes: tenants come to hold more as their sequences grow
 
 
 @dataclass(slots=True)
@@ -187,7 +187,7 @@ class TenantRoom:
         """
         queues, admission = self._queues, self._admission
         num_each = len(queues.running), len(queues.receiving), len(queues.waiting), len(queues.awaiting_room)
-        state = (*num_each, queues.num_arrived, queues.step_number // _LOOK_STEPS)
+        state = (*num_each, queues.num_arrived, queues.step_number // LOOK_STEPS)
         if state == self._looked_at:
             return
         self._looked_at = state
@@ -203,7 +203,7 @@ class TenantRoom:
             demand, victims = admission.demand(claimant), list[Sequence]()
             candidates = shares.victims_for(claimant)
             trial, num_given = forecast.copy(), Counter[int]()  # victims that use a block, by block
-            while not (fits := num_seats + len(victims) > 0 and admission.fits(trial, claimant, head)):
+            while not (fits := num_seats + len(victims) > 0 and admission.fits(trial, claimant, demand, head)):
                 if (victim := next(candidates, None)) is None:
                     break
                 trial.give_back(held[victim], self._blocks.pool.count_own(victim.blocks, num_given))

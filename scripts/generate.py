@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tandem.cli.http_reference import http_api_page
 from tandem.cli.metrics_reference import metrics_page
 from tandem.cli.reference import configuration_page, values_schema
 
@@ -28,7 +27,6 @@ def _models_page() -> str:
 # Each file, and the function that makes its whole text.
 FILES: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "configuration.md": configuration_page,
-    ROOT / "docs" / "http_api.md": http_api_page,
     ROOT / "docs" / "metrics.md": metrics_page,
     _MODELS: _models_page,
     _VALUES_SCHEMA: lambda: values_schema(_VALUES_SCHEMA.read_text()),

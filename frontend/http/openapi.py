@@ -15,10 +15,12 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from starlette.routing import BaseRoute, Route
 
-from tandem.frontend.http.answer_shapes import Error, MessagesError
+from tandem.frontend.http.answer_shapes import Error, ErrorBody, MessagesError
+from tandem.frontend.http.refusals import Refusal
 from tandem.frontend.http.request_id import REQUEST_ID_HEADER
 from tandem.frontend.http.request_options import EXPLAIN_HEADER, SLO_HEADER, TENANT_HEADER
 from tandem.frontend.http.sessions import CONVERSATION_HEADER, MAX_CONVERSATION_ID_CHARS, SESSION_HEADERS
+from tandem.protocol.errors import ConfigError, ServingError
 from tandem.scheduling.admission.tenants import TENANT_NAME
 
 __all__ = [
@@ -124,6 +126,15 @@ CONVERSATION_HEADERS = (
 )
 
 
+# Errors without a class of their own: status, code and reason.
+_OTHER_CODES = (
+    (400, "missing_required_parameter", "A required field is missing."),
+    (400, "unsupported_parameter", "The field is not served, or not for clients to set."),
+    (400, "invalid_engine", "The body of `POST /v1/engines` does not describe an engine that may be added."),
+    (409, "not_managed", "The workers or engines are not run by this server, so it cannot end them."),
+    (503, "not_ready", "`/ready`: nothing can serve requests now."),
+)
+
 # Every request may have it, and every answer has it.
 _REQUEST_ID = Parameter(
     REQUEST_ID_HEADER,
@@ -183,6 +194,7 @@ class _Builder:
         self._references = dict(zip(types, references, strict=True))
         refused = {one.body.__name__: one.refused for one in operations.values() if one.refused}
         exactly_one = {name: fields for one in operations.values() for name, fields in (one.exactly_one or {}).items()}
+        self._schemas[ErrorBody.__name__]["properties"]["code"]["description"] = _codes()
         for name, schema in self._schemas.items():
             _complete(schema, refused.get(name) or {})
             if name in exactly_one:
@@ -320,3 +332,22 @@ def _parameter(parameter: Parameter) -> Json:
 def _operation_id(method: str, path: str) -> str:
     words = re.findall(r"\w+", path.replace(":path", ""))
     return "_".join([method.lower(), *words])
+
+
+def _codes() -> str:
+    """All codes of errors, as a list in Markdown."""
+    kinds: list[type[ServingError] | type[Refusal]] = [*_subclasses(ServingError), *Refusal.__subclasses__()]
+    reasons = {(kind.status, kind.code): _first_paragraph(kind) for kind in kinds if kind.code}
+    rows = sorted({*_OTHER_CODES, *((status, code, reason) for (status, code), reason in reasons.items())})
+    return "\n".join(["For programs; null if the status says it all.", "", *(f"- {s} `{c}`: {r}" for s, c, r in rows)])
+
+
+def _subclasses(base: type[ServingError]) -> Iterator[type[ServingError]]:
+    for kind in base.__subclasses__():
+        if kind is not ConfigError:  # it ends the command before anything is served
+            yield kind
+            yield from _subclasses(kind)
+
+
+def _first_paragraph(kind: type) -> str:
+    return " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())

@@ -109,8 +109,9 @@ class TlsConnection(asyncio.Protocol, asyncio.Transport):
         else:
             self._fail("client_left")
             self._forget()
-        # OpenSSL's memory, tens of KB. This object is part of a cycle, and a full garbage collection may be far away.
-        del self._session, self._incoming, self._outgoing
+        # OpenSSL's memory is tens of KB, and a full garbage collection may be far away.
+        del self._session, self._incoming, self._outgoing, self._write_socket
+        self._http = None
         self._records.clear()
 
     def pause_writing(self) -> None:

@@ -1,9 +1,7 @@
 """Request bodies.
 
 Types are strict and ranges are checked while decoding. Every optional field may be null. `other_fields.py` handles
-fields that are not in these structs.
-
-`docs/http_api.md` is generated from these structs.
+fields that are not in these structs. `/openapi.json` is made from them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tandem.cli.http_reference import route_app, serve_app
 from tandem.frontend.http.answer_shapes import Error, MessagesError
 from tandem.frontend.http.app import RouterApp
 from tandem.frontend.http.openapi import documented_routes
@@ -26,6 +25,7 @@ from tandem.frontend.serve_app import create_app
 from tandem.frontend.serve_operations import SERVE_OPERATIONS
 from tandem.protocol.config import RouterConfig
 from tandem.text.tokenizer import Tokenizer
+from tests.support.apps import route_app, serve_app
 from tests.support.fake_backend import FakeBackend, closing, make_app
 from tests.support.keys import api_keys_of
 from tests.support.toy_tokenizer import build_tokenizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import random
 import re
@@ -17,6 +18,7 @@ from typing import Any, ClassVar
 import pytest
 from prometheus_client import CollectorRegistry
 from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tandem.frontend.http import connections as http_connections_module
 from tandem.frontend.http import protocol as http_protocol_module
@@ -24,6 +26,7 @@ from tandem.frontend.http import server as http_server_module
 from tandem.frontend.http.app import RouterApp
 from tandem.frontend.http.listening import listening
 from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.protocol import HttpProtocol
 from tandem.frontend.http.response_writer import DIRECT_WRITE, ResponseWriter
 from tandem.frontend.http.server import http_server
 from tandem.frontend.keys.api_keys import ApiKeys
@@ -786,3 +789,34 @@ async def test_an_invalid_url_is_named_in_the_refusal() -> None:
         status, message = error_of(await exchange(port, b"CONNECT example:443 HTTP/1.1\r\nhost: x\r\n\r\n"))
     assert status == 400
     assert "example:443" in message
+
+
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})], ids=["uvloop"])  # as in production
+async def test_connections_that_ended_leave_nothing_to_the_garbage_collector() -> None:
+    """A collection after thousands of connections would hold up everything for more than a second."""
+    echo, kinds = Echo(), (HttpProtocol, RequestResponseCycle)
+
+    def left() -> list[Any]:
+        return [one for one in gc.get_objects() if type(one) in kinds]
+
+    async with serving_app(echo) as port:
+        gc.collect()
+        gc.disable()
+        try:
+            for request in (
+                b"GET / HTTP/1.1\r\nhost: a\r\n\r\n",
+                b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n",
+            ):
+                for is_answered in (True, False):
+                    echo.may_answer.set() if is_answered else echo.may_answer.clear()
+                    reader, writer = await connect(port)
+                    num_asked = echo.num_asked
+                    writer.write(request * 3)
+                    await eventually(lambda before=num_asked: echo.num_asked > before)
+                    if is_answered and request.startswith(b"GET"):
+                        await reader.readuntil(b"\r\n\r\n")
+                    writer.transport.abort()
+                    echo.may_answer.set()
+                    await eventually(lambda: not left())
+        finally:
+            gc.enable()
