@@ -52,11 +52,8 @@ types: $(STAMP) ## check types with mypy, strict
 bench: $(STAMP) ## measure a running server: TTFT, ITL, throughput (URL=..., ARGS=...)
 	$(BIN)/tandem bench --url $(URL) $(ARGS)
 
-BENCHMARKS := attention sampling equality cancel second-turn interference exposure role-flip throughput \
-	transfer tiers offload chat-tiers throttled-tier faults failover migration hot-spots stream-moves eviction miss-ratio codec routing decisions \
-	admission engines edge chat-encoding router-processes deciding memory-pressure hostile versus managed-engines \
-	two-nodes gpu-steps structured-output scored-prompts tracing dashboard tls handshakes kv-encryption autoscaling pool-growth kv-copies \
-	lockout hostile-engines tenants
+BENCHMARKS := equality faults hostile failover throughput interference exposure tiers transfer decisions edge versus \
+	routing eviction autoscaling structured-output gpu-steps handshakes lockout hostile-engines tenants
 
 .PHONY: bench-NAME $(addprefix bench-,$(BENCHMARKS))
 
@@ -65,7 +62,7 @@ bench-all: $(addprefix bench-,$(BENCHMARKS)) ## run every benchmark in turn; res
 $(addprefix bench-,$(BENCHMARKS)): bench-%: $(STAMP)
 	$(BIN)/python -m benchmarks.$(subst -,_,$*) $(ARGS)
 
-bench-NAME: ## run one benchmark: equality cancel second-turn interference exposure role-flip throughput transfer tiers ...
+bench-NAME: ## run one benchmark: equality faults hostile failover throughput interference exposure tiers ...
 	@echo "NAME is one of: $(BENCHMARKS)"; exit 1
 
 loadtest: $(STAMP) ## run eight locust users for 30 s against a running server (URL=...)

@@ -5,21 +5,17 @@ trace on one-core CPU workers, which it overloads. For 64 workers the conversati
 with other prompts and shifted in time. Each request of the code trace is repeated within a second, which keeps its
 bursts: 2 and 8 times on H200s, 1 and 4 times on CPUs.
 
-The weeks are ServeGen's rates of three models, scaled so that the busiest ten minutes have 2.4 requests/s for 16
-workers, within which arrivals are independent. They are played `--week-speed` times as fast, by default twenty times:
-ten minutes take 30 s. Scalers and the start of workers are not faster, so they see swings twenty times as steep.
-Lengths are drawn from the conversation trace, and prompts share nothing. A week at its own pace has half a million
-requests and more, and takes a quarter of an hour for each run.
-
 All runs use our routing. They differ in the sizes of the pools:
 
 - every static split of 16 workers, and every eighth of 64, or those that `--static` names;
 - our autoscaler with flips only, and with workers added and removed too;
 - reactive thresholds, Dynamo's planner and llm-d's rules (simulator/scaling.py says what of them is modelled).
 
-Where a trace leaves times or lengths open, `--seed` draws them; with several seeds a difference that is chance shows as
+Where a trace leaves times open, `--seed` draws them; with several seeds a difference that is chance shows as
 such. A new worker serves after 60 s. All begin with an even split of all workers. Worker-hours end with the last
 arrival.
+
+Stands behind the autoscaler's rules: a change of them is compared here with the best static split.
 
     python -m benchmarks.autoscaling
 """
@@ -57,12 +53,7 @@ LOADS = {
     "conversation": ("h200-70b", 1),
     "code": ("h200-70b", 2),
     "code on CPUs": ("cpu-135m", 1),
-    "week of m-large": ("h200-70b", 1),
-    "week of m-mid": ("h200-70b", 1),
-    "week of m-small": ("h200-70b", 1),
 }
-_WEEK_PEAK = 2.4  # requests per second for 16 workers
-_WEEK_SPEED = 20.0
 
 SCALERS: dict[str, Callable[[int], Scaler]] = {
     "tandem, flips": lambda num: TandemScaler(AutoscalerPolicy(max_workers=num)),
@@ -84,13 +75,12 @@ class Cell:
     scaler: str
     num_prefill: int
     num_decode: int
-    week_speed: float = _WEEK_SPEED
     seed: int = 0
 
     def run(self, num_requests: int | None) -> Row:
         """Serve the trace."""
         num_copies = self.num_workers // 16 * LOADS[self.trace][1]
-        requests = load(self.trace, num_copies, self.week_speed, self.seed)[:num_requests]
+        requests = load(self.trace, num_copies, self.seed)[:num_requests]
         cluster = Cluster(
             machine=MACHINES[LOADS[self.trace][0]],
             num_prefill=self.num_prefill,
@@ -109,7 +99,6 @@ class Cell:
             ttft_p99_s=quantile(sorted(ttft_s(job) for job in outcome.jobs), 0.99),
             moves_per_hour=outcome.num_moves / hours,
             seed=self.seed,
-            wall_s=outcome.wall_s,
         )
 
 
@@ -125,7 +114,6 @@ class Row:
     ttft_p99_s: float
     moves_per_hour: float
     seed: int
-    wall_s: float
 
 
 class _Static:
@@ -136,11 +124,9 @@ class _Static:
         return ()
 
 
-def load(trace: str, num_copies: int, week_speed: float, seed: int = 0) -> list[TraceRequest]:
+def load(trace: str, num_copies: int, seed: int = 0) -> list[TraceRequest]:
     """The requests of `num_copies` copies of a trace, from second 0 on. `seed` draws what the trace leaves open."""
     rng = random.Random(seed)
-    if trace.startswith("week"):
-        return _week(trace.rpartition(" ")[2], num_copies, week_speed, rng)
     if trace.startswith("code"):
         rows = list(_read_azure(_DATA / "azure2023_code_a.csv.gz"))
         copies = [replace(row, arrival_s=row.arrival_s + rng.uniform(0, 1)) for row in rows for _ in range(num_copies)]
@@ -153,21 +139,6 @@ def load(trace: str, num_copies: int, week_speed: float, seed: int = 0) -> list[
     copies.sort(key=lambda request: request.arrival_s)
     first_s = copies[0].arrival_s
     return [replace(request, arrival_s=request.arrival_s - first_s) for request in copies]
-
-
-def _week(model: str, factor: int, speed: float, rng: random.Random) -> list[TraceRequest]:
-    """A week of this model's rates, `factor` times what 16 workers get, `speed` times as fast."""
-    with gzip.open(_DATA / "servegen_weeks_a.csv.gz", "rt") as lines:
-        rates = [float(row["rate_rps"]) for row in csv.DictReader(lines) if row["model"] == model]
-    rows = list(read_trace(_DATA / "mooncake_conversation_a.jsonl.gz"))
-    window_s, scale = 600.0 / speed, factor * _WEEK_PEAK / max(rates)
-    found: list[TraceRequest] = []
-    for idx, rate in enumerate(rates):
-        at_s = idx * window_s
-        while rate > 0 and (at_s := at_s + rng.expovariate(rate * scale)) < (idx + 1) * window_s:
-            row = rng.choice(rows)
-            found.append(TraceRequest(at_s, row.num_prompt_tokens, row.num_output_tokens, ()))
-    return found
 
 
 def _copy(request: TraceRequest, number: int, shift_s: float, span_s: float) -> TraceRequest:
@@ -187,22 +158,17 @@ def _read_azure(path: Path) -> Sequence[TraceRequest]:
 
 
 def cells(
-    traces: Sequence[str],
-    sizes: Sequence[int],
-    splits: Sequence[str] = (),
-    scalers: Sequence[str] = tuple(SCALERS),
-    week_speed: float = _WEEK_SPEED,
-    seed: int = 0,
+    traces: Sequence[str], sizes: Sequence[int], splits: Sequence[str], scalers: Sequence[str], seed: int
 ) -> list[Cell]:
     """All runs with one seed, with these static splits (prefill+decode) or all of them."""
     found: list[Cell] = []
     for trace in traces:
         for num in sizes:
-            found += [Cell(trace, num, scaler, num // 2, num // 2, week_speed, seed) for scaler in scalers]
+            found += [Cell(trace, num, scaler, num // 2, num // 2, seed) for scaler in scalers]
             step = 1 if num <= 16 else num // 8
             pairs = [(num_prefill, num - num_prefill) for num_prefill in range(step, num, step)]
             pairs = [(int(split.partition("+")[0]), int(split.partition("+")[2])) for split in splits] or pairs
-            found += [Cell(trace, num, "", *pair, week_speed, seed) for pair in pairs]
+            found += [Cell(trace, num, "", *pair, seed) for pair in pairs]
     return found
 
 
@@ -214,15 +180,10 @@ def main() -> int:
     parser.add_argument("--static", nargs="*", default=[], help="static splits, for example 12+4")
     parser.add_argument("--scaler", choices=sorted(SCALERS), nargs="*", default=sorted(SCALERS))
     parser.add_argument("--seed", type=int, nargs="*", default=[0], help="of what a trace leaves open")
-    parser.add_argument("--week-speed", type=float, default=_WEEK_SPEED, help="of the weeks (default: %(default)g)")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="only check that it works")
     args = parser.parse_args()
-    todo = [
-        cell
-        for seed in args.seed
-        for cell in cells(args.trace, args.workers, args.static, args.scaler, args.week_speed, seed)
-    ]
+    todo = [cell for seed in args.seed for cell in cells(args.trace, args.workers, args.static, args.scaler, seed)]
     if args.quick:
         todo = [cell for cell in todo if cell.num_workers == min(args.workers)][::4]
     rows: list[Row] = []

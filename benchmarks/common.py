@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import json
 import math
+import multiprocessing
 import os
 import shlex
 import signal
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,33 +33,11 @@ from rich.table import Table
 
 from tandem.cli.version import commit, machine, product_version
 from tandem.cluster.model_store import DEFAULT_MODEL, served_name
-from tandem.loadtest.client import MeasuringClient, run_measured
+from tandem.loadtest.client import MeasuringClient, StreamTiming, run_measured
+from tandem.loadtest.prompts import random_prompts
 from tandem.protocol.fault_boundary import undone_on_error
 from tandem.runtime.ports import free_ports
 from tandem.runtime.signals import restore_child_signals
-
-__all__ = [
-    "COLOCATED",
-    "HERE",
-    "ONE_PAIR",
-    "ONE_PAIR_ALWAYS",
-    "Checkout",
-    "Launched",
-    "Server",
-    "Setup",
-    "arguments",
-    "console",
-    "free_port",
-    "launched",
-    "measure_each",
-    "ms",
-    "print_table",
-    "ratio",
-    "running",
-    "serving",
-    "until_idle",
-    "write_result",
-]
 
 _ROOT = Path(__file__).resolve().parent.parent
 _READY_TIMEOUT_S = 300.0
@@ -85,7 +65,6 @@ class Checkout(NamedTuple):
     """Sources of Tandem: this checkout, or another one to compare it with."""
 
     folder: Path
-    module: str = "tandem"  # its command
 
     @property
     def env(self) -> dict[str, str]:
@@ -110,13 +89,27 @@ class Server:
     name: str
     url: str
     model: str
-    start_s: float  # from the command to ready; NaN for a server that was already running
-    api_key: str = ""
+    start_s: float  # from the command to ready
 
     @property
     def client(self) -> MeasuringClient:
         """A client for it."""
-        return MeasuringClient(self.url, api_key=self.api_key, timeout_s=300.0)
+        return MeasuringClient(self.url, timeout_s=300.0)
+
+    async def prompts(self, num_prompts: int, num_tokens: int, seed: int) -> list[list[int]]:
+        """Prompts of random words, which share nothing."""
+        return await random_prompts(
+            self.client, model=self.model, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed
+        )
+
+    async def greedy(self, prompt: list[int], max_tokens: int, **fields: Any) -> StreamTiming:
+        """A greedy stream of exactly so many tokens. Raises `RuntimeError` if it fails."""
+        timing = await self.client.stream_completion(
+            prompt, model=self.model, max_tokens=max_tokens, ignore_eos=True, temperature=0.0, **fields
+        )
+        if timing.error:
+            raise RuntimeError(f"{self.name}: {timing.error}")
+        return timing
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -137,10 +130,56 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 def serving(setup: Setup, model: str, *flags: str, checkout: Checkout = HERE) -> Iterator[Server]:
     """A `tandem serve` on a free port, ready, for as long as the block runs."""
     port = free_port()
-    command = [sys.executable, "-m", checkout.module, "serve", f"--model={model}", f"--port={port}"]
+    command = [sys.executable, "-m", "tandem", "serve", f"--model={model}", f"--port={port}"]
     url = f"http://127.0.0.1:{port}"
     with launched([*command, *setup.flags, *flags], ready=f"{url}/ready", checkout=checkout) as running:
         yield Server(setup.name, url, served_name(model), running.start_s)
+
+
+@contextlib.contextmanager
+def routing(
+    engines: str, *flags: str, checkout: Checkout = HERE, tls: ssl.SSLContext | None = None
+) -> Iterator[tuple[str, int]]:
+    """A `tandem route` with this file of engines, ready: its URL and the id of its process."""
+    port = free_port()
+    url = f"https://localhost:{port}" if tls else f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "engines.toml")
+        path.write_text(engines)
+        command = [sys.executable, "-m", "tandem", "route", f"--engines={path}", f"--port={port}", *flags]
+        with launched(command, ready=f"{url}/ready", checkout=checkout, tls=tls) as running:
+            yield url, running.process.pid
+
+
+def engines_toml(urls: Iterable[str], kind: str = "vllm") -> str:
+    """The file of these engines."""
+    return "".join(f'[[engines]]\nname = "w{i}"\nurl = "{url}"\nkind = "{kind}"\n' for i, url in enumerate(urls))
+
+
+@contextlib.contextmanager
+def mock_engines(count: int = 2) -> Iterator[list[str]]:
+    """URLs of engines that compute nothing, all in one process."""
+    ports = [free_port() for _ in range(count)]
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    command = [sys.executable, "-m", "benchmarks.mock_engine", *map(str, ports)]
+    with launched(command, ready=f"{urls[0]}/health"):
+        yield urls
+
+
+@contextlib.contextmanager
+def beside(work: Callable[..., None], *args: Any) -> Iterator[Connection]:
+    """Run `work(pipe, *args)` in a process of its own, which ends with the block; yields the other end of the pipe."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=work, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        process.terminate()
+        process.join(5.0)
+        ours.close()
 
 
 def measure_each(
@@ -205,17 +244,6 @@ def launched(
                 yield Launched(process, time.perf_counter() - started)
         finally:
             _stop(process)
-
-
-@contextlib.contextmanager
-def running(command: Sequence[str], checkout: Checkout = HERE) -> Iterator[None]:
-    """Run a process for as long as the block runs, without waiting until it is ready."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=checkout.folder, env=os.environ | checkout.env)
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Any, tls: ssl.SSLContext | None) -> None:

@@ -1,10 +1,12 @@
 """Cost of a router in front of workers: the same requests to workers that compute nothing, directly and through it.
 
-    python -m benchmarks.edge [--smg PATH] [--sglang-python PATH] [--vllm-router PATH] [--litellm PATH]
+    python -m benchmarks.edge [--smg PATH] [--sglang-python PATH] [--vllm-router PATH]
 
-The paths are programs in environments of their own: `smg`, a Python with sglang-router, `vllm-router`, `litellm`.
-Client, workers and router share the cores of one machine, so besides rates the CPU seconds of the router's processes
-are measured: requests and chunks per CPU second are what one core of its own would do. Every answer is checked.
+The paths are programs in environments of their own: `smg`, a Python with sglang-router, `vllm-router`. Client, workers
+and router share the cores of one machine, so besides rates the CPU seconds of the router's processes are measured:
+requests and chunks per CPU second are what one core of its own would do. Every answer is checked.
+
+Stands behind README's "the router adds 2 ms" and its comparison with routers in Rust.
 """
 
 from __future__ import annotations
@@ -12,18 +14,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import math
 import re
-import ssl
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import httptools
@@ -35,44 +32,25 @@ from benchmarks.common import (
     Checkout,
     arguments,
     console,
+    engines_toml,
     free_port,
     launched,
+    mock_engines,
     ms,
     print_table,
     ratio,
-    running,
+    routing,
     write_result,
 )
 from benchmarks.mock_engine import MODEL, expected_text
-from benchmarks.native_edge import BareClient
 from tandem.loadtest.client import run_measured
-from tandem.protocol.sampling import SamplingParams
-
-__all__ = [
-    "CONCURRENCY",
-    "SHAPES",
-    "Measured",
-    "Shape",
-    "Target",
-    "cpu_of",
-    "main",
-    "measure",
-    "measure_bare",
-    "mock_engines",
-    "native_edge",
-    "route",
-    "route_cpu_in_turn",
-]
 
 CONCURRENCY = 64
 _WARM_UP_S, _MEASURED_S = 1.5, 4.0
 _NUM_PROMPTS = 256
 _MAX_REMEMBERED = 10_000  # different answers
-_NUM_WORKERS = 2
-_NO_KEY = {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"}
 _PATH = "/v1/chat/completions"
-_DIRECT, _BARE = "direct", "direct to Tandem's workers"  # with no router
-_NATIVE = [sys.executable, "-m", "benchmarks.native_edge"]
+_DIRECT = "direct"  # with no router
 # Fields that differ between equal answers.
 _VARIABLE = re.compile(rb'"(id|system_fingerprint)":\s*"[^"]*"|"created":\s*\d+')
 
@@ -106,8 +84,6 @@ class Measured:
 
     seconds: float = 0.0
     cpu_s: float = 0.0  # of the router's processes
-    first_cpu_s: float = 0.0  # of the first process alone, which decides where there are several
-    client_cpu_s: float = 0.0
     num_chunks: int = 0
     num_answers: int = 0
     num_wrong: int = 0
@@ -127,8 +103,6 @@ class Measured:
             "requests_per_cpu_s": ratio(self.num_answers, self.cpu_s),
             "chunks_per_cpu_s": ratio(self.num_chunks, self.cpu_s),
             "cpu_share": ratio(self.cpu_s, self.seconds),
-            "first_cpu_share": ratio(self.first_cpu_s, self.seconds),
-            "client_cpu_share": ratio(self.client_cpu_s, self.seconds),
             "num_answers": self.num_answers,
             "num_wrong": self.num_wrong,
             "first_wrong": self.first_wrong,
@@ -251,37 +225,23 @@ def _requests(url: str, shape: Shape) -> Iterator[tuple[bytes, int]]:
         yield from rendered
 
 
-async def measure(
-    url: str,
-    cpu_s: Callable[[], tuple[float, float]],
-    shape: Shape,
-    seconds: float,
-    concurrency: int = CONCURRENCY,
-    tls: ssl.SSLContext | None = None,
-) -> Measured:
-    """A closed loop over HTTP, or over HTTPS with `tls`.
-
-    `cpu_s` returns the CPU seconds so far of all router processes, and of the first.
-    Raises `OSError` when a connection breaks.
-    """
+async def measure(url: str, cpu_s: Callable[[], float], shape: Shape, seconds: float, concurrency: int) -> Measured:
+    """A closed loop over HTTP; `cpu_s` is what the router has used so far. Raises `OSError` if a connection breaks."""
     loop = asyncio.get_running_loop()
     requests, checker = _requests(url, shape), _Checker(shape)
     host, port = url.partition("://")[2].split(":")
     clients = []
     for _ in range(concurrency):
-        _, client = await loop.create_connection(lambda: _Client(requests, checker), host, int(port), ssl=tls)
+        _, client = await loop.create_connection(lambda: _Client(requests, checker), host, int(port))
         clients.append(client)
     await asyncio.sleep(min(_WARM_UP_S, seconds))
-    measured, own = Measured(), psutil.Process()
-    started_s, (all_before, first_before) = time.perf_counter(), cpu_s()
-    own_before = sum(own.cpu_times()[:2])
+    measured = Measured()
+    started_s, cpu_before_s = time.perf_counter(), cpu_s()
     for client in clients:
         client.measured = measured
     await asyncio.sleep(seconds)
     measured.seconds = time.perf_counter() - started_s
-    all_after, first_after = cpu_s()
-    measured.cpu_s, measured.first_cpu_s = all_after - all_before, first_after - first_before
-    measured.client_cpu_s = sum(own.cpu_times()[:2]) - own_before
+    measured.cpu_s = cpu_s() - cpu_before_s
     for client in clients:
         client.measured, client.is_ending = None, True
     async with asyncio.timeout(30.0):
@@ -289,40 +249,10 @@ async def measure(
     return measured
 
 
-async def measure_bare(endpoints: list[str], shape: Shape, seconds: float, concurrency: int = CONCURRENCY) -> Measured:
-    """The same closed loop over the protocol of Tandem's own workers, with nothing in between."""
-    measured, has_begun = Measured(), asyncio.Event()
-
-    def on_answer(first_s: float, whole_s: float, num_tokens: int) -> None:
-        has_begun.set()
-        measured.num_answers += 1
-        measured.num_chunks += num_tokens * shape.is_stream
-        measured.first_s.append(first_s if shape.is_stream else whole_s)
-
-    sampling = (SamplingParams(max_tokens=shape.length(i), seed=shape.step_ms) for i in itertools.count())
-    client = BareClient(endpoints, sampling, concurrency, on_answer)
-    try:
-        async with asyncio.timeout(30.0):
-            await has_begun.wait()  # the workers may still be starting
-        await asyncio.sleep(min(_WARM_UP_S, seconds))
-        measured = Measured()
-        started_s = time.perf_counter()
-        await asyncio.sleep(seconds)
-        measured.seconds = time.perf_counter() - started_s
-    finally:
-        client.close()
-    return measured
-
-
-def cpu_of(pid: int) -> Callable[[], tuple[float, float]]:
-    """CPU seconds so far of a process with all its descendants, and of the process alone."""
+def cpu_of(pid: int) -> Callable[[], float]:
+    """CPU seconds so far of a process with all its descendants."""
     process = psutil.Process(pid)
-
-    def read() -> tuple[float, float]:
-        first, *others = (sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
-        return first + sum(others), first
-
-    return read
+    return lambda: sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,164 +261,40 @@ class Target:
 
     name: str
     measure: Callable[[Shape, float, int], Coroutine[Any, Any, Measured]]  # shape, seconds, concurrency
-    base: str = _DIRECT  # what its latency is compared with
-
-
-@contextlib.contextmanager
-def _launched(
-    name: str,
-    command: list[str],
-    port: int,
-    ready: str,
-    *,
-    base: str = _DIRECT,
-    checkout: Checkout = HERE,
-    env: Mapping[str, str] | None = None,
-) -> Iterator[Target]:
-    url = f"http://127.0.0.1:{port}"
-    with launched(command, ready=url + ready, env=env, checkout=checkout) as running:
-        yield Target(name, partial(measure, url, cpu_of(running.process.pid)), base)
-
-
-@contextlib.contextmanager
-def mock_engines() -> Iterator[list[str]]:
-    """URLs of engines that compute nothing."""
-    ports = [free_port() for _ in range(_NUM_WORKERS)]
-    workers = [f"http://127.0.0.1:{port}" for port in ports]
-    command = [sys.executable, "-m", "benchmarks.mock_engine", *map(str, ports)]
-    with launched(command, ready=f"{workers[0]}/health"):
-        yield workers
 
 
 @contextlib.contextmanager
 def route(workers: list[str], num_processes: int, checkout: Checkout = HERE) -> Iterator[Target]:
     """A `tandem route` in front of engines."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "engines.toml")
-        path.write_text(_engines_toml(workers, "vllm"))
-        port = free_port()
-        command = [sys.executable, "-m", checkout.module, "route", f"--engines={path}", f"--port={port}"]
-        command.append(f"--router-processes={num_processes}")
-        name = _named("tandem route", num_processes)
-        with _launched(name, command, port, "/ready", checkout=checkout) as target:
-            yield target
+    flags = f"--router-processes={num_processes}"
+    with routing(engines_toml(workers), flags, checkout=checkout) as (url, pid):
+        name = "tandem route" if num_processes == 1 else f"tandem route, {num_processes} processes"
+        yield Target(name, partial(measure, url, cpu_of(pid)))
 
 
 @contextlib.contextmanager
-def _native_workers(checkout: Checkout = HERE) -> Iterator[list[str]]:
-    endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(_NUM_WORKERS)]
-    with running([*_NATIVE, "worker", *endpoints], checkout):
-        yield endpoints
-
-
-@contextlib.contextmanager
-def _bare() -> Iterator[Target]:
-    with _native_workers() as endpoints:
-        yield Target(_BARE, partial(measure_bare, endpoints))
-
-
-@contextlib.contextmanager
-def native_edge(model: str, num_processes: int, checkout: Checkout = HERE) -> Iterator[Target]:
-    """The HTTP side of `tandem serve` in front of workers that compute nothing."""
-    port = free_port()
-    with _native_workers(checkout) as endpoints:
-        command = [*_NATIVE, "edge", str(port), model, str(num_processes), *endpoints]
-        name = _named("tandem serve's edge", num_processes)
-        with _launched(name, command, port, "/ready", base=_BARE, checkout=checkout) as target:
-            yield target
-
-
-@contextlib.contextmanager
-def _smg(program: list[str], name: str, workers: list[str]) -> Iterator[Target]:
-    port = free_port()
+def _rust_router(program: list[str], name: str, workers: list[str]) -> Iterator[Target]:
+    url = f"http://127.0.0.1:{(port := free_port())}"
     command = [*program, "--host=127.0.0.1", f"--port={port}", "--worker-urls", *workers, "--policy=cache_aware"]
     command += [f"--prometheus-port={free_port()}"]
-    with _launched(name, command, port, "/readiness") as target:
-        yield target
-
-
-@contextlib.contextmanager
-def _litellm(program: str, workers: list[str]) -> Iterator[Target]:
-    port = free_port()
-    models = [
-        {
-            "model_name": MODEL,
-            "litellm_params": {"model": f"openai/{MODEL}", "api_base": f"{url}/v1", "api_key": "none"},
-        }
-        for url in workers
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "config.yaml")
-        path.write_text(json.dumps({"model_list": models}))  # JSON is YAML
-        command = [program, f"--config={path}", f"--port={port}", "--host=127.0.0.1", "--num_workers=1"]
-        with _launched("litellm", command, port, "/health/liveliness", env=_NO_KEY) as target:
-            yield target
+    with launched(command, ready=f"{url}/readiness") as running:
+        yield Target(name, partial(measure, url, cpu_of(running.process.pid)))
 
 
 def _targets(settings: argparse.Namespace, workers: list[str]) -> Iterator[contextlib.AbstractContextManager[Target]]:
-    yield contextlib.nullcontext(Target(_DIRECT, partial(measure, workers[0], lambda: (0.0, 0.0))))
-    if "native" in settings.parts:
-        yield _bare()
+    yield contextlib.nullcontext(Target(_DIRECT, partial(measure, workers[0], lambda: 0.0)))
     for num_processes in settings.processes:
-        if "route" in settings.parts:
-            yield route(workers, num_processes)
-        if "native" in settings.parts:
-            yield native_edge(settings.model, num_processes)
+        yield route(workers, num_processes)
     if settings.smg:
-        yield _smg([settings.smg, "launch"], "smg", workers)
+        yield _rust_router([settings.smg, "launch"], "smg", workers)
     if settings.sglang_python:
-        yield _smg([settings.sglang_python, "-m", "sglang_router.launch_router"], "sglang-router", workers)
+        yield _rust_router([settings.sglang_python, "-m", "sglang_router.launch_router"], "sglang-router", workers)
     if settings.vllm_router:
-        yield _smg([settings.vllm_router], "vllm-router", workers)
-    if settings.litellm:
-        yield _litellm(settings.litellm, workers)
-
-
-def _engines_toml(workers: list[str], kind: str) -> str:
-    return "".join(f'[[engines]]\nname = "w{i}"\nurl = "{url}"\nkind = "{kind}"\n' for i, url in enumerate(workers))
-
-
-@contextlib.contextmanager
-def _route_with(engines: Path, *flags: str) -> Iterator[tuple[str, int]]:
-    """A `tandem route` with this file of engines and these flags: its URL and the id of its process."""
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    command = [sys.executable, "-m", "tandem", "route", f"--engines={engines}", f"--port={port}", *flags]
-    with launched(command, ready=f"{url}/ready") as running:
-        yield url, running.process.pid
-
-
-def route_cpu_in_turn(
-    flags: Mapping[str, Sequence[str]],
-    shapes: Sequence[Shape],
-    num_rounds: int,
-    seconds: float,
-    *,
-    kind: str = "openai",
-) -> dict[str, dict[str, list[float]]]:
-    """CPU seconds of a router for a chunk (plain: an answer) in each turn, by shape and by the name of its flags."""
-    found: dict[str, dict[str, list[float]]] = {shape.name: {name: [] for name in flags} for shape in shapes}
-    with tempfile.TemporaryDirectory() as folder, mock_engines() as workers, contextlib.ExitStack() as stack:
-        engines = Path(folder) / "engines.toml"
-        engines.write_text(_engines_toml(workers, kind))
-        routers = {name: stack.enter_context(_route_with(engines, *given)) for name, given in flags.items()}
-        for number in range(num_rounds):
-            for shape in shapes:
-                for name in flags if number % 2 else reversed(list(flags)):
-                    url, pid = routers[name]
-                    measured = run_measured(measure(url, cpu_of(pid), shape, seconds))
-                    if measured.num_wrong:
-                        raise RuntimeError(f"wrong answer: {measured.first_wrong}")
-                    num = measured.num_chunks if shape.is_stream else measured.num_answers
-                    found[shape.name][name].append(measured.cpu_s / num)
-    return found
-
-
-def _named(name: str, num_processes: int) -> str:
-    return name if num_processes == 1 else f"{name}, {num_processes} processes"
+        yield _rust_router([settings.vllm_router], "vllm-router", workers)
 
 
 def _measure_target(target: Target, seconds: float, concurrency: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"base": target.base}
+    found: dict[str, Any] = {}
     for shape in SHAPES:
         measured = run_measured(target.measure(shape, seconds, concurrency))
         found[shape.name] = measured.to_json()
@@ -502,19 +308,16 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
     for shape in SHAPES:
         rows = []
         for name, found in results.items():
-            one = found[shape.name]
-            base = results.get(found["base"], {}).get(shape.name, unknown)
-            is_base = name in (_DIRECT, _BARE)
-            added = [ms(one[key]) if is_base else ms(one[key] - base[key]) for key in ("p50_s", "p99_s")]
+            one, base = found[shape.name], results.get(_DIRECT, {}).get(shape.name, unknown)
+            added = [ms(one[key] - (0.0 if name == _DIRECT else base[key])) for key in ("p50_s", "p99_s")]
             rates = [one[key] for key in ("requests_per_s", "chunks_per_s", "requests_per_cpu_s", "chunks_per_cpu_s")]
-            share = [one["cpu_share"], one["first_cpu_share"], one["client_cpu_share"]]
-            rows.append([name, *added, ms(one["gap_p50_s"]), *rates, *share, one["num_wrong"]])
+            rows.append([name, *added, ms(one["gap_p50_s"]), *rates, one["cpu_share"], one["num_wrong"]])
         headings = ["", "+p50 ms", "+p99 ms", "gap p50", "req/s", "chunks/s", "req/CPU-s", "chunks/CPU-s", "cores"]
         print_table(
             f"{shape.name}: {shape.num_tokens} tokens" + (f", {shape.step_ms} ms a step" if shape.step_ms else ""),
-            [*headings, "first's", "client's", "wrong"],
+            [*headings, "wrong"],
             rows,
-            f"ms to the first bytes, added to those of '{_DIRECT}' or '{_BARE}'; gap: longest pause of a stream",
+            f"ms to the first bytes, added to those of '{_DIRECT}'; gap: longest pause of a stream",
         )
 
 
@@ -527,9 +330,7 @@ def main() -> None:
     parser.add_argument("--smg", metavar="PATH", help="the program smg")
     parser.add_argument("--sglang-python", metavar="PATH", help="a Python that has sglang-router")
     parser.add_argument("--vllm-router", metavar="PATH", help="the program vllm-router")
-    parser.add_argument("--litellm", metavar="PATH", help="the program litellm")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="of Tandem's router (default: 1 2)")
-    parser.add_argument("--parts", default="route,native", help="of Tandem (default: %(default)s)")
     parser.add_argument("--concurrency", type=int, default=CONCURRENCY, help="clients (default: %(default)s)")
     settings = parser.parse_args()
     seconds = 0.3 if settings.quick else _MEASURED_S

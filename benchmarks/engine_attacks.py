@@ -23,8 +23,6 @@ import uvloop
 from zmq.asyncio import Context
 from zmq.constants import SocketType
 
-__all__ = ["ATTACKS", "MODEL", "Attack", "main"]
-
 MODEL = "hostile"
 PROBED_S = 6.0  # how long an attack by answers to probes or by KV events lasts
 _BLOCK = 1 << 16  # bytes written at once

@@ -7,6 +7,8 @@ sampling (temperature 0.8, top-p 0.95), one at a time and eight at once, each ti
 a warm one. Every answer has to equal the one that the colocated server gave one at a time: the text, the number of
 tokens, and in the passes one at a time each single token.
 
+Stands behind README's "the same tokens on every path".
+
     python -m benchmarks.equality
 """
 
@@ -32,7 +34,6 @@ from benchmarks.common import (
     write_result,
 )
 from tandem.loadtest.client import run_measured
-from tandem.loadtest.prompts import random_prompts
 from tandem.protocol.config import EngineConfig
 
 _BLOCK = EngineConfig(model=".").block_size
@@ -126,9 +127,7 @@ def main() -> int:
 async def make_cases(server: Server, settings: argparse.Namespace) -> list[Case]:
     """All cases; the seed draws their words."""
     lengths = [*_EDGES * settings.repeat, *_CHUNKS, *_TURNS, *_PRIMED]
-    prompts = await random_prompts(
-        server.client, model=server.model, num_prompts=len(lengths), num_tokens=max(lengths), seed=settings.seed
-    )
+    prompts = await server.prompts(len(lengths), max(lengths), settings.seed)
     num_plain, rng = len(lengths) - len(_TURNS) - len(_PRIMED), random.Random(settings.seed)
     cases = []
     for idx, (words, length) in enumerate(zip(prompts, lengths, strict=True)):
@@ -163,12 +162,9 @@ async def measure(
             }
         )
         console.print(f"  {server.name}, {a_pass.name}: {len(answers) - len(different)} of {len(answers)} equal")
-    pools = await server.client.request_json("GET", "/v1/pools")
-    workers = [worker for role in pools["roles"].values() for worker in role]
     return {
         "passes": rows,
-        "num_handoffs": pools["num_handoffs"],
-        "num_cached_blocks": {worker["worker_id"]: worker["num_cached_blocks"] for worker in workers},
+        "num_handoffs": (await server.client.request_json("GET", "/v1/pools"))["num_handoffs"],
         "check": await server.client.request_json("POST", "/v1/pools/check"),
     }
 
@@ -240,9 +236,8 @@ def _show(results: dict[str, Any], cases: Sequence[Case]) -> None:
         rows,
     )
     for name, result in results.items():
-        blocks = ", ".join(f"{worker_id} {count}" for worker_id, count in result["num_cached_blocks"].items())
         idle = "idle, books in order" if result["check"]["idle"] else f"NOT idle: {result['check']['workers']}"
-        console.print(f"{name}: {result['num_handoffs']} handoffs; cached blocks: {blocks}; at the end {idle}")
+        console.print(f"{name}: {result['num_handoffs']} handoffs; at the end {idle}")
 
 
 if __name__ == "__main__":

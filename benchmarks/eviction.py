@@ -1,6 +1,6 @@
 """Eviction policies on recorded traffic: the share of prompt tokens found in a cache of C blocks of 512 tokens.
 
-The rules of the cache are in `tests/support/trace_replay.py`.
+The rules of the cache are in `tests/support/trace_replay.py`. Stands behind the default policy in docs/tiers.md.
 
     python -m benchmarks.eviction
 """
@@ -8,7 +8,6 @@ The rules of the cache are in `tests/support/trace_replay.py`.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 
@@ -25,13 +24,11 @@ _FIRST = ("lru", "hit-density")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the smallest trace and caches")
-    parser.add_argument("--traces", nargs="+", choices=TRACES, default=TRACES, help="(default: all)")
-    parser.add_argument("--processes", type=int, default=os.cpu_count())
     settings = parser.parse_args()
-    traces, capacities = (_QUICK_TRACES, _QUICK_CAPACITIES) if settings.quick else (settings.traces, CAPACITIES)
+    traces, capacities = (_QUICK_TRACES, _QUICK_CAPACITIES) if settings.quick else (TRACES, CAPACITIES)
     names = [*_FIRST, *(name for name in sorted(POLICIES) if name not in _FIRST), OPTIMAL]
     cells = [(trace, name, capacity) for trace in traces for name in names for capacity in capacities]
-    with ProcessPoolExecutor(settings.processes) as pool:
+    with ProcessPoolExecutor() as pool:
         ratios = dict(zip(cells, pool.map(_measure, cells), strict=True))
     print_table(
         "Token hit ratio (%) by capacity in blocks",

@@ -4,6 +4,8 @@ One request at a time, always on a pair of workers. The first token comes from t
 decode worker, once it holds the KV. Exposed is the gap between the two less one decode step (the median gap of the
 rest of that stream), as a share of TTFT. Transfers that overlap the prefill are invisible to the client, by design.
 
+Stands behind README's "KV transfer that a client waits for".
+
     python -m benchmarks.exposure
 """
 
@@ -18,7 +20,6 @@ from typing import Any
 
 from benchmarks.common import ONE_PAIR_ALWAYS, Server, arguments, ms, print_table, serving, write_result
 from tandem.loadtest.client import StreamTiming, run_measured
-from tandem.loadtest.prompts import random_prompts
 from tandem.loadtest.stats import Distribution
 
 
@@ -45,43 +46,26 @@ def main() -> int:
                 ms(result["exposed_s"]["max"]),
                 f"{result['share_of_ttft']:.2%}",
             ]
-            for length, result in results["lengths"].items()
+            for length, result in results.items()
         ],
         caption="medians",
     )
-    for link, model in results["transfers"].items():
-        rate = f"{1e-9 / model['byte_s']:.2f} GB/s" if model["byte_s"] else "no cost per byte"
-        print_table(
-            f"Learned by the router over {results['num_handoffs']} handoffs: {link}",
-            ["latency ms", "rate", "relative error"],
-            [[ms(model["latency_s"]), rate, model["relative_error"]]],
-        )
     write_result("exposure", settings, results)
     return 0
 
 
-async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any]:
-    """Measure all lengths, and read what the router learned from them."""
-    lengths = {length: await _one_length(server, settings, length) for length in settings.prompt_tokens}
-    pools = await server.client.request_json("GET", "/v1/pools")
-    return {"lengths": lengths, "transfers": pools["costs"]["transfers"], "num_handoffs": pools["num_handoffs"]}
+async def measure(server: Server, settings: argparse.Namespace) -> dict[int, dict[str, Any]]:
+    """Measure all lengths."""
+    return {length: await _one_length(server, settings, length) for length in settings.prompt_tokens}
 
 
 async def _one_length(server: Server, settings: argparse.Namespace, num_tokens: int) -> dict[str, Any]:
-    prompts = await random_prompts(
-        server.client,
-        model=server.model,
-        num_prompts=settings.requests + 1,
-        num_tokens=num_tokens,
-        seed=1_000_003 * settings.seed + num_tokens,
-    )
+    prompts = await server.prompts(settings.requests + 1, num_tokens, 1_000_003 * settings.seed + num_tokens)
     timings = []
     for prompt in prompts:
-        timing = await server.client.stream_completion(
-            prompt, model=server.model, max_tokens=settings.output_tokens, ignore_eos=True, temperature=0.0
-        )
-        if timing.error or len(timing.itl_s) < 2:
-            raise RuntimeError(timing.error or f"{len(timing.event_times_s)} events are too few to tell a decode step")
+        timing = await server.greedy(prompt, settings.output_tokens)
+        if len(timing.itl_s) < 2:
+            raise RuntimeError(f"{len(timing.event_times_s)} events are too few to tell a decode step")
         timings.append(timing)
         await asyncio.sleep(0.1)  # keeps the server's end-of-request work out of the next request
     timings = timings[1:]  # the first request connects the two workers

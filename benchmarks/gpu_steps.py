@@ -5,7 +5,7 @@
 A Llama of random weights, 8B by default, is written to a temporary folder and loaded as any other model. Decode steps
 are measured with CUDA graphs and without, in turns, and compared with the time that reading weights and KV once takes
 at the bandwidth of a copy on this GPU. A prompt is compared with the rate of one large product of matrices. Nothing
-here checks results: the engine does that at its start, and so do tests.
+here checks results: the engine does that at its start, and so do tests. Stands behind docs/gpu.md.
 """
 
 from __future__ import annotations

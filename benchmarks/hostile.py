@@ -1,9 +1,11 @@
 """Hostile clients: does any of over 1,000 broken requests get a 5xx, hang, stall the server or cost a worker?
 
 Values out of every range, types that do not fit, deep nesting, products of allowed numbers, bodies of 8 MB, bytes that
-are hardly HTTP, and clients that leave, one to a connection (`benchmarks/hostile_inputs.py`). Meanwhile a process of
+are hardly HTTP, and clients that leave, one to a connection (`tests/support/hostile_inputs.py`). Meanwhile a process of
 its own asks for `/health` every 20 ms and notes the longest wait. At the end the same worker processes must be alive,
 idle with their books in order, and give an honest client the answer they gave before.
+
+Stands behind docs/security.md: no bytes of a client cost a worker, or another client its answer.
 
     python -m benchmarks.hostile
 
@@ -15,23 +17,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import itertools
 import math
-import multiprocessing
 import re
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.common import ONE_PAIR, Server, arguments, console, print_table, serving, until_idle, write_result
-from benchmarks.hostile_inputs import HostileInput, Manner, describe, hostile_inputs
+from benchmarks.common import (
+    ONE_PAIR,
+    Server,
+    arguments,
+    beside,
+    console,
+    print_table,
+    serving,
+    until_idle,
+    write_result,
+)
 from tandem.loadtest.client import run_measured
-
-__all__ = ["Outcome", "Report", "attack", "main"]
+from tests.support.hostile_inputs import HostileInput, Manner, describe, hostile_inputs
 
 MAX_STALL_S = 0.5
 _ANSWER_S = 120.0  # several times the longest answer
@@ -71,32 +80,26 @@ class Report:
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--only", default="", metavar="GROUP", help="inputs whose name begins so")
     settings = parser.parse_args()
     step = 20 if settings.quick else 1
     with serving(ONE_PAIR, settings.model, "--max-model-len=2048") as server:
-        report = run_measured(attack(server, settings.seed, step=step, only=settings.only))
+        report = run_measured(attack(server, settings.seed, step=step))
     _print(report)
-    write_result("hostile", settings, _result(report))
+    write_result("hostile", settings, asdict(report))
     has_stalled = not settings.quick and any(stall_s > MAX_STALL_S for stall_s, _ in report.stalls)
     return int(bool(report.faults or report.lost_workers or report.complaints or has_stalled))
 
 
-async def attack(server: Server, seed: int, *, step: int = 1, only: str = "") -> Report:
-    """Send every `step`-th input whose name begins with `only`, first those that are sent side by side."""
+async def attack(server: Server, seed: int, *, step: int = 1) -> Report:
+    """Send every `step`-th input, first those that are sent side by side."""
     report = Report()
     workers, reference = await _workers(server), await _honest_answer(server)
-    with _watching(server.url) as watch:
+    with beside(_watch_health, server.url) as watch:
         await asyncio.sleep(2.0)
-        report.quiet_stall_s = max((stall_s for _, stall_s in watch.take()), default=0.0)
-        names = [hostile.name for hostile in hostile_inputs(server.model, seed) if hostile.name.startswith(only)]
-        chosen = frozenset(names[::step])
+        report.quiet_stall_s = max((stall_s for _, stall_s in _taken(watch)), default=0.0)
         for is_heavy in (False, True):
-            inputs = (
-                hostile
-                for hostile in hostile_inputs(server.model, seed)
-                if hostile.is_heavy == is_heavy and hostile.name in chosen
-            )
+            chosen = itertools.islice(hostile_inputs(server.model, seed), 0, None, step)
+            inputs = (hostile for hostile in chosen if hostile.is_heavy == is_heavy)
             await _send_all(server, inputs, 1 if is_heavy else _AT_ONCE, report, watch)
     if await _honest_answer(server) != reference:
         report.complaints.append("an honest request is answered differently afterwards")
@@ -110,7 +113,7 @@ async def attack(server: Server, seed: int, *, step: int = 1, only: str = "") ->
 
 
 async def _send_all(
-    server: Server, inputs: Iterator[HostileInput], at_once: int, report: Report, watch: _Watch
+    server: Server, inputs: Iterator[HostileInput], at_once: int, report: Report, watch: Connection
 ) -> None:
     """Send them from `at_once` clients; each client sends its next input when the last is done."""
     spans: deque[_Span] = deque(maxlen=8 * at_once)  # the latest
@@ -124,7 +127,7 @@ async def _send_all(
             note_stalls()
 
     def note_stalls() -> None:
-        for asked_s, stall_s in watch.take():
+        for asked_s, stall_s in _taken(watch):
             names = [span.name for span in spans if span.began_s < asked_s + stall_s and span.ended_s > asked_s]
             report.stalls.append((stall_s, ", ".join(names)))
 
@@ -201,34 +204,16 @@ def _judge(answer: bytes, duration_s: float, hostile: HostileInput) -> tuple[int
     return status, duration_s, ""
 
 
-class _Watch:
-    """Long waits for `/health`, measured in a separate process that the benchmark's own work cannot delay."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-
-    def take(self) -> list[tuple[float, float]]:
-        """(when it was asked, seconds until the answer) of those over 50 ms since the last call."""
-        seen = []
-        while self._pipe.poll():
-            seen.append(self._pipe.recv())
-        return seen
+def _taken(watch: Connection) -> list[tuple[float, float]]:
+    """(when `/health` was asked, seconds until its answer) of those over 50 ms since the last call."""
+    seen = []
+    while watch.poll():
+        seen.append(watch.recv())
+    return seen
 
 
-@contextlib.contextmanager
-def _watching(url: str) -> Iterator[_Watch]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_watch_health, args=(url, theirs), daemon=True)
-    process.start()
-    try:
-        yield _Watch(ours)
-    finally:
-        process.terminate()
-        process.join(5.0)
-
-
-def _watch_health(url: str, pipe: Connection) -> None:
+def _watch_health(pipe: Connection, url: str) -> None:
+    """Runs in a process of its own, which the benchmark's own work cannot delay."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60.0)
     while True:
@@ -276,18 +261,6 @@ def _print(report: Report) -> None:
         console.print(f"{outcome.name} ({outcome.duration_s:.1f} s): {outcome.fault}", markup=False, soft_wrap=True)
     for seconds, names in sorted(report.stalls, reverse=True)[:10]:
         console.print(f"/health waited {seconds:.2f} s beside {names}", markup=False, soft_wrap=True)
-
-
-def _result(report: Report) -> dict[str, Any]:
-    return {
-        "inputs": describe([outcome.name for outcome in report.outcomes]),
-        "by_status": Counter(outcome.status for outcome in report.outcomes),
-        "faults": [(outcome.name, outcome.status, outcome.fault) for outcome in report.faults],
-        "longest_health_s": max(report.stalls, default=(0.0, "")),
-        "quiet_health_s": report.quiet_stall_s,
-        "lost_workers": report.lost_workers,
-        "complaints": report.complaints,
-    }
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ the first engine: its waits are the machine's own noise at that time.
     python -m benchmarks.hostile_engines [--before PATH] [--only NAME]
 
 `--before` names another checkout, which is measured in the same run. All traffic stays on the loopback interface.
+
+Stands behind docs/engines.md: one engine's answers hold up nobody else.
 """
 
 from __future__ import annotations
@@ -16,10 +18,8 @@ import asyncio
 import contextlib
 import http.client
 import json
-import multiprocessing
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -29,14 +29,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import httpx
+
 from benchmarks import engine_attacks
-from benchmarks.common import HERE, Checkout, arguments, console, free_port, launched, print_table, write_result
+from benchmarks.common import (
+    HERE,
+    Checkout,
+    arguments,
+    beside,
+    console,
+    engines_toml,
+    free_port,
+    launched,
+    mock_engines,
+    print_table,
+    routing,
+    write_result,
+)
 from benchmarks.engine_attacks import ATTACKS, PROBED_S, Attack
 from benchmarks.mock_engine import MODEL
 from tandem.cluster.model_store import resolve_model
 from tandem.loadtest.client import run_measured
-
-__all__ = ["Seen", "main"]
 
 MAX_HEALTH_S = 0.5
 STEP_MS = 20
@@ -44,6 +57,8 @@ _LONGEST_S = 15.0  # of an attack by an answer: its clients leave then
 _INTERVAL_S = 0.02
 _SETTLE_S = 3.0
 _CHAT = "/v1/chat/completions"
+_HEAD = f"POST {_CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+_FLAGS = ("--probe-interval-s=0.5", "--breaker-failures=80000", "--engine-stall-s=0")
 
 
 class Waits(NamedTuple):
@@ -83,12 +98,16 @@ def main() -> int:
 def _measured(checkout: Checkout, model: str, attacks: Sequence[Attack]) -> list[Seen]:
     """What is seen of each attack. Each has a router of its own, as one may end it."""
     seen = []
-    with _good_engine() as good_url, _routing(checkout, good_url) as calm_url, _watching(calm_url) as calm:
+    with (
+        mock_engines(1) as engines,
+        routing(good := engines_toml(engines), *_FLAGS, checkout=checkout) as (calm_url, _),
+        beside(_watch, calm_url) as calm,
+    ):
         for attack in attacks:
             with (
-                _hostile_engine() as (bad_url, toml),
-                _routing(checkout, good_url, _with_tokenizer(model), toml) as url,
-                _watching(url) as watch,
+                _hostile_engine(model) as (bad_url, toml),
+                routing(toml + good, *_FLAGS, checkout=checkout) as (url, _),
+                beside(_watch, url) as watch,
             ):
                 seen.append(run_measured(_attacked(url, bad_url, attack, watch, calm)))
             console.print(f"[dim]{seen[-1]}[/]", soft_wrap=True)
@@ -96,56 +115,34 @@ def _measured(checkout: Checkout, model: str, attacks: Sequence[Attack]) -> list
 
 
 @contextlib.contextmanager
-def _good_engine() -> Iterator[str]:
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    with launched([sys.executable, "-m", "benchmarks.mock_engine", str(port)], ready=f"{url}/health"):
-        yield url
-
-
-@contextlib.contextmanager
-def _hostile_engine() -> Iterator[tuple[str, str]]:
-    """Its URL, and its part of the file of engines."""
+def _hostile_engine(model: str) -> Iterator[tuple[str, str]]:
+    """Its URL, and its part of the file of engines, with a tokenizer."""
     port, events, replay = (free_port() for _ in range(3))
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "benchmarks.engine_attacks", *map(str, (port, events, replay))]
     with launched(command, ready=f"{url}/health"):
         yield (
             url,
+            f'[tokenizers]\n{engine_attacks.MODEL} = "{resolve_model(model)}"\n'
             f'[[engines]]\nname = "bad"\nurl = "{url}"\nkind = "vllm"\nmodel = "{engine_attacks.MODEL}"\n'
             f'kv_events = "tcp://127.0.0.1:{events}"\nkv_replay = "tcp://127.0.0.1:{replay}"\n',
         )
 
 
-def _with_tokenizer(model: str) -> str:
-    return f'[tokenizers]\n{engine_attacks.MODEL} = "{resolve_model(model)}"\n'
-
-
-@contextlib.contextmanager
-def _routing(checkout: Checkout, good_url: str, first: str = "", last: str = "") -> Iterator[str]:
-    """URL of a router with the good engine, and with what `first` and `last` add to its file of engines."""
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "engines.toml")
-        path.write_text(f'{first}[[engines]]\nname = "good"\nurl = "{good_url}"\nkind = "vllm"\n{last}')
-        command = [sys.executable, "-m", checkout.module, "route", f"--engines={path}", f"--port={port}"]
-        flags = ["--probe-interval-s=0.5", "--breaker-failures=80000", "--engine-stall-s=0"]
-        with launched([*command, *flags], ready=f"{url}/ready", checkout=checkout):
-            yield url
-
-
-async def _attacked(url: str, engine_url: str, attack: Attack, watch: _Watch, calm: _Watch) -> Seen:
+async def _attacked(url: str, engine_url: str, attack: Attack, watch: Connection, calm: Connection) -> Seen:
     await asyncio.sleep(_SETTLE_S)  # until both engines are probed and the stream runs
-    watch.take(), calm.take()
+    _take(watch), _take(calm)
     began_s, end = time.monotonic(), ""
-    await _post(engine_url, "/arm", attack.name.encode())
-    if attack.path == _CHAT:
-        end, *_ = await asyncio.gather(*(_attacked_client(url, attack) for _ in range(attack.num_clients)))
-    else:
-        await asyncio.sleep(PROBED_S)
-    duration_s = time.monotonic() - began_s
-    await _post(engine_url, "/disarm", b"")
+    async with httpx.AsyncClient(base_url=engine_url, trust_env=False) as engine:
+        await engine.post("/arm", content=attack.name)
+        if attack.path == _CHAT:
+            end, *_ = await asyncio.gather(*(_attacked_client(url, attack) for _ in range(attack.num_clients)))
+        else:
+            await asyncio.sleep(PROBED_S)
+        duration_s = time.monotonic() - began_s
+        await engine.post("/disarm")
     await asyncio.sleep(1.0)  # for work that it left behind
-    return Seen(attack.name, watch.take(), calm.take(), duration_s, end)
+    return Seen(attack.name, _take(watch), _take(calm), duration_s, end)
 
 
 async def _attacked_client(url: str, attack: Attack) -> str:
@@ -159,7 +156,9 @@ async def _attacked_client(url: str, attack: Attack) -> str:
     end = b""
     try:
         async with asyncio.timeout(_LONGEST_S):
-            reader, writer = await _sent(url, _CHAT, json.dumps(body).encode())
+            parts, content = urlsplit(url), json.dumps(body).encode()
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            writer.write(f"{_HEAD}connection: close\r\ncontent-length: {len(content)}\r\n\r\n".encode() + content)
             try:
                 while data := await reader.read(1 << 20):
                     end = (end + data)[-400:]
@@ -170,43 +169,10 @@ async def _attacked_client(url: str, attack: Attack) -> str:
         return f"{type(exc).__name__} after {end[-200:]!r}"
 
 
-async def _sent(url: str, path: str, body: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-    return reader, writer
-
-
-async def _post(url: str, path: str, body: bytes) -> None:
-    reader, writer = await _sent(url, path, body)
-    await reader.readline()
-    writer.close()
-
-
-class _Watch:
-    """The longest waits, measured in a process that the benchmark's own work cannot delay."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-
-    def take(self) -> Waits:
-        """The longest waits since the last call; those that have not ended count."""
-        self._pipe.send(None)
-        return Waits(*self._pipe.recv())
-
-
-@contextlib.contextmanager
-def _watching(url: str) -> Iterator[_Watch]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_watch, args=(url, theirs), daemon=True)
-    process.start()
-    try:
-        yield _Watch(ours)
-    finally:
-        process.terminate()
-        process.join(5.0)
+def _take(watch: Connection) -> Waits:
+    """The longest waits since the last call; those that have not ended count."""
+    watch.send(None)
+    return Waits(*watch.recv())
 
 
 class _Longest:
@@ -230,7 +196,8 @@ class _Longest:
         return found
 
 
-def _watch(url: str, pipe: Connection) -> None:
+def _watch(pipe: Connection, url: str) -> None:
+    """Runs in a process of its own, which the benchmark's own work cannot delay."""
     health, gap = _Longest(), _Longest()
     parts = urlsplit(url)
     for target, longest in ((_ask_health, health), (_read_stream, gap)):
@@ -256,8 +223,7 @@ def _read_stream(host: str, port: int, longest: _Longest) -> None:
     content = json.dumps(body).encode()
     while True:
         with socket.create_connection((host, port), timeout=120.0) as connection:
-            head = f"POST {_CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+            connection.sendall(f"{_HEAD}content-length: {len(content)}\r\n\r\n".encode() + content)
             connection.recv(1 << 16)
             longest.begin()
             while (data := connection.recv(1 << 16)) and not data.endswith(b"0\r\n\r\n"):

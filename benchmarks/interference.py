@@ -3,9 +3,11 @@
 Four steady streams (128 tokens in) decode all the time. In the control phase they are alone; then a prompt of 2,048
 tokens arrives every 3 s, whether or not the last one is answered. Reported are the gaps between the tokens of the
 steady streams in both phases, and the TTFT of the long prompts. The set-ups run one after another: 1P1D with half of
-the cores for each worker, colocated with all of them, and vLLM or any other server if asked for.
+the cores for each worker, colocated with all of them, and vLLM if asked for.
 
-    python -m benchmarks.interference [--vllm-python PATH] [--also NAME=URL]
+Stands behind README's table of ITL while long prompts arrive.
+
+    python -m benchmarks.interference [--vllm-python PATH]
 """
 
 from __future__ import annotations
@@ -33,7 +35,6 @@ from benchmarks.common import (
     write_result,
 )
 from tandem.loadtest.client import CUT, StreamTiming
-from tandem.loadtest.prompts import random_prompts
 from tandem.loadtest.stats import Distribution
 
 _STEADY_MAX_TOKENS = 6000  # longer than any phase
@@ -63,10 +64,10 @@ def main() -> int:
 
 async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any]:
     """Both phases on one server; a long prompt before them warms it up and does not count."""
-    num_long = int(settings.loaded_s / settings.every_s) + 1
-    long_prompts = await _prompts(server, settings, num_long + 1, settings.long_tokens, part=0)
-    short_prompts = await _prompts(server, settings, 2 * settings.streams, settings.stream_tokens, part=1)
-    await _long(server, settings, long_prompts[0])
+    num_long, seed = int(settings.loaded_s / settings.every_s) + 1, 1_000_003 * settings.seed
+    long_prompts = await server.prompts(num_long + 1, settings.long_tokens, seed)
+    short_prompts = await server.prompts(2 * settings.streams, settings.stream_tokens, seed + 1)
+    await server.greedy(long_prompts[0], settings.long_output_tokens)
     alone, _ = await _phase(server, settings, short_prompts[: settings.streams], [], settings.control_s)
     gaps, long_ttfts = await _phase(
         server, settings, short_prompts[settings.streams :], long_prompts[1:], settings.loaded_s
@@ -107,7 +108,7 @@ async def _phase(
             await asyncio.sleep(begun + idx * settings.every_s - time.perf_counter())
             if time.perf_counter() >= begun + duration_s - settings.every_s / 2:
                 break  # its effect would lie outside the phase
-            long.append(group.create_task(_long(server, settings, prompt)))
+            long.append(group.create_task(server.greedy(prompt, settings.long_output_tokens)))
     timings = [task.result() for task in steady]
     for timing in timings:
         if timing.error != CUT:
@@ -129,36 +130,8 @@ def gaps_within(timings: Sequence[StreamTiming], begin_s: float, end_s: float) -
 
 async def _time_to_start(server: Server, prompts: Sequence[list[int]]) -> float:
     """Seconds until this many prompts all have their first token, measured by a trial with other contents."""
-    trials = [
-        server.client.stream_completion(
-            prompt, model=server.model, max_tokens=4, ignore_eos=True, temperature=0.0, cache_salt="trial"
-        )
-        for prompt in prompts
-    ]
-    timings = await asyncio.gather(*trials)
-    return min(_MAX_START_S, 3 * max(_checked(server, timing).ttft_s for timing in timings))
-
-
-async def _long(server: Server, settings: argparse.Namespace, prompt: list[int]) -> StreamTiming:
-    timing = await server.client.stream_completion(
-        prompt, model=server.model, max_tokens=settings.long_output_tokens, ignore_eos=True, temperature=0.0
-    )
-    return _checked(server, timing)
-
-
-async def _prompts(
-    server: Server, settings: argparse.Namespace, num_prompts: int, num_tokens: int, *, part: int
-) -> list[list[int]]:
-    seed = 1_000_003 * settings.seed + part
-    return await random_prompts(
-        server.client, model=server.model, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed
-    )
-
-
-def _checked(server: Server, timing: StreamTiming) -> StreamTiming:
-    if timing.error:
-        raise RuntimeError(f"{server.name}: {timing.error}")
-    return timing
+    timings = await asyncio.gather(*(server.greedy(prompt, 4, cache_salt="trial") for prompt in prompts))
+    return min(_MAX_START_S, 3 * max(timing.ttft_s for timing in timings))
 
 
 def _show(results: dict[str, dict[str, Any]], settings: argparse.Namespace) -> None:

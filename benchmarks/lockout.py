@@ -1,12 +1,14 @@
 """Many connections of somebody without a key: does anybody else wait?
 
-    python -m benchmarks.lockout [--tls] [--router-processes 2] [--before CHECKOUT] [--from 127.0.0.2]
+    python -m benchmarks.lockout [--tls] [--router-processes 2] [--before CHECKOUT]
 
 A `tandem route` with API keys is in front of engines that compute nothing and send a token every 20 ms. Each attack
 opens connections that read slowly or not at all, pipeline requests for open paths, or stop in the middle of a request
 or a TLS handshake; connections that the server ends are opened again. Meanwhile a process of its own asks for `/health`
 on a new connection every 50 ms, sends short requests with a key, and reads a stream with a key. With `--before` the
 same attacks are made on the server of another checkout first. All traffic stays on loopback.
+
+Stands behind the aim that `/health` answers within 0.5 s, whatever clients without a key do.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import argparse
 import asyncio
 import contextlib
 import math
-import multiprocessing
 import socket
 import ssl
 import sys
@@ -31,13 +32,21 @@ from typing import Any, NamedTuple
 import psutil
 import uvloop
 
-from benchmarks.common import HERE, Checkout, arguments, console, free_port, launched, print_table, write_result
-from benchmarks.edge import mock_engines
+from benchmarks.common import (
+    HERE,
+    Checkout,
+    arguments,
+    beside,
+    console,
+    engines_toml,
+    mock_engines,
+    print_table,
+    routing,
+    write_result,
+)
 from benchmarks.mock_engine import MODEL
 from tests.support.certificates import Authority
 from tests.support.keys import make_key_file
-
-__all__ = ["main"]
 
 MAX_HEALTH_S = 0.5
 _KEY = "sk-lockout-0123456789"
@@ -132,7 +141,7 @@ class _Target(NamedTuple):
 # -- the attack
 
 
-async def _attack(target: _Target, attack: _Attack, source: str, seconds: float) -> int:
+async def _attack(target: _Target, attack: _Attack, seconds: float) -> int:
     """Attack for a while; returns the number of connections that were opened."""
     end_s, tls, num_opened = time.monotonic() + seconds, target.tls(), 0
 
@@ -141,7 +150,6 @@ async def _attack(target: _Target, attack: _Attack, source: str, seconds: float)
         while time.monotonic() < end_s:
             with contextlib.suppress(OSError, EOFError), socket.socket() as client:
                 client.setblocking(False)
-                client.bind((source, 0))
                 if attack.every_s:
                     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
                 await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", target.port))
@@ -203,9 +211,9 @@ def _sealed(session: _Session | None, content: bytes) -> bytes:
     return session.outgoing.read()
 
 
-def _attack_process(pipe: Connection, target: _Target, attack: _Attack, source: str, seconds: float) -> None:
+def _attack_process(pipe: Connection, target: _Target, attack: _Attack, seconds: float) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        pipe.send(runner.run(_attack(target, attack, source, seconds)))
+        pipe.send(runner.run(_attack(target, attack, seconds)))
 
 
 # -- everybody else
@@ -301,26 +309,17 @@ def _watch_process(pipe: Connection, target: _Target, seen: _Seen, seconds: floa
 # -- the benchmark
 
 
-def _run(process: psutil.Process, target: _Target, attack: _Attack, source: str, seconds: float) -> _Seen:
+def _run(process: psutil.Process, target: _Target, attack: _Attack, seconds: float) -> _Seen:
     """One attack, and what others saw. Attackers and watchers have a process of their own each."""
-    context = multiprocessing.get_context("spawn")
-    with _memory_of(process) as sizes_mb:
-        ours, theirs = context.Pipe()
-        watch_pipe, their_watch_pipe = context.Pipe()
-        watching_s = seconds + 4.0  # a second before the attack, and some after it
-        watch = context.Process(
-            target=_watch_process, args=(their_watch_pipe, target, _Seen(attack.name), watching_s), daemon=True
-        )
-        attackers = context.Process(target=_attack_process, args=(theirs, target, attack, source, seconds), daemon=True)
-        watch.start()
+    watching_s = seconds + 4.0  # a second before the attack, and some after it
+    with (
+        _memory_of(process) as sizes_mb,
+        beside(_watch_process, target, _Seen(attack.name), watching_s) as watch,
+    ):
         time.sleep(1.0)
-        attackers.start()
-        for child in (attackers, watch):
-            their_watch_pipe.close() if child is watch else theirs.close()
-        seen: _Seen = watch_pipe.recv()
-        seen.num_opened = ours.recv()
-        for child in (attackers, watch):
-            child.join()
+        with beside(_attack_process, target, attack, seconds) as attackers:
+            seen: _Seen = watch.recv()
+            seen.num_opened = attackers.recv()
     seen.memory_mb = (sizes_mb[0], max(sizes_mb))
     return seen
 
@@ -346,22 +345,19 @@ def _memory_of(process: psutil.Process) -> Iterator[list[float]]:
 
 @contextlib.contextmanager
 def _server(
-    folder: Path, engines: list[str], settings: argparse.Namespace, flags: tuple[str, ...], checkout: Checkout
+    engines: list[str], settings: argparse.Namespace, flags: tuple[str, ...], checkout: Checkout
 ) -> Iterator[tuple[psutil.Process, _Target]]:
-    port, fleet = free_port(), folder / "engines.toml"
-    fleet.write_text("".join(f'[[engines]]\nname = "w{i}"\nurl = "{url}"\n' for i, url in enumerate(engines)))
-    keys = make_key_file(folder / "keys.toml", {_KEY: "honest"})
-    command = [sys.executable, "-m", "tandem", "route", f"--engines={fleet}", f"--port={port}", *flags]
-    command += [f"--api-key-file={keys}", f"--router-processes={settings.router_processes}"]
-    ca_file, scheme, tls = "", "http", None
-    if settings.tls:
-        authority = Authority(folder)
-        certificate, key = authority.issue()
-        ca_file, scheme = str(authority.ca_file), "https"
-        tls = ssl.create_default_context(cafile=ca_file)
-        command += [f"--tls-cert={certificate}", f"--tls-key={key}"]
-    with launched(command, ready=f"{scheme}://localhost:{port}/ready", checkout=checkout, tls=tls) as running:
-        yield psutil.Process(running.process.pid), _Target(port, ca_file)
+    with tempfile.TemporaryDirectory() as name:
+        folder, ca_file, tls = Path(name), "", None
+        flags += (f"--api-key-file={make_key_file(folder / 'keys.toml', {_KEY: 'honest'})}",)
+        flags += (f"--router-processes={settings.router_processes}",)
+        if settings.tls:
+            authority = Authority(folder)
+            certificate, key = authority.issue()
+            ca_file, flags = str(authority.ca_file), (*flags, f"--tls-cert={certificate}", f"--tls-key={key}")
+            tls = ssl.create_default_context(cafile=ca_file)
+        with routing(engines_toml(engines, "openai"), *flags, checkout=checkout, tls=tls) as (url, pid):
+            yield psutil.Process(pid), _Target(int(url.rpartition(":")[2]), ca_file)
 
 
 def _measure(name: str, settings: argparse.Namespace, checkout: Checkout, engines: list[str]) -> list[_Seen]:
@@ -369,11 +365,9 @@ def _measure(name: str, settings: argparse.Namespace, checkout: Checkout, engine
     for attack in _ATTACKS:
         if settings.only not in attack.name or (settings.quick and attack.num_connections > _MAX_QUICK):
             continue
-        with (  # a server each, so that no attack meets what the one before has left
-            tempfile.TemporaryDirectory() as folder,
-            _server(Path(folder), engines, settings, attack.flags, checkout) as (process, target),
-        ):
-            found.append(_run(process, target, attack, settings.source, 3.0 if settings.quick else settings.seconds))
+        # A server each, so that no attack meets what the one before has left.
+        with _server(engines, settings, attack.flags, checkout) as (process, target):
+            found.append(_run(process, target, attack, 3.0 if settings.quick else settings.seconds))
         console.print(f"[dim]measured {name}: {attack.name}, {found[-1].num_opened} connections opened[/]")
     return found
 
@@ -385,7 +379,6 @@ def main() -> int:
     parser.add_argument("--tls", action="store_true", help="the server speaks HTTPS")
     parser.add_argument("--router-processes", type=int, default=1, metavar="N", help="as of `tandem serve`")
     parser.add_argument("--before", metavar="CHECKOUT", help="a checkout to compare with")
-    parser.add_argument("--from", default="127.0.0.1", dest="source", metavar="ADDRESS", help="of the attackers")
     settings = parser.parse_args()
     checkouts = {"before": Checkout(Path(settings.before).resolve())} if settings.before else {}
     checkouts["now"] = HERE

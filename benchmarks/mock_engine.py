@@ -20,8 +20,6 @@ from typing import cast
 import orjson
 import uvloop
 
-__all__ = ["MODEL", "WORDS", "expected_text", "main"]
-
 MODEL = "mock"
 WORDS = (" the", " of", " and", " to", " in", " is", " that", " for", " was", " on")  # the answer repeats these
 

@@ -6,6 +6,8 @@ is the best published choice; ours must not fall behind it.
 Part 2, whole workers: chunked prefill, decoding, block pools, handoffs; the router starts from its priors and learns
 (simulator/simulation.py). Load is a share of what the workers could do without cache.
 
+Stands behind README's "best mean TTFT in 43 of 48 cells"; `docs/routing_results.md` has every cell.
+
     python -m benchmarks.routing
 """
 
@@ -19,10 +21,8 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from benchmarks.common import console, print_table, write_result
-from tandem.loadtest.traces import TraceRequest, read_trace
 from tandem.simulator.arrivals import at_load, spread
 from tandem.simulator.cluster import Cluster
 from tandem.simulator.machine import MACHINES
@@ -30,6 +30,7 @@ from tandem.simulator.measures import Slo, Summary, summarize
 from tandem.simulator.policies import POLICIES
 from tandem.simulator.reference import REFERENCE_POLICIES, ReferenceResult, route
 from tandem.simulator.simulation import simulate
+from tests.support.trace_replay import load
 
 CAPACITIES = {
     "mooncake_conversation_a": (1000, 4000, 16_000),
@@ -125,12 +126,6 @@ def main() -> int:
             results["full"] = _full(settings, pool)
     write_result("routing", settings, results)
     return 0
-
-
-@functools.cache
-def load(trace: str) -> list[TraceRequest]:
-    """A trace of benchmarks/data, read once in each process."""
-    return list(read_trace(Path(__file__).parent / "data" / f"{trace}.jsonl.gz"))
 
 
 def _run(cell: ReferenceCell | FullCell, num_requests: int | None) -> ReferenceResult | Summary:

@@ -3,11 +3,12 @@
     python -m benchmarks.structured_output [--suite FOLDER]
 
 Masks: microseconds for a token's mask, along real outputs. Streams: decode steps of an engine all of whose streams have
-a grammar, beside the same streams without one, in turn. Runs: the same with and without computing tokens that are
-forced together with the one behind them. Schemas: each schema of a folder of the public JSON Schema Test
+a grammar, beside the same streams without one, in turn. Schemas: each schema of a folder of the public JSON Schema Test
 Suite (`tests/draft2020-12` of its repository; the source package of `jsonschema` has it as `json/tests`) is checked as
 the router does, an output is sampled for it, and `jsonschema` judges the output. Hostile: what the router's check
 and a worker's step take at most.
+
+Stands behind docs/structured_output.md: how many schemas are served, and what no grammar may take.
 """
 
 from __future__ import annotations
@@ -38,8 +39,6 @@ from tandem.text.structured_output.checker import GrammarChecker
 from tandem.text.structured_output.compile_process import make_grammar
 from tandem.text.structured_output.constraint import Constraint
 from tandem.text.tokenizer import Tokenizer
-from tandem.text.tool_calls.formats import TOOL_FORMATS
-from tandem.text.tool_calls.grammar import tool_call_grammar
 
 _ITEM = {
     "type": "object",
@@ -54,41 +53,6 @@ _KINDS: dict[str, tuple[str, str]] = {
     "free text with tags": (
         "structural_tag",
         json.dumps({"structures": [{"begin": "<call>", "end": "</call>", "schema": _ITEM}], "triggers": ["<call>"]}),
-    ),
-}
-_INVOICE = {
-    "type": "object",
-    "properties": {
-        "invoice_number": {"type": "string", "maxLength": 12},
-        "line_items": {"type": "array", "items": _ITEM, "minItems": 1, "maxItems": 4},
-        "currency": {"enum": ["EUR", "USD", "GBP"]},
-        "is_paid": {"type": "boolean"},
-    },
-    "required": ["invoice_number", "line_items", "currency", "is_paid"],
-    "additionalProperties": False,
-}
-_WEATHER = {
-    "type": "object",
-    "properties": {
-        "location": {"type": "string", "maxLength": 20},
-        "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
-        "num_days": {"type": "integer", "minimum": 1, "maximum": 14},
-    },
-    "required": ["location", "unit", "num_days"],
-}
-_RUNS: dict[str, tuple[str, str]] = {
-    "invoice": ("json", json.dumps(_INVOICE)),
-    "list of records": _KINDS["list of records"],
-    "forced tool call": (
-        "llguidance",
-        tool_call_grammar(
-            TOOL_FORMATS["hermes"],
-            {"get_current_weather": _WEATHER},
-            max_calls=1,
-            reasoning=None,
-            is_reasoning_open=False,
-            special_ids={},
-        ),
     ),
 }
 _HOSTILE: dict[str, tuple[str, str]] = {
@@ -118,20 +82,6 @@ class Streams(NamedTuple):
     ratio: float
 
 
-class Runs(NamedTuple):
-    """The share of tokens that are forced; tokens a second without and with runs, and the median of the ratios.
-
-    The time of the prompts, 64 tokens each, counts too.
-    """
-
-    kind: str
-    num_streams: int
-    share: float
-    one_by_one: float
-    runs: float
-    ratio: float
-
-
 class Attack(NamedTuple):
     """Seconds that a hostile grammar took."""
 
@@ -146,30 +96,25 @@ def main() -> int:
     parser.add_argument("--suite", type=Path, help="folder of JSON files of the JSON Schema Test Suite")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=96, help="of each stream (default: %(default)s)")
-    parser.add_argument("--schemas", type=int, default=1000, help="at most this many (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="of the model (default: %(default)s)")
     settings = parser.parse_args()
     if settings.quick:
-        settings.rounds, settings.tokens, settings.schemas = 1, 16, 10
-    torch.set_num_threads(settings.threads)
+        settings.rounds, settings.tokens = 1, 16
+    torch.set_num_threads(1)
     folder = resolve_model(settings.model, report=console.print)
-    engine = Engine(EngineConfig(model=str(folder), device="cpu", num_threads=settings.threads))
+    engine = Engine(EngineConfig(model=str(folder), device="cpu", num_threads=1))
     masks = {kind: measure_masks(engine, settings, kind) for kind in _KINDS}
     rows = [(kind, len(us), statistics.median(us), _p99(us), max(us)) for kind, us in masks.items()]
     print_table("A mask, after the token before it", ["", "masks", "median us", "p99 us", "most us"], rows)
     streams = [measure_streams(engine, settings, kind, num) for kind in list(_KINDS)[1:3] for num in (1, 8)]
     headings = ["", "streams", "plain tok/s", "structured tok/s", "ratio"]
     print_table("Steps with a grammar for every stream", headings, streams)
-    runs = [measure_runs(engine, settings, kind, num) for kind in _RUNS for num in (1, 8)]
-    headings = ["", "streams", "forced", "one by one tok/s", "runs tok/s", "ratio"]
-    print_table("Steps with and without runs of forced tokens", headings, runs)
     tokenizer = Tokenizer(folder)
     attacks = asyncio.run(measure_attacks(engine, tokenizer))
     print_table("Hostile grammars", ["", "check s", "verdict", "worst step s"], attacks)
     schemas = asyncio.run(run_suite(engine, tokenizer, settings)) if settings.suite else {}
     print_table("Schemas of the suite", ["outcome", "schemas"], list(schemas.items()))
     engine.close()
-    results = {"masks": masks, "streams": streams, "runs": runs, "attacks": attacks, "schemas": schemas}
+    results = {"masks": masks, "streams": streams, "attacks": attacks, "schemas": schemas}
     write_result("structured_output", settings, results)
     return 0
 
@@ -203,34 +148,6 @@ def measure_streams(engine: Engine, settings: argparse.Namespace, kind: str, num
     return Streams(kind, num_streams, *medians, statistics.median(ratios))
 
 
-def measure_runs(engine: Engine, settings: argparse.Namespace, kind: str, num_streams: int) -> Runs:
-    """Streams with and without runs of forced tokens in turn, each going first as often as last."""
-    grammar, max_run = make_grammar(*_RUNS[kind]), engine.max_run
-    speeds: dict[int, list[float]] = {1: [], max_run: []}
-    for number in range(settings.rounds + 1):  # the first one warms up
-        for engine.max_run in (1, max_run) if number % 2 else (max_run, 1):
-            asked = [_add(engine, f"{kind} {seed}", grammar, settings.tokens, seed) for seed in range(num_streams)]
-            begun = time.perf_counter()
-            _run(engine)
-            num_tokens = sum(sequence.num_output_tokens for sequence in asked)
-            speeds[engine.max_run].append(num_tokens / (time.perf_counter() - begun))
-    engine.max_run = max_run
-    one_by_one, runs = speeds[1][1:], speeds[max_run][1:]
-    ratios = [ratio(one, other) for one, other in zip(runs, one_by_one, strict=True)]
-    medians = statistics.median(one_by_one), statistics.median(runs)
-    return Runs(kind, num_streams, _share_forced(engine, grammar, asked), *medians, statistics.median(ratios))
-
-
-def _share_forced(engine: Engine, grammar: str, sequences: list[Sequence]) -> float:
-    num_forced = num_tokens = 0
-    for sequence in sequences:
-        matcher, new_ids = engine.structured_output.matcher(grammar), list[int]()
-        for token_id in sequence.token_ids[sequence.num_prompt_tokens :]:
-            num_forced += matcher.forced_token(new_ids) is not None
-            num_tokens, new_ids = num_tokens + 1, [token_id]
-    return num_forced / num_tokens
-
-
 async def measure_attacks(engine: Engine, tokenizer: Tokenizer) -> list[Attack]:
     """What each hostile grammar takes of the router's check, and of a worker's step if it passes."""
     checker, attacks = GrammarChecker(tokenizer.to_json), []
@@ -250,7 +167,7 @@ async def measure_attacks(engine: Engine, tokenizer: Tokenizer) -> list[Attack]:
 async def run_suite(engine: Engine, tokenizer: Tokenizer, settings: argparse.Namespace) -> dict[str, int]:
     """How many schemas of the suite have which outcome."""
     checker, outcomes = GrammarChecker(tokenizer.to_json), Counter[str]()
-    for schema in _schemas(settings.suite)[: settings.schemas]:
+    for schema in _schemas(settings.suite)[: 10 if settings.quick else None]:
         outcome = await _outcome(engine, tokenizer, checker, schema)
         outcomes[outcome] += 1
         if outcome.startswith("INVALID"):

@@ -4,6 +4,8 @@ Closed loop, prompts of 128 tokens that share nothing, 64 tokens out. Prefill sp
 with a single token out. All set-ups run in one go; with --vllm-python vLLM is among them, and the ratios that the
 project holds itself to are printed: 0.8 of vLLM colocated, 1.0 of vLLM 1P1D.
 
+Stands behind README's table of output tokens/s beside vLLM.
+
     python -m benchmarks.throughput --vllm-python PATH
 """
 
@@ -12,7 +14,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -31,10 +32,7 @@ from benchmarks.common import (
     write_result,
 )
 from tandem.loadtest.closed_loop import run_completions
-from tandem.loadtest.prompts import random_prompts
 from tandem.loadtest.stats import summarize
-
-__all__ = ["POOL", "load", "main", "measure", "prefill_speed"]
 
 _WARMUP_REQUESTS = 4
 POOL = "--pool-gb=1"  # taken at the start: the first use of memory would be measured as time of prefill
@@ -51,24 +49,16 @@ def main() -> int:
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--prefill-tokens", type=int, default=2048)
     parser.add_argument("--prefill-requests", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=1, help="go through all set-ups this often; the best counts")
     vllm.add_arguments(parser)
     settings = parser.parse_args()
     if settings.quick:
         settings.concurrency, settings.requests_per_client, settings.prefill_requests = [1, 8], 1, 2
-    results: Results = {}
-    for _ in range(settings.rounds):
-        servers = _servers(settings)
-        for name, result in measure_each(servers, partial(measure, settings=settings)).items():
-            _keep_better(results, name, result)
+    ours = [serving(setup, settings.model, POOL) for setup in (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS)]
+    servers = [*ours, *vllm.others(settings)]
+    results: Results = measure_each(servers, partial(measure, settings=settings))
     _show(results, settings)
     write_result("throughput", settings, results)
     return int(len(results) < len(servers))
-
-
-def _servers(settings: argparse.Namespace) -> list[AbstractContextManager[Server]]:
-    ours = [serving(setup, settings.model, POOL) for setup in (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS)]
-    return [*ours, *vllm.others(settings)]
 
 
 async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any]:
@@ -90,13 +80,7 @@ async def load(
     server: Server, settings: argparse.Namespace, concurrency: int, num_requests: int, *, seed: int
 ) -> dict[str, Any]:
     """The summary of a closed loop. Raises `RuntimeError` if any request failed."""
-    prompts = await random_prompts(
-        server.client,
-        model=server.model,
-        num_prompts=num_requests,
-        num_tokens=settings.input_tokens,
-        seed=1_000_003 * settings.seed + seed,
-    )
+    prompts = await server.prompts(num_requests, settings.input_tokens, 1_000_003 * settings.seed + seed)
     run = await run_completions(
         server.client,
         prompts,
@@ -112,28 +96,13 @@ async def load(
 
 async def prefill_speed(server: Server, settings: argparse.Namespace, *, seed: int) -> float:
     """Prompt tokens per second of TTFT, the median of several prompts after one that does not count."""
-    prompts = await random_prompts(
-        server.client,
-        model=server.model,
-        num_prompts=settings.prefill_requests + 1,
-        num_tokens=settings.prefill_tokens,
-        seed=1_000_003 * settings.seed + seed,
-    )
+    num_prompts = settings.prefill_requests + 1
+    prompts = await server.prompts(num_prompts, settings.prefill_tokens, 1_000_003 * settings.seed + seed)
     run = await run_completions(server.client, prompts, model=server.model, output_tokens=1, concurrency=1)
     errors = [timing.error for timing in run.timings if timing.error]
     if errors:
         raise RuntimeError(f"{server.name}: {errors[0]}")
     return statistics.median(timing.num_prompt_tokens / timing.ttft_s for timing in run.timings[1:])
-
-
-def _keep_better(results: Results, name: str, new: dict[str, Any]) -> None:
-    """The fastest of several rounds: on a shared machine it says most about the server."""
-    old = results.setdefault(name, new)
-    old["start_s"] = min(old["start_s"], new["start_s"])
-    old["prefill_tokens_per_s"] = max(old["prefill_tokens_per_s"], new["prefill_tokens_per_s"])
-    for concurrency, found in new["loads"].items():
-        if found["output_tokens_per_s"] > old["loads"][concurrency]["output_tokens_per_s"]:
-            old["loads"][concurrency] = found
 
 
 def _show(results: Results, settings: argparse.Namespace) -> None:

@@ -4,6 +4,8 @@ Both sides poll at an interval, as workers do between the layers of a model. Con
 sides; scattered ones are random on both. The memory copy is one thread's, from this process's pool into memory that
 both processes share, in turn with the transfers: what a transport reaches of it is the ratio.
 
+Stands behind docs/kv_transfer.md, "NIXL without a GPU".
+
     python -m benchmarks.transfer
 """
 

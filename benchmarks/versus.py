@@ -4,8 +4,10 @@ A shared machine's speed changes within seconds, so each burst is compared with 
 medians of these ratios. Without --base this checkout is compared with itself, which shows how far ratios are from 1 by
 chance.
 
-serve: prompts share nothing; both servers take their pool's memory at the start. route, native: the load of
-`benchmarks.edge`; for one process, requests per second of the router's CPU time.
+serve: prompts share nothing; both servers take their pool's memory at the start. route: the load of `benchmarks.edge`;
+for one process, requests per second of the router's CPU time.
+
+Stands behind every change that says that it costs nothing.
 
     python -m benchmarks.versus --base ../tandem-before
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,7 @@ from benchmarks.common import (
     Server,
     arguments,
     console,
+    mock_engines,
     print_table,
     ratio,
     serving,
@@ -46,8 +49,7 @@ Comparison = dict[str, dict[str, Any]]
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--base", type=Path, default=HERE.folder, help="folder of the other checkout (default: this)")
-    parser.add_argument("--base-module", default="tandem", help="module that is its command (default: %(default)s)")
-    parser.add_argument("--parts", default="serve,route,native", help="what to compare (default: %(default)s)")
+    parser.add_argument("--parts", default="serve,route", help="what to compare (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--input-tokens", type=int, default=128)
@@ -57,27 +59,19 @@ def main() -> None:
     settings = parser.parse_args()
     if settings.quick:
         settings.rounds, settings.concurrency = 2, [1, 8]
-    base = Checkout(settings.base.resolve(), settings.base_module)
+    base = Checkout(settings.base.resolve())
     results: dict[str, Comparison] = {}
     if "serve" in settings.parts:
         for setup in (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS):
             start = partial(serving, setup, settings.model, throughput.POOL)
             results[setup.name] = _compare(start, base, _serve_speeds(settings), settings.rounds)
         _show("tokens a second", results)
-    for name, comparison in _edges(settings, base):
-        results[name] = comparison
-        _show("requests a CPU second", {name: comparison})
-    write_result("versus", settings, results)
-
-
-def _edges(settings: argparse.Namespace, base: Checkout) -> Iterator[tuple[str, Comparison]]:
-    speeds = {shape.name: partial(_edge_speed, shape) for shape in edge.SHAPES}
     if "route" in settings.parts:
-        with edge.mock_engines() as engines:
-            yield "tandem route", _compare(partial(edge.route, engines, 1), base, speeds, settings.rounds)
-    if "native" in settings.parts:
-        start = partial(edge.native_edge, settings.model, 1)
-        yield "tandem serve's edge", _compare(start, base, speeds, settings.rounds)
+        speeds = {shape.name: partial(_edge_speed, shape) for shape in edge.SHAPES}
+        with mock_engines() as engines:
+            results["tandem route"] = _compare(partial(edge.route, engines, 1), base, speeds, settings.rounds)
+        _show("requests a CPU second", {"tandem route": results["tandem route"]})
+    write_result("versus", settings, results)
 
 
 def _compare(

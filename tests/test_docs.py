@@ -54,12 +54,6 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in _HEADING.findall(document.read_text())}
 
 
-def test_the_sections_of_the_benchmarks_are_numbered_one_after_the_other() -> None:
-    text = (REPOSITORY / "docs" / "benchmarks.md").read_text()
-    titles = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    assert [title.partition(".")[0] for title in titles] == [str(number) for number in range(1, len(titles) + 1)]
-
-
 def test_the_security_page_names_its_tests() -> None:
     security = (REPOSITORY / "docs" / "security.md").read_text()
     assert len(re.findall(r"`[\w/]*test_\w+\.py", security)) > 30

@@ -30,7 +30,7 @@ against a `tandem serve` with one prefill and one decode worker, an API key and 
 SmolLM2-135M-Instruct, in float32. The programs are in `tests/clients/programs`; each step fails the run if its
 assertions do. The answers are those of a very small model. The same target runs an lm-eval task through the server and
 through plain transformers, which must have the same score, and schemathesis on the OpenAPI documents of `tandem serve`
-and `tandem route` (section 44 of [benchmarks.md](benchmarks.md#44-clients-and-the-api)).
+and `tandem route` ([benchmarks.md](benchmarks.md#clients-and-the-api)).
 """
 
 TABLE_INTRODUCTION = """\

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scored_prompts import TASK, compare, evaluate, make_items
 from tandem.cluster.model_store import DEFAULT_MODEL, resolve_model, served_name
 from tests.clients.conftest import KEY, PYTHON
+from tests.clients.lm_eval_task import TASK, compare, evaluate, make_items
 from tests.support.server import Server
 
 pytestmark = [

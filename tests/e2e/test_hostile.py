@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hostile_inputs import hostile_inputs
 from tests.support.hostile_check import SEED, check_hostile_inputs
+from tests.support.hostile_inputs import hostile_inputs
 from tests.support.server import started
 
 

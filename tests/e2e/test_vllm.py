@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from benchmarks.engines import measure_answers, measure_turns, routed
 from tandem.cluster.model_store import DEFAULT_MODEL
+from tests.support.vllm_servers import measure_answers, measure_turns, routed
 
 VLLM_PYTHON = os.environ.get("TANDEM_VLLM_PYTHON", "")
 

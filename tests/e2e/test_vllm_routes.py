@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from benchmarks.engines import Fleet, routed
 from tandem.cluster.model_store import DEFAULT_MODEL, resolve_model
+from tests.support.vllm_servers import Fleet, routed
 
 VLLM_PYTHON = os.environ.get("TANDEM_VLLM_PYTHON", "")
 SETTINGS = argparse.Namespace(vllm_python=VLLM_PYTHON, vllm_eager=True, model=DEFAULT_MODEL)

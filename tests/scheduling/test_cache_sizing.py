@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from benchmarks.miss_ratio import draw_digests
 from tandem.protocol.messages import Role, TierLoad
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import add_ready, make_card
+from tests.support.exact_miss_ratio import draw_digests
 
 BLOCKS = draw_digests(1000, "blocks")
 

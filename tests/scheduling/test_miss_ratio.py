@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from benchmarks.miss_ratio import ExactCurve, draw_digests, measure
 from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
 from tandem.scheduling.miss_ratio import OTHER_TENANTS, MissRatioCurve
 from tests.kv_transfer.test_eviction import LRU_REFERENCE
+from tests.support.exact_miss_ratio import ExactCurve, draw_digests, measure
 from tests.support.trace_replay import CAPACITIES, TRACES, load
 
 SEED = int(os.environ.get("TEST_SEED", "0"))

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.virtual_cluster import Arrival, VirtualCluster, poisson
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import DeadlineUnmet, NoWorker, Overloaded
 from tandem.protocol.messages import Role, StepStats, WorkerPriority, WorkerState
@@ -32,6 +31,7 @@ from tandem.scheduling.workers.load import RequestLoad
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import queue_s, wait_s
 from tests.support.builders import add_ready, make_card
+from tests.support.virtual_cluster import Arrival, VirtualCluster, poisson
 from tests.support.work_count import num_lines_run
 
 

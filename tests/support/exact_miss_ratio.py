@@ -1,58 +1,27 @@
-"""The online miss-ratio curve against the exact one: token hit ratios of LRU caches on recorded traffic.
+"""The exact miss-ratio curve of LRU caches (Mattson with a Fenwick tree), and how far the online one is from it.
 
-The exact curve takes a table of every block's last use and a tree over all uses (Mattson with a Fenwick tree). The
-online one gets a hundredth of that memory. Which blocks it samples depends on their digests, so each trace is measured
-several times, each time with other digests.
-
-    python -m benchmarks.miss_ratio
+The online curve gets a hundredth of the exact one's memory. Which blocks it samples depends on their digests, so a
+trace is measured several times, each time with other digests.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.common import console, print_table, write_result
 from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
 from tandem.protocol.digest import DIGEST_BYTES
 from tandem.scheduling.miss_ratio import MissRatioCurve
-from tests.support.trace_replay import CAPACITIES, TRACES, load
+from tests.support.trace_replay import CAPACITIES
+
+__all__ = ["ExactCurve", "draw_digests", "measure"]
 
 _MEMORY_SHARE = 0.01
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the smallest trace, once")
-    parser.add_argument("--draws", type=int, default=5, help="sets of digests per trace (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="same seed, same digests")
-    settings = parser.parse_args()
-    if settings.quick:
-        settings.draws = 1
-    results = {}
-    for name in ["mooncake_synthetic_a"] if settings.quick else TRACES:
-        results[name] = measure(load(name), settings.draws, settings.seed)
-        console.print(f"[dim]measured {name}[/]")
-    print_table(
-        "Token hit ratio (%) of an LRU cache of C blocks: exact, estimated online, largest error in points",
-        ["trace", "curve", *(f"C={capacity}" for capacity in CAPACITIES)],
-        [row for name, result in results.items() for row in _rows(name, result)],
-        caption=f"first draw, and the largest of {settings.draws}; "
-        + "; ".join(
-            f"{name}: {result['online_bytes'] / 1e3:.0f} of {result['exact_bytes'] / 1e3:.0f} KB, "
-            f"{result['online_s_per_request'] * 1e6:.0f} us per request"
-            for name, result in results.items()
-        ),
-    )
-    write_result("miss_ratio", settings, results)
-    return 0
 
 
 def measure(requests: Sequence[TraceRequest], num_draws: int, seed: int) -> dict[str, Any]:
@@ -67,28 +36,15 @@ def measure(requests: Sequence[TraceRequest], num_draws: int, seed: int) -> dict
             for request, chain in zip(requests, chains, strict=True):
                 exact.observe(request, chain)
         online = MissRatioCurve(TRACE_BLOCK_SIZE, num_bytes=int(_MEMORY_SHARE * exact.num_bytes))
-        started = time.perf_counter()
         for request, chain in zip(requests, chains, strict=True):
             online.observe(chain, request.num_prompt_tokens)
-        elapsed_s = time.perf_counter() - started
         estimates.append(online.curve(CAPACITIES))
     return {
-        "capacities": CAPACITIES,
         "exact": exact.curve(CAPACITIES),
         "estimates": estimates,
         "exact_bytes": exact.num_bytes,
         "online_bytes": online.num_bytes,
-        "online_s_per_request": elapsed_s / len(requests),
     }
-
-
-def _rows(name: str, result: dict[str, Any]) -> list[list[str]]:
-    errors = 100 * (np.array(result["estimates"]) - np.array(result["exact"]))
-    return [
-        [name, "exact", *(f"{100 * ratio:.2f}" for ratio in result["exact"])],
-        [name, "online", *(f"{100 * ratio:.2f}" for ratio in result["estimates"][0])],
-        [name, "error", *(f"{error:.2f}" for error in np.abs(errors).max(axis=0))],
-    ]
 
 
 def draw_digests(num_blocks: int, seed: str) -> list[bytes]:
@@ -156,7 +112,3 @@ class ExactCurve:
             counts += self._tree[nodes]  # [0] is 0
             nodes = nodes & (nodes - 1)
         return counts
-
-
-if __name__ == "__main__":
-    sys.exit(main())

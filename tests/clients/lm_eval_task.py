@@ -1,9 +1,6 @@
-"""Scored prompts: an lm-eval task against servers and against plain transformers, item by item, in float32.
+"""A multiple-choice task for lm-eval, run with any of its models, and two results of it compared item by item.
 
-    python -m benchmarks.scored_prompts --lm-eval VENV/bin/lm_eval
-
-`lm_eval[api]`, torch and transformers are installed in an environment of their own. Items are sentences of the standard
-library's documentation: which of four comes next. Only lm-eval's own code asks and scores, on both sides.
+Items are sentences of the standard library's documentation: which of four comes next.
 """
 
 from __future__ import annotations
@@ -16,13 +13,9 @@ import os
 import random
 import re
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from benchmarks.common import COLOCATED, ONE_PAIR_ALWAYS, arguments, print_table, serving, write_result
-from tandem.cluster.model_store import resolve_model
 
 MODULES = (
     "argparse asyncio collections datetime decimal difflib email functools http inspect json logging pathlib random"
@@ -100,39 +93,3 @@ def compare(served: Answers, plain: Answers) -> dict[str, float]:
         "relative": max(one / abs(other) for one, (_, (other, _)) in zip(differences, pairs, strict=True)),
         "other greedy": sum(one[1] != other[1] for one, other in pairs),
     }
-
-
-def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--lm-eval", required=True, help="the command, in an environment of its own")
-    parser.add_argument("--items", type=int, default=200)
-    options = parser.parse_args()
-    model = str(resolve_model(options.model))
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        items = folder / "items.jsonl"
-        items.write_text(
-            "".join(json.dumps(item) + "\n" for item in make_items(20 if options.quick else options.items))
-        )
-        (folder / "standard_library.yaml").write_text(TASK.format(items=items))
-        write_result("scored_prompts", options, run(options.lm_eval, folder, model))
-
-
-def run(lm_eval: str, folder: Path, model: str) -> dict[str, Any]:
-    """Evaluate all sides and compare them."""
-    plain, expected = evaluate(lm_eval, folder, "plain", "hf", f"pretrained={model},dtype=float32")
-    result: dict[str, Any] = {"plain transformers": plain}
-    for setup in (ONE_PAIR_ALWAYS, COLOCATED):
-        with serving(setup, model, "--dtype=float32") as server:
-            model_args = f"base_url={server.url}/v1/completions,tokenizer={model},tokenizer_backend=huggingface"
-            model_args += f",model={server.model},num_concurrent=4"
-            metrics, answers = evaluate(lm_eval, folder, setup.name.split(",")[0], "local-completions", model_args)
-        result[setup.name] = metrics | compare(answers, expected)
-    names = list(result[COLOCATED.name])
-    rows = [[side, *(values.get(name, "") for name in names)] for side, values in result.items()]
-    print_table("lm-eval", ["", *names], rows)
-    return result
-
-
-if __name__ == "__main__":
-    main()

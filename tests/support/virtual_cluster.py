@@ -1,7 +1,7 @@
 """Workers in virtual time behind the real placement, cost model and admission: a small discrete-event model.
 
 A worker runs steps as the engine does (a chunk of prompts, in order of priority, and a token of every sequence)
-whose duration is that of a `StepCosts` times noise. KV moves instantly, nothing is cached, and memory is unlimited.
+whose duration is that of the CPU's prior times noise. KV moves instantly, nothing is cached, and memory is unlimited.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import math
 import random
-import time
 from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from tandem.protocol.errors import Overloaded, ServingError
 from tandem.protocol.messages import PeerAddress, Role, StepStats, WorkerCard, WorkerState
 from tandem.scheduling.admission.admission import Admission, Dispatch, Drop
 from tandem.scheduling.admission.tenants import Tenants
-from tandem.scheduling.cost_model import CPU_PRIOR, CostModel, StepCosts, prefill_attention
+from tandem.scheduling.cost_model import CPU_PRIOR, CostModel, prefill_attention
 from tandem.scheduling.placement.placer import Placer
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.request import NO_DIGESTS, ServiceClass
@@ -29,6 +28,7 @@ from tandem.scheduling.workers.registry import Registry
 __all__ = ["Arrival", "Job", "VirtualCluster", "poisson"]
 
 CHUNK_TOKENS = 512
+NOISE = 0.1  # standard deviation of the logarithm of a step's duration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,6 @@ class Job:
     ended_s: float = math.nan
     error: ServingError | None = None
     is_refused: bool = False  # immediately, not after waiting
-    decision_s: float = 0.0  # real time of placement and admission
     retry: Job | None = None
     num_left: int = 0  # prompt tokens to compute
     num_outputs: int = 0
@@ -83,20 +82,15 @@ class VirtualCluster:
         *,
         num_prefill: int = 2,
         num_decode: int = 2,
-        tenants: Tenants | None = None,
-        config: RouterConfig | None = None,
-        costs: StepCosts = CPU_PRIOR,
-        noise: float = 0.1,  # standard deviation of the logarithm of a step's duration
         seed: int = 0,
     ) -> None:
         self.now = 0.0
         self.registry, self.costs = Registry(), CostModel()
-        index, config = PrefixIndex(), config or RouterConfig(local_prefill=False)
+        index, config = PrefixIndex(), RouterConfig(local_prefill=False)
         placer = Placer(self.registry, index, self.costs, config)
-        self.admission = Admission(self.registry, self.costs, placer, tenants or Tenants(), config)
-        self.busy_s = 0.0
+        self.admission = Admission(self.registry, self.costs, placer, Tenants(), config)
         self.jobs: list[Job] = []
-        self._step_costs, self._noise, self._rng = costs, noise, random.Random(seed)
+        self._rng = random.Random(seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
         self._machines: dict[str, _Machine] = {}
@@ -148,24 +142,17 @@ class VirtualCluster:
         request = self.admission.placement_request(
             service_class, num_prompt_tokens=arrival.num_prompt_tokens, digests=NO_DIGESTS, max_tokens=1 << 16
         )
-        started_s = time.perf_counter()
         try:
             waiting = self.admission.enter(request, self.admission.forecast(request, self.now), self.now, job)
         except ServingError as exc:
-            job.decision_s = time.perf_counter() - started_s
             self._refuse(job, exc)
             job.is_refused = True
             return
         self._decide()
-        job.decision_s = time.perf_counter() - started_s
         if arrival.leaves_s < math.inf:
             self.at(arrival.leaves_s, lambda: self._leave(job))
         if waiting.deadline_s < math.inf and job.dispatch is None:
             self.at(waiting.latest_start_s + 1e-3, self._decide)
-
-    def book(self, decided: Dispatch) -> Booking:
-        """Book this decision, so that the next one sees it."""
-        return self.registry.reserve(decided.placement.load, decided.worker_priority)
 
     def _decide(self) -> None:
         while (decided := self.admission.next(self.now)) is not None:
@@ -174,7 +161,7 @@ class VirtualCluster:
                 self._refuse(job, decided.error)
                 continue
             job.dispatch, job.num_left = decided, decided.placement.num_new_tokens
-            job.booking = self.book(decided)
+            job.booking = self.registry.reserve(decided.placement.load, decided.worker_priority)
             machine = self._machines[decided.placement.best.prefill.worker_id]
             insort(machine.prompts, job, key=_order)
             self._start_step(machine)
@@ -210,10 +197,10 @@ class VirtualCluster:
             room -= num
         batch = list(machine.batch)
         num_kv = sum(job.arrival.num_prompt_tokens + job.num_outputs for job in batch)
-        costs, num_tokens = self._step_costs, CHUNK_TOKENS - room
-        duration_s = costs.base_s + costs.prefill_token_s * num_tokens + costs.attention_s * attention
-        duration_s += costs.decode_seq_s * len(batch) + costs.kv_token_s * num_kv
-        duration_s *= math.exp(self._rng.gauss(0, self._noise))
+        num_tokens = CHUNK_TOKENS - room
+        duration_s = CPU_PRIOR.base_s + CPU_PRIOR.prefill_token_s * num_tokens + CPU_PRIOR.attention_s * attention
+        duration_s += CPU_PRIOR.decode_seq_s * len(batch) + CPU_PRIOR.kv_token_s * num_kv
+        duration_s *= math.exp(self._rng.gauss(0, NOISE))
         stats = StepStats(
             duration_s=duration_s,
             num_prefill_tokens=num_tokens,
@@ -222,7 +209,6 @@ class VirtualCluster:
             num_decode_kv_tokens=num_kv,
         )
         machine.is_running = True
-        self.busy_s += duration_s
         self.at(self.now + duration_s, lambda: self._end_step(machine, stats, chunks, batch))
 
     def _end_step(self, machine: _Machine, stats: StepStats, chunks: list[tuple[Job, int]], batch: list[Job]) -> None:
@@ -274,20 +260,18 @@ def poisson(
     rate: float,
     duration_s: float,
     *,
-    prompt_tokens: tuple[int, int] = (64, 1024),
-    mean_outputs: float = 32.0,
     slo_s: float = math.inf,
     num_retries: int = 0,
 ) -> list[Arrival]:
-    """Independent arrivals, `rate` a second: prompts of even spread, answers of exponentially spread length."""
+    """Independent arrivals, `rate` a second: prompts of even spread, answers of 32 tokens on average."""
     arrivals, now = [], rng.expovariate(rate)
     while now < duration_s:
         arrivals.append(
             Arrival(
                 time_s=now,
                 tenant=tenant,
-                num_prompt_tokens=rng.randint(*prompt_tokens),
-                num_output_tokens=1 + int(rng.expovariate(1 / mean_outputs)),
+                num_prompt_tokens=rng.randint(64, 1024),
+                num_output_tokens=1 + int(rng.expovariate(1 / 32)),
                 slo_s=slo_s,
                 num_retries=num_retries,
             )
