@@ -34,7 +34,7 @@ test-browser: $(STAMP) ## run the tests of the dashboard in headless Chromium (a
 	$(BIN)/pytest -m browser tests/browser
 
 test-clients: $(STAMP) .venv-clients/packages.txt .venv-agents/packages.txt ## run client libraries, agents, lm-eval and schemathesis against servers
-	TANDEM_TRANSCRIPTS=$(TANDEM_TRANSCRIPTS) $(BIN)/pytest -m clients
+	TANDEM_CLIENTS=$(TANDEM_CLIENTS) $(BIN)/pytest -m clients
 
 .venv-clients/packages.txt: scripts/clients.sh scripts/environment.sh
 	@bash scripts/clients.sh

@@ -52,7 +52,7 @@ class _DecodeSides(NamedTuple):
 class CandidateCosts:
     """The cost of one request on every worker, in seconds, and the cheapest candidates.
 
-    A worker is a row of the registry's table here. The formulas are those of docs/architecture.md.
+    A worker is a row of the registry's table here. The formulas are those of docs/cost.md.
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,27 +24,30 @@ PROGRAM_S = 300.0
 INTRODUCTION = """\
 # Clients
 
-<!-- Written by `make test-clients TANDEM_TRANSCRIPTS=docs/clients.md`. -->
+<!-- Written by `make test-clients TANDEM_CLIENTS=docs/clients.md`. -->
 
-These are programs as users of client libraries write them, each step with what it printed, run by `make test-clients`
-against a `tandem serve` with one prefill and one decode worker, an API key and the default model,
-SmolLM2-135M-Instruct, in float32. The programs are in `tests/clients/programs`; each step fails the run if its
-assertions do. The answers are those of a very small model. The same target runs an lm-eval task through the server and
-through plain transformers, which must have the same score, and schemathesis on the OpenAPI documents of `tandem serve`
-and `tandem route` ([benchmarks.md](benchmarks.md#clients-and-the-api)).
+What was run against a `tandem serve` with one prefill and one decode worker and an API key. The same target runs an
+lm-eval task through the server and through plain transformers, which must have the same score, and schemathesis on
+the OpenAPI documents of `tandem serve` and `tandem route`. [use_it_with.md](use_it_with.md) has the settings of each
+program.
+
+## Libraries
+
+Programs as users of client libraries write them, with the default model in float32. Each step fails the run if its
+assertions do. The programs are in `tests/clients/programs`: copy from them.
+
+| Library | Version | Program | Steps |
+|---|---|---|---|
 """
 
-TABLE_INTRODUCTION = """\
-# Programs that were run against Tandem
+AGENTS_INTRODUCTION = """
+## Agents
 
-<!-- Written by `make test-clients TANDEM_TRANSCRIPTS=docs/clients.md`. -->
-
-Each program ran as its users start it, from its package, against a `tandem serve` with one prefill and one decode
-worker and an API key; [use_it_with.md](use_it_with.md) has the settings. A proxy between them sets `tool_choice` in the
-first request that offers the tool named here, to a call that reads a file, because a model small enough for tests calls
-no tools by itself. A program passes if it ran the tool and sent the result, each of its requests was answered with 2xx,
-it showed the answer and ended with exit code 0, and it asked other hosts for nothing but what is named. "Tokens" are
-those of its longest prompt, by SmolLM2's tokenizer; "session" is what names its conversation
+Each program ran as its users start it, from its package. A proxy between it and the server sets `tool_choice` in the
+first request that offers the tool named here, to a call that reads a file, because a model small enough for tests
+calls no tools by itself. A program passes if it ran the tool and sent the result, each of its requests was answered
+with 2xx, it showed the answer and ended with exit code 0, and it asked other hosts for nothing but what is named.
+"Tokens" are those of its longest prompt, by SmolLM2's tokenizer; "session" is what names its conversation
 ([tiers.md](tiers.md#pinning-and-sessions)); "ignored" are the fields that `x-tandem-ignored` named.
 
 | Program | Version | API | What was tried | Requests | Tokens | Session | Result | Ignored | Asks other hosts for |
@@ -53,41 +57,51 @@ those of its longest prompt, by SmolLM2's tokenizer; "session" is what names its
 RunProgram = Callable[[str], str]
 
 
-class ClientTable:
-    """The agents that passed in this run, each a row of a table."""
+class ClientPage:
+    """The libraries and agents that passed in this run, each a row of a table of docs/clients.md."""
 
     def __init__(self) -> None:
-        self._rows: dict[Agent, str] = {}
+        self._libraries: dict[str, str] = {}
+        self._agents: dict[Agent, str] = {}
 
-    def add(self, agent: Agent, proxy: ForcingProxy) -> None:
-        """Enter one that passed."""
+    def add_library(self, client: str, output: str) -> None:
+        """Enter a library, from what its program printed: its name and version, and the title of each step."""
+        (heading,) = re.findall(r"^## (.+)$", output, flags=re.MULTILINE)
+        name, _, version = heading.rpartition(" ")
+        steps = "; ".join(re.findall(r"^### (.+)$", output, flags=re.MULTILINE))
+        self._libraries[client] = f"| {name} | {version} | `tests/clients/programs/{client}_client.py` | {steps} |"
+
+    def add_agent(self, agent: Agent, proxy: ForcingProxy) -> None:
+        """Enter an agent."""
         ignored = ", ".join(f"`{name}`" for name in proxy.ignored)
         sessions = ", ".join(f"`{name}`" for name in {one.session: None for one in proxy.exchanges} if name)
         tokens = max(exchange.num_prompt_tokens for exchange in proxy.exchanges)
         numbers = [f"{len(proxy.exchanges)}", f"{tokens:,}" if tokens else ""]
         tried = [agent.name, installed_version(agent), agent.api, agent.tried]
-        self._rows[agent] = f"| {' | '.join([*tried, *numbers, sessions, 'passed', ignored, agent.asks_elsewhere])} |"
+        self._agents[agent] = f"| {' | '.join([*tried, *numbers, sessions, 'passed', ignored, agent.asks_elsewhere])} |"
 
     def text(self) -> str:
-        """The table, if all agents are in it; otherwise empty."""
-        missing = set(AGENTS) - self._rows.keys()
-        return "" if missing else TABLE_INTRODUCTION + "".join(f"{self._rows[agent]}\n" for agent in AGENTS)
+        """The page, if all libraries and agents are in it; otherwise empty."""
+        if set(CLIENTS) - self._libraries.keys() or set(AGENTS) - self._agents.keys():
+            return ""
+        libraries = "".join(f"{self._libraries[client]}\n" for client in CLIENTS)
+        return INTRODUCTION + libraries + AGENTS_INTRODUCTION + "".join(f"{self._agents[agent]}\n" for agent in AGENTS)
 
 
 @pytest.fixture(scope="session")
-def client_table() -> Iterator[ClientTable]:
-    """The table of this run. It becomes client_table.md beside the file that TANDEM_TRANSCRIPTS names."""
-    table = ClientTable()
-    yield table
-    path = os.environ.get("TANDEM_TRANSCRIPTS")
-    if path and (text := table.text()):
-        Path(path).with_name("client_table.md").write_text(text)
+def client_page() -> Iterator[ClientPage]:
+    """The page of this run. It becomes the file that TANDEM_CLIENTS names."""
+    page = ClientPage()
+    yield page
+    path = os.environ.get("TANDEM_CLIENTS")
+    if path and (text := page.text()):
+        Path(path).write_text(text)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     skip = pytest.mark.skip(reason=f"{PYTHON} is missing: run scripts/clients.sh, as `make test-clients` does")
     for item in items:
-        is_library = item.get_closest_marker("clients") is not None and "client_table" not in item.fixturenames
+        is_library = item.get_closest_marker("clients") is not None and "agent_server" not in item.fixturenames
         if is_library and not PYTHON.exists():
             item.add_marker(skip)
 
@@ -109,19 +123,9 @@ def client_environment(server: Server) -> Mapping[str, str]:
     return others | told | {"NO_PROXY": "*", "HF_HUB_OFFLINE": "1"}
 
 
-@pytest.fixture(scope="session")
-def transcripts() -> Iterator[dict[str, str]]:
-    """The transcripts of this run, by client. Those of all clients become the file that TANDEM_TRANSCRIPTS names."""
-    found: dict[str, str] = {}
-    yield found
-    path = os.environ.get("TANDEM_TRANSCRIPTS")
-    if path and len(found) == len(CLIENTS):
-        Path(path).write_text("\n".join([INTRODUCTION, *found.values()]))
-
-
 @pytest.fixture
-def run_program(server: Server, transcripts: dict[str, str]) -> RunProgram:
-    """Runs a client's program against the server; returns its transcript, which it checks has no path."""
+def run_program(server: Server, client_page: ClientPage) -> RunProgram:
+    """Runs a client's program against the server, enters it in the page, and returns what it printed."""
 
     def run(client: str) -> str:
         command = [str(PYTHON), "-m", f"tests.clients.programs.{client}_client"]
@@ -135,8 +139,7 @@ def run_program(server: Server, transcripts: dict[str, str]) -> RunProgram:
             check=False,
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        transcripts[client] = done.stdout.strip() + "\n"
-        assert str(REPOSITORY) not in done.stdout
+        client_page.add_library(client, done.stdout)
         return done.stdout
 
     return run

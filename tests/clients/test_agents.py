@@ -12,7 +12,7 @@ import pytest
 
 from tandem.cluster.model_store import DEFAULT_MODEL, resolve_model
 from tests.clients.agents import AGENTS, FOLDER, SECRET, Agent, Place, run_agent
-from tests.clients.conftest import KEY, ClientTable
+from tests.clients.conftest import KEY, ClientPage
 from tests.clients.forcing_proxy import ForcingProxy, forcing_proxy
 from tests.support.keys import make_key_file
 from tests.support.server import Server, started
@@ -37,7 +37,7 @@ def agent_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: f"{agent.name}, {agent.api}")
 def test_an_agent_calls_a_tool_and_ends_with_a_text(
-    agent: Agent, agent_server: Server, tmp_path: Path, client_table: ClientTable
+    agent: Agent, agent_server: Server, tmp_path: Path, client_page: ClientPage
 ) -> None:
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
@@ -55,7 +55,7 @@ def test_an_agent_calls_a_tool_and_ends_with_a_text(
     if proxy.call is not None:
         check_loop(proxy, told)
     assert agent.asks_elsewhere or not proxy.elsewhere, proxy.elsewhere
-    client_table.add(agent, proxy)
+    client_page.add_agent(agent, proxy)
 
 
 def check_loop(proxy: ForcingProxy, told: str) -> None:

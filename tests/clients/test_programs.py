@@ -1,4 +1,4 @@
-"""Programs as users of client libraries write them, against a running server. Their output is docs/clients.md."""
+"""Programs as users of client libraries write them, against a running server. docs/clients.md lists their steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,4 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_clients_program_works(client: str, run_program: RunProgram) -> None:
     """Each step of the program asserts what it got."""
-    transcript = run_program(client)
-    num_steps = transcript.count("### ")
-    assert num_steps >= 5
-    assert transcript.count("```") == 4 * num_steps + 2
+    assert run_program(client).count("### ") >= 5

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -436,14 +437,18 @@ def families_tables() -> str:
     refused = {name: refusal.family for name, refusal in REFUSED.items()}
     sections = (("Served", "notes", SERVED), ("Text part served", "notes", WRAPPERS), ("Refused", "because", refused))
     return "\n\n".join(
-        "\n".join(
-            [f"## {title}\n", f"| `model_type` | variant | {about} |", "|---|---|---|", *map(_row, table.items())]
-        )
+        "\n".join([f"## {title}\n", f"| `model_type` | {about} |", "|---|---|", *_rows(table)])
         for title, about, table in sections
     )
 
 
-def _row(item: tuple[str, Family]) -> str:
-    name, family = item
-    variant = name.partition(", ")[2]
-    return f"| `{family.model_type}` | {variant} | {family.note} |"
+def _rows(table: dict[str, Family]) -> Iterator[str]:
+    """A row for each note, with all model types that it is for; a note names the variants of a type."""
+    notes: dict[str, list[str]] = {}
+    for name, family in table.items():
+        variant = name.partition(", ")[2]
+        notes.setdefault(family.model_type, []).append(": ".join(dict.fromkeys(filter(None, (variant, family.note)))))
+    model_types: dict[str, list[str]] = {}
+    for model_type, variants in notes.items():
+        model_types.setdefault("; ".join(filter(None, variants)), []).append(f"`{model_type}`")
+    yield from (f"| {', '.join(names)} | {note} |" for note, names in model_types.items())
