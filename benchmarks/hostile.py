@@ -82,7 +82,7 @@ def main() -> int:
     parser = arguments(__doc__)
     settings = parser.parse_args()
     step = 20 if settings.quick else 1
-    with serving(ONE_PAIR, settings.model, "--max-model-len=2048") as server:
+    with serving(ONE_PAIR, settings.model, "--max-model-len=1024") as server:
         report = run_measured(attack(server, settings.seed, step=step))
     _print(report)
     write_result("hostile", settings, asdict(report))
