@@ -1,11 +1,12 @@
-"""CPU time of a request in the deciding process, from an edge process's request to the last token.
+"""CPU time of a request in the deciding process, from a frontend process's request to the last token.
 
     python -m benchmarks.deciding
 
 Three parts, each one inside the next. `admission`: forecast, queue, decision, booking and release, with nothing else.
 `flow`: all of `RequestFlow` in front of workers that compute nothing and speak the real protocol, in a process of their
-own. `hub`: that behind `EdgeHub`, asked by an edge process without HTTP. The last two run closed loops of 64 requests,
-each prompt longer than a block and seen before, and count the CPU seconds of this process, all its threads included.
+own. `hub`: that in a `DecidingProcess`, asked by a frontend process without HTTP. The last two run closed loops of 64
+requests, each prompt longer than a block and seen before, and count the CPU seconds of this process, all its threads
+included.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from benchmarks.native_edge import address_of, make_flow
 from benchmarks.virtual_cluster import VirtualCluster
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.frontend.processes.backend_service import BackendService
-from tandem.frontend.processes.hub import EdgeHub
+from tandem.frontend.processes.deciding_client import JoinSettings
+from tandem.frontend.processes.deciding_process import DecidingProcess
 from tandem.frontend.processes.remote_backend import RemoteBackend
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import EVERYONE
@@ -119,11 +121,11 @@ async def _flow(num_tokens: int, step_ms: int, seconds: float, seed: int) -> tup
 
 
 async def _hub(num_tokens: int, step_ms: int, seconds: float, seed: int) -> tuple[float, float]:
-    """As `_flow`, with an edge process as the client."""
+    """As `_flow`, with a frontend process as the client."""
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
         endpoint = f"{folder}/hub"
         async with _served() as flow:
-            hub = EdgeHub(BackendService(flow, _Ready(), _no_metrics), endpoint, ApiKeys())
+            hub = DecidingProcess(BackendService(flow, _Ready(), _no_metrics), endpoint, ApiKeys())
             hub.expect(_EDGE_ID)
             await hub.start()
             try:
@@ -146,7 +148,7 @@ async def _hub(num_tokens: int, step_ms: int, seconds: float, seed: int) -> tupl
 
 async def _edge(endpoint: str, num_tokens: int, step_ms: int, seed: int) -> None:
     """Send requests until the process is ended."""
-    edge = RemoteBackend(endpoint, _EDGE_ID, on_lost=lambda: None, timeout_s=20.0)
+    edge = RemoteBackend(JoinSettings(endpoint, _EDGE_ID, lambda: None, timeout_s=20.0))
     await edge.start()
     async with _asked(edge, num_tokens, step_ms, seed):
         await asyncio.Event().wait()
