@@ -195,9 +195,9 @@ class DecidingProcess:
     def _join(self, frontend_id: str, link: MessageLink) -> _Frontend:
         uses = LocalUses(self._api_keys, self.limiter)
         methods = self._service.methods_for(frontend_id)
-        methods.add_immediate(KeyUses.begin, uses.begin)
-        methods.add_immediate(KeyUses.charge, uses.charge)
-        methods.add(KeyUses.end, uses.end)
+        methods.add_immediate(KeyUses.begin)(uses.begin)
+        methods.add_immediate(KeyUses.charge)(uses.charge)
+        methods.add(KeyUses.end)(uses.end)
         frontend = self._frontends[frontend_id] = _Frontend(frontend_id, link, methods, uses, self._tasks)
         frontend.out.send(wire.Keys(self._api_keys.all))
         for state in self._service.joined(frontend_id):

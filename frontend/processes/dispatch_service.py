@@ -67,21 +67,21 @@ class DispatchService:
     def methods_for(self, frontend_id: str) -> MethodTable:
         """The same for each of them; its reservations are counted as its own."""
         dispatcher, table = self._dispatcher, MethodTable()
-        table.add(
-            Reservations.hold, lambda request: _HeldReservation(dispatcher, request, self._num_calls, frontend_id)
+        table.add(Reservations.hold)(
+            lambda request: _HeldReservation(dispatcher, request, self._num_calls, frontend_id)
         )
-        table.add(Dispatcher.explain, dispatcher.explain)
-        table.add(Dispatcher.decisions, dispatcher.decisions)
-        table.add(Dispatcher.answer_owner, dispatcher.answer_owner)
-        table.add(Dispatcher.pools, self._pools)
-        table.add(Dispatcher.overview, self._overview)
-        table.add(Dispatcher.set_role, dispatcher.set_role)
-        table.add(Dispatcher.drain, dispatcher.drain)
-        table.add(Dispatcher.add_worker, dispatcher.add_worker)
-        table.add(Dispatcher.migrate, dispatcher.migrate)
-        table.add(Dispatcher.add_engine, dispatcher.add_engine)
-        table.add(Dispatcher.remove_engine, dispatcher.remove_engine)
-        table.add(DecidingMetrics.scrape, self._scrape)
+        table.add(Dispatcher.explain)(dispatcher.explain)
+        table.add(Dispatcher.decisions)(dispatcher.decisions)
+        table.add(Dispatcher.answer_owner)(dispatcher.answer_owner)
+        table.add(Dispatcher.pools)(self._pools)
+        table.add(Dispatcher.overview)(self._overview)
+        table.add(Dispatcher.set_role)(dispatcher.set_role)
+        table.add(Dispatcher.drain)(dispatcher.drain)
+        table.add(Dispatcher.add_worker)(dispatcher.add_worker)
+        table.add(Dispatcher.migrate)(dispatcher.migrate)
+        table.add(Dispatcher.add_engine)(dispatcher.add_engine)
+        table.add(Dispatcher.remove_engine)(dispatcher.remove_engine)
+        table.add(DecidingMetrics.scrape)(self._scrape)
         return table
 
     def joined(self, frontend_id: str) -> Sequence[FleetUpdate]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, get_type_hints
 
@@ -35,7 +35,7 @@ class Method:
         self.short_name = function.__name__
         self.is_coroutine = inspect.iscoroutinefunction(function)
         fields = [_field(one, self._hints[one.name]) for one in parameters]
-        self.arguments = msgspec.defstruct(self.name, fields, array_like=True, frozen=True)
+        self.arguments = msgspec.defstruct(self.name, fields, array_like=True, frozen=True, forbid_unknown_fields=True)
         self._decode_arguments = safe_decoder(self.arguments)
 
     @functools.cached_property
@@ -91,14 +91,19 @@ class MethodTable(dict[str, Binding]):
     def __missing__(self, name: str) -> Binding:
         raise NotCallable(name)
 
-    def add(self, function: Callable[Concatenate[Any, P], T], implementation: Callable[P, T]) -> None:
-        """Let a method be called. A coroutine gets a task of its own."""
+    def add(self, function: Callable[Concatenate[Any, P], T]) -> Callable[[Callable[P, T]], None]:
+        """Let a method be called: `add(Backend.explain)(backend.explain)`. A coroutine gets a task of its own.
+
+        In two steps, because mypy then demands that both have the same arguments and results.
+        """
         method = method_of(function)
-        self[method.name] = Binding(method, implementation, not method.is_coroutine)
+        return partial(self._add, method, not method.is_coroutine)
 
     def add_immediate(
-        self, function: Callable[Concatenate[Any, P], Awaitable[T]], implementation: Callable[P, T]
-    ) -> None:
+        self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
+    ) -> Callable[[Callable[P, T]], None]:
         """Let a coroutine method be called whose implementation never waits: calls keep the order of the messages."""
-        method = method_of(function)
-        self[method.name] = Binding(method, implementation, True)
+        return partial(self._add, method_of(function), True)
+
+    def _add(self, method: Method, is_immediate: bool, implementation: Callable[..., Any]) -> None:
+        self[method.name] = Binding(method, implementation, is_immediate)

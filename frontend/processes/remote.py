@@ -28,7 +28,7 @@ def asked(
     It raises `NoWorker` or `WorkerError` too, if the deciding process does not answer.
     """
 
-    async def ask(self: _HasClient, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def ask(self: _HasClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._client.ask(method, *args, **kwargs)
 
     return ask

@@ -179,7 +179,7 @@ def _told(
 ) -> Callable[Concatenate[RemoteReservation, P], None]:
     """A method that tells the deciding process to call this method of the reservation, without an answer."""
 
-    def tell(self: RemoteReservation, *args: P.args, **kwargs: P.kwargs) -> None:
+    def tell(self: RemoteReservation, /, *args: P.args, **kwargs: P.kwargs) -> None:
         if self.call is not None:
             self.client.event(self.call, method, *args, **kwargs)
 

@@ -43,8 +43,8 @@ def call(table: MethodTable, called: wire.Invocation[msgspec.Raw]) -> Any:
 
 def shelf(seen: list[object]) -> MethodTable:
     table = MethodTable()
-    table.add_immediate(Shelf.put, lambda *args, **kwargs: seen.append((args, kwargs)))
-    table.add(Shelf.forget, seen.append)
+    table.add_immediate(Shelf.put)(lambda *args, **kwargs: seen.append((args, kwargs)))
+    table.add(Shelf.forget)(seen.append)
     return table
 
 
@@ -61,7 +61,10 @@ def test_arguments_arrive_as_they_were_given_with_the_types_of_the_hints() -> No
     ]
 
 
-@pytest.mark.parametrize("arguments", [["a", "s", 0], ["a", "s", "3"], ["a", 1], ["a"], [], {"name": "a"}, None, 5])
+@pytest.mark.parametrize(
+    "arguments",
+    [["a", "s", 0], ["a", "s", 1, False, "more"], ["a", "s", "3"], ["a", 1], ["a"], [], {"name": "a"}, None, 5],
+)
 def test_arguments_that_break_the_hints_or_their_bounds_are_refused(arguments: object) -> None:
     raw = wire.decode_call(wire.encode(["Call", 0, ["Shelf.put", arguments]])).invocation
     with pytest.raises(msgspec.DecodeError):
