@@ -327,7 +327,7 @@ def _run(process: psutil.Process, target: _Target, attack: _Attack, seconds: flo
 @contextlib.contextmanager
 def _memory_of(process: psutil.Process) -> Iterator[list[float]]:
     """Resident memory of the processes that serve HTTP, in MB, taken again and again while the block runs."""
-    edges = [child for child in process.children() if any("edge_process" in part for part in child.cmdline())]
+    edges = [child for child in process.children() if "tandem.frontend.processes.child" in child.cmdline()]
     sizes_mb, done = list[float](), threading.Event()
 
     def measure() -> None:

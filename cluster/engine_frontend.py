@@ -1,4 +1,4 @@
-"""The HTTP side of a router in front of engines: one server in this process, or several edge processes."""
+"""The HTTP side of a router in front of engines: one server in this process, or several frontend processes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from tandem.cluster.edge_process import EngineEdge
-from tandem.cluster.edge_processes import edge_processes
 from tandem.cluster.frontend import HttpFrontend
 from tandem.frontend.http.exposition import registry_text
 from tandem.frontend.http.server import http_server
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.frontend.keys.metrics import KeyCollector
-from tandem.frontend.processes.dispatch_service import DispatchService, EngineNews
+from tandem.frontend.processes.child import RouteFrontend
+from tandem.frontend.processes.dispatch_service import DispatchService, FleetUpdates
+from tandem.frontend.processes.parent import frontend_processes
 from tandem.frontend.relay.connections import EngineConnections
 from tandem.frontend.relay.prompts import load_readers
 from tandem.frontend.route_app import create_engines_app
@@ -66,11 +66,11 @@ def make_fleet(setup: RouterSetup) -> EngineFleet:
 def serve_engines_http(
     dispatcher: LocalDispatcher, setup: RouterSetup, listener: socket.socket
 ) -> contextlib.AbstractAsyncContextManager[HttpFrontend]:
-    """Serve HTTP while the block runs: here, or in edge processes if `router_processes` is more than 1.
+    """Serve HTTP while the block runs: here, or in frontend processes if `router_processes` is more than 1.
 
     The dispatcher decides while the block runs. Raises `ConfigError` for what the user can correct.
     """
-    serve = _one_process if setup.router.router_processes == 1 else _edge_processes
+    serve = _one_process if setup.router.router_processes == 1 else _several_processes
     return serve(dispatcher, setup, listener)
 
 
@@ -109,22 +109,22 @@ async def _one_process(
 
 
 @contextlib.asynccontextmanager
-async def _edge_processes(
+async def _several_processes(
     dispatcher: LocalDispatcher, setup: RouterSetup, listener: socket.socket
 ) -> AsyncIterator[HttpFrontend]:
-    """Decide in this process, for edge processes that relay. Listens to nothing itself, but keeps the port."""
+    """Decide in this process, for frontend processes that relay. Listens to nothing itself, but keeps the port."""
     metrics = CollectorRegistry()
     dispatcher.register_metrics(metrics)
     metrics.register(KeyCollector(setup.api_keys))
     if setup.export is not None:
         setup.export.register(metrics)
     service = DispatchService(dispatcher, lambda: registry_text(metrics, setup.router, dispatcher.models))
-    show_num_processes(metrics, lambda: service.num_edges)
+    show_num_processes(metrics, lambda: service.num_frontends)
     async with (
         dispatcher.running(),
-        edge_processes(
+        frontend_processes(
             service,
-            EngineEdge(setup.fleet_file.tokenizers, setup.engines),
+            RouteFrontend(setup.fleet_file.tokenizers, setup.engines),
             config=setup.router,
             listener=listener,
             api_keys=setup.api_keys,
@@ -132,9 +132,9 @@ async def _edge_processes(
             admin_token=setup.admin_token,
         ) as processes,
     ):
-        news = EngineNews(processes.hub, service)
-        dispatcher.fleet.listen(news)
-        dispatcher.fleet.registry.listen(news.worker_changed)
+        updates = FleetUpdates(processes.deciding, service)
+        dispatcher.fleet.listen(updates)
+        dispatcher.fleet.registry.listen(updates.worker_changed)
         yield processes
 
 

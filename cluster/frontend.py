@@ -15,7 +15,7 @@ _FINAL_EVENTS_S = 2.0  # for clients to read how their answer ended
 
 
 class HttpFrontend(Protocol):
-    """The HTTP server, in this process or in edge processes."""
+    """The HTTP server, in this process or in frontend processes."""
 
     @property
     def has_started(self) -> asyncio.Event:
@@ -72,7 +72,7 @@ async def drain(
         progress(f"stopping: waiting up to {timeout_s:g} s for {answers} (a second signal stops now)")
     else:
         progress("stopping")
-    # Even if no answer is running: an edge process may still read a request or send the end of an answer.
+    # Even if no answer is running: a frontend process may still read a request or send the end of an answer.
     await wait_for_any(frontend.serving, stop_now, timeout_s=timeout_s)
     shut_down()
     await asyncio.wait({frontend.serving}, timeout=_FINAL_EVENTS_S)

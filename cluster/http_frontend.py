@@ -1,4 +1,4 @@
-"""The HTTP side of `tandem serve`: one server in this process, or several edge processes."""
+"""The HTTP side of `tandem serve`: one server in this process, or several frontend processes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from tandem.cluster.edge_process import TextEdge
-from tandem.cluster.edge_processes import edge_processes
 from tandem.cluster.frontend import HttpFrontend
 from tandem.frontend.http.exposition import registry_text
 from tandem.frontend.http.server import http_server
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.frontend.keys.metrics import KeyCollector
 from tandem.frontend.processes.backend_service import BackendService
+from tandem.frontend.processes.child import ServeFrontend
+from tandem.frontend.processes.parent import frontend_processes
 from tandem.frontend.serve_app import create_app
 from tandem.protocol.config import ClusterConfig
 from tandem.router.admission_metrics import AdmissionCollector
@@ -46,7 +46,7 @@ async def serve_http(
     tenants: Tenants,
     tracing: Tracing | None = None,
 ) -> AsyncIterator[tuple[HttpFrontend, ReadinessCheck]]:
-    """Serve HTTP while the block runs: here, or in edge processes if `router_processes` is more than 1."""
+    """Serve HTTP while the block runs: here, or in frontend processes if `router_processes` is more than 1."""
     metrics.register(KeyCollector(api_keys))
     if config.router.router_processes == 1:
         app = create_app(flow, tokenizer, config.router, metrics, api_keys=api_keys, tenants=tenants, tracing=tracing)
@@ -58,9 +58,9 @@ async def serve_http(
         return
     async with (
         ReadinessProbe(flow, tokenizer.start_id or 0) as readiness,
-        edge_processes(
+        frontend_processes(
             BackendService(flow, readiness, lambda: registry_text(metrics, config.router, [flow.model])),
-            TextEdge(config.engine.model),
+            ServeFrontend(config.engine.model),
             config=config.router,
             listener=listener,
             api_keys=api_keys,

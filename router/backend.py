@@ -1,6 +1,6 @@
 """The seam between the HTTP edge and token generation. The edge knows HTTP and text, a backend knows token ids.
 
-Backends are `RequestFlow`, on our own workers, and `RemoteBackend`, in an edge process, which asks the hub's flow.
+Backends are `RequestFlow`, on our own workers, and `RemoteBackend`, in a frontend process, which asks the deciding one.
 """
 
 from __future__ import annotations

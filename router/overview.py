@@ -55,7 +55,7 @@ MEMBER_COLUMNS = (
 
 
 class OncePerInterval:
-    """Remembers a result for an interval: a hub computes it once for all its edge processes."""
+    """Remembers a result for an interval: a deciding process computes it once for all frontend processes."""
 
     def __init__(
         self,

@@ -135,7 +135,7 @@ def test_commands_and_a_router_of_engines_start_without_transformers() -> None:
     run_without(["torch", "ray", "nixl", "transformers"], "tandem.cli.main", "tandem.cluster.route")
 
 
-def test_edge_processes_of_engines_run_without_what_decides() -> None:
+def test_frontend_processes_of_engines_run_without_what_decides() -> None:
     run_without(["numpy", "httpx"], "tandem.frontend.route_app", "tandem.frontend.processes.remote_dispatcher")
 
 

@@ -1,4 +1,4 @@
-"""Follows the file of API keys while a server runs. Only one process of a server does; the hub tells the others."""
+"""Follows the file of API keys while a server runs. Only the deciding process does; it tells the others."""
 
 from __future__ import annotations
 

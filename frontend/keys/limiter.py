@@ -1,4 +1,4 @@
-"""Limits of API keys, as the HTTP side sees them. The hub has the only limiter of several router processes."""
+"""Limits of API keys, as the HTTP side sees them. Of several router processes the deciding one has the only limiter."""
 
 from __future__ import annotations
 

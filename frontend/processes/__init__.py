@@ -1,9 +1,12 @@
-"""Several router processes on one port: edge processes answer HTTP, and one process, the hub, decides for all of them.
+"""Several router processes on one port: frontend processes answer HTTP, and one process decides for all of them.
 
-    client -> edge process -> hub        tandem serve: text and tokens at the edge; admission and workers in the hub
-    client -> edge process -> engine     tandem route: bytes are relayed at the edge; the hub says where each goes
-                     \\-> hub
+    client -> frontend process -> deciding process  tandem serve: text and tokens here; admission and workers there
+    client -> frontend process -> engine            tandem route: bytes are relayed here; there is decided where to
+                     \\-> deciding process
 
 Text and bytes are most of a router's work and need nothing shared; deciding needs everything shared and is little. So
 there is one registry, one index, one queue and one set of bookings: decisions are the same as with one process.
+
+A frontend process calls methods of the Protocols that its own objects would have too (`methods.py`). Which ones it may
+call is listed in `backend_service.py` and `dispatch_service.py`; `KeyUses` are those for limits of API keys.
 """

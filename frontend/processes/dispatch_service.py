@@ -1,205 +1,175 @@
-"""Serves a `LocalDispatcher` to edge processes: answers their requests and tells them about engines."""
+"""Serves a `LocalDispatcher` to the frontend processes of `tandem route`: what they may call, what they are told."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import msgspec
+
 from tandem.frontend.http.exposition import Scraper, shared_scrape
-from tandem.frontend.processes.dispatch_messages import (
-    WIRE_FORMAT,
+from tandem.frontend.processes.deciding_process import DecidingProcess, LastingCall
+from tandem.frontend.processes.methods import MethodTable, NotCallable, method_of
+from tandem.frontend.processes.remote import DecidingMetrics
+from tandem.frontend.processes.remote_dispatcher import (
     Aborted,
-    AddEngine,
-    AnswerOwner,
-    ClientHolds,
-    DispatchDecisions,
-    Ended,
     EngineAdded,
-    EngineAnswered,
-    EngineFailure,
-    EngineRefusal,
     EngineRemoved,
-    ExplainDispatch,
-    FirstToken,
-    FleetOverview,
-    FleetPools,
-    FleetStatus,
-    Gap,
-    GoOn,
-    Item,
-    News,
-    Note,
-    PlaceElsewhere,
-    Prefilled,
-    Question,
-    RemoveEngine,
-    ScrapeHub,
-    Stored,
+    FleetState,
+    FleetUpdate,
+    Reservations,
 )
-from tandem.frontend.processes.hub import EdgeHub
-from tandem.frontend.processes.worker_questions import AddWorker, DrainWorker, Migrate, SetRole, answer_of_workers
-from tandem.protocol.errors import ServingError
+from tandem.frontend.processes.wire import Invocation
 from tandem.router.engines.config import EngineSpec
-from tandem.router.engines.dispatcher import DispatchRequest, EngineTarget
-from tandem.router.engines.local_dispatcher import LocalDispatcher, LocalReservation
+from tandem.router.engines.dispatcher import Dispatcher, DispatchRequest, EngineReservation
+from tandem.router.engines.local_dispatcher import LocalDispatcher
 from tandem.router.overview import OncePerInterval
 from tandem.scheduling.workers.workers import WorkerChange
 
-__all__ = ["DispatchService", "EngineNews"]
+__all__ = ["DispatchService", "FleetUpdates"]
+
+# What a frontend process may call of its reservations.
+_EVENTS = {
+    function.__qualname__: method_of(function)
+    for function in (
+        EngineReservation.place_elsewhere,
+        EngineReservation.go_on,
+        EngineReservation.answered,
+        EngineReservation.failed,
+        EngineReservation.refused,
+        EngineReservation.prefilled,
+        EngineReservation.first_token,
+        EngineReservation.gap,
+        EngineReservation.held,
+        EngineReservation.stored,
+        EngineReservation.ended,
+    )
+}
 
 
 class DispatchService:
-    """The `HubService` of `tandem route`."""
-
-    wire_format = WIRE_FORMAT
+    """The `DecidingService` of `tandem route`."""
 
     def __init__(self, dispatcher: LocalDispatcher, scrape: Scraper) -> None:
         self._dispatcher = dispatcher
-        self._overview = OncePerInterval(dispatcher.overview)  # for all edge processes
+        self._overview = OncePerInterval(dispatcher.overview)  # for all frontend processes
         self._scrape = shared_scrape(scrape)
-        self._num_calls: Counter[str] = Counter()  # by edge process, including those without any
+        self._num_calls: Counter[str] = Counter()  # by frontend process, including those without any
 
     @property
-    def num_edges(self) -> int:
-        """Edge processes that have joined and have not ended."""
+    def num_frontends(self) -> int:
+        """Frontend processes that have joined and have not ended."""
         return len(self._num_calls)
 
-    def open(self, edge_id: str, request: DispatchRequest, put: Callable[[Item], None]) -> _DispatchCall:
-        """A call that makes a reservation once it runs."""
-        return _DispatchCall(self._dispatcher, request, put, self._num_calls, edge_id)
+    def methods_for(self, frontend_id: str) -> MethodTable:
+        """The same for each of them; its reservations are counted as its own."""
+        dispatcher, table = self._dispatcher, MethodTable()
+        table.add(Reservations.hold)(
+            lambda request: _HeldReservation(dispatcher, request, self._num_calls, frontend_id)
+        )
+        table.add(Dispatcher.explain)(dispatcher.explain)
+        table.add(Dispatcher.decisions)(dispatcher.decisions)
+        table.add(Dispatcher.answer_owner)(dispatcher.answer_owner)
+        table.add(Dispatcher.pools)(self._pools)
+        table.add(Dispatcher.overview)(self._overview)
+        table.add(Dispatcher.set_role)(dispatcher.set_role)
+        table.add(Dispatcher.drain)(dispatcher.drain)
+        table.add(Dispatcher.add_worker)(dispatcher.add_worker)
+        table.add(Dispatcher.migrate)(dispatcher.migrate)
+        table.add(Dispatcher.add_engine)(dispatcher.add_engine)
+        table.add(Dispatcher.remove_engine)(dispatcher.remove_engine)
+        table.add(DecidingMetrics.scrape)(self._scrape)
+        return table
 
-    async def answer(self, question: Question) -> Any:
-        """Ask the dispatcher. Raises a `ServingError`."""
-        dispatcher = self._dispatcher
-        match question:
-            case ExplainDispatch(request):
-                return await dispatcher.explain(request)
-            case DispatchDecisions():
-                return await dispatcher.decisions()
-            case AnswerOwner(answer_id, tenant):
-                return await dispatcher.answer_owner(answer_id, tenant)
-            case FleetPools():
-                processes = {edge_id: {"num_requests": count} for edge_id, count in sorted(self._num_calls.items())}
-                return await dispatcher.pools() | {"processes": processes}
-            case FleetOverview():
-                return await self._overview()
-            case ScrapeHub():
-                return (await self._scrape()).decode()
-            case SetRole() | DrainWorker() | AddWorker() | Migrate():
-                return await answer_of_workers(dispatcher, question)
-            case AddEngine(fields):
-                return await dispatcher.add_engine(fields)
-            case RemoveEngine(name):
-                return await dispatcher.remove_engine(name)
-
-    def joined(self, edge_id: str) -> Sequence[News]:
-        """The news for it: all engines, which it must know before it is told to use them, and the status."""
-        self._num_calls[edge_id] = 0
+    def joined(self, frontend_id: str) -> Sequence[FleetUpdate]:
+        """The state, and all engines: it must know them before it is told to use them."""
+        self._num_calls[frontend_id] = 0
         fleet = self._dispatcher.fleet
         specs = [engine.configured for engine in fleet.engines]
         return [self.status(), *(EngineAdded(spec, fleet.trusts(spec)) for spec in specs)]
 
-    def left(self, edge_id: str) -> None:
-        """An edge process has ended."""
-        del self._num_calls[edge_id]
+    def left(self, frontend_id: str) -> None:
+        """A frontend process has ended."""
+        del self._num_calls[frontend_id]
 
-    def status(self) -> FleetStatus:
-        """As it is now."""
+    def status(self) -> FleetState:
+        """The present state."""
         dispatcher = self._dispatcher
         models = {model: dispatcher.max_model_len(model) for model in dispatcher.models}
         capabilities = {model: dispatcher.capabilities(model) for model in models}
         adapters = dict(dispatcher.adapters)
-        return FleetStatus(models, capabilities, adapters, dispatcher.unknown_engines, dispatcher.unready)
+        return FleetState(models, capabilities, adapters, dispatcher.unknown_engines, dispatcher.unready)
+
+    async def _pools(self) -> dict[str, Any]:
+        processes = {name: {"num_requests": count} for name, count in sorted(self._num_calls.items())}
+        return await self._dispatcher.pools() | {"processes": processes}
 
 
-class EngineNews:
-    """Tells all edge processes of a hub which engines there are. It is an `EngineListener`."""
+class FleetUpdates:
+    """Tells all frontend processes which engines there are. It is an `EngineListener`."""
 
-    def __init__(self, hub: EdgeHub, service: DispatchService) -> None:
-        self._hub = hub
+    def __init__(self, deciding: DecidingProcess, service: DispatchService) -> None:
+        self._deciding = deciding
         self._service = service
 
     def engine_added(self, spec: EngineSpec, *, is_trusted: bool) -> None:
         """An engine joined the fleet."""
-        self._hub.publish(EngineAdded(spec, is_trusted))
-        self._publish_status()
+        self._deciding.publish(EngineAdded(spec, is_trusted))
+        self._publish_state()
 
     def engine_removed(self, name: str) -> None:
         """An engine left the fleet."""
-        self._hub.publish(EngineRemoved(name))
-        self._publish_status()
+        self._deciding.publish(EngineRemoved(name))
+        self._publish_state()
 
     def worker_changed(self, _: WorkerChange) -> None:
         """Listens to the registry: an engine became ready, was lost, began to drain or has other adapters."""
-        self._publish_status()
+        self._publish_state()
 
-    def _publish_status(self) -> None:
-        self._hub.publish(self._service.status())
+    def _publish_state(self) -> None:
+        self._deciding.publish(self._service.status())
 
 
-class _DispatchCall:
-    """One request of an edge process."""
+class _HeldReservation(LastingCall):
+    """The reservation of one request of a frontend process."""
 
     def __init__(
-        self,
-        dispatcher: LocalDispatcher,
-        request: DispatchRequest,
-        put: Callable[[Item], None],
-        num_calls: Counter[str],
-        edge_id: str,
+        self, dispatcher: LocalDispatcher, request: DispatchRequest, num_calls: Counter[str], frontend_id: str
     ) -> None:
         self.request_id = request.request_id
-        self._put = put
         self._num_calls = num_calls
-        self._edge_id = edge_id
-        self._reservation: LocalReservation = dispatcher.reserve(
-            request, lambda engine, reason: put(Aborted(engine, reason))
-        )
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._frontend_id = frontend_id
+        self._put: Callable[[Any], None] | None = None
+        self._reservation: EngineReservation = dispatcher.reserve(request, self._aborted)
+        self._moves: asyncio.Queue[partial[Any]] = asyncio.Queue()  # calls that book another target
 
-    async def run(self) -> None:
-        """Place it, and hold its reservation until it is cancelled or cannot be placed elsewhere."""
-        self._num_calls[self._edge_id] += 1
+    async def run(self, put: Callable[[Any], None]) -> None:
+        """Place it, and hold it until it is cancelled or cannot be placed elsewhere."""
+        self._put = put
+        self._num_calls[self._frontend_id] += 1
         try:
-            self._put(await self._reservation.place())
-            await self._failed
+            put(await self._reservation.place())
+            while True:
+                move = await self._moves.get()
+                put(await move())
         finally:
-            if self._edge_id in self._num_calls:
-                self._num_calls[self._edge_id] -= 1
+            if self._frontend_id in self._num_calls:
+                self._num_calls[self._frontend_id] -= 1
             self._reservation.release()
 
-    def note(self, note: Note) -> None:
+    def event(self, event: Invocation[msgspec.Raw]) -> None:
         """Tell the reservation."""
-        reservation = self._reservation
-        match note:
-            case FirstToken(now):
-                reservation.first_token(now)
-            case Gap(duration_s, now):
-                reservation.gap(duration_s, now)
-            case ClientHolds(is_held):
-                reservation.held(is_held=is_held)
-            case EngineAnswered():
-                reservation.answered()
-            case Ended(num_prompt_tokens, num_output_tokens):
-                reservation.ended(num_prompt_tokens, num_output_tokens)
-            case EngineFailure(engine, is_absent, is_lost):
-                reservation.failed(engine, is_absent=is_absent, is_lost=is_lost)
-            case EngineRefusal(engine, retry_after_s):
-                reservation.refused(engine, retry_after_s)
-            case Prefilled(now):
-                reservation.prefilled(now)
-            case Stored(answer_id):
-                reservation.stored(answer_id)
-            case PlaceElsewhere():
-                self._put_target(reservation.move)
-            case GoOn(cause, prompt, num_output_tokens):
-                self._put_target(lambda: reservation.move_stream(cause, prompt, num_output_tokens))
+        if (method := _EVENTS.get(event.method)) is None:
+            raise NotCallable(event.method)
+        call = method.bind(getattr(self._reservation, method.short_name), event.arguments)
+        if method.is_coroutine:
+            self._moves.put_nowait(call)
+        else:
+            call()
 
-    def _put_target(self, place: Callable[[], EngineTarget]) -> None:
-        try:
-            self._put(place())
-        except ServingError as exc:
-            if not self._failed.done():
-                self._failed.set_exception(exc)
+    def _aborted(self, engine: str, reason: str) -> None:
+        if self._put is not None:
+            self._put(Aborted(engine, reason))

@@ -1,4 +1,4 @@
-"""The `Dispatcher` of an edge process, which asks the hub."""
+"""The `Dispatcher` of a frontend process, which asks the deciding process."""
 
 from __future__ import annotations
 
@@ -6,16 +6,83 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Protocol
 
-from tandem.frontend.keys.api_keys import ApiKeys
-from tandem.frontend.processes import dispatch_messages as messages
-from tandem.frontend.processes.hub_client import HubClient
-from tandem.frontend.processes.worker_questions import RemoteWorkers
+import msgspec
+
+from tandem.frontend.processes.deciding_client import DecidingClient, JoinSettings
+from tandem.frontend.processes.remote import Remote, asked
 from tandem.protocol.errors import NoWorker, ServingError
-from tandem.router.engines.dispatcher import GAP_INTERVAL_S, Abort, DispatchRequest, EngineListener, EngineTarget
+from tandem.router.engines.config import EngineSpec
+from tandem.router.engines.dispatcher import (
+    GAP_INTERVAL_S,
+    Abort,
+    Dispatcher,
+    DispatchRequest,
+    EngineListener,
+    EngineReservation,
+    EngineTarget,
+)
 
-__all__ = ["RemoteDispatcher", "RemoteReservation"]
+__all__ = [
+    "Aborted",
+    "EngineAdded",
+    "EngineRemoved",
+    "FleetState",
+    "FleetUpdate",
+    "RemoteDispatcher",
+    "RemoteReservation",
+    "Reservations",
+]
+
+P = ParamSpec("P")
+
+
+class _Tagged(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class FleetState(_Tagged, frozen=True):
+    """What every request needs to know about the fleet."""
+
+    models: dict[str, int | None]  # the longest context of each model
+    capabilities: dict[str, dict[str, Any] | None]  # by model
+    adapters: dict[str, str]  # the base model of each LoRA adapter
+    unknown_engines: list[str]
+    unready: str | None
+
+
+class EngineAdded(_Tagged, frozen=True):
+    """An engine joined the fleet. A frontend process hears this before it is told to use it."""
+
+    spec: EngineSpec
+    is_trusted: bool
+
+
+class EngineRemoved(_Tagged, frozen=True):
+    """An engine left the fleet."""
+
+    name: str
+
+
+FleetUpdate = FleetState | EngineAdded | EngineRemoved
+
+
+class Aborted(_Tagged, frozen=True):
+    """An engine of the latest target is gone."""
+
+    engine: str
+    reason: str
+
+
+class Reservations(Protocol):
+    """The reservations that the deciding process holds for a frontend process."""
+
+    def hold(self, request: DispatchRequest) -> object:
+        """A call that holds a reservation until it is cancelled. Its results are targets, and `Aborted`.
+
+        Its events are calls of methods of `EngineReservation`; `place` needs none.
+        """
 
 
 class _GapOffers:
@@ -25,184 +92,139 @@ class _GapOffers:
         self.last_s = 0.0
 
 
-class RemoteDispatcher(RemoteWorkers):
-    """The dispatcher of `DispatchService`. Used from one event loop only.
+class RemoteDispatcher(Remote):
+    """The dispatcher of `DispatchService`.
 
-    While the hub is silent for more than `timeout_s` nothing can be placed; answers that have begun go on.
+    While the deciding process is silent nothing can be placed; answers that have begun go on.
     """
 
-    def __init__(
-        self,
-        endpoint: str,
-        edge_id: str,
-        listener: EngineListener,
-        *,
-        on_lost: Callable[[], object],
-        timeout_s: float,
-        needs_key: bool = False,
-    ) -> None:
-        """`listener` gets to know of each engine; `on_lost` is called when the connection to the hub has ended.
-
-        `needs_key`: clients need an API key.
-        """
+    def __init__(self, settings: JoinSettings, listener: EngineListener) -> None:
+        """`listener` gets to know of each engine."""
+        super().__init__(settings, results=EngineTarget | Aborted, states=FleetUpdate)
         self._listener = listener
-        self._status = messages.FleetStatus({}, {}, {}, [], None)
+        self._state = FleetState({}, {}, {}, [], None)
         self._gaps: dict[str, _GapOffers] = {}  # by engine
-        hub = HubClient(
-            endpoint,
-            edge_id,
-            messages.WIRE_FORMAT,
-            self._on_news,
-            on_lost=on_lost,
-            timeout_s=timeout_s,
-            needs_key=needs_key,
-        )
-        super().__init__(hub)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Join the hub; leave at the end. Raises `WorkerError` when it does not answer in time."""
+        """Join; leave at the end. Raises `WorkerError` when the deciding process does not answer in time."""
         try:
-            await self._hub.start()
+            await self.start()
             yield
         finally:
-            await self._hub.close()
-
-    @property
-    def api_keys(self) -> ApiKeys:
-        """The hub's API keys."""
-        return self._hub.api_keys
-
-    @property
-    def num_open(self) -> int:
-        """Number of requests and questions at the hub."""
-        return self._hub.num_open
+            await self.close()
 
     @property
     def models(self) -> list[str]:
         """Names of all models of the fleet, whether or not their engines are ready."""
-        return list(self._status.models)
+        return list(self._state.models)
 
     @property
     def adapters(self) -> Mapping[str, str]:
         """The base model of each LoRA adapter of the fleet."""
-        return self._status.adapters
+        return self._state.adapters
 
     @property
     def unknown_engines(self) -> list[str]:
         """Names of engines whose model is not known yet."""
-        return self._status.unknown_engines
+        return self._state.unknown_engines
 
     @property
     def unready(self) -> str | None:
         """Why the router is not ready; None when it is."""
-        return "The deciding process does not answer." if self._hub.is_silent else self._status.unready
+        return "The deciding process does not answer." if self._client.is_silent else self._state.unready
 
     def max_model_len(self, model: str) -> int | None:
         """Longest context of the model's engines; None while it is not known."""
-        return self._status.models.get(model)
+        return self._state.models.get(model)
 
     def capabilities(self, model: str) -> dict[str, Any] | None:
         """The capabilities that all reporting engines of the model share; None if none reports any."""
-        return self._status.capabilities.get(model)
+        return self._state.capabilities.get(model)
 
     def now(self) -> float:
-        """The hub's clock, which all processes of the machine share."""
+        """The deciding process's clock, which all processes of the machine share."""
         return time.monotonic()
 
     def reserve(self, request: DispatchRequest, abort: Abort) -> RemoteReservation:
         """A reservation that holds nothing yet. `abort` is called when one of its engines is gone."""
-        return RemoteReservation(self._hub, request, abort, self._gaps)
+        return RemoteReservation(self._client, request, abort, self._gaps)
 
-    async def explain(self, request: DispatchRequest) -> dict[str, Any]:
-        """The decision that the request would get now, as JSON. Raises a `ServingError`."""
-        return await self._hub.ask(messages.ExplainDispatch(request), dict[str, Any])
+    explain = asked(Dispatcher.explain)
+    decisions = asked(Dispatcher.decisions)
+    answer_owner = asked(Dispatcher.answer_owner)
+    pools = asked(Dispatcher.pools)
+    overview = asked(Dispatcher.overview)
+    set_role = asked(Dispatcher.set_role)
+    drain = asked(Dispatcher.drain)
+    add_worker = asked(Dispatcher.add_worker)
+    migrate = asked(Dispatcher.migrate)
+    add_engine = asked(Dispatcher.add_engine)
+    remove_engine = asked(Dispatcher.remove_engine)
 
-    async def decisions(self) -> list[dict[str, Any]]:
-        """The latest decisions, newest first, as JSON."""
-        return await self._hub.ask(messages.DispatchDecisions(), list[dict[str, Any]])
-
-    async def answer_owner(self, answer_id: str, tenant: str) -> str:
-        """The engine that keeps this answer of the tenant. Raises `AnswerNotFound`."""
-        return await self._hub.ask(messages.AnswerOwner(answer_id, tenant), str)
-
-    async def pools(self) -> dict[str, Any]:
-        """Body of `/v1/pools`."""
-        return await self._hub.ask(messages.FleetPools(), dict[str, Any])
-
-    async def overview(self) -> dict[str, Any]:
-        """What the dashboard shows of the hub's process, as JSON."""
-        return await self._hub.ask(messages.FleetOverview(), dict[str, Any])
-
-    async def scrape(self) -> bytes:
-        """The metrics of the hub's process."""
-        return (await self._hub.ask(messages.ScrapeHub(), str)).encode()
-
-    async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Add an engine; returns it as JSON. Raises `RequestError`."""
-        return await self._hub.ask(messages.AddEngine(fields), dict[str, Any])
-
-    async def remove_engine(self, name: str) -> dict[str, Any]:
-        """Begin to drain an engine; returns it as JSON. Raises `EngineNotFound`."""
-        return await self._hub.ask(messages.RemoveEngine(name), dict[str, Any])
-
-    def _on_news(self, news: messages.News) -> None:
-        match news:
-            case messages.FleetStatus():
-                self._status = news
-            case messages.EngineAdded(spec, is_trusted):
+    def _on_state(self, state: FleetUpdate) -> None:
+        match state:
+            case FleetState():
+                self._state = state
+            case EngineAdded(spec, is_trusted):
                 self._gaps[spec.name] = _GapOffers()
                 self._listener.engine_added(spec, is_trusted=is_trusted)
-            case messages.EngineRemoved(name):
+            case EngineRemoved(name):
                 del self._gaps[name]
                 self._listener.engine_removed(name)
 
 
-class RemoteReservation:
-    """A reservation that the hub holds."""
+def _told(
+    method: Callable[Concatenate[Any, P], None],
+) -> Callable[Concatenate[RemoteReservation, P], None]:
+    """A method that tells the deciding process to call this method of the reservation, without an answer."""
 
-    def __init__(self, hub: HubClient, request: DispatchRequest, abort: Abort, gaps: dict[str, _GapOffers]) -> None:
-        self._hub = hub
+    def tell(self: RemoteReservation, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.call is not None:
+            self.client.event(self.call, method, *args, **kwargs)
+
+    return tell
+
+
+class RemoteReservation:
+    """A reservation that the deciding process holds."""
+
+    def __init__(
+        self, client: DecidingClient, request: DispatchRequest, abort: Abort, gaps: dict[str, _GapOffers]
+    ) -> None:
+        self.client = client
+        self.call: int | None = None
         self._request = request
         self._abort = abort
         self._gaps = gaps
         self._gap_offers = _GapOffers()  # those of the target's engine
-        self._call: int | None = None
         # The next target, or the latest one.
         self._target: asyncio.Future[EngineTarget] = asyncio.get_running_loop().create_future()
 
     async def place(self) -> EngineTarget:
         """Wait in the queue if necessary, and book a target. Raises a `ServingError`."""
-        self._call = self._hub.open(self._request, self._receive)
+        self.call = self.client.open(self._receive, Reservations.hold, self._request)
         return await self._next_target()
 
     async def place_elsewhere(self) -> EngineTarget:
         """Give the target up and book another one. Raises a `ServingError`."""
-        return await self._ask_for_target(messages.PlaceElsewhere())
+        self.client.event(self._asking(), EngineReservation.place_elsewhere)
+        return await self._next_target()
 
     async def go_on(self, cause: str, prompt: bytes, num_output_tokens: int) -> EngineTarget:
         """Give the target up and book another one, which goes on with a stream. Raises a `ServingError`."""
-        return await self._ask_for_target(messages.GoOn(cause, prompt, num_output_tokens))
+        self.client.event(self._asking(), EngineReservation.go_on, cause, prompt, num_output_tokens)
+        return await self._next_target()
 
-    def answered(self) -> None:
-        """The first byte of the answer came."""
-        self._note(messages.EngineAnswered())
-
-    def failed(self, engine: str, *, is_absent: bool = False, is_lost: bool = False) -> None:
-        """The engine failed the request."""
-        self._note(messages.EngineFailure(engine, is_absent, is_lost))
-
-    def refused(self, engine: str, retry_after_s: float) -> None:
-        """The engine is busy: it gets no requests of this tenant for `retry_after_s`."""
-        self._note(messages.EngineRefusal(engine, retry_after_s))
-
-    def prefilled(self, now: float) -> None:
-        """The prefill engine of a pair returned."""
-        self._note(messages.Prefilled(now))
-
-    def first_token(self, now: float) -> None:
-        """The first token of a stream came."""
-        self._note(messages.FirstToken(now))
+    answered = _told(EngineReservation.answered)
+    failed = _told(EngineReservation.failed)
+    refused = _told(EngineReservation.refused)
+    prefilled = _told(EngineReservation.prefilled)
+    first_token = _told(EngineReservation.first_token)
+    held = _told(EngineReservation.held)
+    stored = _told(EngineReservation.stored)
+    ended = _told(EngineReservation.ended)
+    _tell_gap = _told(EngineReservation.gap)
 
     def is_gap_due(self, now: float) -> bool:
         """Whether `gap` would use a gap now."""
@@ -211,49 +233,33 @@ class RemoteReservation:
     def gap(self, duration_s: float, now: float) -> None:
         """Two tokens of the stream came this far apart."""
         self._gap_offers.last_s = now
-        self._note(messages.Gap(duration_s, now))
-
-    def held(self, *, is_held: bool) -> None:
-        """The client has stopped reading its stream, or reads it again."""
-        self._note(messages.ClientHolds(is_held))
-
-    def stored(self, answer_id: str) -> None:
-        """The engine that answers keeps the answer under this id."""
-        self._note(messages.Stored(answer_id))
-
-    def ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """The answer is complete."""
-        self._note(messages.Ended(num_prompt_tokens, num_output_tokens))
+        self._tell_gap(duration_s, now)
 
     def release(self) -> None:
         """Give everything back. Later calls change nothing."""
-        call, self._call = self._call, None
+        call, self.call = self.call, None
         if call is not None:
-            self._hub.close_call(call)
+            self.client.close_call(call)
 
-    async def _ask_for_target(self, note: messages.PlaceElsewhere | messages.GoOn) -> EngineTarget:
-        if self._call is None or not self._hub.is_open(self._call):
+    def _asking(self) -> int:
+        """The call, which is about to be asked for another target. Raises `NoWorker` if it has ended."""
+        if self.call is None or not self.client.is_open(self.call):
             raise NoWorker("the deciding process can book no other engine for this request")
         self._target = asyncio.get_running_loop().create_future()
-        self._note(note)
-        return await self._next_target()
+        return self.call
 
     async def _next_target(self) -> EngineTarget:
         target = await self._target
         self._gap_offers = self._gaps.get(target.decode) or _GapOffers()
         return target
 
-    def _note(self, note: messages.Note) -> None:
-        if self._call is not None:
-            self._hub.note(self._call, note)
-
-    def _receive(self, item: messages.Item | ServingError) -> None:
+    def _receive(self, result: EngineTarget | Aborted | ServingError) -> None:
         if self._target.done():
-            # An error now means that the hub is silent: placed requests go on without it.
-            if isinstance(item, messages.Aborted):
-                self._abort(item.engine, item.reason)
-        elif isinstance(item, EngineTarget):
-            self._target.set_result(item)
-        elif isinstance(item, ServingError):
-            self._target.set_exception(item)
+            # An error now means that the deciding process is silent: placed requests go on without it.
+            if isinstance(result, Aborted):
+                self._abort(result.engine, result.reason)
+        elif isinstance(result, EngineTarget):
+            self._target.set_result(result)
+        elif isinstance(result, ServingError):
+            self._target.set_exception(result)
         # otherwise an earlier target is gone, which the request no longer uses

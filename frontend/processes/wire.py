@@ -1,10 +1,10 @@
-"""Messages between edge processes and the hub. Both run the same version: the hub's process starts the others.
+"""Messages between frontend processes and the deciding process. Both run the same version: one starts the others.
 
-    edge -> hub    Join; Open, Notes, Close of a call; Ask; BeginUse, ChargeUse, EndUse of a key
-    hub -> edge    Keys, News; Items, Failed of a call; Answered
+    frontend -> deciding    Join; Call, Events, Cancel, Tell
+    deciding -> frontend    Keys, StateUpdate; Results, Failed, Answered
 
-A call is a request that lasts: the hub sends its items, and the edge process may send notes about it. The types of
-requests, notes, items, questions and news depend on the service (`WireFormat`).
+A call names a method of a Protocol (`methods.py`). It gets one answer, or it lasts: then it gets results until it ends,
+and its caller may send events about it, which are calls of methods themselves. `Tell` is a call without an answer.
 """
 
 from __future__ import annotations
@@ -23,22 +23,20 @@ from tandem.protocol.fault_boundary import outcome_of
 
 __all__ = [
     "Answered",
-    "Ask",
     "Batch",
-    "BeginUse",
-    "ChargeUse",
-    "Close",
-    "EndUse",
+    "Call",
+    "Cancel",
+    "Events",
     "Failed",
-    "Items",
+    "Invocation",
     "Join",
     "Keys",
-    "News",
-    "Notes",
-    "Open",
+    "Results",
+    "StateUpdate",
+    "Tell",
     "WireError",
-    "WireFormat",
-    "calls_in",
+    "decode_call",
+    "decoder_of",
     "encode",
     "error_of",
     "wire_error",
@@ -47,90 +45,71 @@ __all__ = [
 T = TypeVar("T")
 
 
+class Invocation(msgspec.Struct, Generic[T], frozen=True, array_like=True):
+    """A method and its arguments: a struct when it is sent, `msgspec.Raw` until they are decoded."""
+
+    method: str
+    arguments: T
+
+
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
 
-# -- to the hub ----------------------------------------------------------------------------------------------------
+# -- to the deciding process ---------------------------------------------------------------------------------------
 
 
 class Join(_Message, frozen=True):
-    """The first message of a connection: the sender is this edge process, and wants news from now on."""
+    """The first message of a connection: the sender is this frontend process, and wants to be told the state."""
 
-    edge_id: str
-
-
-class Open(_Message, Generic[T], frozen=True):
-    """Begin a call. `call` is a number that the edge process never uses again."""
-
-    call: int
-    request: T
+    frontend_id: str
 
 
-class Notes(_Message, Generic[T], frozen=True):
-    """What happened to any number of calls: one message for all notes of one turn of the event loop."""
+class Call(_Message, Generic[T], frozen=True):
+    """Call a method. `number` is one that the frontend process never uses again."""
 
-    items: list[tuple[int, T]]
+    number: int
+    invocation: Invocation[T]
 
 
-class Close(_Message, frozen=True):
+class Events(_Message, Generic[T], frozen=True):
+    """What happened to any number of calls: one message for all events of one turn of the event loop."""
+
+    items: list[tuple[int, Invocation[T]]]
+
+
+class Cancel(_Message, frozen=True):
     """The call is over, or nobody waits for it any more."""
 
-    call: int
+    number: int
 
 
-class Ask(_Message, Generic[T], frozen=True):
-    """A question, which gets one answer; `call` as in `Open`."""
+class Tell(_Message, Generic[T], frozen=True):
+    """Call a method that has no answer."""
 
-    call: int
-    question: T
-
-
-class BeginUse(_Message, frozen=True):
-    """A request with an API key that has limits begins; gets one answer, empty or an error. `call` as in `Open`."""
-
-    call: int
-    key_id: str
+    invocation: Invocation[T]
 
 
-class ChargeUse(_Message, frozen=True):
-    """Charge the request that began with `use` for its tokens; gets one answer, empty or an error."""
-
-    call: int
-    use: int
-    num_prompt_tokens: int
-    num_answers: int
-    max_tokens: int
-
-
-class EndUse(_Message, frozen=True):
-    """The request that began with `use` is over, and took this many tokens."""
-
-    use: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-
-
-# -- to an edge process --------------------------------------------------------------------------------------------
+# -- to a frontend process -----------------------------------------------------------------------------------------
 
 
 class Keys(_Message, frozen=True):
-    """All API keys. Sent before the first news, and when they change."""
+    """All API keys. Sent before the first state update, and when they change."""
 
     keys: list[ApiKey]
 
 
-class News(_Message, Generic[T], frozen=True):
-    """What every request needs to know. Sent when an edge process joins, when it changes, and at an interval.
+class StateUpdate(_Message, Generic[T], frozen=True):
+    """State of the deciding process; sent when a frontend process joins, on change, and at an interval as a heartbeat.
 
-    A hub that sends none is dead or hangs.
+    A deciding process that sends none is dead or hangs.
     """
 
-    news: T
+    state: T
 
 
-class Items(_Message, Generic[T], frozen=True):
-    """What is new of any number of calls: one message for all items of one turn of the event loop."""
+class Results(_Message, Generic[T], frozen=True):
+    """What is new of any number of calls: one message for all results of one turn of the event loop."""
 
     items: list[tuple[int, T]]
 
@@ -147,58 +126,38 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Failed(_Message, frozen=True):
-    """A call or a question ended with an error."""
+    """A call ended with an error."""
 
-    call: int
+    number: int
     error: WireError
 
 
 class Answered(_Message, frozen=True):
-    """The answer to a question, encoded: its type depends on the question."""
+    """The answer to a call, encoded: its type depends on the method."""
 
-    call: int
+    number: int
     answer: msgspec.Raw
 
 
-class WireFormat:
-    """The decoders of one service's messages. They raise `msgspec.DecodeError`."""
-
-    def __init__(self, *, request: Any, question: Any, item: Any, news: Any, note: Any = None) -> None:
-        to_hub = Join | Open[request] | Notes[note] | Close | Ask[question] | BeginUse | ChargeUse | EndUse
-        to_edge = Keys | News[news] | Items[item] | Failed | Answered
-        self.decode_for_hub: Callable[[Buffer], Any] = safe_decoder(to_hub)
-        self.decode_for_edge: Callable[[Buffer], Any] = safe_decoder(to_edge)
+encode = msgspec.msgpack.Encoder().encode
+decode_call = safe_decoder(Join | Call[msgspec.Raw] | Events[msgspec.Raw] | Cancel | Tell[msgspec.Raw])
 
 
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode(message: Any) -> bytes:
-    """The message, or an answer, as bytes."""
-    return _encoder.encode(message)
-
-
-def calls_in(data: bytes) -> list[int]:
-    """The hub's calls that a message is about, found even if the message as a whole cannot be decoded."""
-    match outcome_of(msgspec.msgpack.decode, data):
-        case ["Open" | "Ask" | "Close" | "BeginUse" | "ChargeUse", int(call), *_]:
-            return [call]
-        case ["Notes", [*notes]]:
-            return [note[0] for note in notes]
-        case _:
-            return []
+def decoder_of(*, results: Any, states: Any) -> Callable[[Buffer], Any]:
+    """A decoder of messages to a frontend process, whose calls have these types of results."""
+    return safe_decoder(Keys | StateUpdate[states] | Results[results] | Failed | Answered)
 
 
 class Batch(Generic[T]):
     """Collects what is said about calls and sends it as one message at the end of the event loop's turn.
 
-    A worker's step, or one read from a socket, brings many items at once.
+    A worker's step, or one read from a socket, brings many results at once.
     """
 
     def __init__(
         self,
         send: Callable[[bytes], object],
-        kind: type[Items[T]] | type[Notes[T]],
+        kind: Callable[[list[tuple[int, T]]], Results[T] | Events[Any]],
         on_unsendable: Callable[[int, Exception], object],
     ) -> None:
         """`on_unsendable` is called with the call of an item that cannot be encoded."""
@@ -207,11 +166,11 @@ class Batch(Generic[T]):
         self._on_unsendable = on_unsendable
         self._items: list[tuple[int, T]] = []
 
-    def add(self, call: int, item: T) -> None:
+    def add(self, number: int, item: T) -> None:
         """Send this with all others of this turn."""
         if not self._items:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._items.append((call, item))
+        self._items.append((number, item))
 
     def send(self, message: Any) -> None:
         """Send another message, after what was added before."""

@@ -98,6 +98,6 @@ def _signal(process: psutil.Process | None, name: str, number: signal.Signals) -
 
 def _is_edge(process: psutil.Process) -> bool:
     try:
-        return "tandem.cluster.edge_process" in process.cmdline()
+        return "tandem.frontend.processes.child" in process.cmdline()
     except psutil.Error:
         return False

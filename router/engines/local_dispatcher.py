@@ -63,7 +63,7 @@ SHUTTING_DOWN = "the server is shutting down; send the request again"
 
 
 class LocalDispatcher:
-    """Decides for the relaying side, in this process or in edge processes."""
+    """Decides for the relaying side, in this process or in frontend processes."""
 
     def __init__(
         self,
@@ -350,10 +350,6 @@ class LocalReservation:
 
     async def place_elsewhere(self) -> EngineTarget:
         """Give the target up and book another one. Raises a `ServingError`."""
-        return self.move()
-
-    def move(self) -> EngineTarget:
-        """`place_elsewhere` without `await`."""
         assert self._admitted is not None, "it has been placed"
         assert self._queue is not None, "it has been placed"
         self.release()
@@ -367,11 +363,7 @@ class LocalReservation:
         return self._target(placement)
 
     async def go_on(self, cause: str, prompt: bytes, num_output_tokens: int) -> EngineTarget:
-        """As `move`, for a stream after tokens were shown."""
-        return self.move_stream(cause, prompt, num_output_tokens)
-
-    def move_stream(self, cause: str, prompt: bytes, num_output_tokens: int) -> EngineTarget:
-        """`go_on` without `await`."""
+        """As `place_elsewhere`, for a stream after tokens were shown."""
         assert self._admitted is not None, "it has been placed"
         assert self._queue is not None, "it has been placed"
         dispatcher, former, left = self._dispatcher, self._admitted, self._booked.engine

@@ -17,8 +17,9 @@ from prometheus_client import CollectorRegistry
 from tandem.frontend.http.app import RouterApp
 from tandem.frontend.http.exposition import registry_text
 from tandem.frontend.keys.api_keys import ApiKeys
-from tandem.frontend.processes.dispatch_service import DispatchService, EngineNews
-from tandem.frontend.processes.hub import EdgeHub
+from tandem.frontend.processes.deciding_client import JoinSettings
+from tandem.frontend.processes.deciding_process import DecidingProcess
+from tandem.frontend.processes.dispatch_service import DispatchService, FleetUpdates
 from tandem.frontend.processes.remote_dispatcher import RemoteDispatcher
 from tandem.frontend.relay.connections import EngineConnections
 from tandem.frontend.relay.prompts import PromptReader
@@ -34,8 +35,8 @@ from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
+from tests.support.deciding_relay import DecidingRelay
 from tests.support.fake_openai import FakeServer
-from tests.support.hub_relay import HubRelay
 from tests.support.keys import api_keys_of
 from tests.support.waiting import eventually
 
@@ -98,32 +99,26 @@ class Hub(Deciding):
         self.dispatcher.register_metrics(self.metrics)
         self.service = DispatchService(self.dispatcher, self._scrape)
         self.endpoint = f"{folder}/hub"
-        self.hub = EdgeHub(self.service, self.endpoint, settings.api_keys)
-        news = EngineNews(self.hub, self.service)
-        self.fleet.listen(news)
-        self.fleet.registry.listen(news.worker_changed)
+        self.hub = DecidingProcess(self.service, self.endpoint, settings.api_keys)
+        updates = FleetUpdates(self.hub, self.service)
+        self.fleet.listen(updates)
+        self.fleet.registry.listen(updates.worker_changed)
         self._settings = settings
         self._stack = stack
 
     async def _scrape(self) -> bytes:
         return await registry_text(self.metrics, self._settings.config, self.dispatcher.models)
 
-    async def relay(self) -> HubRelay:
+    async def relay(self) -> DecidingRelay:
         """Stands between this hub and one edge."""
-        return await self._stack.enter_async_context(HubRelay(self.endpoint, f"{self.endpoint}-relay"))
+        return await self._stack.enter_async_context(DecidingRelay(self.endpoint, f"{self.endpoint}-relay"))
 
-    async def edge(self, edge_id: str, timeout_s: float = 20.0, relay: HubRelay | None = None) -> Edge:
+    async def edge(self, edge_id: str, timeout_s: float = 20.0, relay: DecidingRelay | None = None) -> Edge:
         """Add an edge and wait until it has joined."""
         self.hub.expect(edge_id)
         connections = EngineConnections(self._settings.external)
-        remote = RemoteDispatcher(
-            self.endpoint if relay is None else relay.endpoint,
-            edge_id,
-            connections,
-            on_lost=lambda: None,
-            timeout_s=timeout_s,
-            needs_key=self._settings.api_keys.is_required,
-        )
+        endpoint, needs_key = self.endpoint if relay is None else relay.endpoint, self._settings.api_keys.is_required
+        remote = RemoteDispatcher(JoinSettings(endpoint, edge_id, lambda: None, timeout_s, needs_key), connections)
         counters = CollectorRegistry()
 
         async def scrape() -> bytes:

@@ -15,7 +15,8 @@ from prometheus_client import CollectorRegistry
 from tandem.cluster.http_frontend import metrics_of
 from tandem.frontend.http.exposition import registry_text
 from tandem.frontend.processes.backend_service import BackendService
-from tandem.frontend.processes.hub import EdgeHub
+from tandem.frontend.processes.deciding_client import JoinSettings
+from tandem.frontend.processes.deciding_process import DecidingProcess
 from tandem.frontend.processes.remote_backend import RemoteBackend
 from tandem.frontend.serve_app import create_app
 from tandem.protocol.config import RouterConfig
@@ -96,12 +97,10 @@ async def serving(model: Path, folder: Path | None = None, *, keys: dict[str, st
                 yield Server(client, tokenizer)
             return
         service = BackendService(cluster.flow, Always(), lambda: registry_text(shown, RouterConfig(), []))
-        hub = EdgeHub(service, f"{folder}/hub", api_keys)
+        hub = DecidingProcess(service, f"{folder}/hub", api_keys)
         await hub.start()
         hub.expect("edge")
-        edge = RemoteBackend(
-            f"{folder}/hub", "edge", on_lost=lambda: None, timeout_s=20.0, needs_key=api_keys.is_required
-        )
+        edge = RemoteBackend(JoinSettings(f"{folder}/hub", "edge", lambda: None, 20.0, api_keys.is_required))
         try:
             await edge.start()
             app = create_app(

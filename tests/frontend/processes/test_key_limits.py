@@ -1,4 +1,4 @@
-"""Limits of API keys over HTTP: in one process, and in several edge processes that share one hub."""
+"""Limits of API keys over HTTP: in one process, and in several frontend processes of one deciding process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tandem.frontend.keys.api_key import ApiKey
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.frontend.keys.limiter import TEXT_BYTES_PER_TOKEN, LocalLimiter
 from tandem.frontend.processes.backend_service import BackendService
-from tandem.frontend.processes.hub import EdgeHub
+from tandem.frontend.processes.deciding_client import JoinSettings
+from tandem.frontend.processes.deciding_process import DecidingProcess
 from tandem.frontend.processes.remote_backend import RemoteBackend
 from tandem.frontend.serve_app import create_app
 from tandem.protocol.config import RouterConfig
@@ -45,8 +46,8 @@ class Server:
         self.limiter = LocalLimiter(lambda: self.now)
         self.api_keys = ApiKeys(keys, is_required=True, limiter=self.limiter)
         self.registry = CollectorRegistry()
-        self.hub: EdgeHub | None = None
-        self.edges: list[RemoteBackend] = []
+        self.deciding: DecidingProcess | None = None
+        self.frontends: list[RemoteBackend] = []
         self.clients: list[httpx.AsyncClient] = []
 
     async def ask(self, secret: str = "sk-a", process: int = 0, **fields: Any) -> httpx.Response:
@@ -70,24 +71,24 @@ async def serving(tokenizer: Tokenizer, folder: Path, num_processes: int, *keys:
         if num_processes == 1:
             apps = [server.app(server.backend, server.api_keys)]
         else:
-            hub = EdgeHub(
+            deciding = DecidingProcess(
                 BackendService(server.backend, Ready(), bytes),
                 f"{folder}/hub",
                 server.api_keys,
                 clock=lambda: server.now,
             )
-            server.hub, server.limiter = hub, hub.limiter
-            await hub.start()
-            stack.push_async_callback(hub.close)
+            server.deciding, server.limiter = deciding, deciding.limiter
+            await deciding.start()
+            stack.push_async_callback(deciding.close)
             apps = []
             for name in map(str, range(num_processes)):
-                hub.expect(name)
-                edge = RemoteBackend(f"{folder}/hub", name, on_lost=lambda: None, timeout_s=20.0, needs_key=True)
-                stack.push_async_callback(edge.close)
-                await edge.start()
-                server.edges.append(edge)
+                deciding.expect(name)
+                frontend = RemoteBackend(JoinSettings(f"{folder}/hub", name, lambda: None, 20.0, needs_key=True))
+                stack.push_async_callback(frontend.close)
+                await frontend.start()
+                server.frontends.append(frontend)
                 server.registry = CollectorRegistry()
-                apps.append(server.app(edge, edge.api_keys, readiness=edge))
+                apps.append(server.app(frontend, frontend.api_keys, readiness=frontend))
         for app in apps:
             client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
             server.clients.append(await stack.enter_async_context(client))
@@ -249,26 +250,26 @@ async def test_limits_that_change_count_in_all_processes(
                     pass
 
 
-async def test_an_edge_process_that_ends_frees_what_its_requests_held(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_a_frontend_process_that_ends_frees_what_its_requests_held(tokenizer: Tokenizer, tmp_path: Path) -> None:
     limited = stored_key("sk-a", "a", limits=KeyLimits(concurrent_requests=1))
     async with serving(tokenizer, tmp_path, 2, limited) as server:
         server.backend.script = lambda _: [asyncio.Event()]
         running = asyncio.create_task(server.ask(process=0))
         await eventually(lambda: server.backend.num_open == 1)
         assert (await server.ask(process=1)).status_code == 429
-        assert server.hub is not None
-        server.hub.drop("0")
+        assert server.deciding is not None
+        server.deciding.drop("0")
         assert (await running).status_code == 503
         server.backend.script = server.backend.reply_steps
         assert (await server.ask(process=1)).status_code == 200
 
 
-async def test_a_key_that_the_hub_no_longer_knows_is_refused_by_an_edge_process_that_still_does(
+async def test_a_removed_key_is_refused_by_a_frontend_process_that_still_knows_it(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     gone = stored_key("sk-gone", "a", limits=KeyLimits(requests_per_minute=5))
     async with serving(tokenizer, tmp_path, 2, stored_key("sk-a", "a")) as server:
-        server.edges[0].api_keys.replace([gone])
+        server.frontends[0].api_keys.replace([gone])
         refused = await server.ask("sk-gone")
         assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
 

@@ -1,4 +1,4 @@
-"""An edge process that says whatever a test wants said to a hub, in whatever order."""
+"""A frontend process that says whatever a test wants said to the deciding process, in whatever order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tandem.frontend.processes import wire
 from tandem.frontend.processes.message_link import framed
 
 
-class RawEdge:
-    """Speaks the hub's protocol by hand. To be entered as a context; the hub must expect its id before it joins."""
+class RawFrontend:
+    """Speaks the protocol by hand. To be entered as a context; its id must be expected before it joins."""
 
-    def __init__(self, path: str, edge_id: str) -> None:
-        self.edge_id = edge_id
-        self.is_closed = False  # the hub has closed the connection
+    def __init__(self, path: str, frontend_id: str) -> None:
+        self.frontend_id = frontend_id
+        self.is_closed = False  # the deciding process has closed the connection
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
         self._socket.setblocking(False)
@@ -30,7 +30,7 @@ class RawEdge:
         self._socket.close()
 
     def join(self) -> None:
-        self.send(wire.Join(self.edge_id))
+        self.send(wire.Join(self.frontend_id))
 
     def send(self, message: Any) -> None:
         self.send_bytes(wire.encode(message))

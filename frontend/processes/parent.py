@@ -1,4 +1,4 @@
-"""The edge processes of a server. The process that decides starts, replaces and stops them.
+"""The frontend processes of a server. The process that decides starts, replaces and stops them.
 
 They share the port: the kernel spreads connections over them. The parent's own socket is bound and never listens. It
 keeps the port while a process is replaced, and keeps other programs from sharing it by chance.
@@ -17,46 +17,46 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.cluster.edge_process import EdgeSettings, EngineEdge, TextEdge
 from tandem.frontend.keys.api_keys import ApiKeys
-from tandem.frontend.processes.hub import EdgeHub, HubService
+from tandem.frontend.processes.child import FrontendSettings, RouteFrontend, ServeFrontend
+from tandem.frontend.processes.deciding_process import DecidingProcess, DecidingService
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import ConfigError
 from tandem.runtime.process_group import ProcessGroup
 from tandem.runtime.temporary_folder import make_temporary_folder
 from tandem.scheduling.admission.tenants import Tenants
 
-__all__ = ["EdgeProcesses", "edge_processes"]
+__all__ = ["FrontendProcesses", "frontend_processes"]
 
 
 @contextlib.asynccontextmanager
-async def edge_processes(
-    service: HubService,
-    edge: TextEdge | EngineEdge,
+async def frontend_processes(
+    service: DecidingService,
+    frontend: ServeFrontend | RouteFrontend,
     *,
     config: RouterConfig,
     listener: socket.socket,
     api_keys: ApiKeys,
     tenants: Tenants = Tenants(),
     admin_token: str = "",
-) -> AsyncIterator[EdgeProcesses]:
-    """Run `config.router_processes` of them while the block runs. Each serves once it has joined the hub.
+) -> AsyncIterator[FrontendProcesses]:
+    """Run `config.router_processes` of them while the block runs. Each serves once it has joined this process.
 
-    Raises `ConfigError` when the hub's socket, or the folder that it is in, cannot be made.
+    Raises `ConfigError` when the socket, or the folder that it is in, cannot be made.
     """
     # Only this user may enter the folder: a process that can write to the socket can generate, and add engines.
     folder = make_temporary_folder()
     with contextlib.ExitStack() as at_end:
         at_end.callback(shutil.rmtree, folder, ignore_errors=True)
         endpoint = f"{folder}/hub"
-        hub = EdgeHub(service, endpoint, api_keys)
+        deciding = DecidingProcess(service, endpoint, api_keys)
         # Only now: the bind before must fail if another program has the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        settings = EdgeSettings(
-            edge_id="",
+        settings = FrontendSettings(
+            frontend_id="",
             number=0,
-            hub_endpoint=endpoint,
-            edge=edge,
+            endpoint=endpoint,
+            frontend=frontend,
             port=listener.getsockname()[1],
             router=config,
             metrics_folder=folder,
@@ -66,32 +66,32 @@ async def edge_processes(
             admin_token=admin_token,
         )
         try:
-            await hub.start()
+            await deciding.start()
         except OSError as exc:
             raise ConfigError(
                 f"the socket {endpoint} cannot be made: {exc}; set TMPDIR to a local folder with a shorter name"
             ) from exc
-        processes = EdgeProcesses(hub, settings)
+        processes = FrontendProcesses(deciding, settings)
         try:
             yield processes
         finally:
             await processes.close()
-            await hub.close()
+            await deciding.close()
 
 
-class EdgeProcesses:
-    """Runs `router_processes` edge processes. Those that end or hang are replaced, until `drain`."""
+class FrontendProcesses:
+    """Runs `router_processes` frontend processes. Those that end or hang are replaced, until `drain`."""
 
-    def __init__(self, hub: EdgeHub, settings: EdgeSettings) -> None:
+    def __init__(self, deciding: DecidingProcess, settings: FrontendSettings) -> None:
         self.has_started = asyncio.Event()  # set once all of them serve
-        self.hub = hub
+        self.deciding = deciding
         self.metrics_folder = settings.metrics_folder
         self._settings = settings
-        self._edge_ids: dict[int, str] = {}  # by number; each start gets a new id
+        self._frontend_ids: dict[int, str] = {}  # by number; each start gets a new id
         self._num_started = 0
         self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
         self.group = ProcessGroup(
-            "tandem.cluster.edge_process",
+            "tandem.frontend.processes.child",
             self._setup,
             settings.router.router_processes,
             stop_timeout_s=settings.longest_drain_s,
@@ -102,8 +102,8 @@ class EdgeProcesses:
 
     @property
     def num_running(self) -> int:
-        """Requests that the hub serves for clients."""
-        return self.hub.num_running
+        """Requests that are served for clients."""
+        return self.deciding.num_running
 
     @property
     def is_serving(self) -> bool:
@@ -129,12 +129,12 @@ class EdgeProcesses:
 
     def _setup(self, number: int) -> bytes:
         self._num_started += 1
-        edge_id = self._edge_ids[number] = f"edge-{number}-{self._num_started}"
-        self.hub.expect(edge_id)
-        return msgspec.json.encode(replace(self._settings, edge_id=edge_id, number=number))
+        frontend_id = self._frontend_ids[number] = f"edge-{number}-{self._num_started}"
+        self.deciding.expect(frontend_id)
+        return msgspec.json.encode(replace(self._settings, frontend_id=frontend_id, number=number))
 
     def _ended(self, number: int) -> None:
         """Cancel its requests. The process that replaces it takes over its counters, but not its gauges."""
-        self.hub.drop(self._edge_ids.pop(number))
+        self.deciding.drop(self._frontend_ids.pop(number))
         for path in Path(self.metrics_folder).glob(f"gauge_live*_{number}.db"):
             path.unlink(missing_ok=True)

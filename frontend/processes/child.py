@@ -1,4 +1,4 @@
-"""One edge process: answers HTTP and asks the hub. `cluster/edge_processes.py` starts it as `python -m` of this module.
+"""One frontend process: answers HTTP and asks the deciding process. `parent.py` runs this module as its program.
 
 It is a child as `runtime/process_group.py` describes, and ends with its parent.
 """
@@ -34,38 +34,39 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from tandem.frontend.http.app import RouterApp
+    from tandem.frontend.processes.deciding_client import JoinSettings
 
-__all__ = ["EdgeSettings", "EngineEdge", "TextEdge", "main"]
+__all__ = ["FrontendSettings", "RouteFrontend", "ServeFrontend", "main"]
 
 CLOSING_S = 5.0  # for a process to close, after the time in which answers may end
 METRICS_FOLDER_ENV = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's
 
 
-class TextEdge(msgspec.Struct, frozen=True, tag=True):
-    """An edge of `tandem serve`: turns text into tokens for the hub's backend, and tokens into text."""
+class ServeFrontend(msgspec.Struct, frozen=True, tag=True):
+    """One of `tandem serve`: turns text into tokens for the deciding process's backend, and tokens into text."""
 
     model: str  # folder of the tokenizer
 
 
-class EngineEdge(msgspec.Struct, frozen=True, tag=True):
-    """An edge of `tandem route`: relays requests to engines that the hub chooses."""
+class RouteFrontend(msgspec.Struct, frozen=True, tag=True):
+    """One of `tandem route`: relays requests to engines that the deciding process chooses."""
 
     tokenizers: dict[str, str]  # folder or hub id, by model
     engines: ExternalEnginesConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EdgeSettings:
-    """What one edge process needs to know.
+class FrontendSettings:
+    """What one frontend process needs to know.
 
     Tenants are read once, so that a replacement has the same ones even if the file has changed. API keys
-    come from the hub, which follows their file.
+    come from the deciding process, which follows their file.
     """
 
-    edge_id: str
+    frontend_id: str
     number: int  # of all processes that replace one another
-    hub_endpoint: str
-    edge: TextEdge | EngineEdge
+    endpoint: str  # the deciding process's socket
+    frontend: ServeFrontend | RouteFrontend
     port: int
     router: RouterConfig
     metrics_folder: str  # holds the counters of all processes
@@ -76,7 +77,10 @@ class EdgeSettings:
 
     @property
     def longest_drain_s(self) -> float:
-        """How long this process may take to end. The hub ends answers that take too long; this is for the hub's end."""
+        """How long this process may take to end.
+
+        The deciding process ends answers that take too long; this is for the case that it has ended itself.
+        """
         return max(self.router.drain_timeout_s, self.router.shutdown_grace_s) + CLOSING_S
 
 
@@ -86,7 +90,7 @@ def main() -> None:
     pipe, parent = ParentPipe(), os.getppid()
     if not pipe.setup:
         return  # the parent ended before it said anything
-    settings = msgspec.json.decode(pipe.setup, type=EdgeSettings)
+    settings = msgspec.json.decode(pipe.setup, type=FrontendSettings)
     _count_in(settings.metrics_folder, settings.number)
     keep_torch_out()
     try:
@@ -113,18 +117,18 @@ def _count_in(folder: str, number: int) -> None:
     values.ValueClass = values.MultiProcessValue(lambda: number)
 
 
-async def _serve(settings: EdgeSettings, pipe: ParentPipe, listener: socket.socket) -> None:
+async def _serve(settings: FrontendSettings, pipe: ParentPipe, listener: socket.socket) -> None:
     from prometheus_client import CollectorRegistry
 
     from tandem.frontend.http.server import serve_until
 
     metrics = CollectorRegistry()
     async with pipe.obeying() as orders:
-        # `stop.set`: without the hub this process can only finish what runs. Its parent starts another one.
-        if isinstance(settings.edge, TextEdge):
-            making = _text_app(settings, settings.edge.model, metrics, orders.stop.set)
+        # `stop.set`: without the deciding process this one can only finish what runs. Its parent starts another.
+        if isinstance(settings.frontend, ServeFrontend):
+            making = _serve_app(settings, settings.frontend.model, metrics, orders.stop.set)
         else:
-            making = _engines_app(settings, settings.edge, metrics, orders.stop.set)
+            making = _route_app(settings, settings.frontend, metrics, orders.stop.set)
         async with making as app:
             await serve_until(
                 orders,
@@ -138,8 +142,8 @@ async def _serve(settings: EdgeSettings, pipe: ParentPipe, listener: socket.sock
 
 
 @contextlib.asynccontextmanager
-async def _text_app(
-    settings: EdgeSettings, model: str, metrics: CollectorRegistry, on_lost: Callable[[], object]
+async def _serve_app(
+    settings: FrontendSettings, model: str, metrics: CollectorRegistry, on_lost: Callable[[], object]
 ) -> AsyncIterator[RouterApp]:
     from tandem.frontend.processes.remote_backend import RemoteBackend
     from tandem.frontend.serve_app import create_app
@@ -147,13 +151,7 @@ async def _text_app(
 
     export = begin_tracing("router", is_on=settings.router.tracing)
     tokenizer = Tokenizer(model)
-    backend = RemoteBackend(
-        settings.hub_endpoint,
-        settings.edge_id,
-        on_lost=on_lost,
-        timeout_s=settings.router.worker_timeout_s,
-        needs_key=settings.needs_key,
-    )
+    backend = RemoteBackend(_joining(settings, on_lost))
     await backend.start()
 
     async def scrape() -> bytes:
@@ -178,8 +176,8 @@ async def _text_app(
 
 
 @contextlib.asynccontextmanager
-async def _engines_app(
-    settings: EdgeSettings, edge: EngineEdge, metrics: CollectorRegistry, on_lost: Callable[[], object]
+async def _route_app(
+    settings: FrontendSettings, frontend: RouteFrontend, metrics: CollectorRegistry, on_lost: Callable[[], object]
 ) -> AsyncIterator[RouterApp]:
     from tandem.frontend.processes.remote_dispatcher import RemoteDispatcher
     from tandem.frontend.relay.connections import EngineConnections
@@ -187,15 +185,8 @@ async def _engines_app(
     from tandem.frontend.route_app import create_engines_app
 
     export = begin_tracing("router", is_on=settings.router.tracing)
-    connections = EngineConnections(edge.engines)
-    dispatcher = RemoteDispatcher(
-        settings.hub_endpoint,
-        settings.edge_id,
-        connections,
-        on_lost=on_lost,
-        timeout_s=settings.router.worker_timeout_s,
-        needs_key=settings.needs_key,
-    )
+    connections = EngineConnections(frontend.engines)
+    dispatcher = RemoteDispatcher(_joining(settings, on_lost), connections)
 
     async def scrape() -> bytes:
         return await asyncio.to_thread(_counters, settings, dispatcher.models) + await dispatcher.scrape()
@@ -203,10 +194,10 @@ async def _engines_app(
     yield create_engines_app(
         dispatcher,
         connections,
-        load_readers(edge.tokenizers),
+        load_readers(frontend.tokenizers),
         metrics,
         config=settings.router,
-        engines_config=edge.engines,
+        engines_config=frontend.engines,
         scrape=scrape,
         traffic=lambda: _merged(settings),
         started_at_s=settings.started_at_s,
@@ -218,15 +209,22 @@ async def _engines_app(
     await close_tracing(export)
 
 
-def _counters(settings: EdgeSettings, models: Iterable[str]) -> bytes:
-    """What all edge processes have counted, as Prometheus reads it."""
+def _joining(settings: FrontendSettings, on_lost: Callable[[], object]) -> JoinSettings:
+    from tandem.frontend.processes.deciding_client import JoinSettings
+
+    timeout_s = settings.router.worker_timeout_s
+    return JoinSettings(settings.endpoint, settings.frontend_id, on_lost, timeout_s, settings.needs_key)
+
+
+def _counters(settings: FrontendSettings, models: Iterable[str]) -> bytes:
+    """What all frontend processes have counted, as Prometheus reads it."""
     from tandem.frontend.http.exposition import exposition
 
     return exposition(SimpleNamespace(collect=lambda: _merged(settings)), settings.router, models)
 
 
-def _merged(settings: EdgeSettings) -> Iterable[Metric]:
-    """What all edge processes have counted, including those that have ended."""
+def _merged(settings: FrontendSettings) -> Iterable[Metric]:
+    """What all frontend processes have counted, including those that have ended."""
     from prometheus_client.multiprocess import MultiProcessCollector
 
     files = [str(path) for path in Path(settings.metrics_folder).glob("*.db") if _num_bytes(path)]

@@ -1,4 +1,4 @@
-"""Edges that relay and a hub that decides: requests are served as by one process, and nothing is left of what ends."""
+"""Processes that relay and one that decides: requests are served as by one, and nothing is left of what ends."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import httpx
 import msgspec
 import pytest
 
-from tandem.frontend.processes import dispatch_messages as messages
-from tandem.frontend.processes import hub as hub_module
-from tandem.frontend.processes import hub_client, wire
-from tandem.frontend.processes.remote_dispatcher import RemoteDispatcher
+from tandem.frontend.processes import deciding_client, deciding_process, wire
+from tandem.frontend.processes.deciding_client import JoinSettings
+from tandem.frontend.processes.methods import invocation
+from tandem.frontend.processes.remote_dispatcher import RemoteDispatcher, Reservations
 from tandem.frontend.relay.connections import EngineConnections
 from tandem.frontend.relay.prompt_forms import chat_form
 from tandem.frontend.relay.prompts import ByteTokenReader
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.digest import EVERYONE, token_bytes
-from tandem.protocol.errors import NoWorker, WorkerError
+from tandem.protocol.errors import NoWorker
 from tandem.router.engines.config import EngineSpec
-from tandem.router.engines.dispatcher import DispatchRequest
+from tandem.router.engines.dispatcher import DispatchRequest, EngineReservation
+from tandem.router.engines.local_dispatcher import LocalReservation
 from tandem.scheduling.request import ServiceClass
 from tests.support.engines_harness import (
     COMPLETIONS,
@@ -34,7 +35,7 @@ from tests.support.engines_harness import (
 )
 from tests.support.fake_backend import RawClient, events
 from tests.support.fake_openai import FakeServer, fake_openai
-from tests.support.raw_edge import RawEdge
+from tests.support.raw_frontend import RawFrontend
 from tests.support.waiting import eventually
 
 ADMIN = {"authorization": "Bearer secret"}
@@ -89,6 +90,10 @@ def routing_request(prompt: str = "a b c d") -> DispatchRequest:
         is_stream=True,
         service_class=ServiceClass(),
     )
+
+
+def hold(number: int, request: DispatchRequest) -> wire.Call[Any]:
+    return wire.Call(number, invocation(Reservations.hold, request))
 
 
 # -- as by one process ----------------------------------------------------------------------------------------------
@@ -341,10 +346,10 @@ async def test_the_engine_that_hangs_is_blamed_and_not_the_other_one_of_its_pair
         assert hub.engine("d").num_failures == 0
 
 
-async def test_news_that_an_earlier_target_is_gone_do_not_end_the_next_one(
+async def test_an_abort_of_an_earlier_target_does_not_end_the_next_one(
     fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
 ) -> None:
-    """The hub gives an engine up in the moment in which the edge has already left it."""
+    """The deciding process gives an engine up when the frontend process has already left it."""
     fake_a.status = 500
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
         edge = await hub.edge("edge")
@@ -357,7 +362,7 @@ async def test_news_that_an_earlier_target_is_gone_do_not_end_the_next_one(
         [running] = hub.engine("a").running
         running.abort("a", "it is gone")
         reservation.failed("a")
-        target = await reservation.place_elsewhere()  # the news come first, and are about the earlier target
+        target = await reservation.place_elsewhere()  # the abort comes first, and is about the earlier target
         assert (target.decode, aborted) == ("b", [])
         [running] = hub.engine("b").running
         running.abort("b", "so is this")
@@ -412,44 +417,49 @@ async def test_an_edge_that_dies_loses_its_requests_and_no_others(fake_a: FakeSe
         assert (await kept).status_code == 200
 
 
-async def test_notes_of_a_dead_edge_and_notes_about_nothing_change_nothing(
+async def test_events_of_a_dead_process_or_about_nothing_change_nothing(
     fake_a: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
-        with RawEdge(hub.endpoint, "one") as one, RawEdge(hub.endpoint, "two") as two:
+        with RawFrontend(hub.endpoint, "one") as one, RawFrontend(hub.endpoint, "two") as two:
             hub.hub.expect("one")
             hub.hub.expect("two")
             one.join()
             two.join()
-            two.send(wire.Open(3, routing_request()))
+            two.send(hold(3, routing_request()))
             await eventually(lambda: len(hub.engine("a").running) == 1)
-            for note in (messages.EngineFailure("a", False, False), messages.Ended(5, 5), messages.FirstToken(0.0)):
-                one.send(wire.Notes([(3, note), (77, note)]))  # another edge's call, and none
-            one.send(wire.Open(5, "no request"))
+            for event in (
+                invocation(EngineReservation.failed, "a"),
+                invocation(EngineReservation.ended, 5, 5),
+                invocation(EngineReservation.first_token, 0.0),
+            ):
+                one.send(wire.Events([(3, event), (77, event)]))  # another process's call, and none
+            one.send(["Call", 5, ["Reservations.hold", ["no request"]]])
             one.send_bytes(b"\x93nonsense")
             await eventually(lambda: caplog.text.count("is no message") == 2)
             assert (hub.engine("a").num_failures, hub.hub.num_running) == (0, 1)
-            two.send(wire.Notes([(3, messages.EngineFailure("a", False, False))]))  # they have not been read yet
-            two.send(wire.Open(9, routing_request()))
+            two.send(wire.Events([(3, invocation(EngineReservation.failed, "a"))]))  # they have not been read yet
+            two.send(hold(9, routing_request()))
             hub.hub.drop("two")
             await eventually(lambda: two.take() is not None and two.is_closed)
             assert (hub.engine("a").num_failures, hub.hub.num_running) == (0, 0)
 
 
-async def test_a_note_that_the_hub_cannot_handle_ends_its_own_call_only(
+async def test_an_event_that_cannot_be_handled_ends_its_own_call_only(
     fake_a: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
-        with RawEdge(hub.endpoint, "edge") as edge:
+        with RawFrontend(hub.endpoint, "edge") as edge:
             hub.hub.expect("edge")
             edge.join()
-            edge.send(wire.Open(1, routing_request(prompt_of("running"))))
+            edge.send(hold(1, routing_request(prompt_of("running"))))
             await eventually(lambda: len(hub.engine("a").running) == 1)
             queued = msgspec.structs.replace(routing_request(prompt_of("queued")), request_id="queued-one")
-            edge.send(wire.Open(2, queued))
+            edge.send(hold(2, queued))
             await eventually(lambda: num_waiting(hub) == 1)
             # The second one has not been placed, so it can have no token.
-            edge.send(wire.Notes([(2, messages.FirstToken(0.0)), (1, messages.EngineAnswered())]))
+            early, answered = invocation(EngineReservation.first_token, 0.0), invocation(EngineReservation.answered)
+            edge.send(wire.Events([(2, early), (1, answered)]))
             await eventually(lambda: hub.hub.num_running == 1)
             assert "a note about request queued-one could not be handled" in caplog.text
             assert [request.has_answer for request in hub.engine("a").running] == [True]
@@ -460,8 +470,8 @@ async def test_a_note_that_the_hub_cannot_handle_ends_its_own_call_only(
 async def test_streams_outlive_a_hub_that_is_silent_and_requests_are_refused(
     fake_a: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_client, "WATCH_INTERVAL_S", 0.01)
-    monkeypatch.setattr(hub_module, "STATUS_INTERVAL_S", 0.01)
+    monkeypatch.setattr(deciding_client, "WATCH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(deciding_process, "STATUS_INTERVAL_S", 0.01)
     async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
         relay = await hub.relay()
         edge = await hub.edge("edge", timeout_s=0.3, relay=relay)
@@ -473,7 +483,7 @@ async def test_streams_outlive_a_hub_that_is_silent_and_requests_are_refused(
         await eventually(lambda: len(fake_a.requests) == 2)
         tasks.append(start(edge, prompt_of("waiting")))
         await eventually(lambda: num_waiting(hub) == 1)
-        with relay.silent_hub():
+        with relay.silence():
             await eventually(lambda: edge.remote.unready is not None)
             assert (await tasks[1]).status_code == 503
             refused = await start(edge)
@@ -491,13 +501,13 @@ async def test_streams_outlive_a_hub_that_is_silent_and_requests_are_refused(
 async def test_a_silent_hub_is_not_waited_for_to_place_a_request_elsewhere(
     fake_a: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_client, "WATCH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(deciding_client, "WATCH_INTERVAL_S", 0.01)
     async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
         relay = await hub.relay()
         edge = await hub.edge("edge", timeout_s=0.3, relay=relay)
         reservation = edge.remote.reserve(routing_request(), lambda _: None)
         await reservation.place()
-        with relay.silent_hub():
+        with relay.silence():
             await eventually(lambda: edge.remote.unready is not None)
             with pytest.raises(NoWorker):
                 await reservation.place_elsewhere()
@@ -510,17 +520,9 @@ async def test_a_request_that_the_hub_gave_up_is_not_placed_elsewhere(
 ) -> None:
     async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
         edge = await hub.edge("edge")
-        open_call, calls = hub.service.open, []
-
-        def opened(*args: Any) -> Any:
-            calls.append(open_call(*args))
-            return calls[-1]
-
-        monkeypatch.setattr(hub.service, "open", opened)
         reservation = edge.remote.reserve(routing_request(), lambda _: None)
         await reservation.place()
-        [call] = calls
-        monkeypatch.setattr(type(call), "note", lambda *_: 1 / 0)
+        monkeypatch.setattr(LocalReservation, "answered", lambda *_: 1 / 0)
         reservation.answered()
         await eventually(lambda: edge.remote.num_open == 0)
         with pytest.raises(NoWorker):
@@ -528,21 +530,12 @@ async def test_a_request_that_the_hub_gave_up_is_not_placed_elsewhere(
         assert hub.hub.num_running == 0
 
 
-async def test_a_hub_that_is_not_there_is_told_in_time(tmp_path: Path) -> None:
-    remote = RemoteDispatcher(
-        f"{tmp_path}/nobody", "edge", EngineConnections(ExternalEnginesConfig()), on_lost=lambda: None, timeout_s=0.05
-    )
-    with pytest.raises(WorkerError, match="cannot be reached"):
-        async with remote.running():
-            pass
-
-
 async def test_an_edge_that_closes_sends_those_who_wait_away(fake_a: FakeServer, tmp_path: Path) -> None:
     async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
         running = await one_runs(await hub.edge("one"), fake_a)
         hub.hub.expect("two")
         connections = EngineConnections(ExternalEnginesConfig())
-        two = RemoteDispatcher(hub.endpoint, "two", connections, on_lost=lambda: None, timeout_s=20.0)
+        two = RemoteDispatcher(JoinSettings(hub.endpoint, "two", lambda: None, 20.0), connections)
         async with two.running():
             reservation = two.reserve(routing_request(prompt_of("waits")), lambda _: None)
             waiting = asyncio.create_task(reservation.place())

@@ -1,4 +1,4 @@
-"""A remote backend is the backend, seen through a hub: same answers, same errors, nothing left behind."""
+"""A remote backend is the backend, seen from another process: same answers, same errors, nothing left behind."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tandem.frontend.keys.api_keys import ApiKeys
-from tandem.frontend.processes import hub as hub_module
-from tandem.frontend.processes import hub_client, wire
-from tandem.frontend.processes.backend_service import WIRE_FORMAT, BackendService, Status
-from tandem.frontend.processes.hub import EdgeHub
-from tandem.frontend.processes.hub_client import HubClient
-from tandem.frontend.processes.remote_backend import RemoteBackend
+from tandem.frontend.processes import deciding_client, deciding_process, wire
+from tandem.frontend.processes.backend_service import BackendService
+from tandem.frontend.processes.deciding_client import JoinSettings
+from tandem.frontend.processes.deciding_process import DecidingProcess
+from tandem.frontend.processes.methods import invocation
+from tandem.frontend.processes.remote_backend import BackendState, RemoteBackend
 from tandem.frontend.response_store import LocalResponses
 from tandem.frontend.serve_app import create_app
 from tandem.protocol.config import RouterConfig
@@ -38,19 +38,25 @@ from tandem.protocol.errors import (
 )
 from tandem.protocol.messages import Prefetch, Role
 from tandem.protocol.sampling import SamplingParams
-from tandem.router.backend import GenerateRequest, PinRequest, TokenDelta
+from tandem.router.backend import Backend, GenerateRequest, PinRequest, TokenDelta
+from tandem.router.engines.dispatcher import EngineReservation
 from tandem.router.engines.errors import EngineFailed
 from tandem.router.streams import Stream
 from tandem.text.tokenizer import Tokenizer
+from tests.support.deciding_relay import DecidingRelay
 from tests.support.fake_backend import FakeBackend, events
-from tests.support.hub_relay import HubRelay
-from tests.support.raw_edge import RawEdge
+from tests.support.raw_frontend import RawFrontend
 from tests.support.streams import Pulled
 from tests.support.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
 REQUEST = GenerateRequest("r", [1, 2, 3], SamplingParams(max_tokens=8), EVERYONE)
+decode = wire.decoder_of(results=TokenDelta, states=BackendState)
+
+
+def serve(number: int) -> wire.Call[Any]:
+    return wire.Call(number, invocation(Backend.serve, REQUEST))
 
 
 class Always:
@@ -59,40 +65,40 @@ class Always:
 
 
 class Line:
-    """A hub and any number of edges of it."""
+    """A deciding process and any number of frontend processes."""
 
     def __init__(self, backend: FakeBackend, endpoint: str, stack: AsyncExitStack) -> None:
         self.backend = backend
         self.readiness = Always()
         self.scrape = AsyncMock(return_value=b"tandem_worker_running 1.0\n")
         self.service = BackendService(backend, self.readiness, self.scrape)
-        self.hub = EdgeHub(self.service, endpoint, ApiKeys())
+        self.deciding = DecidingProcess(self.service, endpoint, ApiKeys())
         self.endpoint = endpoint
-        self.lost: list[str] = []  # edges whose connection ended
+        self.lost: list[str] = []  # frontends whose connection ended
         self._stack = stack
 
-    async def relay(self) -> HubRelay:
-        return await self._stack.enter_async_context(HubRelay(self.endpoint, f"{self.endpoint}-relay"))
+    async def relay(self) -> DecidingRelay:
+        return await self._stack.enter_async_context(DecidingRelay(self.endpoint, f"{self.endpoint}-relay"))
 
-    async def edge(
-        self, name: str = "edge", timeout_s: float = 20.0, relay: HubRelay | None = None, **options: Any
+    async def frontend(
+        self, name: str = "frontend", timeout_s: float = 20.0, relay: DecidingRelay | None = None, **options: Any
     ) -> RemoteBackend:
-        self.hub.expect(name)
+        self.deciding.expect(name)
         endpoint = self.endpoint if relay is None else relay.endpoint
-        edge = RemoteBackend(endpoint, name, on_lost=lambda: self.lost.append(name), timeout_s=timeout_s, **options)
-        self._stack.push_async_callback(edge.close)
-        await edge.start()
-        return edge
+        frontend = RemoteBackend(JoinSettings(endpoint, name, lambda: self.lost.append(name), timeout_s, **options))
+        self._stack.push_async_callback(frontend.close)
+        await frontend.start()
+        return frontend
 
-    async def client(self, edge: RemoteBackend) -> httpx.AsyncClient:
+    async def client(self, frontend: RemoteBackend) -> httpx.AsyncClient:
         app = create_app(
-            edge,
+            frontend,
             self.backend.tokenizer,
             RouterConfig(),
             CollectorRegistry(),
-            readiness=edge,
-            responses=edge.responses,
-            api_keys=edge.api_keys,
+            readiness=frontend,
+            responses=frontend.responses,
+            api_keys=frontend.api_keys,
         )
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
         return await self._stack.enter_async_context(client)
@@ -104,11 +110,11 @@ async def line(tokenizer: Tokenizer, folder: Path) -> AsyncIterator[Line]:
     backend = FakeBackend(tokenizer)
     async with asyncio.timeout(30), AsyncExitStack() as stack:
         made = Line(backend, f"{folder}/hub", stack)
-        await made.hub.start()
+        await made.deciding.start()
         try:
             yield made
         finally:
-            await made.hub.close()
+            await made.deciding.close()
     assert backend.num_open == 0
 
 
@@ -124,12 +130,12 @@ async def collect(stream: Stream[TokenDelta]) -> list[TokenDelta]:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_an_edge_answers_as_the_process_itself_would(
+async def test_a_frontend_answers_as_the_process_itself_would(
     tokenizer: Tokenizer, tmp_path: Path, is_stream: bool
 ) -> None:
     body = BODY | {"stream": is_stream, "logprobs": True, "top_logprobs": 2, "n": 2, "seed": 3}
     async with line(tokenizer, tmp_path) as here:
-        through = await here.client(await here.edge())
+        through = await here.client(await here.frontend())
         app = create_app(here.backend, tokenizer, RouterConfig(), CollectorRegistry(), api_keys=ApiKeys())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as direct:
             answers = [await client.post(CHAT, json=body) for client in (direct, through)]
@@ -144,7 +150,7 @@ async def test_an_edge_answers_as_the_process_itself_would(
 async def test_a_response_goes_on_in_another_process(tokenizer: Tokenizer, tmp_path: Path, is_stream: bool) -> None:
     path = "/v1/responses"
     async with line(tokenizer, tmp_path) as here:
-        one, other = [await here.client(await here.edge(f"edge-{i}")) for i in range(2)]
+        one, other = [await here.client(await here.frontend(f"frontend-{i}")) for i in range(2)]
         answer = await one.post(path, json={"input": "one", "stream": is_stream})
         first = json.loads(answer.text.split("data: ")[-1])["response"] if is_stream else answer.json()
         second = await other.post(path, json={"input": "two", "previous_response_id": first["id"]})
@@ -160,7 +166,7 @@ async def test_an_answer_that_cannot_be_kept_is_an_answer(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with line(tokenizer, tmp_path) as here:
-        client = await here.client(await here.edge())
+        client = await here.client(await here.frontend())
 
         async def fail(*_: object) -> None:
             raise WorkerError("gone")
@@ -181,9 +187,9 @@ def _without_ids(parts: list[object]) -> list[object]:
 
 async def test_deltas_arrive_whole_and_in_order(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with line(tokenizer, tmp_path) as here:
-        edge = await here.edge()
+        frontend = await here.frontend()
         expected = here.backend.reply_steps(REQUEST)
-        found = await asyncio.gather(*(collect(edge.serve(REQUEST)) for _ in range(20)))
+        found = await asyncio.gather(*(collect(frontend.serve(REQUEST)) for _ in range(20)))
         assert found == [expected] * 20
 
 
@@ -193,18 +199,18 @@ async def test_deltas_of_one_turn_travel_in_one_message(tokenizer: Tokenizer, tm
         steps = here.backend.reply_steps(REQUEST)
         step = asyncio.Event()
         here.backend.script = lambda _: [step, *steps]
-        here.hub.expect("edge")
-        with RawEdge(here.endpoint, "edge") as edge:
-            edge.join()
+        here.deciding.expect("frontend")
+        with RawFrontend(here.endpoint, "frontend") as frontend:
+            frontend.join()
             for call in range(20):
-                edge.send(wire.Open(call, REQUEST))
+                frontend.send(serve(call))
             await eventually(lambda: here.backend.num_open == 20)
             step.set()
-            messages: list[wire.Items[TokenDelta]] = []
+            messages: list[wire.Results[TokenDelta]] = []
 
             def num_items() -> int:
-                decoded = map(WIRE_FORMAT.decode_for_edge, edge.take())
-                messages.extend(message for message in decoded if isinstance(message, wire.Items))
+                decoded = map(decode, frontend.take())
+                messages.extend(message for message in decoded if isinstance(message, wire.Results))
                 return sum(len(message.items) for message in messages)
 
             await eventually(lambda: num_items() == 20 * len(steps))
@@ -239,7 +245,7 @@ async def test_every_error_is_the_same_on_the_other_side() -> None:
 
 async def test_an_error_reaches_the_client_with_its_status(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with line(tokenizer, tmp_path) as here:
-        client = await here.client(await here.edge())
+        client = await here.client(await here.frontend())
         here.backend.script = lambda _: [DeadlineUnmet("too late", retry_after_s=3.2)]
         answer = await client.post(CHAT, json=BODY)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "4")
@@ -250,25 +256,27 @@ async def test_an_error_reaches_the_client_with_its_status(tokenizer: Tokenizer,
         assert "secret" not in answer.text
 
 
-async def test_a_client_that_leaves_ends_its_request_in_the_hub(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_a_client_that_leaves_ends_its_request_in_the_deciding_process(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     async with line(tokenizer, tmp_path) as here:
-        edge = await here.edge()
+        frontend = await here.frontend()
         here.backend.script = lambda request: [here.backend.reply_steps(request)[0], asyncio.Event()]
-        async with aclosing(edge.serve(REQUEST)) as deltas:
+        async with aclosing(frontend.serve(REQUEST)) as deltas:
             await deltas.take()
-            assert here.hub.num_running == 1
+            assert here.deciding.num_running == 1
         await eventually(lambda: here.backend.num_open == 0)
-        await eventually(lambda: here.hub.num_running == 0)
+        await eventually(lambda: here.deciding.num_running == 0)
 
 
-async def test_a_dropped_edge_loses_its_requests_and_no_other(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_a_dropped_frontend_loses_its_requests_and_no_other(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with line(tokenizer, tmp_path) as here:
-        first, second = await here.edge("first"), await here.edge("second")
+        first, second = await here.frontend("first"), await here.frontend("second")
         go_on = asyncio.Event()
         here.backend.script = lambda request: [go_on, *here.backend.reply_steps(request)]
-        waiting = [asyncio.create_task(collect(edge.serve(REQUEST))) for edge in (first, second)]
+        waiting = [asyncio.create_task(collect(frontend.serve(REQUEST))) for frontend in (first, second)]
         await eventually(lambda: here.backend.num_open == 2)
-        here.hub.drop("first")
+        here.deciding.drop("first")
         await eventually(lambda: here.backend.num_open == 1)
         with pytest.raises(NoWorker, match="has closed the connection"):
             await waiting[0]
@@ -277,57 +285,64 @@ async def test_a_dropped_edge_loses_its_requests_and_no_other(tokenizer: Tokeniz
         assert await waiting[1] == here.backend.reply_steps(REQUEST)
 
 
-async def test_what_a_dropped_edge_sent_starts_nothing_when_it_is_read_late(
+async def test_what_a_dropped_frontend_sent_starts_nothing_when_it_is_read_late(
     tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with line(tokenizer, tmp_path) as here:
-        here.hub.expect("edge")
-        with RawEdge(here.endpoint, "edge") as edge:
-            edge.join()
-            await eventually(lambda: bool(edge.take()))
-            edge.send(wire.Open(0, REQUEST))  # it has not been read yet
-            here.hub.drop("edge")
-            await eventually(lambda: not edge.take() and edge.is_closed)
-            with RawEdge(here.endpoint, "edge") as again:  # an id is never used again
+        here.deciding.expect("frontend")
+        with RawFrontend(here.endpoint, "frontend") as frontend:
+            frontend.join()
+            await eventually(lambda: bool(frontend.take()))
+            frontend.send(serve(0))  # it has not been read yet
+            here.deciding.drop("frontend")
+            await eventually(lambda: not frontend.take() and frontend.is_closed)
+            with RawFrontend(here.endpoint, "frontend") as again:  # an id is never used again
                 again.join()
-                again.send(wire.Open(0, REQUEST))
+                again.send(serve(0))
                 again.send_bytes(b"\x93nonsense")
                 await eventually(lambda: "is no message" in caplog.text)  # and what was sent before it has been read
             assert here.backend.requests == []
-            assert here.hub.num_running == 0
+            assert here.deciding.num_running == 0
 
 
 @pytest.mark.parametrize(
     "message",
-    [["Open", 0, "no request"], ["Ask", 0, {"type": "nonsense"}], ["Notes", [[0, "no note"]]]],
-    ids=["open", "ask", "notes"],
+    [
+        ["Call", 0, ["Backend.serve", ["no request"]]],
+        ["Call", 0, ["Backend.pools", [{"type": "nonsense"}]]],
+        ["Call", 0, ["Backend.drain", ["p", 1.0, "not a truth value"]]],
+        ["Call", 0, ["Backend.__init__", []]],
+        ["Call", 0, ["RequestFlow.shut_down", []]],
+        ["Events", [[0, ["EngineReservation.answered", []]]]],
+    ],
+    ids=["serve", "pools", "drain", "init", "shut_down", "events"],
 )
-async def test_a_message_that_the_hub_cannot_decode_fails_its_call_and_no_other(
+async def test_a_call_that_may_not_be_made_fails_alone(
     tokenizer: Tokenizer, tmp_path: Path, message: list[object]
 ) -> None:
     async with line(tokenizer, tmp_path) as here:
-        here.hub.expect("edge")
+        here.deciding.expect("frontend")
         here.backend.script = lambda _: [asyncio.Event()]
-        with RawEdge(here.endpoint, "edge") as edge:
-            edge.join()
-            await eventually(lambda: bool(edge.take()))
-            edge.send(wire.Open(1, REQUEST))
-            if message[0] == "Notes":
-                edge.send(wire.Open(0, REQUEST))
-            edge.send(message)
-            assert await _failed_call(edge) == 0
-            await eventually(lambda: here.hub.num_running == here.backend.num_open == 1)  # call 1
+        with RawFrontend(here.endpoint, "frontend") as frontend:
+            frontend.join()
+            await eventually(lambda: bool(frontend.take()))
+            frontend.send(serve(1))
+            if message[0] == "Events":
+                frontend.send(serve(0))
+            frontend.send(message)
+            assert await _failed_call(frontend) == 0
+            await eventually(lambda: here.deciding.num_running == here.backend.num_open == 1)  # call 1
 
 
-async def _failed_call(edge: RawEdge) -> int:
+async def _failed_call(frontend: RawFrontend) -> int:
     failed: list[int] = []
 
     def has_failed() -> bool:
-        for data in edge.take():
-            message = WIRE_FORMAT.decode_for_edge(data)
+        for data in frontend.take():
+            message = decode(data)
             if isinstance(message, wire.Failed):
                 assert message.error.code == "internal_error"
-                failed.append(message.call)
+                failed.append(message.number)
         return bool(failed)
 
     await eventually(has_failed)
@@ -335,21 +350,21 @@ async def _failed_call(edge: RawEdge) -> int:
     return call
 
 
-@pytest.mark.parametrize("data", [b"\x93nonsense", b"", wire.encode(["Nobody", 3]), wire.encode(["Open", "x"])])
-async def test_an_edge_whose_message_names_no_call_is_disconnected(
+@pytest.mark.parametrize("data", [b"\x93nonsense", b"", wire.encode(["Nobody", 3]), wire.encode(["Call", "x"])])
+async def test_a_frontend_whose_message_names_no_call_is_disconnected(
     tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture, data: bytes
 ) -> None:
-    """It cannot be said who waits for an answer. The edge process sees the end of the connection, and is replaced."""
+    """It cannot be said who waits for an answer. The process sees the end of the connection, and is replaced."""
     async with line(tokenizer, tmp_path) as here:
         relay = await here.relay()
-        edge, other = await here.edge(relay=relay), await here.edge("other")
+        frontend, other = await here.frontend(relay=relay), await here.frontend("other")
         here.backend.script = lambda _: [asyncio.Event()]
-        waiting = asyncio.create_task(collect(edge.serve(REQUEST)))
+        waiting = asyncio.create_task(collect(frontend.serve(REQUEST)))
         await eventually(lambda: here.backend.num_open == 1)
         relay.say(data)
         with pytest.raises(NoWorker, match="has closed the connection"):
             await waiting
-        assert here.lost == ["edge"]
+        assert here.lost == ["frontend"]
         await eventually(lambda: here.backend.num_open == 0)
         assert "is no message" in caplog.text
         assert await other.pools() == {"workers": []}
@@ -357,22 +372,18 @@ async def test_an_edge_whose_message_names_no_call_is_disconnected(
 
 async def test_a_request_that_cannot_be_opened_fails_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with line(tokenizer, tmp_path) as here:
-        edge = await here.edge()
-        real_open = here.service.open
-
-        def fail_first(*args: object) -> object:
-            here.service.open = real_open  # type: ignore[method-assign]
-            raise ValueError("a fault of ours")
-
-        here.service.open = fail_first  # type: ignore[method-assign,assignment]
+        frontend = await here.frontend()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FakeBackend, "serve", lambda *_: 1 / 0)
+            failing = await here.frontend("other")  # its methods are those of now
         with pytest.raises(ServingError, match="Internal server error"):
-            await collect(edge.serve(REQUEST))
-        assert await collect(edge.serve(REQUEST)) == here.backend.reply_steps(REQUEST)
+            await collect(failing.serve(REQUEST))
+        assert await collect(frontend.serve(REQUEST)) == here.backend.reply_steps(REQUEST)
 
 
 async def test_an_item_that_cannot_be_sent_fails_its_call_and_no_other(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with line(tokenizer, tmp_path) as here:
-        edge = await here.edge()
+        frontend = await here.frontend()
         unsendable = TokenDelta([1 << 70])
         go_on = asyncio.Event()
         bad = replace(REQUEST, request_id="bad")
@@ -380,7 +391,9 @@ async def test_an_item_that_cannot_be_sent_fails_its_call_and_no_other(tokenizer
             go_on,
             *([unsendable, asyncio.Event()] if request == bad else here.backend.reply_steps(request)),
         ]
-        failing, *others = [asyncio.create_task(collect(edge.serve(request))) for request in (bad, REQUEST, REQUEST)]
+        failing, *others = [
+            asyncio.create_task(collect(frontend.serve(request))) for request in (bad, REQUEST, REQUEST)
+        ]
         await eventually(lambda: here.backend.num_open == 3)
         go_on.set()  # so the first item of all three is sent at once
         with pytest.raises(ServingError, match="Internal server error"):
@@ -388,18 +401,14 @@ async def test_an_item_that_cannot_be_sent_fails_its_call_and_no_other(tokenizer
         assert await asyncio.gather(*others) == [here.backend.reply_steps(REQUEST)] * 2
 
 
-async def test_a_note_that_cannot_be_sent_fails_its_call(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_an_event_that_cannot_be_sent_fails_its_call(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with line(tokenizer, tmp_path) as here:
-        here.hub.expect("edge")
-        client = HubClient(
-            here.endpoint, "edge", WIRE_FORMAT, lambda _: None, on_lost=lambda: here.lost.append("edge"), timeout_s=20.0
-        )
-        await client.start()
+        client = (await here.frontend())._client
         here.backend.script = lambda _: [asyncio.Event()]
         received: list[object] = []
-        call = client.open(REQUEST, received.append)
+        call = client.open(received.append, Backend.serve, REQUEST)
         await eventually(lambda: here.backend.num_open == 1)
-        client.note(call, object())
+        client.event(call, EngineReservation.ended, 1 << 70, 0)
         await eventually(lambda: received)
         [failure] = received
         assert isinstance(failure, WorkerError)
@@ -407,29 +416,28 @@ async def test_a_note_that_cannot_be_sent_fails_its_call(tokenizer: Tokenizer, t
         client.close_call(call)
         await eventually(lambda: here.backend.num_open == 0)
         assert here.lost == []
-        await client.close()
 
 
-async def test_a_hub_that_is_silent_fails_calls_and_is_taken_back_when_it_speaks(
+async def test_silence_fails_calls_until_the_deciding_process_speaks_again(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_client, "WATCH_INTERVAL_S", 0.01)
-    monkeypatch.setattr(hub_module, "STATUS_INTERVAL_S", 0.01)
+    monkeypatch.setattr(deciding_client, "WATCH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(deciding_process, "STATUS_INTERVAL_S", 0.01)
     now = [100.0]
     async with line(tokenizer, tmp_path) as here:
         relay = await here.relay()
-        edge = await here.edge(timeout_s=5.0, relay=relay, clock=lambda: now[0])
+        frontend = await here.frontend(timeout_s=5.0, relay=relay, clock=lambda: now[0])
         here.backend.script = lambda _: [asyncio.Event()]
-        waiting = asyncio.create_task(collect(edge.serve(REQUEST)))
+        waiting = asyncio.create_task(collect(frontend.serve(REQUEST)))
         await eventually(lambda: here.backend.num_open == 1)
-        with relay.silent_hub():
-            await eventually(lambda: _advance(now) and edge.reason is not None)
+        with relay.silence():
+            await eventually(lambda: _advance(now) and frontend.reason is not None)
             with pytest.raises(NoWorker, match="silent for"):
                 await waiting
-            assert not edge.ready
+            assert not frontend.ready
             with pytest.raises(NoWorker, match="does not answer"):
-                await edge.pools()
-        await eventually(lambda: edge.reason is None and edge.ready)
+                await frontend.pools()
+        await eventually(lambda: frontend.reason is None and frontend.ready)
         await eventually(lambda: here.backend.num_open == 0)
 
 
@@ -438,68 +446,68 @@ def _advance(now: list[float]) -> bool:
     return True
 
 
-async def test_a_hub_that_is_not_there_is_told_in_time(tmp_path: Path) -> None:
-    edge = RemoteBackend(f"{tmp_path}/nobody", "edge", on_lost=lambda: None, timeout_s=0.05)
+async def test_no_deciding_process_is_told_in_time(tmp_path: Path) -> None:
+    frontend = RemoteBackend(JoinSettings(f"{tmp_path}/nobody", "frontend", lambda: None, 0.05))
     with pytest.raises(WorkerError, match="cannot be reached"):
-        await edge.start()
-    await edge.close()
+        await frontend.start()
+    await frontend.close()
 
 
 async def test_questions_are_answered(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with line(tokenizer, tmp_path) as here:
-        edge = await here.edge()
+        frontend = await here.frontend()
         here.backend.held = {"d": "2 blocks in use"}
-        assert (await edge.explain(REQUEST))["tenant"] == "default"
-        assert await edge.decisions() == [{"request_id": "r", "tenant": "default"}]
-        assert await edge.pools() == {"workers": []}
-        assert await edge.check() == here.backend.held
-        assert await edge.set_role("p", Role.DECODE) == await here.backend.set_role("p", Role.DECODE)
+        assert (await frontend.explain(REQUEST))["tenant"] == "default"
+        assert await frontend.decisions() == [{"request_id": "r", "tenant": "default"}]
+        assert await frontend.pools() == {"workers": []}
+        assert await frontend.check() == here.backend.held
+        assert await frontend.set_role("p", Role.DECODE) == await here.backend.set_role("p", Role.DECODE)
         with pytest.raises(RequestError, match="There is no worker 'x'"):
-            await edge.set_role("x", Role.DECODE)
-        assert await edge.scrape() == b"tandem_worker_running 1.0\n"
+            await frontend.set_role("x", Role.DECODE)
+        assert await frontend.scrape() == b"tandem_worker_running 1.0\n"
 
 
-async def test_the_hub_builds_its_metrics_once_for_all_edges_that_ask(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_metrics_are_built_once_for_all_frontends_that_ask(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with line(tokenizer, tmp_path) as here:
-        edges = [await here.edge(name) for name in ("a", "b", "c")]
-        texts = await asyncio.gather(*(edge.scrape() for edge in edges * 20))
+        frontends = [await here.frontend(name) for name in ("a", "b", "c")]
+        texts = await asyncio.gather(*(frontend.scrape() for frontend in frontends * 20))
         assert set(texts) == {b"tandem_worker_running 1.0\n"}
         assert here.scrape.await_count <= 2
 
 
 async def test_pins_are_made_followed_and_ended(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with line(tokenizer, tmp_path) as here:
-        edge = await here.edge()
+        frontend = await here.frontend()
         request = PinRequest(
             token_ids=[1, 2], cache_scope=CacheScope("s"), tenant="t", ttl_s=5.0, prefetch=Prefetch.POOL
         )
-        state = await edge.cache.pin(request)
+        state = await frontend.cache.pin(request)
         assert here.backend.cache.requests == [request]
-        assert state == (await edge.cache.pins("t", CacheScope("s")))[0]
-        assert state == await edge.cache.prefetch(state.pin_id, Prefetch.HOST, "t")
-        assert await edge.cache.pins("t", CacheScope("other")) == await edge.cache.pins("other", None) == []
+        assert state == (await frontend.cache.pins("t", CacheScope("s")))[0]
+        assert state == await frontend.cache.prefetch(state.pin_id, Prefetch.HOST, "t")
+        assert await frontend.cache.pins("t", CacheScope("other")) == await frontend.cache.pins("other", None) == []
         with pytest.raises(PinNotFound):
-            await edge.cache.prefetch(state.pin_id, Prefetch.HOST, "other")
+            await frontend.cache.prefetch(state.pin_id, Prefetch.HOST, "other")
         with pytest.raises(PinNotFound):
-            await edge.cache.unpin(state.pin_id, "other")
-        assert await edge.cache.pins(None, None) == [state]
-        await edge.cache.unpin(state.pin_id, "t")
+            await frontend.cache.unpin(state.pin_id, "other")
+        assert await frontend.cache.pins(None, None) == [state]
+        await frontend.cache.unpin(state.pin_id, "t")
         with pytest.raises(PinNotFound) as caught:
-            await edge.cache.unpin(state.pin_id, None)
+            await frontend.cache.unpin(state.pin_id, None)
         assert caught.value.param == "id"
 
 
 async def test_status_is_what_requests_need_to_know(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_module, "STATUS_INTERVAL_S", 0.01)
+    monkeypatch.setattr(deciding_process, "STATUS_INTERVAL_S", 0.01)
     async with line(tokenizer, tmp_path) as here:
-        edge = await here.edge()
-        assert (edge.model, edge.max_model_len, edge.ready, edge.reason) == ("org/toy", 512, True, None)
-        client = await here.client(edge)
+        frontend = await here.frontend()
+        assert (frontend.model, frontend.max_model_len, frontend.ready, frontend.reason) == ("org/toy", 512, True, None)
+        client = await here.client(frontend)
         assert (await client.get("/ready")).status_code == 200
         here.readiness.reason, here.backend.ready = "warming up", False
-        await eventually(lambda: not edge.ready)
+        await eventually(lambda: not frontend.ready)
         answer = await client.get("/ready")
         assert (answer.status_code, answer.json()["error"]["message"]) == (503, "warming up")
 
@@ -507,12 +515,12 @@ async def test_status_is_what_requests_need_to_know(
 async def test_a_fault_of_ours_ends_neither_side(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hub_module, "STATUS_INTERVAL_S", 0.01)
+    monkeypatch.setattr(deciding_process, "STATUS_INTERVAL_S", 0.01)
     async with line(tokenizer, tmp_path) as here:
-        edge = await here.edge()
-        faults = [ValueError("in the hub")]
+        frontend = await here.frontend()
+        faults = [ValueError("in the deciding process")]
 
-        def status() -> Status:
+        def status() -> BackendState:
             if faults:
                 raise faults.pop()
             return known()
@@ -521,41 +529,41 @@ async def test_a_fault_of_ours_ends_neither_side(
         monkeypatch.setattr(here.service, "status", status)
         await eventually(lambda: not faults)
         here.readiness.reason = "warming up"
-        await eventually(lambda: edge.reason == "warming up")  # status is still told
+        await eventually(lambda: frontend.reason == "warming up")  # status is still told
         with monkeypatch.context() as patch:
             patch.setattr(wire, "error_of", lambda _: 1 / 0)
             here.backend.script = lambda _: [RequestError("no")]
             with pytest.raises(NoWorker, match="could not be handled"):
-                await collect(edge.serve(REQUEST))
+                await collect(frontend.serve(REQUEST))
         with monkeypatch.context() as patch:
-            patch.setattr(here.hub, "_dispatch", lambda *_: 1 / 0)
-            here.hub.expect("raw")
-            with RawEdge(here.endpoint, "raw") as raw:
+            patch.setattr(deciding_process._Frontend, "handle", lambda *_: 1 / 0)
+            here.deciding.expect("raw")
+            with RawFrontend(here.endpoint, "raw") as raw:
                 raw.join()
-                raw.send(wire.Close(0))
+                raw.send(wire.Cancel(0))
                 await eventually(lambda: "a message could not be handled" in caplog.text)
-        assert await edge.pools() == {"workers": []}
+        assert await frontend.pools() == {"workers": []}
 
 
 async def test_what_cannot_be_encoded_leaves_nothing_behind(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with line(tokenizer, tmp_path) as here:
-        edge = await here.edge()
+        frontend = await here.frontend()
         with pytest.raises(TypeError):
-            await collect(edge.serve(replace(REQUEST, sampling=object())))  # type: ignore[arg-type]
+            await collect(frontend.serve(replace(REQUEST, sampling=object())))  # type: ignore[arg-type]
         with pytest.raises(TypeError):
-            await edge.unpin(object())  # type: ignore[arg-type]
-        assert edge.num_open == 0
+            await frontend.cache.unpin(object())  # type: ignore[arg-type]
+        assert frontend.num_open == 0
 
 
 async def test_nothing_is_kept_of_calls_that_ended(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with line(tokenizer, tmp_path) as here:
-        edge = await here.edge()
+        frontend = await here.frontend()
         here.backend.script = lambda request: (
             [RequestError("no")] if request.request_id == "bad" else here.backend.reply_steps(request)
         )
         for round_number in range(50):
             name = "bad" if round_number % 2 else "good"
-            await asyncio.gather(collect(edge.serve(replace(REQUEST, request_id=name))), return_exceptions=True)
+            await asyncio.gather(collect(frontend.serve(replace(REQUEST, request_id=name))), return_exceptions=True)
         gc.collect()
-        await eventually(lambda: here.hub.num_running == 0)
-        assert edge.num_open == 0
+        await eventually(lambda: here.deciding.num_running == 0)
+        assert frontend.num_open == 0

@@ -1,4 +1,4 @@
-"""Real edge processes around a scripted backend: no workers, no Ray."""
+"""Real frontend processes around a scripted backend: no workers, no Ray."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ import psutil
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from tandem.cluster.edge_process import EdgeSettings, EngineEdge, TextEdge
-from tandem.cluster.edge_processes import EdgeProcesses, edge_processes
 from tandem.frontend.http.listening import listening
 from tandem.frontend.http.tls import scheme_of
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.frontend.keys.key_file import KeyFile
 from tandem.frontend.keys.store import create_key, revoke_key
 from tandem.frontend.processes.backend_service import BackendService
-from tandem.frontend.processes.hub import EdgeHub
+from tandem.frontend.processes.child import FrontendSettings, RouteFrontend, ServeFrontend
+from tandem.frontend.processes.deciding_process import DecidingProcess
+from tandem.frontend.processes.parent import FrontendProcesses, frontend_processes
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.digest import cache_scope
 from tandem.protocol.errors import ConfigError
@@ -53,10 +53,10 @@ class Always:
     reason = None
 
 
-class Edges:
-    """Edge processes, a client that takes a new connection for each request, and the backend behind."""
+class Frontends:
+    """Frontend processes, a client that takes a new connection for each request, and the backend behind."""
 
-    def __init__(self, processes: EdgeProcesses, backend: FakeBackend, client: httpx.AsyncClient) -> None:
+    def __init__(self, processes: FrontendProcesses, backend: FakeBackend, client: httpx.AsyncClient) -> None:
         self.processes = processes
         self.backend = backend
         self.client = client
@@ -98,7 +98,7 @@ async def hub_metrics() -> bytes:
 
 
 @asynccontextmanager
-async def edges(
+async def frontends(
     folder: Path,
     *,
     num_processes: int,
@@ -106,15 +106,15 @@ async def edges(
     tenants: Tenants = Tenants(),
     ca: ssl.SSLContext | bool = True,
     **config: Any,
-) -> AsyncIterator[Edges]:
+) -> AsyncIterator[Frontends]:
     """Nothing may run or be open at the end."""
     model = build_tokenizer(folder)
     backend = FakeBackend(Tokenizer(model))
     router = RouterConfig(port=0, router_processes=num_processes, **config)
     with listening(router.host, 0) as listener:
-        serving = edge_processes(
+        serving = frontend_processes(
             BackendService(backend, Always(), hub_metrics),
-            TextEdge(str(model)),
+            ServeFrontend(str(model)),
             config=router,
             listener=listener,
             api_keys=api_keys or ApiKeys(),
@@ -124,7 +124,7 @@ async def edges(
         limits = httpx.Limits(max_keepalive_connections=0)
         client = httpx.AsyncClient(base_url=base_url, limits=limits, timeout=START_S, verify=ca)
         async with asyncio.timeout(2 * START_S), client, serving as processes:
-            here = Edges(processes, backend, client)
+            here = Frontends(processes, backend, client)
             await here.serving()
             children = [psutil.Process(pid) for pid in here.pids()]
             yield here
@@ -133,7 +133,7 @@ async def edges(
 
 
 async def test_processes_share_the_port_and_their_counters(tmp_path: Path) -> None:
-    async with edges(tmp_path, num_processes=2, vllm_metric_names=True) as here:
+    async with frontends(tmp_path, num_processes=2, vllm_metric_names=True) as here:
         answers = [await here.chat() for _ in range(40)]
         assert {answer.json()["choices"][0]["message"]["content"] for answer in answers} == {"hello world"}
         assert len({answer.json()["id"] for answer in answers}) == 40
@@ -158,7 +158,7 @@ async def test_all_processes_speak_https_and_take_a_renewed_certificate_under_lo
     files = {"tls_cert": str(certificate), "tls_key": str(key)}
     expiry = "tandem_tls_certificate_expiry_timestamp_seconds"
     async with (
-        edges(tmp_path, num_processes=2, ca=ca, **files) as here,
+        frontends(tmp_path, num_processes=2, ca=ca, **files) as here,
         openai.AsyncOpenAI(
             base_url=f"{here.client.base_url}/v1", api_key="-", http_client=here.client, max_retries=0
         ) as client,
@@ -189,7 +189,7 @@ async def test_all_processes_speak_https_and_take_a_renewed_certificate_under_lo
 
 
 async def test_a_killed_process_loses_its_own_answers_and_is_replaced(tmp_path: Path) -> None:
-    async with edges(tmp_path, num_processes=2) as here:
+    async with frontends(tmp_path, num_processes=2) as here:
         go_on = asyncio.Event()
         here.backend.script = lambda request: [go_on, *here.backend.reply_steps(request)]
         asking = [asyncio.create_task(here.chat()) for _ in range(24)]
@@ -209,12 +209,12 @@ async def test_a_killed_process_loses_its_own_answers_and_is_replaced(tmp_path: 
         assert await here.metric("tandem_router_running_requests") == 0
 
 
-async def test_a_process_that_the_hub_no_longer_talks_to_is_replaced_and_its_counts_go_on(tmp_path: Path) -> None:
+async def test_a_disconnected_process_is_replaced_and_its_counts_go_on(tmp_path: Path) -> None:
     total = 'tandem_router_requests_total{endpoint="/v1/chat/completions",status="200"}'
-    async with edges(tmp_path, num_processes=1) as here:
+    async with frontends(tmp_path, num_processes=1) as here:
         (pid,) = here.pids()
         assert [(await here.chat()).status_code for _ in range(3)] == [200, 200, 200]
-        here.processes.hub.drop("edge-0-1")
+        here.processes.deciding.drop("edge-0-1")
         await eventually(lambda: here.pids() not in ([], [pid]), START_S)
         await eventually(here.is_listening, START_S)
         assert (await here.chat()).status_code == 200
@@ -224,7 +224,7 @@ async def test_a_process_that_the_hub_no_longer_talks_to_is_replaced_and_its_cou
 
 
 async def test_a_process_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
-    async with edges(tmp_path, num_processes=1, worker_timeout_s=2.0) as here:
+    async with frontends(tmp_path, num_processes=1, worker_timeout_s=2.0) as here:
         (pid,) = here.pids()
         os.kill(pid, signal.SIGSTOP)
         await eventually(lambda: here.pids() not in ([], [pid]), START_S)
@@ -234,7 +234,7 @@ async def test_a_process_that_hangs_is_killed_and_replaced(tmp_path: Path) -> No
 async def test_a_replaced_process_has_the_keys_and_the_tenants_of_the_others(tmp_path: Path) -> None:
     keys = api_keys_of({"first": "search", "second": "batch"})
     tenants = Tenants(named={"batch": TenantPolicy(shared_cache=True)})
-    async with edges(tmp_path, num_processes=1, api_keys=keys, tenants=tenants) as here:
+    async with frontends(tmp_path, num_processes=1, api_keys=keys, tenants=tenants) as here:
         assert (await here.chat()).status_code == 401
         here.client.headers["authorization"] = "Bearer first"
         (pid,) = here.pids()
@@ -253,7 +253,7 @@ async def test_a_revoked_key_is_refused_by_all_processes_under_load(tmp_path: Pa
     path = make_key_file(tmp_path / "keys", {"sk-ours": "a", "sk-theirs": "b"})
     key_file = KeyFile(str(path))
     is_revoked = asyncio.Event()
-    async with key_file.followed() as keys, edges(tmp_path, num_processes=2, api_keys=keys) as here:
+    async with key_file.followed() as keys, frontends(tmp_path, num_processes=2, api_keys=keys) as here:
 
         async def ask(secret: str) -> tuple[list[int], list[int]]:
             """The statuses of requests that were sent before all processes knew, and after that."""
@@ -290,7 +290,7 @@ async def test_a_revoked_key_is_refused_by_all_processes_under_load(tmp_path: Pa
 async def test_a_keys_limit_holds_for_all_processes_together(tmp_path: Path) -> None:
     limit = 5
     limited = stored_key("sk-a", "a", limits=KeyLimits(requests_per_minute=limit))
-    async with edges(tmp_path, num_processes=2, api_keys=ApiKeys([limited], is_required=True)) as here:
+    async with frontends(tmp_path, num_processes=2, api_keys=ApiKeys([limited], is_required=True)) as here:
         here.client.headers["authorization"] = "Bearer sk-a"
         began_s = time.monotonic()
         answers = [await here.chat() for _ in range(60)]
@@ -303,7 +303,7 @@ async def test_a_keys_limit_holds_for_all_processes_together(tmp_path: Path) -> 
 
 
 async def test_draining_lets_answers_end_and_ends_the_processes(tmp_path: Path) -> None:
-    async with edges(tmp_path, num_processes=2) as here:
+    async with frontends(tmp_path, num_processes=2) as here:
         go_on = asyncio.Event()
         here.backend.script = lambda request: [go_on, *here.backend.reply_steps(request)]
         asking = [asyncio.create_task(here.chat()) for _ in range(6)]
@@ -322,9 +322,9 @@ async def test_a_process_that_cannot_start_is_told(tmp_path: Path) -> None:
     with listening("127.0.0.1", 0) as listener:
         config = RouterConfig(port=0, router_processes=2)
         model = str(tmp_path / "nothing")
-        serving = edge_processes(
+        serving = frontend_processes(
             BackendService(backend, Always(), lambda: b""),
-            TextEdge(model),
+            ServeFrontend(model),
             config=config,
             listener=listener,
             api_keys=ApiKeys(),
@@ -342,9 +342,9 @@ async def test_a_folder_for_temporary_files_whose_name_is_too_long_is_told(
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     with listening("127.0.0.1", 0) as listener:
-        serving = edge_processes(
+        serving = frontend_processes(
             BackendService(FakeBackend(Tokenizer(build_tokenizer(tmp_path))), Always(), lambda: b""),
-            TextEdge(str(tmp_path)),
+            ServeFrontend(str(tmp_path)),
             config=RouterConfig(port=0, router_processes=2),
             listener=listener,
             api_keys=ApiKeys(),
@@ -354,12 +354,14 @@ async def test_a_folder_for_temporary_files_whose_name_is_too_long_is_told(
     assert list(folder.iterdir()) == []
 
 
-def edge_settings(folder: Path, edge: TextEdge | EngineEdge, listener: socket.socket) -> EdgeSettings:
-    return EdgeSettings(
-        edge_id="edge",
+def frontend_settings(
+    folder: Path, frontend: ServeFrontend | RouteFrontend, listener: socket.socket
+) -> FrontendSettings:
+    return FrontendSettings(
+        frontend_id="one",
         number=0,
-        hub_endpoint=f"{folder}/hub",
-        edge=edge,
+        endpoint=f"{folder}/hub",
+        frontend=frontend,
         port=listener.getsockname()[1],
         router=RouterConfig(),
         metrics_folder=str(folder),
@@ -367,16 +369,16 @@ def edge_settings(folder: Path, edge: TextEdge | EngineEdge, listener: socket.so
     )
 
 
-@pytest.mark.parametrize("is_engine_edge", [False, True])
-async def test_a_process_that_cannot_join_the_hub_says_why(tmp_path: Path, is_engine_edge: bool) -> None:
+@pytest.mark.parametrize("is_route", [False, True])
+async def test_a_process_that_cannot_join_says_why(tmp_path: Path, is_route: bool) -> None:
     build_tokenizer(tmp_path)
-    edge = EngineEdge({}, ExternalEnginesConfig()) if is_engine_edge else TextEdge(str(tmp_path))
+    frontend = RouteFrontend({}, ExternalEnginesConfig()) if is_route else ServeFrontend(str(tmp_path))
     with listening("127.0.0.1", 0) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tandem.cluster.edge_process", stdin=PIPE, stdout=PIPE, start_new_session=True
+            sys.executable, "-m", "tandem.frontend.processes.child", stdin=PIPE, stdout=PIPE, start_new_session=True
         )
-        setup = msgspec.json.encode(edge_settings(tmp_path, edge, listener)) + b"\n"
+        setup = msgspec.json.encode(frontend_settings(tmp_path, frontend, listener)) + b"\n"
         async with asyncio.timeout(START_S):
             said, _ = await process.communicate(setup)
         assert b"error: the deciding process cannot be reached" in said
@@ -387,12 +389,12 @@ async def test_a_process_whose_parent_is_gone_ends(tmp_path: Path) -> None:
     with listening("127.0.0.1", 0) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         backend = FakeBackend(Tokenizer(build_tokenizer(tmp_path)))
-        hub = EdgeHub(BackendService(backend, Always(), bytes), f"{tmp_path}/hub", ApiKeys())
-        await hub.start()
-        hub.expect("edge")
-        settings = edge_settings(tmp_path, TextEdge(str(tmp_path)), listener)
+        deciding = DecidingProcess(BackendService(backend, Always(), bytes), f"{tmp_path}/hub", ApiKeys())
+        await deciding.start()
+        deciding.expect("one")
+        settings = frontend_settings(tmp_path, ServeFrontend(str(tmp_path)), listener)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tandem.cluster.edge_process", stdin=PIPE, stdout=PIPE, start_new_session=True
+            sys.executable, "-m", "tandem.frontend.processes.child", stdin=PIPE, stdout=PIPE, start_new_session=True
         )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -403,7 +405,7 @@ async def test_a_process_whose_parent_is_gone_ends(tmp_path: Path) -> None:
             assert word == b"ready\n"
             process.stdin.close()
             assert await process.wait() == 0
-        await hub.close()
+        await deciding.close()
 
 
 async def test_every_process_has_the_limits_and_knows_whom_to_listen_to(tmp_path: Path) -> None:
@@ -414,7 +416,7 @@ async def test_every_process_has_the_limits_and_knows_whom_to_listen_to(tmp_path
         writer.close()
         return answer
 
-    async with edges(tmp_path, num_processes=2, header_timeout_s=0.5) as here:
+    async with frontends(tmp_path, num_processes=2, header_timeout_s=0.5) as here:
         answers = await asyncio.gather(*(slow(here.client.base_url.port or 0) for _ in range(16)))
         assert {answer.split()[1] for answer in answers} == {b"408"}
         for headers in ({"host": "page.example"}, {"origin": "http://page.example"}):

@@ -1,0 +1,75 @@
+"""What a frontend process has in place of an object of the deciding process: methods that ask for the same method."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from tandem.frontend.keys.api_keys import ApiKeys
+from tandem.frontend.processes.deciding_client import DecidingClient, JoinSettings
+from tandem.frontend.processes.key_uses import RemoteLimiter
+
+__all__ = ["DecidingMetrics", "Remote", "asked"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _HasClient(Protocol):
+    _client: DecidingClient
+
+
+def asked(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[_HasClient, P], Coroutine[Any, Any, T]]:
+    """A method that asks the deciding process for this method of a Protocol, and raises what that raises there.
+
+    It raises `NoWorker` or `WorkerError` too, if the deciding process does not answer.
+    """
+
+    async def ask(self: _HasClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._client.ask(method, *args, **kwargs)
+
+    return ask
+
+
+class DecidingMetrics(Protocol):
+    """The metrics of the deciding process."""
+
+    async def scrape(self) -> bytes:
+        """All of them, as Prometheus reads them."""
+
+
+class Remote(ABC):
+    """A frontend process's connection to the deciding process, and what it is told. Used from one event loop only."""
+
+    def __init__(self, settings: JoinSettings, *, results: Any, states: Any) -> None:
+        """`results` is the type of what lasting calls get, `states` that of state updates."""
+        self._client = DecidingClient(
+            settings,
+            results=results,
+            states=states,
+            on_state=self._on_state,
+            on_keys=lambda keys: self.api_keys.replace(keys),
+        )
+        self.api_keys = ApiKeys(is_required=settings.needs_key, limiter=RemoteLimiter(self._client))
+
+    async def start(self) -> None:
+        """Join. Raises `WorkerError` when the deciding process does not answer in time."""
+        await self._client.start()
+
+    async def close(self) -> None:
+        """Fail what still runs and leave."""
+        await self._client.close()
+
+    @property
+    def num_open(self) -> int:
+        """Number of calls in progress."""
+        return self._client.num_open
+
+    scrape = asked(DecidingMetrics.scrape)
+
+    @abstractmethod
+    def _on_state(self, state: Any) -> None:
+        """The state of the deciding process is this now."""
