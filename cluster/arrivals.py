@@ -41,9 +41,7 @@ class Arrivals:
             "reason": reason,
             "began": round(time.time(), 3),  # Unix time
         }
-        member = like.another(name, role)
-        member.is_added = True
-        self._supervise(member, like)
+        self._supervise(like.another(name, role), like)
         self._latest.append(record)
         return record
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ray.exceptions import RayError
 
 from tandem.cluster.departures import Departures
-from tandem.cluster.member import Member, first_line, member_of
+from tandem.cluster.member import Member, MemberState, first_line, member_of
 from tandem.cluster.role_flips import RoleFlips
 from tandem.cluster.scaling import execute
 from tandem.protocol.config import ClusterConfig
@@ -61,9 +61,8 @@ class Autoscale:
         background: BackgroundTasks,
         *,
         add: Callable[[Role, str], Awaitable[dict[str, object]]],
-        give_up: Callable[[str, str], None],
     ) -> None:
-        """`add` begins to start a worker and raises `AddRefused`; `give_up` ends the wait for one, with a reason."""
+        """`add` begins to start a worker and raises `AddRefused`."""
         self._interval_s = config.autoscale_interval_s
         self._policy = policy_of(config)
         self._is_joined = bool(config.ray_address)
@@ -74,7 +73,6 @@ class Autoscale:
         self._departures = departures
         self._background = background
         self._begin_to_add = add
-        self._give_up = give_up
         self._added: list[dict[str, object]] = []  # the arrivals of the latest move
         self._refused = ""  # why a part of the latest move did not begin
         self.decision: dict[str, object] = {}  # the latest, as `/v1/pools` shows it
@@ -98,7 +96,7 @@ class Autoscale:
         waiting = {record["worker"] for record in self._added if not record.keys() & {"serving_after_s", "withdrawn"}}
         failed = (f"{one['worker']} was not added: {one['withdrawn']}" for one in self._added if "withdrawn" in one)
         return Fleet(
-            coming=frozenset(one.worker_id for one in members if not one.is_up.is_set() and not one.departs),
+            coming=frozenset(one.worker_id for one in members if one.is_coming),
             num_unplaced=sum(one.worker_id in waiting and one.process is None for one in members),
             setback=self._refused or next(failed, ""),
             # The machine of a worker that was there from the start stays reserved when it leaves.
@@ -112,7 +110,7 @@ class Autoscale:
 
     def flip(self, flip: Flip, reason: str) -> None:
         """As `Scaling.flip`."""
-        self._flips.begin(flip, reason)
+        self._flips.flip(flip, reason)
 
     def add(self, add: Add, reason: str) -> None:
         """As `Scaling.add`."""
@@ -131,8 +129,9 @@ class Autoscale:
     def withdraw(self, add: Add, reason: str) -> None:
         """As `Scaling.withdraw`."""
         for record in self._added:
-            if not record.keys() & {"serving_after_s", "withdrawn"}:
-                self._give_up(str(record["worker"]), reason)
+            member = self._members.get(str(record["worker"]))
+            if member is not None and member.is_coming and not member.has_served:
+                member.give_up(reason)
         self._forget_move()
 
     async def _add(self, add: Add, reason: str) -> None:
@@ -146,7 +145,7 @@ class Autoscale:
         """Raise DrainRefused for the last worker of its role, even if others could cover for it."""
         role = self._members[remove.worker_id].role if remove.worker_id in self._members else None
         others = [one for one in self._members.values() if one.role is role and one.worker_id != remove.worker_id]
-        if role is not None and not any(one.is_up.is_set() and not one.departs for one in others):
+        if role is not None and not any(one.state is MemberState.UP for one in others):
             raise DrainRefused(f"{remove.worker_id} is the last {role} worker by now.")
 
     def _forget_move(self) -> None:

@@ -39,7 +39,7 @@ def _senders_to_replace(members: Collection[Member], registry: Registry) -> list
     up = {
         (address.worker_id, address.epoch): member
         for member in members
-        if member.is_up.is_set() and (address := member.address) is not None
+        if member.is_up and (address := member.address) is not None
     }
     found = [
         up.get((quarantine.sender_id, quarantine.sender_epoch))

@@ -70,7 +70,7 @@ async def give_to_members(survivors: Sequence[Survivor], members: Mapping[str, M
         claim = survivor.claim
         member = members.get(claim.config.worker_id)
         if member is not None and member.survivor is None and member.is_like(claim):
-            member.survivor, member.has_served = survivor, True
+            member.adopt(survivor)
         elif member is None and claim.is_added and any(one.is_like(claim) for one in members.values()):
             added.append(survivor)
         else:

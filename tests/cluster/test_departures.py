@@ -126,7 +126,7 @@ async def test_one_that_is_down_or_flipping_is_not_drained(monkeypatch: pytest.M
         with pytest.raises(DrainRefused, match="about to play another role"):
             await cluster.supervisor.drain("prefill-0", 60, restart=True)
         cluster.registry.set_state("prefill-0", WorkerState.READY, "it does not")
-        async with cluster.supervisor.members["prefill-0"].flip_lock:
+        async with cluster.supervisor.members["prefill-0"].flipping(Role.DECODE):
             with pytest.raises(DrainRefused, match="about to play another role"):
                 await cluster.supervisor.drain("prefill-0", 60, restart=True)
         cluster.ray.loaded.clear()
@@ -157,7 +157,7 @@ async def test_one_whose_end_is_noticed_before_it_answers_was_not_ended_by_force
 
         async def stop() -> None:
             first.ended.set_result("stopped")
-            await eventually(lambda: not member.is_up.is_set())
+            await eventually(lambda: not member.is_up)
             raise RayActorError
 
         monkeypatch.setattr(first, "stop", SimpleNamespace(remote=stop))
@@ -223,7 +223,7 @@ async def test_one_that_gets_sigterm_while_it_flips_leaves_after_it(monkeypatch:
         first, may_flip = cluster.ray.latest("prefill-1"), asyncio.Event()
         monkeypatch.setattr(first, "set_role", SimpleNamespace(remote=lambda _: may_flip.wait()))
         flip = asyncio.create_task(cluster.supervisor.set_role("prefill-1", Role.DECODE))
-        await eventually(cluster.supervisor.members["prefill-1"].flip_lock.locked)
+        await eventually(lambda: cluster.supervisor.members["prefill-1"].is_flipping)
         first.news.put_nowait(WatchNews.ASKED_TO_LEAVE)
         await eventually(first.news.empty)
         with pytest.raises(RoleRefused, match="prefill-1 is about to play another role"):

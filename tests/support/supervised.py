@@ -194,6 +194,7 @@ class FakeWorkers:
     def __init__(self, registry: Registry, fake_ray: FakeRay) -> None:
         self.registry = registry
         self.ray = fake_ray
+        self.lost: list[str] = []  # workers that the supervisor told it to give up
 
     async def add_worker(self, address: PeerAddress) -> WorkerCard:
         actor = next(actor for actor in self.ray.actors if actor.card.address == address)
@@ -201,6 +202,7 @@ class FakeWorkers:
         return actor.card
 
     def mark_dead(self, worker_id: str, reason: str) -> None:
+        self.lost.append(worker_id)
         self.registry.set_state(worker_id, WorkerState.DEAD, reason)
 
 
@@ -210,6 +212,7 @@ class Supervised:
     supervisor: Supervisor
     ray: FakeRay
     registry: Registry
+    workers: FakeWorkers
 
     def roles(self) -> dict[str, Role]:
         return {worker.worker_id: worker.role for worker in self.registry}
@@ -257,14 +260,15 @@ async def supervised(
         monkeypatch.setattr(f"tandem.cluster.node_requests._internal_kv_{name}", lambda *_, answer=answer, **__: answer)
     monkeypatch.setattr("tandem.cluster.survivors._internal_kv_put", lambda *_, **__: False)
     config = ClusterConfig(engine=EngineConfig(model="m"), max_restarts=max_restarts, **({"autoscale": False} | pools))
-    workers: Any = FakeWorkers(registry, fake_ray)
-    members = [WorkerMember(one, RestartBudget(max_restarts), workers, registry) for one in worker_configs(config)]
+    workers = FakeWorkers(registry, fake_ray)
+    links: Any = workers
+    members = [WorkerMember(one, RestartBudget(max_restarts), links, registry) for one in worker_configs(config)]
     supervisor = Supervisor(config, registry, CostModel(), members, on_progress=lambda _: None)
     try:
         async with asyncio.timeout(60):
             if starts:
                 await supervisor.start(lambda: 100.0)
-            yield Supervised(config, supervisor, fake_ray, registry)
+            yield Supervised(config, supervisor, fake_ray, registry, workers)
     finally:
         await supervisor.close()
         fake_ray.close()
