@@ -7,20 +7,20 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from ray.exceptions import RayError
 
 from tandem.cluster.departures import Departures
 from tandem.cluster.member import Member, MemberState, first_line, member_of
 from tandem.cluster.role_flips import RoleFlips
-from tandem.cluster.scaling import execute
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import AddRefused, DrainRefused, WorkerNotFound
 from tandem.protocol.messages import Role
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.autoscaling.autoscaler import decide
 from tandem.scheduling.autoscaling.in_flight import AutoscalerState
-from tandem.scheduling.autoscaling.moves import Add, Flip, Remove
+from tandem.scheduling.autoscaling.moves import Add, Remove, ScalingDecision
 from tandem.scheduling.autoscaling.observation import Fleet, observe
 from tandem.scheduling.autoscaling.policy import DEFAULT_POLICY, AutoscalerPolicy
 from tandem.scheduling.cost_model import CostModel
@@ -48,7 +48,7 @@ def policy_of(config: ClusterConfig) -> AutoscalerPolicy:
 
 
 class Autoscale:
-    """The autoscaler of one cluster. It is its own `Scaling`: every method starts the work and returns at once."""
+    """The autoscaler of one cluster: decides at intervals, and begins what was decided."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Autoscale:
             await asyncio.sleep(self._interval_s)
             observation = observe(self._registry, self._costs, mean_output_tokens(), self.fleet)
             decision, state = decide(observation, time.monotonic(), state, self._present_policy())
-            reason = execute(decision, self)
+            reason = self._begin(decision)
             self.decision = decision.as_dict() | {"reason": reason}
             if decision.move is not None or decision.withdrawn is not None:
                 logger.info("%s", reason)
@@ -103,36 +103,42 @@ class Autoscale:
             spared=frozenset(one.worker_id for one in members if self._is_joined and not one.is_added),
         )
 
-    def refusal(self, flip: Flip) -> str:
-        """As `Scaling.refusal`."""
-        member = member_of(self._members, flip.worker_id)
-        return member.fixed_role if member is not None else ""
+    def _begin(self, decision: ScalingDecision) -> str:
+        """Begin what was decided, without waiting for it. Returns the reason to show, with what was refused."""
+        reason, refusals = decision.reason, []
+        if decision.withdrawn is not None and decision.withdrawn.add is not None:
+            self._withdraw(reason)
+        if (move := decision.move) is None:
+            return reason
+        for flip in move.flips:
+            member = member_of(self._members, flip.worker_id)
+            if member is not None and member.fixed_role:
+                refusals.append(member.fixed_role)
+            else:
+                self._flips.flip(flip, reason)
+        if move.add is not None:
+            self._forget_move()
+            self._background.start(str(move), partial(self._add, move.add, reason))
+        for remove in move.removes:
+            self._remove(remove, reason)
+        return f"{reason}, but {refusals[0]}" if refusals else reason
 
-    def flip(self, flip: Flip, reason: str) -> None:
-        """As `Scaling.flip`."""
-        self._flips.flip(flip, reason)
-
-    def add(self, add: Add, reason: str) -> None:
-        """As `Scaling.add`."""
+    def _withdraw(self, reason: str) -> None:
+        """Give up the workers that were to be added and do not serve yet."""
+        for record in self._added:
+            member = self._members.get(str(record["worker"]))
+            if member is not None and member.is_coming and not member.has_served:
+                member.give_up(reason)
         self._forget_move()
-        self._background.start(f"adding {add.num_workers} {add.role} worker(s)", lambda: self._add(add, reason))
 
-    def remove(self, remove: Remove, reason: str) -> None:
-        """As `Scaling.remove`: by a drain, so its answers move to others."""
+    def _remove(self, remove: Remove, reason: str) -> None:
+        """Begin to drain a worker, so its answers move to others."""
         self._forget_move()
         try:
             self._check(remove)
             self._departures.begin(remove.worker_id, _GRACE_S, restart=False, reason=reason)
         except (DrainRefused, WorkerNotFound) as exc:
             self._refused = str(exc)
-
-    def withdraw(self, add: Add, reason: str) -> None:
-        """As `Scaling.withdraw`."""
-        for record in self._added:
-            member = self._members.get(str(record["worker"]))
-            if member is not None and member.is_coming and not member.has_served:
-                member.give_up(reason)
-        self._forget_move()
 
     async def _add(self, add: Add, reason: str) -> None:
         try:

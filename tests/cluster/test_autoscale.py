@@ -159,14 +159,20 @@ async def test_one_that_loads_when_it_is_withdrawn_goes_and_is_not_started_again
         assert arrival["withdrawn"] == "a move was given up: late"
 
 
-async def test_a_fixed_role_is_told_and_no_flip_begins(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
-    async with supervised(monkeypatch, num_prefill=1, num_decode=2, **TICKS) as cluster:
+async def test_a_fixed_role_is_told_and_only_the_other_worker_flips(
+    monkeypatch: pytest.MonkeyPatch, script: Script
+) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=3, **TICKS) as cluster:
         cluster.supervisor.members["decode-1"].fixed_role = "its server cannot"
-        move = Move("flip", Role.PREFILL, flips=(Flip("decode-1", Role.PREFILL),))
-        script.usual = ScalingDecision(Reason.FLIP, "why", move=move)
+        flips = (Flip("decode-1", Role.PREFILL), Flip("decode-2", Role.PREFILL))
+        script.move(Move("flip", Role.PREFILL, flips=flips))
+        await eventually(lambda: cluster.roles()["decode-2"] is Role.PREFILL)
+        (flip,) = cluster.supervisor.flips.latest
+        assert (flip["worker"], flip["reason"]) == ("decode-2", "flip decode-1, decode-2 to prefill: why")
+        script.usual = ScalingDecision(Reason.FLIP, "why", move=Move("flip", Role.PREFILL, flips=flips[:1]))
         told = "flip decode-1 to prefill: why, but its server cannot"
         await eventually(lambda: cluster.supervisor.autoscaler_status.get("reason") == told)
-        assert cluster.supervisor.flips.latest == []
+        assert len(cluster.supervisor.flips.latest) == 1
 
 
 async def test_the_start_of_the_latest_worker_is_what_the_next_one_is_expected_to_take(
