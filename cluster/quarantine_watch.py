@@ -36,13 +36,9 @@ async def watch_quarantines(members: Collection[Member], registry: Registry, dep
 
 def _senders_to_replace(members: Collection[Member], registry: Registry) -> list[Member]:
     """Members whose lost writes take too much of a peer's pool, where no transport can prove that they are over."""
-    up = {
-        (address.worker_id, address.epoch): member
-        for member in members
-        if member.is_up and (address := member.address) is not None
-    }
+    up = {address.process: member for member in members if member.is_up and (address := member.address) is not None}
     found = [
-        up.get((quarantine.sender_id, quarantine.sender_epoch))
+        up.get(quarantine.sender)
         for worker in registry
         for quarantine in worker.quarantines
         if quarantine.oldest_s >= _QUARANTINE_S

@@ -426,8 +426,9 @@ class Supervisor:
     def _on_change(self, change: WorkerChange) -> None:
         """Report the death of a process that the router has given up, because it is silent or stuck."""
         worker, member = change.worker, self.members.get(change.worker.worker_id)
-        is_given_up = worker.state is WorkerState.DEAD and not self._is_stopping
-        if is_given_up and member is not None and member.address == worker.card.address:
+        if worker.state is not WorkerState.DEAD or self._is_stopping or member is None or member.address is None:
+            return
+        if member.address.process == worker.card.address.process:
             member.die(change.reason)
 
     def _crashed(self, exc: Exception) -> None:

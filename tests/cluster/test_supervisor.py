@@ -480,8 +480,7 @@ async def test_a_sender_whose_lost_writes_take_too_much_of_a_pool_is_replaced(mo
 
         def report(*quarantines: tuple[PeerAddress, float, float]) -> None:
             noted = [
-                Quarantine(sender.worker_id, sender.epoch, int(share * num_blocks), oldest_s)
-                for sender, share, oldest_s in quarantines
+                Quarantine(sender.process, int(share * num_blocks), oldest_s) for sender, share, oldest_s in quarantines
             ]
             cluster.registry.note_quarantines("decode-0", noted)
 
