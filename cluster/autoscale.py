@@ -11,7 +11,7 @@ from functools import partial
 
 from ray.exceptions import RayError
 
-from tandem.cluster.departures import Departures
+from tandem.cluster.draining import Drains
 from tandem.cluster.member import Member, MemberState, first_line, member_of
 from tandem.cluster.role_flips import RoleFlips
 from tandem.protocol.config import ClusterConfig
@@ -57,7 +57,7 @@ class Autoscale:
         costs: CostModel,
         members: Mapping[str, Member],
         flips: RoleFlips,
-        departures: Departures,
+        drains: Drains,
         background: BackgroundTasks,
         *,
         add: Callable[[Role, str], Awaitable[dict[str, object]]],
@@ -70,10 +70,10 @@ class Autoscale:
         self._costs = costs
         self._members = members
         self._flips = flips
-        self._departures = departures
+        self._drains = drains
         self._background = background
         self._begin_to_add = add
-        self._added: list[dict[str, object]] = []  # the arrivals of the latest move
+        self._added: list[dict[str, object]] = []  # the joins of the latest move
         self._refused = ""  # why a part of the latest move did not begin
         self.decision: dict[str, object] = {}  # the latest, as `/v1/pools` shows it
 
@@ -136,7 +136,7 @@ class Autoscale:
         self._forget_move()
         try:
             self._check(remove)
-            self._departures.begin(remove.worker_id, _GRACE_S, restart=False, reason=reason)
+            self._drains.begin(remove.worker_id, _GRACE_S, restart=False, reason=reason)
         except (DrainRefused, WorkerNotFound) as exc:
             self._refused = str(exc)
 

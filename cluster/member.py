@@ -36,12 +36,12 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from tandem.cluster.actor import WorkerActor
-from tandem.cluster.openmp import preload_of
-from tandem.cluster.owned_actor import Survivor, WatchNews, WorkerClaim
-from tandem.cluster.ownership import Owner, Tenure
-from tandem.cluster.placement import Bundle
+from tandem.cluster.bundles import Bundle
+from tandem.cluster.owned_actor import OrphanedWorker, WatchNews, WorkerClaim
+from tandem.cluster.ownership import LeaseTerms, Owner
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.restarts import RestartBudget
+from tandem.cluster.worker_layout import preload_of
 from tandem.protocol.config import WorkerConfig
 from tandem.protocol.errors import ServingError, WorkerError
 from tandem.protocol.messages import PeerAddress, Role, WorkerState
@@ -127,7 +127,7 @@ class Member(ABC):
         self.given_up = ""  # why nobody waits any more for a process that does not serve; "" = somebody does
         self.bundle: Bundle | None = None  # where its processes run
         self.is_added = False  # whether it came later: if it cannot start, the others go on serving
-        self.survivor: Survivor | None = None  # the process that an earlier server left, until it is taken over
+        self.orphan: OrphanedWorker | None = None  # the process that an earlier server left, until it is taken over
         self.actor: Any = None
         self.process: ProcessIdentity | None = None
         self.address: PeerAddress | None = None  # of the present process, if peers must be told about its end
@@ -150,10 +150,10 @@ class Member(ABC):
         """Fix where its processes run, and who owns them if they may outlive their server."""
         self.bundle, self._owner = bundle, owner
 
-    def adopt(self, survivor: Survivor) -> None:
+    def adopt(self, orphan: OrphanedWorker) -> None:
         """Take over this process, which an earlier server left, instead of starting the first one."""
         assert self.state is MemberState.DOWN, f"{self.worker_id} is {self.state.value}"
-        self.survivor, self.has_served = survivor, True
+        self.orphan, self.has_served = orphan, True
 
     def begin(self) -> asyncio.Future[Death]:
         """A process is about to be started: from DOWN. The result is done when it has died or is given up."""
@@ -279,33 +279,33 @@ class Member(ABC):
     async def start(self, *, on_no_room: Callable[[str], None], on_placed: Callable[[], None]) -> None:
         """Start a process in its bundle, load the model and make the worker known to the router: from STARTING to UP.
 
-        The first time, a survivor takes the place of a new process.
+        The first time, an orphaned one takes the place of a new process.
         """
         began_s, bundle = time.monotonic(), self.bundle
         assert bundle is not None, "it is supervised"
-        survivor, self.survivor = self.survivor, None
-        if survivor is not None:
-            self.actor, self.process = survivor.actor, survivor.claim.process
-            started = self._taken_over(survivor.claim)
+        orphan, self.orphan = self.orphan, None
+        if orphan is not None:
+            self.actor, self.process = orphan.actor, orphan.claim.process
+            started = self._taken_over(orphan.claim)
         else:
             options = bundle.options | {
                 "max_concurrency": _ACTOR_THREADS,
                 "max_restarts": 0,  # a restart is a new epoch with a new address: the supervisor does it
             }
-            tenure = None
+            terms = None
             if self._owner is not None:
                 name = f"{self.worker_id}-{uuid.uuid4().hex[:8]}"
                 options |= {"lifetime": "detached", "namespace": self._owner.namespace, "name": name}
-                tenure = Tenure(owner=self._owner, place=bundle.place, is_added=self.is_added)
+                terms = LeaseTerms(owner=self._owner, place=bundle.place, is_added=self.is_added)
             together = "" if self.has_served or self.is_added else " (Ray places all workers of a start together)"
             needs = f"{bundle} for {self.worker_id}{together}"
-            self.process = await self._first_process(options, tenure, needs, on_no_room)
+            self.process = await self._first_process(options, terms, needs, on_no_room)
             on_placed()
             started = await self._loaded()
         self.pid = self.process.process.pid
         await self._join(started)
         self.serve()
-        if survivor is None:
+        if orphan is None:
             self.start_s = self.up_since - began_s
 
     def another(self, worker_id: str, role: Role) -> Member:
@@ -330,7 +330,7 @@ class Member(ABC):
         return claim.started
 
     @abstractmethod
-    def _create_actor(self, options: dict[str, Any], tenure: Tenure | None) -> Any:
+    def _create_actor(self, options: dict[str, Any], terms: LeaseTerms | None) -> Any:
         """Ask Ray for a process with these options."""
 
     @abstractmethod
@@ -417,14 +417,14 @@ class Member(ABC):
             logger.warning("Ray could not kill %s: %s", self.worker_id, first_line(exc))
 
     async def _first_process(
-        self, options: dict[str, Any], tenure: Tenure | None, needs: str, on_no_room: Callable[[str], None]
+        self, options: dict[str, Any], terms: LeaseTerms | None, needs: str, on_no_room: Callable[[str], None]
     ) -> ProcessIdentity:
         """Create actors until one has a process; returns which process.
 
         Ray notices a dead node some seconds late, and may have chosen it: that does not count as a death of the worker.
         """
         for is_last in (False, False, True):
-            self.actor = self._create_actor(options, tenure)
+            self.actor = self._create_actor(options, terms)
             try:
                 return await self._placed(needs, on_no_room)
             except RayActorError as exc:
@@ -505,12 +505,12 @@ class WorkerMember(Member):
     def _comparable(config: WorkerConfig) -> WorkerConfig:
         return replace(config, worker_id="", role=kind_of(config.role), router_key="", cpu_cores=())
 
-    def _create_actor(self, options: dict[str, Any], tenure: Tenure | None) -> Any:
+    def _create_actor(self, options: dict[str, Any], terms: LeaseTerms | None) -> Any:
         variables = {"OMP_NUM_THREADS": str(self._config.engine.num_threads or 1)}
         if self._config.socket_folder and not options["num_gpus"] and "LD_PRELOAD" not in os.environ:
             variables |= preload_of(sys.executable)  # on this machine, whose files are known
         options |= {"runtime_env": {"env_vars": variables}}
-        return ray.remote(WorkerActor).options(**options).remote(replace(self._config, role=self.role), tenure)
+        return ray.remote(WorkerActor).options(**options).remote(replace(self._config, role=self.role), terms)
 
     async def _join(self, started: PeerAddress) -> None:
         self.address = started

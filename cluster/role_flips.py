@@ -61,7 +61,7 @@ class RoleFlips:
             left = await self._switch(member, role, record)
         if left is None:
             raise WorkerError(f"{worker} did not flip to {role}: {record['failed']}")
-        self._background.start(f"the drain of {worker}", partial(self._drain, member, left, record))
+        self._background.start(f"the old role's requests of {worker}", partial(self._drain, member, left, record))
         return record
 
     async def _flip(self, member: Member | None, role: Role, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Keeps the workers of a cluster alive: starts them, notices deaths, tells the survivors, replaces the dead.
+"""Keeps the workers of a cluster alive: starts them, notices deaths, tells the others, replaces the dead.
 
 The registry of the router stays the one place that says what a worker's state is; the supervisor reports to it.
 """
@@ -13,18 +13,18 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from tandem.cluster.arrivals import Arrivals
+from tandem.cluster.adoption import adopt_orphans, give_to_members, kill_all, renew_leases
 from tandem.cluster.autoscale import Autoscale
-from tandem.cluster.departures import Departures
+from tandem.cluster.bundles import Bundle, WorkerBundles
+from tandem.cluster.draining import Drains
+from tandem.cluster.joining import Joins
 from tandem.cluster.member import Death, Member, MemberState, first_line
 from tandem.cluster.node_requests import NodeRequests, has_left_request
-from tandem.cluster.owned_actor import Survivor
+from tandem.cluster.owned_actor import OrphanedWorker
 from tandem.cluster.ownership import owner_of
-from tandem.cluster.placement import Bundle, WorkerBundles
 from tandem.cluster.process_end import ProcessIdentity, until_gone
 from tandem.cluster.quarantine_watch import watch_quarantines
 from tandem.cluster.role_flips import RoleFlips
-from tandem.cluster.survivors import claim_survivors, give_to_members, kill_all, renew_leases
 from tandem.cluster.worker_layout import needs_of
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import AddRefused, ConfigError, DrainRefused, ServingError, WorkerError
@@ -71,19 +71,19 @@ class Supervisor:
         self._registry = registry
         self._on_progress = on_progress
         self.members = {member.worker_id: member for member in members}  # those that it looks after
-        self._claimed: list[Survivor] = []
+        self._claimed: list[OrphanedWorker] = []
         self.bundles: WorkerBundles | None = None  # set by `start`
         self._background = BackgroundTasks()
         self.flips = RoleFlips(self.members, self._background)
-        self.departures = Departures(self.members, self._background, cover=self._cover)
-        self.arrivals = Arrivals(self.members, self._supervise_another)
+        self.drains = Drains(self.members, self._background, cover=self._cover)
+        self.joins = Joins(self.members, self._supervise_another)
         self.autoscale = Autoscale(
             config,
             registry,
             costs,
             self.members,
             self.flips,
-            self.departures,
+            self.drains,
             self._background,
             add=self._add,
         )
@@ -100,19 +100,19 @@ class Supervisor:
         `mean_output_tokens` is what the autoscaler expects of an answer. On a joined Ray cluster, workers that an
         earlier server of this name left are taken over.
         """
-        added = await self._claim_survivors()
-        taken = [*(member.survivor for member in self.members.values() if member.survivor is not None), *added]
+        added = await self._adopt_orphans()
+        taken = [*(member.orphan for member in self.members.values() if member.orphan is not None), *added]
         needs = dict(zip(self.members.values(), needs_of(self._config), strict=True))
-        without = [member for member in needs if member.survivor is None]
-        places = [survivor.claim.place for survivor in taken]
+        without = [member for member in needs if member.orphan is None]
+        places = [orphan.claim.place for orphan in taken]
         self.bundles = WorkerBundles([needs[member] for member in without], self._owner, places)
         for number, member in enumerate(without):
             self._supervise(member, self.bundles.bundle(number, *needs[member]))
         for member, sizes in needs.items():
-            if member.survivor is not None:
-                self._supervise(member, self.bundles.at(member.survivor.claim.place, *sizes))
-        for survivor in added:
-            self._supervise_survivor(survivor)
+            if member.orphan is not None:
+                self._supervise(member, self.bundles.at(member.orphan.claim.place, *sizes))
+        for orphan in added:
+            self._supervise_orphan(orphan)
         if self._owner is not None:
             renew = partial(renew_leases, self._owner, self.members, self.let_go)
             self._background.keep("the renewal of leases", renew)
@@ -121,7 +121,7 @@ class Supervisor:
         if self._failure.done():
             ups.cancel()
             self._failure.result()
-        watch = partial(watch_quarantines, self.members.values(), self._registry, self.departures)
+        watch = partial(watch_quarantines, self.members.values(), self._registry, self.drains)
         self._background.keep("the watch of quarantines", watch)
         if self._requests is not None:
             if self._config.max_workers or await asyncio.to_thread(has_left_request, self._config.service_name):
@@ -137,11 +137,11 @@ class Supervisor:
 
     @property
     def autoscaler_status(self) -> dict[str, object]:
-        """The autoscaler's latest decision, and the latest flips, departures and arrivals."""
+        """The autoscaler's latest decision, and the latest flips, drains and joins."""
         moves = {
             "flips": self.flips.latest,
-            "departures": self.departures.latest,
-            "arrivals": self.arrivals.latest,
+            "departures": self.drains.latest,
+            "arrivals": self.joins.latest,
         }
         return self.autoscale.decision | moves
 
@@ -151,7 +151,7 @@ class Supervisor:
 
     async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, object]:
         """As `WorkerManager.drain`."""
-        return self.departures.begin(worker, grace_s, restart=restart, reason="an operator asked for it")
+        return self.drains.begin(worker, grace_s, restart=restart, reason="an operator asked for it")
 
     async def add_worker(self, role: Role) -> dict[str, object]:
         """As `WorkerManager.add_worker`."""
@@ -192,7 +192,7 @@ class Supervisor:
 
     async def _add(self, role: Role, reason: str) -> dict[str, object]:
         """Begin to start one more worker. The machine of a private Ray does not grow; a cluster may."""
-        needed, bundles = self.arrivals.like(role).bundle, self.bundles
+        needed, bundles = self.joins.like(role).bundle, self.bundles
         assert needed is not None, "workers are supervised"
         assert bundles is not None, "they have been started"
         sizes = needed.num_cpus, needed.num_gpus
@@ -201,7 +201,7 @@ class Supervisor:
                 f"This machine has no room for another worker of {needed}: drain one first, or start the server with a "
                 "smaller num_cpus_per_worker."
             )
-        return self.arrivals.begin(role, reason=reason)
+        return self.joins.begin(role, reason=reason)
 
     async def _end_workers(self) -> None:
         """Let Ray end those that are left and take their bundles back, as long as it lives and answers."""
@@ -225,25 +225,25 @@ class Supervisor:
         for member in list(self.members.values()):
             await member.until(MemberState.UP, MemberState.DRAINING)
 
-    async def _claim_survivors(self) -> list[Survivor]:
+    async def _adopt_orphans(self) -> list[OrphanedWorker]:
         """Claim what an earlier server left and give it to its members; the rest are workers that had been added."""
         if self._owner is None:
             return []
-        await claim_survivors(self._owner, self._router_key, self._claimed)
+        await adopt_orphans(self._owner, self._router_key, self._claimed)
         added = await give_to_members(self._claimed, self.members)
-        if num_taken := len(added) + sum(member.survivor is not None for member in self.members.values()):
+        if num_taken := len(added) + sum(member.orphan is not None for member in self.members.values()):
             self._on_progress(f"taking over {num_taken} worker(s) that an earlier server left")
         return added
 
-    def _supervise_survivor(self, survivor: Survivor) -> None:
+    def _supervise_orphan(self, orphan: OrphanedWorker) -> None:
         """Look after a worker that had been added to an earlier server."""
-        like = self.arrivals.like(survivor.claim.role)
+        like = self.joins.like(orphan.claim.role)
         assert self.bundles is not None, "workers are being started"
         assert like.bundle is not None, "it is supervised"
-        member = like.another(survivor.claim.config.worker_id, survivor.claim.role)
-        member.adopt(survivor)
+        member = like.another(orphan.claim.config.worker_id, orphan.claim.role)
+        member.adopt(orphan)
         self.members[member.worker_id] = member
-        self._supervise(member, self.bundles.at(survivor.claim.place, *like.bundle.sizes))
+        self._supervise(member, self.bundles.at(orphan.claim.place, *like.bundle.sizes))
 
     def _supervise(self, member: Member, bundle: Bundle) -> None:
         member.supervise(bundle, self._owner)
@@ -264,7 +264,7 @@ class Supervisor:
         if member.has_served:
             self._on_progress(f"{member.role} worker {member.worker_id} has left")
         else:
-            self.arrivals.withdraw(member, member.given_up)
+            self.joins.withdraw(member, member.given_up)
             self._on_progress(f"{member.role} worker {member.worker_id} was not added: {member.given_up}")
         del self.members[member.worker_id]
         member.forget()
@@ -298,7 +298,7 @@ class Supervisor:
         death = member.begin()
         running = asyncio.create_task(self._run(member))
         try:
-            await asyncio.wait({death, running}, return_when=asyncio.FIRST_COMPLETED)
+            await wait_for_any(death, running)
             if running.done():
                 member.die(running.result())
         finally:
@@ -324,8 +324,8 @@ class Supervisor:
 
     async def _bring_up(self, member: Member) -> None:
         await member.start(on_no_room=self._no_room, on_placed=self._request_nodes)
-        self.departures.note_up(member)
-        self.arrivals.note_up(member)
+        self.drains.note_up(member)
+        self.joins.note_up(member)
         self._cover()
         self._on_progress(f"{member.role} worker {member.worker_id} is ready")
 
@@ -378,7 +378,7 @@ class Supervisor:
         """Let a worker leave at once, or after the flip that it is in."""
         while member.actor is actor and member.state is MemberState.UP:
             try:
-                self.departures.begin(member.worker_id, _SIGTERM_GRACE_S, restart=True, reason="it got SIGTERM")
+                self.drains.begin(member.worker_id, _SIGTERM_GRACE_S, restart=True, reason="it got SIGTERM")
             except DrainRefused:
                 await asyncio.sleep(_ASK_AGAIN_S)
 
@@ -414,10 +414,10 @@ class Supervisor:
 
     async def _tell_of_death(self, address: PeerAddress, gone: asyncio.Task[None]) -> None:
         # Workers that start later never had anything to do with it.
-        survivors = [(other, other.address) for other in self.members.values() if other.is_up]
-        await asyncio.gather(*(other.tell(epoch, "peer_given_up", address) for other, epoch in survivors))
+        others = [(other, other.address) for other in self.members.values() if other.is_up]
+        await asyncio.gather(*(other.tell(epoch, "peer_given_up", address) for other, epoch in others))
         await asyncio.shield(gone)
-        await asyncio.gather(*(other.tell(epoch, "peer_died", address) for other, epoch in survivors))
+        await asyncio.gather(*(other.tell(epoch, "peer_died", address) for other, epoch in others))
 
     def _kill(self, member: Member) -> None:
         if not self._is_hands_off:

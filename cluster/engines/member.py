@@ -17,7 +17,7 @@ from tandem.cluster.engines.role_switch import RoleIsLost, switch_role
 from tandem.cluster.engines.server import EngineServer
 from tandem.cluster.member import Member, Requests, kind_of
 from tandem.cluster.owned_actor import WorkerClaim
-from tandem.cluster.ownership import Tenure
+from tandem.cluster.ownership import LeaseTerms
 from tandem.cluster.restarts import RestartBudget
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import PeerAddress, Role, WorkerState
@@ -82,8 +82,8 @@ class EngineMember(Member):
         self._server = replace(self._server, api_key=claim.config.api_key)
         return super()._taken_over(claim)
 
-    def _create_actor(self, options: dict[str, Any], tenure: Tenure | None) -> Any:
-        return ray.remote(EngineActor).options(**options).remote(replace(self._server, role=self.role), tenure)
+    def _create_actor(self, options: dict[str, Any], terms: LeaseTerms | None) -> Any:
+        return ray.remote(EngineActor).options(**options).remote(replace(self._server, role=self.role), terms)
 
     async def _join(self, started: EngineStarted | EngineEnd) -> None:
         if isinstance(started, EngineEnd):

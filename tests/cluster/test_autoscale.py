@@ -26,8 +26,8 @@ CORE = {"CPU": 1.0}
 
 @pytest.fixture(autouse=True)
 def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.cluster.departures._POLL_S", 0.005)
-    monkeypatch.setattr("tandem.cluster.departures._QUIET_S", 0.02)
+    monkeypatch.setattr("tandem.cluster.draining._POLL_S", 0.005)
+    monkeypatch.setattr("tandem.cluster.draining._QUIET_S", 0.02)
 
 
 class Script:
@@ -66,12 +66,12 @@ async def test_workers_are_added_and_removed_as_decided(monkeypatch: pytest.Monk
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, **BOUNDS) as cluster:
         script.move(ADD)
         await eventually(lambda: cluster.roles().get("decode-1") is Role.DECODE)
-        (arrival,) = cluster.supervisor.arrivals.latest
+        (arrival,) = cluster.supervisor.joins.latest
         assert arrival["reason"] == "add 1 decode worker: why"
         await eventually(lambda: not script.seen[-1].fleet.coming)
         script.move(Move("remove", Role.DECODE, removes=(Remove("decode-0"),)))
         await eventually(lambda: "decode-0" not in cluster.supervisor.members)
-        (departure,) = cluster.supervisor.departures.latest
+        (departure,) = cluster.supervisor.drains.latest
         assert (departure["reason"], departure["finished"]) == ("remove decode-0: why", True)
         status = cluster.supervisor.autoscaler_status
         assert (status["arrivals"], status["departures"]) == ([arrival], [departure])
@@ -128,7 +128,7 @@ async def test_nodes_are_asked_for_until_the_worker_is_placed_or_withdrawn(
         assert script.seen[-1].fleet.spared == {"prefill-0", "decode-0"}
         script.next = ScalingDecision(Reason.WITHDRAWN, "no room by its deadline", withdrawn=ADD)
         await eventually(lambda: requests == [[], [CORE] * 3, []])
-        (arrival,) = cluster.supervisor.arrivals.latest
+        (arrival,) = cluster.supervisor.joins.latest
         assert arrival["withdrawn"] == "a move was given up: no room by its deadline"
         assert set(cluster.supervisor.members) == {"prefill-0", "decode-0"}
         await eventually(lambda: (script.setback, script.seen[-1].fleet.num_unplaced) == ("", 0))
@@ -155,7 +155,7 @@ async def test_one_that_loads_when_it_is_withdrawn_goes_and_is_not_started_again
         await eventually(lambda: "decode-1" not in cluster.supervisor.members)
         cluster.ray.loaded.set()
         assert cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
-        (arrival,) = cluster.supervisor.arrivals.latest
+        (arrival,) = cluster.supervisor.joins.latest
         assert arrival["withdrawn"] == "a move was given up: late"
 
 

@@ -62,7 +62,7 @@ async def member_in(way: str) -> Member:
     return member
 
 
-@pytest.mark.parametrize(("way", "step"), itertools.product(WAYS, STEPS))
+@pytest.mark.parametrize(("way", "step"), list(itertools.product(WAYS, STEPS)))
 async def test_each_transition_is_allowed_from_its_states_only(way: str, step: str) -> None:
     member = await member_in(way)
     before = member.state

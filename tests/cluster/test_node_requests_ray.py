@@ -16,7 +16,7 @@ from ray.experimental.internal_kv import _internal_kv_get
 
 from tandem.cluster import autoscale
 from tandem.cluster.node_requests import NodeRequests, has_left_request, withdraw_left_request
-from tandem.cluster.ownership import Tenure
+from tandem.cluster.ownership import LeaseTerms
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.supervisor import Supervisor
 from tandem.protocol.config import ClusterConfig, EngineConfig
@@ -54,7 +54,7 @@ class Actor:
 class RayMember(PlainMember):
     """A process in a bundle of Ray."""
 
-    def _create_actor(self, options: dict[str, Any], tenure: Tenure | None) -> Any:
+    def _create_actor(self, options: dict[str, Any], terms: LeaseTerms | None) -> Any:
         return ray.remote(Actor).options(**options).remote()
 
 
@@ -124,7 +124,7 @@ async def test_a_pending_worker_without_room_is_requested_and_withdrawn_by_its_d
         await eventually(lambda: requested() == [])  # what another server may have left
         arriving = asyncio.create_task(arrive(registry))
         await eventually(lambda: requested() == [CORE] * 3)
-        (arrival,) = supervisor.arrivals.latest
+        (arrival,) = supervisor.joins.latest
         await eventually(lambda: requested() == [])
         assert "Ray has found no room by its deadline" in str(arrival["withdrawn"])
         assert set(supervisor.members) == {"prefill-0", "decode-0"}

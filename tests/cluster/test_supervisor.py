@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from tandem.cluster import process_end, quarantine_watch
 from tandem.cluster.member import MemberState, WorkerMember, first_line
-from tandem.cluster.owned_actor import Survivor, WatchNews
+from tandem.cluster.owned_actor import OrphanedWorker, WatchNews
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.messages import PeerAddress, Quarantine, Role, WorkerCard, WorkerState
@@ -246,10 +246,10 @@ async def test_workers_that_are_taken_over_play_their_roles(
     pools: dict[str, Any] = {"num_prefill": 1, "num_decode": 1, "ray_address": "auto"}
     async with supervised(monkeypatch, starts=False, **pools) as cluster:
 
-        async def claim_survivors(_owner: object, _key: str, survivors: list[Survivor]) -> None:
-            survivors += [cluster.survivor(worker_id, role) for worker_id, role in left.items()]
+        async def adopt_orphans(_owner: object, _key: str, orphans: list[OrphanedWorker]) -> None:
+            orphans += [cluster.orphan(worker_id, role) for worker_id, role in left.items()]
 
-        monkeypatch.setattr("tandem.cluster.supervisor.claim_survivors", claim_survivors)
+        monkeypatch.setattr("tandem.cluster.supervisor.adopt_orphans", adopt_orphans)
         await cluster.supervisor.start(lambda: 100.0)
         await eventually(lambda: cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE})
         assert [flip["to"] for flip in cluster.supervisor.flips.latest] == flips
@@ -258,11 +258,11 @@ async def test_workers_that_are_taken_over_play_their_roles(
 async def test_a_server_that_is_stopped_while_it_takes_workers_over_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, starts=False, num_prefill=1, num_decode=1, ray_address="auto") as cluster:
 
-        async def claim_survivors(_owner: object, _key: str, survivors: list[Survivor]) -> None:
-            survivors.append(cluster.survivor("decode-0", Role.DECODE))
+        async def adopt_orphans(_owner: object, _key: str, orphans: list[OrphanedWorker]) -> None:
+            orphans.append(cluster.orphan("decode-0", Role.DECODE))
             await asyncio.get_running_loop().create_future()  # for the lease of the next one
 
-        monkeypatch.setattr("tandem.cluster.supervisor.claim_survivors", claim_survivors)
+        monkeypatch.setattr("tandem.cluster.supervisor.adopt_orphans", adopt_orphans)
         starting = asyncio.create_task(cluster.supervisor.start(lambda: 100.0))
         await eventually(lambda: cluster.ray.actors)
         starting.cancel()

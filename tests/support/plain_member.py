@@ -6,7 +6,7 @@ from typing import Any
 
 from tandem.cluster.member import Member, Requests
 from tandem.cluster.owned_actor import WorkerClaim
-from tandem.cluster.ownership import Tenure
+from tandem.cluster.ownership import LeaseTerms
 from tandem.cluster.restarts import RestartBudget
 from tandem.protocol.messages import PeerAddress, Role
 from tandem.scheduling.workers.registry import Registry
@@ -28,7 +28,7 @@ class PlainMember(Member):
     def is_like(self, claim: WorkerClaim) -> bool:
         return False
 
-    def _create_actor(self, options: dict[str, Any], tenure: Tenure | None) -> Any:
+    def _create_actor(self, options: dict[str, Any], terms: LeaseTerms | None) -> Any:
         raise NotImplementedError
 
     async def _join(self, started: Any) -> None:

@@ -14,10 +14,10 @@ from fastapi.responses import JSONResponse
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError
 
+from tandem.cluster.bundles import Bundle
 from tandem.cluster.engines.actor import EngineEnd, EngineStarted
 from tandem.cluster.engines.member import EngineFacts, EngineMember
 from tandem.cluster.engines.server import EngineServer, Parallelism
-from tandem.cluster.placement import Bundle
 from tandem.cluster.process_end import own_identity
 from tandem.cluster.restarts import RestartBudget
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
@@ -114,7 +114,7 @@ class FakeRay:
     def remote(self, _: type) -> Any:
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._actor))
 
-    def _actor(self, _: EngineServer, tenure: object) -> Any:
+    def _actor(self, _: EngineServer, terms: object) -> Any:
         methods = {name: SimpleNamespace(remote=lambda name=name: self._answer(name)) for name in self._answers}
         return SimpleNamespace(**methods, watch=SimpleNamespace(remote=lambda _: self._end))
 

@@ -16,7 +16,7 @@ from tandem.protocol.errors import DrainRefused, ServingError, WorkerNotFound
 from tandem.protocol.messages import Role
 from tandem.runtime.background import BackgroundTasks
 
-__all__ = ["Departures"]
+__all__ = ["Drains"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ _QUIET_S = 0.5
 _NUM_REMEMBERED = 20
 
 
-class Departures:
-    """All planned departures of one cluster. What follows the end of a process is up to its member's supervision."""
+class Drains:
+    """All planned drains of one cluster. What follows the end of a process is up to its member's supervision."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class Departures:
 
     @property
     def latest(self) -> list[dict[str, object]]:
-        """The latest departures, oldest first, as `/v1/pools` shows them."""
+        """The latest drains, oldest first, as `/v1/pools` shows them."""
         return list(self._latest)
 
     def begin(self, worker: str, grace_s: float, *, restart: bool, reason: str) -> dict[str, object]:
-        """Begin to let a worker leave; returns the departure as JSON. Raises `WorkerNotFound` or `DrainRefused`."""
+        """Begin to let a worker leave; returns the drain as JSON. Raises `WorkerNotFound` or `DrainRefused`."""
         member = self._members.get(worker)
         if member is None:
             raise WorkerNotFound(f"There is no worker '{worker[:100]}'; there are: {', '.join(self._members)}.")
@@ -67,15 +67,15 @@ class Departures:
         self._latest.append(record)
         if member.is_up:
             member.drain(restart=restart)
-            leave = partial(self._depart, member, grace_s, record)
+            leave = partial(self._drain, member, grace_s, record)
         else:  # it is being started, has no room, or dies again and again
             member.give_up(reason)
             leave = partial(self._note_gone, member, record)
-        self._background.start(f"the departure of {worker}", leave)
+        self._background.start(f"the drain of {worker}", leave)
         return record
 
     def note_up(self, member: Member) -> None:
-        """Note, in the departure that asked for a restart, that the worker serves again."""
+        """Note, in the drain that asked for a restart, that the worker serves again."""
         for record in self._latest:
             if record["worker"] == member.worker_id and record["restart"]:
                 record.setdefault("back_after_s", round(time.time() - float(str(record["began"])), 3))
@@ -105,7 +105,7 @@ class Departures:
         record["finished"] = True
         record["left_after_s"] = round(time.monotonic() - began_s, 3)
 
-    async def _depart(self, member: Member, grace_s: float, record: dict[str, object]) -> None:
+    async def _drain(self, member: Member, grace_s: float, record: dict[str, object]) -> None:
         """Let it finish, for `grace_s` at most, then end its process.
 
         If the others that could answer are gone meanwhile, it serves until one of them is back.
