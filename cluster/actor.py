@@ -15,7 +15,7 @@ import ray
 
 from tandem.cluster.node_config import config_on_node
 from tandem.cluster.owned_actor import WATCH_S, OwnedActor, WatchNews
-from tandem.cluster.ownership import Tenure
+from tandem.cluster.ownership import LeaseTerms
 from tandem.protocol.config import WorkerConfig
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import PeerAddress, Role
@@ -37,9 +37,9 @@ class WorkerActor(OwnedActor):
     _worker: Worker | None = None
     _thread: threading.Thread
 
-    def __init__(self, config: WorkerConfig, tenure: Tenure | None = None) -> None:
+    def __init__(self, config: WorkerConfig, terms: LeaseTerms | None = None) -> None:
         show_warnings()
-        super().__init__(tenure)
+        super().__init__(terms)
         self._config = config
         self._failure: BaseException | None = None
 

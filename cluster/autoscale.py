@@ -7,20 +7,20 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from ray.exceptions import RayError
 
-from tandem.cluster.departures import Departures
-from tandem.cluster.member import Member, first_line, member_of
+from tandem.cluster.draining import Drains
+from tandem.cluster.member import Member, MemberState, first_line, member_of
 from tandem.cluster.role_flips import RoleFlips
-from tandem.cluster.scaling import execute
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import AddRefused, DrainRefused, WorkerNotFound
 from tandem.protocol.messages import Role
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.autoscaling.autoscaler import decide
 from tandem.scheduling.autoscaling.in_flight import AutoscalerState
-from tandem.scheduling.autoscaling.moves import Add, Flip, Remove
+from tandem.scheduling.autoscaling.moves import Add, Remove, ScalingDecision
 from tandem.scheduling.autoscaling.observation import Fleet, observe
 from tandem.scheduling.autoscaling.policy import DEFAULT_POLICY, AutoscalerPolicy
 from tandem.scheduling.cost_model import CostModel
@@ -48,7 +48,7 @@ def policy_of(config: ClusterConfig) -> AutoscalerPolicy:
 
 
 class Autoscale:
-    """The autoscaler of one cluster. It is its own `Scaling`: every method starts the work and returns at once."""
+    """The autoscaler of one cluster: decides at intervals, and begins what was decided."""
 
     def __init__(
         self,
@@ -57,13 +57,12 @@ class Autoscale:
         costs: CostModel,
         members: Mapping[str, Member],
         flips: RoleFlips,
-        departures: Departures,
+        drains: Drains,
         background: BackgroundTasks,
         *,
         add: Callable[[Role, str], Awaitable[dict[str, object]]],
-        give_up: Callable[[str, str], None],
     ) -> None:
-        """`add` begins to start a worker and raises `AddRefused`; `give_up` ends the wait for one, with a reason."""
+        """`add` begins to start a worker and raises `AddRefused`."""
         self._interval_s = config.autoscale_interval_s
         self._policy = policy_of(config)
         self._is_joined = bool(config.ray_address)
@@ -71,11 +70,10 @@ class Autoscale:
         self._costs = costs
         self._members = members
         self._flips = flips
-        self._departures = departures
+        self._drains = drains
         self._background = background
         self._begin_to_add = add
-        self._give_up = give_up
-        self._added: list[dict[str, object]] = []  # the arrivals of the latest move
+        self._added: list[dict[str, object]] = []  # the joins of the latest move
         self._refused = ""  # why a part of the latest move did not begin
         self.decision: dict[str, object] = {}  # the latest, as `/v1/pools` shows it
 
@@ -86,7 +84,7 @@ class Autoscale:
             await asyncio.sleep(self._interval_s)
             observation = observe(self._registry, self._costs, mean_output_tokens(), self.fleet)
             decision, state = decide(observation, time.monotonic(), state, self._present_policy())
-            reason = execute(decision, self)
+            reason = self._begin(decision)
             self.decision = decision.as_dict() | {"reason": reason}
             if decision.move is not None or decision.withdrawn is not None:
                 logger.info("%s", reason)
@@ -98,42 +96,49 @@ class Autoscale:
         waiting = {record["worker"] for record in self._added if not record.keys() & {"serving_after_s", "withdrawn"}}
         failed = (f"{one['worker']} was not added: {one['withdrawn']}" for one in self._added if "withdrawn" in one)
         return Fleet(
-            coming=frozenset(one.worker_id for one in members if not one.is_up.is_set() and not one.departs),
+            coming=frozenset(one.worker_id for one in members if one.is_coming),
             num_unplaced=sum(one.worker_id in waiting and one.process is None for one in members),
             setback=self._refused or next(failed, ""),
             # The machine of a worker that was there from the start stays reserved when it leaves.
             spared=frozenset(one.worker_id for one in members if self._is_joined and not one.is_added),
         )
 
-    def refusal(self, flip: Flip) -> str:
-        """As `Scaling.refusal`."""
-        member = member_of(self._members, flip.worker_id)
-        return member.fixed_role if member is not None else ""
+    def _begin(self, decision: ScalingDecision) -> str:
+        """Begin what was decided, without waiting for it. Returns the reason to show, with what was refused."""
+        reason, refusals = decision.reason, []
+        if decision.withdrawn is not None and decision.withdrawn.add is not None:
+            self._withdraw(reason)
+        if (move := decision.move) is None:
+            return reason
+        for flip in move.flips:
+            member = member_of(self._members, flip.worker_id)
+            if member is not None and member.fixed_role:
+                refusals.append(member.fixed_role)
+            else:
+                self._flips.flip(flip, reason)
+        if move.add is not None:
+            self._forget_move()
+            self._background.start(str(move), partial(self._add, move.add, reason))
+        for remove in move.removes:
+            self._remove(remove, reason)
+        return f"{reason}, but {refusals[0]}" if refusals else reason
 
-    def flip(self, flip: Flip, reason: str) -> None:
-        """As `Scaling.flip`."""
-        self._flips.begin(flip, reason)
-
-    def add(self, add: Add, reason: str) -> None:
-        """As `Scaling.add`."""
+    def _withdraw(self, reason: str) -> None:
+        """Give up the workers that were to be added and do not serve yet."""
+        for record in self._added:
+            member = self._members.get(str(record["worker"]))
+            if member is not None and member.is_coming and not member.has_served:
+                member.give_up(reason)
         self._forget_move()
-        self._background.start(f"adding {add.num_workers} {add.role} worker(s)", lambda: self._add(add, reason))
 
-    def remove(self, remove: Remove, reason: str) -> None:
-        """As `Scaling.remove`: by a drain, so its answers move to others."""
+    def _remove(self, remove: Remove, reason: str) -> None:
+        """Begin to drain a worker, so its answers move to others."""
         self._forget_move()
         try:
             self._check(remove)
-            self._departures.begin(remove.worker_id, _GRACE_S, restart=False, reason=reason)
+            self._drains.begin(remove.worker_id, _GRACE_S, restart=False, reason=reason)
         except (DrainRefused, WorkerNotFound) as exc:
             self._refused = str(exc)
-
-    def withdraw(self, add: Add, reason: str) -> None:
-        """As `Scaling.withdraw`."""
-        for record in self._added:
-            if not record.keys() & {"serving_after_s", "withdrawn"}:
-                self._give_up(str(record["worker"]), reason)
-        self._forget_move()
 
     async def _add(self, add: Add, reason: str) -> None:
         try:
@@ -146,7 +151,7 @@ class Autoscale:
         """Raise DrainRefused for the last worker of its role, even if others could cover for it."""
         role = self._members[remove.worker_id].role if remove.worker_id in self._members else None
         others = [one for one in self._members.values() if one.role is role and one.worker_id != remove.worker_id]
-        if role is not None and not any(one.is_up.is_set() and not one.departs for one in others):
+        if role is not None and not any(one.state is MemberState.UP for one in others):
             raise DrainRefused(f"{remove.worker_id} is the last {role} worker by now.")
 
     def _forget_move(self) -> None:

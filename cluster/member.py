@@ -1,6 +1,19 @@
 """One worker of a cluster: its Ray actor through all its lives, and the calls that are made to it.
 
 `WorkerMember` is a worker with Tandem's own engine. `EngineMember` (engines/member.py) is a server of another engine.
+Only the methods of `Member` change its state; everybody else reads it and calls them:
+
+             begin           serve         drain
+     DOWN --------> STARTING -----> UP ----------> DRAINING
+      ^ |             |  |           |               |   |
+      | | give_up     |  | give_up   | die           |   | die, to leave
+      | |             |  |           |               |   |
+      | +-------------|--+-----------|---------------|---+--> LEAVING --> GONE
+      |               | die          |               | die, to restart      forget
+      +---------------+--------------+---------------+
+
+A death is reported with `die`, by whoever sees it first: Ray's watch, the router that hears nothing more, or a drain.
+Later reports find the worker in another state and change nothing.
 """
 
 from __future__ import annotations
@@ -13,21 +26,22 @@ import sys
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import replace
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
 from tandem.cluster.actor import WorkerActor
-from tandem.cluster.openmp import preload_of
-from tandem.cluster.owned_actor import Survivor, WatchNews, WorkerClaim
-from tandem.cluster.ownership import Owner, Tenure
-from tandem.cluster.placement import Bundle
+from tandem.cluster.bundles import Bundle
+from tandem.cluster.owned_actor import OrphanedWorker, WatchNews, WorkerClaim
+from tandem.cluster.ownership import LeaseTerms, Owner
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.restarts import RestartBudget
+from tandem.cluster.worker_layout import preload_of
 from tandem.protocol.config import WorkerConfig
 from tandem.protocol.errors import ServingError, WorkerError
 from tandem.protocol.messages import PeerAddress, Role, WorkerState
@@ -36,7 +50,17 @@ from tandem.runtime.idle_timeout import answered_in_time
 from tandem.scheduling.workers.registry import Registry
 from tandem.worker.status import WorkerStatus
 
-__all__ = ["Member", "Requests", "WorkerMember", "call", "first_line", "kind_of", "member_of"]
+__all__ = [
+    "Death",
+    "Member",
+    "MemberState",
+    "Requests",
+    "WorkerMember",
+    "call",
+    "first_line",
+    "kind_of",
+    "member_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -58,84 +82,241 @@ _ACTOR_THREADS = 8
 Requests = frozenset[Any]  # the requests of one worker at one time, by whatever identifies them there
 
 
+class MemberState(Enum):
+    """Where a worker is in its life."""
+
+    DOWN = "down"  # it has no process; the next one is started soon
+    STARTING = "starting"  # its process is being placed, loads the model, or joins the router
+    UP = "up"  # it serves
+    DRAINING = "draining"  # it finishes its work; then its process ends
+    LEAVING = "leaving"  # it has no process, or one that is being ended, and no other one follows
+    GONE = "gone"  # nobody looks after it any more
+
+
+_TRANSITIONS: dict[MemberState, frozenset[MemberState]] = {
+    MemberState.DOWN: frozenset({MemberState.STARTING, MemberState.LEAVING}),
+    MemberState.STARTING: frozenset({MemberState.UP, MemberState.DOWN, MemberState.LEAVING}),
+    MemberState.UP: frozenset({MemberState.DRAINING, MemberState.DOWN}),
+    MemberState.DRAINING: frozenset({MemberState.DOWN, MemberState.LEAVING}),
+    MemberState.LEAVING: frozenset({MemberState.GONE}),
+    MemberState.GONE: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """The end of one process, or of the wait for it."""
+
+    reason: str
+    before: MemberState  # what the worker was until then
+    served_s: float  # how long the process served; 0 if it never did
+
+
 class Member(ABC):
     """The place of one worker. Its process is replaced when it dies."""
 
     load_timeout_s = _LOAD_TIMEOUT_S
     can_cover = True  # whether it can serve alone, so that it may take over for a pool without workers
     fixed_role = ""  # why it cannot change its role; "" = it can
-    ends_if_given_up = True  # whether its process is ended when the router has lost it
 
     def __init__(self, worker_id: str, role: Role, restarts: RestartBudget) -> None:
         self.worker_id = worker_id  # the same for all its processes
         self.role = role
         self.restarts = restarts
+        self.state = MemberState.DOWN
+        self.given_up = ""  # why nobody waits any more for a process that does not serve; "" = somebody does
+        self.bundle: Bundle | None = None  # where its processes run
+        self.is_added = False  # whether it came later: if it cannot start, the others go on serving
+        self.orphan: OrphanedWorker | None = None  # the process that an earlier server left, until it is taken over
         self.actor: Any = None
         self.process: ProcessIdentity | None = None
         self.address: PeerAddress | None = None  # of the present process, if peers must be told about its end
         self.pid = 0
         self.up_since = math.inf
+        self.start_s = 0.0  # duration of its latest start, from asking for a place until it served; 0 = not known
         self.has_served = False
         self.waits_for_room = False  # whether Ray has no node for it now
-        self.departs: Literal["", "leave", "restart"] = ""  # what follows when its process ends on purpose
-        self.bundle: Bundle | None = None  # where its processes run
-        self.is_added = False  # whether it came later: if it cannot start, the others go on serving
-        self.owner: Owner | None = None  # set if it may outlive its server
-        self.survivor: Survivor | None = None  # the process that an earlier server left, until it is taken over
-        self.given_up = ""  # why nobody waits any more for a process that does not serve; "" = somebody does
-        self.start_s = 0.0  # duration of its latest start, from asking for a place until it served; 0 = not known
         self.home_role: Role | None = None  # what it was before it took over for a pool without workers
-        self.flips_to: Role | None = None  # the role that the latest flip under way gives it
-        self.flip_lock = asyncio.Lock()  # one flip at a time
-        self.is_up = asyncio.Event()
-        self.has_left = asyncio.Event()  # set once it has left for good, and nobody looks after it
-        self._is_given_up = asyncio.Event()
+        self._next_role: Role | None = None  # the role that the latest flip under way gives it
+        self._flip_lock = asyncio.Lock()  # one flip at a time
+        self._owner: Owner | None = None  # set if it may outlive its server
+        self._is_restarting = False  # whether another process follows the one that drains
+        self._death: asyncio.Future[Death] | None = None  # of the present process
+        self._has_moved = asyncio.Event()  # set, and replaced, at each change of state
 
-    async def start(self, bundle: Bundle, *, on_no_room: Callable[[str], None], on_placed: Callable[[], None]) -> None:
-        """Start a process in this bundle, load the model and make the worker known to the router.
+    # -- transitions --------------------------------------------------------------------------------------
 
-        The first time, a survivor takes the place of a new process.
-        """
-        began_s = time.monotonic()
-        survivor, self.survivor = self.survivor, None
-        if survivor is not None:
-            self.actor, self.process = survivor.actor, survivor.claim.process
-            started = self._taken_over(survivor.claim)
-        else:
-            options = bundle.options | {
-                "max_concurrency": _ACTOR_THREADS,
-                "max_restarts": 0,  # a restart is a new epoch with a new address: the supervisor does it
-            }
-            tenure = None
-            if self.owner is not None:
-                name = f"{self.worker_id}-{uuid.uuid4().hex[:8]}"
-                options |= {"lifetime": "detached", "namespace": self.owner.namespace, "name": name}
-                tenure = Tenure(owner=self.owner, place=bundle.place, is_added=self.is_added)
-            together = "" if self.has_served or self.is_added else " (Ray places all workers of a start together)"
-            needs = f"{bundle} for {self.worker_id}{together}"
-            self.process = await self._first_process(options, tenure, needs, on_no_room)
-            on_placed()
-            started = await self._loaded()
-        self.pid = self.process.process.pid
-        await self._join(started)
+    def supervise(self, bundle: Bundle, owner: Owner | None) -> None:
+        """Fix where its processes run, and who owns them if they may outlive their server."""
+        self.bundle, self._owner = bundle, owner
+
+    def adopt(self, orphan: OrphanedWorker) -> None:
+        """Take over this process, which an earlier server left, instead of starting the first one."""
+        assert self.state is MemberState.DOWN, f"{self.worker_id} is {self.state.value}"
+        self.orphan, self.has_served = orphan, True
+
+    def begin(self) -> asyncio.Future[Death]:
+        """A process is about to be started: from DOWN. The result is done when it has died or is given up."""
+        self._go(MemberState.STARTING)
+        self._death = asyncio.get_running_loop().create_future()
+        return self._death
+
+    def serve(self) -> None:
+        """The process has joined the router: from STARTING. Raises `WorkerError` if it has died or is given up."""
+        if self.state in (MemberState.DOWN, MemberState.LEAVING):
+            raise WorkerError(self.given_up or f"{self.worker_id} died while it started")
+        self._go(MemberState.UP)
         self.up_since, self.has_served = time.monotonic(), True
-        if survivor is None:
-            self.start_s = self.up_since - began_s
-        self.is_up.set()
+
+    def drain(self, *, restart: bool) -> None:
+        """Its process ends on purpose, once its work is done: from UP. With `restart` another one follows."""
+        self._go(MemberState.DRAINING)
+        self._is_restarting = restart
+
+    def give_up(self, reason: str) -> None:
+        """Nobody waits any more for a process that does not serve: from DOWN or STARTING."""
+        assert self.is_coming, f"{self.worker_id} is {self.state.value}"
+        self.given_up = reason
+        self._end(MemberState.LEAVING, reason)
+
+    def die(self, reason: str) -> None:
+        """Its process has died, or must be ended. Where it has none (any more), the death is known already."""
+        if self.state in (MemberState.STARTING, MemberState.UP, MemberState.DRAINING):
+            is_last = self.state is MemberState.DRAINING and not self._is_restarting
+            self._end(MemberState.LEAVING if is_last else MemberState.DOWN, reason)
+
+    def forget(self) -> None:
+        """Nobody looks after it any more: from LEAVING."""
+        self._go(MemberState.GONE)
+
+    def release(self) -> tuple[ProcessIdentity | None, PeerAddress | None]:
+        """Hand out the process that died and its address: they are the worker's no longer."""
+        assert not self.is_up, f"{self.worker_id} is {self.state.value}"
+        released = self.process, self.address
+        self.process = self.address = None
+        return released
+
+    def _go(self, state: MemberState) -> None:
+        assert state in _TRANSITIONS[self.state], f"{self.worker_id} cannot go from {self.state.value} to {state.value}"
+        self.state = state
+        self._has_moved.set()
+        self._has_moved = asyncio.Event()
+
+    def _end(self, state: MemberState, reason: str) -> None:
+        death = Death(reason, self.state, time.monotonic() - self.up_since if self.is_up else 0.0)
+        self._go(state)
+        if self.home_role is not None:  # its next process need not cover for others
+            self.role, self.home_role = self.home_role, None
+        if self._death is not None and not self._death.done():
+            self._death.set_result(death)
+
+    # -- roles --------------------------------------------------------------------------------------------
+
+    def cover(self) -> None:
+        """Note that the flip that follows is for a pool without workers, and ends when that has one again."""
+        self.home_role = self.role
+
+    def end_cover(self) -> Role:
+        """Note that the flip that follows ends the cover. Returns the role to go back to."""
+        assert self.home_role is not None, f"{self.worker_id} covers for nobody"
+        home, self.home_role = self.home_role, None
+        return home
+
+    def plan_flip(self, role: Role) -> None:
+        """Note that a flip to this role is about to begin."""
+        self._next_role = role
+
+    @asynccontextmanager
+    async def flipping(self, role: Role) -> AsyncIterator[None]:
+        """Wait for other flips, and keep them away while the block runs."""
+        self._next_role = role
+        try:
+            async with self._flip_lock:
+                yield
+        finally:
+            if self._next_role is role:
+                self._next_role = None
+
+    # -- what others read ---------------------------------------------------------------------------------
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it serves."""
+        return self.state in (MemberState.UP, MemberState.DRAINING)
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether it does not serve yet, or not now, but will."""
+        return self.state in (MemberState.DOWN, MemberState.STARTING)
+
+    @property
+    def is_flipping(self) -> bool:
+        """Whether it is taking another role just now."""
+        return self._flip_lock.locked()
 
     @property
     def role_to_be(self) -> Role:
         """Its role once the flips under way are over."""
-        return self.flips_to or self.role
+        return self._next_role or self.role
 
     @property
     def has_been_up(self) -> bool:
         """Whether it has served under this server: one that is being taken over has not."""
         return math.isfinite(self.up_since)
 
-    @abstractmethod
+    async def until(self, *states: MemberState) -> None:
+        """Wait until it is in one of these states."""
+        while self.state not in states:
+            await self._has_moved.wait()
+
+    async def pause(self, delay_s: float) -> None:
+        """Wait before the next start, unless it is given up."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.until(MemberState.LEAVING), delay_s)
+
+    # -- its processes ------------------------------------------------------------------------------------
+
+    async def start(self, *, on_no_room: Callable[[str], None], on_placed: Callable[[], None]) -> None:
+        """Start a process in its bundle, load the model and make the worker known to the router: from STARTING to UP.
+
+        The first time, an orphaned one takes the place of a new process.
+        """
+        began_s, bundle = time.monotonic(), self.bundle
+        assert bundle is not None, "it is supervised"
+        orphan, self.orphan = self.orphan, None
+        if orphan is not None:
+            self.actor, self.process = orphan.actor, orphan.claim.process
+            started = self._taken_over(orphan.claim)
+        else:
+            options = bundle.options | {
+                "max_concurrency": _ACTOR_THREADS,
+                "max_restarts": 0,  # a restart is a new epoch with a new address: the supervisor does it
+            }
+            terms = None
+            if self._owner is not None:
+                name = f"{self.worker_id}-{uuid.uuid4().hex[:8]}"
+                options |= {"lifetime": "detached", "namespace": self._owner.namespace, "name": name}
+                terms = LeaseTerms(owner=self._owner, place=bundle.place, is_added=self.is_added)
+            together = "" if self.has_served or self.is_added else " (Ray places all workers of a start together)"
+            needs = f"{bundle} for {self.worker_id}{together}"
+            self.process = await self._first_process(options, terms, needs, on_no_room)
+            on_placed()
+            started = await self._loaded()
+        self.pid = self.process.process.pid
+        await self._join(started)
+        self.serve()
+        if orphan is None:
+            self.start_s = self.up_since - began_s
+
     def another(self, worker_id: str, role: Role) -> Member:
         """One more worker like this one."""
+        member = self._copy(worker_id, role)
+        member.is_added = True
+        return member
+
+    @abstractmethod
+    def _copy(self, worker_id: str, role: Role) -> Member:
+        """A worker with the same settings. It gets no cores of its own: the machine's are given out at the start."""
 
     @abstractmethod
     def is_like(self, claim: WorkerClaim) -> bool:
@@ -149,7 +330,7 @@ class Member(ABC):
         return claim.started
 
     @abstractmethod
-    def _create_actor(self, options: dict[str, Any], tenure: Tenure | None) -> Any:
+    def _create_actor(self, options: dict[str, Any], terms: LeaseTerms | None) -> Any:
         """Ask Ray for a process with these options."""
 
     @abstractmethod
@@ -158,7 +339,7 @@ class Member(ABC):
 
     @abstractmethod
     async def leave(self, reason: str) -> None:
-        """Let the router forget the worker: its requests end with an error. Later calls change nothing."""
+        """Let the router forget the worker, unless it has done so: its requests end with an error."""
 
     @property
     @abstractmethod
@@ -173,7 +354,7 @@ class Member(ABC):
         """
 
     @abstractmethod
-    async def play(self, role: Role, reason: str) -> Requests:
+    async def switch_role(self, role: Role, reason: str) -> Requests:
         """Let the worker serve in this role from now on. Returns the requests that it still has from its old one."""
 
     @abstractmethod
@@ -205,7 +386,7 @@ class Member(ABC):
 
         Does not return for a worker that another server has claimed: the renewal of its lease notices that.
         """
-        owner = self.owner.name if self.owner is not None else ""
+        owner = self._owner.name if self._owner is not None else ""
         while True:
             try:
                 end = await self.actor.watch.remote(owner)
@@ -226,16 +407,6 @@ class Member(ABC):
         """Let the worker end in good order."""
         await call(self.actor.stop)
 
-    def give_up(self, reason: str) -> None:
-        """End the wait for a process that does not serve yet."""
-        self.given_up = reason
-        self._is_given_up.set()
-
-    async def pause(self, delay_s: float) -> None:
-        """Wait before the next start, unless the worker is given up."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._is_given_up.wait(), delay_s)
-
     def kill(self) -> None:
         """Let Ray end the process."""
         if self.actor is None:
@@ -246,18 +417,18 @@ class Member(ABC):
             logger.warning("Ray could not kill %s: %s", self.worker_id, first_line(exc))
 
     async def _first_process(
-        self, options: dict[str, Any], tenure: Tenure | None, needs: str, on_no_room: Callable[[str], None]
+        self, options: dict[str, Any], terms: LeaseTerms | None, needs: str, on_no_room: Callable[[str], None]
     ) -> ProcessIdentity:
         """Create actors until one has a process; returns which process.
 
         Ray notices a dead node some seconds late, and may have chosen it: that does not count as a death of the worker.
         """
         for is_last in (False, False, True):
-            self.actor = self._create_actor(options, tenure)
+            self.actor = self._create_actor(options, terms)
             try:
                 return await self._placed(needs, on_no_room)
             except RayActorError as exc:
-                if is_last or self.given_up or _NEVER_RAN not in str(exc):
+                if is_last or _NEVER_RAN not in str(exc):
                     raise
             await asyncio.sleep(_PLACE_AGAIN_S)
         raise AssertionError("the last try returns or raises")
@@ -269,11 +440,9 @@ class Member(ABC):
         """
         identity = asyncio.ensure_future(call(self.actor.identity, timeout_s=_PLACE_TIMEOUT_S))
         identity.add_done_callback(lambda found: found.cancelled() or found.exception())  # marks it as seen
-        given_up = asyncio.ensure_future(self._is_given_up.wait())
         try:
             notice_s = _REPLACE_NOTICE_S if self.has_served else _PLACE_NOTICE_S
-            waits = {identity, given_up}
-            while not (await asyncio.wait(waits, timeout=notice_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+            while not (await asyncio.wait({identity}, timeout=notice_s))[0]:
                 if not await asyncio.to_thread(_has_nodes):
                     raise WorkerError("no node of the Ray cluster is alive")
                 if not self.waits_for_room:
@@ -281,8 +450,6 @@ class Member(ABC):
                     on_no_room(
                         f"waiting for a process with {needs}; the cluster has {await asyncio.to_thread(_resources)}"
                     )
-            if given_up.done():
-                raise WorkerError(self.given_up)
             process: ProcessIdentity = await identity
         except TimeoutError:
             raise WorkerError(
@@ -292,7 +459,6 @@ class Member(ABC):
         finally:
             self.waits_for_room = False
             identity.cancel()
-            given_up.cancel()
         return process
 
     async def _loaded(self) -> Any:
@@ -327,8 +493,7 @@ class WorkerMember(Member):
         self._workers = workers
         self._registry = registry
 
-    def another(self, worker_id: str, role: Role) -> WorkerMember:
-        """As `Member.another`. It gets no cores of its own: those of the machine are given out at the start."""
+    def _copy(self, worker_id: str, role: Role) -> WorkerMember:
         config = replace(self._config, worker_id=worker_id, role=role, cpu_cores=())
         return WorkerMember(config, RestartBudget(self.restarts.max_restarts), self._workers, self._registry)
 
@@ -340,12 +505,12 @@ class WorkerMember(Member):
     def _comparable(config: WorkerConfig) -> WorkerConfig:
         return replace(config, worker_id="", role=kind_of(config.role), router_key="", cpu_cores=())
 
-    def _create_actor(self, options: dict[str, Any], tenure: Tenure | None) -> Any:
+    def _create_actor(self, options: dict[str, Any], terms: LeaseTerms | None) -> Any:
         variables = {"OMP_NUM_THREADS": str(self._config.engine.num_threads or 1)}
         if self._config.socket_folder and not options["num_gpus"] and "LD_PRELOAD" not in os.environ:
             variables |= preload_of(sys.executable)  # on this machine, whose files are known
         options |= {"runtime_env": {"env_vars": variables}}
-        return ray.remote(WorkerActor).options(**options).remote(replace(self._config, role=self.role), tenure)
+        return ray.remote(WorkerActor).options(**options).remote(replace(self._config, role=self.role), terms)
 
     async def _join(self, started: PeerAddress) -> None:
         self.address = started
@@ -353,9 +518,8 @@ class WorkerMember(Member):
 
     async def leave(self, reason: str) -> None:
         """As `Member.leave`."""
-        if self.address is not None:
+        if self._registry.get(self.worker_id) is not None:
             self._workers.mark_dead(self.worker_id, reason)
-        self.address = None
 
     @property
     def is_ready(self) -> bool:
@@ -375,8 +539,8 @@ class WorkerMember(Member):
             return False
         return not (status.request_ids or status.num_open_handoffs or status.num_open_leases or status.num_open_reads)
 
-    async def play(self, role: Role, reason: str) -> Requests:
-        """As `Member.play`. One that is to decode gets work meanwhile: it may be the only one that is left."""
+    async def switch_role(self, role: Role, reason: str) -> Requests:
+        """As `Member.switch_role`. One that is to decode gets work meanwhile: it may be the only one that is left."""
         is_leaving_pool = role is Role.PREFILL  # its answers leave at once
         if is_leaving_pool:
             self._registry.set_state(self.worker_id, WorkerState.DRAINING, reason)
@@ -403,7 +567,7 @@ class WorkerMember(Member):
 
     async def tell(self, address: PeerAddress | None, method: str, peer: PeerAddress) -> None:
         """As `Member.tell`: the end of a peer's process frees the blocks that it may have written to."""
-        while self.is_up.is_set() and self.address == address:
+        while self.is_up and self.address == address:
             try:
                 await call(getattr(self.actor, method), peer)
                 return

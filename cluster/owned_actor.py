@@ -18,12 +18,12 @@ from ray.exceptions import RayError
 from ray.util.placement_group import remove_placement_group
 
 from tandem.cluster.node_requests import withdraw_left_request
-from tandem.cluster.ownership import Ownership, Place, Tenure
+from tandem.cluster.ownership import LeaseTerms, Ownership, Place
 from tandem.cluster.process_end import ProcessIdentity, own_identity
 from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.messages import WIRE_VERSION, Role
 
-__all__ = ["WATCH_S", "OwnedActor", "Survivor", "WatchNews", "WorkerClaim"]
+__all__ = ["WATCH_S", "OrphanedWorker", "OwnedActor", "WatchNews", "WorkerClaim"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,8 @@ class WorkerClaim:
     wire_version: int = WIRE_VERSION
 
 
-class Survivor(NamedTuple):
-    """A worker that another server started, and this one has claimed."""
+class OrphanedWorker(NamedTuple):
+    """A worker that another server left, and this one has claimed."""
 
     actor: Any
     claim: WorkerClaim
@@ -63,18 +63,18 @@ class Survivor(NamedTuple):
 class OwnedActor(ABC):
     """Base class of the actors. Methods run on Ray's threads."""
 
-    def __init__(self, tenure: Tenure | None) -> None:
-        """Without a tenure, Ray ends the actor with its server."""
+    def __init__(self, terms: LeaseTerms | None) -> None:
+        """Without terms, Ray ends the actor with its server."""
         self._is_asked_to_leave = False
         self._has_news = threading.Event()  # set while no server has heard of the SIGTERM
         self._unheard: threading.Timer | None = None
         if ray.is_initialized():  # in an actor's process, whose main thread makes the actor
             signal.signal(signal.SIGTERM, self._on_sigterm)
-        self._tenure = tenure
+        self._terms = terms
         self._ownership: Ownership | None = None
-        if tenure is not None:
-            self._ownership = Ownership(tenure.owner.name, time.monotonic())
-            threading.Thread(target=self._end_when_orphaned, args=(tenure,), name="ownership", daemon=True).start()
+        if terms is not None:
+            self._ownership = Ownership(terms.owner.name, time.monotonic())
+            threading.Thread(target=self._end_when_orphaned, args=(terms,), name="ownership", daemon=True).start()
 
     def identity(self) -> ProcessIdentity:
         """Which process this is."""
@@ -88,7 +88,7 @@ class OwnedActor(ABC):
     def claim(self, owner: str, router_key: str) -> WorkerClaim | str:
         """Serve this owner from now on. If another one holds the worker, returns that one's name instead."""
         assert self._ownership is not None, "it may outlive its server"
-        assert self._tenure is not None, "it may outlive its server"
+        assert self._terms is not None, "it may outlive its server"
         if holder := self._ownership.claim(owner, time.monotonic()):
             return holder
         if self._is_asked_to_leave:  # the server that heard of it is dead
@@ -96,8 +96,8 @@ class OwnedActor(ABC):
         config, started, role = self._obey(router_key)
         return WorkerClaim(
             process=self.identity(),
-            place=self._tenure.place,
-            is_added=self._tenure.is_added,
+            place=self._terms.place,
+            is_added=self._terms.is_added,
             role=role,
             config=config,
             started=started,
@@ -144,10 +144,10 @@ class OwnedActor(ABC):
         if self._has_news.is_set():
             os._exit(1)
 
-    def _end_when_orphaned(self, tenure: Tenure) -> None:
+    def _end_when_orphaned(self, terms: LeaseTerms) -> None:
         """Once nobody has held the worker for too long, end this process, and return the service's bundles to Ray."""
         assert self._ownership is not None, "it may outlive its server"
-        timeout_s, service = tenure.owner.orphan_timeout_s, tenure.owner.service
+        timeout_s, service = terms.owner.orphan_timeout_s, terms.owner.service
         while not self._ownership.end(timeout_s, time.monotonic()):
             time.sleep(_LOOK_S)
         logger.warning("no server has asked for this worker for %g s (orphan_timeout_s): it ends", timeout_s)
@@ -156,7 +156,7 @@ class OwnedActor(ABC):
         with suppress(RayError, ValueError):
             group = ray.util.get_current_placement_group()
             # Its other workers end within seconds, unless a server has come for them just now.
-            if group is not None and not _is_any_held(tenure.owner.namespace):
+            if group is not None and not _is_any_held(terms.owner.namespace):
                 withdraw_left_request(service)
                 remove_placement_group(group)
         os._exit(0)

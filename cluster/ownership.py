@@ -17,7 +17,7 @@ from typing import NamedTuple
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import WorkerError
 
-__all__ = ["LEASE_S", "RENEW_S", "Owner", "Ownership", "Place", "Tenure", "owner_of"]
+__all__ = ["LEASE_S", "RENEW_S", "LeaseTerms", "Owner", "Ownership", "Place", "owner_of"]
 
 RENEW_S = 2.0
 LEASE_S = 8.0
@@ -45,7 +45,7 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tenure:
+class LeaseTerms:
     """What a worker that may outlive its server has to know."""
 
     owner: Owner

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Collection
 
-from tandem.cluster.departures import Departures
+from tandem.cluster.draining import Drains
 from tandem.cluster.member import Member
 from tandem.protocol.errors import DrainRefused
 from tandem.scheduling.workers.registry import Registry
@@ -24,25 +24,21 @@ _GRACE_S = 120.0
 _REASON = "its lost writes keep too many blocks of its peers in quarantine"
 
 
-async def watch_quarantines(members: Collection[Member], registry: Registry, departures: Departures) -> None:
+async def watch_quarantines(members: Collection[Member], registry: Registry, drains: Drains) -> None:
     """Look at what the workers report every few seconds, for ever."""
     while True:
         await asyncio.sleep(_LOOK_S)
         for sender in _senders_to_replace(members, registry):
             with contextlib.suppress(DrainRefused):  # it is leaving already, or is asked again in a moment
-                departures.begin(sender.worker_id, _GRACE_S, restart=True, reason=_REASON)
+                drains.begin(sender.worker_id, _GRACE_S, restart=True, reason=_REASON)
                 logger.warning("%s is replaced: %s", sender.worker_id, _REASON)
 
 
 def _senders_to_replace(members: Collection[Member], registry: Registry) -> list[Member]:
     """Members whose lost writes take too much of a peer's pool, where no transport can prove that they are over."""
-    up = {
-        (address.worker_id, address.epoch): member
-        for member in members
-        if member.is_up.is_set() and (address := member.address) is not None
-    }
+    up = {address.process: member for member in members if member.is_up and (address := member.address) is not None}
     found = [
-        up.get((quarantine.sender_id, quarantine.sender_epoch))
+        up.get(quarantine.sender)
         for worker in registry
         for quarantine in worker.quarantines
         if quarantine.oldest_s >= _QUARANTINE_S

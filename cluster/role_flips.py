@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 
 from ray.exceptions import RayError
 
-from tandem.cluster.member import Member, Requests, first_line, member_of
+from tandem.cluster.member import Member, MemberState, Requests, first_line, member_of
 from tandem.protocol.errors import RoleRefused, ServingError, WorkerError, WorkerNotFound
 from tandem.protocol.messages import Role
 from tandem.runtime.background import BackgroundTasks
@@ -35,11 +37,18 @@ class RoleFlips:
         """The latest flips, oldest first, as `/v1/pools` shows them."""
         return list(self._flips)
 
-    def begin(self, flip: Flip, reason: str) -> None:
-        """Start a flip and return."""
-        if (member := member_of(self._members, flip.worker_id)) is not None:
-            member.flips_to = flip.to_role
-        self._background.start(f"the flip of {flip.worker_id}", lambda: self.flip(flip, reason))
+    def flip(self, flip: Flip, reason: str) -> asyncio.Task[None]:
+        """Begin to give a worker another role; its cache stays. The task ends with the requests of its old role.
+
+        It gets nothing more of its old role, serves in the new one within milliseconds, and finishes its old requests
+        beside that: any worker can do both, and placement counts what it delays there.
+        """
+        member = member_of(self._members, flip.worker_id)
+        if member is not None:
+            member.plan_flip(flip.to_role)
+        return self._background.start(
+            f"the flip of {flip.worker_id}", partial(self._flip, member, flip.to_role, reason)
+        )
 
     async def set_role(self, worker: str, role: Role) -> dict[str, object]:
         """As `WorkerManager.set_role`: a flip that an operator asks for."""
@@ -47,48 +56,33 @@ class RoleFlips:
         if member is None:
             raise WorkerNotFound(f"There is no worker '{worker[:100]}'; there are: {', '.join(self._members)}.")
         self._check(member, role)
-        member.flips_to = role
-        try:
-            async with member.flip_lock:
-                record = self._record(member, role, "an operator asked for it")
-                left = await self._play(member, role, record)
-        finally:
-            if member.flips_to is role:
-                member.flips_to = None
+        async with member.flipping(role):
+            record = self._record(member, role, "an operator asked for it")
+            left = await self._switch(member, role, record)
         if left is None:
             raise WorkerError(f"{worker} did not flip to {role}: {record['failed']}")
-        self._background.start(f"the drain of {worker}", lambda: self._drain(member, left, record))
+        self._background.start(f"the old role's requests of {worker}", partial(self._drain, member, left, record))
         return record
 
-    async def flip(self, flip: Flip, reason: str) -> None:
-        """Give a worker another role; its cache stays. Returns when it has finished the requests of its old role.
-
-        It gets nothing more of its old role, serves in the new one within milliseconds, and finishes its old requests
-        beside that: any worker can do both, and placement counts what it delays there.
-        """
-        member = member_of(self._members, flip.worker_id)
+    async def _flip(self, member: Member | None, role: Role, reason: str) -> None:
         if member is None:
             return
-        try:
-            async with member.flip_lock:
-                if not member.is_up.is_set() or member.departs:
-                    return
-                record = self._record(member, flip.to_role, reason)
-                left = await self._play(member, flip.to_role, record)
-        finally:
-            if member.flips_to is flip.to_role:
-                member.flips_to = None
+        async with member.flipping(role):
+            if member.state is not MemberState.UP:
+                return
+            record = self._record(member, role, reason)
+            left = await self._switch(member, role, record)
         if left is not None:
             await self._drain(member, left, record)
 
     def _check(self, member: Member, role: Role) -> None:
         """Raise `RoleRefused` if the worker cannot play this role now."""
         name = member.worker_id
-        if not member.is_up.is_set():
+        if not member.is_up:
             raise RoleRefused(f"{name} is not up; ask again when it is.")
-        if member.departs:
+        if member.state is MemberState.DRAINING:
             raise RoleRefused(f"{name} is leaving.")
-        if member.flip_lock.locked():
+        if member.is_flipping:
             raise RoleRefused(f"{name} is about to play another role; ask again in a moment.")
         if member.role is Role.COLOCATED:
             raise RoleRefused(f"{name} does both: start the server with --prefill and --decode for roles.")
@@ -105,7 +99,7 @@ class RoleFlips:
 
     def _stays_in(self, role: Role, member: Member) -> bool:
         """Whether a worker serves in this role, and neither leaves nor is about to play another one."""
-        return member.role is member.role_to_be is role and member.is_up.is_set() and not member.departs
+        return member.role is member.role_to_be is role and member.state is MemberState.UP
 
     def _record(self, member: Member, role: Role, reason: str) -> dict[str, object]:
         record: dict[str, object] = {
@@ -118,11 +112,11 @@ class RoleFlips:
         self._flips.append(record)
         return record
 
-    async def _play(self, member: Member, role: Role, record: dict[str, object]) -> Requests | None:
+    async def _switch(self, member: Member, role: Role, record: dict[str, object]) -> Requests | None:
         """Let it serve in its new role. Returns the requests left from its old one, or None if it did not flip."""
         began_s = time.monotonic()
         try:
-            left = await member.play(role, str(record["reason"]))
+            left = await member.switch_role(role, str(record["reason"]))
         except (RayError, ServingError, TimeoutError, KeyError) as exc:
             record["failed"] = first_line(exc)
             logger.warning("%s did not flip to %s: %s", member.worker_id, role, record["failed"])

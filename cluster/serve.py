@@ -22,9 +22,9 @@ from rich.markup import escape
 from tandem.cluster.engines.layout import parallelism_of
 from tandem.cluster.engines.service import EngineService
 from tandem.cluster.frontend import HttpFrontend, stop_serving
-from tandem.cluster.own_service import OwnService
 from tandem.cluster.ray_runtime import RayDaemon, daemons_watched, ray_running
 from tandem.cluster.supervisor import Supervisor
+from tandem.cluster.tandem_service import TandemService
 from tandem.cluster.worker_layout import resolve
 from tandem.frontend.http.listening import listening
 from tandem.frontend.http.tls import scheme_of
@@ -120,7 +120,7 @@ async def _serve(
 ) -> int:
     signals = stop_signals(signal.SIGINT, signal.SIGTERM)
     stop = signals.stop
-    make = EngineService if config.managed.is_managed else OwnService
+    make = EngineService if config.managed.is_managed else TandemService
     service: Service = make(config, tenants, model, socket_folder, progress)
     supervisor = service.supervisor
     async with _closing(service, ray_daemons):

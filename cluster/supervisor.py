@@ -1,4 +1,4 @@
-"""Keeps the workers of a cluster alive: starts them, notices deaths, tells the survivors, replaces the dead.
+"""Keeps the workers of a cluster alive: starts them, notices deaths, tells the others, replaces the dead.
 
 The registry of the router stays the one place that says what a worker's state is; the supervisor reports to it.
 """
@@ -7,25 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from ray.exceptions import RayError
 
-from tandem.cluster.arrivals import Arrivals
+from tandem.cluster.adoption import adopt_orphans, give_to_members, kill_all, renew_leases
 from tandem.cluster.autoscale import Autoscale
-from tandem.cluster.departures import Departures
-from tandem.cluster.member import Member, first_line, member_of
+from tandem.cluster.bundles import Bundle, WorkerBundles
+from tandem.cluster.draining import Drains
+from tandem.cluster.joining import Joins
+from tandem.cluster.member import Death, Member, MemberState, first_line
 from tandem.cluster.node_requests import NodeRequests, has_left_request
-from tandem.cluster.owned_actor import Survivor
+from tandem.cluster.owned_actor import OrphanedWorker
 from tandem.cluster.ownership import owner_of
-from tandem.cluster.placement import Bundle, WorkerBundles
 from tandem.cluster.process_end import ProcessIdentity, until_gone
 from tandem.cluster.quarantine_watch import watch_quarantines
 from tandem.cluster.role_flips import RoleFlips
-from tandem.cluster.survivors import claim_survivors, give_to_members, kill_all, renew_leases
 from tandem.cluster.worker_layout import needs_of
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import AddRefused, ConfigError, DrainRefused, ServingError, WorkerError
@@ -72,22 +71,21 @@ class Supervisor:
         self._registry = registry
         self._on_progress = on_progress
         self.members = {member.worker_id: member for member in members}  # those that it looks after
-        self._claimed: list[Survivor] = []
+        self._claimed: list[OrphanedWorker] = []
         self.bundles: WorkerBundles | None = None  # set by `start`
         self._background = BackgroundTasks()
         self.flips = RoleFlips(self.members, self._background)
-        self.departures = Departures(self.members, self._background, cover=self._cover, kill=self._kill)
-        self.arrivals = Arrivals(self.members, self._supervise_another)
+        self.drains = Drains(self.members, self._background, cover=self._cover)
+        self.joins = Joins(self.members, self._supervise_another)
         self.autoscale = Autoscale(
             config,
             registry,
             costs,
             self.members,
             self.flips,
-            self.departures,
+            self.drains,
             self._background,
             add=self._add,
-            give_up=self._give_up,
         )
         self._requests = NodeRequests(config.service_name) if config.ray_address else None
         self._is_stopping = False
@@ -102,19 +100,19 @@ class Supervisor:
         `mean_output_tokens` is what the autoscaler expects of an answer. On a joined Ray cluster, workers that an
         earlier server of this name left are taken over.
         """
-        added = await self._claim_survivors()
-        taken = [*(member.survivor for member in self.members.values() if member.survivor is not None), *added]
+        added = await self._adopt_orphans()
+        taken = [*(member.orphan for member in self.members.values() if member.orphan is not None), *added]
         needs = dict(zip(self.members.values(), needs_of(self._config), strict=True))
-        without = [member for member in needs if member.survivor is None]
-        places = [survivor.claim.place for survivor in taken]
+        without = [member for member in needs if member.orphan is None]
+        places = [orphan.claim.place for orphan in taken]
         self.bundles = WorkerBundles([needs[member] for member in without], self._owner, places)
         for number, member in enumerate(without):
             self._supervise(member, self.bundles.bundle(number, *needs[member]))
         for member, sizes in needs.items():
-            if member.survivor is not None:
-                self._supervise(member, self.bundles.at(member.survivor.claim.place, *sizes))
-        for survivor in added:
-            self._supervise_survivor(survivor)
+            if member.orphan is not None:
+                self._supervise(member, self.bundles.at(member.orphan.claim.place, *sizes))
+        for orphan in added:
+            self._supervise_orphan(orphan)
         if self._owner is not None:
             renew = partial(renew_leases, self._owner, self.members, self.let_go)
             self._background.keep("the renewal of leases", renew)
@@ -123,7 +121,7 @@ class Supervisor:
         if self._failure.done():
             ups.cancel()
             self._failure.result()
-        watch = partial(watch_quarantines, self.members.values(), self._registry, self.departures)
+        watch = partial(watch_quarantines, self.members.values(), self._registry, self.drains)
         self._background.keep("the watch of quarantines", watch)
         if self._requests is not None:
             if self._config.max_workers or await asyncio.to_thread(has_left_request, self._config.service_name):
@@ -139,11 +137,11 @@ class Supervisor:
 
     @property
     def autoscaler_status(self) -> dict[str, object]:
-        """The autoscaler's latest decision, and the latest flips, departures and arrivals."""
+        """The autoscaler's latest decision, and the latest flips, drains and joins."""
         moves = {
             "flips": self.flips.latest,
-            "departures": self.departures.latest,
-            "arrivals": self.arrivals.latest,
+            "departures": self.drains.latest,
+            "arrivals": self.joins.latest,
         }
         return self.autoscale.decision | moves
 
@@ -153,7 +151,7 @@ class Supervisor:
 
     async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, object]:
         """As `WorkerManager.drain`."""
-        return self.departures.begin(worker, grace_s, restart=restart, reason="an operator asked for it")
+        return self.drains.begin(worker, grace_s, restart=restart, reason="an operator asked for it")
 
     async def add_worker(self, role: Role) -> dict[str, object]:
         """As `WorkerManager.add_worker`."""
@@ -170,7 +168,7 @@ class Supervisor:
         If Ray is dead, the cleanup of the whole server ends them. Those of another server are left alone.
         """
         self._is_stopping = True
-        up = [] if self._is_hands_off else [member for member in self.members.values() if member.is_up.is_set()]
+        up = [] if self._is_hands_off else [member for member in self.members.values() if member.is_up]
         stops = [asyncio.ensure_future(member.stop()) for member in up]  # one that still loads is only killed
         if stops:
             await asyncio.wait(stops, timeout=_STOP_TIMEOUT_S)
@@ -184,7 +182,7 @@ class Supervisor:
 
     async def check_integrity(self) -> dict[str, str]:
         """What is wrong with, or held by, each worker that should be idle; "" where nothing is."""
-        up = {worker_id: member for worker_id, member in self.members.items() if member.is_up.is_set()}
+        up = {worker_id: member for worker_id, member in self.members.items() if member.is_up}
         calls = (member.check_integrity() for member in up.values())
         answers = await asyncio.gather(*calls, return_exceptions=True)
         return {
@@ -194,7 +192,7 @@ class Supervisor:
 
     async def _add(self, role: Role, reason: str) -> dict[str, object]:
         """Begin to start one more worker. The machine of a private Ray does not grow; a cluster may."""
-        needed, bundles = self.arrivals.like(role).bundle, self.bundles
+        needed, bundles = self.joins.like(role).bundle, self.bundles
         assert needed is not None, "workers are supervised"
         assert bundles is not None, "they have been started"
         sizes = needed.num_cpus, needed.num_gpus
@@ -203,7 +201,7 @@ class Supervisor:
                 f"This machine has no room for another worker of {needed}: drain one first, or start the server with a "
                 "smaller num_cpus_per_worker."
             )
-        return self.arrivals.begin(role, reason=reason)
+        return self.joins.begin(role, reason=reason)
 
     async def _end_workers(self) -> None:
         """Let Ray end those that are left and take their bundles back, as long as it lives and answers."""
@@ -223,43 +221,34 @@ class Supervisor:
         if self.bundles is not None:
             self.bundles.remove()
 
-    def _give_up(self, worker: str, reason: str) -> None:
-        """End the wait for a worker that was added and does not serve yet."""
-        member = self.members.get(worker)
-        if member is not None and member.is_added and not member.has_served:
-            member.give_up(reason)
-            self._kill(member)
-
     async def _all_up(self) -> None:
-        for member in self.members.values():
-            await member.is_up.wait()
+        for member in list(self.members.values()):
+            await member.until(MemberState.UP, MemberState.DRAINING)
 
-    async def _claim_survivors(self) -> list[Survivor]:
+    async def _adopt_orphans(self) -> list[OrphanedWorker]:
         """Claim what an earlier server left and give it to its members; the rest are workers that had been added."""
         if self._owner is None:
             return []
-        await claim_survivors(self._owner, self._router_key, self._claimed)
+        await adopt_orphans(self._owner, self._router_key, self._claimed)
         added = await give_to_members(self._claimed, self.members)
-        if num_taken := len(added) + sum(member.survivor is not None for member in self.members.values()):
+        if num_taken := len(added) + sum(member.orphan is not None for member in self.members.values()):
             self._on_progress(f"taking over {num_taken} worker(s) that an earlier server left")
         return added
 
-    def _supervise_survivor(self, survivor: Survivor) -> None:
+    def _supervise_orphan(self, orphan: OrphanedWorker) -> None:
         """Look after a worker that had been added to an earlier server."""
-        like = self.arrivals.like(survivor.claim.role)
+        like = self.joins.like(orphan.claim.role)
         assert self.bundles is not None, "workers are being started"
         assert like.bundle is not None, "it is supervised"
-        member = like.another(survivor.claim.config.worker_id, survivor.claim.role)
-        member.is_added = member.has_served = True
-        member.survivor = survivor
+        member = like.another(orphan.claim.config.worker_id, orphan.claim.role)
+        member.adopt(orphan)
         self.members[member.worker_id] = member
-        self._supervise(member, self.bundles.at(survivor.claim.place, *like.bundle.sizes))
+        self._supervise(member, self.bundles.at(orphan.claim.place, *like.bundle.sizes))
 
     def _supervise(self, member: Member, bundle: Bundle) -> None:
-        member.bundle = bundle
-        member.owner = self._owner
-        keep_alive = partial(self._keep_alive, member, bundle)
-        self._background.start(f"the supervision of {member.worker_id}", keep_alive, self._crashed)
+        member.supervise(bundle, self._owner)
+        name = f"the supervision of {member.worker_id}"
+        self._background.start(name, partial(self._keep_alive, member), self._crashed)
 
     def _supervise_another(self, member: Member, like: Member) -> None:
         """Look after one more worker, which needs the same as `like`."""
@@ -270,12 +259,17 @@ class Supervisor:
         self._supervise(member, bundle)
         self._request_nodes()
 
-    def _forget(self, member: Member, bundle: Bundle) -> None:
+    def _forget(self, member: Member) -> None:
         """A worker is gone for good."""
+        if member.has_served:
+            self._on_progress(f"{member.role} worker {member.worker_id} has left")
+        else:
+            self.joins.withdraw(member, member.given_up)
+            self._on_progress(f"{member.role} worker {member.worker_id} was not added: {member.given_up}")
         del self.members[member.worker_id]
-        member.has_left.set()
-        if self.bundles is not None and not self._is_hands_off:
-            self.bundles.give_back(bundle)
+        member.forget()
+        if self.bundles is not None and member.bundle is not None and not self._is_hands_off:
+            self.bundles.give_back(member.bundle)
         self._request_nodes()
 
     def _request_nodes(self) -> None:
@@ -286,73 +280,95 @@ class Supervisor:
         bundles = [one.bundle for one in self.members.values() if one.bundle is not None]
         self._requests.want([bundle.resources for bundle in bundles] if waits else [])
 
-    async def _keep_alive(self, member: Member, bundle: Bundle) -> None:
-        """Start the worker; when it dies, tell everyone and start it again."""
-        while not self._is_stopping:
-            ended = member.given_up or await self._live(member, bundle)
+    async def _keep_alive(self, member: Member) -> None:
+        """Start the worker; when it dies, tell everyone and start it again, until it is to leave."""
+        while not (self._is_stopping or self._failure.done()):
+            if member.state is MemberState.LEAVING:
+                self._forget(member)
+                return
+            death = await self._live(member)
             if self._is_stopping:
                 return
-            was_up = member.is_up.is_set()
-            departs, member.departs = member.departs, ""
-            if departs:
-                if not member.has_served:
-                    self.arrivals.withdraw(member, member.given_up)
-                await self._see_off(member)
-                if departs == "leave":
-                    self._forget(member, bundle)
-                    return
-                continue
-            gone = await self._bury(member, _LOST)
-            is_unwanted = bool(member.given_up) and not member.departs  # one that is drained leaves in a moment
-            if is_unwanted or (not was_up and not member.has_served and not member.restarts.num_deaths):
-                if member.is_added:
-                    why = member.given_up or ended
-                    self.arrivals.withdraw(member, why)
-                    self._on_progress(f"{member.role} worker {member.worker_id} was not added: {why}")
-                    self._forget(member, bundle)
-                    return
-                self._fail(ConfigError(f"worker {member.worker_id} did not start: {ended}"))
-                return
-            member.restarts.died(time.monotonic() - member.up_since if was_up else 0.0)
-            is_used_up = member.restarts.is_used_up
-            logger.log(logging.ERROR if is_used_up else logging.WARNING, "%s", _obituary(member, was_up, ended))
-            if all(other.restarts.is_used_up and not other.is_up.is_set() for other in self.members.values()):
-                died = f"{member.worker_id} died {member.restarts.num_deaths} times, at last: {ended}"
-                self._fail(WorkerError(f"no worker is left that could serve: {died}"))
-                return
-            self._cover()
-            pause = member.pause(member.restarts.delay_s)
+            gone = await self._handle_death(member, _LEFT if death.before is MemberState.DRAINING else _LOST)
+            pause = member.pause(self._delay_after(member, death))
             await asyncio.gather(pause, asyncio.wait({gone}, timeout=_GONE_TIMEOUT_S))
 
-    async def _see_off(self, member: Member) -> None:
-        """After a worker has left as it was asked to: tell everyone, and wait until its process is gone."""
-        gone = await self._bury(member, _LEFT)
-        self._on_progress(f"{member.role} worker {member.worker_id} has left")
-        self._cover()
-        await asyncio.wait({gone}, timeout=_GONE_TIMEOUT_S)
+    async def _live(self, member: Member) -> Death:
+        """Run one process of the worker. Returns when it has died, whoever reports that first, or is given up."""
+        death = member.begin()
+        running = asyncio.create_task(self._run(member))
+        try:
+            await wait_for_any(death, running)
+            if running.done():
+                member.die(running.result())
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+        return death.result()
 
-    async def _live(self, member: Member, bundle: Bundle) -> str:
-        """Start the worker and wait for its end. Returns how it ended."""
+    async def _run(self, member: Member) -> str:
+        """Start the worker and wait for what Ray says of its end; returns that."""
         reason = ""
 
-        async def live() -> None:
+        async def run() -> None:
             nonlocal reason
-            await self._bring_up(member, bundle)
+            await self._bring_up(member)
             reason = await member.ended(partial(self._asked_to_leave, member))
 
-        error = await async_error_of(live())
+        error = await async_error_of(run())
         if error is None:
             return reason
         if not isinstance(error, (RayError, ServingError, TimeoutError)):  # a bug; a new process may do better
             logger.error("worker %s is given up", member.worker_id, exc_info=error)
         return first_line(error)
 
-    async def _bring_up(self, member: Member, bundle: Bundle) -> None:
-        await member.start(bundle, on_no_room=self._no_room, on_placed=self._request_nodes)
-        self.departures.note_up(member)
-        self.arrivals.note_up(member)
+    async def _bring_up(self, member: Member) -> None:
+        await member.start(on_no_room=self._no_room, on_placed=self._request_nodes)
+        self.drains.note_up(member)
+        self.joins.note_up(member)
         self._cover()
         self._on_progress(f"{member.role} worker {member.worker_id} is ready")
+
+    async def _handle_death(self, member: Member, reason: str) -> asyncio.Task[None]:
+        """Fail a dead worker's requests now, and free the blocks it could still write to once its process has exited.
+
+        The task ends when the process is known to be gone.
+        """
+        self._kill(member)
+        process, address = member.release()
+        await member.leave(reason)
+        name = f"the end of {member.worker_id}"
+        gone = self._background.keep(name, partial(_prove_gone, process))
+        if address is not None:
+            self._background.keep(f"telling of {name}", partial(self._tell_of_death, address, gone))
+        return gone
+
+    def _delay_after(self, member: Member, death: Death) -> float:
+        """Decide what follows a death: another start after these seconds, or the end of the worker or the service."""
+        if death.before is MemberState.DRAINING:
+            if member.state is MemberState.DOWN:
+                self._on_progress(f"{member.role} worker {member.worker_id} has left")
+            self._cover()
+        elif not member.has_served:  # its first start failed, or it was given up
+            if not member.is_added:
+                self._fail(ConfigError(f"worker {member.worker_id} did not start: {death.reason}"))
+            elif member.state is MemberState.DOWN:
+                member.give_up(death.reason)
+        elif member.state is MemberState.DOWN:
+            return self._delay_after_failure(member, death)
+        return 0.0
+
+    def _delay_after_failure(self, member: Member, death: Death) -> float:
+        """Count the death of a worker that has served, and let others cover for it until it starts again."""
+        budget = member.restarts
+        budget.died(death.served_s)
+        logger.log(logging.ERROR if budget.is_used_up else logging.WARNING, "%s", _death_report(member, death))
+        if all(other.restarts.is_used_up and not other.is_up for other in self.members.values()):
+            died = f"{member.worker_id} died {budget.num_deaths} times, at last: {death.reason}"
+            self._fail(WorkerError(f"no worker is left that could serve: {died}"))
+            return 0.0
+        self._cover()
+        return budget.delay_s
 
     def _asked_to_leave(self, member: Member) -> None:
         """A worker's process got SIGTERM: it leaves as if it had been drained, and a new one takes its place."""
@@ -360,9 +376,9 @@ class Supervisor:
 
     async def _let_leave(self, member: Member, actor: Any) -> None:
         """Let a worker leave at once, or after the flip that it is in."""
-        while member.actor is actor and not member.departs:
+        while member.actor is actor and member.state is MemberState.UP:
             try:
-                self.departures.begin(member.worker_id, _SIGTERM_GRACE_S, restart=True, reason="it got SIGTERM")
+                self.drains.begin(member.worker_id, _SIGTERM_GRACE_S, restart=True, reason="it got SIGTERM")
             except DrainRefused:
                 await asyncio.sleep(_ASK_AGAIN_S)
 
@@ -376,61 +392,44 @@ class Supervisor:
 
         It goes back once another one can decode. If its pool has a worker meanwhile, the autoscaler decides.
         """
-        up = [member for member in self.members.values() if member.is_up.is_set() and not member.departs]
+        up = [member for member in self.members.values() if member.state is MemberState.UP]
         down = [member for member in self.members.values() if member not in up]
         decoders = [member for member in up if member.role_to_be is not Role.PREFILL]
         coming = [member for member in down if not (member.restarts.is_used_up or member.waits_for_room)]
         is_one_coming = any(member.role is not Role.PREFILL for member in coming)
         is_missed = any(member.role is not Role.PREFILL and member.has_been_up for member in down)
         if up and not decoders and up[0].can_cover and (is_missed or not is_one_coming):
-            up[0].home_role = up[0].role
+            up[0].cover()
             flip = Flip(up[0].worker_id, Role.DECODE)
-            self.flips.begin(flip, "no decode worker is left: it serves alone until one is back")
+            self.flips.flip(flip, "no decode worker is left: it serves alone until one is back")
         is_home_new = any(member.role is Role.PREFILL and not member.has_been_up for member in coming)
         for covering in [] if is_home_new else [member for member in decoders if member.home_role is not None]:
-            if len(decoders) == 1 or covering.home_role is None:
+            if len(decoders) == 1:
                 break
-            home, covering.home_role = covering.home_role, None
+            home = covering.end_cover()
             if len(decoders) == len(up) or not self._config.autoscale:
                 decoders.remove(covering)
                 flip = Flip(covering.worker_id, home)
-                self.flips.begin(flip, f"a decode worker is back: it is a {home} worker again")
-
-    async def _bury(self, member: Member, reason: str) -> asyncio.Task[None]:
-        """Give the worker up: its requests end now. What it may still write to is freed when its process is gone.
-
-        The task ends when the process is known to be gone.
-        """
-        member.is_up.clear()
-        self._kill(member)
-        process, member.process = member.process, None
-        if member.home_role is not None:  # its next process need not cover for others
-            member.role, member.home_role = member.home_role, None
-        address = member.address
-        await member.leave(reason)
-        name = f"the end of {member.worker_id}"
-        gone = self._background.keep(name, partial(_prove_gone, process))
-        if address is not None:
-            self._background.keep(f"telling of {name}", partial(self._tell_of_death, address, gone))
-        return gone
+                self.flips.flip(flip, f"a decode worker is back: it is a {home} worker again")
 
     async def _tell_of_death(self, address: PeerAddress, gone: asyncio.Task[None]) -> None:
         # Workers that start later never had anything to do with it.
-        survivors = [(other, other.address) for other in self.members.values() if other.is_up.is_set()]
-        await asyncio.gather(*(other.tell(epoch, "peer_given_up", address) for other, epoch in survivors))
+        others = [(other, other.address) for other in self.members.values() if other.is_up]
+        await asyncio.gather(*(other.tell(epoch, "peer_given_up", address) for other, epoch in others))
         await asyncio.shield(gone)
-        await asyncio.gather(*(other.tell(epoch, "peer_died", address) for other, epoch in survivors))
+        await asyncio.gather(*(other.tell(epoch, "peer_died", address) for other, epoch in others))
 
     def _kill(self, member: Member) -> None:
         if not self._is_hands_off:
             member.kill()
 
     def _on_change(self, change: WorkerChange) -> None:
-        """End the process of a worker that the router gave up (it is silent): then a new one is started."""
-        member = member_of(self.members, change.worker.worker_id)
-        is_given_up = change.worker.state is WorkerState.DEAD and not self._is_stopping
-        if is_given_up and member is not None and member.is_up.is_set() and member.ends_if_given_up:
-            self._kill(member)
+        """Report the death of a process that the router has given up, because it is silent or stuck."""
+        worker, member = change.worker, self.members.get(change.worker.worker_id)
+        if worker.state is not WorkerState.DEAD or self._is_stopping or member is None or member.address is None:
+            return
+        if member.address.process == worker.card.address.process:
+            member.die(change.reason)
 
     def _crashed(self, exc: Exception) -> None:
         """End the service: nobody looks after a worker any more."""
@@ -446,11 +445,11 @@ async def _prove_gone(process: ProcessIdentity | None) -> None:
         await until_gone(process)
 
 
-def _obituary(member: Member, was_up: bool, reason: str) -> str:
-    died = f"(pid {member.pid}) died" if was_up else "did not start"
+def _death_report(member: Member, death: Death) -> str:
+    died = f"(pid {member.pid}) died" if death.before is not MemberState.STARTING else "did not start"
     budget = member.restarts
     count = f"{budget.num_deaths} of {budget.max_restarts}"
     if budget.is_used_up:
         count = f"more often than max_restarts={budget.max_restarts} allows, so later each time"
     then = f"starting it again in {budget.delay_s:g} s ({count})"
-    return f"worker {member.worker_id} {died}: {reason}; {then}"
+    return f"worker {member.worker_id} {died}: {death.reason}; {then}"

@@ -36,6 +36,7 @@ from tandem.protocol.messages import (
     LeaseRevoked,
     PeerAddress,
     Quarantine,
+    WorkerEpoch,
     WriteMessage,
     decode_write_message,
 )
@@ -88,11 +89,11 @@ class DecodeRole:
         self._on_failed = on_failed
         self._leases = LeaseTable(first_generation=first_generation)
         self._pending: dict[str, _Pending] = {}  # by request, in the order of lease requests
-        self._early: OrderedDict[tuple[str, str, int], None] = OrderedDict()  # request, sender and its epoch
+        self._early: OrderedDict[tuple[str, WorkerEpoch], None] = OrderedDict()  # request and sender
         self._unsent: deque[tuple[Mark, _Pending, LeaseGrant]] = deque()  # the device may still use their blocks
         self._remind_at = 0.0
         self._fenced_at: dict[int, float] = {}  # by generation, when a lease was first seen to be fenced
-        self._dead: set[tuple[str, int]] = set()  # worker and epoch; requests may still name them
+        self._dead: set[WorkerEpoch] = set()  # requests may still name them
         self.num_recomputed = 0
 
     @property
@@ -112,12 +113,12 @@ class DecodeRole:
 
     def quarantines(self, now: float) -> list[Quarantine]:
         """By sender, how many blocks are in quarantine and for how long."""
-        quarantines: dict[tuple[str, int], Quarantine] = {}
+        quarantines: dict[WorkerEpoch, Quarantine] = {}
         for lease in self._leases.fenced:
-            sender, age_s = (lease.sender_id, lease.sender_epoch), now - self._fenced_at.get(lease.generation, now)
-            former = quarantines.get(sender, Quarantine(*sender, 0, 0.0))
+            sender, age_s = lease.sender, now - self._fenced_at.get(lease.generation, now)
+            former = quarantines.get(sender, Quarantine(sender, 0, 0.0))
             num_blocks = former.num_blocks + len(lease.block_ids)
-            quarantines[sender] = Quarantine(*sender, num_blocks, max(former.oldest_s, age_s))
+            quarantines[sender] = Quarantine(sender, num_blocks, max(former.oldest_s, age_s))
         return list(quarantines.values())
 
     @property
@@ -132,7 +133,7 @@ class DecodeRole:
         never confirm the end of a lease.
         """
         sender = request.prefill_worker
-        if (sender.worker_id, sender.epoch) in self._dead:
+        if sender.process in self._dead:
             raise PeerLost(f"prefill worker {sender.worker_id} died")
         sequence = self._engine.make_sequence(
             request.request_id,
@@ -148,17 +149,17 @@ class DecodeRole:
         self._links.remember(sender)
         deadline = now + self._config.handoff_timeout_s
         pending = self._pending[request.request_id] = _Pending(sequence, sender, deadline)
-        early = (request.request_id, sender.worker_id, sender.epoch)
+        early = (request.request_id, sender.process)
         if early in self._early:
             del self._early[early]
             self._ask(pending)
 
     def requested(self, message: LeaseRequest, now: float) -> None:
         """Let the request wait for room from now on: its KV comes soon. Room reserved earlier would stand empty."""
-        sender = message.sender
+        sender = message.sender.process
         pending = self._pending.get(message.request_id)
-        if pending is None or (pending.sender.worker_id, pending.sender.epoch) != (sender.worker_id, sender.epoch):
-            self._early[message.request_id, sender.worker_id, sender.epoch] = None
+        if pending is None or pending.sender.process != sender:
+            self._early[message.request_id, sender] = None
             if len(self._early) > _MAX_EARLY:
                 self._early.popitem(last=False)
         elif not pending.is_requested:
@@ -177,14 +178,14 @@ class DecodeRole:
         elif not pending.generation:
             self._refuse(pending, "cancelled")
 
-    def heartbeat(self, sender_id: str, sender_epoch: int, handoffs: list[tuple[str, int]], now: float) -> None:
+    def heartbeat(self, sender: WorkerEpoch, handoffs: list[tuple[str, int]], now: float) -> None:
         """Extend leases and deadlines of the handoffs that a living sender works on."""
-        self._leases.extend(sender_id, sender_epoch, handoffs, now=now)
+        self._leases.extend(sender, handoffs, now=now)
         for request_id, generation in handoffs:
             pending = self._pending.get(request_id) if generation == 0 else None
             if pending is None or pending.generation:
                 continue
-            if (pending.sender.worker_id, pending.sender.epoch) == (sender_id, sender_epoch):
+            if pending.sender.process == sender:
                 pending.deadline = now + self._config.handoff_timeout_s
 
     def notified(self, notification: Notification, now: float) -> None:
@@ -193,7 +194,7 @@ class DecodeRole:
         if message is None:
             logger.warning("dropped a notification from %s: it was damaged on its way", notification.worker_id)
             return
-        if self._leases.is_foreign(message.generation, notification.worker_id, notification.epoch):
+        if self._leases.is_foreign(message.generation, notification.sender):
             return
         if isinstance(message, ChunkArrived):
             self._leases.chunk_arrived(
@@ -213,9 +214,8 @@ class DecodeRole:
 
     def closed(self, message: LeaseClosed) -> None:
         """Free the blocks of a lease under which the sender will write no more."""
-        sender = message.sender
         released = self._leases.lease_closed(
-            message.request_id, message.generation, sender.worker_id, sender.epoch, message.reason
+            message.request_id, message.generation, message.sender.process, message.reason
         )
         if released is None:
             return
@@ -223,18 +223,18 @@ class DecodeRole:
             self._drop(message.request_id)
         self._release(released, first_token_id=message.first_token_id)
 
-    def peer_given_up(self, worker_id: str, epoch: int) -> None:
+    def peer_given_up(self, peer: WorkerEpoch) -> None:
         """Fail the requests of a process that is about to be ended. Blocks that it may still write to stay reserved."""
-        self._dead.add((worker_id, epoch))
-        self._leases.give_up_sender(worker_id, epoch)
+        self._dead.add(peer)
+        self._leases.give_up_sender(peer)
         for request_id, pending in list(self._pending.items()):
-            if (pending.sender.worker_id, pending.sender.epoch) == (worker_id, epoch):
-                self._fail(request_id, f"prefill worker {worker_id} died", PeerLost.code)
+            if pending.sender.process == peer:
+                self._fail(request_id, f"prefill worker {peer.worker_id} died", PeerLost.code)
 
-    def peer_lost(self, worker_id: str, epoch: int) -> None:
+    def peer_lost(self, peer: WorkerEpoch) -> None:
         """Free the blocks that a process could write to until it was gone."""
-        self.peer_given_up(worker_id, epoch)  # otherwise a request in line would get blocks that nobody frees
-        for released in self._leases.sender_lost(worker_id, epoch):
+        self.peer_given_up(peer)  # otherwise a request in line would get blocks that nobody frees
+        for released in self._leases.sender_lost(peer):
             self._release(released, code=PeerLost.code)
 
     def expire(self, now: float) -> None:
@@ -296,8 +296,7 @@ class DecodeRole:
             sequence.request_id,
             reserved,
             first_block=pending.num_matched_blocks,
-            sender_id=pending.sender.worker_id,
-            sender_epoch=pending.sender.epoch,
+            sender=pending.sender.process,
             now=now,
             ttl_s=self._config.lease_ttl_s,
             first_ttl_s=self._config.handoff_timeout_s,
@@ -317,7 +316,7 @@ class DecodeRole:
         while self._unsent and self._engine.stream.is_done(self._unsent[0][0]):
             _, pending, grant = self._unsent.popleft()
             if self._pending.get(grant.request_id) is pending:  # otherwise its sender was told that the lease has ended
-                self._links.send(pending.sender.worker_id, pending.sender.epoch, grant)
+                self._links.send(pending.sender.process, grant)
 
     def _join(self, received: LeaseReceived, now: float) -> None:
         """Let the sequence run if all blocks arrived as they were sent; otherwise compute its prompt here."""
@@ -392,20 +391,20 @@ class DecodeRole:
 
     def _tell_queued(self) -> None:
         """Tell senders which requests are in line for room, so that they can tell a full pool from a dead worker."""
-        queued: dict[tuple[str, int], list[str]] = {}
+        queued: dict[WorkerEpoch, list[str]] = {}
         for sequence in self._engine.scheduler.awaiting_room:
-            sender = self._pending[sequence.request_id].sender
-            queued.setdefault((sender.worker_id, sender.epoch), []).append(sequence.request_id)
-        for (worker_id, epoch), request_ids in queued.items():
-            self._links.send(worker_id, epoch, LeaseQueued(sender=self._links.me, request_ids=request_ids))
+            sender = self._pending[sequence.request_id].sender.process
+            queued.setdefault(sender, []).append(sequence.request_id)
+        for sender, request_ids in queued.items():
+            self._links.send(sender, LeaseQueued(sender=self._links.me, request_ids=request_ids))
 
     def _refuse(self, pending: _Pending, reason: str) -> None:
         message = LeaseRefused(sender=self._links.me, request_id=pending.sequence.request_id, reason=reason)
-        self._links.send(pending.sender.worker_id, pending.sender.epoch, message)
+        self._links.send(pending.sender.process, message)
 
     def _revoke(self, lease: Lease) -> None:
         message = LeaseRevoked(sender=self._links.me, request_id=lease.request_id, generation=lease.generation)
-        self._links.send(lease.sender_id, lease.sender_epoch, message)
+        self._links.send(lease.sender, message)
 
 
 def _decode(notification: Notification) -> WriteMessage | None:

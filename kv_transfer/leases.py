@@ -19,6 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tandem.protocol.messages import WorkerEpoch
+
 __all__ = ["Lease", "LeaseFenced", "LeaseReceived", "LeaseReleased", "LeaseTable"]
 
 
@@ -30,8 +32,7 @@ class Lease:
     generation: int
     first_block: int
     block_ids: tuple[int, ...]
-    sender_id: str
-    sender_epoch: int
+    sender: WorkerEpoch
     ttl_s: float
 
 
@@ -90,8 +91,7 @@ class LeaseTable:
         block_ids: Sequence[int],
         *,
         first_block: int,
-        sender_id: str,
-        sender_epoch: int,
+        sender: WorkerEpoch,
         now: float,
         ttl_s: float,
         first_ttl_s: float | None = None,
@@ -102,17 +102,17 @@ class LeaseTable:
         grant, which may wait for the end of a long step: until then `first_ttl_s` applies.
         """
         assert request_id not in self._live, f"{request_id} has the live lease {self._live.get(request_id)}"
-        lease = Lease(request_id, self._next_generation, first_block, tuple(block_ids), sender_id, sender_epoch, ttl_s)
+        lease = Lease(request_id, self._next_generation, first_block, tuple(block_ids), sender, ttl_s)
         self._next_generation += 1
         deadline = now + (ttl_s if first_ttl_s is None else first_ttl_s)
         self._entries[lease.generation] = _LeaseState(lease, deadline)
         self._live[request_id] = lease.generation
         return lease
 
-    def is_foreign(self, generation: int, sender_id: str, sender_epoch: int) -> bool:
+    def is_foreign(self, generation: int, sender: WorkerEpoch) -> bool:
         """Whether this lease belongs to another sender. Only its own sender may report writes under it."""
         entry = self._entries.get(generation)
-        if entry is None or (entry.lease.sender_id, entry.lease.sender_epoch) == (sender_id, sender_epoch):
+        if entry is None or entry.lease.sender == sender:
             return False
         self.ignored["written by another sender"] += 1
         return True
@@ -158,14 +158,14 @@ class LeaseTable:
         checksums = [entry.checksums[index] for index in sorted(entry.checksums)]
         return LeaseReceived(entry.lease, first_token_id, checksums)
 
-    def extend(self, sender_id: str, sender_epoch: int, handoffs: Iterable[tuple[str, int]], *, now: float) -> None:
+    def extend(self, sender: WorkerEpoch, handoffs: Iterable[tuple[str, int]], *, now: float) -> None:
         """Heartbeat: the sender still works on these (request id, generation). Ended leases stay ended."""
         for request_id, generation in handoffs:
             entry = self._entries.get(generation)
             if entry is None or entry.is_fenced or now >= entry.deadline:
                 continue  # heartbeats go to every worker, so foreign ones are expected
             lease = entry.lease
-            if (lease.request_id, lease.sender_id, lease.sender_epoch) == (request_id, sender_id, sender_epoch):
+            if (lease.request_id, lease.sender) == (request_id, sender):
                 entry.deadline = now + lease.ttl_s
 
     def expire(self, now: float) -> list[LeaseFenced]:
@@ -179,29 +179,29 @@ class LeaseTable:
         return None if generation is None else self._fence(self._entries[generation], reason)
 
     def lease_closed(
-        self, request_id: str, generation: int, sender_id: str, sender_epoch: int, reason: str = ""
+        self, request_id: str, generation: int, sender: WorkerEpoch, reason: str = ""
     ) -> LeaseReleased | None:
         """The sender confirms that no write under this lease is in flight or will be started."""
         entry = self._find(request_id, generation, "closed")
         if entry is None:
             return None
-        if (entry.lease.sender_id, entry.lease.sender_epoch) != (sender_id, sender_epoch):
+        if entry.lease.sender != sender:
             self.ignored["closed by another sender"] += 1
             return None
         return self._release(entry, reason or "closed by the sender")
 
-    def give_up_sender(self, sender_id: str, sender_epoch: int) -> list[LeaseFenced]:
+    def give_up_sender(self, sender: WorkerEpoch) -> list[LeaseFenced]:
         """Fence all live leases of a sender that will be killed. It may write until it is certainly gone."""
-        given_up = [entry for entry in self._of_sender(sender_id, sender_epoch) if not entry.is_fenced]
-        return [self._fence(entry, f"{sender_id} was given up") for entry in given_up]
+        given_up = [entry for entry in self._of_sender(sender) if not entry.is_fenced]
+        return [self._fence(entry, f"{sender.worker_id} was given up") for entry in given_up]
 
-    def sender_lost(self, sender_id: str, sender_epoch: int) -> list[LeaseReleased]:
+    def sender_lost(self, sender: WorkerEpoch) -> list[LeaseReleased]:
         """End all leases of a sender whose process is gone.
 
         NOTE: call this only on proof. A silent process may only be stopped, and later run on and write; for such a
         sender call `give_up_sender`.
         """
-        return [self._release(entry, f"{sender_id} died") for entry in self._of_sender(sender_id, sender_epoch)]
+        return [self._release(entry, f"{sender.worker_id} died") for entry in self._of_sender(sender)]
 
     @property
     def num_live(self) -> int:
@@ -237,9 +237,8 @@ class LeaseTable:
             assert lease.generation == generation, f"{lease} is filed under {generation}"
             assert all(index in expected for index in entry.checksums), f"{lease} has blocks {sorted(entry.checksums)}"
 
-    def _of_sender(self, sender_id: str, sender_epoch: int) -> list[_LeaseState]:
-        sender = (sender_id, sender_epoch)
-        return [e for e in self._entries.values() if (e.lease.sender_id, e.lease.sender_epoch) == sender]
+    def _of_sender(self, sender: WorkerEpoch) -> list[_LeaseState]:
+        return [entry for entry in self._entries.values() if entry.lease.sender == sender]
 
     def _find(self, request_id: str, generation: int, what: str) -> _LeaseState | None:
         entry = self._entries.get(generation)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tandem.kv_transfer.handshake import differences, differing_fields
 from tandem.kv_transfer.transport.base import Transport
 from tandem.protocol.errors import TransferError
-from tandem.protocol.messages import Message, PeerAddress, PeerHello, PeerRefused
+from tandem.protocol.messages import Message, PeerAddress, PeerHello, PeerRefused, WorkerEpoch
 
 __all__ = ["LinkChange", "LinkState", "PeerLinks"]
 
@@ -66,7 +66,7 @@ class PeerLinks:
         self._send = send
         self._timeout_s = timeout_s
         self._links: dict[str, _PeerLink] = {}
-        self._known: dict[tuple[str, int], PeerAddress] = {}
+        self._known: dict[WorkerEpoch, PeerAddress] = {}
 
     def connect(self, peer: PeerAddress, now: float) -> None:
         """Open the link to this epoch of the peer unless it is open or opening. A refused link is tried again.
@@ -84,16 +84,16 @@ class PeerLinks:
 
     def remember(self, peer: PeerAddress) -> None:
         """Learn the address of this epoch of a peer."""
-        self._known[peer.worker_id, peer.epoch] = peer
+        self._known[peer.process] = peer
 
     def is_ready(self, peer: PeerAddress) -> bool:
         """Whether this epoch of the peer may be written to."""
         link = self._links.get(peer.worker_id)
         return link is not None and link.peer.epoch == peer.epoch and link.state is LinkState.READY
 
-    def send(self, worker_id: str, epoch: int, message: Message) -> None:
-        """Send to that epoch of a peer, unless it was forgotten."""
-        peer = self._known.get((worker_id, epoch))
+    def send(self, process: WorkerEpoch, message: Message) -> None:
+        """Send to that process, unless it was forgotten."""
+        peer = self._known.get(process)
         if peer is not None:
             self._send(peer, message)
 
@@ -137,32 +137,32 @@ class PeerLinks:
                 self._send(link.peer, PeerHello(sender=self.me, compatibility=self._compatibility))
         return [self._refuse(link, f"{link.peer.worker_id} did not answer in {self._timeout_s} s") for link in late]
 
-    def broke(self, worker_id: str, epoch: int) -> None:
+    def broke(self, process: WorkerEpoch) -> None:
         """The transport lost this peer, which may be alive: the next `connect` opens the link again."""
-        link = self._links.get(worker_id)
-        if link is not None and link.peer.epoch == epoch and link.state is LinkState.READY:
-            del self._links[worker_id]
+        link = self._links.get(process.worker_id)
+        if link is not None and link.peer.process == process and link.state is LinkState.READY:
+            del self._links[process.worker_id]
 
-    def reset(self, worker_id: str, epoch: int) -> None:
+    def reset(self, process: WorkerEpoch) -> None:
         """Close a link on which nothing moves; its open transfers become LOST. The next `connect` opens it again."""
-        link = self._links.get(worker_id)
-        if link is not None and link.peer.epoch == epoch and link.state is LinkState.READY:
-            del self._links[worker_id]
-            self._transport.remove_peer(worker_id)
+        link = self._links.get(process.worker_id)
+        if link is not None and link.peer.process == process and link.state is LinkState.READY:
+            del self._links[process.worker_id]
+            self._transport.remove_peer(process.worker_id)
 
-    def reopen(self, worker_id: str, epoch: int, now: float) -> None:
-        """Open the link to this epoch of a peer, unless it was forgotten. Call it about once a second."""
-        peer = self._known.get((worker_id, epoch))
+    def reopen(self, process: WorkerEpoch, now: float) -> None:
+        """Open the link to this process, unless it was forgotten. Call it about once a second."""
+        peer = self._known.get(process)
         if peer is not None:
             self.connect(peer, now)
 
-    def forget(self, worker_id: str, epoch: int) -> None:
-        """That epoch is dead: drop its link; its open writes become LOST."""
-        self._known.pop((worker_id, epoch), None)
-        link = self._links.get(worker_id)
-        if link is not None and link.peer.epoch == epoch:
-            del self._links[worker_id]
-            self._transport.remove_peer(worker_id)
+    def forget(self, process: WorkerEpoch) -> None:
+        """That process is dead: drop its link; its open writes become LOST."""
+        self._known.pop(process, None)
+        link = self._links.get(process.worker_id)
+        if link is not None and link.peer.process == process:
+            del self._links[process.worker_id]
+            self._transport.remove_peer(process.worker_id)
 
     def _answered(self, message: PeerHello, difference: str) -> LinkChange | None:
         link = self._links.get(message.sender.worker_id)

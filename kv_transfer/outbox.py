@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 from tandem.kv_transfer.outgoing_handoff import BlockWrite, GrantedBlocks, HandoffKey, LeaseKey, OutgoingHandoff
 from tandem.kv_transfer.transport.base import TransferState
 from tandem.protocol.errors import TransferError
-from tandem.protocol.messages import HandoffDone
+from tandem.protocol.messages import HandoffDone, WorkerEpoch
 
 __all__ = ["HandoffEnded", "LeaseEnded", "Outbox"]
 
@@ -44,8 +44,7 @@ class HandoffEnded(NamedTuple):
 class LeaseEnded(NamedTuple):
     """Send `LeaseClosed`: no write under this lease is in flight or will be started."""
 
-    receiver_id: str
-    receiver_epoch: int
+    receiver: WorkerEpoch
     request_id: str
     generation: int
     reason: str
@@ -69,8 +68,7 @@ class Outbox:
     def open(
         self,
         request_id: str,
-        receiver_id: str,
-        receiver_epoch: int,
+        receiver: WorkerEpoch,
         *,
         num_blocks: int,
         grant_deadline: float = math.inf,
@@ -79,9 +77,9 @@ class Outbox:
 
         It fails if no grant comes by `grant_deadline`, which `requested` may set later.
         """
-        key = HandoffKey(request_id, receiver_id, receiver_epoch)
+        key = HandoffKey(request_id, receiver)
         if key in self._active:
-            raise TransferError(f"{request_id} is already being handed off to {receiver_id}")
+            raise TransferError(f"{request_id} is already being handed off to {receiver.worker_id}")
         self._num_opened += 1
         handoff = OutgoingHandoff(self._num_opened, key, num_blocks, grant_deadline)
         self._active[key] = handoff
@@ -97,17 +95,16 @@ class Outbox:
         for handoff in self._of_request(request_id):
             handoff.grant_deadline = grant_deadline
 
-    def queued(self, request_id: str, receiver_id: str, receiver_epoch: int, *, grant_deadline: float) -> None:
+    def queued(self, request_id: str, receiver: WorkerEpoch, *, grant_deadline: float) -> None:
         """The receiver says that the handoff waits for room there."""
-        handoff = self._active.get(HandoffKey(request_id, receiver_id, receiver_epoch))
+        handoff = self._active.get(HandoffKey(request_id, receiver))
         if handoff is not None and handoff.grant is None:
             handoff.grant_deadline = grant_deadline
 
     def granted(
         self,
         request_id: str,
-        receiver_id: str,
-        receiver_epoch: int,
+        receiver: WorkerEpoch,
         *,
         generation: int,
         first_block: int,
@@ -116,8 +113,8 @@ class Outbox:
         now: float,
     ) -> None:
         """Handle a `LeaseGrant`, which may come before its handoff is opened, late or twice."""
-        key = HandoffKey(request_id, receiver_id, receiver_epoch)
-        lease = LeaseKey(receiver_id, receiver_epoch, generation)
+        key = HandoffKey(request_id, receiver)
+        lease = LeaseKey(receiver, generation)
         if lease in self._past or lease in self._lost_leases or lease in self._by_lease:
             return
         grant = GrantedBlocks(lease, first_block, tuple(block_ids), now + ttl_s)
@@ -134,14 +131,14 @@ class Outbox:
                 self._end_lease(key, former.lease, "replaced by another lease")
             self._early_grants[key] = grant
 
-    def has_lease(self, request_id: str, receiver_id: str, receiver_epoch: int) -> bool:
+    def has_lease(self, request_id: str, receiver: WorkerEpoch) -> bool:
         """Whether the receiver has granted blocks to the handoff, and it has not ended."""
-        handoff = self._active.get(HandoffKey(request_id, receiver_id, receiver_epoch))
+        handoff = self._active.get(HandoffKey(request_id, receiver))
         return handoff is not None and handoff.grant is not None
 
-    def refused(self, request_id: str, receiver_id: str, receiver_epoch: int, reason: str) -> None:
+    def refused(self, request_id: str, receiver: WorkerEpoch, reason: str) -> None:
         """Fail a handoff: no grant will come."""
-        handoff = self._active.get(HandoffKey(request_id, receiver_id, receiver_epoch))
+        handoff = self._active.get(HandoffKey(request_id, receiver))
         if handoff is not None and handoff.grant is None:
             self._fail(handoff, reason)
 
@@ -161,10 +158,10 @@ class Outbox:
         for handoff in self._of_request(request_id):
             self._fail(handoff, reason)
 
-    def revoked(self, request_id: str, receiver_id: str, receiver_epoch: int, generation: int) -> None:
+    def revoked(self, request_id: str, receiver: WorkerEpoch, generation: int) -> None:
         """Handle a `LeaseRevoked`. A `LeaseEnded` confirms it, at once or when in-flight writes have settled."""
-        key = HandoffKey(request_id, receiver_id, receiver_epoch)
-        lease = LeaseKey(receiver_id, receiver_epoch, generation)
+        key = HandoffKey(request_id, receiver)
+        lease = LeaseKey(receiver, generation)
         handoff = self._by_lease.get(lease)
         if handoff is not None:
             handoff.is_revoked = True
@@ -176,26 +173,25 @@ class Outbox:
         if lease not in self._lost_leases:
             self._end_lease(key, lease, _REVOKED)
 
-    def receiver_lost(self, receiver_id: str, receiver_epoch: int) -> None:
+    def receiver_lost(self, receiver: WorkerEpoch) -> None:
         """The receiver is dead, and so are its leases. Call `Transport.remove_peer` to settle what is in flight."""
-        receiver = (receiver_id, receiver_epoch)
-        for key in [key for key in self._early_grants if key[1:] == receiver]:
+        for key in [key for key in self._early_grants if key.receiver == receiver]:
             del self._early_grants[key]
         for handoff in self.open_handoffs:
-            if handoff.key[1:] == receiver:
+            if handoff.key.receiver == receiver:
                 handoff.is_receiver_lost = True
-                self._fail(handoff, f"{receiver_id} is gone")
-        self._lost_leases = {lease: key for lease, key in self._lost_leases.items() if lease[:2] != receiver}
+                self._fail(handoff, f"{receiver.worker_id} is gone")
+        self._lost_leases = {lease: key for lease, key in self._lost_leases.items() if lease.receiver != receiver}
 
     @property
-    def receivers_with_lost_writes(self) -> set[tuple[str, int]]:
-        """(receiver, epoch) of the leases that are not confirmed because writes under them were lost."""
-        return {(lease.receiver_id, lease.receiver_epoch) for lease in self._lost_leases}
+    def receivers_with_lost_writes(self) -> set[WorkerEpoch]:
+        """Receivers of the leases that are not confirmed because writes under them were lost."""
+        return {lease.receiver for lease in self._lost_leases}
 
-    def confirm_lost_writes(self, receiver_id: str, receiver_epoch: int) -> None:
+    def confirm_lost_writes(self, receiver: WorkerEpoch) -> None:
         """Confirm the leases with lost writes to this receiver: none of these can land any more."""
         for lease, key in list(self._lost_leases.items()):
-            if (lease.receiver_id, lease.receiver_epoch) == (receiver_id, receiver_epoch):
+            if lease.receiver == receiver:
                 del self._lost_leases[lease]
                 self._end_lease(key, lease, "a write was lost")
 
@@ -203,7 +199,7 @@ class Outbox:
         """Give up handoffs without a grant, and grants without a handoff, whose time is over."""
         for handoff in [handoff for handoff in self.active_handoffs if handoff.grant is None]:
             if now >= handoff.grant_deadline:
-                self._fail(handoff, f"no word from {handoff.key.receiver_id} of the lease it was asked for")
+                self._fail(handoff, f"no word from {handoff.key.receiver.worker_id} of the lease it was asked for")
         for key, grant in list(self._early_grants.items()):
             if now >= grant.deadline:
                 del self._early_grants[key]
@@ -324,7 +320,7 @@ class Outbox:
     def _end_lease(self, key: HandoffKey, lease: LeaseKey, reason: str, first_token_id: int | None = None) -> None:
         first_token_id = self._past.get(lease, first_token_id)
         _remember(self._past, lease, first_token_id)
-        self._ended.append(LeaseEnded(*key[1:], key.request_id, lease.generation, reason, first_token_id))
+        self._ended.append(LeaseEnded(key.receiver, key.request_id, lease.generation, reason, first_token_id))
 
 
 def _remember(memory: OrderedDict[_Key, _Value], key: _Key, value: _Value) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tandem.protocol.messages import ChunkArrived, HandoffDone
+from tandem.protocol.messages import ChunkArrived, HandoffDone, WorkerEpoch
 
 __all__ = ["BlockWrite", "GrantedBlocks", "HandoffKey", "LeaseKey", "OutgoingHandoff"]
 
@@ -20,8 +20,7 @@ __all__ = ["BlockWrite", "GrantedBlocks", "HandoffKey", "LeaseKey", "OutgoingHan
 class LeaseKey(NamedTuple):
     """Names a receiver's lease."""
 
-    receiver_id: str
-    receiver_epoch: int
+    receiver: WorkerEpoch
     generation: int
 
 
@@ -29,8 +28,7 @@ class HandoffKey(NamedTuple):
     """Names a handoff before it has a lease."""
 
     request_id: str
-    receiver_id: str
-    receiver_epoch: int
+    receiver: WorkerEpoch
 
 
 class GrantedBlocks(NamedTuple):
@@ -78,13 +76,13 @@ class OutgoingHandoff:
             )
             remote_block_ids = list(self.grant.block_ids[start - first : end - first])
             writes.append(
-                BlockWrite(self.key.receiver_id, self.local_block_ids[start:end], remote_block_ids, chunk, self)
+                BlockWrite(self.key.receiver.worker_id, self.local_block_ids[start:end], remote_block_ids, chunk, self)
             )
             self.num_submitted = end
         is_complete = self.num_submitted == self.num_blocks
         if is_complete and self.first_token_id is not None and not self.is_done_submitted:
             done = HandoffDone(request_id=request_id, generation=generation, first_token_id=self.first_token_id)
-            writes.append(BlockWrite(self.key.receiver_id, [], [], done, self))
+            writes.append(BlockWrite(self.key.receiver.worker_id, [], [], done, self))
             self.is_done_submitted = True
         self.num_in_flight += len(writes)
         return writes
@@ -101,6 +99,6 @@ class BlockWrite:
     handoff: OutgoingHandoff
 
     @property
-    def receiver_epoch(self) -> int:
-        """The epoch of the receiver that granted the blocks."""
-        return self.handoff.key.receiver_epoch
+    def receiver(self) -> WorkerEpoch:
+        """The process that granted the blocks."""
+        return self.handoff.key.receiver

@@ -15,7 +15,7 @@ from tandem.kv_transfer.transport.base import Transfer, TransferState, Transport
 from tandem.kv_transfer.transport.checksum import CHECKED_SHARE, append_checksum, block_checksums
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.errors import PeerLost, TransferError
-from tandem.protocol.messages import ChunkArrived, LinkLoad, PeerAddress, encode_message
+from tandem.protocol.messages import ChunkArrived, LinkLoad, PeerAddress, WorkerEpoch, encode_message
 
 __all__ = ["BlockWrites", "LinkTotals", "RecentPace", "SettledWrite"]
 
@@ -88,7 +88,7 @@ class BlockWrites:
         self._links = links
         self._config = config
         self._in_flight: list[_Flight] = []
-        self._oldest: dict[tuple[str, int], _OldestWrite] = {}  # by receiver and its epoch
+        self._oldest: dict[WorkerEpoch, _OldestWrite] = {}  # by receiver
         self._draw = random.Random(0).random  # chooses the blocks to check
 
     @property
@@ -120,7 +120,7 @@ class BlockWrites:
             )
         except TransferError as exc:
             if isinstance(exc, PeerLost):
-                self._links.broke(write.receiver_id, write.receiver_epoch)
+                self._links.broke(write.receiver)
             return False
         self._in_flight.append(_Flight(write, transfer, now + self._config.handoff_timeout_s))
         return True
@@ -140,23 +140,23 @@ class BlockWrites:
 
     def reset_stuck_links(self, now: float) -> None:
         """Tear down links whose oldest write has not settled for long: all others would wait behind it for ever."""
-        oldest: dict[tuple[str, int], _Flight] = {}
+        oldest: dict[WorkerEpoch, _Flight] = {}
         for flight in self._in_flight:
-            oldest.setdefault((flight.write.receiver_id, flight.write.receiver_epoch), flight)
+            oldest.setdefault(flight.write.receiver, flight)
         self._oldest = {
             receiver: known
             if (known := self._oldest.get(receiver)) is not None and known.transfer is flight.transfer
             else _OldestWrite(flight.transfer, now, now + self._stuck_after_s(flight.write))
             for receiver, flight in oldest.items()
         }
-        for (worker_id, epoch), write in self._oldest.items():
+        for receiver, write in self._oldest.items():
             if now >= write.deadline:
                 waited_s = now - write.since
-                logger.warning("nothing moved to %s for %.0f s: the link is reset", worker_id, waited_s)
-                self._totals_of(worker_id).num_resets += 1
+                logger.warning("nothing moved to %s for %.0f s: the link is reset", receiver.worker_id, waited_s)
+                self._totals_of(receiver.worker_id).num_resets += 1
                 if write.transfer.num_bytes:  # it may have been slow: the next one gets twice the time
-                    self.paces[worker_id] = RecentPace(write.transfer.num_bytes, 2 * waited_s / _STUCK_FACTOR)
-                self._links.reset(worker_id, epoch)
+                    self.paces[receiver.worker_id] = RecentPace(write.transfer.num_bytes, 2 * waited_s / _STUCK_FACTOR)
+                self._links.reset(receiver)
 
     def forget(self, receiver_id: str) -> None:
         """Drop what is known of the links to a worker that is gone."""
@@ -191,7 +191,7 @@ class BlockWrites:
         seconds = transfer.seconds or 0.0
         if transfer.state is TransferState.LOST:
             self._totals_of(write.receiver_id).num_lost += 1
-            self._links.broke(write.receiver_id, write.receiver_epoch)
+            self._links.broke(write.receiver)
         elif transfer.state is TransferState.DONE:
             totals = self._totals_of(write.receiver_id)
             totals.num_transfers += 1

@@ -30,6 +30,7 @@ from tandem.protocol.messages import (
     LeaseRevoked,
     PeerAddress,
     Prefill,
+    WorkerEpoch,
 )
 from tandem.protocol.timeline import Timeline
 
@@ -76,9 +77,9 @@ class PrefillRole:
         self._outbox = Outbox()
         self._handoffs: dict[str, _Handoff] = {}
         self._held: dict[str, SequenceOutput] = {}  # first tokens of handoffs without a lease
-        self._early_grants: dict[tuple[str, int], list[LeaseGrant]] = {}  # by worker and epoch: the link is not up yet
+        self._early_grants: dict[WorkerEpoch, list[LeaseGrant]] = {}  # the link is not up yet
         self._confirm_at = 0.0
-        self._dead: set[tuple[str, int]] = set()  # worker and epoch; last messages may come after its death
+        self._dead: set[WorkerEpoch] = set()  # last messages may come after its death
 
     @property
     def num_open(self) -> int:
@@ -110,7 +111,7 @@ class PrefillRole:
         Raises RequestError if the engine cannot take it, PeerLost if the decode worker is known to be dead.
         """
         receiver = request.decode_worker
-        if (receiver.worker_id, receiver.epoch) in self._dead:
+        if receiver.process in self._dead:
             raise PeerLost(f"decode worker {receiver.worker_id} died")
         sequence = self._engine.make_sequence(
             request.request_id,
@@ -125,42 +126,42 @@ class PrefillRole:
         sequence.timeline = Timeline(now) if request.is_traced else None
         self._links.connect(receiver, now)
         num_blocks = self._engine.scheduler.blocks.num_needed(sequence)
-        self._outbox.open(request.request_id, receiver.worker_id, receiver.epoch, num_blocks=num_blocks)
+        self._outbox.open(request.request_id, receiver.process, num_blocks=num_blocks)
         self._handoffs[request.request_id] = _Handoff(sequence, receiver, num_blocks)
         self._engine.add(sequence)
 
     def granted(self, grant: LeaseGrant, now: float) -> None:
         """Take a lease that the decode worker granted. It is used once the link to that worker is up."""
-        if (grant.sender.worker_id, grant.sender.epoch) in self._dead:
+        if grant.sender.process in self._dead:
             return
         if self._links.is_ready(grant.sender):
             self._apply_grant(grant, now)
         else:
             self._links.connect(grant.sender, now)  # it may have broken since the request came
-            self._early_grants.setdefault((grant.sender.worker_id, grant.sender.epoch), []).append(grant)
+            self._early_grants.setdefault(grant.sender.process, []).append(grant)
 
     def link_ready(self, peer: PeerAddress, now: float) -> None:
         """Use the grants that were waiting for the link to this peer."""
-        for grant in self._early_grants.pop((peer.worker_id, peer.epoch), []):
+        for grant in self._early_grants.pop(peer.process, []):
             self._apply_grant(grant, now)
 
     def link_refused(self, peer: PeerAddress, reason: str) -> None:
         """Fail the handoffs to a worker that differs from this one: the two never exchange KV."""
-        self._fail_receiver(peer.worker_id, peer.epoch, reason)
+        self._fail_receiver(peer.process, reason)
 
     def queued(self, message: LeaseQueued, now: float) -> None:
         """Extend the deadlines of handoffs that wait for room at the decode worker: they are not late."""
         sender, deadline = message.sender, now + self._config.handoff_timeout_s
         for request_id in message.request_ids:
-            self._outbox.queued(request_id, sender.worker_id, sender.epoch, grant_deadline=deadline)
+            self._outbox.queued(request_id, sender.process, grant_deadline=deadline)
 
     def refused(self, message: LeaseRefused) -> None:
         """Fail a handoff for which the decode worker will grant no lease."""
-        self._outbox.refused(message.request_id, message.sender.worker_id, message.sender.epoch, message.reason)
+        self._outbox.refused(message.request_id, message.sender.process, message.reason)
 
     def revoked(self, message: LeaseRevoked) -> None:
         """Note that the decode worker ended the lease. The outbox confirms that once nothing is in flight."""
-        self._outbox.revoked(message.request_id, message.sender.worker_id, message.sender.epoch, message.generation)
+        self._outbox.revoked(message.request_id, message.sender.process, message.generation)
 
     def cancel(self, request_id: str) -> None:
         """Stop computing and sending this request."""
@@ -170,12 +171,12 @@ class PrefillRole:
         self._withdraw(handoff.sequence)
         self._outbox.cancel(request_id)
 
-    def peer_lost(self, worker_id: str, epoch: int) -> None:
+    def peer_lost(self, peer: WorkerEpoch) -> None:
         """Fail all handoffs to a process that is known to be dead. Writes to it that are in flight settle as lost."""
-        self._dead.add((worker_id, epoch))
-        self._fail_receiver(worker_id, epoch, f"decode worker {worker_id} died")
-        self._outbox.receiver_lost(worker_id, epoch)
-        self.writes.forget(worker_id)
+        self._dead.add(peer)
+        self._fail_receiver(peer, f"decode worker {peer.worker_id} died")
+        self._outbox.receiver_lost(peer)
+        self.writes.forget(peer.worker_id)
 
     def after_step(self, result: StepResult) -> list[SequenceOutput]:
         """Give what the step computed to the outbox. Returns the outputs to send to the router now.
@@ -232,7 +233,7 @@ class PrefillRole:
                 timeline.mark("lease_requested", now)
             self._outbox.requested(request_id, grant_deadline=now + self._config.handoff_timeout_s)
             message = LeaseRequest(sender=self._links.me, request_id=request_id)
-            self._links.send(receiver.worker_id, receiver.epoch, message)
+            self._links.send(receiver.process, message)
 
     def pump(self, now: float) -> None:
         """Start writes that are due, handle those that settled, free the blocks of handoffs that are over."""
@@ -253,7 +254,7 @@ class PrefillRole:
                     reason=ended.reason,
                     first_token_id=ended.first_token_id,
                 )
-                self._links.send(ended.receiver_id, ended.receiver_epoch, closed)
+                self._links.send(ended.receiver, closed)
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raise AssertionError unless the books agree; with `idle`, nothing may be open."""
@@ -265,8 +266,7 @@ class PrefillRole:
             assert self._outbox.num_open == 0, f"{self._outbox.num_open} handoffs still in the outbox"
 
     def _has_lease(self, request_id: str) -> bool:
-        receiver = self._handoffs[request_id].receiver
-        return self._outbox.has_lease(request_id, receiver.worker_id, receiver.epoch)
+        return self._outbox.has_lease(request_id, self._handoffs[request_id].receiver.process)
 
     def _due(self) -> list[_Handoff]:
         """Handoffs that need their lease by now, whether or not it has been requested.
@@ -292,8 +292,7 @@ class PrefillRole:
             timeline.mark("lease_granted", now)
         self._outbox.granted(
             grant.request_id,
-            grant.sender.worker_id,
-            grant.sender.epoch,
+            grant.sender.process,
             generation=grant.generation,
             first_block=grant.first_block,
             block_ids=grant.block_ids,
@@ -331,10 +330,10 @@ class PrefillRole:
         if now < self._confirm_at:
             return
         self._confirm_at = now + _CONFIRM_INTERVAL_S
-        for worker_id, epoch in self._outbox.receivers_with_lost_writes:
-            self._links.reopen(worker_id, epoch, now)
-            if self._transport.is_quiet(worker_id):
-                self._outbox.confirm_lost_writes(worker_id, epoch)
+        for receiver in self._outbox.receivers_with_lost_writes:
+            self._links.reopen(receiver, now)
+            if self._transport.is_quiet(receiver.worker_id):
+                self._outbox.confirm_lost_writes(receiver)
 
     def _finish(self, ended: HandoffEnded) -> None:
         handoff = self._handoffs.pop(ended.request_id)
@@ -351,8 +350,8 @@ class PrefillRole:
         if self._engine.sequences.pop(sequence.request_id, None) is not None:
             self._engine.scheduler.remove(sequence, keep_blocks=True)
 
-    def _fail_receiver(self, worker_id: str, epoch: int, reason: str) -> None:
-        self._early_grants.pop((worker_id, epoch), None)
+    def _fail_receiver(self, receiver: WorkerEpoch, reason: str) -> None:
+        self._early_grants.pop(receiver, None)
         for request_id, handoff in list(self._handoffs.items()):
-            if (handoff.receiver.worker_id, handoff.receiver.epoch) == (worker_id, epoch):
+            if handoff.receiver.process == receiver:
                 self._outbox.cancel(request_id, reason)

@@ -37,7 +37,7 @@ class HandoffMessages:
         """Handle a message. Returns False if it is about something else."""
         match message:
             case Heartbeat():
-                self._decode.heartbeat(message.worker_id, message.epoch, message.handoffs, now)
+                self._decode.heartbeat(message.sender, message.handoffs, now)
             case LeaseRequest():
                 self._links.remember(message.sender)
                 self._decode.requested(message, now)

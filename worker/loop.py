@@ -132,17 +132,17 @@ class Worker:
 
         It may run on for a while, so blocks that it could still write to or read stay reserved.
         """
-        self.parts.links.forget(peer.worker_id, peer.epoch)
-        self.parts.prefill.peer_lost(peer.worker_id, peer.epoch)
-        self.parts.decode.peer_given_up(peer.worker_id, peer.epoch)
-        self.parts.reader.peer_lost(peer.worker_id, peer.epoch)
+        self.parts.links.forget(peer.process)
+        self.parts.prefill.peer_lost(peer.process)
+        self.parts.decode.peer_given_up(peer.process)
+        self.parts.reader.peer_lost(peer.process)
         self.parts.sockets.forget_peer(peer)
 
     def peer_died(self, peer: PeerAddress) -> None:
         """That process is gone for certain: none of its writes will land any more, so free what it reserved."""
         self.peer_given_up(peer)
-        self.parts.decode.peer_lost(peer.worker_id, peer.epoch)
-        self.parts.lender.peer_lost(peer.worker_id, peer.epoch)
+        self.parts.decode.peer_lost(peer.process)
+        self.parts.lender.peer_lost(peer.process)
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raise AssertionError unless all books agree; with `idle`, nothing may be held by anyone."""

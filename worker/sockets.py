@@ -23,6 +23,7 @@ from tandem.protocol.messages import (
     Message,
     PeerAddress,
     RequestFailed,
+    WorkerEpoch,
     decode_heartbeat,
     decode_peer_message,
     decode_router_message,
@@ -77,13 +78,13 @@ class WorkerSockets:
         self._router_key = router_key
         self._dropped = dropped
         self._introduced: dict[str, PeerAddress] = {}  # by public key
-        self._gone: set[tuple[str, int]] = set()  # worker and epoch; a late request may still name it
+        self._gone: set[WorkerEpoch] = set()  # a late request may still name it
         self._authenticator = KeyAuthenticator(context, dropped)
         if router_key:
             self._authenticator.allow(router_key)
         self._router = listening_socket(context, SocketType.ROUTER, keys, max_queued=_SEND_QUEUE_MESSAGES)
         self.endpoint = bind(self._router, endpoint)
-        self._peer_sockets: dict[tuple[str, int], _PeerSockets] = {}
+        self._peer_sockets: dict[WorkerEpoch, _PeerSockets] = {}
         self._wake = context.socket(SocketType.PULL)
         self._wake.bind(f"inproc://wake-{id(self)}")
         self._wake_lock = threading.Lock()
@@ -130,7 +131,7 @@ class WorkerSockets:
 
     def introduce(self, peer: PeerAddress) -> None:
         """Let this peer connect and take its messages from now on. Call it only on the router's word."""
-        if peer.public_key and (peer.worker_id, peer.epoch) not in self._gone:
+        if peer.public_key and peer.process not in self._gone:
             self._introduced[peer.public_key] = peer
             self._authenticator.allow(peer.public_key)
 
@@ -143,7 +144,7 @@ class WorkerSockets:
 
     def send_peer(self, peer: PeerAddress, message: Message) -> None:
         """Send to a peer that was introduced. The first message connects to it and subscribes to its heartbeats."""
-        sockets = self._peer_sockets.get((peer.worker_id, peer.epoch)) or self._open(peer)
+        sockets = self._peer_sockets.get(peer.process) or self._open(peer)
         if sockets is None:
             self._dropped.add(DropReason.UNDELIVERED, f"a {type(message).__name__} to {peer}: it is no peer of ours")
             return
@@ -155,10 +156,10 @@ class WorkerSockets:
 
     def forget_peer(self, peer: PeerAddress) -> None:
         """Close the sockets for this epoch of a peer, and accept no more messages from it."""
-        self._gone.add((peer.worker_id, peer.epoch))
+        self._gone.add(peer.process)
         self._introduced.pop(peer.public_key, None)
         self._authenticator.revoke(peer.public_key)
-        sockets = self._peer_sockets.pop((peer.worker_id, peer.epoch), None)
+        sockets = self._peer_sockets.pop(peer.process, None)
         if sockets is not None:
             self._poller.unregister(sockets.heartbeats)
             sockets.messages.close()
@@ -185,7 +186,7 @@ class WorkerSockets:
             logger.warning("%s cannot be reached: %s", peer, exc)
             return None
         self._poller.register(heartbeats, PollEvent.POLLIN)
-        sockets = self._peer_sockets[peer.worker_id, peer.epoch] = _PeerSockets(peer, messages, heartbeats)
+        sockets = self._peer_sockets[peer.process] = _PeerSockets(peer, messages, heartbeats)
         return sockets
 
     def _take(self, messages: list[tuple[bytes, Message]], frames: list[zmq.Frame]) -> None:
@@ -216,7 +217,7 @@ class WorkerSockets:
         except msgspec.DecodeError as exc:
             self._dropped.add(DropReason.MALFORMED, f"a heartbeat of {peer.worker_id}: {exc}")
             return
-        if (message.worker_id, message.epoch) == (peer.worker_id, peer.epoch):
+        if message.sender == peer.process:
             messages.append((b"", message))
         else:
             self._dropped.add(DropReason.IMPOSTOR, f"{peer} sent a heartbeat of {message.worker_id}")

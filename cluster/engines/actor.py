@@ -22,7 +22,7 @@ from tandem.cluster.engines.server import EngineServer, Sockets
 from tandem.cluster.engines.stall import ServerStallWatch
 from tandem.cluster.node_config import model_on_node
 from tandem.cluster.owned_actor import WATCH_S, OwnedActor, WatchNews
-from tandem.cluster.ownership import Tenure
+from tandem.cluster.ownership import LeaseTerms
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import Role
 from tandem.runtime.cleanup import private_run
@@ -61,9 +61,9 @@ class EngineEnd:
 class EngineActor(OwnedActor):
     """Owns one server. Its methods run on Ray's threads; one more thread starts and watches the server."""
 
-    def __init__(self, server: EngineServer, tenure: Tenure | None = None) -> None:
+    def __init__(self, server: EngineServer, terms: LeaseTerms | None = None) -> None:
         show_warnings()
-        super().__init__(tenure)
+        super().__init__(terms)
         self._server = server
         self._started: EngineStarted | EngineEnd | None = None
         self._end = EngineEnd("it was not started")

@@ -17,7 +17,7 @@ from tandem.cluster.engines.role_switch import RoleIsLost, switch_role
 from tandem.cluster.engines.server import EngineServer
 from tandem.cluster.member import Member, Requests, kind_of
 from tandem.cluster.owned_actor import WorkerClaim
-from tandem.cluster.ownership import Tenure
+from tandem.cluster.ownership import LeaseTerms
 from tandem.cluster.restarts import RestartBudget
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import PeerAddress, Role, WorkerState
@@ -42,9 +42,11 @@ class EngineFacts:
 
 
 class EngineMember(Member):
-    """A server of vLLM or SGLang."""
+    """A server of vLLM or SGLang.
 
-    ends_if_given_up = False  # the router's probes find it again, and its actor notices if it has stalled
+    It has no `address`: its peers need not be told of its end, and the router's verdict does not end it. The router's
+    probes find it again, and its actor notices if it has stalled.
+    """
 
     def __init__(
         self,
@@ -63,8 +65,7 @@ class EngineMember(Member):
         self._fleet = fleet
         self._facts = facts
 
-    def another(self, worker_id: str, role: Role) -> EngineMember:
-        """As `Member.another`."""
+    def _copy(self, worker_id: str, role: Role) -> EngineMember:
         server = replace(self._server, worker_id=worker_id, cpu_cores=())
         return EngineMember(server, role, RestartBudget(self.restarts.max_restarts), self._fleet, self._facts)
 
@@ -81,8 +82,8 @@ class EngineMember(Member):
         self._server = replace(self._server, api_key=claim.config.api_key)
         return super()._taken_over(claim)
 
-    def _create_actor(self, options: dict[str, Any], tenure: Tenure | None) -> Any:
-        return ray.remote(EngineActor).options(**options).remote(replace(self._server, role=self.role), tenure)
+    def _create_actor(self, options: dict[str, Any], terms: LeaseTerms | None) -> Any:
+        return ray.remote(EngineActor).options(**options).remote(replace(self._server, role=self.role), terms)
 
     async def _join(self, started: EngineStarted | EngineEnd) -> None:
         if isinstance(started, EngineEnd):
@@ -112,8 +113,8 @@ class EngineMember(Member):
             is_there = engine.state is WorkerState.READY
             engine.set_state(WorkerState.DRAINING, reason, is_fallback=is_fallback and is_there)
 
-    async def play(self, role: Role, reason: str) -> Requests:
-        """As `Member.play`. A server of vLLM can do both, so it serves in its new role at once.
+    async def switch_role(self, role: Role, reason: str) -> Requests:
+        """As `Member.switch_role`. A server of vLLM can do both, so it serves in its new role at once.
 
         Half of an SGLang pair is drained first, because it switches only while it is idle.
         """

@@ -21,7 +21,7 @@ from tandem.cluster.engines.server import (
     flags_of,
     number_of,
 )
-from tandem.cluster.openmp import preload_of
+from tandem.cluster.worker_layout import preload_of
 from tandem.protocol.config import GPU_MEMORY_SHARE
 
 __all__ = [

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.protocol.errors import TransferError
+from tandem.protocol.messages import WorkerEpoch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,6 +84,11 @@ class Notification(NamedTuple):
     worker_id: str
     epoch: int
     payload: bytes
+
+    @property
+    def sender(self) -> WorkerEpoch:
+        """The process that wrote."""
+        return WorkerEpoch(self.worker_id, self.epoch)
 
 
 class PoolShape(NamedTuple):

@@ -49,6 +49,7 @@ from tandem.protocol.messages.worker import (
     StepStats,
     TierLoad,
     WorkerCard,
+    WorkerEpoch,
     WorkerLoad,
     WorkerState,
 )
@@ -140,6 +141,7 @@ __all__ = [
     "Unpin",
     "Welcome",
     "WorkerCard",
+    "WorkerEpoch",
     "WorkerLoad",
     "WorkerMessage",
     "WorkerPriority",

@@ -25,7 +25,7 @@ __all__ = [
     "TokenIds",
 ]
 
-WIRE_VERSION = 13  # changes with the meaning of any field and of digests; peers with another version are refused
+WIRE_VERSION = 14  # changes with the meaning of any field and of digests; peers with another version are refused
 
 _MAX_INT = 2**63 - 1
 _MAX_ITEMS = 1 << 24  # in a list: tokens of a prompt, blocks of a handoff

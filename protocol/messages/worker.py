@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,6 +21,7 @@ __all__ = [
     "StepStats",
     "TierLoad",
     "WorkerCard",
+    "WorkerEpoch",
     "WorkerLoad",
     "WorkerState",
 ]
@@ -42,6 +44,13 @@ class WorkerState(enum.StrEnum):
     DEAD = "dead"
 
 
+class WorkerEpoch(NamedTuple):
+    """One process of a worker: the epoch changes with each start."""
+
+    worker_id: Name
+    epoch: Number
+
+
 class PeerAddress(msgspec.Struct, frozen=True):
     """Where a worker is reached. The epoch changes with each start of its process."""
 
@@ -50,6 +59,11 @@ class PeerAddress(msgspec.Struct, frozen=True):
     endpoint: Name  # ZMQ ROUTER socket for requests and peer messages
     heartbeat_endpoint: Name  # ZMQ PUB socket
     public_key: Name = ""  # CURVE key of the process at these endpoints: see runtime/curve.py
+
+    @property
+    def process(self) -> WorkerEpoch:
+        """The process that is reached here."""
+        return WorkerEpoch(self.worker_id, self.epoch)
 
 
 class KvHolder(msgspec.Struct, frozen=True):
@@ -154,8 +168,7 @@ class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):
 class Quarantine(msgspec.Struct, frozen=True):
     """Blocks of one sender's leases, kept out of use until it is proven that none of its writes can land in them."""
 
-    sender_id: Name
-    sender_epoch: Number
+    sender: WorkerEpoch
     num_blocks: Number
     oldest_s: Measure
 
@@ -201,3 +214,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     quarantines: list[Quarantine] = []
     pins: PinLoad | None = None
     num_dropped: dict[Name, Number] = {}  # messages that were ignored, by reason: see runtime/dropped.py
+
+    @property
+    def sender(self) -> WorkerEpoch:
+        """The process that lives."""
+        return WorkerEpoch(self.worker_id, self.epoch)

@@ -311,7 +311,7 @@ class WorkerClient:
     def _disagreement(self, link: Link, card: WorkerCard) -> str:
         """Why this worker cannot serve beside the others; empty if it can."""
         peer = card.address
-        if (peer.worker_id, peer.epoch) != (link.worker_id, link.address.epoch):
+        if peer.process != link.address.process:
             return f"expected epoch {link.address.epoch}, found {peer.worker_id} epoch {peer.epoch} at its endpoint"
         for other in self._registry:
             for name in ("model", "namespace", "block_size"):

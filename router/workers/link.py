@@ -16,6 +16,7 @@ from tandem.protocol.messages import (
     RouterMessage,
     SequenceDelta,
     WorkerCard,
+    WorkerEpoch,
     encode_message,
 )
 from tandem.router.streams import DeltaQueue
@@ -119,7 +120,7 @@ class Link:
 
     def is_of(self, message: BlockEvents | BlockSnapshot | Heartbeat) -> bool:
         """Whether the message names this worker and epoch as its sender."""
-        return (message.worker_id, message.epoch) == (self.address.worker_id, self.address.epoch)
+        return WorkerEpoch(message.worker_id, message.epoch) == self.address.process
 
     def drop_leg(self, request_id: str) -> None:
         """Forget an open leg."""

@@ -26,8 +26,8 @@ CORE = {"CPU": 1.0}
 
 @pytest.fixture(autouse=True)
 def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.cluster.departures._POLL_S", 0.005)
-    monkeypatch.setattr("tandem.cluster.departures._QUIET_S", 0.02)
+    monkeypatch.setattr("tandem.cluster.draining._POLL_S", 0.005)
+    monkeypatch.setattr("tandem.cluster.draining._QUIET_S", 0.02)
 
 
 class Script:
@@ -66,12 +66,12 @@ async def test_workers_are_added_and_removed_as_decided(monkeypatch: pytest.Monk
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, **BOUNDS) as cluster:
         script.move(ADD)
         await eventually(lambda: cluster.roles().get("decode-1") is Role.DECODE)
-        (arrival,) = cluster.supervisor.arrivals.latest
+        (arrival,) = cluster.supervisor.joins.latest
         assert arrival["reason"] == "add 1 decode worker: why"
         await eventually(lambda: not script.seen[-1].fleet.coming)
         script.move(Move("remove", Role.DECODE, removes=(Remove("decode-0"),)))
         await eventually(lambda: "decode-0" not in cluster.supervisor.members)
-        (departure,) = cluster.supervisor.departures.latest
+        (departure,) = cluster.supervisor.drains.latest
         assert (departure["reason"], departure["finished"]) == ("remove decode-0: why", True)
         status = cluster.supervisor.autoscaler_status
         assert (status["arrivals"], status["departures"]) == ([arrival], [departure])
@@ -128,7 +128,7 @@ async def test_nodes_are_asked_for_until_the_worker_is_placed_or_withdrawn(
         assert script.seen[-1].fleet.spared == {"prefill-0", "decode-0"}
         script.next = ScalingDecision(Reason.WITHDRAWN, "no room by its deadline", withdrawn=ADD)
         await eventually(lambda: requests == [[], [CORE] * 3, []])
-        (arrival,) = cluster.supervisor.arrivals.latest
+        (arrival,) = cluster.supervisor.joins.latest
         assert arrival["withdrawn"] == "a move was given up: no room by its deadline"
         assert set(cluster.supervisor.members) == {"prefill-0", "decode-0"}
         await eventually(lambda: (script.setback, script.seen[-1].fleet.num_unplaced) == ("", 0))
@@ -152,22 +152,27 @@ async def test_one_that_loads_when_it_is_withdrawn_goes_and_is_not_started_again
         await eventually(lambda: "decode-1" in cluster.supervisor.members)
         await eventually(lambda: cluster.supervisor.members["decode-1"].process is not None)
         script.next = ScalingDecision(Reason.WITHDRAWN, "late", withdrawn=ADD)
-        await eventually(lambda: bool(cluster.supervisor.members["decode-1"].given_up))
-        cluster.ray.loaded.set()
         await eventually(lambda: "decode-1" not in cluster.supervisor.members)
+        cluster.ray.loaded.set()
         assert cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
-        (arrival,) = cluster.supervisor.arrivals.latest
+        (arrival,) = cluster.supervisor.joins.latest
         assert arrival["withdrawn"] == "a move was given up: late"
 
 
-async def test_a_fixed_role_is_told_and_no_flip_begins(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
-    async with supervised(monkeypatch, num_prefill=1, num_decode=2, **TICKS) as cluster:
+async def test_a_fixed_role_is_told_and_only_the_other_worker_flips(
+    monkeypatch: pytest.MonkeyPatch, script: Script
+) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=3, **TICKS) as cluster:
         cluster.supervisor.members["decode-1"].fixed_role = "its server cannot"
-        move = Move("flip", Role.PREFILL, flips=(Flip("decode-1", Role.PREFILL),))
-        script.usual = ScalingDecision(Reason.FLIP, "why", move=move)
+        flips = (Flip("decode-1", Role.PREFILL), Flip("decode-2", Role.PREFILL))
+        script.move(Move("flip", Role.PREFILL, flips=flips))
+        await eventually(lambda: cluster.roles()["decode-2"] is Role.PREFILL)
+        (flip,) = cluster.supervisor.flips.latest
+        assert (flip["worker"], flip["reason"]) == ("decode-2", "flip decode-1, decode-2 to prefill: why")
+        script.usual = ScalingDecision(Reason.FLIP, "why", move=Move("flip", Role.PREFILL, flips=flips[:1]))
         told = "flip decode-1 to prefill: why, but its server cannot"
         await eventually(lambda: cluster.supervisor.autoscaler_status.get("reason") == told)
-        assert cluster.supervisor.flips.latest == []
+        assert len(cluster.supervisor.flips.latest) == 1
 
 
 async def test_the_start_of_the_latest_worker_is_what_the_next_one_is_expected_to_take(

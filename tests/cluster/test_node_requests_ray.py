@@ -15,20 +15,17 @@ from ray._private.ray_constants import AUTOSCALER_RESOURCE_REQUEST_CHANNEL
 from ray.experimental.internal_kv import _internal_kv_get
 
 from tandem.cluster import autoscale
-from tandem.cluster.member import Member, Requests
 from tandem.cluster.node_requests import NodeRequests, has_left_request, withdraw_left_request
-from tandem.cluster.owned_actor import WorkerClaim
-from tandem.cluster.ownership import Tenure
+from tandem.cluster.ownership import LeaseTerms
 from tandem.cluster.process_end import ProcessIdentity
-from tandem.cluster.restarts import RestartBudget
 from tandem.cluster.supervisor import Supervisor
 from tandem.protocol.config import ClusterConfig, EngineConfig
-from tandem.protocol.messages import PeerAddress, Role
+from tandem.protocol.messages import Role
 from tandem.protocol.process import process_of
 from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.workers.registry import Registry
-from tests.support.builders import add_ready, make_card
+from tests.support.plain_member import PlainMember
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
@@ -54,46 +51,11 @@ class Actor:
         return ""
 
 
-class PlainMember(Member):
-    """A worker without a model: a process in a bundle of Ray."""
+class RayMember(PlainMember):
+    """A process in a bundle of Ray."""
 
-    def __init__(self, worker_id: str, role: Role, registry: Registry) -> None:
-        super().__init__(worker_id, role, RestartBudget(0))
-        self._registry = registry
-
-    def another(self, worker_id: str, role: Role) -> PlainMember:
-        return PlainMember(worker_id, role, self._registry)
-
-    def is_like(self, claim: WorkerClaim) -> bool:
-        return False
-
-    def _create_actor(self, options: dict[str, Any], tenure: Tenure | None) -> Any:
+    def _create_actor(self, options: dict[str, Any], terms: LeaseTerms | None) -> Any:
         return ray.remote(Actor).options(**options).remote()
-
-    async def _join(self, started: Any) -> None:
-        add_ready(self._registry, make_card(self.worker_id, self.role))
-
-    async def leave(self, reason: str) -> None:
-        pass
-
-    @property
-    def is_ready(self) -> bool:
-        return True
-
-    def withdraw(self, reason: str, *, is_fallback: bool = False) -> None:
-        pass
-
-    async def play(self, role: Role, reason: str) -> Requests:
-        return frozenset()
-
-    async def running(self) -> Requests:
-        return frozenset()
-
-    async def check_integrity(self) -> str:
-        return ""
-
-    async def tell(self, address: PeerAddress | None, method: str, peer: PeerAddress) -> None:
-        pass
 
 
 @pytest.fixture
@@ -155,14 +117,14 @@ async def test_a_pending_worker_without_room_is_requested_and_withdrawn_by_its_d
         orphan_timeout_s=0.0,
     )
     registry = Registry()
-    members = [PlainMember("prefill-0", Role.PREFILL, registry), PlainMember("decode-0", Role.DECODE, registry)]
+    members = [RayMember("prefill-0", Role.PREFILL, registry), RayMember("decode-0", Role.DECODE, registry)]
     supervisor = Supervisor(config, registry, CostModel(), members, on_progress=lambda _: None)
     try:
         await supervisor.start(lambda: 100.0)
         await eventually(lambda: requested() == [])  # what another server may have left
         arriving = asyncio.create_task(arrive(registry))
         await eventually(lambda: requested() == [CORE] * 3)
-        (arrival,) = supervisor.arrivals.latest
+        (arrival,) = supervisor.joins.latest
         await eventually(lambda: requested() == [])
         assert "Ray has found no room by its deadline" in str(arrival["withdrawn"])
         assert set(supervisor.members) == {"prefill-0", "decode-0"}

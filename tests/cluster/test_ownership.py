@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from tandem.cluster import survivors
+from tandem.cluster import adoption
+from tandem.cluster.adoption import adopt_orphans, give_to_members, renew_leases
 from tandem.cluster.member import WorkerMember
-from tandem.cluster.owned_actor import OwnedActor, Survivor, WatchNews, WorkerClaim
-from tandem.cluster.ownership import LEASE_S, Owner, Ownership, Place, Tenure, owner_of
+from tandem.cluster.owned_actor import OrphanedWorker, OwnedActor, WatchNews, WorkerClaim
+from tandem.cluster.ownership import LEASE_S, LeaseTerms, Owner, Ownership, Place, owner_of
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.restarts import RestartBudget
-from tandem.cluster.survivors import claim_survivors, give_to_members, renew_leases
 from tandem.cluster.worker_layout import worker_configs
 from tandem.protocol.config import ClusterConfig, EngineConfig, WorkerConfig
 from tandem.protocol.errors import ConfigError, WorkerError
@@ -101,7 +101,7 @@ def test_the_next_server_hears_of_a_sigterm_that_the_dead_one_was_told_of(
     monkeypatch: pytest.MonkeyPatch, exits: list[int]
 ) -> None:
     monkeypatch.setattr("tandem.cluster.ownership.LEASE_S", 0.0)
-    actor = PlainActor(Tenure(owner=replace(OWNER, orphan_timeout_s=1e6), place=Place("ab", 0), is_added=False))
+    actor = PlainActor(LeaseTerms(owner=replace(OWNER, orphan_timeout_s=1e6), place=Place("ab", 0), is_added=False))
     assert isinstance(actor.claim("next", "key"), WorkerClaim)
     assert actor.news("next") is None
     signal.raise_signal(signal.SIGTERM)
@@ -133,11 +133,11 @@ class Actors:
             get_actor=self._get_actor,
             kill=lambda actor, no_restart: self.killed.append(actor.name),
         )
-        monkeypatch.setattr(survivors, "ray", fake)
+        monkeypatch.setattr(adoption, "ray", fake)
         self.store: dict[str, bytes] = {}  # Ray's
-        monkeypatch.setattr(survivors, "_internal_kv_get", lambda key, **_: self.store.get(key))
-        monkeypatch.setattr(survivors, "_internal_kv_put", lambda key, value, **_: self.store.update({key: value}))
-        monkeypatch.setattr(survivors, "_ASK_AGAIN_S", 0.01)
+        monkeypatch.setattr(adoption, "_internal_kv_get", lambda key, **_: self.store.get(key))
+        monkeypatch.setattr(adoption, "_internal_kv_put", lambda key, value, **_: self.store.update({key: value}))
+        monkeypatch.setattr(adoption, "_ASK_AGAIN_S", 0.01)
 
     def _get_actor(self, name: str, namespace: str) -> SimpleNamespace:
         if self.answers[name] is None:
@@ -181,7 +181,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[ProcessIdentity]:
     async def until_gone(process: ProcessIdentity) -> None:
         ends.append(process)
 
-    monkeypatch.setattr(survivors, "until_gone", until_gone)
+    monkeypatch.setattr(adoption, "until_gone", until_gone)
     return ends
 
 
@@ -198,19 +198,19 @@ async def test_workers_of_a_dead_server_are_claimed_and_the_useless_ended(
         old=claim_of(wire_version=1),
         deaf=WorkerError("it did not answer in 10 s"),
     )
-    claimed: list[Survivor] = []
-    await claim_survivors(OWNER, "key", claimed)
-    [survivor] = claimed
-    assert survivor.claim is good
+    claimed: list[OrphanedWorker] = []
+    await adopt_orphans(OWNER, "key", claimed)
+    [orphan] = claimed
+    assert orphan.claim is good
     assert sorted(actors.killed) == ["dead", "deaf", "loading", "old"]
     assert len(ended) == 2, "of those that told their process"
 
 
 async def test_a_server_that_lives_keeps_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survivors, "_WAIT_FOR_LEASE_S", 0.05)
+    monkeypatch.setattr(adoption, "_WAIT_FOR_LEASE_S", 0.05)
     actors = Actors(monkeypatch, one="pid 7 on h")
     with pytest.raises(ConfigError, match=r"has this name: pid 7 on h.*--service-name"):
-        await claim_survivors(OWNER, "key", [])
+        await adopt_orphans(OWNER, "key", [])
     assert actors.killed == []
 
 
@@ -222,20 +222,20 @@ async def test_a_server_that_lives_keeps_its_workers(monkeypatch: pytest.MonkeyP
 async def test_workers_that_wait_for_room_are_their_servers_while_it_lives(
     monkeypatch: pytest.MonkeyPatch, signs: list[int], is_refused: bool
 ) -> None:
-    monkeypatch.setattr(survivors, "_CLAIM_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(survivors, "RENEW_S", 0.01)
+    monkeypatch.setattr(adoption, "_CLAIM_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(adoption, "RENEW_S", 0.01)
 
     async def claim() -> None:
         await asyncio.get_running_loop().create_future()
 
     actors = Actors(monkeypatch, waits=claim)
-    monkeypatch.setattr(survivors, "_internal_kv_get", lambda *_, **__: f"pid 7 on h {signs.pop(0)}".encode())
+    monkeypatch.setattr(adoption, "_internal_kv_get", lambda *_, **__: f"pid 7 on h {signs.pop(0)}".encode())
 
     if is_refused:
         with pytest.raises(ConfigError, match=r"has this name: pid 7 on h\. .*--service-name"):
-            await claim_survivors(OWNER, "key", [])
+            await adopt_orphans(OWNER, "key", [])
     else:
-        await claim_survivors(OWNER, "key", [])
+        await adopt_orphans(OWNER, "key", [])
     assert actors.killed == ([] if is_refused else ["waits"])
     assert signs == []
 
@@ -253,8 +253,8 @@ async def test_workers_that_do_not_answer_are_waited_for_at_the_same_time(monkey
         return claim_of()
 
     actors = Actors(monkeypatch, a=claim_of(), b=claim, c=claim, d=claim_of())
-    claimed: list[Survivor] = []
-    await asyncio.wait_for(claim_survivors(OWNER, "key", claimed), 5)
+    claimed: list[OrphanedWorker] = []
+    await asyncio.wait_for(adopt_orphans(OWNER, "key", claimed), 5)
     assert len(claimed) == 4
     assert actors.killed == []
 
@@ -269,24 +269,24 @@ async def test_a_member_goes_on_with_a_worker_of_its_name_that_is_as_it_would_st
 ) -> None:
     actors = Actors(monkeypatch)
 
-    def survivor(name: str, claim: WorkerClaim) -> Survivor:
-        return Survivor(SimpleNamespace(name=name), claim)
+    def orphan(name: str, claim: WorkerClaim) -> OrphanedWorker:
+        return OrphanedWorker(SimpleNamespace(name=name), claim)
 
     members: dict[str, Any] = {"decode-0": member(config_of()), "decode-1": member(config_of("decode-1"))}
     same = replace(config_of(), router_key="another router's", role=Role.PREFILL)
     found = [
-        survivor("same", claim_of(same, role=Role.PREFILL)),
-        survivor("twice", claim_of()),
-        survivor("other", claim_of(config_of("decode-1", block_size=8))),
-        survivor("surplus", claim_of(config_of("decode-2"))),
-        survivor("added", claim_of(config_of("decode-3"), is_added=True)),
-        survivor("added-other", claim_of(config_of("decode-4", block_size=8), is_added=True)),
-        survivor("colocated", claim_of(replace(config_of("colocated-1"), role=Role.COLOCATED), is_added=True)),
+        orphan("same", claim_of(same, role=Role.PREFILL)),
+        orphan("twice", claim_of()),
+        orphan("other", claim_of(config_of("decode-1", block_size=8))),
+        orphan("surplus", claim_of(config_of("decode-2"))),
+        orphan("added", claim_of(config_of("decode-3"), is_added=True)),
+        orphan("added-other", claim_of(config_of("decode-4", block_size=8), is_added=True)),
+        orphan("colocated", claim_of(replace(config_of("colocated-1"), role=Role.COLOCATED), is_added=True)),
     ]
     added = await give_to_members(found, members)
     assert [one.actor.name for one in added] == ["added"]
-    assert members["decode-0"].survivor is found[0]
-    assert members["decode-1"].survivor is None
+    assert members["decode-0"].orphan is found[0]
+    assert members["decode-1"].orphan is None
     assert sorted(actors.killed) == ["added-other", "colocated", "other", "surplus", "twice"]
     assert len(ended) == 5
 
@@ -294,7 +294,7 @@ async def test_a_member_goes_on_with_a_worker_of_its_name_that_is_as_it_would_st
 async def test_a_server_lets_go_of_workers_that_were_claimed_but_not_of_those_that_are_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(survivors, "RENEW_S", 0.01)
+    monkeypatch.setattr(adoption, "RENEW_S", 0.01)
     signs = Actors(monkeypatch).store
     one, other = member(config_of()), member(config_of("decode-1"))
     one.process = other.process = ProcessIdentity("node", own_process())

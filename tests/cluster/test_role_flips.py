@@ -3,47 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError
 
-from tandem.cluster.member import Member, Requests
+from tandem.cluster.member import Requests
 from tandem.cluster.role_flips import RoleFlips
 from tandem.protocol.errors import RoleRefused, WorkerError
 from tandem.protocol.messages import Role
 from tandem.runtime.background import BackgroundTasks
+from tests.support.plain_member import PlainMember
 
 FIXED = "its server cannot"
 
 
-class FakeMember:
+class FakeMember(PlainMember):
     def __init__(self, worker_id: str, role: Role, *, can_cover: bool = True, fixed_role: str = "") -> None:
-        self.worker_id, self.role, self.can_cover, self.fixed_role = worker_id, role, can_cover, fixed_role
-        self.departs = ""
-        self.flips_to: Role | None = None
-        self.flip_lock = asyncio.Lock()
-        self.is_up = asyncio.Event()
-        self.is_up.set()
+        super().__init__(worker_id, role)
+        self.can_cover, self.fixed_role = can_cover, fixed_role
         self.answers = asyncio.Event()
         self.answers.set()
+        self.begin()
+        self.serve()
 
-    @property
-    def role_to_be(self) -> Role:
-        return self.flips_to or self.role
-
-    async def play(self, role: Role, _: str) -> Requests:
+    async def switch_role(self, role: Role, reason: str) -> Requests:
         await self.answers.wait()
-        self.role = role
-        return frozenset()
-
-    async def finish(self, _: Requests) -> None:
-        pass
+        return await super().switch_role(role, reason)
 
 
 def flips_of(*members: FakeMember) -> RoleFlips:
-    by_id = cast(dict[str, Member], {member.worker_id: member for member in members})
-    return RoleFlips(by_id, BackgroundTasks())
+    return RoleFlips({member.worker_id: member for member in members}, BackgroundTasks())
 
 
 def halves(num_prefill: int, num_decode: int, **fields: Any) -> list[FakeMember]:
@@ -68,10 +58,12 @@ async def test_the_last_prefill_worker_flips_where_others_serve_alone() -> None:
 async def test_the_last_decode_worker_stays_while_another_one_leaves_or_flips() -> None:
     leaving, staying = halves(0, 2)
     flips = flips_of(leaving, staying, FakeMember("p", Role.PREFILL))
-    leaving.departs = "restart"
+    leaving.drain(restart=True)
     with pytest.raises(RoleRefused, match="w1 is the only decode worker"):
         await flips.set_role("w1", Role.PREFILL)
-    leaving.departs = ""
+    leaving.die("it was drained")
+    leaving.begin()
+    leaving.serve()
     leaving.answers.clear()  # its process stands still
     flipping = asyncio.create_task(flips.set_role("w0", Role.PREFILL))
     await asyncio.sleep(0)
@@ -80,7 +72,7 @@ async def test_the_last_decode_worker_stays_while_another_one_leaves_or_flips() 
         await flips.set_role("w1", Role.PREFILL)
     leaving.answers.set()
     await flipping
-    assert (leaving.role, leaving.flips_to, staying.role) == (Role.PREFILL, None, Role.DECODE)
+    assert (leaving.role, leaving.role_to_be, staying.role) == (Role.PREFILL, Role.PREFILL, Role.DECODE)
     await flips.set_role("p", Role.DECODE)
     await flips.set_role("w1", Role.PREFILL)
 
@@ -96,7 +88,7 @@ async def test_a_worker_whose_role_is_fixed_is_never_flipped() -> None:
 
 async def test_a_flip_of_a_worker_that_dies_is_told_in_one_line() -> None:
     class Dying(FakeMember):
-        async def play(self, role: Role, _: str) -> Requests:
+        async def switch_role(self, role: Role, reason: str) -> Requests:
             raise RayActorError(
                 error_msg=f"The actor died unexpectedly.\n\tpid: 7\nThe actor is dead: it does not become {role}."
             )

@@ -15,8 +15,8 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from tandem.cluster import process_end, quarantine_watch
-from tandem.cluster.member import WorkerMember, first_line
-from tandem.cluster.owned_actor import Survivor, WatchNews
+from tandem.cluster.member import MemberState, WorkerMember, first_line
+from tandem.cluster.owned_actor import OrphanedWorker, WatchNews
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.messages import PeerAddress, Quarantine, Role, WorkerCard, WorkerState
@@ -246,10 +246,10 @@ async def test_workers_that_are_taken_over_play_their_roles(
     pools: dict[str, Any] = {"num_prefill": 1, "num_decode": 1, "ray_address": "auto"}
     async with supervised(monkeypatch, starts=False, **pools) as cluster:
 
-        async def claim_survivors(_owner: object, _key: str, survivors: list[Survivor]) -> None:
-            survivors += [cluster.survivor(worker_id, role) for worker_id, role in left.items()]
+        async def adopt_orphans(_owner: object, _key: str, orphans: list[OrphanedWorker]) -> None:
+            orphans += [cluster.orphan(worker_id, role) for worker_id, role in left.items()]
 
-        monkeypatch.setattr("tandem.cluster.supervisor.claim_survivors", claim_survivors)
+        monkeypatch.setattr("tandem.cluster.supervisor.adopt_orphans", adopt_orphans)
         await cluster.supervisor.start(lambda: 100.0)
         await eventually(lambda: cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE})
         assert [flip["to"] for flip in cluster.supervisor.flips.latest] == flips
@@ -258,11 +258,11 @@ async def test_workers_that_are_taken_over_play_their_roles(
 async def test_a_server_that_is_stopped_while_it_takes_workers_over_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, starts=False, num_prefill=1, num_decode=1, ray_address="auto") as cluster:
 
-        async def claim_survivors(_owner: object, _key: str, survivors: list[Survivor]) -> None:
-            survivors.append(cluster.survivor("decode-0", Role.DECODE))
+        async def adopt_orphans(_owner: object, _key: str, orphans: list[OrphanedWorker]) -> None:
+            orphans.append(cluster.orphan("decode-0", Role.DECODE))
             await asyncio.get_running_loop().create_future()  # for the lease of the next one
 
-        monkeypatch.setattr("tandem.cluster.supervisor.claim_survivors", claim_survivors)
+        monkeypatch.setattr("tandem.cluster.supervisor.adopt_orphans", adopt_orphans)
         starting = asyncio.create_task(cluster.supervisor.start(lambda: 100.0))
         await eventually(lambda: cluster.ray.actors)
         starting.cancel()
@@ -299,7 +299,7 @@ async def test_pools_have_their_sizes_again_after_all_workers_were_restarted_at_
         epochs = {one.worker_id: one.card.address.epoch for one in cluster.registry}
         for worker in ("decode-0", "prefill-0", "prefill-1"):
             cluster.ray.latest(worker).news.put_nowait(WatchNews.ASKED_TO_LEAVE)
-            await eventually(lambda worker=worker: cluster.supervisor.members[worker].departs)
+            await eventually(lambda worker=worker: cluster.supervisor.members[worker].state is MemberState.DRAINING)
         for worker in ("decode-0", "prefill-0", "prefill-1"):
             await cluster.is_served(worker, epochs[worker])
         await eventually(lambda: cluster.roles() == before)
@@ -389,7 +389,7 @@ async def test_a_bug_while_a_worker_starts_costs_that_start_and_not_the_service(
 
 async def test_what_is_wrong_with_the_supervision_itself_ends_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
-        monkeypatch.setattr("tandem.cluster.supervisor._obituary", lambda *_: 1 / 0)
+        monkeypatch.setattr("tandem.cluster.supervisor._death_report", lambda *_: 1 / 0)
         cluster.die("prefill-0")
         with pytest.raises(WorkerError, match="supervision of a worker failed, see the log: division by zero"):
             await cluster.supervisor.failure
@@ -405,7 +405,7 @@ async def test_the_end_of_a_flip_gives_no_work_to_a_worker_that_is_to_be_replace
             return SimpleNamespace(request_ids=frozenset(left))
 
         monkeypatch.setattr(actor, "status", SimpleNamespace(remote=status))
-        flip = asyncio.create_task(cluster.supervisor.flips.flip(Flip("prefill-0", Role.DECODE), "a test"))
+        flip = cluster.supervisor.flips.flip(Flip("prefill-0", Role.DECODE), "a test")
         await eventually(lambda: cluster.roles()["prefill-0"] is Role.DECODE)
         worker = cluster.registry.get("prefill-0")
         assert worker is not None
@@ -480,8 +480,7 @@ async def test_a_sender_whose_lost_writes_take_too_much_of_a_pool_is_replaced(mo
 
         def report(*quarantines: tuple[PeerAddress, float, float]) -> None:
             noted = [
-                Quarantine(sender.worker_id, sender.epoch, int(share * num_blocks), oldest_s)
-                for sender, share, oldest_s in quarantines
+                Quarantine(sender.process, int(share * num_blocks), oldest_s) for sender, share, oldest_s in quarantines
             ]
             cluster.registry.note_quarantines("decode-0", noted)
 

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.protocol.digest import block_digests
 from tandem.protocol.errors import PeerLost, TransferTimeout
-from tandem.protocol.messages import PeerAddress
+from tandem.protocol.messages import PeerAddress, WorkerEpoch
 from tests.support.answers import Expects
 from tests.support.pressure_world import BLOCK_SIZE, STEP_S, PressureWorld, Request
 
@@ -196,7 +196,7 @@ def test_a_prompt_that_cannot_fit_beside_lost_blocks_holds_nobody_up(
     assert world.role.num_quarantined_blocks == 2
     assert all(request.ended_s is None for request in large)
     assert world.num_unended <= num_large + 3, "the worker stands still"
-    world.role.peer_lost("lost", 1)
+    world.role.peer_lost(WorkerEpoch("lost", 1))
     check_drained(world)
 
 
@@ -275,13 +275,13 @@ def test_cancels_dead_senders_forks_pins_and_loans_under_load(seed: int) -> None
             world.cancel(rng.choice(live))
         if step % 500 == 499:  # known dead at last: their quarantined blocks are free
             for worker_id in dead:
-                world.role.peer_lost(worker_id, 1)
+                world.role.peer_lost(WorkerEpoch(worker_id, 1))
         world.step()
         world.scheduler.pool.check_integrity()
     for _, blocks in loans:
         world.pool.release(blocks)
     for worker_id in dead:
-        world.role.peer_lost(worker_id, 1)
+        world.role.peer_lost(WorkerEpoch(worker_id, 1))
     assert {failed[0] for failed in world.failed} == doomed
     assert {failed[2] for failed in world.failed} <= {PeerLost.code, TransferTimeout.code}
     for name in doomed:

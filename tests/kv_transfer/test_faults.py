@@ -38,6 +38,7 @@ from tandem.protocol.messages import (
     PeerAddress,
     PeerHello,
     Prefill,
+    WorkerEpoch,
     decode_message,
 )
 from tandem.protocol.sampling import SamplingParams
@@ -491,8 +492,8 @@ def test_a_transport_that_can_prove_nothing_confirms_nothing(model: Path, monkey
 
 def test_nothing_is_sent_for_a_receiver_that_is_known_to_be_dead(model: Path) -> None:
     sender = SenderSide(model)
-    sender.links.forget("d", 1)
-    sender.role.peer_lost("d", 1)
+    sender.links.forget(WorkerEpoch("d", 1))
+    sender.role.peer_lost(WorkerEpoch("d", 1))
     sender.sent.clear()
     with pytest.raises(PeerLost, match="decode worker d died"):
         sender.prefill("r", [7] * 20)
@@ -518,7 +519,7 @@ def make_receiver(model: Path, sent: list[Message] | None = None) -> tuple[Decod
 
 def test_no_lease_is_granted_to_a_sender_that_is_known_to_be_dead(model: Path) -> None:
     role, engine = make_receiver(model)
-    role.peer_given_up("p", 1)
+    role.peer_given_up(WorkerEpoch("p", 1))
     request = Decode(request_id="r", token_ids=[7] * 20, sampling=GREEDY, prefill_worker=address("p"))
     with pytest.raises(PeerLost, match="prefill worker p died"):  # its blocks would stay in quarantine for ever
         role.accept(request, 0.0)
@@ -541,7 +542,7 @@ def test_a_grant_leaves_once_the_device_has_done_with_its_blocks(model: Path, en
     if ends == "cancelled":
         role.cancel("r")
     elif ends == "given up":
-        role.peer_lost("p", 1)
+        role.peer_lost(WorkerEpoch("p", 1))
     stream.flush()
     role.pump(0.0)
     assert sum(isinstance(message, LeaseGrant) for message in sent) == (ends == "granted")
@@ -559,8 +560,8 @@ def test_a_notification_that_cannot_be_read_is_dropped(model: Path, payload: byt
 
 def test_a_lost_notification_alone_keeps_no_block_in_quarantine() -> None:
     outbox = Outbox()
-    outbox.open("r", "d", 1, num_blocks=1, grant_deadline=30)
-    outbox.granted("r", "d", 1, generation=5, first_block=0, block_ids=[9], ttl_s=10, now=0)
+    outbox.open("r", WorkerEpoch("d", 1), num_blocks=1, grant_deadline=30)
+    outbox.granted("r", WorkerEpoch("d", 1), generation=5, first_block=0, block_ids=[9], ttl_s=10, now=0)
     outbox.blocks_computed("r", [0])
     outbox.first_token("r", 42)
     chunk, done = outbox.next_writes()

@@ -27,14 +27,22 @@ from tandem.kv_transfer.leases import LeaseFenced, LeaseReceived, LeaseReleased,
 from tandem.kv_transfer.outbox import HandoffEnded, LeaseEnded, Outbox
 from tandem.kv_transfer.outgoing_handoff import BlockWrite
 from tandem.kv_transfer.transport.base import TransferState
-from tandem.protocol.messages import ChunkArrived
+from tandem.protocol.messages import ChunkArrived, WorkerEpoch
 
-REQUEST, RECEIVER, SENDER = "r", "d", "p"
+REQUEST = "r"
 TTL_TICKS = 2  # a lease outlives one tick and a heartbeat in it
 FIRST_TOKEN = 7
 
 Snapshot = tuple[Any, ...]
 _Cloned = TypeVar("_Cloned")
+
+
+def receiver_of(epoch: int) -> WorkerEpoch:
+    return WorkerEpoch("d", epoch)
+
+
+def sender_of(epoch: int) -> WorkerEpoch:
+    return WorkerEpoch("p", epoch)
 
 
 class Broken(Exception):
@@ -140,7 +148,7 @@ class World:
         elif self.bounds.can_vouch and self.outbox.receivers_with_lost_writes:
             actions.append(("nothing lost can land", World.confirm_lost_writes))
         elif (
-            any(lease.sender_epoch == self.sender_epoch for lease in self.table.fenced)
+            any(lease.sender.epoch == self.sender_epoch for lease in self.table.fenced)
             and self.outbox.receivers_with_lost_writes
             and self.is_sender_death_known
         ):
@@ -199,7 +207,7 @@ class World:
         return self.used.get(budget, 0) < getattr(self.bounds, budget)
 
     def _is_active(self, receiver_epoch: int) -> bool:
-        key = (REQUEST, RECEIVER, receiver_epoch)
+        key = (REQUEST, receiver_of(receiver_epoch))
         return any(handoff.key == key for handoff in self.outbox.active_handoffs)
 
     def _use(self, budget: str) -> None:
@@ -211,8 +219,7 @@ class World:
         self._use("opens")
         handoff = self.outbox.open(
             REQUEST,
-            RECEIVER,
-            self.receiver_epoch,
+            receiver_of(self.receiver_epoch),
             num_blocks=self.bounds.num_blocks,
             grant_deadline=self.now + TTL_TICKS,
         )
@@ -231,15 +238,14 @@ class World:
             REQUEST,
             blocks,
             first_block=0,
-            sender_id=SENDER,
-            sender_epoch=self.sender_epoch if self.is_sender_death_known else self.sender_epoch - 1,
+            sender=sender_of(self.sender_epoch if self.is_sender_death_known else self.sender_epoch - 1),
             now=self.now,
             ttl_s=TTL_TICKS,
         )
         require(lease.generation > self.last_generation, f"generation {lease.generation} is used again")
         self.last_generation = lease.generation
         self.lent |= dict.fromkeys(blocks, lease.generation)
-        self._send(Message("grant", lease.sender_epoch, self.receiver_epoch, lease.generation, lease.block_ids))
+        self._send(Message("grant", lease.sender.epoch, self.receiver_epoch, lease.generation, lease.block_ids))
 
     def compute(self) -> None:
         handoff = self.outbox.active_handoffs[0]
@@ -264,11 +270,11 @@ class World:
         for ended in self.table.expire(self.now):
             self._end(ended)
         for lease in self.table.fenced:
-            self._send(Message("revoked", lease.sender_epoch, self.receiver_epoch, lease.generation))
+            self._send(Message("revoked", lease.sender.epoch, self.receiver_epoch, lease.generation))
 
     def submit(self) -> None:
         for write in self.outbox.next_writes():
-            if self.is_link_up and write.receiver_epoch == self.receiver_epoch:
+            if self.is_link_up and write.receiver.epoch == self.receiver_epoch:
                 self._check_target(write)
                 self.writes.append(write)
             else:
@@ -284,7 +290,7 @@ class World:
                 self.pinned.remove(ended.handoff_id)
                 require(ended.handoff_id not in self._flying_handoffs(), "blocks are unpinned under a write")
             elif isinstance(ended, LeaseEnded):
-                self._send(Message("closed", self.sender_epoch, ended.receiver_epoch, ended.generation))
+                self._send(Message("closed", self.sender_epoch, ended.receiver.epoch, ended.generation))
 
     def write_done(self) -> None:
         write = self.writes.popleft()
@@ -315,7 +321,7 @@ class World:
 
     def confirm_lost_writes(self) -> None:
         for receiver in self.outbox.receivers_with_lost_writes:
-            self.outbox.confirm_lost_writes(*receiver)
+            self.outbox.confirm_lost_writes(receiver)
 
     def restore_link(self) -> None:
         self.is_link_up = True
@@ -353,15 +359,14 @@ class World:
             deadline = self.now + TTL_TICKS
             if self._is_active(message.receiver_epoch):
                 self.vouched_until = deadline
-            self.outbox.queued(REQUEST, RECEIVER, message.receiver_epoch, grant_deadline=deadline)
+            self.outbox.queued(REQUEST, receiver_of(message.receiver_epoch), grant_deadline=deadline)
         elif message.kind == "revoked":
-            self.outbox.revoked(REQUEST, RECEIVER, message.receiver_epoch, message.generation)
+            self.outbox.revoked(REQUEST, receiver_of(message.receiver_epoch), message.generation)
         elif message.receiver_epoch == self.receiver_epoch or not self.is_receiver_death_known:
             # the role drops grants of an epoch that it knows to be dead
             self.outbox.granted(
                 REQUEST,
-                RECEIVER,
-                message.receiver_epoch,
+                receiver_of(message.receiver_epoch),
                 generation=message.generation,
                 first_block=0,
                 block_ids=message.block_ids,
@@ -373,9 +378,9 @@ class World:
         if message.receiver_epoch != self.receiver_epoch:
             return
         if message.kind == "beat":
-            self.table.extend(SENDER, message.sender_epoch, [(REQUEST, message.generation)], now=self.now)
+            self.table.extend(sender_of(message.sender_epoch), [(REQUEST, message.generation)], now=self.now)
         else:
-            self._end(self.table.lease_closed(REQUEST, message.generation, SENDER, message.sender_epoch))
+            self._end(self.table.lease_closed(REQUEST, message.generation, sender_of(message.sender_epoch)))
 
     def kill_sender(self) -> None:
         """None of the process' writes lands after its death. Its earlier messages may still be in flight."""
@@ -391,7 +396,7 @@ class World:
 
     def tell_receiver(self) -> None:
         self.is_sender_death_known = True
-        for released in self.table.sender_lost(SENDER, self.sender_epoch - 1):
+        for released in self.table.sender_lost(sender_of(self.sender_epoch - 1)):
             self._end(released)
 
     def kill_receiver(self) -> None:
@@ -408,7 +413,7 @@ class World:
 
     def tell_sender(self) -> None:
         self.is_receiver_death_known = True
-        self.outbox.receiver_lost(RECEIVER, self.receiver_epoch - 1)
+        self.outbox.receiver_lost(receiver_of(self.receiver_epoch - 1))
 
     def _send(self, message: Message) -> None:
         self.network |= {message}
@@ -483,13 +488,13 @@ class World:
         handoffs = {id(handoff): handoff for handoff in outbox.open_handoffs}
         handoffs |= {id(write.handoff): write.handoff for write in self.writes}
         leases = tuple(
-            (g, e.is_fenced, max(0, e.deadline - now), e.lease.sender_epoch, tuple(e.checksums))
+            (g, e.is_fenced, max(0, e.deadline - now), e.lease.sender.epoch, tuple(e.checksums))
             for g, e in table._entries.items()
         )
         sent = tuple(
             sorted(
                 (
-                    *(h.handoff_id, h.key.receiver_epoch, id(h) in active, h.num_submitted, h.num_in_flight),
+                    *(h.handoff_id, h.key.receiver.epoch, id(h) in active, h.num_submitted, h.num_in_flight),
                     *(len(h.local_block_ids), h.first_token_id is None, h.is_done_submitted, h.is_done_settled),
                     *(h.has_failed_write, h.has_lost_write, h.is_revoked, h.is_receiver_lost, h.is_ended),
                     *(bool(h.failure), h.grant is None and max(0, h.grant_deadline - now)),
@@ -699,7 +704,7 @@ class FreesLateLeases(LeaseTable):
 
 
 class KeepsLeasesOfTheDead(LeaseTable):
-    def sender_lost(self, sender_id: str, sender_epoch: int) -> list[LeaseReleased]:
+    def sender_lost(self, sender: WorkerEpoch) -> list[LeaseReleased]:
         return []
 
 
@@ -711,9 +716,9 @@ class EndsLeasesTwice(LeaseTable):
 
 
 class ConfirmsUnderAWrite(Outbox):
-    def revoked(self, request_id: str, receiver_id: str, receiver_epoch: int, generation: int) -> None:
-        super().revoked(request_id, receiver_id, receiver_epoch, generation)
-        self._ended.append(LeaseEnded(receiver_id, receiver_epoch, request_id, generation, ""))
+    def revoked(self, request_id: str, receiver: WorkerEpoch, generation: int) -> None:
+        super().revoked(request_id, receiver, generation)
+        self._ended.append(LeaseEnded(receiver, request_id, generation, ""))
 
 
 class VouchesForLostWrites(Outbox):
@@ -728,9 +733,9 @@ class WritesAfterItsEnd(Outbox):
 
 
 class ConfirmsOnce(Outbox):
-    def revoked(self, request_id: str, receiver_id: str, receiver_epoch: int, generation: int) -> None:
+    def revoked(self, request_id: str, receiver: WorkerEpoch, generation: int) -> None:
         if not any(lease.generation == generation for lease in self._past):
-            super().revoked(request_id, receiver_id, receiver_epoch, generation)
+            super().revoked(request_id, receiver, generation)
 
 
 class FailsWhatIsInLine(Outbox):

@@ -3,6 +3,9 @@ from __future__ import annotations
 import pytest
 
 from tandem.kv_transfer.leases import Lease, LeaseFenced, LeaseReceived, LeaseReleased, LeaseTable
+from tandem.protocol.messages import WorkerEpoch
+
+P = WorkerEpoch("p", 1)
 
 
 def grant(
@@ -13,9 +16,7 @@ def grant(
     first_block: int = 2,
     now: float = 0.0,
 ) -> Lease:
-    return table.grant(
-        request_id, block_ids, first_block=first_block, sender_id="p", sender_epoch=1, now=now, ttl_s=10.0
-    )
+    return table.grant(request_id, block_ids, first_block=first_block, sender=P, now=now, ttl_s=10.0)
 
 
 def test_blocks_are_received_once_all_arrived_and_the_sender_is_done() -> None:
@@ -71,7 +72,7 @@ def test_an_expired_lease_keeps_its_blocks_until_the_sender_confirms() -> None:
     assert table.fenced == [lease]
     assert table.held_block_ids == [7, 8, 9]
     assert table.num_quarantined_blocks == 3
-    released = table.lease_closed("r", lease.generation, "p", 1)
+    released = table.lease_closed("r", lease.generation, P)
     assert released == LeaseReleased(lease, reason="closed by the sender")
     assert table.held_block_ids == []
 
@@ -101,11 +102,11 @@ def test_a_late_chunk_is_not_announced() -> None:
     assert table.ignored == {"chunk too late": 1}
 
 
-@pytest.mark.parametrize(("sender_id", "epoch", "extends"), [("p", 1, True), ("p", 2, False), ("q", 1, False)])
-def test_only_its_senders_heartbeat_extends_a_lease(sender_id: str, epoch: int, extends: bool) -> None:
+@pytest.mark.parametrize(("sender", "extends"), [(P, True), (WorkerEpoch("p", 2), False), (WorkerEpoch("q", 1), False)])
+def test_only_its_senders_heartbeat_extends_a_lease(sender: WorkerEpoch, extends: bool) -> None:
     table = LeaseTable()
     lease = grant(table)
-    table.extend(sender_id, epoch, [("r", lease.generation), ("other", 99)], now=9)
+    table.extend(sender, [("r", lease.generation), ("other", 99)], now=9)
     assert (table.expire(18.9) == []) is extends
     assert len(table.expire(19.0)) == (1 if extends else 0)
 
@@ -113,7 +114,7 @@ def test_only_its_senders_heartbeat_extends_a_lease(sender_id: str, epoch: int, 
 def test_a_heartbeat_does_not_revive_a_lease_that_ended() -> None:
     table = LeaseTable()
     lease = grant(table)
-    table.extend("p", 1, [("r", lease.generation)], now=10)
+    table.extend(P, [("r", lease.generation)], now=10)
     assert len(table.expire(10)) == 1
 
 
@@ -128,8 +129,8 @@ def test_repeated_foreign_and_misplaced_messages_are_ignored_and_counted() -> No
     table.chunk_arrived("r", generation, 1, 1, [], now=1)  # before the lease
     table.chunk_arrived("r", generation, 4, 2, [], now=1)  # beyond it
     table.chunk_arrived("r", generation, 4, 1, [b"a", b"b"], now=1)  # checksums of other blocks
-    table.lease_closed("r", generation, "p", 2)
-    table.lease_closed("r", generation + 1, "p", 1)
+    table.lease_closed("r", generation, WorkerEpoch("p", 2))
+    table.lease_closed("r", generation + 1, P)
     assert table.ignored == {
         "chunk repeated": 2,
         "chunk of no lease": 2,
@@ -144,16 +145,16 @@ def test_repeated_foreign_and_misplaced_messages_are_ignored_and_counted() -> No
 def test_a_sender_that_gives_up_releases_a_live_lease() -> None:
     table = LeaseTable()
     lease = grant(table)
-    assert table.lease_closed("r", lease.generation, "p", 1, "cancelled") == LeaseReleased(lease, "cancelled")
+    assert table.lease_closed("r", lease.generation, P, "cancelled") == LeaseReleased(lease, "cancelled")
     assert table.num_live == 0
 
 
 def test_the_death_of_a_sender_releases_its_leases_and_no_others() -> None:
     table = LeaseTable()
     live, fenced = grant(table, "a", (1,)), grant(table, "b", (2,))
-    other = table.grant("c", [3], first_block=0, sender_id="p", sender_epoch=2, now=0, ttl_s=10)
+    other = table.grant("c", [3], first_block=0, sender=WorkerEpoch("p", 2), now=0, ttl_s=10)
     table.cancel("b")
-    assert table.sender_lost("p", 1) == [LeaseReleased(live, "p died"), LeaseReleased(fenced, "p died")]
+    assert table.sender_lost(P) == [LeaseReleased(live, "p died"), LeaseReleased(fenced, "p died")]
     assert table.held_block_ids == [3]
     assert other.generation
 
@@ -161,13 +162,13 @@ def test_the_death_of_a_sender_releases_its_leases_and_no_others() -> None:
 def test_the_leases_of_a_sender_that_is_given_up_are_fenced_until_it_is_gone() -> None:
     table = LeaseTable()
     live, fenced = grant(table, "a", (1,)), grant(table, "b", (2,))
-    other = table.grant("c", [3], first_block=0, sender_id="p", sender_epoch=2, now=0, ttl_s=10)
+    other = table.grant("c", [3], first_block=0, sender=WorkerEpoch("p", 2), now=0, ttl_s=10)
     table.cancel("b")
-    assert table.give_up_sender("p", 1) == [LeaseFenced(live, "p was given up")]
-    assert table.give_up_sender("p", 1) == []
+    assert table.give_up_sender(P) == [LeaseFenced(live, "p was given up")]
+    assert table.give_up_sender(P) == []
     assert (table.fenced, table.num_live, table.num_quarantined_blocks) == ([live, fenced], 1, 2)
     table.chunk_arrived("a", live.generation, 2, 1, [], now=1)
-    assert table.sender_lost("p", 1) == [LeaseReleased(live, "p died"), LeaseReleased(fenced, "p died")]
+    assert table.sender_lost(P) == [LeaseReleased(live, "p died"), LeaseReleased(fenced, "p died")]
     assert table.held_block_ids == [3]
     assert other.generation
 
@@ -194,16 +195,16 @@ def test_a_second_live_lease_of_a_request_is_our_own_bug() -> None:
 
 def test_the_first_deadline_gives_the_sender_time_to_read_the_grant() -> None:
     table = LeaseTable()
-    lease = table.grant("r", (7,), first_block=0, sender_id="p", sender_epoch=1, now=0.0, ttl_s=1.0, first_ttl_s=30.0)
+    lease = table.grant("r", (7,), first_block=0, sender=P, now=0.0, ttl_s=1.0, first_ttl_s=30.0)
     assert table.expire(29.9) == []
-    table.extend("p", 1, [("r", lease.generation)], now=29.9)
+    table.extend(P, [("r", lease.generation)], now=29.9)
     assert table.expire(30.8) == [], "a heartbeat that names it gives it ttl_s"
     assert table.expire(30.9) == [LeaseFenced(lease, "the lease expired")]
 
 
 def test_from_the_first_chunk_on_heartbeats_vouch_for_a_lease() -> None:
     table = LeaseTable()
-    lease = table.grant("r", (7,), first_block=0, sender_id="p", sender_epoch=1, now=0.0, ttl_s=1.0, first_ttl_s=30.0)
+    lease = table.grant("r", (7,), first_block=0, sender=P, now=0.0, ttl_s=1.0, first_ttl_s=30.0)
     table.chunk_arrived("r", lease.generation, 0, 1, [], now=2.0)
     assert len(table.expire(3.0)) == 1
 
@@ -211,8 +212,8 @@ def test_from_the_first_chunk_on_heartbeats_vouch_for_a_lease() -> None:
 def test_only_its_own_sender_speaks_of_a_lease() -> None:
     table = LeaseTable()
     lease = grant(table)
-    assert not table.is_foreign(lease.generation, "p", 1)
-    assert table.is_foreign(lease.generation, "p", 2)
-    assert table.is_foreign(lease.generation, "q", 1)
-    assert not table.is_foreign(lease.generation + 1, "q", 1), "of no lease: counted as that"
+    assert not table.is_foreign(lease.generation, P)
+    assert table.is_foreign(lease.generation, WorkerEpoch("p", 2))
+    assert table.is_foreign(lease.generation, WorkerEpoch("q", 1))
+    assert not table.is_foreign(lease.generation + 1, WorkerEpoch("q", 1)), "of no lease: counted as that"
     assert table.ignored == {"written by another sender": 2}

@@ -5,7 +5,7 @@ import torch
 
 from tandem.kv_transfer.links import LinkState, PeerLinks
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport
-from tandem.protocol.messages import Message, PeerAddress, PeerHello, PeerRefused
+from tandem.protocol.messages import Message, PeerAddress, PeerHello, PeerRefused, WorkerEpoch
 
 TIMEOUT_S = 5.0
 
@@ -136,7 +136,7 @@ def test_a_broken_link_is_opened_anew_by_the_next_connect(hub: InProcessHub) -> 
     a, b = Side(hub, "a"), Side(hub, "b")
     connect(a, b)
     a.transport.lose_peer("b")
-    a.links.broke("b", 1)
+    a.links.broke(WorkerEpoch("b", 1))
     assert not a.links.is_ready(b.address)
     assert connect(a, b) is LinkState.READY
     a.transport.write_blocks("b", [0], [1])
@@ -145,8 +145,8 @@ def test_a_broken_link_is_opened_anew_by_the_next_connect(hub: InProcessHub) -> 
 def test_a_break_of_a_former_epoch_leaves_the_new_link_alone(hub: InProcessHub) -> None:
     a, b = Side(hub, "a"), Side(hub, "b", epoch=2)
     connect(a, b)
-    a.links.broke("b", 1)
-    a.links.forget("b", 1)
+    a.links.broke(WorkerEpoch("b", 1))
+    a.links.forget(WorkerEpoch("b", 1))
     assert a.links.is_ready(b.address)
 
 
@@ -159,7 +159,7 @@ def test_a_late_message_of_a_former_epoch_does_not_replace_the_new_link(hub: InP
     else:
         assert connect(a, b) is LinkState.READY
     a.links.connect(former.address, now=1.0)
-    a.links.reopen("b", 1, now=1.0)
+    a.links.reopen(WorkerEpoch("b", 1), now=1.0)
     assert a.sent == []
     assert a.links.is_ready(b.address) is not is_opening
     assert a.links.expire(now=2.0) == []
@@ -169,8 +169,8 @@ def test_a_late_message_of_a_former_epoch_does_not_replace_the_new_link(hub: InP
 def test_nothing_is_sent_to_an_epoch_that_was_forgotten(hub: InProcessHub) -> None:
     a, b = Side(hub, "a"), Side(hub, "b")
     connect(a, b)
-    a.links.forget("b", 1)
-    a.links.send("b", 1, PeerRefused(sender=a.address, reason=""))
+    a.links.forget(WorkerEpoch("b", 1))
+    a.links.send(WorkerEpoch("b", 1), PeerRefused(sender=a.address, reason=""))
     assert a.sent == []
     assert not a.links.is_ready(b.address)
 
@@ -178,8 +178,8 @@ def test_nothing_is_sent_to_an_epoch_that_was_forgotten(hub: InProcessHub) -> No
 def test_a_worker_answers_whoever_was_remembered(hub: InProcessHub) -> None:
     a, b = Side(hub, "a"), Side(hub, "b")
     message = PeerRefused(sender=a.address, reason="")
-    a.links.send("b", 1, message)
+    a.links.send(WorkerEpoch("b", 1), message)
     assert a.sent == []
     a.links.remember(b.address)
-    a.links.send("b", 1, message)
+    a.links.send(WorkerEpoch("b", 1), message)
     assert a.sent == [(b.address, message)]

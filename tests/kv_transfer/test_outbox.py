@@ -6,14 +6,15 @@ from tandem.kv_transfer.outbox import HandoffEnded, LeaseEnded, Outbox
 from tandem.kv_transfer.outgoing_handoff import BlockWrite
 from tandem.kv_transfer.transport import TransferState
 from tandem.protocol.errors import TransferError
-from tandem.protocol.messages import FINISHED_EARLY, ChunkArrived, HandoffDone
+from tandem.protocol.messages import FINISHED_EARLY, ChunkArrived, HandoffDone, WorkerEpoch
 
+D = WorkerEpoch("d", 1)
 REVOKED = "revoked by the receiver: the KV did not arrive in time, or the request has ended"
 DONE, FAILED, LOST = TransferState.DONE, TransferState.FAILED, TransferState.LOST
 
 
 def open_handoff(outbox: Outbox, request_id: str = "r", num_blocks: int = 4) -> int:
-    return outbox.open(request_id, "d", 1, num_blocks=num_blocks, grant_deadline=30)
+    return outbox.open(request_id, D, num_blocks=num_blocks, grant_deadline=30)
 
 
 def grant(
@@ -24,9 +25,7 @@ def grant(
     generation: int = 5,
     first_block: int = 1,
 ) -> None:
-    outbox.granted(
-        request_id, "d", 1, generation=generation, first_block=first_block, block_ids=block_ids, ttl_s=10, now=0
-    )
+    outbox.granted(request_id, D, generation=generation, first_block=first_block, block_ids=block_ids, ttl_s=10, now=0)
 
 
 def writing_outbox() -> tuple[Outbox, BlockWrite]:
@@ -97,13 +96,13 @@ def test_a_fully_cached_prompt_sends_only_done() -> None:
 
 def test_a_revoked_lease_is_confirmed_only_after_its_writes_have_settled() -> None:
     outbox, write = writing_outbox()
-    outbox.revoked("r", "d", 1, 5)
+    outbox.revoked("r", D, 5)
     outbox.blocks_computed("r", [10, 11, 12])
     assert outbox.next_writes() == []
     assert outbox.take_ended() == []
     outbox.write_settled(write, DONE)
     assert outbox.take_ended() == [
-        LeaseEnded("d", 1, "r", 5, REVOKED),
+        LeaseEnded(D, "r", 5, REVOKED),
         HandoffEnded(1, "r", False, REVOKED),
     ]
 
@@ -111,8 +110,8 @@ def test_a_revoked_lease_is_confirmed_only_after_its_writes_have_settled() -> No
 def test_a_revocation_is_confirmed_again_when_it_is_repeated() -> None:
     outbox = Outbox()
     for _ in range(2):
-        outbox.revoked("r", "d", 1, 5)
-        assert outbox.take_ended() == [LeaseEnded("d", 1, "r", 5, REVOKED)]
+        outbox.revoked("r", D, 5)
+        assert outbox.take_ended() == [LeaseEnded(D, "r", 5, REVOKED)]
 
 
 def test_a_receiver_that_missed_the_last_word_is_told_the_first_token_when_it_asks() -> None:
@@ -125,8 +124,8 @@ def test_a_receiver_that_missed_the_last_word_is_told_the_first_token_when_it_as
     assert isinstance(ended, HandoffEnded)
     assert ended.is_delivered
     for _ in range(2):
-        outbox.revoked("r", "d", 1, 5)
-        assert outbox.take_ended() == [LeaseEnded("d", 1, "r", 5, REVOKED, 42)]
+        outbox.revoked("r", D, 5)
+        assert outbox.take_ended() == [LeaseEnded(D, "r", 5, REVOKED, 42)]
 
 
 @pytest.mark.parametrize("state", [TransferState.DONE, TransferState.FAILED])
@@ -136,7 +135,7 @@ def test_only_what_was_written_whole_comes_with_its_first_token(state: TransferS
     outbox.first_token("r", 42)
     writes = outbox.next_writes()
     outbox.write_settled(write, state)
-    outbox.revoked("r", "d", 1, 5)
+    outbox.revoked("r", D, 5)
     for late in writes:
         outbox.write_settled(late, DONE)
     tokens = [ended.first_token_id for ended in outbox.take_ended() if isinstance(ended, LeaseEnded)]
@@ -145,7 +144,7 @@ def test_only_what_was_written_whole_comes_with_its_first_token(state: TransferS
 
 def test_a_grant_that_comes_after_its_revocation_is_ignored() -> None:
     outbox = Outbox()
-    outbox.revoked("r", "d", 1, 5)
+    outbox.revoked("r", D, 5)
     grant(outbox)
     open_handoff(outbox)
     outbox.blocks_computed("r", [10, 11, 12, 13])
@@ -168,8 +167,8 @@ def test_a_grant_repeated_after_delivery_does_not_serve_a_later_handoff() -> Non
 def test_revoking_an_early_grant_confirms_and_forgets_it() -> None:
     outbox = Outbox()
     grant(outbox)
-    outbox.revoked("r", "d", 1, 5)
-    assert outbox.take_ended() == [LeaseEnded("d", 1, "r", 5, REVOKED)]
+    outbox.revoked("r", D, 5)
+    assert outbox.take_ended() == [LeaseEnded(D, "r", 5, REVOKED)]
     open_handoff(outbox)
     assert outbox.heartbeat_handoffs == [("r", 0)]
 
@@ -180,7 +179,7 @@ def test_an_early_grant_whose_request_never_comes_is_given_back() -> None:
     outbox.expire(9.9)
     assert outbox.take_ended() == []
     outbox.expire(10.0)
-    assert outbox.take_ended() == [LeaseEnded("d", 1, "r", 5, "the request did not come in time")]
+    assert outbox.take_ended() == [LeaseEnded(D, "r", 5, "the request did not come in time")]
 
 
 def test_a_handoff_without_a_grant_fails_at_its_deadline() -> None:
@@ -194,9 +193,9 @@ def test_a_handoff_in_line_at_a_live_receiver_is_never_late() -> None:
     outbox = Outbox()
     open_handoff(outbox)
     for now in range(20, 200, 20):
-        outbox.queued("r", "d", 1, grant_deadline=now + 30)
-        outbox.queued("r", "d", 0, grant_deadline=1000)  # of an earlier process of that name
-        outbox.queued("unknown", "d", 1, grant_deadline=1000)
+        outbox.queued("r", D, grant_deadline=now + 30)
+        outbox.queued("r", WorkerEpoch("d", 0), grant_deadline=1000)  # of an earlier process of that name
+        outbox.queued("unknown", D, grant_deadline=1000)
         outbox.expire(now + 29.9)
         assert outbox.take_ended() == []
     outbox.expire(180 + 30)
@@ -209,7 +208,7 @@ def test_a_grant_later_than_the_end_of_its_handoff_is_given_back_at_once() -> No
     outbox.cancel("r", FINISHED_EARLY)
     assert outbox.take_ended() == [HandoffEnded(1, "r", False, FINISHED_EARLY)]
     grant(outbox)
-    assert outbox.take_ended() == [LeaseEnded("d", 1, "r", 5, FINISHED_EARLY)]
+    assert outbox.take_ended() == [LeaseEnded(D, "r", 5, FINISHED_EARLY)]
     grant(outbox)
     assert outbox.take_ended() == []
 
@@ -226,7 +225,7 @@ def test_a_request_opened_again_takes_a_new_grant() -> None:
 def test_a_refused_handoff_fails_at_once() -> None:
     outbox = Outbox()
     open_handoff(outbox)
-    outbox.refused("r", "d", 1, "no room")
+    outbox.refused("r", D, "no room")
     assert outbox.take_ended() == [HandoffEnded(1, "r", False, "no room")]
 
 
@@ -257,7 +256,7 @@ def test_a_failed_write_fails_the_handoff_even_if_done_went_through() -> None:
     outbox.write_settled(chunk, DONE)
     outbox.write_settled(write, FAILED)
     assert outbox.take_ended() == [
-        LeaseEnded("d", 1, "r", 5, "a write to d is failed"),
+        LeaseEnded(D, "r", 5, "a write to d is failed"),
         HandoffEnded(1, "r", False, "a write to d is failed"),
     ]
 
@@ -266,7 +265,7 @@ def test_a_lease_with_a_lost_write_is_never_confirmed() -> None:
     outbox, write = writing_outbox()
     outbox.write_settled(write, LOST)
     assert outbox.take_ended() == [HandoffEnded(1, "r", False, "a write to d is lost")]
-    outbox.revoked("r", "d", 1, 5)
+    outbox.revoked("r", D, 5)
     grant(outbox)
     assert outbox.take_ended() == []
 
@@ -275,9 +274,9 @@ def test_a_lost_receiver_ends_its_handoffs_silently() -> None:
     outbox, write = writing_outbox()
     open_handoff(outbox, "waiting")
     grant(outbox, request_id="early", generation=6)
-    outbox.receiver_lost("d", 2)
+    outbox.receiver_lost(WorkerEpoch("d", 2))
     assert outbox.take_ended() == []
-    outbox.receiver_lost("d", 1)
+    outbox.receiver_lost(D)
     outbox.write_settled(write, LOST)
     outbox.expire(1000)
     assert outbox.take_ended() == [
@@ -297,7 +296,7 @@ def test_a_request_can_be_opened_again_while_its_old_writes_drain() -> None:
     outbox.blocks_computed("r", [20, 21])
     (new_write,) = outbox.next_writes()
     outbox.write_settled(write, DONE)
-    assert outbox.take_ended() == [LeaseEnded("d", 1, "r", 5, "cancelled"), HandoffEnded(1, "r", False, "cancelled")]
+    assert outbox.take_ended() == [LeaseEnded(D, "r", 5, "cancelled"), HandoffEnded(1, "r", False, "cancelled")]
     assert outbox.heartbeat_handoffs == [("r", 6)]
     assert summary(new_write) == ([21], [70], 1)
     outbox.check_integrity()
@@ -307,7 +306,7 @@ def test_a_second_lease_of_a_granted_request_is_given_back() -> None:
     outbox, _ = writing_outbox()
     grant(outbox)  # repeated: ignored
     grant(outbox, generation=6)
-    assert outbox.take_ended() == [LeaseEnded("d", 1, "r", 6, "the request has another lease")]
+    assert outbox.take_ended() == [LeaseEnded(D, "r", 6, "the request has another lease")]
 
 
 def test_finding_the_handoffs_of_a_request_does_not_take_longer_for_those_of_others() -> None:
@@ -325,7 +324,7 @@ def test_finding_the_handoffs_of_a_request_does_not_take_longer_for_those_of_oth
     outbox = Outbox()
     for number in range(1000):
         open_handoff(outbox, RequestId(f"r{number}"))
-    outbox.open("r7", "another", 1, num_blocks=4)
+    outbox.open("r7", WorkerEpoch("another", 1), num_blocks=4)
     num_compared = 0
     outbox.requested("r7", grant_deadline=9)
     outbox.blocks_computed("r7", [1])

@@ -254,9 +254,9 @@ class _Worker:
                 assert self.handoffs.take(message, now), f"{self.address.worker_id} got a {type(message).__name__}"
 
     def peer_died(self, peer: PeerAddress) -> None:
-        self.links.forget(peer.worker_id, peer.epoch)
-        self.prefill.peer_lost(peer.worker_id, peer.epoch)
-        self.decode.peer_lost(peer.worker_id, peer.epoch)
+        self.links.forget(peer.process)
+        self.prefill.peer_lost(peer.process)
+        self.decode.peer_lost(peer.process)
 
     def check_integrity(self, *, idle: bool = False) -> None:
         self.prefill.check_integrity(idle=idle)

@@ -15,7 +15,7 @@ from tandem.kv_transfer.leases import LeaseFenced, LeaseReceived, LeaseReleased,
 from tandem.kv_transfer.outbox import HandoffEnded, LeaseEnded, Outbox
 from tandem.kv_transfer.outgoing_handoff import BlockWrite
 from tandem.kv_transfer.transport.base import TransferState
-from tandem.protocol.messages import ChunkArrived, HandoffDone
+from tandem.protocol.messages import ChunkArrived, HandoffDone, WorkerEpoch
 
 NUM_BLOCKS = 12
 TTL_S = 10.0
@@ -41,6 +41,10 @@ class Sender:
     pinned: set[int] = field(default_factory=set)  # handoffs whose local blocks are pinned
     is_link_up: bool = True
 
+    @property
+    def process(self) -> WorkerEpoch:
+        return WorkerEpoch(self.worker_id, self.epoch)
+
 
 class World:
     """All state, and one method per event. `pick(n)` chooses a number below n."""
@@ -49,7 +53,7 @@ class World:
         self.pick = pick
         self.now = 0.0
         self.num_requests = 0
-        self.receiver_epoch = 0
+        self.receiver = WorkerEpoch("d", 0)
         self.senders = [Sender("p0"), Sender("p1")]
         self.zombies: list[Sender] = []  # given up, but running on until they are known to be gone
         self.control: list[Callable[[], None]] = []  # messages in flight; they may be lost, repeated and reordered
@@ -58,8 +62,8 @@ class World:
         self._start_receiver()
 
     def _start_receiver(self) -> None:
-        self.receiver_epoch += 1
-        self.leases = LeaseTable(first_generation=self.receiver_epoch * 100_000)
+        self.receiver = WorkerEpoch("d", self.receiver.epoch + 1)
+        self.leases = LeaseTable(first_generation=self.receiver.epoch * 100_000)
         self.free = set(range(NUM_BLOCKS))
         self.content: list[Content | None] = [None] * NUM_BLOCKS
         self.lent: dict[int, int] = {}  # block -> generation, the world's own account
@@ -74,13 +78,11 @@ class World:
         needed = num_blocks - first_block
         self.num_requests += 1
         request_id = f"r{self.num_requests}" if self.pick(4) else f"r{max(1, self.num_requests - 1)}"
-        receiver_epoch = self.receiver_epoch
+        receiver = self.receiver
         if self.pick(8):
             sender.outbox.cancel(request_id, "placed again")
             sender.pinned.add(
-                sender.outbox.open(
-                    request_id, "d", receiver_epoch, num_blocks=num_blocks, grant_deadline=self.now + TTL_S
-                )
+                sender.outbox.open(request_id, receiver, num_blocks=num_blocks, grant_deadline=self.now + TTL_S)
             )
         if len(self.free) >= needed and self.pick(8):
             self._end(self.leases.cancel(request_id, "placed again"))
@@ -89,8 +91,7 @@ class World:
                 request_id,
                 blocks,
                 first_block=first_block,
-                sender_id=sender.worker_id,
-                sender_epoch=sender.epoch,
+                sender=sender.process,
                 now=self.now,
                 ttl_s=TTL_S,
             )
@@ -98,12 +99,10 @@ class World:
                 self.lent[block] = lease.generation
                 self.content[block] = None
             self._send_to_sender(
-                sender.worker_id,
-                sender.epoch,
+                sender.process,
                 lambda outbox: outbox.granted(
                     request_id,
-                    "d",
-                    receiver_epoch,
+                    receiver,
                     generation=lease.generation,
                     first_block=first_block,
                     block_ids=blocks,
@@ -141,7 +140,7 @@ class World:
 
     def _submit(self, sender: Sender) -> None:
         for write in sender.outbox.next_writes():
-            if sender.is_link_up and write.handoff.key.receiver_epoch == self.receiver_epoch:
+            if sender.is_link_up and write.receiver == self.receiver:
                 sender.flying.append(Flying(write, list(range(len(write.remote_block_ids)))))
             else:
                 sender.outbox.write_settled(write, TransferState.FAILED)
@@ -188,11 +187,11 @@ class World:
             self._land(write, position)
         sender.stray.clear()
         sender.is_link_up = True
-        sender.outbox.confirm_lost_writes("d", self.receiver_epoch)
+        sender.outbox.confirm_lost_writes(self.receiver)
 
     def heartbeat(self) -> None:
         sender = self.senders[self.pick(2)]
-        self.leases.extend(sender.worker_id, sender.epoch, sender.outbox.heartbeat_handoffs, now=self.now)
+        self.leases.extend(sender.process, sender.outbox.heartbeat_handoffs, now=self.now)
 
     def time_passes(self) -> None:
         self.now += (0.5, 2.0, 6.0, 11.0)[self.pick(4)]
@@ -220,7 +219,7 @@ class World:
                 else:
                     self._send_closed(sender, ended)
         for lease in self.leases.fenced:
-            self._send_revoked(lease.sender_id, lease.sender_epoch, lease.request_id, lease.generation)
+            self._send_revoked(lease.sender, lease.request_id, lease.generation)
 
     def give_up_sender(self) -> None:
         """The process is reported dead and replaced. It may run on, because nothing has proved its end."""
@@ -228,19 +227,19 @@ class World:
         old = self.senders[position]
         self.senders[position] = Sender(old.worker_id, old.epoch + 1)
         self.zombies.append(old)
-        for fenced in self.leases.give_up_sender(old.worker_id, old.epoch):
+        for fenced in self.leases.give_up_sender(old.process):
             self._end(fenced)
 
     def end_zombie(self) -> None:
         """The process is certainly gone, and the receiver learns of it: none of its writes lands from now on."""
         if self.zombies:
             zombie = self.zombies.pop(self.pick(len(self.zombies)))
-            for released in self.leases.sender_lost(zombie.worker_id, zombie.epoch):
+            for released in self.leases.sender_lost(zombie.process):
                 self._end(released)
 
     def kill_receiver(self) -> None:
         """The process and its memory are gone; a new epoch starts with a new pool."""
-        old_epoch = self.receiver_epoch
+        old = self.receiver
         self._start_receiver()
         for sender in [*self.senders, *self.zombies]:
             flying, sender.flying = sender.flying, deque()
@@ -248,7 +247,7 @@ class World:
                 sender.outbox.write_settled(lost.write, TransferState.LOST)
             sender.stray.clear()
             sender.is_link_up = True
-            sender.outbox.receiver_lost("d", old_epoch)
+            sender.outbox.receiver_lost(old)
 
     def check(self) -> None:
         self.leases.check_integrity()
@@ -282,7 +281,7 @@ class World:
             self.check()
         for position, sender in enumerate(self.senders):
             if not sender.is_link_up:  # it has lost writes: only the end of the process makes its leases safe
-                for released in self.leases.sender_lost(sender.worker_id, sender.epoch):
+                for released in self.leases.sender_lost(sender.process):
                     self._end(released)
                 assert not sender.pinned, f"{sender.worker_id} keeps blocks pinned"
                 self.senders[position] = Sender(sender.worker_id, sender.epoch + 1)
@@ -319,7 +318,7 @@ class World:
             return
         lease = end.lease
         if isinstance(end, LeaseFenced):
-            self._send_revoked(lease.sender_id, lease.sender_epoch, lease.request_id, lease.generation)
+            self._send_revoked(lease.sender, lease.request_id, lease.generation)
             return
         if isinstance(end, LeaseReceived) and not end.num_missing:
             self.num_received += 1
@@ -342,26 +341,24 @@ class World:
             sender.stray += [(lost.write, position) for position in lost.missing]
             sender.outbox.write_settled(lost.write, TransferState.LOST)
 
-    def _send_to_sender(self, worker_id: str, epoch: int, deliver: Callable[[Outbox], None]) -> None:
+    def _send_to_sender(self, process: WorkerEpoch, deliver: Callable[[Outbox], None]) -> None:
         def arrive() -> None:
             for sender in self.senders:
-                if (sender.worker_id, sender.epoch) == (worker_id, epoch):
+                if sender.process == process:
                     deliver(sender.outbox)
 
         self.control.append(arrive)
 
-    def _send_revoked(self, worker_id: str, epoch: int, request_id: str, generation: int) -> None:
-        receiver_epoch = self.receiver_epoch
-        self._send_to_sender(
-            worker_id, epoch, lambda outbox: outbox.revoked(request_id, "d", receiver_epoch, generation)
-        )
+    def _send_revoked(self, process: WorkerEpoch, request_id: str, generation: int) -> None:
+        receiver = self.receiver
+        self._send_to_sender(process, lambda outbox: outbox.revoked(request_id, receiver, generation))
 
     def _send_closed(self, sender: Sender, ended: LeaseEnded) -> None:
-        worker_id, epoch = sender.worker_id, sender.epoch
+        process = sender.process
 
         def arrive() -> None:
-            if ended.receiver_epoch == self.receiver_epoch:
-                self._end(self.leases.lease_closed(ended.request_id, ended.generation, worker_id, epoch, ended.reason))
+            if ended.receiver == self.receiver:
+                self._end(self.leases.lease_closed(ended.request_id, ended.generation, process, ended.reason))
 
         self.control.append(arrive)
 

@@ -29,6 +29,7 @@ from tandem.protocol.messages import (
     LeaseRevoked,
     Message,
     PeerAddress,
+    WorkerEpoch,
     WorkerPriority,
     encode_message,
 )
@@ -180,7 +181,7 @@ class PressureWorld:
                 vouched = [
                     (name, gen) for name, (sender, gen) in self.handoffs.items() if sender.worker_id == worker_id
                 ]
-                self.role.heartbeat(worker_id, 1, vouched, self.now)
+                self.role.heartbeat(WorkerEpoch(worker_id, 1), vouched, self.now)
         grants, self.grants = self.grants, []
         for worker_id, grant in grants:
             if not self.is_silent(worker_id):

@@ -16,10 +16,10 @@ import psutil
 import pytest
 from ray.exceptions import RayActorError
 
+from tandem.cluster.bundles import Bundle
 from tandem.cluster.member import WorkerMember
-from tandem.cluster.owned_actor import Survivor, WatchNews, WorkerClaim
+from tandem.cluster.owned_actor import OrphanedWorker, WatchNews, WorkerClaim
 from tandem.cluster.ownership import Place
-from tandem.cluster.placement import Bundle
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.restarts import RestartBudget
 from tandem.cluster.supervisor import Supervisor
@@ -80,7 +80,7 @@ class FakeRay:
             actor.process.kill()
             actor.process.wait()
 
-    def start(self, config: WorkerConfig, tenure: object) -> FakeActor:
+    def start(self, config: WorkerConfig, terms: object) -> FakeActor:
         actor = FakeActor(self, config, epoch=len(self.actors) + 1)
         self.actors.append(actor)
         return actor
@@ -194,6 +194,7 @@ class FakeWorkers:
     def __init__(self, registry: Registry, fake_ray: FakeRay) -> None:
         self.registry = registry
         self.ray = fake_ray
+        self.lost: list[str] = []  # workers that the supervisor told it to give up
 
     async def add_worker(self, address: PeerAddress) -> WorkerCard:
         actor = next(actor for actor in self.ray.actors if actor.card.address == address)
@@ -201,6 +202,7 @@ class FakeWorkers:
         return actor.card
 
     def mark_dead(self, worker_id: str, reason: str) -> None:
+        self.lost.append(worker_id)
         self.registry.set_state(worker_id, WorkerState.DEAD, reason)
 
 
@@ -210,6 +212,7 @@ class Supervised:
     supervisor: Supervisor
     ray: FakeRay
     registry: Registry
+    workers: FakeWorkers
 
     def roles(self) -> dict[str, Role]:
         return {worker.worker_id: worker.role for worker in self.registry}
@@ -220,7 +223,7 @@ class Supervised:
         actor.process.wait()
         self.ray.kill(actor, no_restart=True)
 
-    def survivor(self, worker_id: str, role: Role) -> Survivor:
+    def orphan(self, worker_id: str, role: Role) -> OrphanedWorker:
         """A worker that an earlier server left, in this role."""
         [config] = [one for one in worker_configs(self.config) if one.worker_id == worker_id]
         actor = self.ray.start(replace(config, role=role), None)
@@ -232,7 +235,7 @@ class Supervised:
             config=config,
             started=actor.card.address,
         )
-        return Survivor(actor, claim)
+        return OrphanedWorker(actor, claim)
 
     async def is_served(self, worker_id: str, epoch_above: int) -> None:
         await eventually(lambda: (w := self.registry.get(worker_id)) is not None and w.card.address.epoch > epoch_above)
@@ -251,20 +254,21 @@ async def supervised(
     monkeypatch.setattr("tandem.cluster.member._TELL_AGAIN_S", 0.01)
     fake_ray, registry = FakeRay(num_bad_starts=num_bad_starts), Registry()
     monkeypatch.setattr("tandem.cluster.member.ray", fake_ray)
-    monkeypatch.setattr("tandem.cluster.survivors.ray", fake_ray)
+    monkeypatch.setattr("tandem.cluster.adoption.ray", fake_ray)
     monkeypatch.setattr("tandem.cluster.supervisor.WorkerBundles", FakeBundles)
     for name, answer in (("put", False), ("del", None), ("exists", False)):  # Ray's key-value store
         monkeypatch.setattr(f"tandem.cluster.node_requests._internal_kv_{name}", lambda *_, answer=answer, **__: answer)
-    monkeypatch.setattr("tandem.cluster.survivors._internal_kv_put", lambda *_, **__: False)
+    monkeypatch.setattr("tandem.cluster.adoption._internal_kv_put", lambda *_, **__: False)
     config = ClusterConfig(engine=EngineConfig(model="m"), max_restarts=max_restarts, **({"autoscale": False} | pools))
-    workers: Any = FakeWorkers(registry, fake_ray)
-    members = [WorkerMember(one, RestartBudget(max_restarts), workers, registry) for one in worker_configs(config)]
+    workers = FakeWorkers(registry, fake_ray)
+    links: Any = workers
+    members = [WorkerMember(one, RestartBudget(max_restarts), links, registry) for one in worker_configs(config)]
     supervisor = Supervisor(config, registry, CostModel(), members, on_progress=lambda _: None)
     try:
         async with asyncio.timeout(60):
             if starts:
                 await supervisor.start(lambda: 100.0)
-            yield Supervised(config, supervisor, fake_ray, registry)
+            yield Supervised(config, supervisor, fake_ray, registry, workers)
     finally:
         await supervisor.close()
         fake_ray.close()

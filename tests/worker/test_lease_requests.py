@@ -26,6 +26,7 @@ from tandem.protocol.messages import (
     PeerAddress,
     PeerHello,
     Prefill,
+    WorkerEpoch,
     WorkerPriority,
 )
 from tandem.protocol.sampling import SamplingParams
@@ -114,7 +115,7 @@ class Side:
         for request_id in request_ids:
             self.prefill.cancel(request_id)
             self.decode.cancel(request_id)
-        self.decode.peer_lost("p", 1)
+        self.decode.peer_lost(WorkerEpoch("p", 1))
         self.prefill.pump(self.now)
         self.prefill.check_integrity(idle=True)
         self.decode.check_integrity(idle=True)
@@ -266,7 +267,7 @@ def test_a_prompt_that_fails_while_it_waits_for_room_has_sent_no_token(sender: S
     sender.prefill.cancel("cancelled")
     sender.prefill.pump(sender.now)
     sender.prefill.check_integrity()
-    sender.prefill.peer_lost("d", 1)
+    sender.prefill.peer_lost(WorkerEpoch("d", 1))
     sender.prefill.pump(sender.now)
     assert (sender.tokens, sender.prefill.take_first_tokens()) == ([], [])
     sender.end()
@@ -349,7 +350,7 @@ def test_a_request_of_a_dead_sender_leaves_the_line(receiver: Side) -> None:
         receiver.receive(request_id, 25 * BLOCK_SIZE)
         receiver.ask(request_id)
     receiver.decode.pump(0.0)
-    receiver.decode.peer_lost("p", 1)
+    receiver.decode.peer_lost(WorkerEpoch("p", 1))
     receiver.decode.pump(1.0)
     assert receiver.ids(LeaseGrant) == ["large"]
     assert len(receiver.failed) == 2

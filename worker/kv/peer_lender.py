@@ -21,7 +21,7 @@ from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.tiers import TierRead
 from tandem.kv_transfer.transport.checksum import CHECKED_SHARE, block_checksums
 from tandem.protocol.config import TransferConfig
-from tandem.protocol.messages import PeerAddress, ReadDone, ReadGrant, ReadRequest
+from tandem.protocol.messages import PeerAddress, ReadDone, ReadGrant, ReadRequest, WorkerEpoch
 from tandem.worker.kv.cached_tier import CachedTier
 
 __all__ = ["PeerLender"]
@@ -31,8 +31,7 @@ _MAX_LENT_SHARE = 0.25  # share of the pool that readers may keep from eviction 
 
 
 class _ReadKey(NamedTuple):
-    worker_id: str
-    epoch: int
+    reader: WorkerEpoch
     read_id: int
 
 
@@ -78,7 +77,7 @@ class PeerLender:
 
         `now` was read after the request was received.
         """
-        key = _ReadKey(message.sender.worker_id, message.sender.epoch, message.read_id)
+        key = _ReadKey(message.sender.process, message.read_id)
         if key in self._loans:
             return
         pool = self._engine.pool
@@ -93,13 +92,13 @@ class PeerLender:
 
     def done(self, message: ReadDone) -> None:
         """Let go. If the reader has a copy now, the next turn finds that one, so ours is evicted first."""
-        loan = self._let_go(_ReadKey(message.sender.worker_id, message.sender.epoch, message.read_id))
+        loan = self._let_go(_ReadKey(message.sender.process, message.read_id))
         if loan is not None and loan.blocks and message.has_copy:
             self._engine.pool.demote(loan.digests[len(loan.blocks) - 1])
 
-    def peer_lost(self, worker_id: str, epoch: int) -> None:
+    def peer_lost(self, peer: WorkerEpoch) -> None:
         """Let go of what this reader had: its process is dead."""
-        for key in [key for key in self._loans if key[:2] == (worker_id, epoch)]:
+        for key in [key for key in self._loans if key.reader == peer]:
             self._let_go(key)
 
     def pump(self, now: float) -> None:
@@ -126,7 +125,7 @@ class PeerLender:
             block_ids=loan.blocks,
             checksums=block_checksums(self._engine.kv.shards, loan.blocks, share=share) if share > 0 else [],
         )
-        self._links.send(key.worker_id, key.epoch, grant)
+        self._links.send(key.reader, grant)
         self.num_lent_blocks += len(loan.blocks)
 
     def _let_go(self, key: _ReadKey) -> _Loan | None:

@@ -133,7 +133,7 @@ class PeerRead(OpenSource):
         if self.is_late:
             self.is_failed = True
         if self.num_stuck_blocks(now):  # they would wait for ever, and so would the link
-            self.context.links.reset(self.peer.worker_id, self.peer.epoch)
+            self.context.links.reset(self.peer.process)
         is_ready = self.block_ids is not None and self.context.links.is_ready(self.peer)
         for piece in self._pieces:
             if piece.transfer is None and not piece.is_dropped and not self.is_failed and is_ready:
@@ -166,7 +166,7 @@ class PeerRead(OpenSource):
             piece.transfer = self.context.transport.read_blocks(self.peer.worker_id, remote, piece.landing)
         except TransferError as exc:
             if isinstance(exc, PeerLost):
-                self.context.links.broke(self.peer.worker_id, self.peer.epoch)
+                self.context.links.broke(self.peer.process)
             self.is_failed = True
 
 
@@ -210,7 +210,7 @@ class PeerPiece(Piece):
             self._is_done = True
             if self.transfer.state is TransferState.LOST:
                 self._read.is_failed = True
-                self._read.context.links.broke(self._read.peer.worker_id, self._read.peer.epoch)
+                self._read.context.links.broke(self._read.peer.process)
             # NOTE: its clock is read here, after the end was seen.
             is_good = self.transfer.state is TransferState.DONE and not self._read.is_late and not self.is_dropped
             self._has_arrived = is_good and not self._wrong_blocks()

@@ -15,7 +15,7 @@ from tandem.kv_transfer.fetch_planner import FetchSource
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.base import Transport
 from tandem.protocol.config import TransferConfig
-from tandem.protocol.messages import KvHolder, PeerAddress, ReadDone, ReadGrant, ReadRequest
+from tandem.protocol.messages import KvHolder, PeerAddress, ReadDone, ReadGrant, ReadRequest, WorkerEpoch
 from tandem.worker.kv.kv_source import KvSource, LoadCost, LoadPrior, OpenSource
 from tandem.worker.kv.peer_read import PeerRead, ReadContext
 
@@ -37,7 +37,7 @@ class PeerReader:
         clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
     ) -> None:
         self._context = ReadContext(engine, transport, links, config, clock)
-        self._dead: set[tuple[str, int]] = set()  # worker and epoch; requests may still name them
+        self._dead: set[WorkerEpoch] = set()  # requests may still name them
         self._costs: dict[str, LoadCost] = {}  # by worker, whatever its epoch: a restart does not change its speed
         self._reads: dict[int, PeerRead] = {}
         self._num_stuck_blocks = 0
@@ -77,13 +77,12 @@ class PeerReader:
         asked = digests[first_block:end_block]
         read = PeerRead(self._context, cost, next(self._numbers), peer, asked, first_block, now, is_moved)
         self._reads[read.read_id] = read
-        if (peer.worker_id, peer.epoch) in self._dead:
+        if peer.process in self._dead:
             read.fail()
             return read
         self._context.links.connect(peer, now)
         self._context.links.send(
-            peer.worker_id,
-            peer.epoch,
+            peer.process,
             ReadRequest(
                 sender=self._context.links.me,
                 read_id=read.read_id,
@@ -99,15 +98,15 @@ class PeerReader:
         read = self._reads.get(message.read_id)
         if read is None:  # given up meanwhile: the lender need not wait for its deadline
             done = ReadDone(sender=self._context.links.me, read_id=message.read_id)
-            self._context.links.send(message.sender.worker_id, message.sender.epoch, done)
+            self._context.links.send(message.sender.process, done)
         elif read.peer == message.sender:
             read.grant(message, now)
 
-    def peer_lost(self, worker_id: str, epoch: int) -> None:
+    def peer_lost(self, peer: WorkerEpoch) -> None:
         """Fail all reads from a process that is given up or dead."""
-        self._dead.add((worker_id, epoch))
+        self._dead.add(peer)
         for read in self._reads.values():
-            if (read.peer.worker_id, read.peer.epoch) == (worker_id, epoch):
+            if read.peer.process == peer:
                 read.fail()
 
     @property
@@ -124,7 +123,7 @@ class PeerReader:
                 done = ReadDone(
                     sender=self._context.links.me, read_id=read.read_id, has_copy=read.has_copy and read.is_moved
                 )
-                self._context.links.send(read.peer.worker_id, read.peer.epoch, done)
+                self._context.links.send(read.peer.process, done)
         if self._reads or self._num_stuck_blocks:
             self._num_stuck_blocks = sum(read.num_stuck_blocks(now) for read in self._reads.values())
             self._context.engine.scheduler.admission.lost_blocks["peer reads"] = self._num_stuck_blocks

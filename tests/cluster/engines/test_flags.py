@@ -11,7 +11,7 @@ import pytest
 
 from tandem.cluster.engines import vllm
 from tandem.cluster.engines.server import EngineServer, Parallelism, Sockets, flags_of
-from tandem.cluster.openmp import preload_of
+from tandem.cluster.worker_layout import preload_of
 from tandem.protocol.errors import ConfigError
 
 SERVER = EngineServer(

@@ -14,10 +14,10 @@ from fastapi.responses import JSONResponse
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError
 
+from tandem.cluster.bundles import Bundle
 from tandem.cluster.engines.actor import EngineEnd, EngineStarted
 from tandem.cluster.engines.member import EngineFacts, EngineMember
 from tandem.cluster.engines.server import EngineServer, Parallelism
-from tandem.cluster.placement import Bundle
 from tandem.cluster.process_end import own_identity
 from tandem.cluster.restarts import RestartBudget
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
@@ -58,7 +58,13 @@ class Placed:
 
     async def start(self) -> None:
         async with asyncio.timeout(60):
-            await self.member.start(Bundle(1.0, 0.0, "DEFAULT"), on_no_room=lambda _: None, on_placed=lambda: None)
+            self.member.begin()
+            await self.member.start(on_no_room=lambda _: None, on_placed=lambda: None)
+
+    async def die(self, reason: str) -> None:
+        """What the supervisor does after a death."""
+        self.member.die(reason)
+        await self.member.leave(reason)
 
     def roles(self) -> dict[str, tuple[Role, WorkerState]]:
         return {worker.worker_id: (worker.role, worker.state) for worker in self.fleet.registry}
@@ -82,6 +88,7 @@ async def placed(
             engines=ExternalEnginesConfig(allow_local_engines=True, probe_interval_s=0.05),
         )
         member = EngineMember(server, Role.PREFILL, RestartBudget(3), fleet, EngineFacts("cpu", 1000))
+        member.supervise(Bundle(1.0, 0.0, "DEFAULT"), None)
         try:
             yield Placed(member, fleet, engine, end, fake_ray)
         finally:
@@ -107,7 +114,7 @@ class FakeRay:
     def remote(self, _: type) -> Any:
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._actor))
 
-    def _actor(self, _: EngineServer, tenure: object) -> Any:
+    def _actor(self, _: EngineServer, terms: object) -> Any:
         methods = {name: SimpleNamespace(remote=lambda name=name: self._answer(name)) for name in self._answers}
         return SimpleNamespace(**methods, watch=SimpleNamespace(remote=lambda _: self._end))
 
@@ -121,16 +128,16 @@ class FakeRay:
 async def test_a_server_that_serves_joins_the_fleet_and_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async with placed(monkeypatch) as here:
         await here.start()
-        assert here.member.is_up.is_set()
+        assert here.member.is_up
         assert here.roles() == {"prefill-0": (Role.PREFILL, WorkerState.READY)}
         engine = here.fleet["prefill-0"]
         assert engine.spec.request_headers()["authorization"] == "Bearer secret"
         assert engine.card is not None
         assert (engine.card.block_size, engine.card.block_bytes) == (16, 16_000)
-        await here.member.leave("it died")
+        await here.die("it died")
         assert here.roles() == {}
         assert here.fleet.engines == []
-        await here.member.leave("it died")
+        await here.die("it died")
 
 
 async def test_a_worker_is_placed_again_after_ray_chose_a_node_that_was_dead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +145,8 @@ async def test_a_worker_is_placed_again_after_ray_chose_a_node_that_was_dead(mon
     async with placed(monkeypatch) as here:
         here.ray.num_dead_nodes = 2
         await here.start()
-        assert here.member.is_up.is_set()
-        await here.member.leave("a test")
+        assert here.member.is_up
+        await here.die("a test")
         here.ray.num_dead_nodes = 3
         with pytest.raises(ActorDiedError, match="never ran"):
             await here.start()
@@ -159,17 +166,17 @@ async def test_each_rank_is_an_engine_and_all_flip_together(monkeypatch: pytest.
     async with placed(monkeypatch, RANKED) as here:
         await here.start()
         assert here.roles() == dict.fromkeys(("prefill-0.dp0", "prefill-0.dp1"), (Role.PREFILL, WorkerState.READY))
-        assert await here.member.play(Role.DECODE, "a test") == frozenset()
+        assert await here.member.switch_role(Role.DECODE, "a test") == frozenset()
         assert here.roles() == dict.fromkeys(("prefill-0.dp0", "prefill-0.dp1"), (Role.DECODE, WorkerState.READY))
-        await here.member.leave("it died")
+        await here.die("it died")
         assert here.roles() == {}
 
 
 async def test_a_server_lives_on_in_its_new_role(monkeypatch: pytest.MonkeyPatch) -> None:
     async with placed(monkeypatch) as here:
         await here.start()
-        await here.member.play(Role.DECODE, "a test")
-        await here.member.leave("it died")
+        await here.member.switch_role(Role.DECODE, "a test")
+        await here.die("it died")
         await here.start()
         assert here.roles() == {"prefill-0": (Role.DECODE, WorkerState.READY)}
 
@@ -179,7 +186,7 @@ async def test_requests_of_the_old_role_are_waited_for(monkeypatch: pytest.Monke
         await here.start()
         request, later = FakeRequest(), FakeRequest()
         here.fleet["prefill-0"].begin(request, 0.0)
-        left = await here.member.play(Role.DECODE, "a test")
+        left = await here.member.switch_role(Role.DECODE, "a test")
         assert left == {request}
         finishing = asyncio.create_task(here.member.finish(left))
         here.fleet["prefill-0"].begin(later, 0.0)  # of its new role: not waited for
@@ -193,7 +200,7 @@ async def test_requests_of_a_lost_server_are_aborted_with_the_reason(monkeypatch
         await here.start()
         request = FakeRequest()
         here.fleet["prefill-0"].begin(request, 0.0)
-        await here.member.leave("it died")
+        await here.die("it died")
         assert request.reasons == ["it died"]
 
 
@@ -221,11 +228,11 @@ async def test_a_server_that_the_router_cannot_use_does_not_come_up(monkeypatch:
         here.engine.health = 500
         with pytest.raises(WorkerError, match="the router cannot use the server at http://127"):
             await here.start()
-        assert not here.member.is_up.is_set()
-        await here.member.leave("it did not start")
+        assert not here.member.is_up
+        await here.die("it did not start")
         here.engine.health = 200
         await here.start()
-        await eventually(here.member.is_up.is_set)
+        await eventually(lambda: here.member.is_up)
 
 
 # -- halves of SGLang pairs -------------------------------------------------------------------------------
@@ -244,7 +251,7 @@ async def test_half_of_a_pair_flips_when_it_is_idle(monkeypatch: pytest.MonkeyPa
         switches(here, 200, success=True)
         request = FakeRequest()
         here.fleet["prefill-0"].begin(request, 0.0)
-        flip = asyncio.create_task(here.member.play(Role.DECODE, "a test"))
+        flip = asyncio.create_task(here.member.switch_role(Role.DECODE, "a test"))
         await eventually(lambda: here.roles() == {"prefill-0": (Role.PREFILL, WorkerState.DRAINING)})
         assert not here.engine.requests
         here.fleet["prefill-0"].end(request)
@@ -259,7 +266,7 @@ async def test_half_of_a_pair_that_is_refused_serves_on(monkeypatch: pytest.Monk
         await here.start()
         switches(here, 400, success=False, message="no headroom", safe_to_restore=True)
         with pytest.raises(WorkerError, match="no headroom"):
-            await here.member.play(Role.DECODE, "a test")
+            await here.member.switch_role(Role.DECODE, "a test")
         assert here.roles() == {"prefill-0": (Role.PREFILL, WorkerState.READY)}
         assert here.member.role is Role.PREFILL
 
@@ -271,7 +278,7 @@ async def test_half_of_a_pair_that_lost_its_role_is_started_again(monkeypatch: p
         kills: list[bool] = []
         monkeypatch.setattr(here.member, "kill", lambda: kills.append(True))
         with pytest.raises(WorkerError, match="torn down"):
-            await here.member.play(Role.DECODE, "a test")
+            await here.member.switch_role(Role.DECODE, "a test")
         assert kills == [True]
         assert here.roles() == {"prefill-0": (Role.PREFILL, WorkerState.DRAINING)}  # no request goes there
 
@@ -281,6 +288,6 @@ async def test_half_of_a_pair_without_a_switch_keeps_its_role(monkeypatch: pytes
         await here.start()
         assert "--enable-pd-role-switch" in here.member.fixed_role
         with pytest.raises(WorkerError, match="an SGLang server keeps its role"):
-            await here.member.play(Role.DECODE, "a test")
+            await here.member.switch_role(Role.DECODE, "a test")
         assert here.roles() == {"prefill-0": (Role.PREFILL, WorkerState.READY)}
         assert not here.member.can_cover

@@ -34,6 +34,7 @@ from tandem.protocol.messages import (
     RequestFailed,
     Role,
     StepOutput,
+    WorkerEpoch,
 )
 from tandem.protocol.sampling import SamplingParams
 from tandem.scheduling.workers.load import RequestLoad
@@ -702,7 +703,7 @@ def test_an_end_that_is_seen_after_the_deadline_is_late_whenever_the_turn_began(
 def test_of_a_dead_peer_nothing_is_asked() -> None:
     world = World(random.Random(0))
     world.fill()
-    world.reader.peer_lost("a", 1)
+    world.reader.peer_lost(WorkerEpoch("a", 1))
     opened = world.reader.source(KvHolder(world.a.address, 3)).open(world.digests(), 0, 3, 0.0)
     piece = opened.begin(0, 3, 0.0)
     assert world.sent == []
@@ -748,11 +749,11 @@ def test_a_grant_of_what_was_not_asked_for_ends_the_read(block_ids: list[int], c
 def test_a_read_that_never_ends_is_given_up_with_its_link() -> None:
     world = World(random.Random(0))
     world.pass_time = lambda: None  # type: ignore[method-assign]
-    resets: list[tuple[str, int]] = []
+    resets: list[WorkerEpoch] = []
 
-    def reset(worker_id: str, epoch: int) -> None:
-        resets.append((worker_id, epoch))
-        world.b.transport.remove_peer(worker_id)
+    def reset(process: WorkerEpoch) -> None:
+        resets.append(process)
+        world.b.transport.remove_peer(process.worker_id)
 
     world.b.links.reset = reset
     world.fill()

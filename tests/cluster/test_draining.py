@@ -23,8 +23,8 @@ from tests.support.waiting import eventually
 
 @pytest.fixture(autouse=True)
 def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.cluster.departures._POLL_S", 0.005)
-    monkeypatch.setattr("tandem.cluster.departures._QUIET_S", 0.02)
+    monkeypatch.setattr("tandem.cluster.draining._POLL_S", 0.005)
+    monkeypatch.setattr("tandem.cluster.draining._QUIET_S", 0.02)
 
 
 def busy(**fields: Any) -> SimpleNamespace:
@@ -67,7 +67,7 @@ async def test_a_drained_worker_is_gone_for_good(monkeypatch: pytest.MonkeyPatch
         await eventually(lambda: left.is_gone and "decode-1" not in cluster.supervisor.members)
         assert cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
         assert len(cluster.ray.actors) == 3
-        assert "back_after_s" not in cluster.supervisor.departures.latest[0]
+        assert "back_after_s" not in cluster.supervisor.drains.latest[0]
         with pytest.raises(WorkerNotFound, match="no worker 'decode-1'; there are: prefill-0, decode-0"):
             await cluster.supervisor.drain("decode-1", 60, restart=False)
         assert not cluster.supervisor.failure.done()
@@ -77,7 +77,7 @@ async def test_a_drained_worker_is_gone_for_good(monkeypatch: pytest.MonkeyPatch
 async def test_one_that_does_not_finish_is_ended_after_its_grace(
     monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
-    monkeypatch.setattr("tandem.cluster.departures._STOP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("tandem.cluster.draining._STOP_TIMEOUT_S", 0.05)
     async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
         first = cluster.ray.latest("decode-1")
         first.status_ = busy(request_ids={"r"})
@@ -126,7 +126,7 @@ async def test_one_that_is_down_or_flipping_is_not_drained(monkeypatch: pytest.M
         with pytest.raises(DrainRefused, match="about to play another role"):
             await cluster.supervisor.drain("prefill-0", 60, restart=True)
         cluster.registry.set_state("prefill-0", WorkerState.READY, "it does not")
-        async with cluster.supervisor.members["prefill-0"].flip_lock:
+        async with cluster.supervisor.members["prefill-0"].flipping(Role.DECODE):
             with pytest.raises(DrainRefused, match="about to play another role"):
                 await cluster.supervisor.drain("prefill-0", 60, restart=True)
         cluster.ray.loaded.clear()
@@ -157,7 +157,7 @@ async def test_one_whose_end_is_noticed_before_it_answers_was_not_ended_by_force
 
         async def stop() -> None:
             first.ended.set_result("stopped")
-            await eventually(lambda: not member.is_up.is_set())
+            await eventually(lambda: not member.is_up)
             raise RayActorError
 
         monkeypatch.setattr(first, "stop", SimpleNamespace(remote=stop))
@@ -213,7 +213,7 @@ async def test_a_worker_that_got_sigterm_is_drained_and_replaced(monkeypatch: py
         assert not first.num_stops, "it has work"
         first.status_ = busy()
         await cluster.is_served("decode-1", first.card.address.epoch)
-        [record] = cluster.supervisor.departures.latest
+        [record] = cluster.supervisor.drains.latest
         assert (record["reason"], record["finished"]) == ("it got SIGTERM", True)
         assert not cluster.supervisor.members["decode-1"].restarts.num_deaths
 
@@ -223,7 +223,7 @@ async def test_one_that_gets_sigterm_while_it_flips_leaves_after_it(monkeypatch:
         first, may_flip = cluster.ray.latest("prefill-1"), asyncio.Event()
         monkeypatch.setattr(first, "set_role", SimpleNamespace(remote=lambda _: may_flip.wait()))
         flip = asyncio.create_task(cluster.supervisor.set_role("prefill-1", Role.DECODE))
-        await eventually(cluster.supervisor.members["prefill-1"].flip_lock.locked)
+        await eventually(lambda: cluster.supervisor.members["prefill-1"].is_flipping)
         first.news.put_nowait(WatchNews.ASKED_TO_LEAVE)
         await eventually(first.news.empty)
         with pytest.raises(RoleRefused, match="prefill-1 is about to play another role"):
@@ -231,7 +231,7 @@ async def test_one_that_gets_sigterm_while_it_flips_leaves_after_it(monkeypatch:
         may_flip.set()
         await flip
         await cluster.is_served("prefill-1", first.card.address.epoch)
-        [record] = cluster.supervisor.departures.latest
+        [record] = cluster.supervisor.drains.latest
         assert record["reason"] == "it got SIGTERM"
 
 
@@ -291,7 +291,7 @@ async def test_at_its_deadline_it_leaves_though_nobody_else_serves(monkeypatch: 
     async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
         leaving = cluster.ray.latest("decode-0")
         now_s = time.monotonic()
-        monkeypatch.setattr("tandem.cluster.departures.time", SimpleNamespace(monotonic=lambda: now_s, time=time.time))
+        monkeypatch.setattr("tandem.cluster.draining.time", SimpleNamespace(monotonic=lambda: now_s, time=time.time))
         record = await cluster.supervisor.drain("decode-0", 30, restart=True)
         await eventually(lambda: is_fallback(cluster, "decode-0"))
         await others_die(cluster)
@@ -316,7 +316,7 @@ async def test_at_its_deadline_it_leaves_though_nobody_else_serves(monkeypatch: 
 async def test_what_was_sent_at_the_last_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
         leaving, can_spare, bookings = cluster.ray.latest("decode-0"), [True], list[Booking]()
-        monkeypatch.setattr(cluster.supervisor.departures, "_can_spare", lambda _: can_spare[0])
+        monkeypatch.setattr(cluster.supervisor.drains, "_can_spare", lambda _: can_spare[0])
         leaving.status_ = busy(request_ids={"r"})
         record = await cluster.supervisor.drain("decode-0", 3600, restart=False)
         await eventually(lambda: is_fallback(cluster, "decode-0"))

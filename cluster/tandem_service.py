@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from tandem.router.readiness import ReadinessCheck
     from tandem.text.tokenizer import Tokenizer
 
-__all__ = ["OwnService"]
+__all__ = ["TandemService"]
 
 
-class OwnService:
+class TandemService:
     """As `cluster.serve.Service`. Make it in the event loop that will use it."""
 
     def __init__(

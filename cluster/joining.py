@@ -11,12 +11,12 @@ from tandem.cluster.member import Member
 from tandem.protocol.errors import AddRefused
 from tandem.protocol.messages import Role
 
-__all__ = ["Arrivals"]
+__all__ = ["Joins"]
 
 _NUM_REMEMBERED = 20
 
 
-class Arrivals:
+class Joins:
     """All workers that were added to one cluster."""
 
     def __init__(self, members: Mapping[str, Member], supervise: Callable[[Member, Member], None]) -> None:
@@ -27,11 +27,11 @@ class Arrivals:
 
     @property
     def latest(self) -> list[dict[str, object]]:
-        """The latest arrivals, oldest first, as `/v1/pools` shows them."""
+        """The latest joins, oldest first, as `/v1/pools` shows them."""
         return list(self._latest)
 
     def begin(self, role: Role, *, reason: str) -> dict[str, object]:
-        """Begin to start one more worker; returns the arrival as JSON. Raises `AddRefused`."""
+        """Begin to start one more worker; returns the join as JSON. Raises `AddRefused`."""
         like = self.like(role)
         used = {*self._members, *(str(record["worker"]) for record in self._latest)}
         name = next(name for number in itertools.count() if (name := f"{role}-{number}") not in used)
@@ -41,9 +41,7 @@ class Arrivals:
             "reason": reason,
             "began": round(time.time(), 3),  # Unix time
         }
-        member = like.another(name, role)
-        member.is_added = True
-        self._supervise(member, like)
+        self._supervise(like.another(name, role), like)
         self._latest.append(record)
         return record
 

@@ -14,13 +14,13 @@ from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from tandem.cluster.member import Member, first_line
-from tandem.cluster.owned_actor import Survivor, WorkerClaim
+from tandem.cluster.owned_actor import OrphanedWorker, WorkerClaim
 from tandem.cluster.ownership import LEASE_S, RENEW_S, Owner
 from tandem.cluster.process_end import ProcessIdentity, until_gone
 from tandem.protocol.errors import ConfigError, ServingError, WorkerError
 from tandem.protocol.messages import WIRE_VERSION
 
-__all__ = ["claim_survivors", "give_to_members", "kill_all", "renew_leases"]
+__all__ = ["adopt_orphans", "give_to_members", "kill_all", "renew_leases"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ _ASK_AGAIN_S = 0.5
 _NAMESPACE = b"tandem"  # in Ray's key-value store
 
 
-async def claim_survivors(owner: Owner, router_key: str, survivors: list[Survivor]) -> None:
-    """Claim every worker of this service, adding each to `survivors` at once. Ends those that cannot be taken over.
+async def adopt_orphans(owner: Owner, router_key: str, orphans: list[OrphanedWorker]) -> None:
+    """Claim every worker of this service, adding each to `orphans` at once. Ends those that cannot be taken over.
 
     Raises ConfigError if another server holds them and still lives.
     """
@@ -40,41 +40,41 @@ async def claim_survivors(owner: Owner, router_key: str, survivors: list[Survivo
     names = sorted(await asyncio.to_thread(_names_in, owner.namespace))
     # Two servers meet at the first one, and only one of them goes on.
     for some in (names[:1], names[1:]):
-        takings = (_take(name, owner, router_key, sign, survivors) for name in some)
+        takings = (_take(name, owner, router_key, sign, orphans) for name in some)
         for end in await asyncio.gather(*takings, return_exceptions=True):
             if end is not None:
                 raise end
 
 
-async def _take(name: str, owner: Owner, router_key: str, sign: bytes | None, survivors: list[Survivor]) -> None:
+async def _take(name: str, owner: Owner, router_key: str, sign: bytes | None, orphans: list[OrphanedWorker]) -> None:
     """Claim one worker, or end it if it cannot be taken over. Raises ConfigError."""
     actor = await asyncio.to_thread(_actor_named, name, owner.namespace)
     claim = await _claimed(actor, name, owner, router_key, sign) if actor is not None else None
     if claim is None:
         return
     if claim.started is None:
-        await _discard(Survivor(actor, claim), "it had not loaded its model")
+        await _discard(OrphanedWorker(actor, claim), "it had not loaded its model")
     elif claim.wire_version != WIRE_VERSION:
-        await _discard(Survivor(actor, claim), "it is of another version of Tandem")
+        await _discard(OrphanedWorker(actor, claim), "it is of another version of Tandem")
     else:
-        survivors.append(Survivor(actor, claim))
+        orphans.append(OrphanedWorker(actor, claim))
 
 
-async def give_to_members(survivors: Sequence[Survivor], members: Mapping[str, Member]) -> list[Survivor]:
+async def give_to_members(orphans: Sequence[OrphanedWorker], members: Mapping[str, Member]) -> list[OrphanedWorker]:
     """Let each member take over the worker of its name. Returns those that had been added beside them.
 
     Ends workers that this server would not have, or would start in another way.
     """
     added = []
-    for survivor in survivors:
-        claim = survivor.claim
+    for orphan in orphans:
+        claim = orphan.claim
         member = members.get(claim.config.worker_id)
-        if member is not None and member.survivor is None and member.is_like(claim):
-            member.survivor, member.has_served = survivor, True
+        if member is not None and member.orphan is None and member.is_like(claim):
+            member.adopt(orphan)
         elif member is None and claim.is_added and any(one.is_like(claim) for one in members.values()):
-            added.append(survivor)
+            added.append(orphan)
         else:
-            await _discard(survivor, _why_of_no_use(claim, member, members.values()))
+            await _discard(orphan, _why_of_no_use(claim, member, members.values()))
     return added
 
 
@@ -104,11 +104,11 @@ def _why_of_no_use(claim: WorkerClaim, member: Member | None, members: Collectio
     return "this server has fewer workers" if member is None else "another one has its name"
 
 
-async def _discard(survivor: Survivor, why: str) -> None:
+async def _discard(orphan: OrphanedWorker, why: str) -> None:
     """End a worker that is of no use here, and wait until its resources are free."""
-    logger.warning("worker %s of an earlier server is ended: %s", survivor.claim.config.worker_id, why)
-    _kill(survivor.actor)
-    await _until_gone(survivor.claim.process)
+    logger.warning("worker %s of an earlier server is ended: %s", orphan.claim.config.worker_id, why)
+    _kill(orphan.actor)
+    await _until_gone(orphan.claim.process)
 
 
 async def _claimed(actor: Any, name: str, owner: Owner, router_key: str, sign: bytes | None) -> WorkerClaim | None:
@@ -185,10 +185,10 @@ def _actor_named(name: str, namespace: str) -> Any:
         return None
 
 
-def kill_all(survivors: Sequence[Survivor]) -> None:
+def kill_all(orphans: Sequence[OrphanedWorker]) -> None:
     """End workers that were claimed. Those that have ended are no error."""
-    for survivor in survivors:
-        _kill(survivor.actor)
+    for orphan in orphans:
+        _kill(orphan.actor)
 
 
 def _kill(actor: Any) -> None:

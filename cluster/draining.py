@@ -11,12 +11,12 @@ from functools import partial
 
 from ray.exceptions import RayError
 
-from tandem.cluster.member import Member, first_line
+from tandem.cluster.member import Member, MemberState, first_line
 from tandem.protocol.errors import DrainRefused, ServingError, WorkerNotFound
 from tandem.protocol.messages import Role
 from tandem.runtime.background import BackgroundTasks
 
-__all__ = ["Departures"]
+__all__ = ["Drains"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ _QUIET_S = 0.5
 _NUM_REMEMBERED = 20
 
 
-class Departures:
-    """All planned departures of one cluster. What follows the end of a process is up to its member's supervision."""
+class Drains:
+    """All planned drains of one cluster. What follows the end of a process is up to its member's supervision."""
 
     def __init__(
         self,
@@ -36,28 +36,25 @@ class Departures:
         background: BackgroundTasks,
         *,
         cover: Callable[[], None],
-        kill: Callable[[Member], None],
     ) -> None:
         """`cover` lets others take over for a pool whose last worker is leaving."""
         self._members = members
         self._background = background
         self._cover = cover
-        self._kill = kill
         self._num_begun = 0
         self._latest: deque[dict[str, object]] = deque(maxlen=_NUM_REMEMBERED)
 
     @property
     def latest(self) -> list[dict[str, object]]:
-        """The latest departures, oldest first, as `/v1/pools` shows them."""
+        """The latest drains, oldest first, as `/v1/pools` shows them."""
         return list(self._latest)
 
     def begin(self, worker: str, grace_s: float, *, restart: bool, reason: str) -> dict[str, object]:
-        """Begin to let a worker leave; returns the departure as JSON. Raises `WorkerNotFound` or `DrainRefused`."""
+        """Begin to let a worker leave; returns the drain as JSON. Raises `WorkerNotFound` or `DrainRefused`."""
         member = self._members.get(worker)
         if member is None:
             raise WorkerNotFound(f"There is no worker '{worker[:100]}'; there are: {', '.join(self._members)}.")
         self._check(member, restart=restart)
-        member.departs = "restart" if restart else "leave"
         self._num_begun += 1
         record: dict[str, object] = {
             "id": self._num_begun,
@@ -68,44 +65,47 @@ class Departures:
             "began": round(time.time(), 3),  # Unix time
         }
         self._latest.append(record)
-        leave = partial(self._depart, member, grace_s) if member.is_up.is_set() else partial(self._abandon, member)
-        self._background.start(f"the departure of {worker}", partial(leave, record))
+        if member.is_up:
+            member.drain(restart=restart)
+            leave = partial(self._drain, member, grace_s, record)
+        else:  # it is being started, has no room, or dies again and again
+            member.give_up(reason)
+            leave = partial(self._note_gone, member, record)
+        self._background.start(f"the drain of {worker}", leave)
         return record
 
     def note_up(self, member: Member) -> None:
-        """Note, in the departure that asked for a restart, that the worker serves again."""
+        """Note, in the drain that asked for a restart, that the worker serves again."""
         for record in self._latest:
             if record["worker"] == member.worker_id and record["restart"]:
                 record.setdefault("back_after_s", round(time.time() - float(str(record["began"])), 3))
 
     def _check(self, member: Member, *, restart: bool) -> None:
         name = member.worker_id
-        if member.departs:
+        if member.state in (MemberState.DRAINING, MemberState.LEAVING):
             raise DrainRefused(f"{name} is leaving already.")
-        if restart and not member.is_up.is_set():
+        if restart and not member.is_up:
             raise DrainRefused(f"{name} is not up; ask again when it is.")
-        if member.is_up.is_set() and (member.flip_lock.locked() or not member.is_ready):
+        if member.is_up and (member.is_flipping or not member.is_ready):
             raise DrainRefused(f"{name} is about to play another role; ask again in a moment.")
         if not restart and not self._can_spare(member):  # requests that nothing else can serve wait for a restart
             raise DrainRefused(f"Without {name} nothing could answer: add another worker first, or restart it.")
 
     def _can_spare(self, member: Member) -> bool:
         """Whether others could answer every request."""
-        others = [one for one in self._members.values() if one.is_up.is_set() and one is not member and not one.departs]
+        others = [one for one in self._members.values() if one.state is MemberState.UP and one is not member]
         can_decode = any(one.role is not Role.PREFILL or one.can_cover for one in others)
         can_prefill = any(one.role is not Role.DECODE or one.can_cover for one in others)
         return can_decode and can_prefill
 
-    async def _abandon(self, member: Member, record: dict[str, object]) -> None:
-        """Give up a worker that does not serve: it is being started, has no room, or dies again and again."""
+    async def _note_gone(self, member: Member, record: dict[str, object]) -> None:
+        """Wait until a worker that was given up is gone."""
         began_s = time.monotonic()
-        member.give_up(str(record["reason"]))
-        self._kill(member)
-        await member.has_left.wait()
+        await member.until(MemberState.GONE)
         record["finished"] = True
         record["left_after_s"] = round(time.monotonic() - began_s, 3)
 
-    async def _depart(self, member: Member, grace_s: float, record: dict[str, object]) -> None:
+    async def _drain(self, member: Member, grace_s: float, record: dict[str, object]) -> None:
         """Let it finish, for `grace_s` at most, then end its process.
 
         If the others that could answer are gone meanwhile, it serves until one of them is back.
@@ -119,13 +119,13 @@ class Departures:
             if member.actor is actor:
                 await asyncio.wait_for(member.stop(), _STOP_TIMEOUT_S)
         except (RayError, ServingError, TimeoutError) as exc:
-            if member.is_up.is_set():  # else its end was noticed before the call returned
+            if member.is_up:  # else its end was noticed before the call returned
                 logger.warning("%s is ended, as it does not leave: %s", member.worker_id, first_line(exc))
                 record["ended_by_force"] = first_line(exc)
         finally:
             record["left_after_s"] = round(time.monotonic() - began_s, 3)
             if member.actor is actor:
-                self._kill(member)
+                member.die("it was drained")
 
     async def _is_at_rest(self, member: Member, grace_s: float, *, is_fallback: bool) -> bool:
         """Wait at most `grace_s` until a worker is idle and nobody needs it. Returns whether it is idle.

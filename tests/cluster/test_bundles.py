@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster import placement
+from tandem.cluster import bundles
+from tandem.cluster.bundles import Bundle, WorkerBundles
 from tandem.cluster.ownership import Owner, Place
-from tandem.cluster.placement import Bundle, WorkerBundles
 
 
 @pytest.mark.parametrize(
@@ -32,10 +32,10 @@ class Groups:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **groups: tuple[str, list[dict[str, float]]]) -> None:
         self.groups = dict(groups)
-        monkeypatch.setattr(placement, "placement_group", self._create)
-        monkeypatch.setattr(placement, "remove_placement_group", lambda group: self.groups.pop(group.name))
-        monkeypatch.setattr(placement, "placement_group_table", self._table)
-        monkeypatch.setattr(placement, "_group_of", self._handle)
+        monkeypatch.setattr(bundles, "placement_group", self._create)
+        monkeypatch.setattr(bundles, "remove_placement_group", lambda group: self.groups.pop(group.name))
+        monkeypatch.setattr(bundles, "placement_group_table", self._table)
+        monkeypatch.setattr(bundles, "_group_of", self._handle)
 
     @cache  # noqa: B019 - handles of one group are equal, as Ray's are
     def _handle(self, name: str) -> Any:
