@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGES = {path.parent.name for path in (REPOSITORY / "tandem").glob("*/__init__.py")} | {"benchmarks"}
 MAX_P90_LINES = 18
 MAX_LINES = 100
-MAX_BROAD_SHARE = 0.05
+MAX_BROAD_SHARE = 0.125
 
 
 @functools.cache
@@ -39,6 +39,19 @@ def handlers() -> Iterator[tuple[bool, str, str]]:
                 yield is_broad, f"{path}:{node.lineno}", lines[node.lineno - 1]
 
 
+def fault_boundaries() -> Iterator[str]:
+    """The place of every call of `protocol/fault_boundary.py`, which catches any exception for its caller."""
+    for path, source in sources().items():
+        tree = ast.parse(source)
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        names = {
+            one.name for node in imports if node.module == "tandem.protocol.fault_boundary" for one in node.names
+        } - {"undone_on_error"}  # it raises the exception again
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in names:
+                yield f"{path}:{node.lineno}"
+
+
 def test_functions_are_short() -> None:
     lengths = sorted(functions())
     assert lengths[len(lengths) * 9 // 10][0] <= MAX_P90_LINES
@@ -46,9 +59,10 @@ def test_functions_are_short() -> None:
 
 
 def test_few_handlers_catch_any_exception() -> None:
-    found = list(handlers())
-    broad = [place for is_broad, place, _ in found if is_broad]
-    assert len(broad) < MAX_BROAD_SHARE * len(found), f"{len(broad)} of {len(found)}: {broad}"
+    found, boundaries = list(handlers()), list(fault_boundaries())
+    broad = [place for is_broad, place, _ in found if is_broad] + boundaries
+    num_all = len(found) + len(boundaries)
+    assert len(broad) < MAX_BROAD_SHARE * num_all, f"{len(broad)} of {num_all}: {broad}"
 
 
 def test_a_handler_of_any_exception_says_why() -> None:

@@ -1,11 +1,14 @@
 """The set-up scripts and the Makefile: what they refuse, and with which words."""
 
+import ast
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -148,6 +151,14 @@ def test_image_holds_every_package() -> None:
     assert needed.isdisjoint(ignored)
 
 
+def imports_of(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
 def test_every_dependency_is_pinned_and_explained() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [
@@ -160,6 +171,20 @@ def test_every_dependency_is_pinned_and_explained() -> None:
     explained = (ROOT / "docs" / "dependencies.md").read_text().lower().replace("_", "-")
     assert [name for name in names if not re.search(rf"^{re.escape(name)}==", pinned, re.MULTILINE)] == []
     assert [name for name in names if f"`{name}" not in explained] == []
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        *project["dependencies"],
+        *(name for extra in project["optional-dependencies"].values() for name in extra),
+    ]
+    declared = {re.split(r"[\[<>=;]", requirement)[0].lower().replace("-", "_") for requirement in wanted}
+    declared |= {"tandem", "zmq", "opentelemetry", *sys.stdlib_module_names}  # pyzmq, opentelemetry-sdk
+    paths = [path for folder in sorted((ROOT / "tandem").iterdir()) for path in folder.rglob("*.py")]
+    imported = {name.partition(".")[0] for path in paths for name in imports_of(path)}
+    assert {"starlette", "msgspec"} < imported
+    assert sorted(imported - declared) == []
 
 
 def test_constraints_hold_one_version_for_every_platform() -> None:
