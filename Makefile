@@ -12,7 +12,7 @@ $(STAMP): pyproject.toml protocol/_digest.c constraints.txt scripts/setup.sh scr
 	@bash scripts/setup.sh
 	@touch $@
 
-.PHONY: help setup serve test test-slow test-browser test-clients lint types bench bench-all loadtest clean constraints generated engine-vllm
+.PHONY: help setup serve test test-cluster test-slow test-browser test-clients lint types bench bench-all loadtest clean constraints generated engine-vllm
 
 help: ## show this list
 	@echo "Tandem: make <target> [ARGS='flags of the tandem command']"
@@ -23,11 +23,16 @@ setup: $(STAMP) ## create .venv with everything in it
 serve: $(STAMP) ## serve the default model on 127.0.0.1:8000 (ARGS='--port 8001 --colocated ...')
 	@$(BIN)/tandem serve $(ARGS)
 
-test: lint types ## lint, types, and all tests except the slow ones
-	$(BIN)/pytest -m "not slow and not clients" -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+ON_EVERY_CORE := -n logical --maxprocesses 4
 
-test-slow: $(STAMP) ## run the tests that take minutes
-	$(BIN)/pytest -m "slow and not browser and not clients"
+test: lint types ## lint, types, and the tests of every commit: one starts a real server, which loses a worker
+	$(BIN)/pytest -m "not cluster and not slow and not clients" $(ON_EVERY_CORE) --dist worksteal
+
+test-cluster: $(STAMP) ## run the tests with real servers, Ray, workers on threads, or much to compute
+	$(BIN)/pytest -m "cluster and not slow and not clients" $(ON_EVERY_CORE) --dist loadfile --no-loadscope-reorder
+
+test-slow: $(STAMP) ## run the tests that take minutes, and property tests with 1000 examples each
+	$(BIN)/pytest -m "(slow or hypothesis) and not browser and not clients" --hypothesis-profile=thorough
 
 test-browser: $(STAMP) ## run the tests of the dashboard in headless Chromium (as root on Debian, it is installed)
 	@bash scripts/debian-packages.sh chromium

@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 # machine with a GPU, TRITON_INTERPRET=0 runs their tests there.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Property tests measure no time: on a busy machine any example may take seconds.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+# Property tests take their number of examples from a profile: the same 50 in every run, or, with
+# `--hypothesis-profile=thorough`, 1000 others each time. They measure no time: on a busy machine any example may take
+# seconds.
+_UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", _UNTIMED, max_examples=50, derandomize=True)
+settings.register_profile("thorough", _UNTIMED, max_examples=1000, print_blob=True)
+settings.load_profile("quick")
 
 restore_child_signals()  # tests stop what they start with SIGINT, and may themselves run as a background job
 

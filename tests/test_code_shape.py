@@ -76,3 +76,9 @@ def test_every_folder_of_source_is_in_the_table_of_the_architecture() -> None:
         row = next((row for row in rows if f"`{package}/`" in row.split("|")[1]), "")
         assert row, f"{package}/ is in no row"
         assert not folders or f"`{folders[0]}/`" in row, f"{package}/{folders[0]}/ is not in the row of {package}/"
+
+
+def test_property_tests_take_their_number_of_examples_from_a_profile() -> None:
+    paths = [path for path in (REPOSITORY / "tests").rglob("*.py") if path.name != "conftest.py"]
+    named = "max" + "_examples"
+    assert [str(path) for path in paths if named in path.read_text()] == []

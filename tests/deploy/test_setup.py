@@ -131,8 +131,22 @@ def test_an_environment_of_agents_that_cannot_be_made_is_named(tmp_path: Path) -
 
 def test_make_test_runs_lint_types_and_tests() -> None:
     commands = make("--dry-run", "test")
-    for command in ("ruff check", "ruff format --check", "bin/mypy", 'pytest -m "not slow and not clients"'):
+    tests = 'pytest -m "not cluster and not slow and not clients"'
+    for command in ("ruff check", "ruff format --check", "bin/mypy", tests):
         assert command in commands
+
+
+@pytest.mark.parametrize("failing", ["", "test", "test-cluster"])
+def test_a_change_must_pass_both_tiers_and_hears_of_both(failing: str, tmp_path: Path) -> None:
+    (tmp_path / "make").write_text(f'#!/bin/sh\n[ "$1" != "{failing}" ]\n')
+    (tmp_path / "make").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", str(ROOT / ".ci" / "run")]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    results = [line.partition(" after ")[0] for line in finished.stdout.splitlines()]
+    expected = {target: "FAILED" if target == failing else "passed" for target in ("test", "test-cluster")}
+    assert results == [f"make {target}: {result}" for target, result in expected.items()]
+    assert finished.returncode == bool(failing)
 
 
 def test_make_help_names_every_target() -> None:

@@ -1,7 +1,9 @@
-"""API keys, tenants and traces of a real server with two router processes."""
+"""API keys, tenants and traces of a real server with two router processes, and how it ends after SIGTERM."""
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,13 +11,15 @@ from typing import Any, NamedTuple
 
 import httpx
 import openai
+import psutil
 import pytest
 
-from tests.support.collector import collecting
+from tests.support.collector import Collector, collecting
 from tests.support.key_scenario import Asker, Keys, exercise_keys
 from tests.support.keys import make_key_file
+from tests.support.served_trace import ask as ask_traced
 from tests.support.served_trace import authorization, check_trace, tracing_to
-from tests.support.server import HTTP, Server, started
+from tests.support.server import HTTP, Server, begun_stream, started, status_of
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -25,8 +29,13 @@ TENANTS = "[tenants.c]\nshared_cache = true\n[tenants.d]\nshared_cache = true\n"
 TENANT_KEYS = {"sk-a": "a", "sk-b": "b", "sk-c": "c", "sk-d": "d", "sk-ops": "*"}
 
 
+# A short queue of spans, so that a collector that hangs makes the server lose some.
+SMALL_QUEUE = {"OTEL_BSP_MAX_QUEUE_SIZE": "16", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "8"}
+
+
 class Operated(NamedTuple):
     server: Server
+    collector: Collector
     keys: Keys
     operator: str  # the key of an operator
     operator_id: str
@@ -41,20 +50,15 @@ def operated(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     make_key_file(keys.path, TENANT_KEYS)
     operator, operator_id = keys.create("--operator")
     flags = ("--api-key-file", str(keys.path), "--audit-log", str(keys.audit_log), "--tenants", str(tenants))
-    flags += (
-        "--router-processes",
-        "2",
-        "--tracing",
-        "--no-local-prefill",
-        "--pool-bytes",
-        "20000000",
-        "--max-num-seqs",
-        "8",
-    )
-    with collecting() as collector, started(text_model, folder, *flags, env=tracing_to(collector)) as server:
+    flags += ("--router-processes=2", "--tracing", "--no-local-prefill", "--pool-bytes=20000000", "--max-num-seqs=8")
+    flags += ("--worker-timeout-s=60", "--shutdown-delay-s=6", "--drain-timeout-s=0.1")
+    with (
+        collecting() as collector,
+        started(text_model, folder, *flags, env=tracing_to(collector) | SMALL_QUEUE) as server,
+    ):
         server.wait_ready()
-        check_trace(server, collector, num_processes=2, key=operator)
-        yield Operated(server, keys, operator, operator_id)
+        check_trace(server, collector, operator)
+        yield Operated(server, collector, keys, operator, operator_id)
 
 
 def test_tenants_find_nothing_of_each_other(operated: Operated) -> None:
@@ -107,7 +111,7 @@ def test_a_short_answer_does_not_wait_for_all_the_room_that_another_tenant_holds
 
 
 def test_keys_are_made_limited_and_revoked_under_load(operated: Operated) -> None:
-    server, keys, operator, operator_id = operated
+    server, _, keys, operator, operator_id = operated
     before = keys.audited()
     took_s = exercise_keys(server.url, keys, operator)
     print(f"a revoked key was last accepted after {took_s:.2f} s")
@@ -118,9 +122,9 @@ def test_keys_are_made_limited_and_revoked_under_load(operated: Operated) -> Non
     changed = HTTP.post(f"{server.url}/v1/pools/roles", json=change, headers=headers)
     pin = HTTP.post(f"{server.url}/v1/cache/pin", json={"prompt": "secret words " * 20}, headers=headers)
     assert pin.status_code == 200, pin.text
-    assert server.stop() == 0
-    audited = keys.audited() - before
     result = "ok" if changed.status_code == 200 else changed.json()["error"]["code"]
+    until(lambda: {("role.change", result), ("pin.create", "ok")} <= (keys.audited() - before).keys())
+    audited = keys.audited() - before
     assert audited["role.change", result] == audited["pin.create", "ok"] == 1
     text = keys.audit_log.read_text()
     assert f'"key_id":"{operator_id}"' in text
@@ -145,3 +149,37 @@ def an_openai_client_waits_as_told(url: str, keys: Keys) -> None:
         patient = client.with_options(max_retries=5)
         served = patient.completions.create(model="tiny", prompt="a b c", max_tokens=1)
         assert served.choices[0].finish_reason == "length"  # the text may be empty: it is one drawn token
+
+
+def test_a_collector_that_hangs_costs_spans_and_answers_end_in_peace_after_sigterm(operated: Operated) -> None:
+    """A worker stands still for longer than the five seconds that answers once had after the signal."""
+    server, collector, operator = operated.server, operated.collector, operated.operator
+    collector.is_open.clear()
+    num_requests = collector.num_requests
+    for _ in range(6):
+        assert ask_traced(server, operator).status_code == 200
+    assert collector.num_requests > num_requests, "it hangs in a request"
+    lost = 'tandem_router_dropped_spans_total{reason="queue_full"} '
+    metrics = HTTP.get(f"{server.url}/metrics", headers=authorization(operator)).text
+    (line,) = [line for line in metrics.splitlines() if line.startswith(lost)]
+    assert float(line.removeprefix(lost)) > 0
+
+    worker = psutil.Process(server.worker("decode", authorization(operator))["pid"])
+    body = {"prompt": "a b", "max_tokens": 100, "ignore_eos": True}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    with begun_stream(server.url, body | streamed, authorization(operator)) as lines:
+        worker.suspend()
+        try:
+            told_s = time.monotonic()
+            children = server.children()
+            server.process.send_signal(signal.SIGTERM)
+            until(lambda: status_of(f"{server.url}/ready") == 503)
+            until(lambda: status_of(f"{server.url}/health") == 0)
+            assert time.monotonic() - told_s > 5.0
+        finally:
+            worker.resume()
+        shown = [line for line in lines if line]
+    assert shown[-1] == "data: [DONE]", server.output
+    assert '"completion_tokens":100' in shown[-2]
+    assert server.wait_ended(children) == 0
+    assert operator not in server.output

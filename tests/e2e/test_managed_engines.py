@@ -12,6 +12,8 @@ from tests.support.managed import ask, engines, flip, managed, process_of, roles
 from tests.support.server import HTTP, START_S, Server
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture(scope="module")
 def server(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:

@@ -6,7 +6,6 @@ import ipaddress
 import json
 import os
 import random
-import signal
 import socket
 import stat
 import subprocess
@@ -344,15 +343,14 @@ def test_some_hostile_inputs_of_each_group_get_no_5xx_and_cost_no_worker(server:
     assert_idle(server)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
-def test_an_answer_goes_on_when_its_decode_worker_is_lost(server: Server, colocated: Server, number: int) -> None:
+def test_an_answer_goes_on_when_its_decode_worker_hangs(server: Server, colocated: Server) -> None:
     victim = server.worker("decode")
-    fields: dict[str, Any] = {"prompt": "x" * 100, "max_tokens": 300, "temperature": 0.8, "seed": number}
+    fields: dict[str, Any] = {"prompt": "x" * 100, "max_tokens": 300, "temperature": 0.8, "seed": 19}
     body: dict[str, Any] = {"model": "tiny", "stream": True, "extra_body": {"ignore_eos": True}} | fields
     with client_of(server) as client, client_of(colocated) as undisturbed:
         stream = client.completions.create(**body)
         text = "".join(next(stream).choices[0].text for _ in range(4))
-        psutil.Process(victim["pid"]).send_signal(number)
+        psutil.Process(victim["pid"]).suspend()
         lost, longest_s = time.monotonic(), 0.0
         for chunk in stream:
             longest_s, lost = max(longest_s, time.monotonic() - lost), time.monotonic()

@@ -1,4 +1,4 @@
-"""What clients see of a service that gets SIGTERM: nothing breaks off that ends in time, and the rest is told."""
+"""What clients see of `tandem route` that gets SIGTERM: nothing breaks off that ends in time, and the rest is told."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from tests.support.fake_openai import FakeServer, fake_openai
-from tests.support.server import HTTP, REPOSITORY, started
+from tests.support.server import HTTP, REPOSITORY, begun_stream, status_of
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 STREAM = {"prompt": "a b", "max_tokens": 8, "stream": True}
 FORMER_LIMIT_S = 5.0  # after SIGTERM, answers once had this long
@@ -43,23 +41,6 @@ def routing_process(engine: FakeServer, folder: Path, *flags: str) -> Iterator[t
     finally:
         process.kill()
         process.wait()
-
-
-def status_of(url: str) -> int:
-    """Status of an answer; 0 = the port is closed."""
-    try:
-        return HTTP.get(url).status_code
-    except httpx.TransportError:
-        return 0
-
-
-@contextmanager
-def begun_stream(url: str, body: dict[str, Any]) -> Iterator[Iterator[str]]:
-    """The lines of a stream behind its first event."""
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120, trust_env=False) as answer:
-        lines = answer.iter_lines()
-        assert next(lines).startswith("data: {")
-        yield lines
 
 
 @pytest.fixture
@@ -124,28 +105,3 @@ def test_ctrl_c_stays_quick(engine: FakeServer, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert '"error"' in [line for line in lines if line][-1]
         assert process.wait(30) == 0
-
-
-@pytest.mark.cluster
-def test_serve_ends_answers_in_peace_after_sigterm(text_model: Path, tmp_path: Path) -> None:
-    """Its worker stands still for longer than answers once had."""
-    flags = ("--colocated", "--pool-bytes=20000000", "--router-processes=2", "--worker-timeout-s=60")
-    with started(text_model, tmp_path, *flags, "--drain-timeout-s=0.1", "--shutdown-delay-s=6") as server:
-        server.wait_ready()
-        worker = psutil.Process(server.worker("colocated")["pid"])
-        body = STREAM | {"max_tokens": 100, "ignore_eos": True, "stream_options": {"include_usage": True}}
-        with begun_stream(server.url, body) as lines:
-            worker.suspend()
-            try:
-                told_s = time.monotonic()
-                children = server.children()
-                server.process.send_signal(signal.SIGTERM)
-                until(lambda: status_of(f"{server.url}/ready") == 503)
-                until(lambda: status_of(f"{server.url}/health") == 0)
-                assert time.monotonic() - told_s > FORMER_LIMIT_S
-            finally:
-                worker.resume()
-            shown = [line for line in lines if line]
-        assert shown[-1] == "data: [DONE]", server.output
-        assert '"completion_tokens":100' in shown[-2]
-        assert server.wait_ended(children) == 0

@@ -58,7 +58,11 @@ def test_a_missing_folder_for_temporary_files_is_told_before_anything_starts(tex
 
 @pytest.mark.parametrize(
     ("after", "number"),
-    [("starting Ray", signal.SIGINT), ("starting Ray", signal.SIGTERM), ("loading tiny", signal.SIGINT)],
+    [
+        pytest.param("starting Ray", signal.SIGINT, marks=pytest.mark.slow),
+        ("starting Ray", signal.SIGTERM),
+        ("loading tiny", signal.SIGINT),
+    ],
 )
 def test_a_signal_during_the_start_ends_everything(
     text_model: Path, tmp_path: Path, after: str, number: signal.Signals

@@ -23,6 +23,8 @@ from tests.support.late_device import LateDevice
 from tests.support.structured_requests import FORCING, GRAMMARS, lark_grammar, random_sampling
 from tests.support.tiny_llama import save_tiny_text_model
 
+pytestmark = pytest.mark.cluster
+
 VOCAB_SIZE = 300
 Answer = tuple[list[int], FinishReason | None, list[SequenceOutput]]
 

@@ -25,6 +25,8 @@ from tests.support.answers import Expects
 from tests.support.late_device import LateDevice
 from tests.support.recorded_graph import HostGraphRecorder, patch_kernels
 
+pytestmark = pytest.mark.cluster
+
 NUM_BLOCKS, BLOCK_SIZE, MAX_STEPS = 12, 16, 2000
 FOREIGN = -777.0  # what peers write
 KINDS: dict[str, dict[str, Any]] = {

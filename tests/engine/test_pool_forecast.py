@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.engine.pool_forecast import BlockDemand, PoolForecast
@@ -84,7 +84,6 @@ def test_room_for_some_steps_is_less_than_room_for_all() -> None:
 demands = st.tuples(st.integers(1, 40), st.integers(1, 6)).map(lambda demand: BlockDemand(*demand))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.lists(demands, max_size=6), demands, st.integers(0, 5), st.integers(1, 60))
 def test_the_forecast_is_that_of_counting_step_by_step(
     holders: list[BlockDemand], demand: BlockDemand, held_by_others: int, num_blocks: int

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.engine.block_pool import BlockPool
@@ -522,7 +522,6 @@ arrivals = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     st.lists(arrivals, min_size=1, max_size=25), st.integers(8, 12), st.sampled_from([(1, 1), (2, 4), (4, 5), (8, 16)])
 )
@@ -694,7 +693,6 @@ leases = st.tuples(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(leases, max_size=60), st.integers(8, 24), st.integers(1, 5), st.booleans())
 def test_no_block_and_no_seat_is_promised_twice(
     events: list[tuple[str, int, int, int]], num_blocks: int, max_num_seqs: int, looks_ahead: bool

@@ -264,13 +264,20 @@ def test_compressed_tensors_are_served_as_plain_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_dequantized_weights_are_packed_and_those_of_a_quantizer_are_left_alone(tmp_path: Path) -> None:
-    def kinds(settings: dict[str, Any], quantize: Callable[[Tensor], dict[str, Tensor]]) -> set[str]:
-        engine, _ = greedy(save_quantized(tmp_path / settings["quant_method"], settings, quantize))
-        return {type(module).__name__ for module in engine.model.module.modules() if "Linear" in type(module).__name__}
-
-    assert kinds(FP8, as_fp8_blocks) == {"PackedLinear", "_MergedLinear"}
-    assert kinds(BITNET, as_ternary) == {"PackedLinear", "BitLinear"}  # the former is the head's
+@pytest.mark.parametrize(
+    ("settings", "quantize", "kinds"),
+    [
+        pytest.param(FP8, as_fp8_blocks, {"PackedLinear", "_MergedLinear"}, id="fp8"),
+        # The former is the head's.
+        pytest.param(BITNET, as_ternary, {"PackedLinear", "BitLinear"}, id="bitnet", marks=pytest.mark.slow),
+    ],
+)
+def test_dequantized_weights_are_packed_and_those_of_a_quantizer_are_left_alone(
+    settings: dict[str, Any], quantize: Callable[[Tensor], dict[str, Tensor]], kinds: set[str], tmp_path: Path
+) -> None:
+    engine, _ = greedy(save_quantized(tmp_path / "model", settings, quantize))
+    names = {type(module).__name__ for module in engine.model.module.modules()}
+    assert {name for name in names if "Linear" in name} == kinds
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -93,7 +93,6 @@ def test_raw_keeps_every_bit_of_any_pattern(dtype: torch.dtype) -> None:
     exponent=st.integers(-40, 36),
     seed=st.integers(0, 2**20),
 )
-@settings(max_examples=120, deadline=None)
 def test_error_is_at_most_half_a_step(
     name: str,
     num_blocks: int,

@@ -45,6 +45,8 @@ from tandem.protocol.sampling import SamplingParams
 from tests.support.fault_world import Faults, run, save_tiny_model
 from tests.support.late_device import LateDevice, LateStream
 
+pytestmark = pytest.mark.cluster
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 BLOCK_SIZE = 8
 

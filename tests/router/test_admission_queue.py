@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -260,7 +260,6 @@ PLANS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
 @given(plans=PLANS)
 async def test_every_way_out_of_the_queue_gives_everything_back(plans: list[tuple[str, int, float, str]]) -> None:
     async def run(cluster: FakeCluster, number: int, how: str, num_turns: int, slo_s: float, tenant: str) -> None:

@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.protocol.messages import StepStats
@@ -119,7 +119,6 @@ def test_implausible_measurements_change_nothing(duration_s: float) -> None:
     assert (model.costs, model.num_measurements) == (costs, count)
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     steps=st.lists(
         st.tuples(

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,8 @@ class Server:
             self._seen |= set(psutil.Process(self.process.pid).children(recursive=True))
         return self._seen
 
-    def worker(self, role: str) -> dict[str, Any]:
-        workers = HTTP.get(f"{self.url}/v1/pools").json()["roles"][role]
+    def worker(self, role: str, headers: dict[str, str] | None = None) -> dict[str, Any]:
+        workers = HTTP.get(f"{self.url}/v1/pools", headers=headers).json()["roles"][role]
         return workers[0] if workers else {}
 
     def is_ready(self) -> bool:
@@ -140,3 +141,23 @@ def started(model: Path | str, folder: Path, *flags: str, **options: Any) -> Ite
             with suppress(subprocess.TimeoutExpired):
                 server.process.wait(STOP_S)
         server.kill()
+
+
+def status_of(url: str) -> int:
+    """Status of an answer; 0 = the port is closed."""
+    try:
+        return HTTP.get(url).status_code
+    except httpx.TransportError:
+        return 0
+
+
+@contextmanager
+def begun_stream(url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Iterator[Iterator[str]]:
+    """The lines of a completion's stream whose first event has come."""
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=120, trust_env=False
+    ) as answer:
+        lines = answer.iter_lines()
+        first = next(lines)
+        assert first.startswith("data: {")
+        yield chain([first], lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from typing_extensions import override
 
@@ -19,11 +19,19 @@ class ThrottledStore(BlockStore):
     Both may be changed at any time, for the calls that come after.
     """
 
-    def __init__(self, store: BlockStore, *, bytes_per_s: float = float("inf"), latency_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        store: BlockStore,
+        *,
+        bytes_per_s: float = float("inf"),
+        latency_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         super().__init__(store.block_bytes)
         self.bytes_per_s = bytes_per_s
         self.latency_s = latency_s
-        self._store = store
+        self._store, self._clock, self._sleep = store, clock, sleep
         self._free_at = 0.0  # the time at which the bytes of all calls so far have passed
         self._lock = threading.Lock()
 
@@ -51,8 +59,8 @@ class ThrottledStore(BlockStore):
 
     def _wait(self) -> None:
         with self._lock:
-            now = time.monotonic()
+            now = self._clock()
             self._free_at = max(self._free_at, now) + self.block_bytes / self.bytes_per_s
             wait_s = self._free_at - now + self.latency_s
         if wait_s > 0:
-            time.sleep(wait_s)
+            self._sleep(wait_s)

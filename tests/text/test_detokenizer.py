@@ -1,16 +1,12 @@
 from __future__ import annotations
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
 from tandem.text.detokenizer import Detokenizer
 from tandem.text.tokenizer import Tokenizer
-
-FAST = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
 
 
 def stream(detokenizer: Detokenizer, runs: list[list[int]]) -> list[str]:
@@ -26,7 +22,6 @@ def split(items: list[int], data: st.DataObject) -> list[list[int]]:
     return runs
 
 
-@FAST
 @given(text=st.text(max_size=40), data=st.data())
 def test_joined_stream_is_the_text_whatever_the_split(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -34,7 +29,6 @@ def test_joined_stream_is_the_text_whatever_the_split(tokenizer: Tokenizer, text
     assert "".join(pieces) == text
 
 
-@FAST
 @given(ids=st.lists(st.integers(0, 263), max_size=30), prompt=st.text(max_size=10), data=st.data())
 def test_joined_stream_is_the_full_decode_for_any_tokens(
     tokenizer: Tokenizer, ids: list[int], prompt: str, data: st.DataObject

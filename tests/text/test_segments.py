@@ -6,7 +6,7 @@ import random
 import threading
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
@@ -81,12 +81,12 @@ def cuts_texts(encoder: SegmentEncoder) -> bool:
     return len(encoder.cache) > 0
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_any_text_gives_the_ids_of_the_whole(name: str) -> None:
     encoder = SegmentEncoder(TOKENIZERS[name], SegmentCache(3000))
     assert cuts_texts(encoder)
 
-    @settings(max_examples=300, deadline=None)
     @given(st.lists(PARTS, max_size=12), st.sampled_from(["", "a", "b"]))
     def check(parts: list[str], salt: str) -> None:
         text = "".join(parts)

@@ -3,12 +3,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.text.stop_strings import StopMatcher, StopStrings
 from tandem.text.tokenizer import Tokenizer
-from tests.text.test_detokenizer import FAST, split, stream
+from tests.text.test_detokenizer import split, stream
 
 
 def cut_at_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -32,7 +32,6 @@ def matched(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]
     return [*shown, text], stop
 
 
-@FAST
 @given(
     text=st.text("abé", max_size=24),
     stops=st.lists(st.text("abé", min_size=1, max_size=4), max_size=3),
@@ -63,7 +62,6 @@ def naive(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
     return [*shown, text], stop
 
 
-@settings(max_examples=1000, deadline=None)
 @given(
     stops=st.lists(st.text("ab\n", min_size=1, max_size=7), min_size=1, max_size=6),
     pieces=st.lists(st.text("ab\n", max_size=9), max_size=9),

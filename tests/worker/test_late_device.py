@@ -20,6 +20,8 @@ from tests.support.waiting import eventually
 from tests.worker.kv.test_peer_reads import NUM_BLOCKS, TWO, ask, prompt
 from tests.worker.test_roles import make_prompt
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture
 def devices() -> dict[str, LateDevice]:

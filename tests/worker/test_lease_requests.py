@@ -32,6 +32,8 @@ from tandem.protocol.messages import (
 from tandem.protocol.sampling import SamplingParams
 from tests.support.cluster_harness import BLOCK_SIZE, engine_config
 
+pytestmark = pytest.mark.cluster
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 STEP_TOKENS = 4 * BLOCK_SIZE
 TIMEOUT_S = 30.0

@@ -68,6 +68,8 @@ from tests.support.late_device import LateDevice
 from tests.support.waiting import eventually, until
 from tests.worker.test_roles import make_prompt
 
+pytestmark = pytest.mark.cluster
+
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 
 

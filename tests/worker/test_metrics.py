@@ -33,6 +33,8 @@ from tests.support.cluster_harness import (
 from tests.support.waiting import eventually
 from tests.worker.test_roles import flip_a_bit, make_prompt
 
+pytestmark = pytest.mark.cluster
+
 
 def of_worker(cluster: Cluster, what: str, role: str = "decode", worker: str = "d") -> float:
     return cluster.sample(f"tandem_worker_{what}", worker=worker, role=role)

@@ -20,6 +20,8 @@ from tests.support.streams import Pulled
 from tests.support.tiny_llama import VOCAB_SIZE
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.cluster
+
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "p2": Role.PREFILL, "d2": Role.DECODE}
 NUM_TOKENS = 20
 SAMPLING: dict[str, dict[str, Any]] = {

@@ -30,6 +30,8 @@ from tests.support.cluster_harness import (
 from tests.support.tiny_llama import EOS_TOKEN_ID, VOCAB_SIZE
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.cluster
+
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "repetition_penalty": 1.1}
 
 

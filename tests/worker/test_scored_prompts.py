@@ -14,6 +14,8 @@ from tandem.protocol.messages import Role
 from tests.support.cluster_harness import BLOCK_BYTES, PAIR, Oracle, running_cluster
 from tests.worker.test_roles import LENGTHS, make_prompt, num_recomputed
 
+pytestmark = pytest.mark.cluster
+
 COLOCATED = {"c": Role.COLOCATED}
 NUM_TOP = 3
 

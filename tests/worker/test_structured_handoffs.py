@@ -17,6 +17,8 @@ from tests.support.structured_requests import random_sampling
 from tests.support.tiny_llama import save_tiny_text_model
 from tests.worker.test_roles import make_prompt, num_recomputed
 
+pytestmark = pytest.mark.cluster
+
 VOCAB_SIZE = 300
 COLOCATED = {"c": Role.COLOCATED}
 

@@ -28,6 +28,8 @@ from tests.support.cluster_harness import running_cluster
 from tests.support.keys import api_keys_of
 from tests.support.tiny_llama import save_tiny_text_model
 
+pytestmark = pytest.mark.cluster
+
 KEYS = {"sk-a": "a", "sk-a2": "a", "sk-b": "b", "sk-c": "c", "sk-d": "d", "sk-ops": "*"}
 TENANTS = Tenants(named={name: TenantPolicy(shared_cache=name in "cd") for name in "abcd"})
 PROMPT = "The ferry leaves from the north pier at noon. " * 8

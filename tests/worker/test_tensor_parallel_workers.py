@@ -17,6 +17,8 @@ from tests.support.thread_ranks import thread_ranks
 from tests.support.waiting import eventually
 from tests.worker.kv.test_peer_reads import TWO, ask
 
+pytestmark = pytest.mark.cluster
+
 RANKS = [(2, 1), (1, 2), (2, 2)]
 
 

@@ -32,6 +32,8 @@ from tests.support.late_device import LateDevice
 from tests.support.waiting import eventually
 from tests.worker.kv.test_tiered_cache import GREEDY, Machine, make_engine
 
+pytestmark = pytest.mark.cluster
+
 NUM_BLOCKS = 48
 LONG_S = 600.0
 

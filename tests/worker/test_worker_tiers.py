@@ -22,6 +22,8 @@ from tests.support.cluster_harness import (
 )
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.cluster
+
 NUM_BLOCKS = 48
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.frontend.http.decoding import decode_body
@@ -21,7 +21,6 @@ FLOATS = (0.0, 1e-300, 1e-40, 0.01, 0.5, 1.0, 2.0, 2.0001, 100.0, 1e6, 1e300, -0
 number = st.sampled_from(NUMBERS) | st.sampled_from(FLOATS)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
 @given(
     st.fixed_dictionaries(
         {},

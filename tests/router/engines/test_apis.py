@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.frontend.relay.apis import APIS
@@ -44,7 +44,6 @@ FIELDS = [
 BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6)
 
 
-@settings(max_examples=600, deadline=None)
 @given(BODIES)
 def test_no_body_breaks_what_is_read_of_it(body: dict[str, Any]) -> None:
     for api in APIS:
@@ -56,7 +55,6 @@ def test_no_body_breaks_what_is_read_of_it(body: dict[str, Any]) -> None:
         orjson.dumps(api.prefill_body(body))
 
 
-@settings(max_examples=500, deadline=None)
 @given(BODIES)
 def test_no_body_breaks_its_tokenization(tokenizer: Tokenizer, body: dict[str, Any]) -> None:
     for api in APIS:
@@ -64,7 +62,6 @@ def test_no_body_breaks_its_tokenization(tokenizer: Tokenizer, body: dict[str, A
         assert all(0 <= token < 2**32 for token in prompt.token_ids)
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.dictionaries(st.sampled_from(["usage", "id", "response", "output", "choices", "status"]), VALUES, max_size=4))
 def test_no_answer_breaks_what_is_read_of_it(answer: dict[str, Any]) -> None:
     for api in APIS:

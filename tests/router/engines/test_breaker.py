@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.router.engines.breaker import Breaker, BreakerState
@@ -114,7 +114,6 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=500, deadline=None)
 @given(STEPS)
 def test_never_more_than_one_trial_and_never_open_for_longer_than_the_limit(
     steps: list[tuple[str, float, int]],

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from zmq.asyncio import Context
 
@@ -145,7 +145,6 @@ def test_other_payloads_are_refused(payload: bytes) -> None:
         decoded(payload)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(1, 3)), max_size=30))
 def test_the_changes_add_up_to_what_the_engine_holds(steps: list[tuple[bool, int, int]]) -> None:
     """An engine that extends chains and evicts any blocks: the changes add up to what it holds."""

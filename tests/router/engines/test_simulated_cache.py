@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.router.engines.simulated_cache import SimulatedCache
@@ -39,7 +39,6 @@ def test_a_chain_longer_than_the_cache_keeps_its_beginning() -> None:
 CHAINS = st.lists(st.sampled_from("ab"), min_size=1, max_size=6).map(lambda names: chain(*names))
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.integers(1, 8), st.lists(st.tuples(CHAINS, st.floats(0.0, 4.0)), max_size=40))
 def test_changes_add_up_to_the_cache_and_chains_have_no_holes(
     capacity: int, prompts: list[tuple[list[bytes], float]]

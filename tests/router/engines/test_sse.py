@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.frontend.relay import sse
@@ -16,7 +16,6 @@ from tandem.frontend.relay.typed_events import MessageEvents, ResponseEvents
 parse_event, leading_pieces = ChunkEvents().parse, ChunkEvents().leading_pieces
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.text(max_size=20), max_size=8), st.sampled_from(["\n", "\r\n"]), st.data())
 def test_events_are_the_same_however_the_bytes_are_cut(texts: list[str], line_end: str, data: Any) -> None:
     wire = b"".join(f"data: {json.dumps({'t': text})}{line_end * 2}".encode() for text in texts)
@@ -40,7 +39,6 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=500, deadline=None)
 @given(
     st.lists(EVENTS, min_size=1, max_size=5), st.booleans(), st.sampled_from([b"", b": ping\n\n", b"data: [DONE]\n\n"])
 )
@@ -88,7 +86,6 @@ KINDS = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(TRICKY) | st.text(max_size=8)), min_size=1, max_size=6),
     st.sampled_from([b"", b": ping\n\n"]),
@@ -179,7 +176,6 @@ def test_many_events_are_not_taken_for_lines_of_one() -> None:
     assert splitter.push(b"\n\n") == b"data: 2\n\n"
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.text("a\r\n", max_size=12), st.integers(0, 12))
 def test_the_end_of_an_event_is_where_it_is_cut(text: str, start: int) -> None:
     events = text.encode()

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.protocol.config import RouterConfig
@@ -354,7 +354,6 @@ PLANS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
 @given(prefill=st.sampled_from(SCRIPTS), decode=st.sampled_from(SCRIPTS), plans=PLANS, local_prefill=st.booleans())
 async def test_every_exit_gives_everything_back(
     prefill: Script, decode: Script, plans: list[tuple[int, str]], local_prefill: bool

@@ -6,7 +6,6 @@ import time
 
 import msgspec
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prometheus_client import CollectorRegistry, generate_latest
@@ -207,7 +206,6 @@ class PinLedgerMachine(RuleBasedStateMachine):
 
 
 TestPinLedgerMachine = PinLedgerMachine.TestCase
-TestPinLedgerMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
 
 
 def test_conversations_are_known_by_tenant_and_the_oldest_is_forgotten() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.protocol.config import RouterConfig
@@ -648,7 +648,6 @@ ARRIVALS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(arrivals=ARRIVALS, num_prefill=st.integers(0, 2), dies_s=st.sampled_from([None, 0.5, 2.0]))
 def test_every_request_gives_everything_back(arrivals: list[Arrival], num_prefill: int, dies_s: float | None) -> None:
     arrivals = [a for a in arrivals if a.leaves_s > a.time_s]

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.protocol.config import RouterConfig
@@ -507,7 +507,6 @@ def test_a_tenants_patterns_match_workers_that_join_later() -> None:
     assert chosen(pool.placer.place(request, 0.0)) == ("d2", "d2")
 
 
-@settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 10**6), num_workers=st.integers(2, 14), num_prompt_tokens=st.integers(1, 3000))
 def test_decides_as_an_exhaustive_search_does(seed: int, num_workers: int, num_prompt_tokens: int) -> None:
     rng = random.Random(seed)

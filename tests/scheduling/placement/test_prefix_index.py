@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.protocol.messages import BlockEvents, BlockSnapshot
@@ -183,7 +183,6 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(steps=STEPS)
 def test_equals_the_naive_index_once_snapshots_are_answered(steps: list[tuple[str, str, str, int]]) -> None:
     index = make_index(*WORKERS)

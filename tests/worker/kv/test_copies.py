@@ -26,6 +26,8 @@ from tandem.protocol.sampling import SamplingParams
 from tests.support.cluster_harness import BLOCK_SIZE, Client, Cluster, Oracle, running_cluster
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.cluster
+
 TWO = {"a": Role.DECODE, "b": Role.DECODE}
 SAMPLING = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 

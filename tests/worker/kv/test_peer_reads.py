@@ -54,6 +54,8 @@ from tests.support.cluster_harness import (
 from tests.support.late_device import LateStream
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.cluster
+
 SEED = int(os.environ.get("TEST_SEED", "0"))
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 TWO = {"a": Role.COLOCATED, "b": Role.COLOCATED}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -198,4 +197,3 @@ class PinMachine(RuleBasedStateMachine):
 
 
 TestPinMachine = PinMachine.TestCase
-TestPinMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)

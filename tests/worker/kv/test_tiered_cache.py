@@ -29,6 +29,8 @@ from tests.support.late_device import LateDevice
 from tests.support.scheduler_listener import FakeListener
 from tests.support.throttled_store import ThrottledStore
 
+pytestmark = pytest.mark.cluster
+
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 NUM_BLOCKS = 40
 
