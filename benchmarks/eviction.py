@@ -12,13 +12,14 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 
 from benchmarks.common import print_table, write_result
+from benchmarks.s3fifo import S3FIFO
 from tandem.kv_transfer.eviction import POLICIES
 from tests.support.trace_replay import CAPACITIES, TRACES, load, optimal, replay
 
 OPTIMAL = "optimal"
 
 _QUICK_TRACES, _QUICK_CAPACITIES = TRACES[1:2], CAPACITIES[:4]
-_FIRST = ("lru", "hit-density")
+_POLICIES = POLICIES | {"s3-fifo": S3FIFO}
 
 
 def main() -> int:
@@ -26,7 +27,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="the smallest trace and caches")
     settings = parser.parse_args()
     traces, capacities = (_QUICK_TRACES, _QUICK_CAPACITIES) if settings.quick else (TRACES, CAPACITIES)
-    names = [*_FIRST, *(name for name in sorted(POLICIES) if name not in _FIRST), OPTIMAL]
+    names = [*sorted(_POLICIES), OPTIMAL]
     cells = [(trace, name, capacity) for trace in traces for name in names for capacity in capacities]
     with ProcessPoolExecutor() as pool:
         ratios = dict(zip(cells, pool.map(_measure, cells), strict=True))
@@ -49,7 +50,9 @@ def main() -> int:
 
 def _measure(cell: tuple[str, str, int]) -> float:
     trace, name, capacity = cell
-    return optimal(load(trace), capacity) if name == OPTIMAL else replay(load(trace), name, capacity)
+    return (
+        optimal(load(trace), capacity) if name == OPTIMAL else replay(load(trace), _POLICIES[name](capacity), capacity)
+    )
 
 
 if __name__ == "__main__":

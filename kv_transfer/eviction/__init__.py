@@ -7,7 +7,6 @@ from collections.abc import Callable
 from tandem.kv_transfer.eviction.base import EvictionPolicy
 from tandem.kv_transfer.eviction.hit_density import HitDensity
 from tandem.kv_transfer.eviction.lru import LRU
-from tandem.kv_transfer.eviction.s3fifo import S3FIFO
 from tandem.protocol.errors import ConfigError
 
 __all__ = ["POLICIES", "EvictionPolicy", "create_policy"]
@@ -15,7 +14,6 @@ __all__ = ["POLICIES", "EvictionPolicy", "create_policy"]
 POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "hit-density": HitDensity,
     "lru": LRU,
-    "s3-fifo": S3FIFO,
 }
 
 

@@ -39,7 +39,7 @@ GPU_MEMORY_SHARE = 0.9  # what workers take; the rest is for temporaries of step
 DType = Literal["auto", "float32", "bfloat16"]
 AttentionBackendName = Literal["auto", "cpu", "fa3", "triton"]
 Codec = Literal["raw", "fp8", "int8", "int4"]
-EvictionPolicyName = Literal["hit-density", "lru", "s3-fifo"]
+EvictionPolicyName = Literal["hit-density", "lru"]
 
 
 def _is_power_of_two(value: int) -> bool:

@@ -130,7 +130,7 @@ def test_no_flag_means_the_defaults_of_the_config() -> None:
             "/dev/null/a cannot be a folder: /dev/null is not one",
         ),
         ("serve --disk-cache-path /proc/kv", "disk_cache_path: /proc/kv cannot be written to: /proc takes no folders"),
-        ("serve --eviction-policy fifo", "eviction_policy='fifo' must be one of hit-density, lru, s3-fifo"),
+        ("serve --eviction-policy fifo", "eviction_policy='fifo' must be one of hit-density, lru"),
         ("serve --object-cache-url s4://bucket", "object store 's4://bucket' cannot be opened"),
         ("serve --object-cache-url file://kv/a", "names the host 'kv'; a folder has three slashes: file:///kv/a"),
         ("serve --port 0 --model ~nobody-here/a", "model='~nobody-here/a' begins with the home folder of no user"),

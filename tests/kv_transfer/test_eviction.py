@@ -11,7 +11,6 @@ import pytest
 from tandem.kv_transfer.eviction import POLICIES, EvictionPolicy, create_policy
 from tandem.kv_transfer.eviction.hit_density import HitDensity
 from tandem.kv_transfer.eviction.lru import LRU
-from tandem.kv_transfer.eviction.s3fifo import S3FIFO
 from tandem.protocol.config import EvictionPolicyName
 from tandem.protocol.errors import ConfigError
 from tests.support.trace_replay import CAPACITIES, TRACES, load, optimal, replay
@@ -159,7 +158,7 @@ def test_a_chain_longer_than_the_tier_keeps_its_start(name: str) -> None:
 
 
 def test_an_unknown_policy_is_named_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"'fifo' is unknown; choose one of hit-density, lru, s3-fifo"):
+    with pytest.raises(ConfigError, match=r"'fifo' is unknown; choose one of hit-density, lru"):
         create_policy("fifo", 10)
 
 
@@ -187,16 +186,6 @@ def test_lru_keeps_a_shared_root_until_its_last_child_is_gone() -> None:
     assert evict(policy, 3) == ["a", "b", "root"]
 
 
-def test_s3_fifo_keeps_what_was_used_again_through_a_scan() -> None:
-    policy = S3FIFO(20)
-    store(policy, "x", "y", "z")
-    store(policy, "x", "y", "z")
-    for idx in range(100):
-        store(policy, idx, -1 - idx)
-        evict(policy, len(policy) - 20)
-    assert {"x", "y", "z"} <= set(policy)
-
-
 def test_lru_does_not_survive_that_scan() -> None:
     policy = LRU(20)
     store(policy, "x", "y", "z")
@@ -205,20 +194,6 @@ def test_lru_does_not_survive_that_scan() -> None:
         store(policy, idx, -1 - idx)
         evict(policy, len(policy) - 20)
     assert not {"x", "y", "z"} & set(policy)
-
-
-def test_s3_fifo_puts_a_key_that_returns_after_its_eviction_into_the_main_queue() -> None:
-    policy = S3FIFO(10)
-    store(policy, "a", "b")
-    for idx in range(9):
-        store(policy, idx)
-    evict(policy, 2)
-    assert not {"a", "b"} & set(policy)
-    store(policy, "a", "b")
-    for idx in range(9, 100):
-        store(policy, idx)
-        evict(policy, len(policy) - 10)
-    assert {"a", "b"} <= set(policy)
 
 
 def replay_conversations(policy: EvictionPolicy, num_turns: int, num_conversations: int) -> float:
@@ -268,19 +243,19 @@ def test_hit_density_ranks_by_recency_before_it_has_seen_anything() -> None:
     ],
 )
 def test_lru_equals_the_reference(trace: str, capacity: int) -> None:
-    assert round(100 * replay(load(trace), "lru", capacity), 2) == _reference(trace, capacity)
+    assert round(100 * replay(load(trace), LRU(capacity), capacity), 2) == _reference(trace, capacity)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("trace", TRACES)
 def test_lru_equals_the_reference_everywhere(trace: str, capacity: int) -> None:
-    assert round(100 * replay(load(trace), "lru", capacity), 2) == _reference(trace, capacity)
+    assert round(100 * replay(load(trace), LRU(capacity), capacity), 2) == _reference(trace, capacity)
 
 
 def test_the_default_beats_lru_and_not_the_optimum() -> None:
     requests = load("mooncake_conversation_a")
-    found = replay(requests, "hit-density", 4000)
+    found = replay(requests, HitDensity(4000), 4000)
     assert _reference("mooncake_conversation_a", 4000) + 1 < 100 * found < 100 * optimal(requests, 4000)
 
 

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem.kv_transfer.eviction import create_policy
+from tandem.kv_transfer.eviction import EvictionPolicy
 from tandem.loadtest.traces import TraceRequest, read_trace
 
 __all__ = ["CAPACITIES", "TRACES", "load", "optimal", "replay"]
@@ -29,9 +29,8 @@ def load(trace: str) -> list[TraceRequest]:
     return list(read_trace(Path(__file__).parents[2] / "benchmarks" / "data" / f"{trace}.jsonl.gz"))
 
 
-def replay(requests: Sequence[TraceRequest], policy_name: str, capacity: int) -> float:
-    """Token hit ratio of a cache of `capacity` blocks."""
-    policy = create_policy(policy_name, capacity)
+def replay(requests: Sequence[TraceRequest], policy: EvictionPolicy, capacity: int) -> float:
+    """Token hit ratio of a cache of `capacity` blocks with this policy, which knows no keys yet."""
     num_hit_tokens = 0
     for request in requests:
         block_ids = request.block_ids
