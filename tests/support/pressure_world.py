@@ -117,13 +117,13 @@ class PressureWorld:
         self.sequences[sequence.request_id] = sequence
         self.scheduler.add(sequence)
 
-    def _sent(self, worker_id: str, epoch: int, message: Message) -> None:
+    def _sent(self, process: WorkerEpoch, message: Message) -> None:
         if isinstance(message, LeaseGrant):
             self.handoffs[message.request_id] = (self.handoffs[message.request_id][0], message.generation)
-            self.grants.append((worker_id, message))
+            self.grants.append((process.worker_id, message))
             request = self.requests[message.request_id]
             request.first_s = request.last_s = self.now  # the prefill worker lets the first token go
-        elif isinstance(message, LeaseRevoked) and not self.is_silent(worker_id):
+        elif isinstance(message, LeaseRevoked) and not self.is_silent(process.worker_id):
             sender = self.handoffs.pop(message.request_id, (P, 0))[0]
             closed = LeaseClosed(sender=sender, request_id=message.request_id, generation=message.generation)
             self.role.closed(closed)

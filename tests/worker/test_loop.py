@@ -402,7 +402,7 @@ async def test_the_death_of_the_sender_frees_the_blocks_it_might_have_written(ti
         await asyncio.gather(request, return_exceptions=True)
         decode = cluster.worker("d")
         assert (await cluster.call("d", decode.status)).num_open_leases == 1
-        await cluster.call("d", lambda: decode.peer_given_up(cluster.worker("p").address.process))
+        await cluster.call("d", lambda: decode.peer_given_up(cluster.worker("p").address))
         assert (await cluster.call("d", decode.status)).num_open_leases == 1, "it may still write"
         assert len(cluster.hub.held) > 0
         await asyncio.to_thread(cluster.workers["p"].stop)

@@ -401,10 +401,10 @@ class _Side:
         )
         self.links: Any = SimpleNamespace(
             me=self.address,
-            send=lambda worker_id, epoch, message: world.send(worker_id, message),
+            send=lambda process, message: world.send(process.worker_id, message),
             connect=lambda peer, now: None,
             is_ready=lambda peer: True,
-            broke=lambda worker_id, epoch: None,
+            broke=lambda process: None,
         )
 
 
