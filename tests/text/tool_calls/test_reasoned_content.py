@@ -39,6 +39,8 @@ class WalkingBackend(FakeBackend):
         self.script = self._walk
         eos = tokenizer.special_tokens["</s>"]
         self._grammars = make_grammar_tokenizer(tokenizer.to_json(), tokenizer.vocab_size, [eos])
+        ids = range(tokenizer.vocab_size)
+        self._blank = {token_id for token_id in ids if tokenizer.decode([token_id]) in " \n\t\r"}
         self._before = before
         self._source = random.Random(seed)
 
@@ -49,9 +51,7 @@ class WalkingBackend(FakeBackend):
         ids: list[int] = []
         while not matcher.is_stopped() and not (matcher.is_accepting() and self._source.random() < 0.3):
             allowed = [i for i, weight in enumerate(matcher.compute_logit_bias()) if weight]
-            ids.append(
-                self._source.choice([i for i in allowed if self.tokenizer.decode([i]) not in " \n\t\r"] or allowed)
-            )
+            ids.append(self._source.choice([i for i in allowed if i not in self._blank] or allowed))
             assert matcher.consume_token(ids[-1])
             assert len(ids) < 2000
         self.reply = self._before + self.tokenizer.decode(ids)
