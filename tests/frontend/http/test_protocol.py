@@ -66,7 +66,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("certificates"))
 
 
-@pytest.fixture(params=["plain", "tls"], autouse=True)
+@pytest.fixture(params=["plain", pytest.param("tls", marks=pytest.mark.slow)], autouse=True)
 def tls(request: pytest.FixtureRequest, authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything here holds over TLS too."""
     if request.param == "tls":

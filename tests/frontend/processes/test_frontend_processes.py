@@ -44,6 +44,8 @@ from tests.support.keys import api_keys_of, make_key_file, stored_key
 from tests.support.toy_tokenizer import build_tokenizer
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.cluster
+
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 MODEL = FakeBackend.model
 START_S = 60.0
