@@ -366,10 +366,10 @@ def test_the_sender_vouches_for_a_prompt_until_it_has_its_lease(receiver: Side, 
     receiver.receive("r", 10 * BLOCK_SIZE)
     if is_requested:
         receiver.ask("r")
-    receiver.decode.heartbeat("p", 1, [("r", 0)], 20.0)
+    receiver.decode.heartbeat(WorkerEpoch("p", 1), [("r", 0)], 20.0)
     for other, epoch in (("other", 1), ("p", 0)):
-        receiver.decode.heartbeat(other, epoch, [("r", 0)], 40.0)
-    receiver.decode.heartbeat("p", 1, [("large", 1)], 20.0)
+        receiver.decode.heartbeat(WorkerEpoch(other, epoch), [("r", 0)], 40.0)
+    receiver.decode.heartbeat(WorkerEpoch("p", 1), [("large", 1)], 20.0)
     receiver.decode.expire(TIMEOUT_S - 0.1)
     receiver.decode.pump(TIMEOUT_S - 0.1)
     assert receiver.failed == []
