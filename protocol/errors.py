@@ -29,6 +29,8 @@ ServingError
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 __all__ = [
     "AddRefused",
     "ConfigError",
@@ -55,6 +57,7 @@ __all__ = [
     "WorkerLost",
     "WorkerNotFound",
     "WorkerTimeout",
+    "error_kinds",
     "missing_parameter",
 ]
 
@@ -270,3 +273,10 @@ class IncompatiblePeer(TransferError):
 
 class ConfigError(ServingError):
     """A flag, config value or file is wrong; the message names it, its value and the remedy."""
+
+
+def error_kinds(base: type[ServingError] = ServingError) -> Iterator[type[ServingError]]:
+    """The class and all classes below it, as far as their modules have been imported."""
+    yield base
+    for kind in base.__subclasses__():
+        yield from error_kinds(kind)

@@ -20,7 +20,7 @@ from tandem.frontend.http.refusals import Refusal
 from tandem.frontend.http.request_id import REQUEST_ID_HEADER
 from tandem.frontend.http.request_options import EXPLAIN_HEADER, SLO_HEADER, TENANT_HEADER
 from tandem.frontend.http.sessions import CONVERSATION_HEADER, MAX_CONVERSATION_ID_CHARS, SESSION_HEADERS
-from tandem.protocol.errors import ConfigError, ServingError
+from tandem.protocol.errors import ConfigError, ServingError, error_kinds
 from tandem.scheduling.admission.tenants import TENANT_NAME
 
 __all__ = [
@@ -336,17 +336,12 @@ def _operation_id(method: str, path: str) -> str:
 
 def _codes() -> str:
     """All codes of errors, as a list in Markdown."""
-    kinds: list[type[ServingError] | type[Refusal]] = [*_subclasses(ServingError), *Refusal.__subclasses__()]
+    # A `ConfigError` ends the command before anything is served.
+    served = (kind for kind in error_kinds() if not issubclass(kind, ConfigError))
+    kinds: list[type[ServingError] | type[Refusal]] = [*served, *Refusal.__subclasses__()]
     reasons = {(kind.status, kind.code): _first_paragraph(kind) for kind in kinds if kind.code}
     rows = sorted({*_OTHER_CODES, *((status, code, reason) for (status, code), reason in reasons.items())})
     return "\n".join(["For programs; null if the status says it all.", "", *(f"- {s} `{c}`: {r}" for s, c, r in rows)])
-
-
-def _subclasses(base: type[ServingError]) -> Iterator[type[ServingError]]:
-    for kind in base.__subclasses__():
-        if kind is not ConfigError:  # it ends the command before anything is served
-            yield kind
-            yield from _subclasses(kind)
 
 
 def _first_paragraph(kind: type) -> str:

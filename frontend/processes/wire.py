@@ -10,7 +10,7 @@ and its caller may send events about it, which are calls of methods themselves. 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -18,7 +18,7 @@ from typing_extensions import Buffer
 
 from tandem.frontend.keys.api_key import ApiKey
 from tandem.protocol.decoding import safe_decoder
-from tandem.protocol.errors import Overloaded, ServingError
+from tandem.protocol.errors import Overloaded, ServingError, error_kinds
 from tandem.protocol.fault_boundary import outcome_of
 
 __all__ = [
@@ -204,16 +204,10 @@ def wire_error(exc: ServingError) -> WireError:
 
 def error_of(wire: WireError) -> ServingError:
     """The error in the form in which it was raised: its class decides what a client sees."""
-    kind = next((kind for kind in _kinds(ServingError) if kind.__name__ == wire.kind), ServingError)
+    kind = next((kind for kind in error_kinds() if kind.__name__ == wire.kind), ServingError)
     error = kind.__new__(kind)  # a subclass's constructor may take other arguments
     ServingError.__init__(error, wire.message, param=wire.param)
     error.code, error.num_computed_tokens = wire.code, wire.num_computed_tokens
     if isinstance(error, Overloaded):
         error.retry_after_s = wire.retry_after_s
     return error
-
-
-def _kinds(base: type[ServingError]) -> Iterator[type[ServingError]]:
-    yield base
-    for kind in base.__subclasses__():
-        yield from _kinds(kind)
