@@ -1,6 +1,6 @@
 """One worker of a cluster: its Ray actor through all its lives, and the calls that are made to it.
 
-`WorkerMember` is a worker with Tandem's own engine. `EngineMember` (engines/member.py) is a server of another engine.
+`WorkerMember` (worker_member.py) has Tandem's own engine, `EngineMember` (engines/member.py) a server of another one.
 Only the methods of `Member` change its state; everybody else reads it and calls them:
 
              begin           serve         drain
@@ -21,41 +21,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
-import sys
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from tandem.cluster.actor import WorkerActor
 from tandem.cluster.bundles import Bundle
 from tandem.cluster.owned_actor import OrphanedWorker, WatchNews, WorkerClaim
 from tandem.cluster.ownership import LeaseTerms, Owner
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.restarts import RestartBudget
-from tandem.cluster.worker_layout import preload_of
-from tandem.protocol.config import WorkerConfig
-from tandem.protocol.errors import ServingError, WorkerError
-from tandem.protocol.messages import PeerAddress, Role, WorkerState
-from tandem.router.workers.client import WorkerClient
+from tandem.protocol.errors import WorkerError
+from tandem.protocol.messages import PeerAddress, Role
 from tandem.runtime.idle_timeout import answered_in_time
-from tandem.scheduling.workers.registry import Registry
-from tandem.worker.status import WorkerStatus
 
 __all__ = [
     "Death",
     "Member",
     "MemberState",
     "Requests",
-    "WorkerMember",
     "call",
     "first_line",
     "kind_of",
@@ -74,7 +65,6 @@ _REPLACE_NOTICE_S = 5.0  # the same for a worker that has served: others may hav
 _PLACE_AGAIN_S = 1.0
 _NEVER_RAN = "The actor never ran"  # in Ray's error for an actor that had no process yet
 _CALL_TIMEOUT_S = 15.0
-_TELL_AGAIN_S = 1.0  # until a worker that did not answer is told again
 _DRAIN_TIMEOUT_S = 120.0
 _DRAIN_POLL_S = 0.1
 _ACTOR_THREADS = 8
@@ -476,104 +466,6 @@ class Member(ABC):
             return await start
         finally:
             start.cancel()
-
-
-class WorkerMember(Member):
-    """A worker with Tandem's own engine."""
-
-    def __init__(
-        self,
-        config: WorkerConfig,
-        restarts: RestartBudget,
-        workers: WorkerClient,
-        registry: Registry,
-    ) -> None:
-        super().__init__(config.worker_id, config.role, restarts)
-        self._config = config
-        self._workers = workers
-        self._registry = registry
-
-    def _copy(self, worker_id: str, role: Role) -> WorkerMember:
-        config = replace(self._config, worker_id=worker_id, role=role, cpu_cores=())
-        return WorkerMember(config, RestartBudget(self.restarts.max_restarts), self._workers, self._registry)
-
-    def is_like(self, claim: WorkerClaim) -> bool:
-        """As `Member.is_like`."""
-        return bool(self._comparable(self._config) == self._comparable(claim.config))
-
-    @staticmethod
-    def _comparable(config: WorkerConfig) -> WorkerConfig:
-        return replace(config, worker_id="", role=kind_of(config.role), router_key="", cpu_cores=())
-
-    def _create_actor(self, options: dict[str, Any], terms: LeaseTerms | None) -> Any:
-        variables = {"OMP_NUM_THREADS": str(self._config.engine.num_threads or 1)}
-        if self._config.socket_folder and not options["num_gpus"] and "LD_PRELOAD" not in os.environ:
-            variables |= preload_of(sys.executable)  # on this machine, whose files are known
-        options |= {"runtime_env": {"env_vars": variables}}
-        return ray.remote(WorkerActor).options(**options).remote(replace(self._config, role=self.role), terms)
-
-    async def _join(self, started: PeerAddress) -> None:
-        self.address = started
-        self.pid = (await self._workers.add_worker(started)).pid
-
-    async def leave(self, reason: str) -> None:
-        """As `Member.leave`."""
-        if self._registry.get(self.worker_id) is not None:
-            self._workers.mark_dead(self.worker_id, reason)
-
-    @property
-    def is_ready(self) -> bool:
-        """As `Member.is_ready`."""
-        worker = self._registry.get(self.worker_id)
-        return worker is not None and worker.state is WorkerState.READY
-
-    def withdraw(self, reason: str, *, is_fallback: bool = False) -> None:
-        """As `Member.withdraw`: its answers move to other workers that have room."""
-        self._registry.set_state(self.worker_id, WorkerState.DRAINING, reason, is_fallback=is_fallback)
-
-    async def is_idle(self) -> bool:
-        """As `Member.is_idle`: peers may still read KV of answers that moved, or write some into it."""
-        status: WorkerStatus = await call(self.actor.status)
-        worker = self._registry.get(self.worker_id)
-        if worker is not None and worker.is_booked:  # requests may be on their way to it
-            return False
-        return not (status.request_ids or status.num_open_handoffs or status.num_open_leases or status.num_open_reads)
-
-    async def switch_role(self, role: Role, reason: str) -> Requests:
-        """As `Member.switch_role`. One that is to decode gets work meanwhile: it may be the only one that is left."""
-        is_leaving_pool = role is Role.PREFILL  # its answers leave at once
-        if is_leaving_pool:
-            self._registry.set_state(self.worker_id, WorkerState.DRAINING, reason)
-        outcome = "the flip failed"
-        try:
-            await call(self.actor.set_role, role)
-            self._registry.set_role(self.worker_id, role)
-            self.role = role
-            left = await self.running()
-            outcome = "it plays its new role"
-            return left
-        finally:
-            if is_leaving_pool:
-                self._registry.set_state(self.worker_id, WorkerState.READY, outcome)
-
-    async def running(self) -> Requests:
-        """As `Member.running`: ids of requests."""
-        status: WorkerStatus = await call(self.actor.status)
-        return status.request_ids
-
-    async def check_integrity(self) -> str:
-        """As `Member.check_integrity`."""
-        return str(await call(self.actor.check_integrity, True))
-
-    async def tell(self, address: PeerAddress | None, method: str, peer: PeerAddress) -> None:
-        """As `Member.tell`: the end of a peer's process frees the blocks that it may have written to."""
-        while self.is_up and self.address == address:
-            try:
-                await call(getattr(self.actor, method), peer)
-                return
-            except (RayError, ServingError, TimeoutError) as exc:
-                logger.warning("%s could not be told about %s yet: %s", self.worker_id, peer.worker_id, first_line(exc))
-            await asyncio.sleep(_TELL_AGAIN_S)
 
 
 def kind_of(role: Role) -> Role:

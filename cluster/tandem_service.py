@@ -9,10 +9,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from tandem.cluster.frontend import HttpFrontend
-from tandem.cluster.member import WorkerMember
 from tandem.cluster.restarts import RestartBudget
 from tandem.cluster.supervisor import Supervisor
 from tandem.cluster.worker_layout import worker_configs
+from tandem.cluster.worker_member import WorkerMember
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.settings import changed_settings

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from tandem.cluster.member import WorkerMember
 from tandem.cluster.owned_actor import WatchNews
+from tandem.cluster.worker_member import WorkerMember
 from tandem.protocol.errors import DrainRefused, RoleRefused, WorkerNotFound
 from tandem.protocol.messages import Role, WorkerState
 from tandem.scheduling.workers.bookings import Booking

@@ -14,12 +14,12 @@ from ray.exceptions import RayActorError
 
 from tandem.cluster import adoption
 from tandem.cluster.adoption import adopt_orphans, give_to_members, renew_leases
-from tandem.cluster.member import WorkerMember
 from tandem.cluster.owned_actor import OrphanedWorker, OwnedActor, WatchNews, WorkerClaim
 from tandem.cluster.ownership import LEASE_S, LeaseTerms, Owner, Ownership, Place, owner_of
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.restarts import RestartBudget
 from tandem.cluster.worker_layout import worker_configs
+from tandem.cluster.worker_member import WorkerMember
 from tandem.protocol.config import ClusterConfig, EngineConfig, WorkerConfig
 from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.messages import Role

@@ -15,9 +15,10 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from tandem.cluster import process_end, quarantine_watch
-from tandem.cluster.member import MemberState, WorkerMember, first_line
+from tandem.cluster.member import MemberState, first_line
 from tandem.cluster.owned_actor import OrphanedWorker, WatchNews
 from tandem.cluster.process_end import ProcessIdentity
+from tandem.cluster.worker_member import WorkerMember
 from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.messages import PeerAddress, Quarantine, Role, WorkerCard, WorkerState
 from tandem.scheduling.autoscaling.moves import Flip

@@ -17,13 +17,13 @@ import pytest
 from ray.exceptions import RayActorError
 
 from tandem.cluster.bundles import Bundle
-from tandem.cluster.member import WorkerMember
 from tandem.cluster.owned_actor import OrphanedWorker, WatchNews, WorkerClaim
 from tandem.cluster.ownership import Place
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.restarts import RestartBudget
 from tandem.cluster.supervisor import Supervisor
 from tandem.cluster.worker_layout import worker_configs
+from tandem.cluster.worker_member import WorkerMember
 from tandem.protocol.config import ClusterConfig, EngineConfig, WorkerConfig
 from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.messages import PeerAddress, Role, WorkerCard, WorkerState
@@ -251,9 +251,10 @@ async def supervised(
     **pools: Any,
 ) -> AsyncIterator[Supervised]:
     monkeypatch.setattr("tandem.cluster.restarts.FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr("tandem.cluster.member._TELL_AGAIN_S", 0.01)
+    monkeypatch.setattr("tandem.cluster.worker_member._TELL_AGAIN_S", 0.01)
     fake_ray, registry = FakeRay(num_bad_starts=num_bad_starts), Registry()
-    monkeypatch.setattr("tandem.cluster.member.ray", fake_ray)
+    for module in ("member", "worker_member"):
+        monkeypatch.setattr(f"tandem.cluster.{module}.ray", fake_ray)
     monkeypatch.setattr("tandem.cluster.adoption.ray", fake_ray)
     monkeypatch.setattr("tandem.cluster.supervisor.WorkerBundles", FakeBundles)
     for name, answer in (("put", False), ("del", None), ("exists", False)):  # Ray's key-value store
