@@ -20,10 +20,15 @@ def sources() -> dict[Path, str]:
     return {path: path.read_text() for path in paths}
 
 
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(source) for path, source in sources().items()}
+
+
 def functions() -> Iterator[tuple[int, str]]:
     """Length in lines with docstring, and name, of every function."""
-    for path, source in sources().items():
-        for node in ast.walk(ast.parse(source)):
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
                 yield node.end_lineno - node.lineno + 1, f"{path}:{node.lineno} {node.name}"
 
@@ -32,7 +37,7 @@ def handlers() -> Iterator[tuple[bool, str, str]]:
     """Whether it catches any exception, its place, and its line, of every handler."""
     for path, source in sources().items():
         lines = source.splitlines()
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(trees()[path]):
             if isinstance(node, ast.ExceptHandler):
                 caught = ast.unparse(node.type) if node.type else "BaseException"
                 is_broad = caught in ("Exception", "BaseException")
@@ -41,8 +46,7 @@ def handlers() -> Iterator[tuple[bool, str, str]]:
 
 def fault_boundaries() -> Iterator[str]:
     """The place of every call of `protocol/fault_boundary.py`, which catches any exception for its caller."""
-    for path, source in sources().items():
-        tree = ast.parse(source)
+    for path, tree in trees().items():
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         names = {
             one.name for node in imports if node.module == "tandem.protocol.fault_boundary" for one in node.names
