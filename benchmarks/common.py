@@ -103,7 +103,7 @@ class Server:
         )
 
     async def greedy(self, prompt: list[int], max_tokens: int, **fields: Any) -> StreamTiming:
-        """A greedy stream of exactly so many tokens. Raises `RuntimeError` if it fails."""
+        """A greedy stream of exactly `max_tokens` tokens. Raises `RuntimeError` if it fails."""
         timing = await self.client.stream_completion(
             prompt, model=self.model, max_tokens=max_tokens, ignore_eos=True, temperature=0.0, **fields
         )

@@ -12,7 +12,7 @@ Only the methods of `Member` change its state; everybody else reads it and calls
       |               | die          |               | die, to restart      forget
       +---------------+--------------+---------------+
 
-A death is reported with `die`, by whoever sees it first: Ray's watch, the router that hears nothing more, or a drain.
+Ray's watch, a router that hears nothing more, or a drain may see a death first; the first one reports it with `die`.
 Later reports find the worker in another state and change nothing.
 """
 

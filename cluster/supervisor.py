@@ -294,7 +294,7 @@ class Supervisor:
             await asyncio.gather(pause, asyncio.wait({gone}, timeout=_GONE_TIMEOUT_S))
 
     async def _live(self, member: Member) -> Death:
-        """Run one process of the worker. Returns when it has died, whoever reports that first, or is given up."""
+        """Run one process of the worker. Returns when its death is reported or it is given up."""
         death = member.begin()
         running = asyncio.create_task(self._run(member))
         try:

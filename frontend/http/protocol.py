@@ -534,6 +534,10 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 def _refusal_of(error: httptools.HttpParserError) -> Refusal:
+    """The answer to an error of the parser.
+
+    A local variable of the handler that held the cause would make a circle: the cause's traceback holds that frame.
+    """
     cause = error.__context__  # what a callback raised: "User callback error" alone says nothing
     reason = cause if isinstance(cause, httptools.HttpParserError) else error
     return cause if isinstance(cause, Refusal) else InvalidHttp(f"This is not valid HTTP: {reason}.")

@@ -48,7 +48,7 @@ ALLOWED = {
     ("draining to restart", "die"): DOWN,
     ("draining to leave", "die"): LEAVING,
     ("leaving", "forget"): GONE,
-    # The death of a process that is known already, whoever reports it.
+    # A second report of the same death, from either side.
     ("down", "die"): DOWN,
     ("leaving", "die"): LEAVING,
     ("gone", "die"): GONE,
