@@ -49,6 +49,7 @@ _REQUEST_ID = REQUEST_ID_HEADER.encode()
 _PREFLIGHT = b"access-control-request-method"
 _VARY = (b"vary", b"Origin")
 _CLOSE = (b"connection", b"close")
+_MAX_DIGITS = 5  # of a small body's length
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +135,10 @@ class EdgeMiddleware:
         try:
             key = self._check(scope)
             use = None if key is None else await self._settings.authenticator.begin_use(scope, key)
-            max_bytes = self._settings.max_body_bytes
-            inflated = inflating(self._limited(receive), scope, max_bytes)
-            await self._app(scope, self._in_turn(inflated, "" if key is None else key.tenant), send_and_note)
+            if not _has_small_body(scope):
+                inflated = inflating(self._limited(receive), scope, self._settings.max_body_bytes)
+                receive = self._in_turn(inflated, "" if key is None else key.tenant)
+            await self._app(scope, receive, send_and_note)
         except Exception as exc:  # whatever the app raises gets an error response
             response = _response_to(exc, scope["path"])
             if span is not None:
@@ -216,6 +218,17 @@ def _with_request_id(scope: Scope, send: Send) -> Send:
         return send(message)
 
     return send_with_id
+
+
+def _has_small_body(scope: Scope) -> bool:
+    """Whether the body is plain and its declared length, at which the server ends it, is within what needs no turn."""
+    length = b""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            length = value
+        elif name == b"content-encoding" or name == b"transfer-encoding":
+            return False
+    return len(length) <= _MAX_DIGITS and length.isdigit() and int(length) <= LARGE_BODY_BYTES
 
 
 def _response_to(exc: Exception, path: str) -> Response | None:

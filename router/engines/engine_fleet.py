@@ -67,9 +67,10 @@ class EngineFleet:
         self._watch: asyncio.Task[None] | None = None
         self._context = Context()
         self._slicer = TimeSlicer()
-        self._adapters: dict[str, str] | None = None  # None = an engine has changed
+        self._models: dict[str, int | None] | None = None  # with their longest contexts; None = an engine has changed
+        self._adapters: dict[str, str] | None = None  # the same
         self._metrics: dict[str, ServerMetrics] = {}  # by server
-        registry.listen(self._forget_adapters)
+        registry.listen(self._forget_models)
 
     @property
     def engines(self) -> list[RemoteEngine]:
@@ -79,15 +80,14 @@ class EngineFleet:
     @property
     def models(self) -> list[str]:
         """Names of all models, whether or not their engines are ready."""
-        return list(dict.fromkeys(engine.spec.model for engine in self.engines if engine.spec.model))
+        return list(self._known_models())
 
     @property
     def adapters(self) -> dict[str, str]:
         """The base model of each LoRA adapter. A name of several models or adapters belongs to the first one."""
         if self._adapters is None:
             found = {name: engine.spec.model for engine in reversed(self.engines) for name in engine.adapters}
-            models = set(self.models)
-            self._adapters = {name: base for name, base in found.items() if name not in models}
+            self._adapters = {name: base for name, base in found.items() if name not in self._known_models()}
         return self._adapters
 
     @property
@@ -114,7 +114,7 @@ class EngineFleet:
 
     def max_model_len(self, model: str) -> int | None:
         """Longest context of the model's engines; None while it is not known."""
-        return max((e.card.max_model_len for e in self.engines if e.card and e.spec.model == model), default=None)
+        return self._known_models().get(model)
 
     def capabilities(self, model: str) -> dict[str, Any] | None:
         """The capabilities that all reporting engines of the model share; None if none reports any."""
@@ -219,6 +219,7 @@ class EngineFleet:
         )
         self._watch_for_stalls()
         self._engines[spec.name] = engine
+        self._forget_models()
         self._probes[spec.name] = self._background.keep(f"probe of engine {spec.name}", prober.run)
         for listener in self._listeners:
             listener.engine_added(spec, is_trusted=self.trusts(spec))
@@ -245,7 +246,7 @@ class EngineFleet:
         self._metrics[engine.spec.server].engines.remove(engine)
         if not self._metrics[engine.spec.server].engines:
             del self._metrics[engine.spec.server]
-        self._forget_adapters()
+        self._forget_models()
         for listener in self._listeners:
             listener.engine_removed(engine.name)
         engine.is_gone.set()
@@ -259,8 +260,17 @@ class EngineFleet:
         metrics.engines.append(engine)
         return metrics
 
-    def _forget_adapters(self, *_: object) -> None:
-        self._adapters = None
+    def _known_models(self) -> dict[str, int | None]:
+        if self._models is None:
+            self._models = {}
+            for spec, card in ((engine.spec, engine.card) for engine in self.engines if engine.spec.model):
+                known = self._models.setdefault(spec.model, None)
+                if card is not None:
+                    self._models[spec.model] = max(known or 0, card.max_model_len)
+        return self._models
+
+    def _forget_models(self, *_: object) -> None:
+        self._models = self._adapters = None
 
     def _check_block_size(self, engine: RemoteEngine, card: WorkerCard) -> None:
         """Raise `ValueError` if its group has another block size: one chain of digests is computed per group."""
