@@ -63,7 +63,7 @@ bench: $(STAMP) ## measure a running server: TTFT, ITL, throughput (URL=..., ARG
 	$(BIN)/tandem bench --url $(URL) $(ARGS)
 
 BENCHMARKS := equality faults hostile failover throughput interference exposure tiers transfer decisions edge versus \
-	routing eviction autoscaling structured-output gpu-steps handshakes lockout hostile-engines tenants
+	routing eviction autoscaling structured-output gpu-steps lockout hostile-engines tenants
 
 .PHONY: bench-NAME $(addprefix bench-,$(BENCHMARKS))
 

@@ -98,7 +98,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._patience_s = _READ_TIMEOUT_S  # how long the client may go on without reading
         self._is_slow = False  # whether it has used up much of that
 
-    # -- called by the event loop and by `Connections`
+    # -- called by the event loop (or by `TlsConnection` in its place), and by `Connections`
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has connected."""
@@ -107,9 +107,15 @@ class HttpProtocol(HttpToolsProtocol):
         self.network = network_of(self.transport.get_extra_info("peername"))
         self._looked_s = self._shared.now_s
         if self._shared.admit(self):
-            self._deadline_s = self._shared.now_s + self._shared.header_timeout_s
+            self.expect_request()
         else:
             self.transport.abort()
+
+    def expect_request(self) -> None:
+        """The client has its time for the first request from now on; over TLS it had the same for the handshake."""
+        self._deadline_s = self._shared.now_s + self._shared.header_timeout_s
+        self._shared.stop_waiting(self)
+        self._shared.wait_for(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended."""
@@ -170,7 +176,7 @@ class HttpProtocol(HttpToolsProtocol):
         elif self._num_stray_bytes == 0 and not self._is_answering:
             self.transport.close()
         else:
-            self._refuse(RequestTimeout("The request did not arrive in time."))
+            self.refuse(RequestTimeout("The request did not arrive in time."))
 
     def release_body(self) -> None:
         """Stop counting the unfinished body: the app has it, or it is dropped."""
@@ -180,7 +186,7 @@ class HttpProtocol(HttpToolsProtocol):
     def refuse_unfinished_body(self) -> None:
         """Make room for other bodies, if one has begun to arrive here."""
         if self._num_unfinished_bytes:
-            self._refuse(TooManyBodies("Too many bodies arrive at once; try again later."))
+            self.refuse(TooManyBodies("Too many bodies arrive at once; try again later."))
 
     def shed(self) -> None:
         """Make room for another connection: at once if this one was about to end, else when its client has read."""
@@ -234,10 +240,10 @@ class HttpProtocol(HttpToolsProtocol):
         try:
             self._parse(piece)
         except httptools.HttpParserError as exc:
-            self._refuse(_refusal_of(exc))
+            self.refuse(_refusal_of(exc))
         else:
             if self._num_stray_bytes > self._shared.max_header_bytes:
-                self._refuse(self._header_too_large())
+                self.refuse(self._header_too_large())
 
     def _parse(self, data: bytes) -> None:
         """Feed the parser, which calls back with what it finds."""
@@ -321,7 +327,7 @@ class HttpProtocol(HttpToolsProtocol):
         if not self.cycle.response_complete or self._is_lingering:
             return
         if self._pending_refusal is not None:
-            self._refuse(self._pending_refusal)
+            self.refuse(self._pending_refusal)
         elif self.cycle.more_body:
             self._discard_body()
         elif self._unparsed:
@@ -350,7 +356,7 @@ class HttpProtocol(HttpToolsProtocol):
         """The app answered before it had the whole body, so the rest is not wanted."""
         self.release_body()
         if self.expect_100_continue:
-            self._linger()  # the client may leave the body out; we could not tell it from the next request
+            self.linger()  # the client may leave the body out; we could not tell it from the next request
         else:
             self._deadline_s = min(self._deadline_s, self._shared.now_s + _LINGER_S)
             if self._unparsed:
@@ -496,7 +502,7 @@ class HttpProtocol(HttpToolsProtocol):
             f"The header is larger than {self._shared.max_header_bytes} bytes or {MAX_HEADERS} lines."
         )
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: Refusal) -> None:
         """Send an error after the responses to earlier requests, and end the connection.
 
         If the error could be read as part of another response, the connection just ends.
@@ -518,9 +524,9 @@ class HttpProtocol(HttpToolsProtocol):
         request_id = new_request_id().shown  # the app has not seen the request
         logger.debug("request %s of %s is refused: %s", request_id, self.client, refusal)
         self.transport.write(refusal.response(self.server_state.default_headers, request_id))
-        self._linger()
+        self.linger()
 
-    def _linger(self) -> None:
+    def linger(self) -> None:
         """Write no more, and drop input until the client hangs up too.
 
         To close with data unread would reset the connection, and the client might never see our response.

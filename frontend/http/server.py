@@ -9,7 +9,6 @@ import resource
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from functools import partial
 from typing import Any
 
 import uvicorn
@@ -72,10 +71,10 @@ class HttpServer(uvicorn.Server):
         listeners = [listener, *(listener.dup() for _ in range(_NUM_ACCEPTED - 1))]
         self.serving = asyncio.create_task(self.serve(sockets=listeners))
 
-    def _protocol(self, **uvicorn: Any) -> asyncio.Protocol:
+    def _protocol(self, **uvicorn: Any) -> asyncio.BaseProtocol:
         """The protocol of a new connection."""
-        make_http = partial(HttpProtocol, self._clients, **uvicorn)
-        return TlsConnection(self._clients, self._tls, self.server_state, make_http) if self._tls else make_http()
+        http = HttpProtocol(self._clients, **uvicorn)
+        return TlsConnection(self._clients, self._tls, http) if self._tls else http
 
     @property
     def is_serving(self) -> bool:

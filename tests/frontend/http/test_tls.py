@@ -20,6 +20,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tandem.frontend.http import connections
 from tandem.frontend.http.listening import listening
 from tandem.frontend.http.response_writer import ResponseWriter
 from tandem.frontend.http.server import HttpServer, http_server
@@ -243,9 +244,9 @@ async def test_other_work_goes_on_between_handshakes_that_begin_at_once(
     begun: list[TlsConnection] = []
     shake_hands = TlsConnection._shake_hands
 
-    def note(connection: TlsConnection, num_bytes: int) -> None:
+    def note(connection: TlsConnection) -> None:
         begun.append(connection)
-        shake_hands(connection, num_bytes)
+        shake_hands(connection)
 
     monkeypatch.setattr(TlsConnection, "_shake_hands", note)
     async with serving(tmp_path) as port:
@@ -269,9 +270,10 @@ async def test_records_of_one_byte_leave_time_for_others_and_are_all_read(
 ) -> None:
     """One client sends a body byte by byte, all at once; another one is answered long before it is read."""
     monkeypatch.setattr(time_slicer, "BUDGET_S", 0.0)
+    monkeypatch.setattr(connections, "_MAX_READ_S", 0.0)
     async with serving(tmp_path) as port:
         flood = await Flood.connected(port)
-        body = random.Random(0).randbytes(3000)
+        body = random.Random(0).randbytes(30_000)
         flood.send(b"POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body))
         for number in range(len(body)):
             flood.send(body[number : number + 1])
@@ -319,10 +321,10 @@ async def test_no_handshake_is_made_with_a_client_that_has_left(
 ) -> None:
     num_made, shake_hands = 0, TlsConnection._shake_hands
 
-    def counted(self: TlsConnection, num_bytes: int) -> None:
+    def counted(self: TlsConnection) -> None:
         nonlocal num_made
         num_made += 1
-        shake_hands(self, num_bytes)
+        shake_hands(self)
 
     monkeypatch.setattr(TlsConnection, "_shake_hands", counted)
     async with serving(tmp_path) as port:
