@@ -325,21 +325,7 @@ class ExternalEnginesConfig:
         ),
     ] = ""
     engine_key: Annotated[str, Setting("PEM file with the key of --engine-cert.", ENGINES, metavar="FILE")] = ""
-    max_attempts: Annotated[
-        int, Meta(gt=0, le=DAY_S), Setting("Most engines that one request is tried on before its first byte.", LIMITS)
-    ] = 3
-    connect_timeout_s: Annotated[Seconds, Setting("Seconds to connect to an engine.", LIMITS)] = 2.0
     probe_interval_s: Annotated[Seconds, Setting("Seconds between two health checks of an engine.", LIMITS)] = 1.0
-    probe_timeout_s: Annotated[Seconds, Setting("Seconds an engine has to answer a health check.", LIMITS)] = 2.0
-    max_failed_probes: Annotated[
-        int,
-        Meta(gt=0, le=DAY_S),
-        Setting(
-            "Failed health checks in a row after which an engine counts as gone. Requests that wait there for their "
-            "first byte then go elsewhere.",
-            LIMITS,
-        ),
-    ] = 2
     engine_stall_s: Annotated[
         float,
         Meta(ge=0, le=DAY_S),
@@ -349,20 +335,15 @@ class ExternalEnginesConfig:
             LIMITS,
         ),
     ] = 30.0
-    breaker_failures: Annotated[
-        int, Meta(gt=0, le=DAY_S), Setting("Failed requests in a row that open an engine's circuit breaker.", LIMITS)
-    ] = 3
-    breaker_open_s: Annotated[
-        Seconds,
-        Setting("Seconds for which the breaker opens at first; they double with each failed trial.", LIMITS),
-    ] = 1.0
-    # Clients give up after 30 s or more: a healthy engine is tried again well before that.
-    breaker_max_open_s: Annotated[Seconds, Setting("Seconds for which it opens at most.", LIMITS)] = 8.0
+    # The rest have no flags.
+    max_attempts: int = 3  # engines that one request is tried on before its first byte
+    connect_timeout_s: float = 2.0
+    probe_timeout_s: float = 2.0  # for an engine to answer a health check
+    max_failed_probes: int = 2  # in a row, after which an engine counts as gone and its requests without a byte move
+    breaker_failures: int = 3  # failed requests in a row that open an engine's circuit breaker
+    breaker_open_s: float = 1.0  # at first; doubles with each failed trial
+    breaker_max_open_s: float = 8.0  # clients give up after 30 s or more: a healthy engine is tried well before that
 
     def __post_init__(self) -> None:
         check_settings(self)
         _require_both(self, "engine_cert", "engine_key")
-        require(
-            self.breaker_max_open_s >= self.breaker_open_s,
-            f"breaker_max_open_s={self.breaker_max_open_s} is less than breaker_open_s={self.breaker_open_s}",
-        )

@@ -144,7 +144,7 @@ def test_no_flag_means_the_defaults_of_the_config() -> None:
         ("serve --ray-address head", "ray_address='head' must be host:port"),
         ("serve --pool-gb nan", "pool_gb=nan must be from 0"),
         ("serve --pool-gb 1e308", "pool_gb=1e+308 must be from 0"),
-        ("route --probe-timeout-s nan", "probe_timeout_s=nan must be above 0"),
+        ("route --probe-interval-s nan", "probe_interval_s=nan must be above 0"),
         ("serve --transport in_process", "transport='in_process' must be one of nixl, nccl"),
         ("serve --host a..b", "host='a..b' is no host name"),
         ("serve --host \udcff", "host='\\udcff' must be text in UTF-8"),

@@ -44,7 +44,7 @@ def test_every_field_of_the_engines_config_is_a_flag_and_every_flag_a_field() ->
         ("route", "there are no engines and no way to add any"),
         ("route --engines /no/such/file", "engines='/no/such/file' cannot be read"),
         ("route --admin-token-file /no/such/file", "admin_token_file='/no/such/file' cannot be read"),
-        ("route --max-attempts 0", "max_attempts=0 must be above 0"),
+        ("route --max-attempts 2", "No such option: --max-attempts. See: tandem route --help"),
         ("route --router-processes 0", "router_processes=0 must be from 1 to 64"),
         ("route --api-key-file /no/such/file", "api_key_file='/no/such/file' cannot be read"),
         ("route --tenants /no/such/file", "tenants='/no/such/file' cannot be read"),
