@@ -13,7 +13,6 @@ from tandem.protocol.config.panels import (
     ENGINES,
     HTTP,
     LIMITS,
-    MAX_COUNT,
     MODEL,
     PINS,
     QUEUES,
@@ -186,16 +185,7 @@ class RouterConfig:
         ),
     ] = "auto"
     max_body_bytes: Annotated[int, Meta(ge=1, le=2**40), Setting("Largest request body, in bytes.", LIMITS)] = 8 << 20
-    max_header_bytes: Annotated[
-        int,
-        Meta(ge=4096, le=MAX_COUNT),  # clients need 4 KB for keys and cookies
-        Setting("Largest URL and header lines of a request together, in bytes.", LIMITS),
-    ] = 32 << 10
     max_connections: Annotated[Count, Setting("Most open connections of each router process.", LIMITS)] = 2048
-    header_timeout_s: Annotated[Seconds, Setting("Seconds a client has to send a header.", LIMITS)] = 10.0
-    body_timeout_s: Annotated[
-        Seconds, Setting("Seconds a client has to send a body, plus 1 s for each 16 KB that has arrived.", LIMITS)
-    ] = 30.0
     keep_alive_timeout_s: Annotated[
         Seconds,
         Setting(
@@ -204,11 +194,6 @@ class RouterConfig:
             LIMITS,
         ),
     ] = 120.0
-    tokenizer_threads: Annotated[
-        int,
-        Meta(ge=1, le=256),
-        Setting("Threads of each router process for prompts of medium length, and as many for long ones.", LIMITS),
-    ] = 2
     worker_timeout_s: Annotated[
         Seconds, Setting("Seconds of silence after which a worker or an engine counts as dead.", LIMITS)
     ] = 8.0
@@ -261,6 +246,9 @@ class RouterConfig:
         Meta(ge=0, le=DAY_S),
         Setting("Seconds after that in which running answers may finish, once SIGTERM has come.", LIMITS),
     ] = 25.0
+    # The rest have no flags.
+    header_timeout_s: float = 10.0  # for a client to send a header
+    body_timeout_s: float = 30.0  # for a client to send a body, plus 1 s for each 16 KB that has arrived
 
     def __post_init__(self) -> None:
         check_settings(self)

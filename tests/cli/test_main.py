@@ -2,7 +2,7 @@ import inspect
 import socket
 import sys
 import types
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +22,24 @@ from tandem.protocol.config import (
     TransferConfig,
 )
 from tandem.protocol.errors import ConfigError
+from tandem.protocol.settings import settings_of
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tests.support.keys import make_key_file
 
 CONFIGS = [EngineConfig, ManagedEngineConfig, TransferConfig, TierConfig, RouterConfig, ClusterConfig]
-COMPONENTS = {"engine", "managed", "tiers", "transfer", "router"}
 FLAGS = inspect.signature(serve).parameters
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_every_config_field_is_a_flag_with_the_same_default(config: Any) -> None:
-    for field in fields(config):
-        if field.name in COMPONENTS:
-            continue
-        assert field.name in FLAGS, f"{config.__name__}.{field.name} has no flag"
-        if field.default is not MISSING:
-            default = FLAGS[field.name].default
-            assert (tuple(default) if isinstance(default, list) else default) == field.default
+def test_every_setting_is_a_flag_with_the_same_default(config: Any) -> None:
+    defaults = {field.name: field.default for field in fields(config)}
+    for field in settings_of(config):
+        default = FLAGS[field.name].default
+        assert (tuple(default) if isinstance(default, list) else default) == defaults[field.name]
 
 
 def test_every_flag_is_a_config_field() -> None:
-    names = {field.name for config in CONFIGS for field in fields(config)}
+    names = {field.name for config in CONFIGS for field in settings_of(config)}
     assert set(FLAGS) - names == {"ctx", "config", "pool_gb", "tenants", "api_key_file"}  # files are read at once
 
 

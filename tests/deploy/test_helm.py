@@ -340,7 +340,7 @@ def test_an_empty_list_of_outside_ports_makes_no_rule() -> None:
     [
         {"engine": {"block_sise": 16}},
         {"router": {"port": 0}},
-        {"router": {"tokenizer_threads": 0}},
+        {"router": {"max_connections": 0}},
         {"engine": {"block_size": 0}},
         {"engine": {"model": ""}},
         {"transfer": {"lease_ttl_s": 0}},

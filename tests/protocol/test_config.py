@@ -36,9 +36,8 @@ def make_cluster_config(**changes: Any) -> ClusterConfig:
         (RouterConfig, {"port": -1}),
         (RouterConfig, {"port": 65536}),
         (RouterConfig, {"max_body_bytes": 0}),
-        *((RouterConfig, {"tokenizer_threads": value}) for value in (-1, 0, 257)),
         *((RouterConfig, {"max_connections": value}) for value in (0, 10**30)),
-        *((RouterConfig, {"body_timeout_s": value}) for value in (0.0, math.nan, math.inf)),
+        *((RouterConfig, {"keep_alive_timeout_s": value}) for value in (0.0, math.nan, math.inf)),
         *((RouterConfig, {"max_pin_ttl_s": value}) for value in (0.0, math.nan, math.inf)),
         *(
             (RouterConfig, {"allowed_hosts": (value,)})
