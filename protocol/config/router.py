@@ -222,14 +222,6 @@ class RouterConfig:
             own_workers_only=True,
         ),
     ] = 0
-    rebalance: Annotated[
-        bool,
-        Setting(
-            "Move answers off a decode worker that lacks memory or is slow beside another one with room.",
-            WORKERS,
-            own_workers_only=True,
-        ),
-    ] = True
     drain_timeout_s: Annotated[
         float, Meta(ge=0, le=DAY_S), Setting("Seconds that running answers get to finish at Ctrl-C.", LIMITS)
     ] = 5.0

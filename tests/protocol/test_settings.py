@@ -96,7 +96,7 @@ def test_every_setting_is_described(field: Field) -> None:
         ),
         ("router_processes", 0, "router_processes=0 must be from 1 to 64"),
         ("handoff_timeout_s", math.nan, "handoff_timeout_s=nan must be above 0 and at most 86400 seconds"),
-        ("autoscale_interval_s", "2", "autoscale_interval_s='2' must be a number above 0 and at most 86400 seconds"),
+        ("lease_ttl_s", "2", "lease_ttl_s='2' must be a number above 0 and at most 86400 seconds"),
         ("pin_share", 1, "pin_share=1 must be from 0 to 0.9"),
         ("max_body_bytes", True, "max_body_bytes=True must be a whole number from 1 to 1099511627776 bytes"),
         ("block_size", 24, "block_size=24 must be a power of two from 1 to 256"),
