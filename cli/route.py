@@ -47,7 +47,7 @@ class EngineFiles:
 ROUTE_FIELDS = [
     field
     for field in fields_by_panel(EngineFiles, RouterConfig, RouterFiles, ExternalEnginesConfig)
-    if not field.setting.own_workers_only
+    if field.setting.command != "serve"
 ]
 
 

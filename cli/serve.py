@@ -47,16 +47,27 @@ class PoolSize:
         check_settings(self)
 
 
-SERVE_FIELDS = fields_by_panel(
-    EngineConfig, PoolSize, ManagedEngineConfig, ClusterConfig, TransferConfig, TierConfig, RouterConfig, RouterFiles
-)
+SERVE_FIELDS = [
+    field
+    for field in fields_by_panel(
+        EngineConfig,
+        PoolSize,
+        ManagedEngineConfig,
+        ClusterConfig,
+        TransferConfig,
+        TierConfig,
+        RouterConfig,
+        RouterFiles,
+    )
+    if field.setting.command != "route"
+]
 # Settings that servers of another engine do not read.
 _OWN_ENGINE_ONLY = {
     field.name
     for config in (EngineConfig, PoolSize, TransferConfig, TierConfig, RouterConfig)
     for field in settings_of(config)
-    if config is not RouterConfig or field.setting.own_workers_only
-} - {"model", "served_model_name"}
+    if config is not RouterConfig or field.setting.command == "serve"
+} - {"model", "served_model_name", "worker_stall_timeout_s"}
 _OF_TWO_ROLES = ("num_prefill", "num_decode", "decode_parallel_size")
 _OVERRIDES = {
     "colocated": _OF_TWO_ROLES,

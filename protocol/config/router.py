@@ -132,21 +132,22 @@ class RouterConfig:
             "where their order can change. 0 = two full steps, or half of one while a tenant sends several "
             "priorities.",
             QUEUES,
+            command="route",
         ),
     ] = 0.0
     pin_tenant_share: Annotated[
         float,
         Meta(gt=0, le=1),
-        Setting("Share of --pin-share that the pins of one tenant may occupy.", PINS, own_workers_only=True),
+        Setting("Share of --pin-share that the pins of one tenant may occupy.", PINS, command="serve"),
     ] = 0.5
-    max_pins: Annotated[CountOrZero, Setting("Most pins at one time; 0 = no pins.", PINS, own_workers_only=True)] = 1024
+    max_pins: Annotated[CountOrZero, Setting("Most pins at one time; 0 = no pins.", PINS, command="serve")] = 1024
     max_pins_per_tenant: Annotated[
-        CountOrZero, Setting("Most pins of one tenant at one time; 0 = no pins.", PINS, own_workers_only=True)
+        CountOrZero, Setting("Most pins of one tenant at one time; 0 = no pins.", PINS, command="serve")
     ] = 128
     max_pin_ttl_s: Annotated[
         float,
         Meta(gt=0, le=366 * DAY_S),
-        Setting("Longest time that a pin may last, in seconds.", PINS, own_workers_only=True),
+        Setting("Longest time that a pin may last, in seconds.", PINS, command="serve"),
     ] = 3600.0
     tool_parser: Annotated[
         Literal[
@@ -172,7 +173,7 @@ class RouterConfig:
             "Format in which the model writes tool calls; auto = as its chat template shows, none = refuse tools, "
             "response_template = as the checkpoint's response template says (reasoning too).",
             MODEL,
-            own_workers_only=True,
+            command="serve",
         ),
     ] = "auto"
     reasoning_parser: Annotated[
@@ -181,7 +182,7 @@ class RouterConfig:
             "Format in which the model writes its reasoning; auto = as its chat template shows, none = reasoning "
             "stays in the content.",
             MODEL,
-            own_workers_only=True,
+            command="serve",
         ),
     ] = "auto"
     max_body_bytes: Annotated[int, Meta(ge=1, le=2**40), Setting("Largest request body, in bytes.", LIMITS)] = 8 << 20
@@ -200,9 +201,10 @@ class RouterConfig:
     worker_stall_timeout_s: Annotated[
         Seconds,
         Setting(
-            "A living worker is replaced if its loop or step makes no progress for this long.",
+            "A living worker is replaced if its loop or step makes no progress for this long; a server of vLLM or "
+            "SGLang if it computes no token for five times as long.",
             LIMITS,
-            own_workers_only=True,
+            command="serve",
         ),
     ] = 60.0
     request_timeout_s: Annotated[
@@ -219,7 +221,7 @@ class RouterConfig:
             "An answer's KV is copied to another decode worker each time it has grown by this many tokens, so that "
             "little is computed again if its worker dies; 0 = never.",
             WORKERS,
-            own_workers_only=True,
+            command="serve",
         ),
     ] = 0
     drain_timeout_s: Annotated[

@@ -15,6 +15,7 @@ from tandem.cli.main import run
         (["--engine=vllm", "--pool-gb=1"], "pool_gb=1.0 is a setting of Tandem's own engine; give vllm its own flag"),
         (["--engine=vllm", "--checksums=all"], "checksums='all' is a setting of Tandem's own engine"),
         (["--engine=vllm", "--max-pins=4"], "max_pins=4 is a setting of Tandem's own engine"),
+        (["--engine=vllm", "--engine-start-timeout-s=9"], "No such option: --engine-start-timeout-s"),
         (["--engine=vllm", "--engine-args=--port 1"], "engine_args: --port is set by Tandem for each vLLM server"),
         (["--engine=vllm", "--engine-args=-tp two"], "engine_args: -tp two must be a whole number from 1 to 4096"),
         (["--engine=vllm", "--engine-args='"], "must be a command line; a quotation mark in it is not closed"),
