@@ -44,11 +44,7 @@ class EngineFiles:
         check_settings(self)
 
 
-ROUTE_FIELDS = [
-    field
-    for field in fields_by_panel(EngineFiles, RouterConfig, RouterFiles, ExternalEnginesConfig)
-    if field.setting.command != "serve"
-]
+ROUTE_FIELDS = fields_by_panel("route", EngineFiles, RouterConfig, RouterFiles, ExternalEnginesConfig)
 
 
 @with_settings(ROUTE_FIELDS)

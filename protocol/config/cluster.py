@@ -49,12 +49,7 @@ class ClusterConfig:
         NumWorkers, Setting("Workers that start as decode; short: --decode.", WORKERS, short="--decode")
     ] = 1
     colocated: Annotated[
-        bool,
-        Setting(
-            "One worker that does both, for small machines and for comparison.",
-            WORKERS,
-            flag="--colocated/--disaggregated",
-        ),
+        bool, Setting("One worker that does both, for small machines and for comparison.", WORKERS)
     ] = False
     autoscale: Annotated[
         bool, Setting("Move workers between prefill and decode by load; needs three or more.", WORKERS)

@@ -54,8 +54,8 @@ def test_a_flag_with_the_default_value_wins_too(tmp_path: Path, model: Path, lau
     ("text", "flags", "expected"),
     [
         ("num_prefill = 2", ["--colocated"], {"colocated": True, "num_prefill": 1}),
-        ("num_prefill = 2", ["--disaggregated"], {"colocated": False, "num_prefill": 2}),
-        ("colocated = true", ["--disaggregated", "--prefill", "2"], {"colocated": False, "num_prefill": 2}),
+        ("num_prefill = 2", ["--no-colocated"], {"colocated": False, "num_prefill": 2}),
+        ("colocated = true", ["--no-colocated", "--prefill", "2"], {"colocated": False, "num_prefill": 2}),
     ],
 )
 def test_a_flag_also_wins_over_settings_that_exclude_it(
@@ -69,15 +69,6 @@ def test_a_flag_also_wins_over_settings_that_exclude_it(
     path = write(tmp_path, f'model = "{model}"\nport = 0\n{text}\n')
     assert run(["serve", "--config", path, *flags]) == 7
     assert {name: getattr(launched[0], name) for name in expected} == expected
-
-
-@pytest.mark.parametrize(("text", "flag"), [("pool_gb = 2", "--pool-bytes=5"), ("pool_bytes = 7", "--pool-gb=5e-9")])
-def test_the_pools_size_on_the_command_line_wins_in_either_unit(
-    text: str, flag: str, tmp_path: Path, model: Path, launched: list[ClusterConfig]
-) -> None:
-    path = write(tmp_path, f'model = "{model}"\nport = 0\n{text}\n')
-    assert run(["serve", "--config", path, flag]) == 7
-    assert launched[0].engine.pool_bytes == 5
 
 
 def test_a_path_on_the_command_line_may_begin_with_the_home_folder_too(
@@ -128,7 +119,7 @@ def test_each_node_of_a_cluster_expands_the_paths_of_its_own_tiers(model: Path, 
         ("serve", 'transport = "in_process"', "{path}: transport='in_process' must be one of nixl, nccl"),
         ("serve", 'allowed_hosts = ["a b"]', "{path}: allowed_hosts: 'a b' must be one host name"),
         ("serve", 'allowed_hosts = "a"', "{path}: allowed_hosts='a' must be a list of strings"),
-        ("serve", "pool_gb = 1\npool_bytes = 5", "pool_gb and pool_bytes say the same thing"),
+        ("serve", "pool_gb = 1", "{path}: unknown key 'pool_gb' with value 1; "),
         ("serve", "colocated = true\nnum_decode = 2", "num_decode=2 has no use with it"),
         (
             "serve",

@@ -12,7 +12,7 @@ from tandem.cli.main import run
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--engine=vllm", "--pool-gb=1"], "pool_gb=1.0 is a setting of Tandem's own engine; give vllm its own flag"),
+        (["--engine=vllm", "--pool-bytes=1"], "pool_bytes=1 is a setting of Tandem's own engine; give vllm its own"),
         (["--engine=vllm", "--checksums=all"], "checksums='all' is a setting of Tandem's own engine"),
         (["--engine=vllm", "--max-pins=4"], "max_pins=4 is a setting of Tandem's own engine"),
         (["--engine=vllm", "--engine-start-timeout-s=9"], "No such option: --engine-start-timeout-s"),
