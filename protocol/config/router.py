@@ -14,7 +14,6 @@ from tandem.protocol.config.panels import (
     HTTP,
     LIMITS,
     MODEL,
-    PINS,
     QUEUES,
     WORKERS,
     Count,
@@ -135,20 +134,6 @@ class RouterConfig:
             command="route",
         ),
     ] = 0.0
-    pin_tenant_share: Annotated[
-        float,
-        Meta(gt=0, le=1),
-        Setting("Share of --pin-share that the pins of one tenant may occupy.", PINS, command="serve"),
-    ] = 0.5
-    max_pins: Annotated[CountOrZero, Setting("Most pins at one time; 0 = no pins.", PINS, command="serve")] = 1024
-    max_pins_per_tenant: Annotated[
-        CountOrZero, Setting("Most pins of one tenant at one time; 0 = no pins.", PINS, command="serve")
-    ] = 128
-    max_pin_ttl_s: Annotated[
-        float,
-        Meta(gt=0, le=366 * DAY_S),
-        Setting("Longest time that a pin may last, in seconds.", PINS, command="serve"),
-    ] = 3600.0
     tool_parser: Annotated[
         Literal[
             "auto",
@@ -269,8 +254,8 @@ class RouterFiles:
     tenants: Annotated[
         str,
         Setting(
-            "TOML file with the weight, ttft_slo_ms and max_queue_share of each tenant (docs/admission.md); "
-            "empty = all tenants are alike.",
+            "TOML file with the weight, ttft_slo_ms and max_queue_share of each tenant, and the quotas of pins "
+            "(docs/admission.md); empty = all tenants are alike.",
             QUEUES,
             metavar="FILE",
         ),

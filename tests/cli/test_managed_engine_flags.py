@@ -14,7 +14,7 @@ from tandem.cli.main import run
     [
         (["--engine=vllm", "--pool-bytes=1"], "pool_bytes=1 is a setting of Tandem's own engine; give vllm its own"),
         (["--engine=vllm", "--checksums=all"], "checksums='all' is a setting of Tandem's own engine"),
-        (["--engine=vllm", "--max-pins=4"], "max_pins=4 is a setting of Tandem's own engine"),
+        (["--engine=vllm", "--copy-kv-tokens=4"], "copy_kv_tokens=4 is a setting of Tandem's own engine"),
         (["--engine=vllm", "--engine-start-timeout-s=9"], "No such option: --engine-start-timeout-s"),
         (["--engine=vllm", "--engine-args=--port 1"], "engine_args: --port is set by Tandem for each vLLM server"),
         (["--engine=vllm", "--engine-args=-tp two"], "engine_args: -tp two must be a whole number from 1 to 4096"),

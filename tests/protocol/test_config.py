@@ -36,7 +36,6 @@ def make_cluster_config(**changes: Any) -> ClusterConfig:
         (RouterConfig, {"max_body_bytes": 0}),
         *((RouterConfig, {"max_connections": value}) for value in (0, 10**30)),
         *((RouterConfig, {"keep_alive_timeout_s": value}) for value in (0.0, math.nan, math.inf)),
-        *((RouterConfig, {"max_pin_ttl_s": value}) for value in (0.0, math.nan, math.inf)),
         *(
             (RouterConfig, {"allowed_hosts": (value,)})
             for value in ("", "http://a", "a/b", "*.a", "a,b", "a b", "[::1", "a@b")
