@@ -21,6 +21,10 @@ from tandem.cli.main import run
         (["--engine=vllm", "--engine-args='"], "must be a command line; a quotation mark in it is not closed"),
         (["--engine=vllm", "--engine-python=/nowhere/python"], "engine_python='/nowhere/python' is no file"),
         (["--engine=vllm"], f"engine_kind='vllm', but {sys.executable} has no module vllm: install it there, or name"),
+        (
+            ["--engine=vllm", "--worker-stall-timeout-s=9"],
+            f"engine_kind='vllm', but {sys.executable} has no module vllm",
+        ),
         (["--engine=sglang"], f"engine_kind='sglang', but {sys.executable} has no module sglang"),
         (["--engine=vllm", "--engine-python=/dev/null"], "engine_python='/dev/null' is no file"),
         (["--engine=vllm", f"--engine-python={__file__}"], "cannot be run: Permission denied"),

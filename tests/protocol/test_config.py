@@ -131,6 +131,11 @@ def test_values_at_the_edge_are_accepted(make: Callable[..., object], changes: d
     assert {name: getattr(config, name) for name in changes} == changes
 
 
+@pytest.mark.parametrize(("lease_ttl_s", "interval_s"), [(0.5, 0.05), (5.0, 0.5), (10.0, 1.0), (600.0, 1.0)])
+def test_a_lease_outlives_nine_lost_heartbeats(lease_ttl_s: float, interval_s: float) -> None:
+    assert TransferConfig(lease_ttl_s=lease_ttl_s).heartbeat_interval_s == interval_s
+
+
 def test_an_unknown_field_is_an_error() -> None:
     with pytest.raises(TypeError):
         make_engine_config(max_num_seq=3)
