@@ -29,7 +29,7 @@ from tandem.loadtest.client import StreamTiming, run_measured
 from tandem.loadtest.stats import Distribution
 
 _TOKEN_IDS = range(1000, 4000)  # valid in any model with a vocabulary of a few thousand
-_POOL = "--pool-gb=0.5"
+_POOL = "--pool-bytes=500000000"
 _READY_S = 120.0  # for the victim's successor
 _ONE_AND_TWO = Setup("1P2D", ("--prefill=1", "--decode=2", "--no-local-prefill"))
 

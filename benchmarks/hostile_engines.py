@@ -58,7 +58,7 @@ _INTERVAL_S = 0.02
 _SETTLE_S = 3.0
 _CHAT = "/v1/chat/completions"
 _HEAD = f"POST {_CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-_FLAGS = ("--probe-interval-s=0.5", "--breaker-failures=80000", "--engine-stall-s=0")
+_FLAGS = ("--probe-interval-s=0.5", "--engine-stall-s=0")
 
 
 class Waits(NamedTuple):

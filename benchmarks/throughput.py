@@ -35,7 +35,7 @@ from tandem.loadtest.closed_loop import run_completions
 from tandem.loadtest.stats import summarize
 
 _WARMUP_REQUESTS = 4
-POOL = "--pool-gb=1"  # taken at the start: the first use of memory would be measured as time of prefill
+POOL = "--pool-bytes=1000000000"  # taken at the start: the first use of memory would be measured as time of prefill
 _FLOORS = {COLOCATED.name: ("vLLM colocated", 0.8), ONE_PAIR.name: ("vLLM 1P1D", 1.0)}
 
 Results = dict[str, dict[str, Any]]

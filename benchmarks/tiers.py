@@ -43,9 +43,9 @@ def main() -> int:
     if settings.quick:
         settings.prompt_tokens, settings.prompts = 500, 3
     results: dict[str, Any] = {}
-    pool_gb = 1.5 * settings.prompt_tokens * _TOKEN_BYTES / 1e9
+    pool_bytes = 3 * settings.prompt_tokens * _TOKEN_BYTES // 2
     with tempfile.TemporaryDirectory() as folder:
-        for setup in _setups(Path(folder), pool_gb, settings.prompts):
+        for setup in _setups(Path(folder), pool_bytes, settings.prompts):
             with serving(setup, settings.model) as server:
                 results[setup.name] = run_measured(measure(server, settings))
     _show(results, settings)
@@ -53,13 +53,13 @@ def main() -> int:
     return 0
 
 
-def _setups(folder: Path, pool_gb: float, num_prompts: int) -> list[Setup]:
-    common = ("--colocated", f"--pool-gb={pool_gb:.4f}")
+def _setups(folder: Path, pool_bytes: int, num_prompts: int) -> list[Setup]:
+    common = ("--colocated", f"--pool-bytes={pool_bytes}")
     return [
         Setup("host", (*common, "--host-cache-gb=2")),
         Setup("disk", (*common, f"--disk-cache-path={folder / 'disk'}")),
         Setup("object", (*common, f"--object-cache-url={(folder / 'object').as_uri()}", "--object-cache-codec=raw")),
-        Setup("peer", (*ONE_PAIR_ALWAYS.flags, f"--pool-gb={pool_gb * (num_prompts + 2):.4f}")),
+        Setup("peer", (*ONE_PAIR_ALWAYS.flags, f"--pool-bytes={pool_bytes * (num_prompts + 2)}")),
     ]
 
 

@@ -86,7 +86,7 @@ def chaos(
 
     [cyan]tandem chaos --seed 7 --prefill 1 --decode 3 --streams 16[/cyan]
 
-    [cyan]tandem chaos --events operations --link-faults none -- --pool-gb 0.05 --max-num-seqs 8[/cyan]
+    [cyan]tandem chaos --events operations --link-faults none -- --pool-bytes 50000000 --max-num-seqs 8[/cyan]
     """
     kinds = [] if events == "none" else kinds_of(events)
     if router_processes == 1:

@@ -48,10 +48,11 @@ def with_settings(
     return decorate
 
 
-def fields_by_panel(*configs: type[Any]) -> list[Field]:
-    """The settings of these classes in the order of `--help`."""
+def fields_by_panel(command: str, *configs: type[Any]) -> list[Field]:
+    """The settings of these classes that the command has, in the order of `--help`."""
+    fields = (field for config in configs for field in settings_of(config))
     return sorted(
-        (field for config in configs for field in settings_of(config)),
+        (field for field in fields if field.setting.command in ("", command)),
         key=lambda field: PANELS.index(field.setting.panel),
     )
 

@@ -26,7 +26,12 @@ __all__ = ["HELM_COMPONENTS", "configuration_page", "values_schema"]
 
 _CHART_DECIDES = {"ray_address"}  # settings that are no helm values
 HELM_COMPONENTS: dict[str, list[Field]] = {
-    component: [field for config in configs for field in settings_of(config) if field.name not in _CHART_DECIDES]
+    component: [
+        field
+        for config in configs
+        for field in settings_of(config)
+        if field.name not in _CHART_DECIDES and field.setting.command != "route"
+    ]
     for component, configs in {
         "engine": (EngineConfig,),
         "transfer": (TransferConfig,),

@@ -44,11 +44,7 @@ class EngineFiles:
         check_settings(self)
 
 
-ROUTE_FIELDS = [
-    field
-    for field in fields_by_panel(EngineFiles, RouterConfig, RouterFiles, ExternalEnginesConfig)
-    if not field.setting.own_workers_only
-]
+ROUTE_FIELDS = fields_by_panel("route", EngineFiles, RouterConfig, RouterFiles, ExternalEnginesConfig)
 
 
 @with_settings(ROUTE_FIELDS)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
-
 from rich.markup import escape
 
 from tandem.cli.config_flags import Values, fields_by_panel, with_settings
@@ -24,9 +21,8 @@ from tandem.protocol.config import (
     TierConfig,
     TransferConfig,
 )
-from tandem.protocol.config.panels import ENGINE, Gigabytes
 from tandem.protocol.errors import ConfigError
-from tandem.protocol.settings import Setting, check_settings, from_values, settings_of
+from tandem.protocol.settings import from_values, settings_of
 from tandem.runtime.status_console import StatusConsole
 from tandem.runtime.tracing.setup import check_tracing
 from tandem.scheduling.admission.tenants import load_tenants
@@ -34,38 +30,20 @@ from tandem.worker.kv.tier_check import check_tiers
 
 __all__ = ["SERVE_FIELDS", "build_config", "serve"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSize:
-    """The pool's size in another unit than the field's."""
-
-    pool_gb: Annotated[
-        Gigabytes, Setting("Size of the KV pool in GB (10^9 bytes), instead of --pool-bytes; 0 = not given.", ENGINE)
-    ] = 0.0
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-
-
 SERVE_FIELDS = fields_by_panel(
-    EngineConfig, PoolSize, ManagedEngineConfig, ClusterConfig, TransferConfig, TierConfig, RouterConfig, RouterFiles
+    "serve", EngineConfig, ManagedEngineConfig, ClusterConfig, TransferConfig, TierConfig, RouterConfig, RouterFiles
 )
 # Settings that servers of another engine do not read.
 _OWN_ENGINE_ONLY = {
     field.name
-    for config in (EngineConfig, PoolSize, TransferConfig, TierConfig, RouterConfig)
+    for config in (EngineConfig, TransferConfig, TierConfig, RouterConfig)
     for field in settings_of(config)
-    if config is not RouterConfig or field.setting.own_workers_only
-} - {"model", "served_model_name"}
+    if config is not RouterConfig or field.setting.command == "serve"
+} - {"model", "served_model_name", "worker_stall_timeout_s"}
 _OF_TWO_ROLES = ("num_prefill", "num_decode", "decode_parallel_size")
-_OVERRIDES = {
-    "colocated": _OF_TWO_ROLES,
-    "pool_bytes": ("pool_gb",),
-    "pool_gb": ("pool_bytes",),
-}
 
 
-@with_settings(SERVE_FIELDS, overrides=_OVERRIDES)
+@with_settings(SERVE_FIELDS, overrides={"colocated": _OF_TWO_ROLES})
 def serve(values: Values) -> int:
     """Serve a model over the OpenAI API until Ctrl-C.
 
@@ -78,7 +56,7 @@ def serve(values: Values) -> int:
 
     [cyan]tandem serve --model ~/models/qwen3-4b --prefill 1 --decode 3 --gpus-per-worker 1[/cyan]
 
-    [cyan]tandem serve --colocated --pool-gb 2 --port 8001[/cyan]
+    [cyan]tandem serve --colocated --pool-bytes 2000000000 --port 8001[/cyan]
 
     [cyan]tandem serve --ray-address auto --host 0.0.0.0[/cyan]
 
@@ -141,10 +119,6 @@ def build_config(values: Values) -> ClusterConfig:
             f"{unused[0]}={values[unused[0]]!r} is a setting of Tandem's own engine; give {managed.engine_kind} "
             "its own flag in engine_args"
         )
-    if pool_gb := from_values(PoolSize, values).pool_gb:
-        if values.get("pool_bytes"):
-            raise ConfigError("pool_gb and pool_bytes say the same thing; give one of them")
-        values = values | {"pool_bytes": round(pool_gb * 1e9)}
     return from_values(
         ClusterConfig,
         values,

@@ -81,8 +81,7 @@ class TandemService:
     async def start(self) -> None:
         """As `Service.start`."""
         await self._workers.start()
-        if self._config.router.rebalance:
-            self._background.keep("the relief of hot spots", self._flow.hot_spots.run)
+        self._background.keep("the relief of hot spots", self._flow.hot_spots.run)
 
     def load(self) -> None:
         """As `Service.load`: the tokenizer brings transformers."""

@@ -83,7 +83,7 @@ def create_engines_app(
     Without `traffic` the dashboard shows the requests of this app alone.
     """
     metrics = EdgeMetrics(metrics_registry)
-    pool = TokenizerPool(config.tokenizer_threads)
+    pool = TokenizerPool()
     scopes = CacheScopes(tenants, has_keys=api_keys.is_required)
     limits = AttemptLimits(
         engines_config.max_attempts,

@@ -78,7 +78,7 @@ def create_app(
     context = ServingContext(
         backend,
         tokenizer,
-        TokenizerPool(config.tokenizer_threads),
+        TokenizerPool(),
         EdgeMetrics(registry),
         CacheScopes(tenants, has_keys=api_keys.is_required),
         choose_formats(config, tokenizer),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from tandem.engine.engine import Engine
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.outgoing_handoff import BlockWrite
 from tandem.kv_transfer.transport.base import Transfer, TransferState, Transport
-from tandem.kv_transfer.transport.checksum import CHECKED_SHARE, append_checksum, block_checksums
+from tandem.kv_transfer.transport.checksum import append_checksum, block_checksums
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.errors import PeerLost, TransferError
 from tandem.protocol.messages import ChunkArrived, LinkLoad, PeerAddress, WorkerEpoch, encode_message
@@ -89,7 +88,6 @@ class BlockWrites:
         self._config = config
         self._in_flight: list[_Flight] = []
         self._oldest: dict[WorkerEpoch, _OldestWrite] = {}  # by receiver
-        self._draw = random.Random(0).random  # chooses the blocks to check
 
     @property
     def num_in_flight(self) -> int:
@@ -169,15 +167,15 @@ class BlockWrites:
         return min(max(_STUCK_FACTOR * expected_s, _LEAST_STUCK_S), self._config.handoff_timeout_s)
 
     def _payload(self, write: BlockWrite) -> bytes:
-        """The notification that follows a write, with checksums of the blocks to be checked."""
-        notification, share = write.notification, CHECKED_SHARE[self._config.checksums]
-        if share > 0 and isinstance(notification, ChunkArrived):
+        """The notification that follows a write, with the checksums of its blocks."""
+        notification = write.notification
+        if self._config.checksums == "all" and isinstance(notification, ChunkArrived):
             notification = ChunkArrived(
                 request_id=notification.request_id,
                 generation=notification.generation,
                 first_block=notification.first_block,
                 num_blocks=notification.num_blocks,
-                checksums=block_checksums(self._engine.kv.shards, write.local_block_ids, share=share, draw=self._draw),
+                checksums=block_checksums(self._engine.kv.shards, write.local_block_ids),
             )
         return append_checksum(encode_message(notification))
 

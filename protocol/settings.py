@@ -47,7 +47,7 @@ class Setting:
     flag_type: Any = None  # type for flags, files and helm values, if they accept less than the field
     is_valid: Callable[[Any], bool] | None = None  # for a tuple: of each item
     rule: str = ""  # what a value must be, if type and bounds do not say it
-    own_workers_only: bool = False  # not a setting of `tandem route`
+    command: Literal["", "serve", "route"] = ""  # the only command that has it; "" = all that read its class
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,7 +180,8 @@ class TokenizerPool:
     Texts of medium size have threads of their own, because a long one may take seconds.
     """
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int = 2) -> None:
+        """`num_threads` for texts of medium size, and as many for long ones."""
         self._medium = FairThreads(num_threads, "tokenizer")
         self._long = FairThreads(num_threads, "long-texts")
 

@@ -24,6 +24,8 @@ __all__ = ["check_engine", "engine_facts", "engine_servers", "parallelism_of"]
 
 _KEY_BYTES = 24
 _IS_MISSING = 3  # exit code
+# A server shows less of its progress than our workers do: one that computes a long prompt shows none.
+_STALL_FACTOR = 5
 _LOOK_S = 20.0
 _BYTES_OF = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -91,8 +93,7 @@ def engine_servers(config: ClusterConfig, model: str) -> list[tuple[EngineServer
                 is_local=not config.ray_address,
                 cpu_cores=() if config.ray_address else cores_of(idx, len(roles), config.engine.num_threads),
                 log_folder=managed.engine_log_folder,
-                start_timeout_s=managed.engine_start_timeout_s,
-                stall_timeout_s=managed.engine_stall_timeout_s,
+                stall_timeout_s=_STALL_FACTOR * config.router.worker_stall_timeout_s,
                 api_key=api_key,
             ),
             role,

@@ -89,10 +89,7 @@ class ServerProcess:
                 if self._client.get(url).status_code == 200:
                     return
             if time.monotonic() > deadline_s:
-                raise WorkerError(
-                    f"{self._name} did not serve in time: raise engine_start_timeout_s, or see its last line: "
-                    f"{self._last_line()}"
-                )
+                raise WorkerError(f"{self._name} did not serve in time; its last line: {self._last_line()}")
         raise WorkerError("stopped while it loaded")
 
     def generate(self, url: str, fields: Mapping[str, object], api_key: str, deadline_s: float) -> None:

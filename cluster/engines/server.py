@@ -88,7 +88,7 @@ class EngineServer:
     is_local: bool = False  # whether all servers and the router are on one machine
     cpu_cores: tuple[int, ...] = ()  # cores of its own; empty = any
     log_folder: str = ""
-    start_timeout_s: float = 1800.0
+    start_timeout_s: float = 3600.0  # to load its model and answer: the largest take most of an hour
     stall_timeout_s: float = 300.0
     api_key: str = field(default="", repr=False)
 

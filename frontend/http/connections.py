@@ -60,7 +60,6 @@ class Connections:
     def __init__(self, config: RouterConfig, max_connections: int) -> None:
         """`max_connections` is the config's, or less if the process may not open as many files."""
         self.max_connections = max_connections
-        self.max_header_bytes = config.max_header_bytes
         self.header_timeout_s = config.header_timeout_s
         self.body_timeout_s = config.body_timeout_s
         self.keep_alive_timeout_s = config.keep_alive_timeout_s

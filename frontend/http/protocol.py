@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 MAX_URL_BYTES = 8192
 MAX_HEADERS = 128
+MAX_HEADER_BYTES = 32 << 10  # of the URL and all header lines together
 PIECE_BYTES = 4096  # the most bytes that are parsed at once
 MIN_BODY_PIECE_BYTES = 256  # the same for a part of a body, after which other requests may follow
 MAX_UNPARSED_BYTES = 64 * 1024  # bytes after requests that wait; beyond it the connection is not read
@@ -242,7 +243,7 @@ class HttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserError as exc:
             self.refuse(_refusal_of(exc))
         else:
-            if self._num_stray_bytes > self._shared.max_header_bytes:
+            if self._num_stray_bytes > MAX_HEADER_BYTES:
                 self.refuse(self._header_too_large())
 
     def _parse(self, data: bytes) -> None:
@@ -488,7 +489,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Raise a `Refusal` for a request that the app must not see."""
         num_bytes = len(self.url) + sum(map(len, chain.from_iterable(self.headers)))
         num_hosts = list(map(_FIRST, self.headers)).count(b"host")
-        if len(self.headers) > MAX_HEADERS or num_bytes > self._shared.max_header_bytes:
+        if len(self.headers) > MAX_HEADERS or num_bytes > MAX_HEADER_BYTES:
             raise self._header_too_large()
         if num_hosts != 1 and (num_hosts or self.parser.get_http_version() == "1.1"):
             raise InvalidHttp("A request needs one Host header.")
@@ -498,9 +499,7 @@ class HttpProtocol(HttpToolsProtocol):
             )
 
     def _header_too_large(self) -> HeaderTooLarge:
-        return HeaderTooLarge(
-            f"The header is larger than {self._shared.max_header_bytes} bytes or {MAX_HEADERS} lines."
-        )
+        return HeaderTooLarge(f"The header is larger than {MAX_HEADER_BYTES} bytes or {MAX_HEADERS} lines.")
 
     def refuse(self, refusal: Refusal) -> None:
         """Send an error after the responses to earlier requests, and end the connection.

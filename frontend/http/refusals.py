@@ -65,7 +65,7 @@ class UrlTooLong(Refusal):
 
 
 class HeaderTooLarge(Refusal):
-    """The header has more bytes than `--max-header-bytes`, or more than 128 lines."""
+    """The header has more than 32,768 bytes with its URL, or more than 128 lines."""
 
     status, code = 431, "header_too_large"
 

@@ -349,7 +349,7 @@ class PinFields(msgspec.Struct, kw_only=True, frozen=True):
         ConversationId | None, Doc("All that this conversation consists of, now and after later requests.")
     ] = None
     ttl_s: Annotated[
-        Annotated[float, Meta(gt=0)] | None, Doc("Seconds; by default 300, at most `--max-pin-ttl-s`.")
+        Annotated[float, Meta(gt=0)] | None, Doc("Seconds; by default 300, at most the server's `max_pin_ttl_s`.")
     ] = None
     cache_salt: CacheSalt = None
     prefetch: Annotated[

@@ -261,7 +261,7 @@ class Attempts:
                     finally:
                         reply.close()
         except TimeoutError as exc:
-            raise EngineFailed(engine, f"decoded no tokens within probe_timeout_s={timeout_s:g}") from exc
+            raise EngineFailed(engine, f"decoded no tokens within {timeout_s:g} s") from exc
         answer = parse_answer(engine, reply.status, reply.headers, answer_bytes, lambda found: "prompt" in found)
         text = answer.get("prompt")
         if reply.status != 200 or not isinstance(text, str):

@@ -7,18 +7,11 @@ from collections.abc import Callable
 from tandem.kv_transfer.eviction.base import EvictionPolicy
 from tandem.kv_transfer.eviction.hit_density import HitDensity
 from tandem.kv_transfer.eviction.lru import LRU
-from tandem.protocol.errors import ConfigError
 
-__all__ = ["POLICIES", "EvictionPolicy", "create_policy"]
+__all__ = ["POLICIES", "EvictionPolicy"]
 
+# What makes the policy of a tier of so many keys, by `TierConfig.eviction_policy`.
 POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "hit-density": HitDensity,
     "lru": LRU,
 }
-
-
-def create_policy(name: str, capacity: int) -> EvictionPolicy:
-    """A policy for a tier of `capacity` keys. Raises `ConfigError` if there is none of that name."""
-    if name not in POLICIES:
-        raise ConfigError(f"eviction_policy={name!r} is unknown; choose one of {', '.join(POLICIES)}")
-    return POLICIES[name](capacity)

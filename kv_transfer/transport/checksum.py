@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
@@ -14,23 +13,15 @@ from torch import Tensor
 
 from tandem.kv_transfer.transport.shards import shards_of
 
-__all__ = ["CHECKED_SHARE", "append_checksum", "block_checksums", "strip_checksum", "wrong_blocks"]
+__all__ = ["append_checksum", "block_checksums", "strip_checksum", "wrong_blocks"]
 
-# Share of the blocks that travel with a checksum, by `TransferConfig.checksums`.
-CHECKED_SHARE: dict[str, float] = {"off": 0.0, "sample": 1 / 16, "all": 1.0}
 _CHECKSUM_BYTES = 8
 _HOST, _DEVICE = b"h", b"d"
 _SLAB_BYTES = 64 << 20  # bytes of blocks whose words a device widens at a time
 
 
-def block_checksums(
-    shards: Tensor | Sequence[Tensor],
-    block_ids: Sequence[int],
-    *,
-    share: float = 1.0,
-    draw: Callable[[], float] = random.random,
-) -> list[bytes]:
-    """One checksum per block, or b"" for blocks outside the sample.
+def block_checksums(shards: Tensor | Sequence[Tensor], block_ids: Sequence[int]) -> list[bytes]:
+    """One checksum per block.
 
     In host memory it is XXH3, which reads as fast as memory is copied (12 GB/s on one core here) and releases the
     interpreter lock. On a GPU, where copying the bytes to the host would cost more than sending them, it is a weighted
@@ -39,15 +30,10 @@ def block_checksums(
     The blocks must be in memory: a GPU computes the sums beside the launched steps, not after them.
 
     shards: the pool, or its shards, each [num_blocks, ...] and contiguous; a block is its parts of them, in order
-    share:  part of the blocks that get a checksum, chosen by `draw`, which returns numbers in [0, 1)
     """
-    is_checked = [share >= 1 or draw() < share for _ in block_ids]
     shards = shards_of(shards)
     kind = _DEVICE if shards[0].is_cuda else _HOST
-    digests = iter(
-        _DIGESTS[kind](shards, [block for block, checked in zip(block_ids, is_checked, strict=True) if checked])
-    )
-    return [kind + next(digests) if checked else b"" for checked in is_checked]
+    return [kind + digest for digest in _DIGESTS[kind](shards, list(block_ids))]
 
 
 def wrong_blocks(shards: Tensor | Sequence[Tensor], block_ids: Sequence[int], checksums: Sequence[bytes]) -> list[int]:

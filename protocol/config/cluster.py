@@ -9,7 +9,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from tandem.protocol.config.managed import ManagedEngineConfig
-from tandem.protocol.config.panels import DAY_S, WORKERS, NumWorkers, Seconds, UnitsPerWorker
+from tandem.protocol.config.panels import DAY_S, WORKERS, NumWorkers, UnitsPerWorker
 from tandem.protocol.config.router import RouterConfig
 from tandem.protocol.config.worker import EngineConfig, TierConfig, TransferConfig
 from tandem.protocol.settings import Setting, check_settings, require
@@ -49,17 +49,11 @@ class ClusterConfig:
         NumWorkers, Setting("Workers that start as decode; short: --decode.", WORKERS, short="--decode")
     ] = 1
     colocated: Annotated[
-        bool,
-        Setting(
-            "One worker that does both, for small machines and for comparison.",
-            WORKERS,
-            flag="--colocated/--disaggregated",
-        ),
+        bool, Setting("One worker that does both, for small machines and for comparison.", WORKERS)
     ] = False
     autoscale: Annotated[
         bool, Setting("Move workers between prefill and decode by load; needs three or more.", WORKERS)
     ] = True
-    autoscale_interval_s: Annotated[Seconds, Setting("Seconds between two decisions of the autoscaler.", WORKERS)] = 2.0
     min_workers: Annotated[
         NumWorkers,
         Setting("Workers down to which the autoscaler removes, two or more; 0 = it only advises removals.", WORKERS),
@@ -121,6 +115,7 @@ class ClusterConfig:
             "On a joined Ray cluster: seconds that workers outlive a server that died; 0 = they end with it.", WORKERS
         ),
     ] = 300.0
+    autoscale_interval_s: float = 2.0  # between two decisions of the autoscaler; no flag
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -133,7 +128,7 @@ class ClusterConfig:
         heartbeat_s, timeout_s = self.transfer.heartbeat_interval_s, self.router.worker_timeout_s
         require(
             heartbeat_s * 2 <= timeout_s,
-            f"worker_timeout_s={timeout_s} must be at least two heartbeats (heartbeat_interval_s={heartbeat_s}), "
+            f"worker_timeout_s={timeout_s} must be at least two heartbeats, which come every {heartbeat_s:g} s, "
             "or healthy workers would count as dead; raise it",
         )
 

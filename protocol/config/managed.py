@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from tandem.protocol.config.panels import MANAGED, Seconds
+from tandem.protocol.config.panels import MANAGED
 from tandem.protocol.settings import Setting, check_settings, require
 
 __all__ = ["EngineKindName", "ManagedEngineConfig"]
@@ -61,13 +61,6 @@ class ManagedEngineConfig:
             metavar="FOLDER",
         ),
     ] = ""
-    engine_start_timeout_s: Annotated[
-        Seconds, Setting("Seconds that a vLLM or SGLang server has to load its model and answer.", MANAGED)
-    ] = 1800.0
-    engine_stall_timeout_s: Annotated[
-        Seconds,
-        Setting("A server that has requests and computes no token for this long is replaced.", MANAGED),
-    ] = 300.0
 
     def __post_init__(self) -> None:
         check_settings(self)

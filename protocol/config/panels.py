@@ -24,7 +24,6 @@ __all__ = [
     "Count",
     "CountOrZero",
     "Gigabytes",
-    "Megabytes",
     "NumWorkers",
     "Seconds",
     "UnitsPerWorker",
@@ -50,7 +49,6 @@ MAX_COUNT = 2**24
 
 Seconds = Annotated[float, Meta(gt=0, le=DAY_S)]
 Gigabytes = Annotated[float, Meta(ge=0, le=1_000_000)]  # 10^9 bytes
-Megabytes = Annotated[float, Meta(gt=0, le=1_000_000)]  # 10^6 bytes
 Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 CountOrZero = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 NumWorkers = Annotated[int, Meta(ge=0, le=1024)]

@@ -13,9 +13,7 @@ from tandem.protocol.config.panels import (
     ENGINES,
     HTTP,
     LIMITS,
-    MAX_COUNT,
     MODEL,
-    PINS,
     QUEUES,
     WORKERS,
     Count,
@@ -133,22 +131,9 @@ class RouterConfig:
             "where their order can change. 0 = two full steps, or half of one while a tenant sends several "
             "priorities.",
             QUEUES,
+            command="route",
         ),
     ] = 0.0
-    pin_tenant_share: Annotated[
-        float,
-        Meta(gt=0, le=1),
-        Setting("Share of --pin-share that the pins of one tenant may occupy.", PINS, own_workers_only=True),
-    ] = 0.5
-    max_pins: Annotated[CountOrZero, Setting("Most pins at one time; 0 = no pins.", PINS, own_workers_only=True)] = 1024
-    max_pins_per_tenant: Annotated[
-        CountOrZero, Setting("Most pins of one tenant at one time; 0 = no pins.", PINS, own_workers_only=True)
-    ] = 128
-    max_pin_ttl_s: Annotated[
-        float,
-        Meta(gt=0, le=366 * DAY_S),
-        Setting("Longest time that a pin may last, in seconds.", PINS, own_workers_only=True),
-    ] = 3600.0
     tool_parser: Annotated[
         Literal[
             "auto",
@@ -173,7 +158,7 @@ class RouterConfig:
             "Format in which the model writes tool calls; auto = as its chat template shows, none = refuse tools, "
             "response_template = as the checkpoint's response template says (reasoning too).",
             MODEL,
-            own_workers_only=True,
+            command="serve",
         ),
     ] = "auto"
     reasoning_parser: Annotated[
@@ -182,20 +167,11 @@ class RouterConfig:
             "Format in which the model writes its reasoning; auto = as its chat template shows, none = reasoning "
             "stays in the content.",
             MODEL,
-            own_workers_only=True,
+            command="serve",
         ),
     ] = "auto"
     max_body_bytes: Annotated[int, Meta(ge=1, le=2**40), Setting("Largest request body, in bytes.", LIMITS)] = 8 << 20
-    max_header_bytes: Annotated[
-        int,
-        Meta(ge=4096, le=MAX_COUNT),  # clients need 4 KB for keys and cookies
-        Setting("Largest URL and header lines of a request together, in bytes.", LIMITS),
-    ] = 32 << 10
     max_connections: Annotated[Count, Setting("Most open connections of each router process.", LIMITS)] = 2048
-    header_timeout_s: Annotated[Seconds, Setting("Seconds a client has to send a header.", LIMITS)] = 10.0
-    body_timeout_s: Annotated[
-        Seconds, Setting("Seconds a client has to send a body, plus 1 s for each 16 KB that has arrived.", LIMITS)
-    ] = 30.0
     keep_alive_timeout_s: Annotated[
         Seconds,
         Setting(
@@ -204,20 +180,16 @@ class RouterConfig:
             LIMITS,
         ),
     ] = 120.0
-    tokenizer_threads: Annotated[
-        int,
-        Meta(ge=1, le=256),
-        Setting("Threads of each router process for prompts of medium length, and as many for long ones.", LIMITS),
-    ] = 2
     worker_timeout_s: Annotated[
         Seconds, Setting("Seconds of silence after which a worker or an engine counts as dead.", LIMITS)
     ] = 8.0
     worker_stall_timeout_s: Annotated[
         Seconds,
         Setting(
-            "A living worker is replaced if its loop or step makes no progress for this long.",
+            "A living worker is replaced if its loop or step makes no progress for this long; a server of vLLM or "
+            "SGLang if it computes no token for five times as long.",
             LIMITS,
-            own_workers_only=True,
+            command="serve",
         ),
     ] = 60.0
     request_timeout_s: Annotated[
@@ -234,17 +206,9 @@ class RouterConfig:
             "An answer's KV is copied to another decode worker each time it has grown by this many tokens, so that "
             "little is computed again if its worker dies; 0 = never.",
             WORKERS,
-            own_workers_only=True,
+            command="serve",
         ),
     ] = 0
-    rebalance: Annotated[
-        bool,
-        Setting(
-            "Move answers off a decode worker that lacks memory or is slow beside another one with room.",
-            WORKERS,
-            own_workers_only=True,
-        ),
-    ] = True
     drain_timeout_s: Annotated[
         float, Meta(ge=0, le=DAY_S), Setting("Seconds that running answers get to finish at Ctrl-C.", LIMITS)
     ] = 5.0
@@ -261,6 +225,9 @@ class RouterConfig:
         Meta(ge=0, le=DAY_S),
         Setting("Seconds after that in which running answers may finish, once SIGTERM has come.", LIMITS),
     ] = 25.0
+    # The rest have no flags.
+    header_timeout_s: float = 10.0  # for a client to send a header
+    body_timeout_s: float = 30.0  # for a client to send a body, plus 1 s for each 16 KB that has arrived
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -287,8 +254,8 @@ class RouterFiles:
     tenants: Annotated[
         str,
         Setting(
-            "TOML file with the weight, ttft_slo_ms and max_queue_share of each tenant (docs/admission.md); "
-            "empty = all tenants are alike.",
+            "TOML file with the weight, ttft_slo_ms and max_queue_share of each tenant, and the quotas of pins "
+            "(docs/admission.md); empty = all tenants are alike.",
             QUEUES,
             metavar="FILE",
         ),
@@ -325,21 +292,7 @@ class ExternalEnginesConfig:
         ),
     ] = ""
     engine_key: Annotated[str, Setting("PEM file with the key of --engine-cert.", ENGINES, metavar="FILE")] = ""
-    max_attempts: Annotated[
-        int, Meta(gt=0, le=DAY_S), Setting("Most engines that one request is tried on before its first byte.", LIMITS)
-    ] = 3
-    connect_timeout_s: Annotated[Seconds, Setting("Seconds to connect to an engine.", LIMITS)] = 2.0
     probe_interval_s: Annotated[Seconds, Setting("Seconds between two health checks of an engine.", LIMITS)] = 1.0
-    probe_timeout_s: Annotated[Seconds, Setting("Seconds an engine has to answer a health check.", LIMITS)] = 2.0
-    max_failed_probes: Annotated[
-        int,
-        Meta(gt=0, le=DAY_S),
-        Setting(
-            "Failed health checks in a row after which an engine counts as gone. Requests that wait there for their "
-            "first byte then go elsewhere.",
-            LIMITS,
-        ),
-    ] = 2
     engine_stall_s: Annotated[
         float,
         Meta(ge=0, le=DAY_S),
@@ -349,20 +302,15 @@ class ExternalEnginesConfig:
             LIMITS,
         ),
     ] = 30.0
-    breaker_failures: Annotated[
-        int, Meta(gt=0, le=DAY_S), Setting("Failed requests in a row that open an engine's circuit breaker.", LIMITS)
-    ] = 3
-    breaker_open_s: Annotated[
-        Seconds,
-        Setting("Seconds for which the breaker opens at first; they double with each failed trial.", LIMITS),
-    ] = 1.0
-    # Clients give up after 30 s or more: a healthy engine is tried again well before that.
-    breaker_max_open_s: Annotated[Seconds, Setting("Seconds for which it opens at most.", LIMITS)] = 8.0
+    # The rest have no flags.
+    max_attempts: int = 3  # engines that one request is tried on before its first byte
+    connect_timeout_s: float = 2.0
+    probe_timeout_s: float = 2.0  # for an engine to answer a health check
+    max_failed_probes: int = 2  # in a row, after which an engine counts as gone and its requests without a byte move
+    breaker_failures: int = 3  # failed requests in a row that open an engine's circuit breaker
+    breaker_open_s: float = 1.0  # at first; doubles with each failed trial
+    breaker_max_open_s: float = 8.0  # clients give up after 30 s or more: a healthy engine is tried well before that
 
     def __post_init__(self) -> None:
         check_settings(self)
         _require_both(self, "engine_cert", "engine_key")
-        require(
-            self.breaker_max_open_s >= self.breaker_open_s,
-            f"breaker_max_open_s={self.breaker_max_open_s} is less than breaker_open_s={self.breaker_open_s}",
-        )

@@ -16,7 +16,6 @@ from tandem.protocol.config.panels import (
     Count,
     CountOrZero,
     Gigabytes,
-    Megabytes,
     Seconds,
 )
 from tandem.protocol.faults import parse_faults
@@ -34,6 +33,7 @@ __all__ = [
 ]
 
 DEFAULT_MODEL = "smollm2-135m"
+_HEARTBEATS_PER_LEASE = 10
 GPU_MEMORY_SHARE = 0.9  # what workers take; the rest is for temporaries of steps, CUDA itself and fragmentation
 
 DType = Literal["auto", "float32", "bfloat16"]
@@ -153,9 +153,7 @@ class EngineConfig:
         CountOrZero,
         Setting("Most tokens in one step, which is the chunk size of prefill; 0 = by role and device.", ENGINE),
     ] = 0
-    num_threads: Annotated[
-        int, Meta(ge=0, le=4096), Setting("CPU threads of a step; 0 = as many as torch chooses.", ENGINE)
-    ] = 0
+    num_threads: int = 0  # CPU threads of a step; no flag. 0 = as many as torch chooses
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -179,15 +177,11 @@ class TransferConfig:
         ),
     ] = "nixl"
     checksums: Annotated[
-        Literal["off", "sample", "all"],
-        Setting("Verify KV blocks that arrive from another worker: none, one in 16, or all.", TRANSFER),
+        Literal["off", "all"], Setting("Verify all KV blocks that arrive from another worker, or none.", TRANSFER)
     ] = "all"
     lease_ttl_s: Annotated[
         Seconds, Setting("Seconds that lent blocks stay lent after the sender's last heartbeat.", TRANSFER)
     ] = 10.0
-    heartbeat_interval_s: Annotated[
-        Seconds, Setting("Seconds between two heartbeats; at most a third of the lease.", TRANSFER)
-    ] = 1.0
     handoff_timeout_s: Annotated[Seconds, Setting("Seconds to wait for another worker's answer.", TRANSFER)] = 30.0
     inject_faults: Annotated[
         str,
@@ -201,13 +195,15 @@ class TransferConfig:
         ),
     ] = ""
 
+    max_heartbeat_interval_s: float = 1.0  # no flag
+
     def __post_init__(self) -> None:
         check_settings(self)
-        require(
-            self.heartbeat_interval_s * 3 <= self.lease_ttl_s,
-            f"lease_ttl_s={self.lease_ttl_s} must be at least three heartbeats "
-            f"(heartbeat_interval_s={self.heartbeat_interval_s})",
-        )
+
+    @property
+    def heartbeat_interval_s(self) -> float:
+        """Seconds between two heartbeats: several of them may be lost before a lease ends."""
+        return min(self.max_heartbeat_interval_s, self.lease_ttl_s / _HEARTBEATS_PER_LEASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,22 +256,15 @@ class TierConfig:
             TIERS,
         ),
     ] = "off"
-    eviction_policy: Annotated[EvictionPolicyName, Setting("Policy that chooses what a full tier evicts.", TIERS)] = (
-        "hit-density"
-    )
-    load_window_mb: Annotated[
-        Megabytes,
-        Setting("MB of KV that a worker loads at one time, for all its prompts, from tiers and other workers.", TIERS),
-    ] = 256.0
-    load_step_mb: Annotated[
-        Megabytes,
-        Setting("MB of loaded KV that are copied into the pool between two steps; more delays running answers.", TIERS),
-    ] = 32.0
     pin_share: Annotated[
         float,
         Meta(ge=0, le=0.9),
         Setting("Share of the pool and of each tier that pinned prefixes may occupy; 0 = no pins.", PINS),
     ] = 0.25
+    # The rest have no flags.
+    eviction_policy: EvictionPolicyName = "hit-density"  # chooses what a full tier evicts
+    load_window_mb: float = 256.0  # of KV that a worker loads at one time, for all its prompts, from tiers and peers
+    load_step_mb: float = 32.0  # of loaded KV copied into the pool between two steps; more delays running answers
 
     def __post_init__(self) -> None:
         check_settings(self)

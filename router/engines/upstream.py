@@ -138,7 +138,7 @@ class Upstream:
                         return await self._connect_to(address, context)
                 return await self._connect_to(last, context)
         except TimeoutError as exc:
-            raise Unreachable(f"no connection within connect_timeout_s={self._connect_timeout_s:g}") from exc
+            raise Unreachable(f"no connection within {self._connect_timeout_s:g} s") from exc
         except OSError as exc:
             raise Unreachable(tls_reason(exc)) from exc
 

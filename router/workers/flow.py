@@ -80,7 +80,7 @@ class RequestFlow:
         self._settings = settings
         self._clock = clock
         hasher = PromptHasher(registry)
-        self.cache = PinService(registry, index, workers, config, hasher.digests, clock=clock)
+        self.cache = PinService(registry, index, workers, tenants.pins, hasher.digests, clock=clock)
         self._context = GenerationContext(
             admission=self.admission,
             admission_queue=AdmissionQueue(

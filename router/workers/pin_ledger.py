@@ -10,6 +10,7 @@ from typing import NamedTuple
 from tandem.protocol.digest import DIGEST_BYTES, CacheScope
 from tandem.protocol.errors import PinNotFound, PinQuotaExceeded, RequestError
 from tandem.protocol.messages import Prefetch
+from tandem.scheduling.admission.tenants import PinQuotas
 
 __all__ = ["Conversations", "PinLedger", "PinOwner", "PinnedChain"]
 
@@ -95,11 +96,9 @@ class PinLedger:
     A block counts once for each tenant whose pins cover it. Tenants have equal blocks only if they share a cache.
     """
 
-    def __init__(self, *, max_pins: int, max_pins_per_tenant: int, tenant_share: float) -> None:
+    def __init__(self, quotas: PinQuotas) -> None:
         self.num_refused: Counter[str] = Counter()  # by the exceeded quota
-        self._max_pins = max_pins
-        self._max_pins_per_tenant = max_pins_per_tenant
-        self._tenant_share = tenant_share
+        self._quotas = quotas
         self._pins: dict[str, PinnedChain] = {}  # oldest first
         self._uses: dict[str, Counter[bytes]] = {}  # by tenant: by block, the pins that cover it
 
@@ -145,19 +144,20 @@ class PinLedger:
         num_of_tenant = sum(other.owner.tenant == tenant for other in pins)
         uses = self._uses.get(tenant, Counter())
         num_new = len(set(digests) - uses.keys())
-        max_of_tenant = int(max_blocks * self._tenant_share)
+        max_of_tenant = int(max_blocks * self._quotas.pin_tenant_share)
         for quota, value, limit, what in (
-            ("max_pins", len(pins) + 1, self._max_pins, "pins"),
-            ("max_pins_per_tenant", num_of_tenant + 1, self._max_pins_per_tenant, "pins of this tenant"),
+            ("max_pins", len(pins) + 1, self._quotas.max_pins, "pins"),
+            ("max_pins_per_tenant", num_of_tenant + 1, self._quotas.max_pins_per_tenant, "pins of this tenant"),
             ("pin_share", self.num_blocks + num_new, max_blocks, "blocks of all pins"),
             ("pin_tenant_share", len(uses) + num_new, max_of_tenant, "blocks of this tenant's pins"),
         ):
             if value > limit:
                 self.num_refused[quota] += 1
+                raised = "--pin-share" if quota == "pin_share" else f"{quota} in [pins] of the tenants file"
                 first_end_s = min((other.expires_at for other in pins), default=now + 1.0) - now
                 raise PinQuotaExceeded(
                     f"With this pin there would be {value} {what}, over the limit of {limit} ({quota}); unpin others, "
-                    f"wait for one to expire, or raise --{quota.replace('_', '-')}.",
+                    f"wait for one to expire, or raise {raised}.",
                     retry_after_s=first_end_s,
                 )
         self._pins[pin.pin_id] = pin
@@ -192,7 +192,7 @@ class PinLedger:
             before = pin.digests
             self._cover(pin, ())
             uses = self._uses.get(owner.tenant, Counter())
-            room = min(max_blocks - self.num_blocks, int(max_blocks * self._tenant_share) - len(uses))
+            room = min(max_blocks - self.num_blocks, int(max_blocks * self._quotas.pin_tenant_share) - len(uses))
             self._cover(pin, _leading(digests, uses, room))
             if pin.digests != before:
                 changed.append(pin)

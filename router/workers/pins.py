@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import ContextLengthExceeded, NoWorker, RequestError
 from tandem.protocol.messages import Pin, Prefetch, Unpin, WorkerState, is_readable, worker_of
 from tandem.router.backend import PinRequest, PinState
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.pin_ledger import Conversations, PinLedger, PinnedChain, PinOwner
+from tandem.scheduling.admission.tenants import PinQuotas
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import RegisteredWorker, WorkerChange, can_decode, can_prefill
@@ -49,21 +49,17 @@ class PinService:
         registry: Registry,
         index: PrefixIndex,
         workers: WorkerClient,
-        config: RouterConfig,
+        quotas: PinQuotas,
         digests_of: Callable[[list[int], CacheScope], Awaitable[list[bytes]]],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.ledger = PinLedger(
-            max_pins=config.max_pins,
-            max_pins_per_tenant=config.max_pins_per_tenant,
-            tenant_share=config.pin_tenant_share,
-        )
+        self.ledger = PinLedger(quotas)
+        self._max_ttl_s = quotas.max_pin_ttl_s
         self._conversations = Conversations()
         self._registry = registry
         self._index = index
         self._workers = workers
-        self._config = config
         self._digests_of = digests_of
         self._clock = clock
         registry.listen(self._worker_changed)
@@ -73,7 +69,7 @@ class PinService:
 
         Raises `RequestError` if it cannot be pinned, `PinQuotaExceeded`, and `NoWorker` while there is no worker.
         """
-        max_ttl_s = self._config.max_pin_ttl_s
+        max_ttl_s = self._max_ttl_s
         ttl_s = min(DEFAULT_TTL_S, max_ttl_s) if request.ttl_s is None else request.ttl_s
         if ttl_s > max_ttl_s:
             raise RequestError(

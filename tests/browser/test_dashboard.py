@@ -498,7 +498,7 @@ def test_tandem_serve(windows: Windows, text_model: Path, tmp_path: Path, pictur
 
 
 def test_tandem_route(windows: Windows, tmp_path: Path, pictures: Path) -> None:
-    with fakes(2) as engines, routing(tmp_path, engines, 2, "--breaker-failures=1") as running:  # noqa: SIM117
+    with fakes(2) as engines, routing(tmp_path, engines, 2) as running:  # noqa: SIM117
         with requests_to(running.url, "fake-model", {}), windows.open(running.url) as page:
             live(page)
             expect(page.get_by_role("heading", name="Engines")).to_be_visible()

@@ -54,8 +54,8 @@ def test_a_flag_with_the_default_value_wins_too(tmp_path: Path, model: Path, lau
     ("text", "flags", "expected"),
     [
         ("num_prefill = 2", ["--colocated"], {"colocated": True, "num_prefill": 1}),
-        ("num_prefill = 2", ["--disaggregated"], {"colocated": False, "num_prefill": 2}),
-        ("colocated = true", ["--disaggregated", "--prefill", "2"], {"colocated": False, "num_prefill": 2}),
+        ("num_prefill = 2", ["--no-colocated"], {"colocated": False, "num_prefill": 2}),
+        ("colocated = true", ["--no-colocated", "--prefill", "2"], {"colocated": False, "num_prefill": 2}),
     ],
 )
 def test_a_flag_also_wins_over_settings_that_exclude_it(
@@ -69,15 +69,6 @@ def test_a_flag_also_wins_over_settings_that_exclude_it(
     path = write(tmp_path, f'model = "{model}"\nport = 0\n{text}\n')
     assert run(["serve", "--config", path, *flags]) == 7
     assert {name: getattr(launched[0], name) for name in expected} == expected
-
-
-@pytest.mark.parametrize(("text", "flag"), [("pool_gb = 2", "--pool-bytes=5"), ("pool_bytes = 7", "--pool-gb=5e-9")])
-def test_the_pools_size_on_the_command_line_wins_in_either_unit(
-    text: str, flag: str, tmp_path: Path, model: Path, launched: list[ClusterConfig]
-) -> None:
-    path = write(tmp_path, f'model = "{model}"\nport = 0\n{text}\n')
-    assert run(["serve", "--config", path, flag]) == 7
-    assert launched[0].engine.pool_bytes == 5
 
 
 def test_a_path_on_the_command_line_may_begin_with_the_home_folder_too(
@@ -116,21 +107,25 @@ def test_each_node_of_a_cluster_expands_the_paths_of_its_own_tiers(model: Path, 
         ("serve", "[router]\nport = 1", "{path}: unknown key 'router' with value {{'port': 1}}; write all settings at"),
         ("serve", 'config = "a"', "{path}: unknown key 'config' with value 'a'; "),
         ("route", "num_decode = 2", "{path}: unknown key 'num_decode' with value 2; "),
-        ("route", "max_pins = 2", "{path}: unknown key 'max_pins' with value 2; "),
+        ("route", "pin_share = 0.1", "{path}: unknown key 'pin_share' with value 0.1; "),
         ("serve", 'port = "80"', "{path}: port='80' must be a whole number from 0 to 65535"),
         ("serve", "port = 70000", "{path}: port=70000 must be from 0 to 65535"),
         ("serve", "port = true", "{path}: port=True must be a whole number from 0 to 65535"),
         ("serve", "port = 1.5", "{path}: port=1.5 must be a whole number from 0 to 65535"),
         ("serve", "lease_ttl_s = nan", "{path}: lease_ttl_s=nan must be above 0 and at most 86400 seconds"),
-        ("route", "probe_timeout_s = -inf", "{path}: probe_timeout_s=-inf must be above 0 and at most 86400 seconds"),
+        ("route", "probe_interval_s = -inf", "{path}: probe_interval_s=-inf must be above 0 and at most 86400 seconds"),
         ("serve", 'autoscale = "no"', "{path}: autoscale='no' must be true or false"),
         ("serve", 'dtype = "int3"', "{path}: dtype='int3' must be one of auto, float32, bfloat16"),
         ("serve", 'transport = "in_process"', "{path}: transport='in_process' must be one of nixl, nccl"),
         ("serve", 'allowed_hosts = ["a b"]', "{path}: allowed_hosts: 'a b' must be one host name"),
         ("serve", 'allowed_hosts = "a"', "{path}: allowed_hosts='a' must be a list of strings"),
-        ("serve", "pool_gb = 1\npool_bytes = 5", "pool_gb and pool_bytes say the same thing"),
+        ("serve", "pool_gb = 1", "{path}: unknown key 'pool_gb' with value 1; "),
         ("serve", "colocated = true\nnum_decode = 2", "num_decode=2 has no use with it"),
-        ("serve", "lease_ttl_s = 1.0", "lease_ttl_s=1.0 must be at least three heartbeats"),
+        (
+            "serve",
+            "worker_timeout_s = 1.0",
+            "worker_timeout_s=1.0 must be at least two heartbeats, which come",
+        ),
         ("serve", 'model = "\\u0000"', "{path}: model='\\x00' must be text in UTF-8 without the character \\0"),
         ("serve", 'served_model_name = "a "', "{path}: served_model_name='a ' must be printable characters, without"),
         ("route", 'tenants = "\\u0000"', "{path}: tenants='\\x00' must be text in UTF-8 without the character \\0"),

@@ -12,14 +12,19 @@ from tandem.cli.main import run
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--engine=vllm", "--pool-gb=1"], "pool_gb=1.0 is a setting of Tandem's own engine; give vllm its own flag"),
+        (["--engine=vllm", "--pool-bytes=1"], "pool_bytes=1 is a setting of Tandem's own engine; give vllm its own"),
         (["--engine=vllm", "--checksums=all"], "checksums='all' is a setting of Tandem's own engine"),
-        (["--engine=vllm", "--max-pins=4"], "max_pins=4 is a setting of Tandem's own engine"),
+        (["--engine=vllm", "--copy-kv-tokens=4"], "copy_kv_tokens=4 is a setting of Tandem's own engine"),
+        (["--engine=vllm", "--engine-start-timeout-s=9"], "No such option: --engine-start-timeout-s"),
         (["--engine=vllm", "--engine-args=--port 1"], "engine_args: --port is set by Tandem for each vLLM server"),
         (["--engine=vllm", "--engine-args=-tp two"], "engine_args: -tp two must be a whole number from 1 to 4096"),
         (["--engine=vllm", "--engine-args='"], "must be a command line; a quotation mark in it is not closed"),
         (["--engine=vllm", "--engine-python=/nowhere/python"], "engine_python='/nowhere/python' is no file"),
         (["--engine=vllm"], f"engine_kind='vllm', but {sys.executable} has no module vllm: install it there, or name"),
+        (
+            ["--engine=vllm", "--worker-stall-timeout-s=9"],
+            f"engine_kind='vllm', but {sys.executable} has no module vllm",
+        ),
         (["--engine=sglang"], f"engine_kind='sglang', but {sys.executable} has no module sglang"),
         (["--engine=vllm", "--engine-python=/dev/null"], "engine_python='/dev/null' is no file"),
         (["--engine=vllm", f"--engine-python={__file__}"], "cannot be run: Permission denied"),

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,19 @@ from tandem.cli.main import run
 from tandem.cli.route import admin_token, route
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.errors import ConfigError
+from tandem.protocol.settings import settings_of
 from tests.support.fake_openai import FakeServer
 
 FLAGS = inspect.signature(route).parameters
 
 
-def test_every_field_of_the_engines_config_is_a_flag_and_every_flag_a_field() -> None:
-    names = {field.name for config in (ExternalEnginesConfig, RouterConfig) for field in fields(config)}
-    assert {field.name for field in fields(ExternalEnginesConfig)} <= FLAGS.keys()
+def test_every_setting_of_the_engines_config_is_a_flag_and_every_flag_a_setting() -> None:
+    names = {field.name for config in (ExternalEnginesConfig, RouterConfig) for field in settings_of(config)}
+    assert {field.name for field in settings_of(ExternalEnginesConfig)} <= FLAGS.keys()
     files = {"engines", "admin_token_file", "tenants", "api_key_file", "config"}  # read at once
     assert FLAGS.keys() - names == {"ctx", *files}
     for config in (ExternalEnginesConfig, RouterConfig):
-        for field in fields(config):
+        for field in settings_of(config):
             wanted = list(field.default) if isinstance(field.default, tuple) else field.default
             assert field.name not in FLAGS or FLAGS[field.name].default == wanted
 
@@ -44,7 +44,7 @@ def test_every_field_of_the_engines_config_is_a_flag_and_every_flag_a_field() ->
         ("route", "there are no engines and no way to add any"),
         ("route --engines /no/such/file", "engines='/no/such/file' cannot be read"),
         ("route --admin-token-file /no/such/file", "admin_token_file='/no/such/file' cannot be read"),
-        ("route --max-attempts 0", "max_attempts=0 must be above 0"),
+        ("route --max-attempts 2", "No such option: --max-attempts. See: tandem route --help"),
         ("route --router-processes 0", "router_processes=0 must be from 1 to 64"),
         ("route --api-key-file /no/such/file", "api_key_file='/no/such/file' cannot be read"),
         ("route --tenants /no/such/file", "tenants='/no/such/file' cannot be read"),

@@ -81,7 +81,7 @@ def test_values_have_the_names_of_the_config_fields(component: str) -> None:
 def test_every_setting_of_serve_is_a_value_of_the_chart() -> None:
     values = {field.name for fields in HELM_COMPONENTS.values() for field in fields}
     settings = {field.name for field in SERVE_FIELDS}
-    assert settings - values == {"ray_address", "pool_gb"}, "the chart joins its own Ray; pool_bytes is the same"
+    assert settings - values == {"ray_address"}, "the chart joins its own Ray"
 
 
 @pytest.mark.parametrize("value", ["12.5", "1e1"])
@@ -120,7 +120,7 @@ def test_answers_have_the_time_between_sigterm_and_sigkill(
     assert (flags["shutdown_delay_s"], flags["shutdown_grace_s"]) == (delay_s, grace_s)
 
 
-@pytest.mark.parametrize(("colocated", "expected"), [(True, "--colocated"), (False, "--disaggregated")])
+@pytest.mark.parametrize(("colocated", "expected"), [(True, "--colocated"), (False, "--no-colocated")])
 def test_colocated_is_a_flag(colocated: bool, expected: str) -> None:
     script = find(render({"cluster": {"colocated": colocated}}), "ConfigMap", "release")["data"]["head.sh"]
     assert expected in tandem_commands(script)[0]
@@ -340,7 +340,7 @@ def test_an_empty_list_of_outside_ports_makes_no_rule() -> None:
     [
         {"engine": {"block_sise": 16}},
         {"router": {"port": 0}},
-        {"router": {"tokenizer_threads": 0}},
+        {"router": {"max_connections": 0}},
         {"engine": {"block_size": 0}},
         {"engine": {"model": ""}},
         {"transfer": {"lease_ttl_s": 0}},

@@ -17,7 +17,7 @@ import pytest
     [
         ["--seed", "1"],
         ["--seed", "2", "--router-processes", "2"],
-        ["--seed", "3", "--", "--pool-gb", "0.002", "--max-num-seqs", "4"],
+        ["--seed", "3", "--", "--pool-bytes", "2000000", "--max-num-seqs", "4"],
     ],
     ids=["one", "edges", "small-pools"],
 )

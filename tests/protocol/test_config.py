@@ -28,18 +28,14 @@ def make_cluster_config(**changes: Any) -> ClusterConfig:
         (make_engine_config, {"block_size": 512}),
         (make_engine_config, {"pool_bytes": -1}),
         (make_engine_config, {"max_model_len": -1}),
-        (make_engine_config, {"num_threads": -1}),
         (make_engine_config, {"max_num_seqs": 0}),
         (make_engine_config, {"max_num_batched_tokens": 127}),
-        (TransferConfig, {"lease_ttl_s": 2.9}),
-        (TransferConfig, {"heartbeat_interval_s": 0.0}),
+        (TransferConfig, {"lease_ttl_s": 0.0}),
         (RouterConfig, {"port": -1}),
         (RouterConfig, {"port": 65536}),
         (RouterConfig, {"max_body_bytes": 0}),
-        *((RouterConfig, {"tokenizer_threads": value}) for value in (-1, 0, 257)),
         *((RouterConfig, {"max_connections": value}) for value in (0, 10**30)),
-        *((RouterConfig, {"body_timeout_s": value}) for value in (0.0, math.nan, math.inf)),
-        *((RouterConfig, {"max_pin_ttl_s": value}) for value in (0.0, math.nan, math.inf)),
+        *((RouterConfig, {"keep_alive_timeout_s": value}) for value in (0.0, math.nan, math.inf)),
         *(
             (RouterConfig, {"allowed_hosts": (value,)})
             for value in ("", "http://a", "a/b", "*.a", "a,b", "a b", "[::1", "a@b")
@@ -57,7 +53,7 @@ def make_cluster_config(**changes: Any) -> ClusterConfig:
             )
         ),
         *((make_engine_config, {name: 10**30}) for name in ("pool_bytes", "max_model_len", "max_num_seqs")),
-        *((make_engine_config, {name: 10**30}) for name in ("num_threads", "max_num_batched_tokens")),
+        (make_engine_config, {"max_num_batched_tokens": 10**30}),
         *((TierConfig, {"host_cache_gb": value}) for value in (-1.0, math.nan, math.inf, 1e308)),
         *((make_cluster_config, {name: 10**9}) for name in ("num_prefill", "num_decode")),
         *((make_cluster_config, {"ray_address": value}) for value in ("head", "local", "http://a", "a b:1", "/a")),
@@ -65,7 +61,7 @@ def make_cluster_config(**changes: Any) -> ClusterConfig:
         (make_cluster_config, {"num_decode": 0}),
         *((make_cluster_config, {"num_cpus_per_worker": value}) for value in (-1.0, math.nan, math.inf, 1.5, 1e9)),
         *((make_cluster_config, {"num_gpus_per_worker": value}) for value in (-0.5, math.nan, math.inf, 2.5)),
-        *((make_cluster_config, {"autoscale_interval_s": value}) for value in (0.0, -1.0, math.nan, math.inf)),
+        *((make_cluster_config, {"orphan_timeout_s": value}) for value in (-1.0, math.nan, math.inf)),
         *((make_cluster_config, {"max_restarts": value}) for value in (-1, 10**9)),
         *((make_cluster_config, {name: value}) for name in ("min_workers", "max_workers") for value in (-1, 1025)),
         (make_cluster_config, {"min_workers": 1}),
@@ -117,7 +113,6 @@ def test_bounds_of_the_autoscaler_agree_with_each_other_and_with_what_is_started
         (make_engine_config, {"block_size": 1}),
         (make_engine_config, {"block_size": 256}),
         (make_engine_config, {"max_num_seqs": 512, "max_num_batched_tokens": 512}),
-        (TransferConfig, {"lease_ttl_s": 3.0}),
         (RouterConfig, {"port": 0}),
         (RouterConfig, {"port": 65535}),
         (make_cluster_config, {"num_prefill": 0, "num_decode": 0, "colocated": True}),
@@ -134,6 +129,11 @@ def test_bounds_of_the_autoscaler_agree_with_each_other_and_with_what_is_started
 def test_values_at_the_edge_are_accepted(make: Callable[..., object], changes: dict[str, Any]) -> None:
     config = make(**changes)
     assert {name: getattr(config, name) for name in changes} == changes
+
+
+@pytest.mark.parametrize(("lease_ttl_s", "interval_s"), [(0.5, 0.05), (5.0, 0.5), (10.0, 1.0), (600.0, 1.0)])
+def test_a_lease_outlives_nine_lost_heartbeats(lease_ttl_s: float, interval_s: float) -> None:
+    assert TransferConfig(lease_ttl_s=lease_ttl_s).heartbeat_interval_s == interval_s
 
 
 def test_an_unknown_field_is_an_error() -> None:

@@ -94,11 +94,11 @@ def test_every_setting_is_described(field: Field) -> None:
             1.5,
             "num_gpus_per_worker=1.5 must be a whole number or a share of one, from 0 to 4096",
         ),
-        ("tokenizer_threads", 0, "tokenizer_threads=0 must be from 1 to 256"),
+        ("router_processes", 0, "router_processes=0 must be from 1 to 64"),
         ("handoff_timeout_s", math.nan, "handoff_timeout_s=nan must be above 0 and at most 86400 seconds"),
-        ("autoscale_interval_s", "2", "autoscale_interval_s='2' must be a number above 0 and at most 86400 seconds"),
+        ("lease_ttl_s", "2", "lease_ttl_s='2' must be a number above 0 and at most 86400 seconds"),
         ("pin_share", 1, "pin_share=1 must be from 0 to 0.9"),
-        ("max_header_bytes", True, "max_header_bytes=True must be a whole number from 4096 to 16777216 bytes"),
+        ("max_body_bytes", True, "max_body_bytes=True must be a whole number from 1 to 1099511627776 bytes"),
         ("block_size", 24, "block_size=24 must be a power of two from 1 to 256"),
         ("dtype", "int3", "dtype='int3' must be one of auto, float32, bfloat16"),
         ("model", "", "model='' must be a folder, a hub id or a built-in name"),
@@ -114,9 +114,9 @@ def test_errors_say_what_a_value_must_be(name: str, value: Any, expected: str) -
 
 
 def test_values_come_in_the_fields_own_type() -> None:
-    config = from_values(RouterConfig, {"header_timeout_s": 3, "allowed_hosts": ["a", "b"], "unrelated": 1})
-    assert (config.header_timeout_s, config.allowed_hosts) == (3.0, ("a", "b"))
-    assert isinstance(config.header_timeout_s, float)
+    config = from_values(RouterConfig, {"keep_alive_timeout_s": 3, "allowed_hosts": ["a", "b"], "unrelated": 1})
+    assert (config.keep_alive_timeout_s, config.allowed_hosts) == (3.0, ("a", "b"))
+    assert isinstance(config.keep_alive_timeout_s, float)
 
 
 @pytest.mark.parametrize("value", ["", None])

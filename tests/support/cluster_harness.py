@@ -217,7 +217,7 @@ def worker_config(
     tiers: TierConfig | None = None,
     **engine: Any,
 ) -> WorkerConfig:
-    defaults = {"transport": "in_process", "heartbeat_interval_s": 0.1, "lease_ttl_s": 5.0}
+    defaults = {"transport": "in_process", "max_heartbeat_interval_s": 0.1, "lease_ttl_s": 5.0}
     return WorkerConfig(
         worker_id=worker_id,
         role=role,

@@ -59,9 +59,7 @@ _NUM_CONCURRENT = 16
 
 # Virtual seconds.
 _TURN_S = 0.005  # one turn of every worker's loop
-_TRANSFER = TransferConfig(
-    transport="in_process", lease_ttl_s=2.0, heartbeat_interval_s=0.5, handoff_timeout_s=4.0, checksums="all"
-)
+_TRANSFER = TransferConfig(transport="in_process", lease_ttl_s=2.0, handoff_timeout_s=4.0, checksums="all")
 _LATENCY_S = 0.02
 _DEATH_NOTICED_S = 1.0  # until the router, and another second until every worker, knows of a death
 _LATE_S = 5.0  # longest delay of a late message or write: later than any lease lives

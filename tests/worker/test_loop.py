@@ -421,7 +421,7 @@ def test_a_link_that_breaks_or_sticks_heals_without_a_death_and_shows_in_the_met
 
     async def scenario() -> None:
         nonlocal is_broken
-        transfer = {"lease_ttl_s": 0.5, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 1.0}
+        transfer = {"lease_ttl_s": 0.5, "handoff_timeout_s": 1.0}
         async with running_cluster(tiny_model, judge=judge, transfer=transfer) as cluster:
             request = asyncio.create_task(cluster.generate(make_prompt(100)))
             leases = lambda: cluster.sample("tandem_worker_open_leases", worker="d", role="decode")  # noqa: E731
@@ -446,7 +446,7 @@ def test_a_link_that_breaks_or_sticks_heals_without_a_death_and_shows_in_the_met
 
 
 async def test_a_silent_sender_costs_its_lease_and_the_request_in_bounded_time(tiny_model: Path) -> None:
-    transfer = {"lease_ttl_s": 0.5, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 1.0}
+    transfer = {"lease_ttl_s": 0.5, "handoff_timeout_s": 1.0}
     async with running_cluster(tiny_model, transfer=transfer, judge=lambda _: Verdict.HOLD) as cluster:
         request = asyncio.create_task(cluster.generate(make_prompt(100)))
         await eventually(lambda: cluster.hub.held)
@@ -465,7 +465,7 @@ async def test_a_silent_sender_costs_its_lease_and_the_request_in_bounded_time(t
 async def test_heartbeats_keep_a_lease_through_a_step_longer_than_it(tiny_model: Path, oracle: Oracle) -> None:
     go_on, is_stuck = threading.Event(), threading.Event()
 
-    transfer = {"lease_ttl_s": 0.6, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 3.0}
+    transfer = {"lease_ttl_s": 0.6, "handoff_timeout_s": 3.0}
     async with running_cluster(tiny_model, transfer=transfer) as cluster:
         await cluster.generate(make_prompt(5))  # the link is up
         runner = cluster.worker("p").parts.engine.runner
@@ -493,7 +493,7 @@ async def test_heartbeats_keep_a_lease_through_a_step_longer_than_it(tiny_model:
 
 async def test_a_loop_that_is_stuck_beside_its_steps_is_seen_in_heartbeats(tiny_model: Path) -> None:
     go_on = threading.Event()
-    async with running_cluster(tiny_model, transfer={"heartbeat_interval_s": 0.05}) as cluster:
+    async with running_cluster(tiny_model, transfer={"max_heartbeat_interval_s": 0.05}) as cluster:
         state = cluster.registry.get("p")
         assert state is not None
         await eventually(lambda: 0 <= state.progress_age_s < 0.5)

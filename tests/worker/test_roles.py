@@ -204,7 +204,7 @@ async def test_a_computed_prompt_waits_for_a_full_pool_longer_than_for_any_peer(
     prompt = make_prompt(8 * BLOCK_SIZE)
     timeout_s = 0.5
 
-    transfer = {"handoff_timeout_s": timeout_s, "lease_ttl_s": timeout_s, "heartbeat_interval_s": 0.1}
+    transfer = {"handoff_timeout_s": timeout_s, "lease_ttl_s": timeout_s}
     async with running_cluster(tiny_model, transfer=transfer, overrides={"d": {"num_blocks": 16}}) as cluster:
         worker = cluster.worker("d")
         pool = worker.parts.engine.pool
@@ -311,7 +311,7 @@ async def test_a_prompt_whose_notification_was_damaged_is_computed_again(
             write.notification = bytes([write.notification[0] ^ 1, *write.notification[1:]])
         return Verdict.DELIVER
 
-    transfer = {"checksums": checksums, "lease_ttl_s": 0.6, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 2.0}
+    transfer = {"checksums": checksums, "lease_ttl_s": 0.6, "handoff_timeout_s": 2.0}
 
     async with running_cluster(tiny_model, judge=judge, transfer=transfer) as cluster:
         prompts = [make_prompt(length) for length in (40, 16, 65, 200)]
@@ -323,7 +323,7 @@ async def test_a_prompt_whose_notification_was_damaged_is_computed_again(
 
 async def test_a_sender_that_says_nothing_more_of_a_late_prompt_fails_it(tiny_model: Path) -> None:
     """Its last word was damaged, and it does not answer the question for it either."""
-    transfer = {"lease_ttl_s": 0.6, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 0.6}
+    transfer = {"lease_ttl_s": 0.6, "handoff_timeout_s": 0.6}
 
     def judge(write: InProcessWrite) -> Verdict:
         write.notification = b"garbage"
@@ -432,12 +432,11 @@ async def test_a_peer_that_refuses_the_link_gives_the_client_the_reason(tiny_mod
             await cluster.becomes_idle()
 
 
-@pytest.mark.parametrize("theirs", ["off", "sample"])
-async def test_a_peer_that_checks_less_is_refused(tiny_model: Path, theirs: str) -> None:
+async def test_a_peer_that_checks_less_is_refused(tiny_model: Path) -> None:
     """Its blocks would be decoded from unchecked, though `all` is asked for here."""
 
     async with running_cluster(tiny_model, {"d": Role.DECODE}) as cluster:
-        await cluster.add(worker_config(tiny_model, "p", Role.PREFILL, {"checksums": theirs}))
+        await cluster.add(worker_config(tiny_model, "p", Role.PREFILL, {"checksums": "off"}))
         with pytest.raises(TransferError, match="d cannot be written to: the two differ in checksums"):
             await cluster.generate(make_prompt(40))
         await cluster.becomes_idle()
@@ -496,7 +495,7 @@ def test_a_storm_of_faults_and_cancels_leaves_nothing_behind(tiny_model: Path, o
     async def scenario() -> None:
         nonlocal is_stormy
         roles = {"p": Role.PREFILL, "p2": Role.PREFILL, "d": Role.DECODE, "d2": Role.DECODE}
-        transfer = {"checksums": "all", "lease_ttl_s": 1.0, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 5.0}
+        transfer = {"checksums": "all", "lease_ttl_s": 1.0, "handoff_timeout_s": 5.0}
         async with running_cluster(tiny_model, roles, engine={"num_blocks": 48}, transfer=transfer, judge=judge) as c:
             clients = [asyncio.create_task(one(c, prompt)) for prompt in prompts]
             done = asyncio.gather(*clients)

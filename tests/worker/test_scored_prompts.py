@@ -49,7 +49,7 @@ async def test_a_prompt_that_is_computed_again_keeps_its_scores(tiny_model: Path
         write.notification = bytes([write.notification[0] ^ 1, *write.notification[1:]])
         return Verdict.DELIVER
 
-    transfer = {"lease_ttl_s": 0.6, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 2.0}
+    transfer = {"lease_ttl_s": 0.6, "handoff_timeout_s": 2.0}
     async with running_cluster(tiny_model, judge=judge, transfer=transfer) as cluster:
         prompts = [make_prompt(length) for length in (40, 65, 200)]
         answers = await asyncio.gather(*(cluster.generate(p, num_prompt_logprobs=NUM_TOP) for p in prompts))

@@ -58,7 +58,7 @@ async def test_answers_are_those_of_one_engine(
     seed: int,
 ) -> None:
     source = random.Random(seed)
-    transfer = {"lease_ttl_s": 0.6, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 5.0} if judge else {}
+    transfer = {"lease_ttl_s": 0.6, "handoff_timeout_s": 5.0} if judge else {}
     requests = [
         (make_prompt(source.randint(1, 200)), random_sampling(source, vocab_size=VOCAB_SIZE)) for _ in range(16)
     ]

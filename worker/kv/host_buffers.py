@@ -137,5 +137,5 @@ def _refusal(num_bytes: int, code: int) -> str:
     return (
         f"{num_bytes / 1e6:.1f} MB of host memory cannot be page-locked for the tiers: cudaHostRegister returned "
         f"{code}, and this process may lock {locked}; raise that (ulimit -l, --ulimit memlock=-1 of a container), or "
-        "lower --load-window-mb"
+        "serve without tiers"
     )

@@ -19,7 +19,7 @@ from tandem.engine.device import Mark
 from tandem.engine.engine import Engine
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.tiers import TierRead
-from tandem.kv_transfer.transport.checksum import CHECKED_SHARE, block_checksums
+from tandem.kv_transfer.transport.checksum import block_checksums
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.messages import PeerAddress, ReadDone, ReadGrant, ReadRequest, WorkerEpoch
 from tandem.worker.kv.cached_tier import CachedTier
@@ -118,12 +118,12 @@ class PeerLender:
 
     def _grant(self, key: _ReadKey, loan: _Loan, now: float) -> None:
         loan.deadline = now + loan.ttl_s
-        share = CHECKED_SHARE[self._config.checksums]
+        is_checked = self._config.checksums == "all"
         grant = ReadGrant(
             sender=self._links.me,
             read_id=key.read_id,
             block_ids=loan.blocks,
-            checksums=block_checksums(self._engine.kv.shards, loan.blocks, share=share) if share > 0 else [],
+            checksums=block_checksums(self._engine.kv.shards, loan.blocks) if is_checked else [],
         )
         self._links.send(key.reader, grant)
         self.num_lent_blocks += len(loan.blocks)

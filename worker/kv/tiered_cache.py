@@ -18,7 +18,7 @@ from pathlib import Path
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.codec import create_codec
-from tandem.kv_transfer.eviction import create_policy
+from tandem.kv_transfer.eviction import POLICIES
 from tandem.kv_transfer.tiers import BlockStore, DiskStore, MemoryStore, ObjectStore, StoreKey, Tier, load_key
 from tandem.kv_transfer.tiers.disk import folder_id
 from tandem.protocol.config import TierConfig
@@ -179,7 +179,7 @@ def _make_tier(
     tier = Tier(
         name,
         open_store(block_bytes, num_blocks),
-        create_policy(policy, num_blocks),
+        POLICIES[policy](num_blocks),
         capacity_blocks=num_blocks,
         num_threads=num_threads,
         rescan_s=_RESCAN_S.get(name, math.inf),

@@ -27,9 +27,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- range $component := list .Values.engine .Values.transfer .Values.tiers .Values.router .Values.cluster }}
 {{- range $field, $value := $component }}
 {{- $flag := replace "_" "-" $field }}
-{{- if eq $field "colocated" }}
-{{ ternary "--colocated" "--disaggregated" $value }}
-{{- else if eq $field "engine_kind" }}
+{{- if eq $field "engine_kind" }}
 --engine={{ $value }}
 {{- else if kindIs "bool" $value }}
 {{ ternary (print "--" $flag) (print "--no-" $flag) $value }}

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from tandem.cluster.engines.layout import engine_servers
 from tandem.cluster.engines.stall import SILENT_S, ServerStallWatch
+from tandem.protocol.config import ClusterConfig, EngineConfig, ManagedEngineConfig, RouterConfig
 from tandem.router.engines.engine_status import EngineReport, ReportedLoad, WorkDone, parse_report
 
 LIMIT_S = 300.0
@@ -71,3 +73,11 @@ vllm:generation_tokens_total{engine="1"} 10
 """
     assert parse_report(text) == busy(150.0)
     assert parse_report("nothing_known 1\n") == EngineReport(None, None)
+
+
+def test_a_server_has_five_times_the_limit_of_our_own_workers() -> None:
+    managed = ManagedEngineConfig(engine_kind="vllm")
+    config = ClusterConfig(
+        engine=EngineConfig(model="m"), managed=managed, router=RouterConfig(worker_stall_timeout_s=20.0)
+    )
+    assert [server.stall_timeout_s for server, _ in engine_servers(config, "m")] == [100.0, 100.0]

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tandem.kv_transfer.eviction import POLICIES, create_policy
+from tandem.kv_transfer.eviction import POLICIES
 from tandem.kv_transfer.tiers.base import BlockName, parents_first
 from tandem.kv_transfer.tiers.block_index import BlockIndex
 from tests.support.store_world import chain, digest_of
@@ -19,7 +19,7 @@ CHAINS = [*chain(1, 2, 3), *chain(11, 12)]
 def test_a_listing_in_any_order_leaves_no_block_without_its_parent(policy: str, capacity: int) -> None:
     # An object store's clock counts whole seconds, and within one the order is that of the names, so any order occurs.
     for listing in itertools.permutations(CHAINS):
-        index = BlockIndex(create_policy(policy, capacity), capacity)
+        index = BlockIndex(POLICIES[policy](capacity), capacity)
         deleted: list[BlockName] = []
         index.begin_scan()
         for _ in index.reconcile(parents_first(listing), deleted.extend):
@@ -35,7 +35,7 @@ def test_a_listing_in_any_order_leaves_no_block_without_its_parent(policy: str, 
 
 def test_a_block_whose_parent_is_nowhere_is_kept_until_its_room_is_needed() -> None:
     # Its parent may be under way: another process writes its blocks with several threads.
-    index = BlockIndex(create_policy("lru", 2), 2)
+    index = BlockIndex(POLICIES["lru"](2), 2)
     index.begin_scan()
     list(index.reconcile(chain(1, 2)[1:], lambda _: None))
     index.end_scan()

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prometheus_client import CollectorRegistry, generate_latest
 
-from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import DIGEST_BYTES, EVERYONE, block_digests, root_digest
 from tandem.protocol.errors import ContextLengthExceeded, NoWorker, PinNotFound, PinQuotaExceeded, RequestError
 from tandem.protocol.messages import (
@@ -29,6 +28,7 @@ from tandem.router.backend import GenerateRequest, PinRequest
 from tandem.router.workers.pin_ledger import CONVERSATION_BYTES, Conversations, PinLedger, PinnedChain, PinOwner
 from tandem.router.workers.pin_metrics import PinCollector
 from tandem.router.workers.pins import max_pinned_blocks
+from tandem.scheduling.admission.tenants import PinQuotas, Tenants
 from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import NAMESPACE, add_ready, make_card
 from tests.support.fake_worker import (
@@ -51,7 +51,9 @@ def digests(*names: int) -> list[bytes]:
 
 
 def make_ledger(*, max_pins: int = 10, max_pins_per_tenant: int = 10, tenant_share: float = 1.0) -> PinLedger:
-    return PinLedger(max_pins=max_pins, max_pins_per_tenant=max_pins_per_tenant, tenant_share=tenant_share)
+    return PinLedger(
+        PinQuotas(max_pins=max_pins, max_pins_per_tenant=max_pins_per_tenant, pin_tenant_share=tenant_share)
+    )
 
 
 def add(
@@ -382,7 +384,8 @@ async def test_a_pinned_conversation_grows_by_prompt_and_answer(num_prompt_token
     ],
 )
 async def test_what_cannot_be_pinned_is_refused(request_: PinRequest, error: type[Exception], message: str) -> None:
-    async with fake_cluster(config=RouterConfig(max_pin_ttl_s=100.0, pin_tenant_share=1.0)) as cluster:
+    quotas = PinQuotas(max_pin_ttl_s=100.0, pin_tenant_share=1.0)
+    async with fake_cluster(tenants=Tenants(pins=quotas)) as cluster:
         worker = await add_keeper(cluster, "d", Role.DECODE)
         with pytest.raises(error, match=message):
             await cluster.flow.cache.pin(request_)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tandem.protocol.errors import ConfigError
-from tandem.scheduling.admission.tenants import CacheScopes, TenantPolicy, Tenants, load_tenants
+from tandem.scheduling.admission.tenants import CacheScopes, PinQuotas, TenantPolicy, Tenants, load_tenants
 
 
 def write(folder: Path, text: str) -> str:
@@ -45,6 +45,11 @@ def test_tenants_share_nothing_by_default_and_everything_without_keys() -> None:
     assert len({CacheScopes(Tenants(), has_keys=False).of(name, salt) for name in names for salt in salts}) == 2
 
 
+def test_quotas_of_pins_are_in_a_table_of_their_own(tmp_path: Path) -> None:
+    tenants = load_tenants(write(tmp_path, "[pins]\nmax_pins = 7\nmax_pin_ttl_s = 60\n"))
+    assert tenants == Tenants(pins=PinQuotas(max_pins=7, max_pin_ttl_s=60.0))
+
+
 def test_without_a_file_all_are_alike() -> None:
     assert load_tenants("") == Tenants()
 
@@ -70,11 +75,17 @@ def test_without_a_file_all_are_alike() -> None:
         ("[tenants.a]\nworkers = []", "tenants.a.workers = .. must be a list"),
         ("[tenants.a]\nworkers = ['d', 3]", "tenants.a.workers = .'d', 3. must be a list"),
         ("[tenants.'a b']\nweight = 1", "tenants.'a b' must be 1 to 64 letters"),
-        ("[tennants.a]\nweight = 1", r"tennants is unknown; use \[default\] and \[tenants.NAME\]"),
+        ("[tennants.a]\nweight = 1", r"tennants is unknown; use \[default\], \[tenants.NAME\] and \[pins\]"),
         ("tenants = 3", "tenants = 3 must be tables"),
         ("default = 3", "default = 3 must be a table"),
+        ("[pins]\nmax_pins = -1", "pins.max_pins = -1 must be a whole number from 0 to 16777216"),
+        ("[pins]\npin_tenant_share = 0", "pins.pin_tenant_share = 0 must be above 0, at most 1"),
+        ("[pins]\nmax_pin_ttl_s = inf", "pins.max_pin_ttl_s = inf must be seconds above 0, at most 31622400"),
+        ("[pins]\nmax_pin_ttl_s = nan", "pins.max_pin_ttl_s = nan must be seconds above 0"),
+        ("[pins]\npin_share = 0.5", "pins.pin_share is unknown; use max_pins, max_pins_per_tenant"),
+        ("pins = 3", "pins = 3 must be a table"),
         ("weight = ", "is not valid TOML"),
-        ("# later", "is empty; write .default. or .tenants.NAME., or leave the file out"),
+        ("# later", "is empty; write .default., .tenants.NAME. or .pins., or leave the file out"),
     ],
 )
 def test_a_bad_file_is_reported_with_key_value_and_remedy(tmp_path: Path, text: str, message: str) -> None:

@@ -106,7 +106,7 @@ def test_a_stream_that_calls_everything_done_is_found_out() -> None:
 def test_memory_that_cannot_be_locked_is_refused_with_the_limit() -> None:
     expected = (
         r"256\.0 MB of host memory cannot be page-locked .* cudaHostRegister returned 2, and this process may lock "
-        r".*; raise that .* or lower --load-window-mb"
+        r".*; raise that .* or serve without tiers"
     )
     with pytest.raises(ConfigError, match=expected):
         PinnedBuffers(256_000_000, HostStream(), FakePages(lock_code=2))

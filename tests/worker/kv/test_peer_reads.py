@@ -108,7 +108,7 @@ def outcomes(cluster: Cluster, worker_id: str) -> list[str]:
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
-    ("transport", "checksums"), [("in_process", "off"), ("in_process", "all"), ("nixl", "all"), ("nccl", "sample")]
+    ("transport", "checksums"), [("in_process", "off"), ("in_process", "all"), ("nixl", "all"), ("nccl", "all")]
 )
 async def test_a_prompt_is_read_from_the_pool_of_a_peer(
     tiny_model: Path, oracle: Oracle, transport: str, checksums: str

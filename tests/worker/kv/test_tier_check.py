@@ -73,7 +73,6 @@ def test_a_folder_that_is_closed_to_this_user_is_told(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"eviction_policy": "fifo"}, "eviction_policy='fifo' must be one of hit-density, lru"),
         ({"object_cache_url": "ftp://host/prefix"}, "object store 'ftp://host/prefix' cannot be opened: "),
         ({"object_cache_url": "http://["}, "cannot be opened: "),
     ],

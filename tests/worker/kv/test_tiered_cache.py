@@ -14,7 +14,7 @@ from torch import Tensor
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence
 from tandem.kv_transfer.codec import create_codec
-from tandem.kv_transfer.eviction import create_policy
+from tandem.kv_transfer.eviction import POLICIES
 from tandem.kv_transfer.tiers import MemoryStore, Tier
 from tandem.protocol.config import TierConfig
 from tandem.protocol.sampling import SamplingParams
@@ -198,7 +198,7 @@ class Throttled:
         codec = create_codec("raw")
         block_bytes = codec.encoded_bytes(engine.kv.block_shape, engine.kv.dtype)
         self.store = ThrottledStore(MemoryStore(block_bytes, 1000))
-        tier = Tier("host", self.store, create_policy("lru", 1000), capacity_blocks=1000)
+        tier = Tier("host", self.store, POLICIES["lru"](1000), capacity_blocks=1000)
         prior = LoadPrior(50e-6, 10e9)
         self.tier = CachedTier(tier, codec, block_bytes, num_threads=1, prior=prior)
         self.machine = Machine(engine, [self.tier], learns=learns)
