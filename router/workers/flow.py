@@ -13,9 +13,9 @@ import msgspec
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import AddRefused, DrainRefused, RoleRefused, WorkerNotFound
-from tandem.protocol.messages import Role, WorkerPriority
+from tandem.protocol.messages import Role, SequenceDelta, WorkerPriority
 from tandem.router.admission_queue import AdmissionQueue
-from tandem.router.backend import GenerateRequest, TokenDelta, WorkerManager
+from tandem.router.backend import GenerateRequest, WorkerManager
 from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.overview import NUM_DECISIONS, overview_of, workers_overview
 from tandem.router.streams import DeltaQueue, Stream
@@ -140,7 +140,7 @@ class RequestFlow:
         """Requests that were dispatched and have not ended."""
         return len(self._context.running)
 
-    def serve(self, request: GenerateRequest) -> Stream[TokenDelta]:
+    def serve(self, request: GenerateRequest) -> Stream[SequenceDelta]:
         """Generate, ending with a delta that has a `finish_reason`.
 
         The stream raises a `ServingError`. Closing it cancels the request on its workers without waiting for them.

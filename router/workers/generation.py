@@ -22,7 +22,7 @@ import numpy as np
 from tandem.protocol.errors import NoWorker, ServingError, TransferError, WorkerError, WorkerLost, WorkerTimeout
 from tandem.protocol.messages import FinishReason, SequenceDelta, WorkerState
 from tandem.router.admission_queue import AdmissionQueue, AdmittedRequest
-from tandem.router.backend import GenerateRequest, TokenDelta
+from tandem.router.backend import GenerateRequest
 from tandem.router.poisoned_requests import MAX_DEATHS, PoisonedRequests
 from tandem.router.streams import DeltaQueue, QueueStream
 from tandem.router.workers.attempt import Attempt
@@ -105,7 +105,7 @@ class GenerationContext:
         )
 
 
-class Generation(QueueStream[SequenceDelta, TokenDelta]):
+class Generation(QueueStream[SequenceDelta]):
     """The tokens of one request."""
 
     def __init__(
@@ -375,7 +375,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         hasher, card = self._context.hasher, placement.best.decode.card
         return hasher.answer_digests(self._request, self._digests, self._output, card.namespace, card.block_size)
 
-    def _convert(self, deltas: list[SequenceDelta]) -> list[TokenDelta]:
+    def _convert(self, deltas: list[SequenceDelta]) -> list[SequenceDelta]:
         attempt = self._attempt
         if attempt is None:  # the reader has closed the stream
             return []
@@ -396,7 +396,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
             self.leave_pool()  # its worker's role may have changed since it was placed
         return tokens
 
-    def _recorded(self, delta: TokenDelta, attempt: Attempt) -> TokenDelta:
+    def _recorded(self, delta: SequenceDelta, attempt: Attempt) -> SequenceDelta:
         if not attempt.has_spoken:
             attempt.has_spoken = True
             self._lost_workers.clear()  # a request that kills its workers gets no further than it did the first time
@@ -471,18 +471,18 @@ def _fingerprint(request: GenerateRequest) -> bytes:
     return hashed.digest()
 
 
-def _merged(due: list[SequenceDelta]) -> TokenDelta:
+def _merged(due: list[SequenceDelta]) -> SequenceDelta:
     """Merge deltas that arrived together into one."""
     first, last = due[0], due[-1]
     if last.finish_reason is FinishReason.ABORT:
         raise WorkerError(f"request {last.request_id} was aborted by its worker")
-    is_one = len(due) == 1
-    return TokenDelta(
-        token_ids=first.token_ids if is_one else [token for delta in due for token in delta.token_ids],
+    if len(due) == 1:
+        return first
+    return msgspec.structs.replace(
+        first,
+        token_ids=[token for delta in due for token in delta.token_ids],
         finish_reason=last.finish_reason,
         stop_token_id=last.stop_token_id,
-        num_cached_tokens=first.num_cached_tokens,
-        num_loaded_tokens=first.num_loaded_tokens,
-        prompt_logprobs=first.prompt_logprobs,
-        logprobs=first.logprobs if is_one or first.logprobs is None else [p for d in due for p in d.logprobs or ()],
+        logprobs=None if first.logprobs is None else [p for delta in due for p in delta.logprobs or ()],
+        grammar_s=last.grammar_s,
     )

@@ -37,7 +37,7 @@ from tandem.protocol.messages import (
     SequenceDelta,
     WorkerState,
 )
-from tandem.router.backend import GenerateRequest, TokenDelta
+from tandem.router.backend import GenerateRequest
 from tandem.router.poisoned_requests import MAX_DEATHS, MAX_REMEMBERED, REFUSED_S, PoisonedRequests
 from tests.support.builders import NAMESPACE
 from tests.support.fake_worker import (
@@ -59,7 +59,7 @@ from tests.support.waiting import eventually
 Part = Generate | Prefill | Decode
 
 
-async def rest(stream: Pulled[TokenDelta]) -> list[int]:
+async def rest(stream: Pulled[SequenceDelta]) -> list[int]:
     async with asyncio.timeout(10):
         return tokens([delta async for delta in stream])
 
@@ -169,7 +169,7 @@ async def test_they_wait_no_longer_than_a_request_may_be_silent() -> None:
         cluster.assert_nothing_left()
 
 
-async def check_its_end(cluster: FakeCluster, waiting: asyncio.Task[list[TokenDelta]], how: str) -> None:
+async def check_its_end(cluster: FakeCluster, waiting: asyncio.Task[list[SequenceDelta]], how: str) -> None:
     """End a request that waits for a worker: a worker that comes later gets nothing of it."""
     if how == "leaves":
         waiting.cancel()
@@ -682,7 +682,7 @@ async def test_no_copy_is_made_unless_it_is_wanted() -> None:
         assert not second.of_type(CopyKv)
 
 
-async def end_it(end: str, cluster: FakeCluster, stream: Pulled[TokenDelta]) -> None:
+async def end_it(end: str, cluster: FakeCluster, stream: Pulled[SequenceDelta]) -> None:
     """Let the worker die, the client leave or the router stop, or just read the last tokens."""
     if end == "death":
         cluster.client.mark_dead("d", "exit code -9")
