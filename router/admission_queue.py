@@ -85,25 +85,16 @@ class AdmittedRequest(Generic[R, B]):
 
 @dataclass(eq=False, slots=True)
 class _Waiter(Generic[R, B]):
-    """The payload of a waiting request."""
+    """A request that waits, in the queue as its payload or for lack of a worker."""
 
     request: R
-    decision: RoutingDecision
+    placement_request: PlacementRequest
+    decision: RoutingDecision  # of a request that goes on elsewhere: the one about its former place
     admitted: asyncio.Future[AdmittedRequest[R, B]]
 
     def drop(self, error: ServingError) -> None:
         self.decision.outcome, self.decision.error = "dropped", error
         self.admitted.set_exception(error)
-
-
-@dataclass(eq=False, slots=True)
-class _Displaced(Generic[R, B]):
-    """A request of an answer that has begun, which waits for a worker: its own is gone, or it had none yet."""
-
-    request: R
-    placement_request: PlacementRequest
-    former: RoutingDecision
-    admitted: asyncio.Future[AdmittedRequest[R, B]]
 
 
 class AdmissionQueue(Generic[R, B]):
@@ -124,7 +115,7 @@ class AdmissionQueue(Generic[R, B]):
         self._book = book
         self._timeout_s = timeout_s
         self._is_woken = False
-        self._displaced: dict[_Displaced[R, B], None] = {}  # in order
+        self._displaced: dict[_Waiter[R, B], None] = {}  # in order: their answers have begun, and no worker is there
         registry.listen(lambda _: self.wake())
         registry.listen_steps(self.wake)
 
@@ -139,7 +130,8 @@ class AdmissionQueue(Generic[R, B]):
         try:
             num_others = _NUM_OTHERS * request.explains
             decision.forecast = self._admission.forecast(placement_request, now, num_others=num_others)
-            waiter: _Waiter[R, B] = _Waiter(request, decision, asyncio.get_running_loop().create_future())
+            admitted: asyncio.Future[AdmittedRequest[R, B]] = asyncio.get_running_loop().create_future()
+            waiter = _Waiter(request, placement_request, decision, admitted)
             queued = self._admission.enter(placement_request, decision.forecast, now, waiter)
         except ServingError as exc:
             if isinstance(exc, NoWorker):
@@ -163,7 +155,9 @@ class AdmissionQueue(Generic[R, B]):
 
         Waits while no worker can take it. Raises `TimeoutError` or the error of `close`. Cancelling it frees its place.
         """
-        displaced = _Displaced(request, placement_request, former, asyncio.get_running_loop().create_future())
+        displaced: _Waiter[R, B] = _Waiter(
+            request, placement_request, former, asyncio.get_running_loop().create_future()
+        )
         self._displaced[displaced] = None
         with undone_on_error(partial(self._give_up, displaced)):
             self._decide()
@@ -271,16 +265,16 @@ class AdmissionQueue(Generic[R, B]):
             decision.decided_s, decision.booked_s = now, self.now()
             waiter.admitted.set_result(AdmittedRequest(decided.placement, booking, decision, priority, self))
 
-    def _place_again(self, displaced: _Displaced[R, B]) -> None:
+    def _place_again(self, displaced: _Waiter[R, B]) -> None:
         """Book a placement for a displaced request, if there is a worker for it."""
         if displaced.admitted.done():  # it was cancelled or failed just now, and is about to leave
             return
-        admitted = self.place_elsewhere(displaced.request, displaced.placement_request, displaced.former)
+        admitted = self.place_elsewhere(displaced.request, displaced.placement_request, displaced.decision)
         if admitted is not None:
             del self._displaced[displaced]
             displaced.admitted.set_result(admitted)
 
-    def _give_up(self, displaced: _Displaced[R, B]) -> None:
+    def _give_up(self, displaced: _Waiter[R, B]) -> None:
         """Free what the displaced request has, whatever was decided meanwhile."""
         self._displaced.pop(displaced, None)
         admitted = displaced.admitted

@@ -12,7 +12,7 @@ import msgspec
 
 from tandem.protocol.errors import NoWorker
 from tandem.protocol.messages import WorkerPriority
-from tandem.router.admission_queue import AdmissionQueue
+from tandem.router.admission_queue import AdmissionQueue, Bookable
 from tandem.router.engines.booked_attempt import BookedAttempt
 from tandem.router.engines.digests import EngineDigests
 from tandem.router.engines.dispatcher import DispatchRequest
@@ -28,16 +28,8 @@ from tandem.scheduling.request import PlacementRequest
 __all__ = ["ModelQueue", "Queues"]
 
 
-class Requester(Protocol):
+class Requester(Bookable, Protocol):
     """A request on its way through a queue."""
-
-    @property
-    def request_id(self) -> str:
-        """Its id in the log of decisions."""
-
-    @property
-    def explains(self) -> bool:
-        """Whether candidates besides the best one are recorded."""
 
     def book(self, placement_request: PlacementRequest, placement: Placement) -> BookedAttempt:
         """Book a placement that was decided just now."""
