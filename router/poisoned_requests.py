@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
 
 from tandem.protocol.errors import PoisonedRequest
 
-__all__ = ["MAX_DEATHS", "PoisonedRequests"]
+__all__ = ["MAX_DEATHS", "PoisonedRequests", "fingerprint"]
 
 MAX_DEATHS = 3  # workers that may die while they have the same request
 REFUSED_S = 600.0
@@ -51,3 +55,8 @@ class PoisonedRequests:
                 f"Several {self._workers} ended while they had a request like this one. It is refused for "
                 f"{until_s - now:.0f} s more. The logs of the {self._workers} say why they ended."
             )
+
+
+def fingerprint(prompt: bytes, *others: Any) -> bytes:
+    """The fingerprint of a request: its prompt, and whatever else its computation depends on."""
+    return hashlib.blake2b(prompt + msgspec.msgpack.encode(others), digest_size=16).digest()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -12,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tandem.protocol.config import RouterConfig
-from tandem.protocol.errors import AddRefused, DrainRefused, RoleRefused, WorkerNotFound
+from tandem.protocol.errors import AddRefused, DrainRefused, NoWorker, RoleRefused, WorkerNotFound
 from tandem.protocol.messages import Role, SequenceDelta, WorkerPriority
 from tandem.router.admission_queue import AdmissionQueue
 from tandem.router.backend import GenerateRequest, WorkerManager
 from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.overview import NUM_DECISIONS, overview_of, workers_overview
+from tandem.router.reservation import SHUTTING_DOWN, ReservationContext
 from tandem.router.streams import DeltaQueue, Stream
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.generation import Generation, GenerationContext
@@ -68,6 +68,7 @@ class RequestFlow:
         settings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`manager` is None where the worker processes are run by others. `settings` are shown to operators."""
+        self.reservations = ReservationContext("workers", clock, tracing)
         self.admission = Admission(registry, costs, placer, tenants, config, registry.demand)
         self._model = model
         self._registry = registry
@@ -82,6 +83,7 @@ class RequestFlow:
         hasher = PromptHasher(registry)
         self.cache = PinService(registry, index, workers, config, hasher.digests, clock=clock)
         self._context = GenerationContext(
+            reservations=self.reservations,
             admission=self.admission,
             admission_queue=AdmissionQueue(
                 self.admission, registry, self._book, timeout_s=config.request_timeout_s, clock=clock
@@ -93,7 +95,6 @@ class RequestFlow:
             request_timeout_s=config.request_timeout_s,
             max_moves=config.max_moves,
             copy_kv_tokens=config.copy_kv_tokens,
-            tracing=tracing,
         )
         self.hot_spots = HotSpotRelief(self._context.running, registry, costs)
         registry.listen(self._on_worker_change)
@@ -126,16 +127,6 @@ class RequestFlow:
         return self._context.num_handoffs
 
     @property
-    def num_moves(self) -> Counter[str]:
-        """How often a request went on with other workers, by cause: an error's code, or the reason for leaving."""
-        return self._context.num_moves
-
-    @property
-    def num_poisoned(self) -> int:
-        """Requests that were given up because several workers died while they had them."""
-        return self._context.poisoned.num_added
-
-    @property
     def num_running(self) -> int:
         """Requests that were dispatched and have not ended."""
         return len(self._context.running)
@@ -149,7 +140,11 @@ class RequestFlow:
 
     def shut_down(self) -> None:
         """End every request with an error and refuse new ones: the server stops. Call it in the event loop."""
-        self._context.shut_down()
+        self.reservations.is_shut_down = True
+        self.reservations.moves.tell()
+        self._context.admission_queue.close(lambda: NoWorker(SHUTTING_DOWN))
+        for generation in self._context.running:
+            generation.fail(NoWorker(SHUTTING_DOWN))
 
     async def explain(self, request: GenerateRequest) -> dict[str, Any]:
         """The decision that this request would get now, as JSON; nothing is sent or booked. Raises `NoWorker`."""

@@ -7,23 +7,21 @@ elsewhere as if nothing had happened: the next attempt gets the tokens as known 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
-from tandem.protocol.errors import NoWorker, ServingError, TransferError, WorkerError, WorkerLost, WorkerTimeout
+from tandem.protocol.digest import token_bytes
+from tandem.protocol.errors import ServingError, TransferError, WorkerError, WorkerLost, WorkerTimeout
 from tandem.protocol.messages import FinishReason, SequenceDelta, WorkerState
 from tandem.router.admission_queue import AdmissionQueue, AdmittedRequest
 from tandem.router.backend import GenerateRequest
-from tandem.router.poisoned_requests import MAX_DEATHS, PoisonedRequests
+from tandem.router.poisoned_requests import fingerprint
+from tandem.router.reservation import Reservation, ReservationContext
 from tandem.router.streams import DeltaQueue, QueueStream
 from tandem.router.workers.attempt import Attempt
 from tandem.router.workers.client import WorkerClient
@@ -31,7 +29,6 @@ from tandem.router.workers.copy_ahead import copy_ahead, copy_kv, is_worthwhile
 from tandem.router.workers.departure import Departure, LeavesWorkers
 from tandem.router.workers.generation_trace import GenerationTrace
 from tandem.router.workers.link import Stopped
-from tandem.router.workers.move_log import MoveLog
 from tandem.router.workers.pin_ledger import PinOwner
 from tandem.router.workers.pins import PinService
 from tandem.router.workers.prompt_hasher import PromptHasher
@@ -44,20 +41,16 @@ from tandem.scheduling.request import CommonDigests, PlacementRequest
 from tandem.scheduling.workers.bookings import Booking
 from tandem.scheduling.workers.workers import RegisteredWorker, can_decode
 
-if TYPE_CHECKING:
-    from tandem.runtime.tracing.tracing import Tracing
-
 __all__ = ["Generation", "GenerationContext"]
 
 logger = logging.getLogger(__name__)
-
-SHUTTING_DOWN = "the server is shutting down; send the request again"
 
 
 @dataclass(eq=False, slots=True)
 class GenerationContext:
     """What all generations of a router share."""
 
+    reservations: ReservationContext
     admission: Admission
     admission_queue: AdmissionQueue[GenerateRequest, Booking]
     hasher: PromptHasher
@@ -67,26 +60,8 @@ class GenerationContext:
     request_timeout_s: float
     max_moves: int
     copy_kv_tokens: int
-    tracing: Tracing | None = None
     running: set[Generation] = field(default_factory=set)  # requests that were dispatched
     num_handoffs: int = 0  # requests for which both workers of a pair sent tokens
-    num_moves: Counter[str] = field(default_factory=Counter)  # by cause: an error's code, or why a worker was left
-    move_log: MoveLog = field(default_factory=MoveLog)
-    poisoned: PoisonedRequests = field(default_factory=PoisonedRequests)
-    is_shut_down: bool = False
-
-    def shut_down(self) -> None:
-        """End every request with an error and refuse new ones."""
-        self.is_shut_down = True
-        self.move_log.tell()
-        self.admission_queue.close(lambda: NoWorker(SHUTTING_DOWN))
-        for generation in self.running:
-            generation.fail(NoWorker(SHUTTING_DOWN))
-
-    def check_open(self) -> None:
-        """Raise `NoWorker` after `shut_down`."""
-        if self.is_shut_down:
-            raise NoWorker(SHUTTING_DOWN)
 
     def placement_request(
         self, request: GenerateRequest, digests: Sequence[bytes], num_outputs: int = 0
@@ -115,6 +90,9 @@ class Generation(QueueStream[SequenceDelta]):
         self._context = context
         self._request = request
         self._make_queue = make_queue
+        self._reservation: Reservation[GenerateRequest, Booking] = Reservation(
+            context.reservations, partial(_fingerprint, request)
+        )
         self._digests: list[bytes] = []
         self._attempt: Attempt | None = None
         self._error: ServingError | None = None  # set if it ends with this error, whatever its workers do
@@ -123,10 +101,9 @@ class Generation(QueueStream[SequenceDelta]):
         self._latest_s = self._step_s = 0.0  # when its latest tokens came, and how long after those before them
         self._num_attempts = 0
         self._num_failures = 0  # failed attempts that others followed
-        self._lost_workers: list[str] = []  # workers that died while they had the request, since its last token
         self._output: list[int] = []
         self._num_cached_tokens = 0
-        is_traced = context.tracing is not None and bool(request.traceparent)
+        is_traced = context.reservations.tracing is not None and bool(request.traceparent)
         self._trace = GenerationTrace(request, context.admission_queue.now()) if is_traced else None
 
     @property
@@ -242,9 +219,9 @@ class Generation(QueueStream[SequenceDelta]):
 
     async def _begin(self) -> None:
         context, request = self._context, self._request
-        context.poisoned.check(partial(_fingerprint, request), context.admission_queue.now())
+        self._reservation.check()
         self._digests = await context.hasher.digests(request.token_ids, request.cache_scope, request.adapter)
-        context.check_open()
+        context.reservations.check_open()
         if self._trace is not None:
             self._trace.entered(context.admission_queue.now())
         admitted = await self._enter()
@@ -252,7 +229,7 @@ class Generation(QueueStream[SequenceDelta]):
         if self._trace is not None:
             self._trace.dispatched(admitted.decision, context.admission_queue.now())
         self._idle = IdleTimeout(context.request_timeout_s, self._fail_idle)
-        context.check_open()
+        context.reservations.check_open()
         self._record_turn(self._digests)
         context.running.add(self)
         self._send(attempt)
@@ -273,6 +250,7 @@ class Generation(QueueStream[SequenceDelta]):
             raise self._idle_error() from None
 
     def _new_attempt(self, admitted: AdmittedRequest[GenerateRequest, Booking]) -> Attempt:
+        self._reservation.admitted = admitted
         number, self._num_attempts = self._num_attempts, self._num_attempts + 1
         return Attempt(admitted, self._context.workers, self._queue, number=number, output=list(self._output))
 
@@ -296,12 +274,12 @@ class Generation(QueueStream[SequenceDelta]):
         admitted = None
         if departure is not None and isinstance(error, Stopped | LeavesWorkers):
             departure.stop()
-            error, admitted, cause = LeavesWorkers(departure.cause), departure.place, departure.cause
+            error, admitted = LeavesWorkers(departure.cause), departure.place
+            self._context.reservations.moves.num_moves[departure.cause] += 1
         else:
             if departure is not None:  # the worker was lost on the way out
                 departure.give_up()
-            cause = self._check_may_move(error, former)
-        self._context.num_moves[cause] += 1
+            self._note_failure(error)
         former.end()
         self._queue = self._make_queue()
         if admitted is None:
@@ -332,23 +310,19 @@ class Generation(QueueStream[SequenceDelta]):
             name=f"{self._request.request_id}/{self._num_attempts}.{num_tokens}",
         )
 
-    def _check_may_move(self, error: Exception, attempt: Attempt) -> str:
-        """The cause to count. Raises the error, or one that blames the request, if no attempt may follow this one."""
+    def _note_failure(self, error: Exception) -> None:
+        """An attempt failed. Raises the error, or one that blames the request, if no other attempt may follow."""
         if not isinstance(error, WorkerError | TransferError):
             raise error
-        context = self._context
         if isinstance(error, WorkerLost) and error.may_have_read:
-            self._lost_workers.append(error.worker_id)
-            if len(self._lost_workers) >= MAX_DEATHS:
-                now = context.admission_queue.now()
-                raise context.poisoned.add(_fingerprint(self._request), self._lost_workers, now) from error
-        if self._num_failures >= context.max_moves:
+            self._reservation.note_death(error.worker_id)
+            self._reservation.check_may_go_on()
+        if self._num_failures >= self._context.max_moves:
             raise error
         self._num_failures += 1
         name, num_tokens = self._request.request_id, len(self._output)
         logger.debug("request %s goes on elsewhere behind %d tokens: %s", name, num_tokens, error)
-        context.move_log.add(str(error))
-        return error.code or ""
+        self._context.reservations.moves.add(error.code or "", str(error))
 
     async def _place_again(self, former: Attempt, *, can_hand_over: bool) -> AdmittedRequest[GenerateRequest, Booking]:
         """Wait for a worker that can go on, `request_timeout_s` at most."""
@@ -399,8 +373,7 @@ class Generation(QueueStream[SequenceDelta]):
     def _recorded(self, delta: SequenceDelta, attempt: Attempt) -> SequenceDelta:
         if not attempt.has_spoken:
             attempt.has_spoken = True
-            self._lost_workers.clear()  # a request that kills its workers gets no further than it did the first time
-            attempt.admitted.first_token()
+            self._reservation.note_first_token()
             if self._request.explains and not self._output:
                 delta = msgspec.structs.replace(delta, decision=attempt.admitted.explain())
         now = self._context.admission_queue.now()
@@ -423,8 +396,9 @@ class Generation(QueueStream[SequenceDelta]):
 
     def _end_trace(self) -> None:
         trace, self._trace = self._trace, None
-        if trace is not None and self._context.tracing is not None:
-            self._context.tracing.record(self._request.traceparent, trace.finish(self._context.admission_queue.now()))
+        tracing = self._context.reservations.tracing
+        if trace is not None and tracing is not None:
+            tracing.record(self._request.traceparent, trace.finish(self._context.admission_queue.now()))
 
     def _record_turn(self, digests: list[bytes]) -> None:
         """Tell the pins that the conversation consists of these blocks now."""
@@ -466,9 +440,7 @@ class Generation(QueueStream[SequenceDelta]):
 def _fingerprint(request: GenerateRequest) -> bytes:
     """The fingerprint of a request for `PoisonedRequests`. It leaves the seed out, which is drawn anew each time."""
     sampling = msgspec.structs.replace(request.sampling, seed=0)
-    hashed = hashlib.blake2b(np.array(request.token_ids, dtype=np.int64).tobytes(), digest_size=16)
-    hashed.update(msgspec.msgpack.encode([sampling, request.adapter]))
-    return hashed.digest()
+    return fingerprint(token_bytes(request.token_ids), sampling, request.adapter)
 
 
 def _merged(due: list[SequenceDelta]) -> SequenceDelta:
