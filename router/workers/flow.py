@@ -92,9 +92,7 @@ class RequestFlow:
             workers=workers,
             pins=self.cache,
             sizing=sizing,
-            request_timeout_s=config.request_timeout_s,
-            max_moves=config.max_moves,
-            copy_kv_tokens=config.copy_kv_tokens,
+            config=config,
         )
         self.hot_spots = HotSpotRelief(self._context.running, registry, costs)
         registry.listen(self._on_worker_change)

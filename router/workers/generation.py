@@ -15,6 +15,7 @@ from functools import partial
 
 import msgspec
 
+from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import token_bytes
 from tandem.protocol.errors import ServingError, TransferError, WorkerError, WorkerLost, WorkerTimeout
 from tandem.protocol.messages import FinishReason, SequenceDelta, WorkerState
@@ -57,9 +58,7 @@ class GenerationContext:
     workers: WorkerClient
     pins: PinService
     sizing: CacheSizing
-    request_timeout_s: float
-    max_moves: int
-    copy_kv_tokens: int
+    config: RouterConfig
     running: set[Generation] = field(default_factory=set)  # requests that were dispatched
     num_handoffs: int = 0  # requests for which both workers of a pair sent tokens
 
@@ -97,7 +96,7 @@ class Generation(QueueStream[SequenceDelta]):
         self._attempt: Attempt | None = None
         self._error: ServingError | None = None  # set if it ends with this error, whatever its workers do
         self._departure: Departure | None = None  # if it is about to go on elsewhere
-        self._copies = StandbyCopies(context.copy_kv_tokens, request.request_id)
+        self._copies = StandbyCopies(context.config.copy_kv_tokens, request.request_id)
         self._latest_s = self._step_s = 0.0  # when its latest tokens came, and how long after those before them
         self._num_attempts = 0
         self._num_failures = 0  # failed attempts that others followed
@@ -228,7 +227,7 @@ class Generation(QueueStream[SequenceDelta]):
         attempt = self._attempt = self._new_attempt(admitted)
         if self._trace is not None:
             self._trace.dispatched(admitted.decision, context.admission_queue.now())
-        self._idle = IdleTimeout(context.request_timeout_s, self._fail_idle)
+        self._idle = IdleTimeout(context.config.request_timeout_s, self._fail_idle)
         context.reservations.check_open()
         self._record_turn(self._digests)
         context.running.add(self)
@@ -317,7 +316,7 @@ class Generation(QueueStream[SequenceDelta]):
         if isinstance(error, WorkerLost) and error.may_have_read:
             self._reservation.note_death(error.worker_id)
             self._reservation.check_may_go_on()
-        if self._num_failures >= self._context.max_moves:
+        if self._num_failures >= self._context.config.max_moves:
             raise error
         self._num_failures += 1
         name, num_tokens = self._request.request_id, len(self._output)
@@ -430,7 +429,7 @@ class Generation(QueueStream[SequenceDelta]):
         self.fail(self._idle_error())
 
     def _idle_error(self) -> WorkerTimeout:
-        name, timeout_s = self._request.request_id, self._context.request_timeout_s
+        name, timeout_s = self._request.request_id, self._context.config.request_timeout_s
         return WorkerTimeout(
             f"request {name} got no token within request_timeout_s={timeout_s}; send fewer or shorter prompts at once, "
             "add workers, or raise it"
