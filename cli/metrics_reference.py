@@ -144,7 +144,7 @@ def _parts() -> dict[str, list[Any]]:
     shared: list[Any] = [
         LoadCollector(registry),
         AdmissionCollector(cast(Any, SimpleNamespace(stats={}, queued=dict))),
-        MoveCollector(ReservationContext("workers", time.monotonic, None)),
+        MoveCollector(ReservationContext(now=time.monotonic)),
         KeyCollector(ApiKeys()),
         *_registered(EdgeMetrics),
         *_registered(TlsMetrics),

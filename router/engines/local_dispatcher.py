@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client import CollectorRegistry
+from typing_extensions import override
 
 from tandem.protocol.errors import (
     AddRefused,
@@ -23,7 +24,7 @@ from tandem.protocol.errors import (
     RequestError,
     RoleRefused,
 )
-from tandem.protocol.messages import Role
+from tandem.protocol.messages import Role, WorkerPriority
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.admission_queue import AdmittedRequest
 from tandem.router.backend import WorkerManager
@@ -39,8 +40,7 @@ from tandem.router.engines.overview import fleet_overview
 from tandem.router.engines.queues import ModelQueue, Queues
 from tandem.router.engines.stored_answers import StoredAnswers
 from tandem.router.overview import NUM_DECISIONS
-from tandem.router.poisoned_requests import fingerprint
-from tandem.router.reservation import SHUTTING_DOWN, Reservation, ReservationContext
+from tandem.router.reservation import SHUTTING_DOWN, PoisonedRequests, Reservation, ReservationContext, fingerprint_of
 from tandem.router.workers.generation_trace import admission_node, placement_node
 from tandem.router.workers.metrics import LoadCollector, MoveCollector
 from tandem.runtime.background import BackgroundTasks
@@ -77,7 +77,7 @@ class LocalDispatcher:
         """
         self.fleet = fleet
         self.queues = Queues(fleet)
-        self.reservations = ReservationContext("engines", fleet.clock, tracing)
+        self.reservations = ReservationContext(now=fleet.clock, tracing=tracing, poisoned=PoisonedRequests("engines"))
         self.num_retries = 0
         self._manager = manager
         self._settings = settings
@@ -284,19 +284,23 @@ class LocalDispatcher:
             )
 
 
-class LocalReservation(Reservation["LocalReservation", BookedAttempt]):
+class LocalReservation(Reservation[BookedAttempt]):
     """An `EngineReservation` of `LocalDispatcher`."""
 
     def __init__(self, dispatcher: LocalDispatcher, request: DispatchRequest, abort: Abort) -> None:
-        super().__init__(dispatcher.reservations, partial(_fingerprint, request))
-        self.request_id = request.request_id
-        self.explains = request.explains
+        super().__init__(dispatcher.reservations, request.request_id, explains=request.explains)
         self._dispatcher = dispatcher
         self._request = request
         self._abort = abort
         self._queue: ModelQueue  # from `place` on
         self._attempt: BookedAttempt | None = None  # the latest one
         self._tried: set[str] = set()  # engines that failed or refused it since its last token
+
+    @override
+    def fingerprint(self) -> bytes:
+        """Without sampling parameters, which the body has."""
+        request = self._request
+        return fingerprint_of(request.prompt, request.model, request.adapter, request.max_tokens, request.generates)
 
     async def place(self) -> EngineTarget:
         """Wait in the queue if necessary, and book a target. Raises a `ServingError`."""
@@ -309,7 +313,7 @@ class LocalReservation(Reservation["LocalReservation", BookedAttempt]):
             decision = self.admitted.decision
         return self._target(self.admitted.placement)
 
-    async def _enter(self, owner: RemoteEngine | None) -> AdmittedRequest[LocalReservation, BookedAttempt]:
+    async def _enter(self, owner: RemoteEngine | None) -> AdmittedRequest[BookedAttempt]:
         """Wait in the queue. If an `owner` keeps the answer that the request builds on, only that one may serve it."""
         queue, request = self._queue.admission_queue, self._placement_request
         if owner is None:
@@ -356,7 +360,7 @@ class LocalReservation(Reservation["LocalReservation", BookedAttempt]):
         placement: Placement | None = None
         with self._traced(lambda start_s, end_s, error: placement_node(start_s, end_s, placement, error)):
             placement = self._queue.place_elsewhere(self._placement_request, self._tried)
-            self.book(self._placement_request, placement)
+            self.book(self._placement_request, placement, self.admitted.worker_priority)
         return placement
 
     @contextmanager
@@ -386,11 +390,11 @@ class LocalReservation(Reservation["LocalReservation", BookedAttempt]):
             raise NoWorker("no engine that it may use gives token ids")
         return found
 
-    def book(self, placement_request: PlacementRequest, placement: Placement) -> BookedAttempt:
+    def book(self, placed: PlacementRequest, placement: Placement, priority: WorkerPriority) -> BookedAttempt:
         """Book a placement that was decided just now."""
         self._attempt = BookedAttempt(
             self._dispatcher.fleet,
-            placement_request,
+            placed,
             placement,
             self._abort,
             is_stream=self._request.is_stream,
@@ -478,7 +482,3 @@ class LocalReservation(Reservation["LocalReservation", BookedAttempt]):
             decision,
             gives_token_ids=engine is not None and engine.gives_token_ids,
         )
-
-
-def _fingerprint(request: DispatchRequest) -> bytes:
-    return fingerprint(request.prompt, request.model, request.adapter, request.max_tokens, request.generates)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 from tandem.protocol.messages import CopyKv, PeerAddress, SequenceDelta
 from tandem.router.admission_queue import AdmittedRequest
-from tandem.router.backend import GenerateRequest
 from tandem.router.streams import DeltaQueue
 from tandem.router.workers.client import WorkerClient
 from tandem.scheduling.workers.bookings import Booking
@@ -26,7 +25,7 @@ _FEW_TOKENS = 32  # tokens that the copy may lack; they are computed in one step
 _COPY_TIMEOUT_S = 30.0
 
 
-def is_worthwhile(admitted: AdmittedRequest[GenerateRequest, Booking]) -> bool:
+def is_worthwhile(admitted: AdmittedRequest[Booking]) -> bool:
     """Whether the next worker would take long to read or to compute what it lacks."""
     terms = admitted.placement.best.terms
     return terms.fetch_s + terms.prefill_s >= _MIN_COPY_S

@@ -82,7 +82,7 @@ async def test_the_death_of_the_decode_worker_at_any_token_changes_none(
             prompt = make_prompt(3 * BLOCK_SIZE - 5, count)
             answer = await deaths.answer(prompt, {count: "decode"}, **sampling)
             assert answer.token_ids == oracle.answer(prompt, **sampling), f"death after {count} tokens"
-        assert cluster.flow.reservations.moves.num_moves["worker_lost"] > 0, "no death met a running answer"
+        assert cluster.flow.context.moves.num_moves["worker_lost"] > 0, "no death met a running answer"
         await cluster.becomes_idle()
 
 
@@ -130,8 +130,8 @@ async def test_deaths_among_many_streams_change_no_token(
             await asyncio.sleep(rng.uniform(0.05, 0.1))
         for answer, (prompt, sampling) in zip(answers, requests, strict=True):
             assert (await answer).token_ids == oracle.answer(prompt, **sampling)
-        print(dict(cluster.flow.reservations.moves.num_moves))
-        assert cluster.flow.reservations.moves.num_moves["worker_lost"] > 3
+        print(dict(cluster.flow.context.moves.num_moves))
+        assert cluster.flow.context.moves.num_moves["worker_lost"] > 3
         await cluster.becomes_idle()
 
 
@@ -154,7 +154,7 @@ async def test_answers_follow_the_roles_of_workers_without_losing_a_token(
                 await asyncio.sleep(rng.uniform(0.01, 0.05))  # how far the answers get meanwhile is left to chance
         for answer, (prompt, sampling) in zip(answers, requests, strict=True):
             assert (await answer).token_ids == oracle.answer(prompt, **sampling)
-        assert cluster.flow.reservations.moves.num_moves["role_change"] > 3
+        assert cluster.flow.context.moves.num_moves["role_change"] > 3
         await cluster.becomes_idle()
 
 
@@ -188,6 +188,6 @@ async def test_answers_go_to_a_worker_that_joins_and_stay_there(
         for answer, (prompt, sampling) in zip(answers, requests, strict=True):
             assert (await answer).token_ids == oracle.answer(prompt, **sampling)
         # An answer may end before it has left.
-        assert 2 <= cluster.flow.reservations.moves.num_moves[HotSpotCause.PACE] <= len(spots)
+        assert 2 <= cluster.flow.context.moves.num_moves[HotSpotCause.PACE] <= len(spots)
         assert {(spot.worker, spot.to) for spot in spots} == {("d", "d2")}
         await cluster.becomes_idle()

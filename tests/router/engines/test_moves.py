@@ -12,7 +12,7 @@ import pytest
 
 from tandem.protocol.config import RouterConfig
 from tandem.router.engines.engine_status import vllm_gives_token_ids
-from tandem.router.poisoned_requests import MAX_DEATHS
+from tandem.router.reservation import MAX_DEATHS
 from tests.support.engines_harness import CHAT, COMPLETIONS, Router, routing, routing_by_hub, spec_of
 from tests.support.fake_backend import RawClient
 from tests.support.fake_openai import FakeServer, fake_openai

@@ -108,7 +108,7 @@ def test_predicted_hit_ratios_are_in_the_metrics() -> None:
 
 def test_moves_are_counted_by_their_cause() -> None:
     metrics = CollectorRegistry()
-    reservations = ReservationContext("workers", time.monotonic, None)
+    reservations = ReservationContext(now=time.monotonic)
     reservations.moves.num_moves["worker_lost"] = 3
     reservations.poisoned.num_added = 1
     metrics.register(MoveCollector(reservations))
