@@ -21,11 +21,10 @@ from tandem.router.backend import GenerateRequest
 from tandem.router.streams import DeltaQueue, QueueStream
 from tandem.router.workers.attempt import Attempt
 from tandem.router.workers.client import WorkerClient
-from tandem.router.workers.copy_ahead import copy_ahead, copy_kv, is_worthwhile
+from tandem.router.workers.copy_ahead import StandbyCopies, copy_ahead, copy_kv, is_worthwhile
 from tandem.router.workers.departure import Departure, LeavesWorkers
 from tandem.router.workers.generation_trace import GenerationTrace
 from tandem.router.workers.link import Stopped
-from tandem.router.workers.standby_copies import StandbyCopies
 from tandem.router.workers.worker_reservation import WorkerReservation, WorkerReservationContext
 from tandem.runtime.idle_timeout import IdleTimeout
 from tandem.scheduling.workers.workers import RegisteredWorker, can_decode
