@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tandem.protocol.messages import Role
-from tandem.router.workers import copy_ahead, generation, hot_spots
+from tandem.router import reservation
+from tandem.router.workers import copy_ahead, hot_spots
 from tandem.scheduling import cost_model
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel
 from tandem.scheduling.workers.hot_spots import HotSpotCause
@@ -112,7 +113,7 @@ async def test_deaths_among_many_streams_change_no_token(
     tiny_model: Path, oracle: Oracle, roles: dict[str, Role], copy_kv_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers die and come back at any moment, also before the first token and while KV is on its way."""
-    monkeypatch.setattr(generation, "MAX_DEATHS", 1000)  # no request is to blame here
+    monkeypatch.setattr(reservation, "MAX_DEATHS", 1000)  # no request is to blame here
     rng = random.Random(7)
     router = {"max_moves": 50, "copy_kv_tokens": copy_kv_tokens}
     async with running_cluster(tiny_model, roles, router=router) as cluster:
