@@ -17,6 +17,7 @@ from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.frontend.keys.metrics import KeyCollector
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.engines.metrics import EngineCollector
+from tandem.router.reservation import ReservationContext
 from tandem.router.workers.metrics import CacheSizingCollector, LoadCollector, MoveCollector, WorkerCollector
 from tandem.router.workers.pin_metrics import PinCollector
 from tandem.runtime.tracing.export import SpanExport
@@ -143,7 +144,7 @@ def _parts() -> dict[str, list[Any]]:
     shared: list[Any] = [
         LoadCollector(registry),
         AdmissionCollector(cast(Any, SimpleNamespace(stats={}, queued=dict))),
-        MoveCollector(cast(Any, SimpleNamespace(num_moves={}, num_poisoned=0))),
+        MoveCollector(ReservationContext(now=time.monotonic)),
         KeyCollector(ApiKeys()),
         *_registered(EdgeMetrics),
         *_registered(TlsMetrics),

@@ -75,7 +75,7 @@ def metrics_of(flow: RequestFlow, registry: Registry, sizing: CacheSizing) -> Co
     metrics = CollectorRegistry()
     metrics.register(LoadCollector(registry))
     metrics.register(WorkerCollector(registry))
-    metrics.register(MoveCollector(flow))
+    metrics.register(MoveCollector(flow.context))
     metrics.register(CacheSizingCollector(sizing))
     metrics.register(PinCollector(flow.cache, registry))
     metrics.register(AdmissionCollector(flow.admission))

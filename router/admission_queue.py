@@ -27,18 +27,6 @@ _NUM_OTHERS = 4  # candidates shown beside the chosen one if an explanation is r
 _TIMER_SLACK_S = 1e-3  # a timer may fire a little early
 
 
-class Bookable(Protocol):
-    """A request, as far as the queue needs to know it."""
-
-    @property
-    def request_id(self) -> str:
-        """Its id in the log of decisions."""
-
-    @property
-    def explains(self) -> bool:
-        """Whether the decision should name the candidates that were not chosen."""
-
-
 class Booked(Protocol):
     """What an admitted request has reserved."""
 
@@ -49,12 +37,27 @@ class Booked(Protocol):
         """Give everything back. Later calls change nothing."""
 
 
-R = TypeVar("R", bound=Bookable)
 B = TypeVar("B", bound=Booked)
+B_co = TypeVar("B_co", bound=Booked, covariant=True)
+
+
+class Bookable(Protocol[B_co]):
+    """A request, as far as the queue needs to know it."""
+
+    @property
+    def request_id(self) -> str:
+        """Its id in the log of decisions."""
+
+    @property
+    def explains(self) -> bool:
+        """Whether the decision should name the candidates that were not chosen."""
+
+    def book(self, placed: PlacementRequest, placement: Placement, priority: WorkerPriority) -> B_co:
+        """Book a placement that was decided just now."""
 
 
 @dataclass(eq=False, slots=True)
-class AdmittedRequest(Generic[R, B]):
+class AdmittedRequest(Generic[B]):
     """A request that may run now. The holder ends it on every path.
 
     It calls `end`, or releases `booking` itself where that tells the registry of progress, which wakes the queue.
@@ -64,7 +67,7 @@ class AdmittedRequest(Generic[R, B]):
     booking: B
     decision: RoutingDecision
     worker_priority: WorkerPriority  # the order of its prompt at the worker that computes it
-    _queue: AdmissionQueue[R, B]
+    _queue: AdmissionQueue[B]
 
     def first_token(self) -> None:
         """The request's first token came, or the first one after a move."""
@@ -84,36 +87,26 @@ class AdmittedRequest(Generic[R, B]):
 
 
 @dataclass(eq=False, slots=True)
-class _Waiter(Generic[R, B]):
-    """The payload of a waiting request."""
+class _Waiter(Generic[B]):
+    """A request that waits, in the queue as its payload or for lack of a worker."""
 
-    request: R
-    decision: RoutingDecision
-    admitted: asyncio.Future[AdmittedRequest[R, B]]
+    request: Bookable[B]
+    placement_request: PlacementRequest
+    decision: RoutingDecision  # of a request that goes on elsewhere: the one about its former place
+    admitted: asyncio.Future[AdmittedRequest[B]]
 
     def drop(self, error: ServingError) -> None:
         self.decision.outcome, self.decision.error = "dropped", error
         self.admitted.set_exception(error)
 
 
-@dataclass(eq=False, slots=True)
-class _Displaced(Generic[R, B]):
-    """A request of an answer that has begun, which waits for a worker: its own is gone, or it had none yet."""
-
-    request: R
-    placement_request: PlacementRequest
-    former: RoutingDecision
-    admitted: asyncio.Future[AdmittedRequest[R, B]]
-
-
-class AdmissionQueue(Generic[R, B]):
-    """Lets requests run as `Admission` decides. `book` is called at once with each decision."""
+class AdmissionQueue(Generic[B]):
+    """Lets requests run as `Admission` decides. Each is booked at once with the decision."""
 
     def __init__(
         self,
         admission: Admission,
         registry: Registry,
-        book: Callable[[R, PlacementRequest, Placement, WorkerPriority], B],
         *,
         timeout_s: float,
         clock: Callable[[], float],
@@ -121,14 +114,13 @@ class AdmissionQueue(Generic[R, B]):
         self.log = DecisionLog()
         self.now = clock
         self._admission = admission
-        self._book = book
         self._timeout_s = timeout_s
         self._is_woken = False
-        self._displaced: dict[_Displaced[R, B], None] = {}  # in order
+        self._displaced: dict[_Waiter[B], None] = {}  # in order: their answers have begun, and no worker is there
         registry.listen(lambda _: self.wake())
         registry.listen_steps(self.wake)
 
-    async def enter(self, request: R, placement_request: PlacementRequest) -> AdmittedRequest[R, B]:
+    async def enter(self, request: Bookable[B], placement_request: PlacementRequest) -> AdmittedRequest[B]:
         """Wait until the request may run. Raises a `ServingError`; cancelling it frees its place.
 
         A request whose answer has begun waits where no worker can take it. Raises `TimeoutError` if none comes.
@@ -139,7 +131,8 @@ class AdmissionQueue(Generic[R, B]):
         try:
             num_others = _NUM_OTHERS * request.explains
             decision.forecast = self._admission.forecast(placement_request, now, num_others=num_others)
-            waiter: _Waiter[R, B] = _Waiter(request, decision, asyncio.get_running_loop().create_future())
+            future = asyncio.get_running_loop().create_future()
+            waiter: _Waiter[B] = _Waiter(request, placement_request, decision, future)
             queued = self._admission.enter(placement_request, decision.forecast, now, waiter)
         except ServingError as exc:
             if isinstance(exc, NoWorker):
@@ -157,13 +150,13 @@ class AdmissionQueue(Generic[R, B]):
             raise
 
     async def enter_again(
-        self, request: R, placement_request: PlacementRequest, former: RoutingDecision
-    ) -> AdmittedRequest[R, B]:
+        self, request: Bookable[B], placement_request: PlacementRequest, former: RoutingDecision
+    ) -> AdmittedRequest[B]:
         """Place a request that has lost its worker, before all that wait. Its `former` place is given back.
 
         Waits while no worker can take it. Raises `TimeoutError` or the error of `close`. Cancelling it frees its place.
         """
-        displaced = _Displaced(request, placement_request, former, asyncio.get_running_loop().create_future())
+        displaced: _Waiter[B] = _Waiter(request, placement_request, former, asyncio.get_running_loop().create_future())
         self._displaced[displaced] = None
         with undone_on_error(partial(self._give_up, displaced)):
             self._decide()
@@ -172,12 +165,12 @@ class AdmissionQueue(Generic[R, B]):
 
     def place_elsewhere(
         self,
-        request: R,
+        request: Bookable[B],
         placement_request: PlacementRequest,
         former: RoutingDecision,
         *,
         excluded: Collection[str] = (),
-    ) -> AdmittedRequest[R, B] | None:
+    ) -> AdmittedRequest[B] | None:
         """Book another placement, on none of the workers `excluded`, for an admitted request; None if there is none."""
         now = self.now()
         try:
@@ -185,20 +178,20 @@ class AdmissionQueue(Generic[R, B]):
         except NoWorker:
             return None
         priority = self._admission.priority_again(placement_request, placement)
-        booking = self._book(request, placement_request, placement, priority)
+        booking = request.book(placement_request, placement, priority)
         moved = self.moved(request, placement_request, placement, former, booking, priority)
         moved.decision.decided_s = now
         return moved
 
     def moved(
         self,
-        request: R,
+        request: Bookable[B],
         placement_request: PlacementRequest,
         placement: Placement,
         former: RoutingDecision,
         booking: B,
         priority: WorkerPriority,
-    ) -> AdmittedRequest[R, B]:
+    ) -> AdmittedRequest[B]:
         """The admission of a request at a placement that was booked just now: it goes on there, or begins there."""
         now = self.now()
         if former.outcome == "waiting":
@@ -227,22 +220,22 @@ class AdmissionQueue(Generic[R, B]):
     def close(self, error: Callable[[], ServingError]) -> None:
         """Fail all waiting requests."""
         for queued in self._admission.clear():
-            waiter: _Waiter[R, B] = queued.payload
+            waiter: _Waiter[B] = queued.payload
             waiter.drop(error())
         for displaced in self._displaced:
             if not displaced.admitted.done():
                 displaced.admitted.set_exception(error())
 
     async def _await_worker(
-        self, request: R, placement_request: PlacementRequest, decision: RoutingDecision
-    ) -> AdmittedRequest[R, B]:
+        self, request: Bookable[B], placement_request: PlacementRequest, decision: RoutingDecision
+    ) -> AdmittedRequest[B]:
         """Wait for a worker in the line of those that have lost theirs."""
         with undone_on_error(partial(setattr, decision, "outcome", "dropped")):
             admitted = await self.enter_again(request, placement_request, decision)
         self._admission.note_admitted(placement_request.tenant, self.now() - decision.arrived_s)
         return admitted
 
-    async def _wait(self, queued: QueuedRequest, waiter: _Waiter[R, B]) -> None:
+    async def _wait(self, queued: QueuedRequest, waiter: _Waiter[B]) -> None:
         """Return once the request is decided. Deadline and timeout do not wait for a change of load."""
         give_up_s = queued.arrived_s + self._timeout_s
         while not waiter.admitted.done():
@@ -260,34 +253,34 @@ class AdmissionQueue(Generic[R, B]):
         for displaced in list(self._displaced):
             self._place_again(displaced)
         while (decided := self._admission.next(now := self.now())) is not None:
-            waiter: _Waiter[R, B] = decided.queued.payload
+            waiter: _Waiter[B] = decided.queued.payload
             decided.queued.payload = None  # breaks a reference cycle, which costs garbage collection
             if isinstance(decided, Drop):
                 waiter.drop(decided.error)
                 continue
             decision, priority = waiter.decision, decided.worker_priority
-            booking = self._book(waiter.request, decided.queued.request, decided.placement, priority)
+            booking = waiter.request.book(decided.queued.request, decided.placement, priority)
             decision.outcome, decision.placement, decision.wait_s = "dispatched", decided.placement, decided.wait_s
             decision.decided_s, decision.booked_s = now, self.now()
             waiter.admitted.set_result(AdmittedRequest(decided.placement, booking, decision, priority, self))
 
-    def _place_again(self, displaced: _Displaced[R, B]) -> None:
+    def _place_again(self, displaced: _Waiter[B]) -> None:
         """Book a placement for a displaced request, if there is a worker for it."""
         if displaced.admitted.done():  # it was cancelled or failed just now, and is about to leave
             return
-        admitted = self.place_elsewhere(displaced.request, displaced.placement_request, displaced.former)
+        admitted = self.place_elsewhere(displaced.request, displaced.placement_request, displaced.decision)
         if admitted is not None:
             del self._displaced[displaced]
             displaced.admitted.set_result(admitted)
 
-    def _give_up(self, displaced: _Displaced[R, B]) -> None:
+    def _give_up(self, displaced: _Waiter[B]) -> None:
         """Free what the displaced request has, whatever was decided meanwhile."""
         self._displaced.pop(displaced, None)
         admitted = displaced.admitted
         if admitted.done() and not admitted.cancelled() and not admitted.exception():
             admitted.result().end()
 
-    def _leave(self, queued: QueuedRequest, waiter: _Waiter[R, B], exc: BaseException) -> None:
+    def _leave(self, queued: QueuedRequest, waiter: _Waiter[B], exc: BaseException) -> None:
         """Free what the request has, whatever was decided meanwhile."""
         if waiter.admitted.done():
             if waiter.admitted.exception() is None:

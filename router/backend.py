@@ -8,15 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
-
 from tandem.protocol.digest import CacheScope
-from tandem.protocol.messages import FinishReason, Prefetch, PromptLogprobs, Role, TokenLogprobs
+from tandem.protocol.messages import Prefetch, Role, SequenceDelta
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.streams import Stream
 from tandem.scheduling.request import DEFAULT_CLASS, DEFAULT_TENANT, ServiceClass
 
-__all__ = ["Backend", "GenerateRequest", "PinRequest", "PinState", "Pins", "TokenDelta", "WorkerManager"]
+__all__ = ["Backend", "GenerateRequest", "PinRequest", "PinState", "Pins", "WorkerManager"]
 
 
 class Backend(Protocol):
@@ -38,7 +36,7 @@ class Backend(Protocol):
     def cache(self) -> Pins:
         """The pins of the KV cache."""
 
-    def serve(self, request: GenerateRequest) -> Stream[TokenDelta]:
+    def serve(self, request: GenerateRequest) -> Stream[SequenceDelta]:
         """Generate, ending with a delta that has a `finish_reason`.
 
         The stream raises a `ServingError`. Its `aclose` cancels the request on its workers and does not wait for them.
@@ -116,22 +114,6 @@ class GenerateRequest:
     is_later_choice: bool = False  # whether another choice may have begun the answer: then this one waits for a worker
     is_sibling: bool = False  # whether another choice computed its prompt: then it was admitted together with that one
     adapter: str = ""  # LoRA adapter: only workers that serve it are used, and only its requests share blocks
-
-
-class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one request, in order.
-
-    If a stop token ended the sequence, it may be the last of `token_ids`: it counts but is not shown.
-    """
-
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    num_cached_tokens: int | None = None  # with the first token: prompt tokens that were not computed
-    logprobs: list[TokenLogprobs] | None = None  # one for each of `token_ids`, if requested
-    decision: dict[str, Any] | None = None  # with the first token: the routing decision, if requested
-    prompt_logprobs: PromptLogprobs | None = None  # with the first token, if requested
-    num_loaded_tokens: dict[str, int] | None = None  # cached tokens that were not in the pool, by tier, or "peer"
 
 
 class Pins(Protocol):

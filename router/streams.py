@@ -17,7 +17,6 @@ from tandem.runtime.idle_timeout import IdleTimeout
 __all__ = ["DeltaQueue", "QueueStream", "Stream"]
 
 T = TypeVar("T")
-I = TypeVar("I")  # noqa: E741
 
 
 class _Readable(ABC, Generic[T]):
@@ -157,10 +156,10 @@ class DeltaQueue(_Readable[T]):
         return self._waiter
 
 
-class QueueStream(Stream[T], Generic[I, T]):
-    """A stream converted from the items of a queue. It closes at its end and on any error."""
+class QueueStream(Stream[T]):
+    """A stream of the items of a queue. It closes at its end and on any error."""
 
-    def __init__(self, queue: DeltaQueue[I]) -> None:
+    def __init__(self, queue: DeltaQueue[T]) -> None:
         self._queue = queue
         self._idle: IdleTimeout | None = None
         self._has_begun = False
@@ -169,7 +168,7 @@ class QueueStream(Stream[T], Generic[I, T]):
     async def read_into(self, sink: Callable[[list[T]], bool]) -> bool:
         """As `Stream.read_into`. The first call begins the stream."""
 
-        def convert(items: list[I]) -> bool:
+        def convert(items: list[T]) -> bool:
             converted = self._convert(items)
             return (not converted or sink(converted)) and not self._has_ended
 
@@ -211,7 +210,7 @@ class QueueStream(Stream[T], Generic[I, T]):
         """Start whatever fills the queue."""
 
     @abstractmethod
-    def _convert(self, items: list[I]) -> list[T]:
+    def _convert(self, items: list[T]) -> list[T]:
         """Return what the reader gets for these items, maybe nothing. Sets `_has_ended` with the last."""
 
     @abstractmethod

@@ -10,8 +10,8 @@ from typing import Any
 from tandem.frontend.openai.answer_formats import AnswerParsing, Parser
 from tandem.frontend.openai.logprobs import ScoredPrompt, TokenEntry, token_entry
 from tandem.protocol.errors import WorkerError
-from tandem.protocol.messages import FinishReason, TokenLogprobs
-from tandem.router.backend import GenerateRequest, TokenDelta
+from tandem.protocol.messages import FinishReason, SequenceDelta, TokenLogprobs
+from tandem.router.backend import GenerateRequest
 from tandem.text.stop_strings import StopMatcher, StopStrings
 from tandem.text.tokenizer import Tokenizer
 from tandem.text.tool_calls.events import Event, content_events, joined_events
@@ -87,7 +87,7 @@ class ChoiceText:
         self._num_shown_chars = 0
         self._held_entries: deque[TokenEntry] = deque()
 
-    def push(self, delta: TokenDelta) -> ChoiceDelta:
+    def push(self, delta: SequenceDelta) -> ChoiceDelta:
         """What this delta adds. A `finish_reason` ends the choice, even if the backend would go on."""
         # The prompt is counted once, and so are its cached tokens.
         result = ChoiceDelta(self._plan.index, "", len(delta.token_ids))
@@ -161,7 +161,7 @@ class ChoiceText:
         result.text += match.text
         return match.stop
 
-    def _finish(self, delta: TokenDelta, result: ChoiceDelta) -> str | None:
+    def _finish(self, delta: SequenceDelta, result: ChoiceDelta) -> str | None:
         """The backend ended the sequence: show the text held back, unless it contains a stop string after all."""
         tail = self._detokenizer.flush()
         if tail and self._held_entries:  # tokens of an incomplete character, whose entries wait for its text

@@ -11,7 +11,8 @@ from tandem.frontend.openai.choice_text import ChoiceDelta, ChoicePlan, ChoiceTe
 from tandem.frontend.openai.logprobs import ScoredPrompt
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.fault_boundary import async_error_of
-from tandem.router.backend import Backend, TokenDelta
+from tandem.protocol.messages import SequenceDelta
+from tandem.router.backend import Backend
 from tandem.router.streams import DeltaQueue, Stream
 from tandem.text.tokenizer import Tokenizer
 
@@ -41,13 +42,13 @@ class _Choice(Stream[ChoiceDelta]):
         self._plan = plan
         self._text = ChoiceText(plan, tokenizer)
         self._clock = clock
-        self._deltas: Stream[TokenDelta] | None = None
+        self._deltas: Stream[SequenceDelta] | None = None
         self._has_ended = False
 
     async def read_into(self, sink: Callable[[list[ChoiceDelta]], bool]) -> bool:
         """As for any stream."""
 
-        def convert(deltas: list[TokenDelta]) -> bool:
+        def convert(deltas: list[SequenceDelta]) -> bool:
             return sink(self._converted(deltas)) and not self._has_ended
 
         plan, wants_more = self._plan, True
@@ -85,7 +86,7 @@ class _Choice(Stream[ChoiceDelta]):
         await prompt.fill(deltas[0].prompt_logprobs)
         return self._converted(deltas)
 
-    def _open(self) -> Stream[TokenDelta]:
+    def _open(self) -> Stream[SequenceDelta]:
         if self._deltas is None:
             self._deltas = self._backend.serve(self._plan.request)
             self._clock.start()
@@ -100,7 +101,7 @@ class _Choice(Stream[ChoiceDelta]):
         self._clock.finish("length")
         return ChoiceDelta(self._plan.index, "", 0, *cached, finish_reason="length", token_ids=token_ids)
 
-    def _converted(self, deltas: list[TokenDelta]) -> list[ChoiceDelta]:
+    def _converted(self, deltas: list[SequenceDelta]) -> list[ChoiceDelta]:
         if self._plan.is_prompt_only:  # the engine was asked for one token
             self._has_ended = True
             first = deltas[0]

@@ -8,7 +8,8 @@ from tandem.frontend.processes.deciding_client import DecidingClient, JoinSettin
 from tandem.frontend.processes.remote import Remote, asked
 from tandem.frontend.response_store import ResponseStore
 from tandem.protocol.errors import ServingError
-from tandem.router.backend import Backend, GenerateRequest, Pins, TokenDelta
+from tandem.protocol.messages import SequenceDelta
+from tandem.router.backend import Backend, GenerateRequest, Pins
 from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.streams import DeltaQueue, QueueStream, Stream
 
@@ -28,7 +29,7 @@ class RemoteBackend(Remote):
     """The backend of `BackendService`, with its readiness, its pins and its responses."""
 
     def __init__(self, settings: JoinSettings) -> None:
-        super().__init__(settings, results=TokenDelta, states=BackendState)
+        super().__init__(settings, results=SequenceDelta, states=BackendState)
         self._state: BackendState | None = None
         self._scheduler = CallbackScheduler()
         self.cache = _RemotePins(self._client)
@@ -56,7 +57,7 @@ class RemoteBackend(Remote):
             return "The deciding process does not answer."
         return self._state.unready
 
-    def serve(self, request: GenerateRequest) -> Stream[TokenDelta]:
+    def serve(self, request: GenerateRequest) -> Stream[SequenceDelta]:
         """Generate, ending with a delta that has a `finish_reason`. The stream raises a `ServingError`."""
         return _RemoteStream(self._client, request, DeltaQueue(self._scheduler))
 
@@ -97,10 +98,10 @@ class _RemoteResponses:
     delete = asked(ResponseStore.delete)
 
 
-class _RemoteStream(QueueStream[TokenDelta, TokenDelta]):
+class _RemoteStream(QueueStream[SequenceDelta]):
     """One request that the deciding process serves."""
 
-    def __init__(self, client: DecidingClient, request: GenerateRequest, queue: DeltaQueue[TokenDelta]) -> None:
+    def __init__(self, client: DecidingClient, request: GenerateRequest, queue: DeltaQueue[SequenceDelta]) -> None:
         super().__init__(queue)
         self._client = client
         self._request = request
@@ -116,12 +117,12 @@ class _RemoteStream(QueueStream[TokenDelta, TokenDelta]):
     async def _begin(self) -> None:
         self._call = self._client.open(self._receive, Backend.serve, self._request)
 
-    def _receive(self, result: TokenDelta | ServingError) -> None:
+    def _receive(self, result: SequenceDelta | ServingError) -> None:
         if isinstance(result, ServingError):
             self._queue.fail(result)
         else:
             self._queue.put(result)
 
-    def _convert(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
+    def _convert(self, deltas: list[SequenceDelta]) -> list[SequenceDelta]:
         self._has_ended = self._is_complete = deltas[-1].finish_reason is not None
         return deltas

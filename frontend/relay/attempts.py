@@ -27,6 +27,7 @@ from tandem.frontend.relay.continuation import continued_body, obstacle, stops_o
 from tandem.frontend.relay.engine_errors import engine_errors
 from tandem.frontend.relay.joint import CannotContinue, ContinuedStream, Joint, find_joint
 from tandem.frontend.relay.stream_ledger import StreamLedger
+from tandem.frontend.relay.stream_relay import Rewrite
 from tandem.protocol.digest import token_bytes
 from tandem.protocol.errors import NoWorker
 from tandem.router.engines.dispatcher import Dispatcher, EngineTarget
@@ -128,22 +129,29 @@ class Attempts:
                 shows_ids=body.get("return_token_ids") is True,
                 shows_running_usage=isinstance(options, dict) and bool(options.get("continuous_usage_stats")),
             )
-        attempt = EngineAttempt(
+        return self._attempt_on(target, self._request, ledger, None if ledger is None else ledger.follow)
+
+    def _attempt_on(
+        self,
+        target: EngineTarget,
+        request: ClientRequest,
+        ledger: StreamLedger | None,
+        rewrite: Rewrite | None,
+        move: StreamMove | None = None,
+    ) -> EngineAttempt:
+        attempt = self._attempt = EngineAttempt(
             self._reservation,
             target,
             self._connections,
-            self._request,
+            request,
             self._metrics,
             timeout_s=self._limits.timeout_s,
             now=self._dispatcher.now,
             number=next(self._numbers),
             ledger=ledger,
-            rewrite=None if ledger is None else ledger.follow,
+            rewrite=rewrite,
+            move=move,
         )
-        return self._begun(attempt)
-
-    def _begun(self, attempt: EngineAttempt) -> EngineAttempt:
-        self._attempt = attempt
         if self._aborted is not None:
             attempt.abort(*self._aborted)
             self._aborted = None
@@ -218,20 +226,8 @@ class Attempts:
             request = replace(request, api=COMPLETIONS, body=body)
         else:
             ledger.restart()
-        attempt = EngineAttempt(
-            self._reservation,
-            target,
-            self._connections,
-            request,
-            self._metrics,
-            timeout_s=self._limits.timeout_s,
-            now=self._dispatcher.now,
-            number=next(self._numbers),
-            ledger=ledger,
-            rewrite=rewrite,
-            move=move,
-        )
-        await self._begun(attempt).open()
+        attempt = self._attempt_on(target, request, ledger, rewrite, move)
+        await attempt.open()
         if attempt.content is not None:
             self._reservation.failed(target.decode)
             text = attempt.content[:200].decode(errors="replace")

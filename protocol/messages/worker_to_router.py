@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import msgspec
 
@@ -65,10 +66,11 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SequenceDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """New tokens of one request. `offset` counts the output tokens before these.
+    """New tokens of one request, from its worker through the router to its reader.
 
-    The first token comes from the prefill worker and the rest from the decode worker, over two sockets:
-    the offset lets the router put them in order.
+    `offset` counts the output tokens before these. The first token comes from the prefill worker and the rest from the
+    decode worker, over two sockets: the offset lets the router put them in order.
+    If a stop token ended the sequence, it may be the last of `token_ids`: it counts but is not shown.
     """
 
     request_id: Name
@@ -78,10 +80,11 @@ class SequenceDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_id: Number | None = None
     num_cached_tokens: Number | None = None  # with the first token: prompt tokens that were not computed
     num_loaded_tokens: dict[Name, Number] | None = None  # those of them that were not in the pool, by tier, or "peer"
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[TokenLogprobs] | None = None  # one for each of `token_ids`, if requested
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if requested
     timeline: Ages | None = None  # with the first tokens that this worker sends of a traced request
     grammar_s: Seconds = 0.0  # with the last token: CPU time that this worker took for its grammar
+    decision: dict[str, Any] | None = None  # with the first token, if requested: its routing, which the router adds
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):

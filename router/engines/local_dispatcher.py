@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections import Counter
-from collections.abc import AsyncIterator, Container, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from types import MappingProxyType
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client import CollectorRegistry
+from typing_extensions import override
 
 from tandem.protocol.errors import (
     AddRefused,
@@ -22,12 +21,10 @@ from tandem.protocol.errors import (
     ModelNotFound,
     NotServed,
     NoWorker,
-    PoisonedRequest,
     RequestError,
     RoleRefused,
-    ServingError,
 )
-from tandem.protocol.messages import Role
+from tandem.protocol.messages import Role, WorkerPriority
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.admission_queue import AdmittedRequest
 from tandem.router.backend import WorkerManager
@@ -43,11 +40,12 @@ from tandem.router.engines.overview import fleet_overview
 from tandem.router.engines.queues import ModelQueue, Queues
 from tandem.router.engines.stored_answers import StoredAnswers
 from tandem.router.overview import NUM_DECISIONS
-from tandem.router.poisoned_requests import MAX_DEATHS, PoisonedRequests
+from tandem.router.reservation import SHUTTING_DOWN, PoisonedRequests, Reservation, ReservationContext, fingerprint_of
 from tandem.router.workers.generation_trace import admission_node, placement_node
 from tandem.router.workers.metrics import LoadCollector, MoveCollector
-from tandem.router.workers.move_log import MoveLog
 from tandem.runtime.background import BackgroundTasks
+from tandem.runtime.tracing.span_node import SpanNode
+from tandem.scheduling.decisions import RoutingDecision
 from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.request import PlacementRequest
 
@@ -59,7 +57,6 @@ __all__ = ["KEY_PREFIX", "LocalDispatcher", "LocalReservation"]
 # Keys of engines added over HTTP come from variables with this prefix, or from those that the engines file names: an
 # admin of engines must not be able to send any other secret of the process to a URL.
 KEY_PREFIX = "TANDEM_ENGINE_"
-SHUTTING_DOWN = "the server is shutting down; send the request again"
 
 
 class LocalDispatcher:
@@ -80,14 +77,10 @@ class LocalDispatcher:
         """
         self.fleet = fleet
         self.queues = Queues(fleet)
+        self.reservations = ReservationContext(now=fleet.clock, tracing=tracing, poisoned=PoisonedRequests("engines"))
         self.num_retries = 0
-        self.num_moves: Counter[str] = Counter()  # moves of streams, by cause
-        self.move_log = MoveLog()
-        self.poisoned = PoisonedRequests("engines")
-        self.is_shut_down = False
         self._manager = manager
         self._settings = settings
-        self.tracing = tracing
         self.stored_answers = StoredAnswers()
         self._specs = list(specs)
         self._tokenizers = tokenizers
@@ -97,7 +90,7 @@ class LocalDispatcher:
     def register_metrics(self, registry: CollectorRegistry) -> None:
         """Add the metrics of engines and queues to a registry."""
         registry.register(EngineCollector(self.fleet, lambda: self.num_retries))
-        registry.register(MoveCollector(self))
+        registry.register(MoveCollector(self.reservations))
         registry.register(LoadCollector(self.fleet.registry))
         registry.register(AdmissionCollector(self.queues))
 
@@ -113,20 +106,15 @@ class LocalDispatcher:
         finally:
             self.queues.close()
             await self._removals.close()
-            self.move_log.tell()
+            self.reservations.moves.tell()
 
     def shut_down(self) -> None:
         """End every request with an error and refuse new ones: the server stops."""
-        self.is_shut_down = True
+        self.reservations.is_shut_down = True
         self.queues.close()
         for engine in self.fleet.engines:
             for request in list(engine.running):
                 request.abort(engine.name, SHUTTING_DOWN)
-
-    @property
-    def num_poisoned(self) -> int:
-        """Requests that were given up because several engines ended while they had them."""
-        return self.poisoned.num_added
 
     # -- Dispatcher -----------------------------------------------------------------------------------------------
 
@@ -296,82 +284,64 @@ class LocalDispatcher:
             )
 
 
-class LocalReservation:
+class LocalReservation(Reservation[BookedAttempt]):
     """An `EngineReservation` of `LocalDispatcher`."""
 
     def __init__(self, dispatcher: LocalDispatcher, request: DispatchRequest, abort: Abort) -> None:
-        self.request_id = request.request_id
-        self.explains = request.explains
+        super().__init__(dispatcher.reservations, request.request_id, explains=request.explains)
         self._dispatcher = dispatcher
         self._request = request
         self._abort = abort
-        self._queue: ModelQueue | None = None
-        self._admitted: AdmittedRequest[LocalReservation, BookedAttempt] | None = None
+        self._queue: ModelQueue  # from `place` on
         self._attempt: BookedAttempt | None = None  # the latest one
         self._tried: set[str] = set()  # engines that failed or refused it since its last token
-        self._lost: list[str] = []  # engines that ended while they had it, since its last token
-        self._verdict: PoisonedRequest | None = None  # set once it has killed several engines
+
+    @override
+    def fingerprint(self) -> bytes:
+        """Without sampling parameters, which the body has."""
+        request = self._request
+        return fingerprint_of(request.prompt, request.model, request.adapter, request.max_tokens, request.generates)
 
     async def place(self) -> EngineTarget:
         """Wait in the queue if necessary, and book a target. Raises a `ServingError`."""
-        tracing, parent = self._dispatcher.tracing, self._request.traceparent
-        if tracing is None or not parent:
-            return await self._place()
-        start_s, error = self._dispatcher.now(), None
-        try:
-            return await self._place()
-        except BaseException as exc:  # raised again: the span says how the wait ended
-            error = exc
-            raise
-        finally:
-            decision = None if self._admitted is None else self._admitted.decision
-            tracing.record(parent, admission_node(start_s, self._dispatcher.now(), decision, error))
+        decision: RoutingDecision | None = None
+        with self._traced(lambda start_s, end_s, error: admission_node(start_s, end_s, decision, error)):
+            self.check()
+            self._queue = self._dispatcher.queue_of(self._request.model)
+            self._placement_request = self._queue.placement_request(self._request)
+            self.admitted = await self._enter(self._owner())
+            decision = self.admitted.decision
+        return self._target(self.admitted.placement)
 
-    async def _place(self) -> EngineTarget:
-        dispatcher = self._dispatcher
-        dispatcher.poisoned.check(self._fingerprint, dispatcher.now())
-        queue = self._queue = dispatcher.queue_of(self._request.model)
-        self._placement_request = queue.placement_request(self._request)
-        owner = self._owner()
-        if owner is not None:
-            self._placement_request = msgspec.structs.replace(self._placement_request, allowed_workers=(owner.name,))
+    async def _enter(self, owner: RemoteEngine | None) -> AdmittedRequest[BookedAttempt]:
+        """Wait in the queue. If an `owner` keeps the answer that the request builds on, only that one may serve it."""
+        queue, request = self._queue.admission_queue, self._placement_request
+        if owner is None:
+            return await queue.enter(self, request)
+        self._placement_request = msgspec.structs.replace(request, allowed_workers=(owner.name,))
         try:
-            self._admitted = await queue.admission_queue.enter(self, self._placement_request)
+            return await queue.enter(self, self._placement_request)
         except NoWorker as exc:
-            if owner is None:
-                raise
-            tenant = self._placement_request.tenant
-            reason = owner.refusal(self._dispatcher.now(), tenant=tenant) or "it cannot take this request"
+            reason = owner.refusal(self.context.now(), tenant=request.tenant) or "it cannot take this request"
             raise NoWorker(
                 f"engine {owner.name}, which keeps the response before this one: {reason}; "
                 "try again later, or send the whole conversation as 'input'"
             ) from exc
-        return self._target(self._admitted.placement)
 
     async def place_elsewhere(self) -> EngineTarget:
         """Give the target up and book another one. Raises a `ServingError`."""
-        assert self._admitted is not None, "it has been placed"
-        assert self._queue is not None, "it has been placed"
         self.release()
-        if self._verdict is not None:
-            raise self._verdict
-        if self._dispatcher.is_shut_down:
-            raise NoWorker(SHUTTING_DOWN)
-        placement = self._place_elsewhere(self._placement_request)
-        self._admitted.decision.placement = placement
+        self.check_may_go_on()
+        placement = self._place_elsewhere()
+        self.admitted.decision.placement = placement
         self._dispatcher.num_retries += 1
         return self._target(placement)
 
     async def go_on(self, cause: str, prompt: bytes, num_output_tokens: int) -> EngineTarget:
         """As `place_elsewhere`, for a stream after tokens were shown."""
-        assert self._admitted is not None, "it has been placed"
-        assert self._queue is not None, "it has been placed"
-        dispatcher, former, left = self._dispatcher, self._admitted, self._booked.engine
+        former, left = self.admitted, self._booked.engine
         self.release()
-        if self._verdict is not None:
-            raise self._verdict
-        if dispatcher.is_shut_down:
-            raise NoWorker("no other engine gets it any more")
+        self.check_may_go_on("no other engine gets it any more")
         allowed = self._able_engines()
         if prompt:
             max_tokens = max(self._request.max_tokens - num_output_tokens, 1)
@@ -380,24 +350,32 @@ class LocalReservation:
         self._placement_request = msgspec.structs.replace(
             self._placement_request, allowed_workers=allowed, is_resumed=True
         )
-        placement = self._place_elsewhere(self._placement_request)
+        placement = self._place_elsewhere()
         queue, request = self._queue.admission_queue, self._placement_request
-        self._admitted = queue.moved(self, request, placement, former.decision, self._booked, former.worker_priority)
-        dispatcher.num_moves[cause] += 1
-        dispatcher.move_log.add(f"{cause} on {left}")
+        self.admitted = queue.moved(self, request, placement, former.decision, self._booked, former.worker_priority)
+        self.context.moves.add(cause, f"{cause} on {left}")
         return self._target(placement)
 
-    def _place_elsewhere(self, placement_request: PlacementRequest) -> Placement:
-        assert self._queue is not None, "it has been placed"
-        start_s = self._dispatcher.now()
-        try:
-            placement = self._queue.place_elsewhere(placement_request, self._tried)
-            self.book(placement_request, placement)
-        except ServingError as exc:
-            self._trace_move(start_s, error=exc)
-            raise
-        self._trace_move(start_s, placement)
+    def _place_elsewhere(self) -> Placement:
+        placement: Placement | None = None
+        with self._traced(lambda start_s, end_s, error: placement_node(start_s, end_s, placement, error)):
+            placement = self._queue.place_elsewhere(self._placement_request, self._tried)
+            self.book(self._placement_request, placement, self.admitted.worker_priority)
         return placement
+
+    @contextmanager
+    def _traced(self, node_of: Callable[[float, float, BaseException | None], SpanNode]) -> Iterator[None]:
+        """Record a span of what is done meanwhile; `node_of` makes it from the start, the end and the error."""
+        tracing, parent = self.context.tracing, self._request.traceparent
+        start_s, error = self.context.now(), None
+        try:
+            yield
+        except BaseException as exc:  # raised again: the span says how it ended
+            error = exc
+            raise
+        finally:
+            if tracing is not None and parent:
+                tracing.record(parent, node_of(start_s, self.context.now(), error))
 
     def _able_engines(self) -> tuple[str, ...]:
         """The engines that can go on with its stream and that it may use. Raises `NoWorker`."""
@@ -412,24 +390,11 @@ class LocalReservation:
             raise NoWorker("no engine that it may use gives token ids")
         return found
 
-    def _fingerprint(self) -> bytes:
-        request = self._request
-        hashed = hashlib.blake2b(request.prompt, digest_size=16)
-        hashed.update(msgspec.msgpack.encode([request.model, request.adapter, request.max_tokens, request.generates]))
-        return hashed.digest()
-
-    def _trace_move(
-        self, start_s: float, placement: Placement | None = None, error: ServingError | None = None
-    ) -> None:
-        tracing, parent = self._dispatcher.tracing, self._request.traceparent
-        if tracing is not None and parent:
-            tracing.record(parent, placement_node(start_s, self._dispatcher.now(), placement, error))
-
-    def book(self, placement_request: PlacementRequest, placement: Placement) -> BookedAttempt:
+    def book(self, placed: PlacementRequest, placement: Placement, priority: WorkerPriority) -> BookedAttempt:
         """Book a placement that was decided just now."""
         self._attempt = BookedAttempt(
             self._dispatcher.fleet,
-            placement_request,
+            placed,
             placement,
             self._abort,
             is_stream=self._request.is_stream,
@@ -445,10 +410,7 @@ class LocalReservation:
         """The engine failed the request."""
         self._tried.add(engine)
         if is_lost:
-            self._lost.append(engine)
-            if len(self._lost) == MAX_DEATHS:
-                dispatcher = self._dispatcher
-                self._verdict = dispatcher.poisoned.add(self._fingerprint(), self._lost, dispatcher.now())
+            self.note_death(engine)
         self._booked.failed(engine, is_absent=is_absent)
 
     def refused(self, engine: str, retry_after_s: float) -> None:
@@ -462,11 +424,9 @@ class LocalReservation:
 
     def first_token(self, now: float) -> None:
         """The first token of a stream came."""
-        assert self._admitted is not None, "it has been placed"
         self._tried.clear()  # an engine that failed long ago may be back
-        self._lost.clear()  # a request that kills its engines gets no further than it did the first time
         self._booked.first_token(now)
-        self._admitted.first_token()
+        self.note_first_token()
 
     def is_gap_due(self, now: float) -> bool:
         """Whether `gap` would use a gap now."""
@@ -487,7 +447,6 @@ class LocalReservation:
 
     def ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """The answer is complete."""
-        assert self._queue is not None, "it has been placed"
         self._booked.ended(num_prompt_tokens, num_output_tokens)
         self._queue.admission.note_answer(self._placement_request.tenant, num_output_tokens)
 
@@ -514,10 +473,7 @@ class LocalReservation:
 
     def _target(self, placement: Placement) -> EngineTarget:
         best = placement.best
-        decision = None
-        if self.explains:
-            assert self._admitted is not None, "it has been placed"
-            decision = self._admitted.explain()
+        decision = self.admitted.explain() if self.explains else None
         engine = self._dispatcher.fleet.get(best.decode.worker_id)
         return EngineTarget(
             best.prefill.worker_id,

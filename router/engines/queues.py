@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import msgspec
 
 from tandem.protocol.errors import NoWorker
-from tandem.protocol.messages import WorkerPriority
 from tandem.router.admission_queue import AdmissionQueue
 from tandem.router.engines.booked_attempt import BookedAttempt
 from tandem.router.engines.digests import EngineDigests
@@ -28,21 +27,6 @@ from tandem.scheduling.request import PlacementRequest
 __all__ = ["ModelQueue", "Queues"]
 
 
-class Requester(Protocol):
-    """A request on its way through a queue."""
-
-    @property
-    def request_id(self) -> str:
-        """Its id in the log of decisions."""
-
-    @property
-    def explains(self) -> bool:
-        """Whether candidates besides the best one are recorded."""
-
-    def book(self, placement_request: PlacementRequest, placement: Placement) -> BookedAttempt:
-        """Book a placement that was decided just now."""
-
-
 class ModelQueue:
     """The queue of one model."""
 
@@ -52,8 +36,8 @@ class ModelQueue:
         # The placer knows which engines may compute prompts, group by group. For admission, all with room may.
         config = replace(fleet.config, local_prefill=True)
         self.admission = Admission(workers, fleet.costs, self._placer, fleet.tenants, config, fleet.registry.demand)
-        self.admission_queue: AdmissionQueue[Any, BookedAttempt] = AdmissionQueue(
-            self.admission, fleet.registry, _book, timeout_s=fleet.config.request_timeout_s, clock=fleet.clock
+        self.admission_queue: AdmissionQueue[BookedAttempt] = AdmissionQueue(
+            self.admission, fleet.registry, timeout_s=fleet.config.request_timeout_s, clock=fleet.clock
         )
         self._clock = fleet.clock
 
@@ -78,12 +62,6 @@ class ModelQueue:
     def place_elsewhere(self, placement_request: PlacementRequest, tried: set[str]) -> Placement:
         """Another placement for a request that has already waited. Raises a `ServingError`."""
         return self._placer.place(placement_request, self._clock(), tried=tried)
-
-
-def _book(
-    requester: Requester, request: PlacementRequest, placement: Placement, _priority: WorkerPriority
-) -> BookedAttempt:
-    return requester.book(request, placement)
 
 
 class Queues:

@@ -26,7 +26,7 @@ class Attempt:
 
     def __init__(
         self,
-        admitted: AdmittedRequest[GenerateRequest, Booking],
+        admitted: AdmittedRequest[Booking],
         workers: WorkerClient,
         queue: DeltaQueue[SequenceDelta],
         *,

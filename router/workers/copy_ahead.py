@@ -7,16 +7,19 @@ From time to time, in case the present worker dies: then little is computed agai
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 
+from tandem.protocol.fault_boundary import async_error_of
 from tandem.protocol.messages import CopyKv, PeerAddress, SequenceDelta
 from tandem.router.admission_queue import AdmittedRequest
-from tandem.router.backend import GenerateRequest
 from tandem.router.streams import DeltaQueue
 from tandem.router.workers.client import WorkerClient
 from tandem.scheduling.workers.bookings import Booking
 
-__all__ = ["copy_ahead", "copy_kv", "is_worthwhile"]
+__all__ = ["StandbyCopies", "copy_ahead", "copy_kv", "is_worthwhile"]
+
+logger = logging.getLogger(__name__)
 
 MakeQueue = Callable[[], DeltaQueue[SequenceDelta]]
 
@@ -26,7 +29,7 @@ _FEW_TOKENS = 32  # tokens that the copy may lack; they are computed in one step
 _COPY_TIMEOUT_S = 30.0
 
 
-def is_worthwhile(admitted: AdmittedRequest[GenerateRequest, Booking]) -> bool:
+def is_worthwhile(admitted: AdmittedRequest[Booking]) -> bool:
     """Whether the next worker would take long to read or to compute what it lacks."""
     terms = admitted.placement.best.terms
     return terms.fetch_s + terms.prefill_s >= _MIN_COPY_S
@@ -77,3 +80,34 @@ async def copy_kv(
                 pass
     finally:
         leg.cancel()
+
+
+class StandbyCopies:
+    """Copies of one request's KV in case its worker dies: one at a time, each after `every` new tokens. 0 = none."""
+
+    def __init__(self, every: int, request_id: str) -> None:
+        self._every = every
+        self._request_id = request_id
+        self._num_copied = 0  # tokens of prompt and answer when the latest copy began
+        self._copying: asyncio.Future[None] | None = None
+
+    def is_due(self, num_tokens: int) -> bool:
+        """Whether a copy should begin, now that prompt and answer have so many tokens."""
+        return self._every > 0 and self._copying is None and num_tokens - self._num_copied >= self._every
+
+    def begin(self, num_tokens: int, copy: Callable[[], Awaitable[None]]) -> None:
+        """Begin a copy. If it fails, the answer goes on without it."""
+        self._num_copied = num_tokens
+        self._copying = asyncio.ensure_future(self._run(copy))
+
+    async def _run(self, copy: Callable[[], Awaitable[None]]) -> None:
+        error = await async_error_of(copy())
+        self._copying = None
+        if error is not None:
+            logger.debug("the KV of request %s was not copied: %r", self._request_id, error)
+
+    def stop(self) -> None:
+        """Cancel the copy under way."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.cancel()

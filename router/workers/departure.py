@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 
 from tandem.protocol.fault_boundary import async_error_of
 from tandem.router.admission_queue import AdmittedRequest
-from tandem.router.backend import GenerateRequest
 from tandem.scheduling.workers.bookings import Booking
 
 __all__ = ["Departure", "LeavesWorkers"]
@@ -24,7 +23,7 @@ class LeavesWorkers(Exception):
 class Departure:
     """One departure, until the request goes on at `place` or the departure is given up."""
 
-    def __init__(self, place: AdmittedRequest[GenerateRequest, Booking], cause: str) -> None:
+    def __init__(self, place: AdmittedRequest[Booking], cause: str) -> None:
         self.place = place
         self.cause = cause
         self._copying: asyncio.Future[None] | None = None

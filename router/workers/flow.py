@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -12,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tandem.protocol.config import RouterConfig
-from tandem.protocol.errors import AddRefused, DrainRefused, RoleRefused, WorkerNotFound
-from tandem.protocol.messages import Role, WorkerPriority
+from tandem.protocol.errors import AddRefused, DrainRefused, NoWorker, RoleRefused, WorkerNotFound
+from tandem.protocol.messages import Role, SequenceDelta
 from tandem.router.admission_queue import AdmissionQueue
-from tandem.router.backend import GenerateRequest, TokenDelta, WorkerManager
+from tandem.router.backend import GenerateRequest, WorkerManager
 from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.overview import NUM_DECISIONS, overview_of, workers_overview
+from tandem.router.reservation import SHUTTING_DOWN
 from tandem.router.streams import DeltaQueue, Stream
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.generation import Generation, GenerationContext
@@ -25,15 +24,13 @@ from tandem.router.workers.hot_spots import HotSpotRelief
 from tandem.router.workers.pins import PinService
 from tandem.router.workers.pool_report import worker_report
 from tandem.router.workers.prompt_hasher import PromptHasher
+from tandem.router.workers.worker_reservation import WorkerReservation
 from tandem.scheduling.admission.admission import Admission
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.placement.placer import Placer
 from tandem.scheduling.placement.prefix_index import PrefixIndex
-from tandem.scheduling.request import PlacementRequest
-from tandem.scheduling.workers.bookings import Booking
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import WorkerChange
 
@@ -41,8 +38,6 @@ if TYPE_CHECKING:
     from tandem.runtime.tracing.tracing import Tracing
 
 __all__ = ["RequestFlow"]
-
-logger = logging.getLogger(__name__)
 
 HUB_CALLS = 64  # requests whose new tokens go to the edge processes together, which turn them into text
 
@@ -81,21 +76,20 @@ class RequestFlow:
         self._clock = clock
         hasher = PromptHasher(registry)
         self.cache = PinService(registry, index, workers, tenants.pins, hasher.digests, clock=clock)
-        self._context = GenerationContext(
-            admission=self.admission,
-            admission_queue=AdmissionQueue(
-                self.admission, registry, self._book, timeout_s=config.request_timeout_s, clock=clock
-            ),
-            hasher=hasher,
-            workers=workers,
-            pins=self.cache,
-            sizing=sizing,
-            request_timeout_s=config.request_timeout_s,
-            max_moves=config.max_moves,
-            copy_kv_tokens=config.copy_kv_tokens,
+        self.context = GenerationContext(
+            now=clock,
             tracing=tracing,
+            config=config,
+            registry=registry,
+            index=index,
+            sizing=sizing,
+            admission=self.admission,
+            admission_queue=AdmissionQueue(self.admission, registry, timeout_s=config.request_timeout_s, clock=clock),
+            hasher=hasher,
+            pins=self.cache,
+            workers=workers,
         )
-        self.hot_spots = HotSpotRelief(self._context.running, registry, costs)
+        self.hot_spots = HotSpotRelief(self.context.running, registry, costs)
         registry.listen(self._on_worker_change)
         is_hub = config.router_processes > 1
         self._scheduler = CallbackScheduler(HUB_CALLS, HUB_CALLS) if is_hub else CallbackScheduler()
@@ -123,46 +117,35 @@ class RequestFlow:
     @property
     def num_handoffs(self) -> int:
         """Requests for which both workers of a pair sent tokens."""
-        return self._context.num_handoffs
-
-    @property
-    def num_moves(self) -> Counter[str]:
-        """How often a request went on with other workers, by cause: an error's code, or the reason for leaving."""
-        return self._context.num_moves
-
-    @property
-    def num_poisoned(self) -> int:
-        """Requests that were given up because several workers died while they had them."""
-        return self._context.poisoned.num_added
+        return self.context.num_handoffs
 
     @property
     def num_running(self) -> int:
         """Requests that were dispatched and have not ended."""
-        return len(self._context.running)
+        return len(self.context.running)
 
-    def serve(self, request: GenerateRequest) -> Stream[TokenDelta]:
+    def serve(self, request: GenerateRequest) -> Stream[SequenceDelta]:
         """Generate, ending with a delta that has a `finish_reason`.
 
         The stream raises a `ServingError`. Closing it cancels the request on its workers without waiting for them.
         """
-        return Generation(self._context, request, lambda: DeltaQueue(self._scheduler))
+        return Generation(self.context, request, lambda: DeltaQueue(self._scheduler))
 
     def shut_down(self) -> None:
         """End every request with an error and refuse new ones: the server stops. Call it in the event loop."""
-        self._context.shut_down()
+        self.context.is_shut_down = True
+        self.context.moves.tell()
+        self.context.admission_queue.close(lambda: NoWorker(SHUTTING_DOWN))
+        for generation in self.context.running:
+            generation.fail(NoWorker(SHUTTING_DOWN))
 
     async def explain(self, request: GenerateRequest) -> dict[str, Any]:
         """The decision that this request would get now, as JSON; nothing is sent or booked. Raises `NoWorker`."""
-        context = self._context
-        digests = await context.hasher.digests(request.token_ids, request.cache_scope, request.adapter)
-        placement_request = context.placement_request(request, digests)
-        return context.admission_queue.explain(
-            msgspec.structs.replace(placement_request, may_cover=True, may_fall_back=True)
-        )
+        return await WorkerReservation(self.context, request).explain()
 
     async def decisions(self) -> list[dict[str, Any]]:
         """The latest decisions, newest first, as JSON."""
-        return self._context.admission_queue.log.to_json(self._clock())
+        return self.context.admission_queue.log.to_json(self._clock())
 
     async def pools(self) -> dict[str, Any]:
         """State of the worker pools, as JSON."""
@@ -188,7 +171,7 @@ class RequestFlow:
 
     async def overview(self) -> dict[str, Any]:
         """What the dashboard shows of the deciding process, as JSON."""
-        decisions = self._context.admission_queue.log.to_json(self._clock(), NUM_DECISIONS)
+        decisions = self.context.admission_queue.log.to_json(self._clock(), NUM_DECISIONS)
         shared = overview_of(
             self._registry,
             self._costs,
@@ -226,7 +209,7 @@ class RequestFlow:
                 raise WorkerNotFound(f"There is no worker '{name[:100]}'.")
         others = {one.worker_id for one in self._registry} - {to} if to else set()
         moves: dict[bool, list[str]] = {True: [], False: []}
-        for generation in list(self._context.running):
+        for generation in list(self.context.running):
             decoding = generation.decode_worker
             if decoding is not None and decoding.worker_id == worker and generation.is_of(request_id):
                 moves[generation.move("operator", excluded=others)].append(generation.request_id)
@@ -237,19 +220,5 @@ class RequestFlow:
         return await self._manager.check_integrity() if self._manager is not None else {}
 
     def _on_worker_change(self, _: WorkerChange) -> None:
-        for generation in list(self._context.running):
+        for generation in list(self.context.running):
             generation.leave_pool()
-
-    def _book(
-        self, request: GenerateRequest, placed: PlacementRequest, placement: Placement, priority: WorkerPriority
-    ) -> Booking:
-        """Book a placement, so that the next decision sees it."""
-        best = placement.best
-        prefill_id, decode_id = best.prefill.worker_id, best.decode.worker_id
-        logger.debug(
-            "request %s: prefill on %s, decode on %s, %s", request.request_id, prefill_id, decode_id, best.terms
-        )
-        # An answer of one token comes from the prefill worker, and no KV ever reaches the other.
-        holders = {prefill_id} if request.sampling.max_tokens == 1 else {prefill_id, decode_id}
-        self._index.speculate(holders, placed.digests.of(best.prefill.card), self._clock())
-        return self._registry.reserve(placement.load, priority)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tandem.protocol.messages import WorkerCard, WorkerLoad
+from tandem.router.reservation import ReservationContext
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import RegisteredWorker
@@ -113,23 +112,11 @@ class WorkerCollector:
         yield _dropped_metric(workers)
 
 
-class Moving(Protocol):
-    """Counts the requests that went on elsewhere."""
-
-    @property
-    def num_moves(self) -> Counter[str]:
-        """Moves by cause."""
-
-    @property
-    def num_poisoned(self) -> int:
-        """Requests that were given up."""
-
-
 class MoveCollector:
     """Requests that went on with other workers, and those that no worker gets any more."""
 
-    def __init__(self, flow: Moving) -> None:
-        self._flow = flow
+    def __init__(self, reservations: ReservationContext) -> None:
+        self._reservations = reservations
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as they are now."""
@@ -138,13 +125,13 @@ class MoveCollector:
             "Times that a request went on with other workers or engines, by the error, or why it left the former ones",
             labels=["cause"],
         )
-        for cause, count in sorted(self._flow.num_moves.items()):
+        for cause, count in sorted(self._reservations.moves.num_moves.items()):
             moves.add_metric([cause], count)
         yield moves
         yield CounterMetricFamily(
             "tandem_poisoned_requests",
             "Requests that were given up because several workers or engines died while they had them",
-            value=self._flow.num_poisoned,
+            value=self._reservations.poisoned.num_added,
         )
 
 

@@ -15,7 +15,7 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import DeadlineUnmet, NoWorker, Overloaded, ServingError
 from tandem.protocol.messages import Generate, Message, Role, SequenceDelta, StepStats
 from tandem.router.admission_metrics import AdmissionCollector
-from tandem.router.backend import GenerateRequest, TokenDelta
+from tandem.router.backend import GenerateRequest
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tandem.scheduling.request import ServiceClass
 from tests.support.fake_worker import (
@@ -33,7 +33,7 @@ from tests.support.waiting import eventually
 NUM_TOKENS = 2000  # more than a worker may have before another prompt is held back
 
 
-async def collect(cluster: FakeCluster, request: GenerateRequest) -> list[TokenDelta]:
+async def collect(cluster: FakeCluster, request: GenerateRequest) -> list[SequenceDelta]:
     async with asyncio.timeout(10):
         return [delta async for delta in Pulled(cluster.flow.serve(request))]
 
@@ -43,7 +43,7 @@ def long_request(request_id: str = "r0") -> GenerateRequest:
     return make_request(request_id=request_id, num_prompt_tokens=NUM_TOKENS, scope=request_id)
 
 
-def start(cluster: FakeCluster, request_id: str, **fields: object) -> asyncio.Task[list[TokenDelta]]:
+def start(cluster: FakeCluster, request_id: str, **fields: object) -> asyncio.Task[list[SequenceDelta]]:
     return asyncio.create_task(collect(cluster, of_class(long_request(request_id), **fields)))
 
 
@@ -53,7 +53,7 @@ def of_class(request: GenerateRequest, **fields: object) -> GenerateRequest:
 
 async def one_runs_one_waits(
     cluster: FakeCluster, **fields: object
-) -> tuple[asyncio.Task[list[TokenDelta]], asyncio.Task[list[TokenDelta]]]:
+) -> tuple[asyncio.Task[list[SequenceDelta]], asyncio.Task[list[SequenceDelta]]]:
     running = start(cluster, "running")
     await eventually(lambda: cluster.registry.num_bookings == 1)
     waiting = start(cluster, "waiting", **fields)
@@ -61,7 +61,7 @@ async def one_runs_one_waits(
     return running, waiting
 
 
-async def end(cluster: FakeCluster, *tasks: asyncio.Task[list[TokenDelta]]) -> None:
+async def end(cluster: FakeCluster, *tasks: asyncio.Task[list[SequenceDelta]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

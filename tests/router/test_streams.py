@@ -13,18 +13,19 @@ from tandem.frontend.openai.choice_text import ChoiceDelta, ChoicePlan
 from tandem.frontend.openai.choices import run_choices
 from tandem.protocol.digest import EVERYONE
 from tandem.protocol.errors import WorkerError
+from tandem.protocol.messages import SequenceDelta
 from tandem.protocol.sampling import SamplingParams
-from tandem.router.backend import GenerateRequest, TokenDelta
+from tandem.router.backend import GenerateRequest
 from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.streams import DeltaQueue, QueueStream, Stream
 from tandem.text.stop_strings import StopStrings
 from tandem.text.tokenizer import Tokenizer
-from tests.support.fake_backend import FakeBackend
+from tests.support.fake_backend import FakeBackend, delta_of
 
 END = -1
 
 
-class Doubled(QueueStream[int, int]):
+class Doubled(QueueStream[int]):
     """Twice each number up to END; counts what is asked of it."""
 
     def __init__(self, scheduler: CallbackScheduler) -> None:
@@ -325,19 +326,19 @@ async def test_read_to_its_end_it_is_closed() -> None:
 
 
 async def test_an_answer_ended_by_a_stop_string_has_no_error_after_it(tokenizer: Tokenizer) -> None:
-    class Tokens(QueueStream[TokenDelta, TokenDelta]):
+    class Tokens(QueueStream[SequenceDelta]):
         num_closed = 0
 
         async def _begin(self) -> None:
             pass
 
-        def _convert(self, items: list[TokenDelta]) -> list[TokenDelta]:
+        def _convert(self, items: list[SequenceDelta]) -> list[SequenceDelta]:
             return items
 
         def close(self) -> None:
             self.num_closed += 1
 
-    queue: DeltaQueue[TokenDelta] = DeltaQueue(CallbackScheduler())
+    queue: DeltaQueue[SequenceDelta] = DeltaQueue(CallbackScheduler())
     tokens = Tokens(queue)
     backend = FakeBackend(tokenizer)
     backend.serve = lambda _: tokens  # type: ignore[method-assign]
@@ -349,7 +350,7 @@ async def test_an_answer_ended_by_a_stop_string_has_no_error_after_it(tokenizer:
     got: list[ChoiceDelta] = []
     reading = asyncio.create_task(deltas.read_into(lambda deltas: got.extend(deltas) or True))  # type: ignore[func-returns-value]
     await iterations()
-    queue.put(TokenDelta(tokenizer.encode("hello world", add_special_tokens=False)))
+    queue.put(delta_of(tokenizer.encode("hello world", add_special_tokens=False)))
     queue.fail(WorkerError("dead"))
     assert await reading
     assert (got[-1].finish_reason, got[-1].stop_reason, tokens.num_closed) == ("stop", "world", 1)

@@ -18,15 +18,15 @@ from tandem.frontend.serve_app import create_app
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import PinNotFound, WorkerNotFound
-from tandem.protocol.messages import FinishReason, Prefetch, PromptLogprobs, Role, TokenLogprobs
-from tandem.router.backend import GenerateRequest, PinRequest, PinState, TokenDelta
+from tandem.protocol.messages import FinishReason, Prefetch, PromptLogprobs, Role, SequenceDelta, TokenLogprobs
+from tandem.router.backend import GenerateRequest, PinRequest, PinState
 from tandem.router.streams import Stream
 from tandem.runtime.tracing.tracing import Tracing
 from tandem.text.tokenizer import Tokenizer
 from tests.support.dashboard_world import DashboardWorld
 from tests.support.streams import GeneratorStream
 
-Step = TokenDelta | Exception | asyncio.Event
+Step = SequenceDelta | Exception | asyncio.Event
 
 
 class FakePins:
@@ -96,10 +96,10 @@ class FakeBackend:
         self.cache = FakePins()
         self.held: dict[str, str] = {}  # worker -> what it holds
 
-    def serve(self, request: GenerateRequest) -> Stream[TokenDelta]:
+    def serve(self, request: GenerateRequest) -> Stream[SequenceDelta]:
         return GeneratorStream(self._serve(request))
 
-    async def _serve(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+    async def _serve(self, request: GenerateRequest) -> AsyncGenerator[SequenceDelta, None]:
         self.requests.append(request)
         self.num_open += 1
         self.max_open = max(self.max_open, self.num_open)
@@ -169,8 +169,23 @@ class FakeBackend:
             if request.explains and start == 0:
                 decision = {"outcome": "dispatched", "tenant": request.service_class.tenant}
             scores = None if start else scores_of(request)
-            steps.append(TokenDelta(token_ids, finish, stop_id, None if start else 3, logprobs, decision, scores))
+            steps.append(
+                delta_of(
+                    token_ids,
+                    finish,
+                    stop_token_id=stop_id,
+                    num_cached_tokens=None if start else 3,
+                    logprobs=logprobs,
+                    decision=decision,
+                    prompt_logprobs=scores,
+                )
+            )
         return steps
+
+
+def delta_of(token_ids: list[int], finish_reason: FinishReason | None = None, **fields: Any) -> SequenceDelta:
+    """A delta as a backend passes it on: nobody reads the request's id and the offset any more."""
+    return SequenceDelta("", 0, token_ids, finish_reason, **fields)
 
 
 def scores_of(request: GenerateRequest) -> PromptLogprobs | None:

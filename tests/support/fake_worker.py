@@ -42,7 +42,7 @@ from tandem.protocol.messages import (
     encode_message,
 )
 from tandem.protocol.sampling import SamplingParams
-from tandem.router.backend import GenerateRequest, TokenDelta, WorkerManager
+from tandem.router.backend import GenerateRequest, WorkerManager
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
 from tandem.runtime.curve import make_keys
@@ -315,16 +315,16 @@ def fails(worker: FakeWorker, message: Message) -> None:
         worker.send(RequestFailed(request_id=message.request_id, message="pool is on fire", code="kv_peer_lost"))
 
 
-async def collect(cluster: FakeCluster, request: GenerateRequest) -> list[TokenDelta]:
+async def collect(cluster: FakeCluster, request: GenerateRequest) -> list[SequenceDelta]:
     async with asyncio.timeout(10):
         return [delta async for delta in Pulled(cluster.flow.serve(request))]
 
 
-def tokens(deltas: list[TokenDelta]) -> list[int]:
+def tokens(deltas: list[SequenceDelta]) -> list[int]:
     return [token_id for delta in deltas for token_id in delta.token_ids]
 
 
-async def take(stream: Pulled[TokenDelta], count: int) -> list[int]:
+async def take(stream: Pulled[SequenceDelta], count: int) -> list[int]:
     """So many tokens, in however many deltas they come."""
     taken: list[int] = []
     while len(taken) < count:

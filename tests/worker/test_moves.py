@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tandem.protocol.messages import Role
-from tandem.router.workers import copy_ahead, generation, hot_spots
+from tandem.router import reservation
+from tandem.router.workers import copy_ahead, hot_spots
 from tandem.scheduling import cost_model
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel
 from tandem.scheduling.workers.hot_spots import HotSpotCause
@@ -82,7 +83,7 @@ async def test_the_death_of_the_decode_worker_at_any_token_changes_none(
             prompt = make_prompt(3 * BLOCK_SIZE - 5, count)
             answer = await deaths.answer(prompt, {count: "decode"}, **sampling)
             assert answer.token_ids == oracle.answer(prompt, **sampling), f"death after {count} tokens"
-        assert cluster.flow.num_moves["worker_lost"] > 0, "no death met a running answer"
+        assert cluster.flow.context.moves.num_moves["worker_lost"] > 0, "no death met a running answer"
         await cluster.becomes_idle()
 
 
@@ -112,7 +113,7 @@ async def test_deaths_among_many_streams_change_no_token(
     tiny_model: Path, oracle: Oracle, roles: dict[str, Role], copy_kv_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers die and come back at any moment, also before the first token and while KV is on its way."""
-    monkeypatch.setattr(generation, "MAX_DEATHS", 1000)  # no request is to blame here
+    monkeypatch.setattr(reservation, "MAX_DEATHS", 1000)  # no request is to blame here
     rng = random.Random(7)
     router = {"max_moves": 50, "copy_kv_tokens": copy_kv_tokens}
     async with running_cluster(tiny_model, roles, router=router) as cluster:
@@ -130,8 +131,8 @@ async def test_deaths_among_many_streams_change_no_token(
             await asyncio.sleep(rng.uniform(0.05, 0.1))
         for answer, (prompt, sampling) in zip(answers, requests, strict=True):
             assert (await answer).token_ids == oracle.answer(prompt, **sampling)
-        print(dict(cluster.flow.num_moves))
-        assert cluster.flow.num_moves["worker_lost"] > 3
+        print(dict(cluster.flow.context.moves.num_moves))
+        assert cluster.flow.context.moves.num_moves["worker_lost"] > 3
         await cluster.becomes_idle()
 
 
@@ -154,7 +155,7 @@ async def test_answers_follow_the_roles_of_workers_without_losing_a_token(
                 await asyncio.sleep(rng.uniform(0.01, 0.05))  # how far the answers get meanwhile is left to chance
         for answer, (prompt, sampling) in zip(answers, requests, strict=True):
             assert (await answer).token_ids == oracle.answer(prompt, **sampling)
-        assert cluster.flow.num_moves["role_change"] > 3
+        assert cluster.flow.context.moves.num_moves["role_change"] > 3
         await cluster.becomes_idle()
 
 
@@ -188,6 +189,6 @@ async def test_answers_go_to_a_worker_that_joins_and_stay_there(
         for answer, (prompt, sampling) in zip(answers, requests, strict=True):
             assert (await answer).token_ids == oracle.answer(prompt, **sampling)
         # An answer may end before it has left.
-        assert 2 <= cluster.flow.num_moves[HotSpotCause.PACE] <= len(spots)
+        assert 2 <= cluster.flow.context.moves.num_moves[HotSpotCause.PACE] <= len(spots)
         assert {(spot.worker, spot.to) for spot in spots} == {("d", "d2")}
         await cluster.becomes_idle()

@@ -12,9 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from tandem.protocol.errors import NoWorker, Overloaded, TransferTimeout, WorkerError, WorkerTimeout
 from tandem.protocol.messages import FinishReason
-from tandem.router.backend import TokenDelta
 from tandem.text.tokenizer import Tokenizer
-from tests.support.fake_backend import FakeBackend, RawClient, closing, events, make_app
+from tests.support.fake_backend import FakeBackend, RawClient, closing, delta_of, events, make_app
 from tests.support.waiting import eventually
 
 CHAT = "/v1/chat/completions"
@@ -180,7 +179,7 @@ async def test_errors_after_the_first_token_are_the_last_event(
     tokenizer: Tokenizer, error: Exception, n: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = FakeBackend(tokenizer)
-    backend.script = lambda _: [TokenDelta(tokenizer.encode("a")), error]
+    backend.script = lambda _: [delta_of(tokenizer.encode("a")), error]
     async with closing(backend) as client:
         response = await client.post(CHAT, json=hello(stream=True, n=n))
         plain = await client.post(CHAT, json=hello(n=n))
@@ -192,10 +191,10 @@ async def test_errors_after_the_first_token_are_the_last_event(
     assert plain.status_code in (500, 502)
 
 
-@pytest.mark.parametrize("last", [[], [TokenDelta([], FinishReason.ABORT)]])
+@pytest.mark.parametrize("last", [[], [delta_of([], FinishReason.ABORT)]])
 async def test_an_aborted_answer_is_an_error(tokenizer: Tokenizer, last: list[Any]) -> None:
     backend = FakeBackend(tokenizer)
-    backend.script = lambda _: [TokenDelta(tokenizer.encode("a")), *last]
+    backend.script = lambda _: [delta_of(tokenizer.encode("a")), *last]
     async with closing(backend) as client:
         assert (await client.post(CHAT, json=hello())).status_code == 502
 
@@ -207,7 +206,7 @@ async def test_a_client_that_leaves_cancels_its_generations(
     tokenizer: Tokenizer, stream: bool, has_token: bool, n: int
 ) -> None:
     backend = FakeBackend(tokenizer)
-    first = [TokenDelta(tokenizer.encode("ab"))] if has_token else []
+    first = [delta_of(tokenizer.encode("ab"))] if has_token else []
     backend.script = lambda _: [*first, asyncio.Event()]
     registry = CollectorRegistry()
     app = make_app(backend, registry)
@@ -223,7 +222,7 @@ async def test_a_client_that_leaves_cancels_its_generations(
 
 async def test_a_server_that_stops_closes_its_streams(tokenizer: Tokenizer) -> None:
     backend = FakeBackend(tokenizer)
-    backend.script = lambda _: [TokenDelta(tokenizer.encode("ab")), asyncio.Event()]
+    backend.script = lambda _: [delta_of(tokenizer.encode("ab")), asyncio.Event()]
     client = RawClient(make_app(backend), CHAT, hello(stream=True))
     await asyncio.wait_for(client.got_body.wait(), 5)
     client.task.cancel()

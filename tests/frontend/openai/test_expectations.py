@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tandem.router.backend import GenerateRequest, TokenDelta
+from tandem.router.backend import GenerateRequest
 from tandem.text.tokenizer import Tokenizer
-from tests.support.fake_backend import FakeBackend, Step, closing, events
+from tests.support.fake_backend import FakeBackend, Step, closing, delta_of, events
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
@@ -87,7 +87,7 @@ async def test_clients_at_once_get_each_their_own_answer(tokenizer: Tokenizer) -
     def echo(request: GenerateRequest) -> list[Step]:
         text = tokenizer.decode(request.token_ids, skip_special_tokens=True)
         ids = [*tokenizer.encode(text, add_special_tokens=False), *tokenizer.encode("</s>", add_special_tokens=False)]
-        *rest, last = (TokenDelta([one]) for one in ids)
+        *rest, last = (delta_of([one]) for one in ids)
         steps = backend.reply_steps(request)
         return [*rest, steps[-1]] if rest else [last]
 

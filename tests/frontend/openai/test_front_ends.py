@@ -9,9 +9,9 @@ import pytest
 
 from tandem.frontend.openai import other_fields
 from tandem.protocol.messages import TokenLogprobs
-from tandem.router.backend import GenerateRequest, TokenDelta
+from tandem.router.backend import GenerateRequest
 from tandem.text.tokenizer import Tokenizer
-from tests.support.fake_backend import FakeBackend, Step, closing, events
+from tests.support.fake_backend import FakeBackend, Step, closing, delta_of, events
 from tests.support.toy_tokenizer import build_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -311,7 +311,7 @@ def of_sibling(backend: FakeBackend, logprobs: list[float]) -> Any:
         [token] = backend.tokenizer.encode(str(index), add_special_tokens=False)
         assert request.sampling.num_logprobs is not None
         entries = [TokenLogprobs(token, logprobs[index], [])]
-        return [TokenDelta([token], None, None, 3, entries), *backend.reply_steps(request)[-1:]]
+        return [delta_of([token], num_cached_tokens=3, logprobs=entries), *backend.reply_steps(request)[-1:]]
 
     return script
 

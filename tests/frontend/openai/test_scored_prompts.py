@@ -9,8 +9,7 @@ import pytest
 
 from tandem.frontend.openai import logprobs
 from tandem.frontend.openai.logprobs import ScoredPrompt
-from tandem.protocol.messages import PromptLogprobs
-from tandem.router.backend import TokenDelta
+from tandem.protocol.messages import PromptLogprobs, SequenceDelta
 from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing, events
 
@@ -141,7 +140,7 @@ async def test_a_prompt_that_fills_the_context_leaves_no_room_to_score_it(tokeni
 async def test_scores_of_another_size_fail_the_request(tokenizer: Tokenizer, wrong: str, stream: bool) -> None:
     backend = FakeBackend(tokenizer)
 
-    def spoil(delta: TokenDelta) -> TokenDelta:
+    def spoil(delta: SequenceDelta) -> SequenceDelta:
         scores = delta.prompt_logprobs
         if scores is None or wrong == "missing":
             return msgspec.structs.replace(delta, prompt_logprobs=None)
@@ -153,7 +152,7 @@ async def test_scores_of_another_size_fail_the_request(tokenizer: Tokenizer, wro
         return msgspec.structs.replace(delta, prompt_logprobs=msgspec.structs.replace(scores, **changes))
 
     backend.script = lambda request: [
-        spoil(step) if isinstance(step, TokenDelta) else step for step in backend.reply_steps(request)
+        spoil(step) if isinstance(step, SequenceDelta) else step for step in backend.reply_steps(request)
     ]
     async with closing(backend) as client:
         body = {"prompt": "hi there", "echo": True, "logprobs": 2, "stream": stream}
@@ -170,7 +169,7 @@ async def test_infinite_scores_become_finite_and_long_prompts_leave_the_event_lo
 
     def script(request: Any) -> list[Any]:
         first, *rest = backend.reply_steps(request)
-        assert isinstance(first, TokenDelta)
+        assert isinstance(first, SequenceDelta)
         scores = PromptLogprobs(b"\x00\x00\x80\xff", b"\x00\x00\x80\xff", b"\xff\xff\xff\x7f")
         return [msgspec.structs.replace(first, prompt_logprobs=scores), *rest]
 

@@ -12,11 +12,11 @@ import pytest
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import FinishReason
-from tandem.router.backend import GenerateRequest, TokenDelta
+from tandem.router.backend import GenerateRequest
 from tandem.text.tokenizer import Tokenizer
 from tandem.text.tool_calls.formats import TOOL_FORMATS
 from tandem.text.tool_calls.reasoning import REASONING_FORMATS
-from tests.support.fake_backend import FakeBackend, Step, closing, events, make_app
+from tests.support.fake_backend import FakeBackend, Step, closing, delta_of, events, make_app
 from tests.support.toy_tokenizer import build_tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -356,7 +356,7 @@ async def test_a_quoted_marker_of_harmony_is_text(tmp_path: Path, run: int, stop
 
     def script(_: GenerateRequest) -> list[Step]:
         runs = [ids[start : start + run] for start in range(0, len(ids), run)]
-        return [*map(TokenDelta, runs), TokenDelta([], FinishReason.STOP)]
+        return [*map(delta_of, runs), delta_of([], FinishReason.STOP)]
 
     backend.script = script
     choice = await choice_of(backend, chat(stop=stop), tool_parser="harmony", reasoning_parser="harmony")

@@ -36,15 +36,15 @@ from tandem.protocol.errors import (
     ServingError,
     WorkerError,
 )
-from tandem.protocol.messages import Prefetch, Role
+from tandem.protocol.messages import Prefetch, Role, SequenceDelta
 from tandem.protocol.sampling import SamplingParams
-from tandem.router.backend import Backend, GenerateRequest, PinRequest, TokenDelta
+from tandem.router.backend import Backend, GenerateRequest, PinRequest
 from tandem.router.engines.dispatcher import EngineReservation
 from tandem.router.engines.errors import EngineFailed
 from tandem.router.streams import Stream
 from tandem.text.tokenizer import Tokenizer
 from tests.support.deciding_relay import DecidingRelay
-from tests.support.fake_backend import FakeBackend, events
+from tests.support.fake_backend import FakeBackend, delta_of, events
 from tests.support.raw_frontend import RawFrontend
 from tests.support.streams import Pulled
 from tests.support.waiting import eventually
@@ -52,7 +52,7 @@ from tests.support.waiting import eventually
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
 REQUEST = GenerateRequest("r", [1, 2, 3], SamplingParams(max_tokens=8), EVERYONE)
-decode = wire.decoder_of(results=TokenDelta, states=BackendState)
+decode = wire.decoder_of(results=SequenceDelta, states=BackendState)
 
 
 def serve(number: int) -> wire.Call[Any]:
@@ -124,7 +124,7 @@ def subclasses(kind: type[ServingError]) -> Iterator[type[ServingError]]:
         yield from subclasses(sub)
 
 
-async def collect(stream: Stream[TokenDelta]) -> list[TokenDelta]:
+async def collect(stream: Stream[SequenceDelta]) -> list[SequenceDelta]:
     async with aclosing(Pulled(stream)) as deltas:
         return [delta async for delta in deltas]
 
@@ -206,7 +206,7 @@ async def test_deltas_of_one_turn_travel_in_one_message(tokenizer: Tokenizer, tm
                 frontend.send(serve(call))
             await eventually(lambda: here.backend.num_open == 20)
             step.set()
-            messages: list[wire.Results[TokenDelta]] = []
+            messages: list[wire.Results[SequenceDelta]] = []
 
             def num_items() -> int:
                 decoded = map(decode, frontend.take())
@@ -384,7 +384,7 @@ async def test_a_request_that_cannot_be_opened_fails_alone(tokenizer: Tokenizer,
 async def test_an_item_that_cannot_be_sent_fails_its_call_and_no_other(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with line(tokenizer, tmp_path) as here:
         frontend = await here.frontend()
-        unsendable = TokenDelta([1 << 70])
+        unsendable = delta_of([1 << 70])
         go_on = asyncio.Event()
         bad = replace(REQUEST, request_id="bad")
         here.backend.script = lambda request: [

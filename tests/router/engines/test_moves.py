@@ -12,7 +12,7 @@ import pytest
 
 from tandem.protocol.config import RouterConfig
 from tandem.router.engines.engine_status import vllm_gives_token_ids
-from tandem.router.poisoned_requests import MAX_DEATHS
+from tandem.router.reservation import MAX_DEATHS
 from tests.support.engines_harness import CHAT, COMPLETIONS, Router, routing, routing_by_hub, spec_of
 from tests.support.fake_backend import RawClient
 from tests.support.fake_openai import FakeServer, fake_openai
@@ -81,7 +81,7 @@ async def test_a_stream_goes_on_behind_each_event(
             breaks.append(after)
             assert_whole(await ask(router, body))
         breaks.clear()
-        num_moves = router.dispatcher.num_moves
+        num_moves = router.dispatcher.reservations.moves.num_moves
         assert set(num_moves) == {"engine_lost" if how == "reset" else "engine_failed"}
         assert sum(num_moves.values()) >= NUM_TOKENS - 1
         metrics = (await router.client.get("/metrics")).text
@@ -168,7 +168,7 @@ async def test_a_stream_that_cannot_go_on_says_why_and_costs_nothing(
         assert error["message"].endswith(f"the stream cannot go on: {why}")
         assert len(fake_a.requests) + len(fake_b.requests) == 1
         assert "return_token_ids" not in (fake_a.requests + fake_b.requests)[0]
-        assert not router.dispatcher.num_moves
+        assert not router.dispatcher.reservations.moves.num_moves
 
 
 async def test_an_engine_that_gives_no_token_ids_is_not_asked_for_them(fake_a: FakeServer, fake_b: FakeServer) -> None:
@@ -259,7 +259,7 @@ async def test_a_client_that_leaves_moves_nothing(fake_a: FakeServer, fake_b: Fa
         await asyncio.wait_for(client.got_body.wait(), 5)
         client.leave()
         await asyncio.wait_for(client.task, 5)
-        assert not router.dispatcher.num_moves
+        assert not router.dispatcher.reservations.moves.num_moves
 
 
 async def test_a_stream_that_ends_one_engine_after_the_other_is_given_up() -> None:
@@ -318,7 +318,7 @@ async def test_streams_of_two_edge_processes_go_on(fake_a: FakeServer, fake_b: F
         for after in range(1, NUM_TOKENS):
             breaks.append(after)
             assert_whole(await ask(edges[after % 2], CHAT_BODY))
-        assert sum(hub.dispatcher.num_moves.values()) >= NUM_TOKENS - 2
+        assert sum(hub.dispatcher.reservations.moves.num_moves.values()) >= NUM_TOKENS - 2
 
 
 @pytest.mark.parametrize(

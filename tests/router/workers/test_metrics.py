@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
+import time
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tandem.protocol.messages import FetchStats, LinkLoad, TierLoad, WorkerLoad
+from tandem.router.reservation import ReservationContext
 from tandem.router.workers.metrics import CacheSizingCollector, LoadCollector, MoveCollector, WorkerCollector
 from tandem.scheduling.cache_sizing import CacheSizing
 from tests.support.builders import make_registry
@@ -107,7 +108,10 @@ def test_predicted_hit_ratios_are_in_the_metrics() -> None:
 
 def test_moves_are_counted_by_their_cause() -> None:
     metrics = CollectorRegistry()
-    metrics.register(MoveCollector(SimpleNamespace(num_moves={"worker_lost": 3}, num_poisoned=1)))  # type: ignore[arg-type]
+    reservations = ReservationContext(now=time.monotonic)
+    reservations.moves.num_moves["worker_lost"] = 3
+    reservations.poisoned.num_added = 1
+    metrics.register(MoveCollector(reservations))
     text = generate_latest(metrics).decode()
     assert 'tandem_request_moves_total{cause="worker_lost"} 3.0' in text
     assert "tandem_poisoned_requests_total 1.0" in text

@@ -37,8 +37,8 @@ from tandem.protocol.messages import (
     SequenceDelta,
     WorkerState,
 )
-from tandem.router.backend import GenerateRequest, TokenDelta
-from tandem.router.poisoned_requests import MAX_DEATHS, MAX_REMEMBERED, REFUSED_S, PoisonedRequests
+from tandem.router.backend import GenerateRequest
+from tandem.router.reservation import MAX_DEATHS, MAX_REMEMBERED, REFUSED_S, PoisonedRequests
 from tests.support.builders import NAMESPACE
 from tests.support.fake_worker import (
     FakeCluster,
@@ -59,7 +59,7 @@ from tests.support.waiting import eventually
 Part = Generate | Prefill | Decode
 
 
-async def rest(stream: Pulled[TokenDelta]) -> list[int]:
+async def rest(stream: Pulled[SequenceDelta]) -> list[int]:
     async with asyncio.timeout(10):
         return tokens([delta async for delta in stream])
 
@@ -87,7 +87,7 @@ async def test_a_stream_goes_on_behind_the_tokens_that_the_client_has() -> None:
         assert resumed.token_ids == make_request().token_ids
         assert resumed.priority.max_step_tokens > 0, "others died with it: it is computed again in short steps"
         assert resumed.sampling == part(cluster.workers["d"], Decode).sampling
-        assert dict(cluster.flow.num_moves) == {"worker_lost": 1}
+        assert dict(cluster.flow.context.moves.num_moves) == {"worker_lost": 1}
         cluster.assert_nothing_left()
 
 
@@ -151,7 +151,7 @@ async def test_without_any_worker_streams_wait_for_the_next_one() -> None:
         readers = [asyncio.create_task(rest(stream)) for stream in streams]
         cluster.client.mark_dead("p", "exit code -9")
         cluster.client.mark_dead("d", "exit code -9")
-        await eventually(lambda: cluster.flow.num_moves["worker_lost"] == 8)
+        await eventually(lambda: cluster.flow.context.moves.num_moves["worker_lost"] == 8)
         assert cluster.client.num_open_legs == cluster.registry.num_bookings == 0
         await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
         assert await asyncio.gather(*readers) == [[102, 103]] * 8
@@ -169,7 +169,7 @@ async def test_they_wait_no_longer_than_a_request_may_be_silent() -> None:
         cluster.assert_nothing_left()
 
 
-async def check_its_end(cluster: FakeCluster, waiting: asyncio.Task[list[TokenDelta]], how: str) -> None:
+async def check_its_end(cluster: FakeCluster, waiting: asyncio.Task[list[SequenceDelta]], how: str) -> None:
     """End a request that waits for a worker: a worker that comes later gets nothing of it."""
     if how == "leaves":
         waiting.cancel()
@@ -188,7 +188,7 @@ async def test_a_request_that_waits_for_a_worker_can_be_ended(how: str) -> None:
         serving = asyncio.create_task(collect(cluster, make_request()))
         await eventually(lambda: bool(cluster.workers["d"].of_type(Generate)))
         cluster.client.mark_dead("d", "exit code -9")
-        await eventually(lambda: cluster.flow.num_moves["worker_lost"] == 1)
+        await eventually(lambda: cluster.flow.context.moves.num_moves["worker_lost"] == 1)
         await check_its_end(cluster, serving, how)
 
 
@@ -198,7 +198,7 @@ async def test_a_client_that_leaves_as_a_worker_comes_back_holds_up_nobody() -> 
         staying = asyncio.create_task(collect(cluster, make_request(request_id="staying")))
         await eventually(lambda: len(cluster.workers["d"].of_type(Generate)) == 2)
         cluster.client.mark_dead("d", "exit code -9")
-        await eventually(lambda: cluster.flow.num_moves["worker_lost"] == 2)
+        await eventually(lambda: cluster.flow.context.moves.num_moves["worker_lost"] == 2)
         cluster.registry.listen(lambda _: leaving.cancel())  # behind the queue's own listener
         second = await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
         assert tokens(await staying) == [100, 101, 102, 103]
@@ -359,7 +359,7 @@ async def test_a_request_that_workers_die_of_is_refused_by_name_and_spares_the_o
         with pytest.raises(PoisonedRequest, match="like this one"):
             await collect(cluster, again)
         assert cluster.workers[left].of_type(Generate) == []
-        assert cluster.flow.num_poisoned == 1, "what workers died of counts, what is like it does not"
+        assert cluster.flow.context.poisoned.num_added == 1, "what workers died of counts, not what is like it"
         assert tokens(await collect(cluster, make_request(request_id="r2"))) == [100, 101, 102, 103]
         cluster.assert_nothing_left()
 
@@ -406,7 +406,7 @@ async def test_a_request_that_workers_never_read_is_not_to_blame() -> None:
             cluster.client.mark_dead(holder, "silent for 8.0 s")
         await cluster.add(FakeWorker("last", Role.DECODE, remaining_tokens))
         assert tokens(await serving) == [100, 101, 102, 103]
-        assert cluster.flow.num_poisoned == 0
+        assert cluster.flow.context.poisoned.num_added == 0
         cluster.assert_nothing_left()
 
 
@@ -446,7 +446,7 @@ async def test_answers_leave_a_worker_that_is_to_decode_no_more() -> None:
         assert [await rest(stream) for stream in streams] == [[102, 103]] * 4
         await eventually(lambda: len(cluster.workers["d"].of_type(Cancel)) == 4)
         assert len(resumed(second)) == 4
-        assert dict(cluster.flow.num_moves) == {"role_change": 4}
+        assert dict(cluster.flow.context.moves.num_moves) == {"role_change": 4}
         cluster.assert_nothing_left()
 
 
@@ -457,7 +457,7 @@ async def test_they_stay_while_no_other_worker_decodes() -> None:
         cluster.registry.set_role("d", Role.PREFILL)
         cluster.workers["d"].output(SequenceDelta("r0", 2, [102, 103], FinishReason.LENGTH))
         assert await rest(stream) == [102, 103]
-        assert cluster.flow.num_moves.total() == 0
+        assert cluster.flow.context.moves.num_moves.total() == 0
         cluster.assert_nothing_left()
 
 
@@ -467,7 +467,7 @@ async def test_an_answer_whose_handoff_is_under_way_moves_after_it() -> None:
         assert await take(stream, 1) == [100]
         second = await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
         cluster.registry.set_role("d", Role.PREFILL)
-        assert cluster.flow.num_moves.total() == 0
+        assert cluster.flow.context.moves.num_moves.total() == 0
         cluster.workers["d"].output(SequenceDelta("r0", 1, [101]))
         assert await rest(stream) == [101, 102, 103]
         assert len(resumed(second)) == 1
@@ -488,7 +488,7 @@ async def test_answers_that_a_prefill_worker_took_over_go_to_the_next_decode_wor
         assert await take(stream, 1) == [102]
         await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
         assert await rest(stream) == [103, 104, 105]
-        assert dict(cluster.flow.num_moves) == {"worker_lost": 1, "role_change": 1}
+        assert dict(cluster.flow.context.moves.num_moves) == {"worker_lost": 1, "role_change": 1}
         cluster.assert_nothing_left()
 
 
@@ -531,7 +531,7 @@ async def test_an_answer_is_decoded_where_it_is_until_its_kv_is_elsewhere() -> N
         (part,) = resumed(second)
         assert isinstance(part, Generate)
         assert part.output_ids == list(range(100, 143))
-        assert dict(cluster.flow.num_moves) == {"role_change": 1}
+        assert dict(cluster.flow.context.moves.num_moves) == {"role_change": 1}
         cluster.assert_nothing_left()
 
 
@@ -550,7 +550,7 @@ async def test_an_operator_moves_answers() -> None:
         assert [await rest(streams[i]) for i in (0, 2)] == [[102, 103]] * 2
         assert (len(resumed(second)), len(resumed(third))) == (2, 1)
         assert await cluster.flow.migrate("d2", "d", "") == {"moving": [], "staying": []}
-        assert dict(cluster.flow.num_moves) == {"operator": 3}
+        assert dict(cluster.flow.context.moves.num_moves) == {"operator": 3}
         for worker, to in (("x", "d"), ("d", "x")):
             with pytest.raises(WorkerNotFound, match="no worker 'x'"):
                 await cluster.flow.migrate(worker, to, "")
@@ -566,7 +566,7 @@ async def test_an_answer_goes_on_behind_the_step_that_its_worker_is_in(end: str)
         stream = Pulled(cluster.flow.serve(make_request(max_tokens=5)))
         assert await take(stream, 2) == [100, 101]
         second = await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
-        (generation,) = cluster.flow._context.running
+        (generation,) = cluster.flow.context.running
         generation._step_s = 0.0 if end == "late" else 1000.0
         assert generation.move("test")
         await eventually(lambda: first.of_type(Cancel) == [Cancel(request_id="r0", is_confirmed=True)])
@@ -584,7 +584,7 @@ async def test_an_answer_goes_on_behind_the_step_that_its_worker_is_in(end: str)
         assert await rest(stream) == ([103, 104] if expected == [3] else [102, 103, 104])
         assert [len(one.output_ids) for one in resumed(second)] == expected  # type: ignore[attr-defined]
         assert (
-            cluster.flow.num_moves
+            cluster.flow.context.moves.num_moves
             == {"confirmed": {"test": 1}, "late": {"test": 1}, "death": {"worker_lost": 1}, "last token": {}}[end]
         )
         assert len(first.of_type(Cancel)) == 1
@@ -597,7 +597,7 @@ async def test_a_worker_that_says_a_request_was_cancelled_though_nobody_asked_ha
         assert await take(stream, 2) == [100, 101]
         cluster.workers["d"].confirm("r0")
         assert await take(stream, 2) == [102, 103], "the prefill worker and this one go on"
-        assert cluster.flow.num_moves == {"cancelled": 1}
+        assert cluster.flow.context.moves.num_moves == {"cancelled": 1}
         await stream.aclose()
 
 
@@ -665,7 +665,7 @@ async def test_kv_is_copied_to_another_worker_as_the_answer_grows() -> None:
         cluster.workers["d"].output(SequenceDelta("r0", 70, [170]))
         assert await take(stream, 1) == [170]
         await is_copying(second, range(100, 171), number=1)
-        assert (cluster.registry.num_bookings, cluster.flow.num_moves.total()) == (1, 0)
+        assert (cluster.registry.num_bookings, cluster.flow.context.moves.num_moves.total()) == (1, 0)
         cluster.client.mark_dead("d", "exit code -9")  # the copy that is under way is given up
         assert await rest(stream) == list(range(171, 300))
         cluster.assert_nothing_left()
@@ -682,7 +682,7 @@ async def test_no_copy_is_made_unless_it_is_wanted() -> None:
         assert not second.of_type(CopyKv)
 
 
-async def end_it(end: str, cluster: FakeCluster, stream: Pulled[TokenDelta]) -> None:
+async def end_it(end: str, cluster: FakeCluster, stream: Pulled[SequenceDelta]) -> None:
     """Let the worker die, the client leave or the router stop, or just read the last tokens."""
     if end == "death":
         cluster.client.mark_dead("d", "exit code -9")
@@ -719,7 +719,7 @@ async def test_whatever_happens_on_the_way_out_leaves_nothing_booked(end: str) -
         stream = Pulled(cluster.flow.serve(make_request()))
         assert await take(stream, 2) == [100, 101]
         await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
-        (generation,) = cluster.flow._context.running
+        (generation,) = cluster.flow.context.running
         if end == "last token":
             cluster.workers["d"].output(SequenceDelta("r0", 2, [102, 103], FinishReason.LENGTH))
             await eventually(lambda: generation._queue.num_items == 1)
@@ -748,7 +748,7 @@ async def test_the_worker_that_drains_serves_while_all_others_are_dead() -> None
             assert tokens([await first]) + await rest(stream) == [100, 101, 102, 103]
         assert tokens(await collect(cluster, make_request(request_id="new"))) == [100, 101, 102, 103]
         assert (await cluster.flow.explain(make_request()))["outcome"] == "admitted"
-        assert dict(cluster.flow.num_moves) == {"worker_lost": 3}
+        assert dict(cluster.flow.context.moves.num_moves) == {"worker_lost": 3}
         cluster.assert_nothing_left()
 
 
@@ -768,11 +768,11 @@ async def test_what_it_serves_leaves_it_when_another_worker_is_back() -> None:
         if other.of_type(Generate):
             one_more(other, other.of_type(Generate)[0])
         assert (await waiting).token_ids == [100]
-        assert cluster.flow.num_moves.total() == 0, "it does not go to and fro between two that drain"
+        assert cluster.flow.context.moves.num_moves.total() == 0, "it does not go to and fro"
         back = await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
         assert await rest(stream) == [101, 102, 103]
         assert len(resumed(back)) == 1
-        assert dict(cluster.flow.num_moves) == {"drain": 1}
+        assert dict(cluster.flow.context.moves.num_moves) == {"drain": 1}
         cluster.assert_nothing_left()
 
 
