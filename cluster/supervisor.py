@@ -146,15 +146,15 @@ class Supervisor:
         return self.autoscale.decision | moves
 
     async def set_role(self, worker: str, role: Role) -> dict[str, object]:
-        """As `WorkerManager.set_role`."""
+        """As `ManagedWorkers.set_role`."""
         return await self.flips.set_role(worker, role)
 
     async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, object]:
-        """As `WorkerManager.drain`."""
+        """As `ManagedWorkers.drain`."""
         return self.drains.begin(worker, grace_s, restart=restart, reason="an operator asked for it")
 
     async def add_worker(self, role: Role) -> dict[str, object]:
-        """As `WorkerManager.add_worker`."""
+        """As `ManagedWorkers.add_worker`."""
         return await self._add(role, "an operator asked for it")
 
     def let_go(self, error: WorkerError) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI
@@ -23,6 +23,7 @@ from tandem.frontend.http.json_body import read_json
 from tandem.frontend.http.visibility import metrics_response, visible_decisions, visible_pools
 from tandem.protocol.errors import ModelNotFound, RequestError
 from tandem.protocol.messages import Role
+from tandem.router.operations import Operations
 
 __all__ = ["add_decision_routes", "add_model_routes", "add_operation_routes", "add_worker_routes", "product_version"]
 
@@ -69,23 +70,7 @@ def add_operation_routes(
         return json_response({"version": product_version()})
 
 
-class Managed(Protocol):
-    """Workers that an operator can change: as `WorkerManager`."""
-
-    async def set_role(self, worker: str, role: Role) -> Json:
-        """As `WorkerManager.set_role`."""
-
-    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> Json:
-        """As `WorkerManager.drain`."""
-
-    async def add_worker(self, role: Role) -> Json:
-        """As `WorkerManager.add_worker`."""
-
-    async def migrate(self, worker: str, to: str, request_id: str) -> Json:
-        """As `Backend.migrate`."""
-
-
-def add_worker_routes(app: FastAPI, managed: Managed) -> None:
+def add_worker_routes(app: FastAPI, operations: Operations) -> None:
     """Add the routes that change the workers which the server runs."""
 
     @app.post("/v1/pools/roles")
@@ -96,7 +81,7 @@ def add_worker_routes(app: FastAPI, managed: Managed) -> None:
         """
         change = await _read(request, RoleChange, '{"worker": NAME, "role": "prefill" or "decode"}')
         with audited(request, "role.change", f"{change.worker} -> {change.role}"):
-            return json_response(await managed.set_role(change.worker, Role(change.role)))
+            return json_response(await operations.manager.set_role(change.worker, Role(change.role)))
 
     @app.post("/v1/pools/drain")
     async def drain_worker(request: Request) -> Response:
@@ -106,7 +91,7 @@ def add_worker_routes(app: FastAPI, managed: Managed) -> None:
         """
         drain = await _read(request, Drain, '{"worker": NAME, "grace_s": SECONDS, "restart": true or false}')
         with audited(request, "worker.restart" if drain.restart else "worker.drain", drain.worker):
-            return json_response(await managed.drain(drain.worker, drain.grace_s, restart=drain.restart))
+            return json_response(await operations.manager.drain(drain.worker, drain.grace_s, restart=drain.restart))
 
     @app.post("/v1/pools/add")
     async def add_worker(request: Request) -> Response:
@@ -116,7 +101,7 @@ def add_worker_routes(app: FastAPI, managed: Managed) -> None:
         """
         added = await _read(request, NewWorker, '{"role": "prefill" or "decode"}')
         with audited(request, "worker.add", added.role) as done:
-            record = await managed.add_worker(Role(added.role))
+            record = await operations.manager.add_worker(Role(added.role))
             done.target = str(record.get("worker", added.role))
             return json_response(record)
 
@@ -130,7 +115,7 @@ def add_worker_routes(app: FastAPI, managed: Managed) -> None:
             request, Migration, '{"worker": NAME}, and "to" or "request_id" if only some should move'
         )
         with audited(request, "answers.migrate", f"{migration.worker} -> {migration.to or 'any'}"):
-            return json_response(await managed.migrate(migration.worker, migration.to, migration.request_id))
+            return json_response(await operations.migrate(migration.worker, migration.to, migration.request_id))
 
 
 async def _read(request: Request, shape: type[T], hint: str) -> T:

@@ -151,14 +151,7 @@ class RemoteDispatcher(Remote):
         return RemoteReservation(self._client, request, abort, self._gaps)
 
     explain = asked(Dispatcher.explain)
-    decisions = asked(Dispatcher.decisions)
     answer_owner = asked(Dispatcher.answer_owner)
-    pools = asked(Dispatcher.pools)
-    overview = asked(Dispatcher.overview)
-    set_role = asked(Dispatcher.set_role)
-    drain = asked(Dispatcher.drain)
-    add_worker = asked(Dispatcher.add_worker)
-    migrate = asked(Dispatcher.migrate)
     add_engine = asked(Dispatcher.add_engine)
     remove_engine = asked(Dispatcher.remove_engine)
 

@@ -309,8 +309,8 @@ async def test_what_a_dropped_frontend_sent_starts_nothing_when_it_is_read_late(
     "message",
     [
         ["Call", 0, ["Backend.serve", ["no request"]]],
-        ["Call", 0, ["Backend.pools", [{"type": "nonsense"}]]],
-        ["Call", 0, ["Backend.drain", ["p", 1.0, "not a truth value"]]],
+        ["Call", 0, ["Operations.pools", [{"type": "nonsense"}]]],
+        ["Call", 0, ["ManagedWorkers.drain", ["p", 1.0, "not a truth value"]]],
         ["Call", 0, ["Backend.__init__", []]],
         ["Call", 0, ["RequestFlow.shut_down", []]],
         ["Events", [[0, ["EngineReservation.answered", []]]]],
@@ -456,14 +456,14 @@ async def test_no_deciding_process_is_told_in_time(tmp_path: Path) -> None:
 async def test_questions_are_answered(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with line(tokenizer, tmp_path) as here:
         frontend = await here.frontend()
-        here.backend.held = {"d": "2 blocks in use"}
+        here.backend.manager.held = {"d": "2 blocks in use"}
         assert (await frontend.explain(REQUEST))["tenant"] == "default"
         assert await frontend.decisions() == [{"request_id": "r", "tenant": "default"}]
         assert await frontend.pools() == {"workers": []}
-        assert await frontend.check() == here.backend.held
-        assert await frontend.set_role("p", Role.DECODE) == await here.backend.set_role("p", Role.DECODE)
+        assert await frontend.manager.check_integrity() == here.backend.manager.held
+        assert await frontend.manager.set_role("p", Role.DECODE) == {"worker": "p", "to": "decode"}
         with pytest.raises(RequestError, match="There is no worker 'x'"):
-            await frontend.set_role("x", Role.DECODE)
+            await frontend.manager.set_role("x", Role.DECODE)
         assert await frontend.scrape() == b"tandem_worker_running 1.0\n"
 
 
