@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from tandem.frontend.keys.api_keys import ApiKeys
@@ -69,6 +70,15 @@ class Remote(RemoteObject, ABC):
         super().__init__(client)
         self.manager = RemoteWorkers(client)
         self.api_keys = ApiKeys(is_required=settings.needs_key, limiter=RemoteLimiter(client))
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Join; leave at the end. Raises `WorkerError` when the deciding process does not answer in time."""
+        try:
+            await self.start()
+            yield
+        finally:
+            await self.close()
 
     async def start(self) -> None:
         """Join. Raises `WorkerError` when the deciding process does not answer in time."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol
 
 import msgspec
@@ -104,15 +103,6 @@ class RemoteDispatcher(Remote):
         self._listener = listener
         self._state = FleetState({}, {}, {}, [], None)
         self._gaps: dict[str, _GapOffers] = {}  # by engine
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Join; leave at the end. Raises `WorkerError` when the deciding process does not answer in time."""
-        try:
-            await self.start()
-            yield
-        finally:
-            await self.close()
 
     @property
     def models(self) -> list[str]:

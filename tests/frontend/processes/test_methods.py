@@ -95,7 +95,8 @@ def test_a_frontend_process_may_call_what_its_backend_does_not_do_itself(tokeniz
     table = BackendService(FakeBackend(tokenizer), Ready(), bytes).methods_for("one")
     protocols = {name.partition(".")[0] for name in table}
     assert protocols == {"Backend", "Operations", "ManagedWorkers", "Pins", "ResponseStore", "DecidingMetrics"}
-    own = {"model", "max_model_len", "ready", "reason", "cache", "responses", "start", "close", "num_open", "api_keys"}
+    state = {"model", "max_model_len", "ready", "reason", "num_open"}
+    own = state | {"manager", "cache", "responses", "api_keys", "running", "start", "close"}
     assert public(RemoteBackend) - own == methods(table, "Backend", "Operations", "DecidingMetrics")
     assert public(RemoteWorkers) == methods(table, "ManagedWorkers")
 
