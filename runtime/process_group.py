@@ -21,6 +21,7 @@ from typing import Any
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.python_module import module_command, module_environment
 from tandem.runtime.background import BackgroundTasks
+from tandem.runtime.backoff import Backoff
 from tandem.runtime.idle_timeout import answered_in_time
 from tandem.runtime.signals import ServingOrders, stop_signals
 
@@ -31,8 +32,8 @@ logger = logging.getLogger(__name__)
 READY_TIMEOUT_S = 60.0
 BEAT_INTERVAL_S = 0.5
 KILL_AFTER_S = 2.0  # a child that was told to end now has this long
-_SHORT_LIFE_S = 10.0  # a child that lived shorter is replaced after a growing delay
-_MAX_DELAY_S = 5.0
+_SHORT_LIFE_S = 10.0  # a child that lived shorter is replaced after a growing pause
+_BACKOFF = Backoff(0.5, 5.0)
 _MAX_STARTS = 3  # of a child that ends without a word
 _START_AGAIN_S = 0.2
 _ALIVE = "alive"
@@ -159,15 +160,15 @@ class ProcessGroup:
 
     async def _keep(self, number: int) -> None:
         """Replace the child whenever it ends. Never returns."""
-        delay_s = 0.0
+        num_short = 0  # short lives in a row
         while True:
             started_s = time.monotonic()
             if number in self._children:
                 code = await self._end_of(number)
                 logger.warning("process %d of %d ended with code %d and is replaced", number, self._count, code)
             is_short = time.monotonic() - started_s < _SHORT_LIFE_S
-            delay_s = min(2 * delay_s + 0.5, _MAX_DELAY_S) if is_short else 0.0
-            await asyncio.sleep(delay_s)
+            num_short = num_short + 1 if is_short else 0
+            await asyncio.sleep(_BACKOFF.pause_s(num_short))
             try:
                 await self._start(number)
             except ConfigError as exc:

@@ -15,6 +15,7 @@ from tandem.cluster.owned_actor import WatchNews
 from tandem.cluster.worker_member import WorkerMember
 from tandem.protocol.errors import DrainRefused, RoleRefused, WorkerNotFound
 from tandem.protocol.messages import Role, WorkerState
+from tandem.runtime.backoff import Backoff
 from tandem.scheduling.workers.bookings import Booking
 from tandem.scheduling.workers.load import RequestLoad
 from tests.support.supervised import Supervised, supervised
@@ -184,11 +185,10 @@ async def test_one_that_is_being_added_leaves_when_it_is_drained(monkeypatch: py
 async def test_one_that_does_not_come_back_leaves_when_it_is_drained(
     monkeypatch: pytest.MonkeyPatch, waits_for: str
 ) -> None:
-    async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
+    backoff = Backoff(0.01 if waits_for == "a place" else 3600.0, 3600.0)
+    async with supervised(monkeypatch, num_prefill=1, num_decode=2, backoff=backoff) as cluster:
         if waits_for == "a place":
             cluster.ray.placed.clear()
-        else:
-            monkeypatch.setattr("tandem.cluster.restarts.FIRST_DELAY_S", 3600.0)
         num_actors = len(cluster.ray.actors)
         cluster.die("decode-1")
         await eventually(lambda: state_of(cluster, "decode-1") is None)

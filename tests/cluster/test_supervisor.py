@@ -21,6 +21,7 @@ from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.worker_member import WorkerMember
 from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.messages import PeerAddress, Quarantine, Role, WorkerCard, WorkerState
+from tandem.runtime.backoff import Backoff
 from tandem.scheduling.autoscaling.moves import Flip
 from tests.support.builders import make_card
 from tests.support.supervised import FakeWorkers, supervised
@@ -217,8 +218,8 @@ async def test_while_others_serve_a_worker_that_died_too_often_is_started_again_
 async def test_without_decode_workers_a_prefill_worker_serves_alone_until_one_is_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=0) as cluster:
-        monkeypatch.setattr("tandem.cluster.restarts.FIRST_DELAY_S", 0.5)
+    backoff = Backoff(0.5, 60.0)
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=0, backoff=backoff) as cluster:
         cluster.die("decode-0")
         await eventually(lambda: cluster.roles() == {"prefill-0": "decode"})
         await eventually(lambda: cluster.roles() == {"prefill-0": "prefill", "decode-0": "decode"})
