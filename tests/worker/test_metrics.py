@@ -16,7 +16,7 @@ import pytest
 from tandem.engine.sampling.sampler import Sampler
 from tandem.engine.sequence import Sequence
 from tandem.kv_transfer.tiers import DiskStore
-from tandem.kv_transfer.transport.in_process import InProcessWrite, Verdict
+from tandem.kv_transfer.transport.in_process import InProcessWrite
 from tandem.protocol.config import TierConfig
 from tandem.protocol.digest import EVERYONE
 from tandem.protocol.errors import ServingError
@@ -30,6 +30,7 @@ from tests.support.cluster_harness import (
     Cluster,
     running_cluster,
 )
+from tests.support.judged_hub import Verdict
 from tests.support.waiting import eventually
 from tests.worker.test_roles import flip_a_bit, make_prompt
 

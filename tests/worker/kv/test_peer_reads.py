@@ -19,7 +19,7 @@ from tandem.engine.device import HostStream
 from tandem.engine.kv_pool import KvPool
 from tandem.engine.pool_admission import PoolAdmission
 from tandem.engine.scheduler import Scheduler
-from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport, InProcessWrite, Verdict
+from tandem.kv_transfer.transport.in_process import InProcessWrite
 from tandem.protocol.config import TierConfig, TransferConfig
 from tandem.protocol.messages import (
     Cancel,
@@ -51,6 +51,7 @@ from tests.support.cluster_harness import (
     Oracle,
     running_cluster,
 )
+from tests.support.judged_hub import JudgedHub, Verdict
 from tests.support.late_device import LateStream
 from tests.support.waiting import eventually
 
@@ -391,7 +392,7 @@ class _Side:
         self.kv = KvPool([torch.zeros(num_blocks, 1, 1, 2, 1, 2)])
         self.pool = BlockPool(num_blocks)
         self.address = PeerAddress(name, 1, "", "")
-        self.transport = InProcessTransport(name, 1, self.kv.shards, world.hub)
+        self.transport = world.hub.join(name, 1, self.kv.shards)
         self.engine: Any = SimpleNamespace(
             pool=self.pool,
             kv=self.kv,
@@ -416,7 +417,7 @@ class World:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.now = 0.0
-        self.hub = InProcessHub(lambda write: Verdict.HOLD)
+        self.hub = JudgedHub(lambda write: Verdict.HOLD)
         self.sent: list[tuple[float, str, Message]] = []  # when, to whom
         self.a, self.b = _Side(self, "a", 12), _Side(self, "b", 12)
         for one, other in ((self.a, self.b), (self.b, self.a)):
