@@ -117,7 +117,7 @@ class Supervisor:
             renew = partial(renew_leases, self._owner, self.members, self.let_go)
             self._background.keep("the renewal of leases", renew)
         ups = asyncio.create_task(self._all_up())
-        await asyncio.wait([ups, self._failure], return_when=asyncio.FIRST_COMPLETED)
+        await wait_for_any(ups, self._failure)
         if self._failure.done():
             ups.cancel()
             self._failure.result()

@@ -23,7 +23,7 @@ from tandem.protocol.python_module import module_command, module_environment
 from tandem.runtime.background import BackgroundTasks
 from tandem.runtime.backoff import Backoff
 from tandem.runtime.idle_timeout import answered_in_time
-from tandem.runtime.signals import ServingOrders, stop_signals
+from tandem.runtime.signals import ServingOrders, stop_signals, unless, wait_for_any
 
 __all__ = ["ParentPipe", "ProcessGroup"]
 
@@ -86,24 +86,11 @@ class ProcessGroup:
         `stop_now` ends them without delay. Raises `ConfigError` when a child cannot begin to serve.
         """
         try:
-            await self._until(stop, self._for_each(self._start))
-            if not stop.is_set():
+            if await unless(stop, self._for_each(self._start)):
                 on_ready()
-                await self._until(stop, self._for_each(self._keep))
+                await unless(stop, self._for_each(self._keep))
         finally:
             await self._stop_all(stop_now)
-
-    async def _until(self, stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work until it is done or `stop` is set. Raises what the work raises."""
-        stopping, working = asyncio.create_task(stop.wait()), asyncio.create_task(work)
-        try:
-            await asyncio.wait((stopping, working), return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                working.result()
-        finally:
-            stopping.cancel()
-            working.cancel()
-            await asyncio.gather(stopping, working, return_exceptions=True)
 
     async def _for_each(self, work: Callable[[int], Coroutine[Any, Any, None]]) -> None:
         """Do the work for all children at the same time. The first error cancels the rest and is raised."""
@@ -202,14 +189,13 @@ class ProcessGroup:
     async def _stop_all(self, stop_now: asyncio.Event) -> None:
         """Let all children finish what runs; end them after `stop_timeout_s`, or when `stop_now` is set."""
         self._tell("stop")
-        ended, hurry = asyncio.create_task(self._all_ended()), asyncio.create_task(stop_now.wait())
-        await asyncio.wait((ended, hurry), timeout=self._stop_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        hurry.cancel()
+        ended = asyncio.create_task(self._all_ended())
+        await wait_for_any(ended, stop_now, timeout_s=self._stop_timeout_s)
         self._tell("now")
         await asyncio.wait((ended,), timeout=KILL_AFTER_S)
         for child in self._children.values():
             _kill(child)
-        await asyncio.gather(ended, hurry, return_exceptions=True)
+        await asyncio.gather(ended, return_exceptions=True)
 
     async def _all_ended(self) -> None:
         await asyncio.gather(*map(self._end_of, list(self._children)))
