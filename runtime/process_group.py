@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 READY_TIMEOUT_S = 60.0
 BEAT_INTERVAL_S = 0.5
 KILL_AFTER_S = 2.0  # a child that was told to end now has this long
-_SHORT_LIFE_S = 10.0  # a child that lived shorter is replaced after a growing pause
 _BACKOFF = Backoff(0.5, 5.0)
 _MAX_STARTS = 3  # of a child that ends without a word
 _START_AGAIN_S = 0.2
@@ -54,12 +53,13 @@ class ProcessGroup:
         *,
         stop_timeout_s: float,
         silence_timeout_s: float,
+        short_life_s: float = 10.0,
         on_ended: Callable[[int], None] = _ignore,
     ) -> None:
         """`on_ended` is called with the number of each child that has ended.
 
         A child that has served and is then silent for `silence_timeout_s`, but at least for four beats, is killed and
-        replaced.
+        replaced. One that lived shorter than `short_life_s` is replaced after a growing pause.
         """
         self._module = module
         self._on_ended = on_ended
@@ -67,6 +67,7 @@ class ProcessGroup:
         self._count = count
         self._stop_timeout_s = stop_timeout_s
         self._silence_timeout_s = max(silence_timeout_s, 4 * BEAT_INTERVAL_S)
+        self._short_life_s = short_life_s
         self._children: dict[int, Process] = {}
         self._is_leaving = False
 
@@ -153,7 +154,7 @@ class ProcessGroup:
             if number in self._children:
                 code = await self._end_of(number)
                 logger.warning("process %d of %d ended with code %d and is replaced", number, self._count, code)
-            is_short = time.monotonic() - started_s < _SHORT_LIFE_S
+            is_short = time.monotonic() - started_s < self._short_life_s
             num_short = num_short + 1 if is_short else 0
             await asyncio.sleep(_BACKOFF.pause_s(num_short))
             try:

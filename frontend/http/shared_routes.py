@@ -18,7 +18,7 @@ from tandem.frontend.http.audit import audited
 from tandem.frontend.http.authentication import check_operator
 from tandem.frontend.http.decoding import decode_body
 from tandem.frontend.http.errors import error_body, error_response
-from tandem.frontend.http.exposition import Scraper, shared_metrics
+from tandem.frontend.http.exposition import INTERVAL_S, Scraper, shared_metrics
 from tandem.frontend.http.json_body import read_json
 from tandem.frontend.http.visibility import metrics_response, visible_decisions, visible_pools
 from tandem.protocol.errors import ModelNotFound, RequestError
@@ -37,9 +37,10 @@ def add_operation_routes(
     not_ready: Callable[[], str | None],
     scrape: Scraper,
     pools: Callable[[], Awaitable[Json]],
+    scrape_interval_s: float = INTERVAL_S,
 ) -> None:
     """Add health, readiness, metrics, pools and version. `not_ready` gives the reason, or None when ready."""
-    expose = shared_metrics(scrape)
+    expose = shared_metrics(scrape, scrape_interval_s)
 
     @app.get("/health")
     async def health() -> Response:
