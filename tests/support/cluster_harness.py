@@ -36,6 +36,7 @@ from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.placer import Placer
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
+from tandem.worker.kv import fetcher
 from tandem.worker.loop import Worker
 from tests.support.judged_hub import JudgedHub, Verdict
 from tests.support.streams import Pulled
@@ -86,6 +87,14 @@ class RunningWorker:
         self.worker.stop()
         self.thread.join(DEADLINE_S)
         assert not self.thread.is_alive(), f"{self.worker.config.worker_id} does not stop"
+
+
+def wait_for_loads(monkeypatch: pytest.MonkeyPatch, *, probes: bool = True) -> None:
+    """A tiny model computes faster than anything loads: believe in a slow one, and wait for its loads."""
+    monkeypatch.setattr(fetcher, "_LATE_SLACK_S", DEADLINE_S)
+    monkeypatch.setattr(fetcher.Fetcher, "after_step", lambda self, stats: None)
+    if not probes:
+        monkeypatch.setattr(fetcher.Fetcher, "_probe", lambda *_: None)
 
 
 @dataclass

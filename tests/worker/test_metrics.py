@@ -29,6 +29,7 @@ from tests.support.cluster_harness import (
     Client,
     Cluster,
     running_cluster,
+    wait_for_loads,
 )
 from tests.support.judged_hub import Verdict
 from tests.support.waiting import eventually
@@ -134,9 +135,7 @@ async def test_pinned_blocks_are_shown_where_they_are_kept(tiny_model: Path) -> 
 async def test_loads_from_a_tier_are_shown_until_they_have_arrived(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.worker.kv.fetcher.Fetcher._probe", lambda *_: None)
-    monkeypatch.setattr("tandem.worker.kv.fetcher._LATE_SLACK_S", DEADLINE_S)
-    monkeypatch.setattr("tandem.worker.kv.fetcher.Fetcher.after_step", lambda self, stats: None)
+    wait_for_loads(monkeypatch, probes=False)
     gate, read = threading.Event(), DiskStore.read
 
     def wait_and_read(store: DiskStore, *arguments: Any) -> Any:

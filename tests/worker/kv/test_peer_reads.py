@@ -44,12 +44,12 @@ from tandem.worker.kv.peer_reader import PeerReader
 from tests.support.cluster_harness import (
     BLOCK_BYTES,
     BLOCK_SIZE,
-    DEADLINE_S,
     PAIR,
     Client,
     Cluster,
     Oracle,
     running_cluster,
+    wait_for_loads,
 )
 from tests.support.judged_hub import JudgedHub, Verdict
 from tests.support.late_device import LateStream
@@ -66,8 +66,7 @@ NUM_BLOCKS = 48
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model computes faster than anything is read: believe in a slow one, and wait for its loads."""
-    monkeypatch.setattr("tandem.worker.kv.fetcher._LATE_SLACK_S", DEADLINE_S)
-    monkeypatch.setattr("tandem.worker.kv.fetcher.Fetcher.after_step", lambda self, stats: None)
+    wait_for_loads(monkeypatch)
 
 
 def prompt(rng: random.Random, num_blocks: int) -> list[int]:
@@ -363,8 +362,7 @@ async def test_a_request_that_is_cancelled_while_it_reads_leaves_nothing(tiny_mo
 async def test_the_router_sends_a_prompt_to_an_idle_worker_that_reads_it_from_the_busy_one(
     tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.worker.kv.fetcher._LATE_SLACK_S", DEADLINE_S)
-    monkeypatch.setattr("tandem.worker.kv.fetcher.Fetcher.after_step", lambda self, stats: None)
+    wait_for_loads(monkeypatch)
     monkeypatch.setattr("tandem.scheduling.cost_model.StepModel.observe", lambda self, stats: None)
 
     rng = random.Random(9)
