@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,14 +19,8 @@ from tandem.protocol.messages import Role, WorkerState
 from tandem.runtime.backoff import Backoff
 from tandem.scheduling.workers.bookings import Booking
 from tandem.scheduling.workers.load import RequestLoad
-from tests.support.supervised import Supervised, supervised
+from tests.support.supervised import QUICK, Supervised, supervised
 from tests.support.waiting import eventually
-
-
-@pytest.fixture(autouse=True)
-def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.cluster.draining._POLL_S", 0.005)
-    monkeypatch.setattr("tandem.cluster.draining._QUIET_S", 0.02)
 
 
 def busy(**fields: Any) -> SimpleNamespace:
@@ -78,8 +73,8 @@ async def test_a_drained_worker_is_gone_for_good(monkeypatch: pytest.MonkeyPatch
 async def test_one_that_does_not_finish_is_ended_after_its_grace(
     monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
-    monkeypatch.setattr("tandem.cluster.draining._STOP_TIMEOUT_S", 0.05)
-    async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
+    timing = replace(QUICK, leave_s=0.05)
+    async with supervised(monkeypatch, num_prefill=1, num_decode=2, timing=timing) as cluster:
         first = cluster.ray.latest("decode-1")
         first.status_ = busy(request_ids={"r"})
         if not answers:

@@ -22,6 +22,7 @@ from tandem.cluster.ownership import Place
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.restarts import RestartBudget
 from tandem.cluster.supervisor import Supervisor
+from tandem.cluster.timing import Timing
 from tandem.cluster.worker_layout import worker_configs
 from tandem.cluster.worker_member import WorkerMember
 from tandem.protocol.config import ClusterConfig, EngineConfig, WorkerConfig
@@ -242,6 +243,9 @@ class Supervised:
         await eventually(lambda: (w := self.registry.get(worker_id)) is not None and w.card.address.epoch > epoch_above)
 
 
+QUICK = Timing(drain_poll_s=0.005, quiet_s=0.02)
+
+
 @asynccontextmanager
 async def supervised(
     monkeypatch: pytest.MonkeyPatch,
@@ -250,6 +254,7 @@ async def supervised(
     max_restarts: int = 1,
     starts: bool = True,
     backoff: Backoff = Backoff(0.01, 60.0),
+    timing: Timing = QUICK,
     **pools: Any,
 ) -> AsyncIterator[Supervised]:
     monkeypatch.setattr("tandem.cluster.worker_member._TELL_AGAIN_S", 0.01)
@@ -266,7 +271,7 @@ async def supervised(
     links: Any = workers
     budgets = ((one, RestartBudget(max_restarts, backoff)) for one in worker_configs(config))
     members = [WorkerMember(one, budget, links, registry) for one, budget in budgets]
-    supervisor = Supervisor(config, registry, CostModel(), members, on_progress=lambda _: None)
+    supervisor = Supervisor(config, registry, CostModel(), members, on_progress=lambda _: None, timing=timing)
     try:
         async with asyncio.timeout(60):
             if starts:
