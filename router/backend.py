@@ -13,14 +13,14 @@ import msgspec
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.messages import FinishReason, Prefetch, PromptLogprobs, TokenLogprobs
 from tandem.protocol.sampling import SamplingParams
-from tandem.router.operations import Operations
+from tandem.router.operator_api import OperatorApi
 from tandem.router.streams import Stream
 from tandem.scheduling.request import DEFAULT_CLASS, DEFAULT_TENANT, ServiceClass
 
 __all__ = ["Backend", "GenerateRequest", "PinRequest", "PinState", "Pins", "TokenDelta"]
 
 
-class Backend(Operations, Protocol):
+class Backend(OperatorApi, Protocol):
     """Generates tokens. It registers its own metrics at its construction."""
 
     @property

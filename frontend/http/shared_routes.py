@@ -23,7 +23,7 @@ from tandem.frontend.http.json_body import read_json
 from tandem.frontend.http.visibility import metrics_response, visible_decisions, visible_pools
 from tandem.protocol.errors import ModelNotFound, RequestError
 from tandem.protocol.messages import Role
-from tandem.router.operations import Operations
+from tandem.router.operator_api import OperatorApi
 
 __all__ = ["add_decision_routes", "add_model_routes", "add_operation_routes", "add_worker_routes", "product_version"]
 
@@ -71,7 +71,7 @@ def add_operation_routes(
         return json_response({"version": product_version()})
 
 
-def add_worker_routes(app: FastAPI, operations: Operations) -> None:
+def add_worker_routes(app: FastAPI, operator_api: OperatorApi) -> None:
     """Add the routes that change the workers which the server runs."""
 
     @app.post("/v1/pools/roles")
@@ -82,7 +82,7 @@ def add_worker_routes(app: FastAPI, operations: Operations) -> None:
         """
         change = await _read(request, RoleChange, '{"worker": NAME, "role": "prefill" or "decode"}')
         with audited(request, "role.change", f"{change.worker} -> {change.role}"):
-            return json_response(await operations.manager.set_role(change.worker, Role(change.role)))
+            return json_response(await operator_api.manager.set_role(change.worker, Role(change.role)))
 
     @app.post("/v1/pools/drain")
     async def drain_worker(request: Request) -> Response:
@@ -92,7 +92,7 @@ def add_worker_routes(app: FastAPI, operations: Operations) -> None:
         """
         drain = await _read(request, Drain, '{"worker": NAME, "grace_s": SECONDS, "restart": true or false}')
         with audited(request, "worker.restart" if drain.restart else "worker.drain", drain.worker):
-            return json_response(await operations.manager.drain(drain.worker, drain.grace_s, restart=drain.restart))
+            return json_response(await operator_api.manager.drain(drain.worker, drain.grace_s, restart=drain.restart))
 
     @app.post("/v1/pools/add")
     async def add_worker(request: Request) -> Response:
@@ -102,7 +102,7 @@ def add_worker_routes(app: FastAPI, operations: Operations) -> None:
         """
         added = await _read(request, NewWorker, '{"role": "prefill" or "decode"}')
         with audited(request, "worker.add", added.role) as done:
-            record = await operations.manager.add_worker(Role(added.role))
+            record = await operator_api.manager.add_worker(Role(added.role))
             done.target = str(record.get("worker", added.role))
             return json_response(record)
 
@@ -116,7 +116,7 @@ def add_worker_routes(app: FastAPI, operations: Operations) -> None:
             request, Migration, '{"worker": NAME}, and "to" or "request_id" if only some should move'
         )
         with audited(request, "answers.migrate", f"{migration.worker} -> {migration.to or 'any'}"):
-            return json_response(await operations.migrate(migration.worker, migration.to, migration.request_id))
+            return json_response(await operator_api.migrate(migration.worker, migration.to, migration.request_id))
 
 
 async def _read(request: Request, shape: type[T], hint: str) -> T:

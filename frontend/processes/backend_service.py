@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tandem.frontend.http.exposition import Scraper
 from tandem.frontend.processes.methods import MethodTable
-from tandem.frontend.processes.operations import operation_methods
+from tandem.frontend.processes.operator_api import operator_methods
 from tandem.frontend.processes.remote_backend import BackendState
 from tandem.frontend.response_store import LocalResponses, ResponseStore
 from tandem.router.backend import Backend, Pins
@@ -20,7 +20,7 @@ class BackendService:
 
     def __init__(self, backend: Backend, readiness: ReadinessCheck, scrape: Scraper) -> None:
         self._backend = backend
-        self._shared = operation_methods(backend, scrape)
+        self._shared = operator_methods(backend, scrape)
         self._readiness = readiness
         self._responses = LocalResponses()
 

@@ -13,7 +13,7 @@ import msgspec
 from tandem.frontend.http.exposition import Scraper
 from tandem.frontend.processes.deciding_process import DecidingProcess, LastingCall
 from tandem.frontend.processes.methods import MethodTable, NotCallable, method_of
-from tandem.frontend.processes.operations import operation_methods
+from tandem.frontend.processes.operator_api import operator_methods
 from tandem.frontend.processes.remote_dispatcher import (
     Aborted,
     EngineAdded,
@@ -26,7 +26,7 @@ from tandem.frontend.processes.wire import Invocation
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.dispatcher import Dispatcher, DispatchRequest, EngineReservation
 from tandem.router.engines.local_dispatcher import LocalDispatcher
-from tandem.router.operations import Operations
+from tandem.router.operator_api import OperatorApi
 from tandem.scheduling.workers.workers import WorkerChange
 
 __all__ = ["DispatchService", "FleetUpdates"]
@@ -55,7 +55,7 @@ class DispatchService:
 
     def __init__(self, dispatcher: LocalDispatcher, scrape: Scraper) -> None:
         self._dispatcher = dispatcher
-        self._shared = operation_methods(dispatcher, scrape)
+        self._shared = operator_methods(dispatcher, scrape)
         self._num_calls: Counter[str] = Counter()  # by frontend process, including those without any
 
     @property
@@ -73,7 +73,7 @@ class DispatchService:
         table.add(Dispatcher.answer_owner)(dispatcher.answer_owner)
         table.add(Dispatcher.add_engine)(dispatcher.add_engine)
         table.add(Dispatcher.remove_engine)(dispatcher.remove_engine)
-        table.add(Operations.pools)(self._pools)  # in place of the shared one
+        table.add(OperatorApi.pools)(self._pools)  # in place of the shared one
         return table
 
     def joined(self, frontend_id: str) -> Sequence[FleetUpdate]:

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.frontend.processes.deciding_client import DecidingClient, JoinSettings
 from tandem.frontend.processes.key_uses import RemoteLimiter
-from tandem.router.operations import ManagedWorkers, Operations
+from tandem.router.operator_api import ManagedWorkers, OperatorApi
 
 __all__ = ["DecidingMetrics", "Remote", "RemoteObject", "RemoteWorkers", "asked"]
 
@@ -56,7 +56,7 @@ class RemoteWorkers(RemoteObject):
 
 
 class Remote(RemoteObject, ABC):
-    """The connection to the deciding process, with its `Operations` and keys. Used from one event loop only."""
+    """The connection to the deciding process, with its `OperatorApi` and keys. Used from one event loop only."""
 
     def __init__(self, settings: JoinSettings, *, results: Any, states: Any) -> None:
         """`results` is the type of what lasting calls get, `states` that of state updates."""
@@ -93,10 +93,10 @@ class Remote(RemoteObject, ABC):
         """Number of calls in progress."""
         return self._client.num_open
 
-    decisions = asked(Operations.decisions)
-    pools = asked(Operations.pools)
-    overview = asked(Operations.overview)
-    migrate = asked(Operations.migrate)
+    decisions = asked(OperatorApi.decisions)
+    pools = asked(OperatorApi.pools)
+    overview = asked(OperatorApi.overview)
+    migrate = asked(OperatorApi.migrate)
     scrape = asked(DecidingMetrics.scrape)
 
     @abstractmethod

@@ -17,7 +17,7 @@ import msgspec
 
 from tandem.protocol.digest import TOKEN_BYTES, CacheScope
 from tandem.router.engines.config import EngineSpec
-from tandem.router.operations import Operations
+from tandem.router.operator_api import OperatorApi
 from tandem.scheduling.request import ServiceClass
 
 __all__ = [
@@ -139,7 +139,7 @@ class EngineListener(Protocol):
         """An engine left the fleet: what still runs on it is aborted."""
 
 
-class Dispatcher(Operations, Protocol):
+class Dispatcher(OperatorApi, Protocol):
     """Decides where the requests of this process go."""
 
     @property

@@ -37,7 +37,7 @@ from tandem.router.engines.metrics import EngineCollector
 from tandem.router.engines.overview import fleet_overview
 from tandem.router.engines.queues import ModelQueue, Queues
 from tandem.router.engines.stored_answers import StoredAnswers
-from tandem.router.operations import UnmanagedWorkers, WorkerManager
+from tandem.router.operator_api import UnmanagedWorkers, WorkerManager
 from tandem.router.overview import NUM_DECISIONS
 from tandem.router.poisoned_requests import MAX_DEATHS, PoisonedRequests
 from tandem.router.workers.generation_trace import admission_node, placement_node

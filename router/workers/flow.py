@@ -17,7 +17,7 @@ from tandem.protocol.messages import Role, WorkerPriority
 from tandem.router.admission_queue import AdmissionQueue
 from tandem.router.backend import GenerateRequest, TokenDelta
 from tandem.router.callback_scheduler import CallbackScheduler
-from tandem.router.operations import UnmanagedWorkers, WorkerManager
+from tandem.router.operator_api import UnmanagedWorkers, WorkerManager
 from tandem.router.overview import NUM_DECISIONS, overview_of, workers_overview
 from tandem.router.streams import DeltaQueue, Stream
 from tandem.router.workers.client import WorkerClient
@@ -209,7 +209,7 @@ class RequestFlow:
         return {"models": [self._model], **shared, **own}
 
     async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
-        """As `Operations.migrate`."""
+        """As `OperatorApi.migrate`."""
         for name in filter(None, (worker, to)):
             if self._registry.get(name) is None:
                 raise WorkerNotFound(f"There is no worker '{name[:100]}'.")

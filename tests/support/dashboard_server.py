@@ -29,7 +29,7 @@ class World(Protocol):
         """The metrics of its requests."""
 
     async def overview(self) -> dict[str, Any]:
-        """As `Operations.overview`."""
+        """As `OperatorApi.overview`."""
 
 
 @contextmanager

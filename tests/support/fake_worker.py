@@ -43,7 +43,7 @@ from tandem.protocol.messages import (
 )
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest, TokenDelta
-from tandem.router.operations import WorkerManager
+from tandem.router.operator_api import WorkerManager
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import UNMANAGED, RequestFlow
 from tandem.runtime.curve import make_keys

@@ -94,10 +94,10 @@ def test_nothing_else_can_be_called(name: str) -> None:
 def test_a_frontend_process_may_call_what_its_backend_does_not_do_itself(tokenizer: Tokenizer) -> None:
     table = BackendService(FakeBackend(tokenizer), Ready(), bytes).methods_for("one")
     protocols = {name.partition(".")[0] for name in table}
-    assert protocols == {"Backend", "Operations", "ManagedWorkers", "Pins", "ResponseStore", "DecidingMetrics"}
+    assert protocols == {"Backend", "OperatorApi", "ManagedWorkers", "Pins", "ResponseStore", "DecidingMetrics"}
     state = {"model", "max_model_len", "ready", "reason", "num_open"}
     own = state | {"manager", "cache", "responses", "api_keys", "running", "start", "close"}
-    assert public(RemoteBackend) - own == methods(table, "Backend", "Operations", "DecidingMetrics")
+    assert public(RemoteBackend) - own == methods(table, "Backend", "OperatorApi", "DecidingMetrics")
     assert public(RemoteWorkers) == methods(table, "ManagedWorkers")
 
 

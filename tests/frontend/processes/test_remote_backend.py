@@ -309,7 +309,7 @@ async def test_what_a_dropped_frontend_sent_starts_nothing_when_it_is_read_late(
     "message",
     [
         ["Call", 0, ["Backend.serve", ["no request"]]],
-        ["Call", 0, ["Operations.pools", [{"type": "nonsense"}]]],
+        ["Call", 0, ["OperatorApi.pools", [{"type": "nonsense"}]]],
         ["Call", 0, ["ManagedWorkers.drain", ["p", 1.0, "not a truth value"]]],
         ["Call", 0, ["Backend.__init__", []]],
         ["Call", 0, ["RequestFlow.shut_down", []]],

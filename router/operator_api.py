@@ -1,6 +1,6 @@
 """What operators are shown of the deciding process and may tell it: the same of our own workers and of other engines.
 
-Every `Backend` and every `Dispatcher` has these `Operations`. The supervisor manages the workers; `UnmanagedWorkers`
+Every `Backend` and every `Dispatcher` is an `OperatorApi`. The supervisor manages the workers; `UnmanagedWorkers`
 stand in its place where others run them.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from tandem.protocol.errors import AddRefused, DrainRefused, RoleRefused
 from tandem.protocol.messages import Role
 
-__all__ = ["ManagedWorkers", "Operations", "UnmanagedWorkers", "WorkerManager"]
+__all__ = ["ManagedWorkers", "OperatorApi", "UnmanagedWorkers", "WorkerManager"]
 
 
 class ManagedWorkers(Protocol):
@@ -45,7 +45,7 @@ class WorkerManager(ManagedWorkers, Protocol):
         """The autoscaler's latest decision, as JSON."""
 
 
-class Operations(Protocol):
+class OperatorApi(Protocol):
     """What is shown of the deciding process, and what it may be told."""
 
     @property

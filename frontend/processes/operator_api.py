@@ -1,23 +1,23 @@
-"""Serves `Operations` to frontend processes: methods that those of `tandem serve` and of `tandem route` may call."""
+"""Serves `OperatorApi` to frontend processes: methods that those of `tandem serve` and of `tandem route` may call."""
 
 from __future__ import annotations
 
 from tandem.frontend.http.exposition import Scraper, shared_scrape
 from tandem.frontend.processes.methods import MethodTable
 from tandem.frontend.processes.remote import DecidingMetrics
-from tandem.router.operations import ManagedWorkers, Operations
+from tandem.router.operator_api import ManagedWorkers, OperatorApi
 from tandem.router.overview import OncePerInterval
 
-__all__ = ["operation_methods"]
+__all__ = ["operator_methods"]
 
 
-def operation_methods(operations: Operations, scrape: Scraper) -> MethodTable:
+def operator_methods(operator_api: OperatorApi, scrape: Scraper) -> MethodTable:
     """The methods. All frontend processes share one overview an interval, and the scrapes that are made at once."""
-    manager, table = operations.manager, MethodTable()
-    table.add(Operations.decisions)(operations.decisions)
-    table.add(Operations.pools)(operations.pools)
-    table.add(Operations.overview)(OncePerInterval(operations.overview))
-    table.add(Operations.migrate)(operations.migrate)
+    manager, table = operator_api.manager, MethodTable()
+    table.add(OperatorApi.decisions)(operator_api.decisions)
+    table.add(OperatorApi.pools)(operator_api.pools)
+    table.add(OperatorApi.overview)(OncePerInterval(operator_api.overview))
+    table.add(OperatorApi.migrate)(operator_api.migrate)
     table.add(ManagedWorkers.set_role)(manager.set_role)
     table.add(ManagedWorkers.drain)(manager.drain)
     table.add(ManagedWorkers.add_worker)(manager.add_worker)
