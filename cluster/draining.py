@@ -12,6 +12,7 @@ from functools import partial
 from ray.exceptions import RayError
 
 from tandem.cluster.member import Member, MemberState, first_line
+from tandem.cluster.timing import Timing
 from tandem.protocol.errors import DrainRefused, ServingError, WorkerNotFound
 from tandem.protocol.messages import Role
 from tandem.runtime.background import BackgroundTasks
@@ -20,10 +21,6 @@ __all__ = ["Drains"]
 
 logger = logging.getLogger(__name__)
 
-_STOP_TIMEOUT_S = 15.0
-_POLL_S = 0.1
-# A worker must have been idle for this long: an answer that has just left may be about to read its KV from here.
-_QUIET_S = 0.5
 _NUM_REMEMBERED = 20
 
 
@@ -34,12 +31,14 @@ class Drains:
         self,
         members: Mapping[str, Member],
         background: BackgroundTasks,
+        timing: Timing,
         *,
         cover: Callable[[], None],
     ) -> None:
         """`cover` lets others take over for a pool whose last worker is leaving."""
         self._members = members
         self._background = background
+        self._timing = timing
         self._cover = cover
         self._num_begun = 0
         self._latest: deque[dict[str, object]] = deque(maxlen=_NUM_REMEMBERED)
@@ -117,7 +116,7 @@ class Drains:
         try:
             record["finished"] = await self._is_at_rest(member, grace_s, is_fallback=is_fallback)
             if member.actor is actor:
-                await asyncio.wait_for(member.stop(), _STOP_TIMEOUT_S)
+                await asyncio.wait_for(member.stop(), self._timing.leave_s)
         except (RayError, ServingError, TimeoutError) as exc:
             if member.is_up:  # else its end was noticed before the call returned
                 logger.warning("%s is ended, as it does not leave: %s", member.worker_id, first_line(exc))
@@ -139,11 +138,11 @@ class Drains:
             if member.actor is not actor:
                 return False
             idle_since_s = (idle_since_s or now) if is_idle else None
-            is_quiet = idle_since_s is not None and now - idle_since_s >= _QUIET_S
+            is_quiet = idle_since_s is not None and now - idle_since_s >= self._timing.quiet_s
             if is_fallback and (now > deadline_s or (is_quiet and self._can_spare(member))):
                 member.withdraw("its process is about to end")  # what was sent there just now is seen in the next look
                 is_fallback = False
             elif not is_fallback and (is_quiet or now > deadline_s):
                 return is_idle
             else:
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(self._timing.drain_poll_s)

@@ -9,6 +9,7 @@ readable when its last thread has ended.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
@@ -21,6 +22,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tandem.protocol.process import ProcessId, has_ended, own_process
+from tandem.runtime.backoff import Backoff
 
 __all__ = ["ProcessIdentity", "end_process", "own_identity", "until_gone"]
 
@@ -29,7 +31,6 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 5.0  # one wait for the end; then the kill is repeated
 _GRACE_S = 1.0  # for Ray, which was told to end it: its raylet complains of a process that somebody else killed
 _CALL_TIMEOUT_S = 30.0
-_FIRST_RETRY_S, _MAX_RETRY_S = 0.2, 10.0
 # A node that Ray's head declared dead may be alive behind a broken network. Its raylet gives up within
 # `gcs_rpc_server_reconnect_timeout_s` (60 s by default), and its workers end with it. This is twice as long.
 _DEAD_NODE_S = 120.0
@@ -70,7 +71,10 @@ def end_process(process: ProcessId, timeout_s: float = _LOOK_S) -> bool:
 
 
 async def until_gone(
-    identity: ProcessIdentity, *, end: Callable[[ProcessIdentity], Awaitable[bool]] | None = None
+    identity: ProcessIdentity,
+    *,
+    end: Callable[[ProcessIdentity], Awaitable[bool]] | None = None,
+    backoff: Backoff = Backoff(0.2, 10.0),
 ) -> None:
     """Kill a process on any node and return when it is certainly gone. May never return: there is no other proof.
 
@@ -78,16 +82,17 @@ async def until_gone(
     tries once and returns whether the process is gone.
     """
     end = end or _end_once
-    began_s, delay_s = time.monotonic(), _FIRST_RETRY_S
-    while not await end(identity):
+    began_s = time.monotonic()
+    for num_tries in itertools.count(1):
+        if await end(identity):
+            return
         logger.warning(
             "process %d of node %s is not known to be gone after %.1f s; what it may write to stays reserved",
             identity.process.pid,
             identity.node_id[:12],
             time.monotonic() - began_s,
         )
-        await asyncio.sleep(delay_s)
-        delay_s = min(2 * delay_s, _MAX_RETRY_S)
+        await asyncio.sleep(backoff.pause_s(num_tries))
 
 
 async def _end_once(identity: ProcessIdentity) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from tandem.runtime.backoff import Backoff
+
 __all__ = ["RestartBudget"]
 
 WINDOW_S = 300.0
-FIRST_DELAY_S = 1.0
-MAX_DELAY_S = 60.0
+BACKOFF = Backoff(1.0, 60.0)
 
 
 @dataclass(eq=False, slots=True)
@@ -21,8 +22,13 @@ class RestartBudget:
     """
 
     max_restarts: int
+    backoff: Backoff = BACKOFF  # for deaths beyond the budget
     _served_s: float = 0.0  # service of all its processes together
     _deaths: deque[float] = field(default_factory=deque)  # by the seconds served until then
+
+    def renewed(self) -> RestartBudget:
+        """The same budget for another worker, with no deaths yet."""
+        return RestartBudget(self.max_restarts, self.backoff)
 
     def died(self, lived_s: float) -> None:
         """Count a death after `lived_s` of service, 0 for a worker that did not start."""
@@ -44,5 +50,4 @@ class RestartBudget:
     @property
     def delay_s(self) -> float:
         """Seconds until the next start."""
-        num_beyond = max(self.num_deaths - self.max_restarts, 0)
-        return min(FIRST_DELAY_S * 2.0 ** min(num_beyond, 16), MAX_DELAY_S)
+        return self.backoff.pause_s(1 + max(self.num_deaths - self.max_restarts, 0))

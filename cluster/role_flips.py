@@ -51,7 +51,7 @@ class RoleFlips:
         )
 
     async def set_role(self, worker: str, role: Role) -> dict[str, object]:
-        """As `WorkerManager.set_role`: a flip that an operator asks for."""
+        """As `ManagedWorkers.set_role`: a flip that an operator asks for."""
         member = self._members.get(worker)
         if member is None:
             raise WorkerNotFound(f"There is no worker '{worker[:100]}'; there are: {', '.join(self._members)}.")

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,7 +37,7 @@ from tandem.runtime.cleanup import private_run
 from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.log_format import show_warnings
 from tandem.runtime.ports import bracketed
-from tandem.runtime.signals import exit_on_sigterm, stop_signals, wait_for_any
+from tandem.runtime.signals import exit_on_sigterm, stop_signals, unless, wait_for_any
 from tandem.runtime.status_console import StatusConsole
 from tandem.scheduling.admission.tenants import Tenants
 
@@ -120,6 +121,7 @@ async def _serve(
 ) -> int:
     signals = stop_signals(signal.SIGINT, signal.SIGTERM)
     stop = signals.stop
+    say_stopping = partial(progress, "stopping: what loads now may take some seconds to end")
     make = EngineService if config.managed.is_managed else TandemService
     service: Service = make(config, tenants, model, socket_folder, progress)
     supervisor = service.supervisor
@@ -128,15 +130,14 @@ async def _serve(
         progress(f"loading {config.engine.served_model_name} into {len(supervisor.members)} worker(s)")
         # Our HTTP side takes seconds to import; it loads while the workers load.
         starting = asyncio.gather(supervisor.start(service.mean_output_tokens), asyncio.to_thread(service.load))
-        if not await _unless(stop, starting, progress):
+        if not await unless(stop, starting, say_stopping):
             return 0
         async with (
             key_file.followed() as api_keys,
             service.serve_http(listener, api_keys) as (frontend, readiness),
         ):
             ends = (frontend.serving, supervisor.failure)
-            is_ready = await _unless(stop, _first_generation(frontend, readiness, ends), progress)
-            if is_ready:
+            if await unless(stop, _first_generation(frontend, readiness, ends), say_stopping):
                 freeze_startup_heap()
                 progress("the first generation succeeded")
                 print_welcome(config, listener.getsockname()[1], console, needs_key=api_keys.is_required)
@@ -145,21 +146,6 @@ async def _serve(
                 _raise_failures(ends)
             await stop_serving(frontend, signals, service.shut_down, config.router, progress)
     return 0
-
-
-async def _unless(stop: asyncio.Event, work: object, progress: Callable[[str], None]) -> bool:
-    """Await `work` unless `stop` comes first. Returns whether it finished; raises what it raises."""
-    task = asyncio.ensure_future(work)  # type: ignore[call-overload]
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if stop.is_set():
-        progress("stopping: what loads now may take some seconds to end")
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        return False
-    task.result()
-    return True
 
 
 def _raise_failures(ends: Iterable[asyncio.Future[Any]]) -> None:

@@ -25,6 +25,7 @@ from tandem.cluster.ownership import owner_of
 from tandem.cluster.process_end import ProcessIdentity, until_gone
 from tandem.cluster.quarantine_watch import watch_quarantines
 from tandem.cluster.role_flips import RoleFlips
+from tandem.cluster.timing import Timing
 from tandem.cluster.worker_layout import needs_of
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import AddRefused, ConfigError, DrainRefused, ServingError, WorkerError
@@ -43,10 +44,8 @@ __all__ = ["Supervisor"]
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 15.0
-_RAY_TIMEOUT_S = 5.0  # Ray needs milliseconds to end its workers, unless it is about to end itself
 _SIGTERM_GRACE_S = 30.0  # as of `tandem drain`
 _ASK_AGAIN_S = 0.2
-_GONE_TIMEOUT_S = 5.0  # how long a replacement waits for the memory that a dead worker's process may still take
 _LEFT = "it has left"
 _LOST = "it died"  # told to the clients of a dead worker, if their requests do not go on with others
 
@@ -63,19 +62,21 @@ class Supervisor:
         *,
         router_key: str = "",
         on_progress: Callable[[str], None],
+        timing: Timing = Timing(),
     ) -> None:
         """`router_key`: the public key of the router that workers of our own engine obey."""
         self._config = config
         self._owner = owner_of(config)
         self._router_key = router_key
         self._registry = registry
+        self._timing = timing
         self._on_progress = on_progress
         self.members = {member.worker_id: member for member in members}  # those that it looks after
         self._claimed: list[OrphanedWorker] = []
         self.bundles: WorkerBundles | None = None  # set by `start`
         self._background = BackgroundTasks()
         self.flips = RoleFlips(self.members, self._background)
-        self.drains = Drains(self.members, self._background, cover=self._cover)
+        self.drains = Drains(self.members, self._background, timing, cover=self._cover)
         self.joins = Joins(self.members, self._supervise_another)
         self.autoscale = Autoscale(
             config,
@@ -117,7 +118,7 @@ class Supervisor:
             renew = partial(renew_leases, self._owner, self.members, self.let_go)
             self._background.keep("the renewal of leases", renew)
         ups = asyncio.create_task(self._all_up())
-        await asyncio.wait([ups, self._failure], return_when=asyncio.FIRST_COMPLETED)
+        await wait_for_any(ups, self._failure)
         if self._failure.done():
             ups.cancel()
             self._failure.result()
@@ -146,15 +147,15 @@ class Supervisor:
         return self.autoscale.decision | moves
 
     async def set_role(self, worker: str, role: Role) -> dict[str, object]:
-        """As `WorkerManager.set_role`."""
+        """As `ManagedWorkers.set_role`."""
         return await self.flips.set_role(worker, role)
 
     async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, object]:
-        """As `WorkerManager.drain`."""
+        """As `ManagedWorkers.drain`."""
         return self.drains.begin(worker, grace_s, restart=restart, reason="an operator asked for it")
 
     async def add_worker(self, role: Role) -> dict[str, object]:
-        """As `WorkerManager.add_worker`."""
+        """As `ManagedWorkers.add_worker`."""
         return await self._add(role, "an operator asked for it")
 
     def let_go(self, error: WorkerError) -> None:
@@ -207,9 +208,9 @@ class Supervisor:
         """Let Ray end those that are left and take their bundles back, as long as it lives and answers."""
         ending = asyncio.wrap_future(in_daemon_thread(self._end_workers_now))
         ends = [ending] if self._failure.done() else [ending, self._failure]
-        await wait_for_any(*ends, timeout_s=_RAY_TIMEOUT_S)
+        await wait_for_any(*ends, timeout_s=self._timing.ray_s)
         if not ending.done():
-            logger.warning("Ray has not ended the workers within %g s", _RAY_TIMEOUT_S)
+            logger.warning("Ray has not ended the workers within %g s", self._timing.ray_s)
         elif (error := ending.exception()) is not None:
             logger.error("the workers could not be ended", exc_info=error)
 
@@ -291,7 +292,7 @@ class Supervisor:
                 return
             gone = await self._handle_death(member, _LEFT if death.before is MemberState.DRAINING else _LOST)
             pause = member.pause(self._delay_after(member, death))
-            await asyncio.gather(pause, asyncio.wait({gone}, timeout=_GONE_TIMEOUT_S))
+            await asyncio.gather(pause, asyncio.wait({gone}, timeout=self._timing.gone_s))
 
     async def _live(self, member: Member) -> Death:
         """Run one process of the worker. Returns when its death is reported or it is given up."""

@@ -49,7 +49,7 @@ class WorkerMember(Member):
 
     def _copy(self, worker_id: str, role: Role) -> WorkerMember:
         config = replace(self._config, worker_id=worker_id, role=role, cpu_cores=())
-        return WorkerMember(config, RestartBudget(self.restarts.max_restarts), self._workers, self._registry)
+        return WorkerMember(config, self.restarts.renewed(), self._workers, self._registry)
 
     def is_like(self, claim: WorkerClaim) -> bool:
         """As `Member.is_like`."""

@@ -200,5 +200,5 @@ def _add_pool_check(app: FastAPI, backend: Backend) -> None:
     async def check_pools(request: Request) -> Response:
         """Check every worker's block pool, and name what it still holds. Needs an operator's key."""
         check_operator(request)
-        workers = await backend.check()
+        workers = await backend.manager.check_integrity()
         return json_response({"idle": not any(workers.values()), "workers": workers})

@@ -9,16 +9,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tandem.protocol.digest import CacheScope
-from tandem.protocol.messages import Prefetch, Role, SequenceDelta
+from tandem.protocol.messages import Prefetch, SequenceDelta
 from tandem.protocol.sampling import SamplingParams
+from tandem.router.operator_api import OperatorApi
 from tandem.router.streams import Stream
 from tandem.scheduling.request import DEFAULT_CLASS, DEFAULT_TENANT, ServiceClass
 
-__all__ = ["Backend", "GenerateRequest", "PinRequest", "PinState", "Pins", "WorkerManager"]
+__all__ = ["Backend", "GenerateRequest", "PinRequest", "PinState", "Pins"]
 
 
-class Backend(Protocol):
-    """Generates tokens, and shows its state. It registers its own metrics at its construction."""
+class Backend(OperatorApi, Protocol):
+    """Generates tokens. It registers its own metrics at its construction."""
 
     @property
     def model(self) -> str:
@@ -44,59 +45,6 @@ class Backend(Protocol):
 
     async def explain(self, request: GenerateRequest) -> dict[str, Any]:
         """The decision that this request would get now, as JSON; nothing is sent or booked. Raises a `ServingError`."""
-
-    async def decisions(self) -> list[dict[str, Any]]:
-        """The latest decisions, newest first, as JSON."""
-
-    async def pools(self) -> dict[str, Any]:
-        """State of the worker pools, as JSON."""
-
-    async def overview(self) -> dict[str, Any]:
-        """What the dashboard shows of the deciding process (`router/overview.py`), as JSON."""
-
-    async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
-        """As `WorkerManager.set_role`. Raises `RoleRefused` where the workers are run by others."""
-
-    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
-        """As `WorkerManager.drain`. Raises `DrainRefused` where the workers are run by others."""
-
-    async def add_worker(self, role: Role) -> dict[str, Any]:
-        """As `WorkerManager.add_worker`. Raises `AddRefused` where the workers are run by others."""
-
-    async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
-        """Move the answers that a worker decodes to another one: `to`, if given. `request_id` limits it to one request.
-
-        Returns the ids of the requests that are `moving` and of those `staying`. Raises `WorkerNotFound`.
-        """
-
-    async def check(self) -> dict[str, str]:
-        """By worker, what is wrong with it or what it holds although it should be idle; "" = nothing."""
-
-
-class WorkerManager(Protocol):
-    """Whatever runs the worker processes."""
-
-    @property
-    def autoscaler_status(self) -> dict[str, object]:
-        """The autoscaler's latest decision, as JSON."""
-
-    async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
-        """Let a worker serve in another role from now on. Returns the flip as JSON.
-
-        Raises `WorkerNotFound`, `RoleRefused`, or a `WorkerError` if the worker does not answer.
-        """
-
-    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
-        """Begin to let a worker leave: its work ends or moves within `grace_s`, then its process ends.
-
-        With `restart` it is started again. Returns what has begun, as JSON. Raises `WorkerNotFound` or `DrainRefused`.
-        """
-
-    async def add_worker(self, role: Role) -> dict[str, Any]:
-        """Begin to start one more worker. Returns what has begun, as JSON. Raises `AddRefused`."""
-
-    async def check_integrity(self) -> dict[str, str]:
-        """By worker, what is wrong with it or what it holds although it should be idle; "" = nothing."""
 
 
 @dataclass(frozen=True, slots=True)

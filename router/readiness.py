@@ -16,6 +16,7 @@ from tandem.protocol.errors import ServingError
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import Backend, GenerateRequest
 from tandem.runtime.background import BackgroundTasks
+from tandem.runtime.backoff import Backoff
 
 __all__ = ["ReadinessCheck", "ReadinessProbe"]
 
@@ -73,18 +74,18 @@ class ReadinessProbe:
         return f"No workers are ready yet: the first ones have been loading for {down_s}."
 
     async def _run(self) -> None:
-        delay_s = POLL_INTERVAL_S
+        retries, num_failures = Backoff(2 * POLL_INTERVAL_S, MAX_RETRY_DELAY_S), 0  # in a row
         for attempt in itertools.count():
             if not self._backend.ready:
                 self._is_proven = False
-                delay_s = POLL_INTERVAL_S
+                num_failures = 0
             elif not self._is_proven:
                 self._is_proven = await self._probe(f"ready-{attempt}")
                 self._has_served |= self._is_proven
-                delay_s = POLL_INTERVAL_S if self._is_proven else min(2 * delay_s, MAX_RETRY_DELAY_S)
+                num_failures = 0 if self._is_proven else num_failures + 1
             if self._is_proven:
                 self._down_since_s = self._clock()
-            await asyncio.sleep(delay_s)
+            await asyncio.sleep(retries.pause_s(num_failures) or POLL_INTERVAL_S)
 
     async def _probe(self, request_id: str) -> bool:
         self._reason = "The first generation has not finished yet."

@@ -12,14 +12,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tandem.protocol.fault_boundary import async_error_of
+from tandem.runtime.backoff import Backoff
 
 __all__ = ["BackgroundTasks"]
 
 logger = logging.getLogger(__name__)
 
-FIRST_DELAY_S = 0.1  # before failed work is restarted; it doubles with each failure in a row
-MAX_DELAY_S = 10.0
-CALM_S = 60.0  # work that ran this long has recovered: the delay starts from the beginning
+CALM_S = 60.0  # work that ran this long has recovered: the pauses start from the beginning
 
 Work = Callable[
     [], Coroutine[Any, Any, None]
@@ -29,7 +28,9 @@ Work = Callable[
 class BackgroundTasks:
     """The background tasks of one owner, which calls `close` at its end. For one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, backoff: Backoff = Backoff(0.1, 10.0)) -> None:
+        """`backoff` says when failed work is restarted."""
+        self._backoff = backoff
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_failures = 0  # exceptions of tasks and of restarted work
 
@@ -62,14 +63,13 @@ class BackgroundTasks:
                 on_failure(error)
 
     async def _kept(self, name: str, work: Work) -> None:
-        loop, delay_s = asyncio.get_running_loop(), FIRST_DELAY_S
+        loop, num_failures = asyncio.get_running_loop(), 0  # in a row
         while True:
             began_s = loop.time()
             if (error := await async_error_of(work())) is None:
                 return
             self.num_failures += 1
-            if loop.time() - began_s > CALM_S:
-                delay_s = FIRST_DELAY_S
+            num_failures = 1 if loop.time() - began_s > CALM_S else num_failures + 1
+            delay_s = self._backoff.pause_s(num_failures)
             logger.error("%s failed and is restarted in %g s", name, delay_s, exc_info=error)
             await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, MAX_DELAY_S)

@@ -21,8 +21,9 @@ from typing import Any
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.python_module import module_command, module_environment
 from tandem.runtime.background import BackgroundTasks
+from tandem.runtime.backoff import Backoff
 from tandem.runtime.idle_timeout import answered_in_time
-from tandem.runtime.signals import ServingOrders, stop_signals
+from tandem.runtime.signals import ServingOrders, stop_signals, unless, wait_for_any
 
 __all__ = ["ParentPipe", "ProcessGroup"]
 
@@ -31,8 +32,7 @@ logger = logging.getLogger(__name__)
 READY_TIMEOUT_S = 60.0
 BEAT_INTERVAL_S = 0.5
 KILL_AFTER_S = 2.0  # a child that was told to end now has this long
-_SHORT_LIFE_S = 10.0  # a child that lived shorter is replaced after a growing delay
-_MAX_DELAY_S = 5.0
+_BACKOFF = Backoff(0.5, 5.0)
 _MAX_STARTS = 3  # of a child that ends without a word
 _START_AGAIN_S = 0.2
 _ALIVE = "alive"
@@ -53,12 +53,13 @@ class ProcessGroup:
         *,
         stop_timeout_s: float,
         silence_timeout_s: float,
+        short_life_s: float = 10.0,
         on_ended: Callable[[int], None] = _ignore,
     ) -> None:
         """`on_ended` is called with the number of each child that has ended.
 
         A child that has served and is then silent for `silence_timeout_s`, but at least for four beats, is killed and
-        replaced.
+        replaced. One that lived shorter than `short_life_s` is replaced after a growing pause.
         """
         self._module = module
         self._on_ended = on_ended
@@ -66,6 +67,7 @@ class ProcessGroup:
         self._count = count
         self._stop_timeout_s = stop_timeout_s
         self._silence_timeout_s = max(silence_timeout_s, 4 * BEAT_INTERVAL_S)
+        self._short_life_s = short_life_s
         self._children: dict[int, Process] = {}
         self._is_leaving = False
 
@@ -85,24 +87,11 @@ class ProcessGroup:
         `stop_now` ends them without delay. Raises `ConfigError` when a child cannot begin to serve.
         """
         try:
-            await self._until(stop, self._for_each(self._start))
-            if not stop.is_set():
+            if await unless(stop, self._for_each(self._start)):
                 on_ready()
-                await self._until(stop, self._for_each(self._keep))
+                await unless(stop, self._for_each(self._keep))
         finally:
             await self._stop_all(stop_now)
-
-    async def _until(self, stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work until it is done or `stop` is set. Raises what the work raises."""
-        stopping, working = asyncio.create_task(stop.wait()), asyncio.create_task(work)
-        try:
-            await asyncio.wait((stopping, working), return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                working.result()
-        finally:
-            stopping.cancel()
-            working.cancel()
-            await asyncio.gather(stopping, working, return_exceptions=True)
 
     async def _for_each(self, work: Callable[[int], Coroutine[Any, Any, None]]) -> None:
         """Do the work for all children at the same time. The first error cancels the rest and is raised."""
@@ -159,15 +148,15 @@ class ProcessGroup:
 
     async def _keep(self, number: int) -> None:
         """Replace the child whenever it ends. Never returns."""
-        delay_s = 0.0
+        num_short = 0  # short lives in a row
         while True:
             started_s = time.monotonic()
             if number in self._children:
                 code = await self._end_of(number)
                 logger.warning("process %d of %d ended with code %d and is replaced", number, self._count, code)
-            is_short = time.monotonic() - started_s < _SHORT_LIFE_S
-            delay_s = min(2 * delay_s + 0.5, _MAX_DELAY_S) if is_short else 0.0
-            await asyncio.sleep(delay_s)
+            is_short = time.monotonic() - started_s < self._short_life_s
+            num_short = num_short + 1 if is_short else 0
+            await asyncio.sleep(_BACKOFF.pause_s(num_short))
             try:
                 await self._start(number)
             except ConfigError as exc:
@@ -201,14 +190,13 @@ class ProcessGroup:
     async def _stop_all(self, stop_now: asyncio.Event) -> None:
         """Let all children finish what runs; end them after `stop_timeout_s`, or when `stop_now` is set."""
         self._tell("stop")
-        ended, hurry = asyncio.create_task(self._all_ended()), asyncio.create_task(stop_now.wait())
-        await asyncio.wait((ended, hurry), timeout=self._stop_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        hurry.cancel()
+        ended = asyncio.create_task(self._all_ended())
+        await wait_for_any(ended, stop_now, timeout_s=self._stop_timeout_s)
         self._tell("now")
         await asyncio.wait((ended,), timeout=KILL_AFTER_S)
         for child in self._children.values():
             _kill(child)
-        await asyncio.gather(ended, hurry, return_exceptions=True)
+        await asyncio.gather(ended, return_exceptions=True)
 
     async def _all_ended(self) -> None:
         await asyncio.gather(*map(self._end_of, list(self._children)))

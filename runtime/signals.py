@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, NamedTuple
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "ignore_keyboard_interrupt",
     "restore_child_signals",
     "stop_signals",
+    "unless",
     "wait_for_any",
 ]
 
@@ -25,9 +26,30 @@ async def wait_for_any(*awaited: asyncio.Future[Any] | asyncio.Event, timeout_s:
     """Return when a future is done, an event is set, or the time is over. Cancels and raises nothing."""
     futures = {one for one in awaited if isinstance(one, asyncio.Future)}
     waits = {asyncio.create_task(one.wait()) for one in awaited if isinstance(one, asyncio.Event)}
-    await asyncio.wait(futures | waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    for one in waits:
-        one.cancel()
+    try:
+        await asyncio.wait(futures | waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in waits:
+            one.cancel()
+
+
+async def unless(stop: asyncio.Event, work: Awaitable[object], on_stop: Callable[[], object] | None = None) -> bool:
+    """Await the work until `stop` is set: then call `on_stop` and cancel the work. Returns whether it was finished.
+
+    Raises what the work raises, unless `stop` is set by then: what stops us may have ended what it needs.
+    """
+    working = asyncio.ensure_future(work)
+    try:
+        await wait_for_any(working, stop)
+        if not stop.is_set():
+            working.result()
+            return True
+        if on_stop is not None:
+            on_stop()
+        return False
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
 
 
 def restore_child_signals() -> None:

@@ -67,7 +67,7 @@ class EngineMember(Member):
 
     def _copy(self, worker_id: str, role: Role) -> EngineMember:
         server = replace(self._server, worker_id=worker_id, cpu_cores=())
-        return EngineMember(server, role, RestartBudget(self.restarts.max_restarts), self._fleet, self._facts)
+        return EngineMember(server, role, self.restarts.renewed(), self._fleet, self._facts)
 
     def is_like(self, claim: WorkerClaim) -> bool:
         """As `Member.is_like`. The present role of half of an SGLang pair is not known."""

@@ -23,6 +23,7 @@ from tandem.runtime.shared_call import SharedCall
 
 __all__ = [
     "CLASSIC",
+    "INTERVAL_S",
     "OPENMETRICS",
     "MetricsText",
     "Scraper",
@@ -87,14 +88,14 @@ def shared_scrape(scrape: Scraper) -> SharedCall[bytes]:
     return SharedCall(scrape, INTERVAL_S)
 
 
-def shared_metrics(scrape: Scraper) -> SharedCall[MetricsText]:
+def shared_metrics(scrape: Scraper, interval_s: float = INTERVAL_S) -> SharedCall[MetricsText]:
     """What `scrape` gives, for operators and for everybody."""
 
     async def expose() -> MetricsText:
         everything = await scrape()
         return MetricsText(everything, await asyncio.to_thread(_TENANT_SAMPLE.sub, b"", everything))
 
-    return SharedCall(expose, INTERVAL_S)
+    return SharedCall(expose, interval_s)
 
 
 @lru_cache(maxsize=2)

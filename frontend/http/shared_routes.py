@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI
@@ -18,11 +18,12 @@ from tandem.frontend.http.audit import audited
 from tandem.frontend.http.authentication import check_operator
 from tandem.frontend.http.decoding import decode_body
 from tandem.frontend.http.errors import error_body, error_response
-from tandem.frontend.http.exposition import Scraper, shared_metrics
+from tandem.frontend.http.exposition import INTERVAL_S, Scraper, shared_metrics
 from tandem.frontend.http.json_body import read_json
 from tandem.frontend.http.visibility import metrics_response, visible_decisions, visible_pools
 from tandem.protocol.errors import ModelNotFound, RequestError
 from tandem.protocol.messages import Role
+from tandem.router.operator_api import OperatorApi
 
 __all__ = ["add_decision_routes", "add_model_routes", "add_operation_routes", "add_worker_routes", "product_version"]
 
@@ -36,9 +37,10 @@ def add_operation_routes(
     not_ready: Callable[[], str | None],
     scrape: Scraper,
     pools: Callable[[], Awaitable[Json]],
+    scrape_interval_s: float = INTERVAL_S,
 ) -> None:
     """Add health, readiness, metrics, pools and version. `not_ready` gives the reason, or None when ready."""
-    expose = shared_metrics(scrape)
+    expose = shared_metrics(scrape, scrape_interval_s)
 
     @app.get("/health")
     async def health() -> Response:
@@ -69,23 +71,7 @@ def add_operation_routes(
         return json_response({"version": product_version()})
 
 
-class Managed(Protocol):
-    """Workers that an operator can change: as `WorkerManager`."""
-
-    async def set_role(self, worker: str, role: Role) -> Json:
-        """As `WorkerManager.set_role`."""
-
-    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> Json:
-        """As `WorkerManager.drain`."""
-
-    async def add_worker(self, role: Role) -> Json:
-        """As `WorkerManager.add_worker`."""
-
-    async def migrate(self, worker: str, to: str, request_id: str) -> Json:
-        """As `Backend.migrate`."""
-
-
-def add_worker_routes(app: FastAPI, managed: Managed) -> None:
+def add_worker_routes(app: FastAPI, operator_api: OperatorApi) -> None:
     """Add the routes that change the workers which the server runs."""
 
     @app.post("/v1/pools/roles")
@@ -96,7 +82,7 @@ def add_worker_routes(app: FastAPI, managed: Managed) -> None:
         """
         change = await _read(request, RoleChange, '{"worker": NAME, "role": "prefill" or "decode"}')
         with audited(request, "role.change", f"{change.worker} -> {change.role}"):
-            return json_response(await managed.set_role(change.worker, Role(change.role)))
+            return json_response(await operator_api.manager.set_role(change.worker, Role(change.role)))
 
     @app.post("/v1/pools/drain")
     async def drain_worker(request: Request) -> Response:
@@ -106,7 +92,7 @@ def add_worker_routes(app: FastAPI, managed: Managed) -> None:
         """
         drain = await _read(request, Drain, '{"worker": NAME, "grace_s": SECONDS, "restart": true or false}')
         with audited(request, "worker.restart" if drain.restart else "worker.drain", drain.worker):
-            return json_response(await managed.drain(drain.worker, drain.grace_s, restart=drain.restart))
+            return json_response(await operator_api.manager.drain(drain.worker, drain.grace_s, restart=drain.restart))
 
     @app.post("/v1/pools/add")
     async def add_worker(request: Request) -> Response:
@@ -116,7 +102,7 @@ def add_worker_routes(app: FastAPI, managed: Managed) -> None:
         """
         added = await _read(request, NewWorker, '{"role": "prefill" or "decode"}')
         with audited(request, "worker.add", added.role) as done:
-            record = await managed.add_worker(Role(added.role))
+            record = await operator_api.manager.add_worker(Role(added.role))
             done.target = str(record.get("worker", added.role))
             return json_response(record)
 
@@ -130,7 +116,7 @@ def add_worker_routes(app: FastAPI, managed: Managed) -> None:
             request, Migration, '{"worker": NAME}, and "to" or "request_id" if only some should move'
         )
         with audited(request, "answers.migrate", f"{migration.worker} -> {migration.to or 'any'}"):
-            return json_response(await managed.migrate(migration.worker, migration.to, migration.request_id))
+            return json_response(await operator_api.migrate(migration.worker, migration.to, migration.request_id))
 
 
 async def _read(request: Request, shape: type[T], hint: str) -> T:

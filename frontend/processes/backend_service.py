@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.frontend.http.exposition import Scraper, shared_scrape
+from tandem.frontend.http.exposition import Scraper
 from tandem.frontend.processes.methods import MethodTable
-from tandem.frontend.processes.remote import DecidingMetrics
+from tandem.frontend.processes.operator_api import operator_methods
 from tandem.frontend.processes.remote_backend import BackendState
 from tandem.frontend.response_store import LocalResponses, ResponseStore
 from tandem.router.backend import Backend, Pins
-from tandem.router.overview import OncePerInterval
 from tandem.router.readiness import ReadinessCheck
 
 __all__ = ["BackendService"]
@@ -21,24 +20,16 @@ class BackendService:
 
     def __init__(self, backend: Backend, readiness: ReadinessCheck, scrape: Scraper) -> None:
         self._backend = backend
-        self._overview = OncePerInterval(backend.overview)  # for all frontend processes
+        self._shared = operator_methods(backend, scrape)
         self._readiness = readiness
-        self._scrape = shared_scrape(scrape)
         self._responses = LocalResponses()
 
     def methods_for(self, frontend_id: str) -> MethodTable:
         """The same for each of them."""
-        backend, pins, responses, table = self._backend, self._backend.cache, self._responses, MethodTable()
+        backend, pins, responses = self._backend, self._backend.cache, self._responses
+        table = MethodTable(self._shared)
         table.add(Backend.serve)(backend.serve)
         table.add(Backend.explain)(backend.explain)
-        table.add(Backend.decisions)(backend.decisions)
-        table.add(Backend.pools)(backend.pools)
-        table.add(Backend.overview)(self._overview)
-        table.add(Backend.check)(backend.check)
-        table.add(Backend.set_role)(backend.set_role)
-        table.add(Backend.drain)(backend.drain)
-        table.add(Backend.add_worker)(backend.add_worker)
-        table.add(Backend.migrate)(backend.migrate)
         table.add(Pins.pin)(pins.pin)
         table.add(Pins.unpin)(pins.unpin)
         table.add(Pins.prefetch)(pins.prefetch)
@@ -46,7 +37,6 @@ class BackendService:
         table.add(ResponseStore.put)(responses.put)
         table.add(ResponseStore.get)(responses.get)
         table.add(ResponseStore.delete)(responses.delete)
-        table.add(DecidingMetrics.scrape)(self._scrape)
         return table
 
     def joined(self, frontend_id: str) -> Sequence[BackendState]:

@@ -26,7 +26,7 @@ from tandem.protocol.errors import ServingError
 from tandem.runtime.log_format import show_warnings
 from tandem.runtime.no_torch import keep_torch_out
 from tandem.runtime.process_group import ParentPipe
-from tandem.runtime.tracing.setup import begin_tracing, close_tracing, tracing_of
+from tandem.runtime.tracing.setup import begin_tracing, closing_tracing, tracing_of
 from tandem.scheduling.admission.tenants import Tenants
 
 if TYPE_CHECKING:
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from tandem.frontend.http.app import RouterApp
+    from tandem.frontend.http.exposition import Scraper
     from tandem.frontend.processes.deciding_client import JoinSettings
+    from tandem.frontend.processes.remote import Remote
+    from tandem.runtime.tracing.tracing import Tracing
 
 __all__ = ["FrontendSettings", "RouteFrontend", "ServeFrontend", "main"]
 
@@ -124,12 +127,13 @@ async def _serve(settings: FrontendSettings, pipe: ParentPipe, listener: socket.
 
     metrics = CollectorRegistry()
     async with pipe.obeying() as orders:
+        export = begin_tracing("router", is_on=settings.router.tracing)
         # `stop.set`: without the deciding process this one can only finish what runs. Its parent starts another.
         if isinstance(settings.frontend, ServeFrontend):
-            making = _serve_app(settings, settings.frontend.model, metrics, orders.stop.set)
+            making = _serve_app(settings, settings.frontend.model, metrics, tracing_of(export), orders.stop.set)
         else:
-            making = _route_app(settings, settings.frontend, metrics, orders.stop.set)
-        async with making as app:
+            making = _route_app(settings, settings.frontend, metrics, tracing_of(export), orders.stop.set)
+        async with closing_tracing(export), making as app:
             await serve_until(
                 orders,
                 app,
@@ -143,54 +147,50 @@ async def _serve(settings: FrontendSettings, pipe: ParentPipe, listener: socket.
 
 @contextlib.asynccontextmanager
 async def _serve_app(
-    settings: FrontendSettings, model: str, metrics: CollectorRegistry, on_lost: Callable[[], object]
+    settings: FrontendSettings,
+    model: str,
+    metrics: CollectorRegistry,
+    tracing: Tracing | None,
+    on_lost: Callable[[], object],
 ) -> AsyncIterator[RouterApp]:
     from tandem.frontend.processes.remote_backend import RemoteBackend
     from tandem.frontend.serve_app import create_app
     from tandem.text.tokenizer import Tokenizer
 
-    export = begin_tracing("router", is_on=settings.router.tracing)
     tokenizer = Tokenizer(model)
     backend = RemoteBackend(_joining(settings, on_lost))
-    await backend.start()
-
-    async def scrape() -> bytes:
-        return await asyncio.to_thread(_counters, settings, [backend.model]) + await backend.scrape()
-
-    yield create_app(
-        backend,
-        tokenizer,
-        settings.router,
-        metrics,
-        readiness=backend,
-        responses=backend.responses,
-        scrape=scrape,
-        traffic=lambda: _merged(settings),
-        started_at_s=settings.started_at_s,
-        api_keys=backend.api_keys,
-        tenants=settings.tenants,
-        tracing=tracing_of(export),
-    )
-    await backend.close()
-    await close_tracing(export)
+    async with backend.running():
+        yield create_app(
+            backend,
+            tokenizer,
+            settings.router,
+            metrics,
+            readiness=backend,
+            responses=backend.responses,
+            scrape=_scraper(settings, backend, lambda: [backend.model]),
+            traffic=lambda: _merged(settings),
+            started_at_s=settings.started_at_s,
+            api_keys=backend.api_keys,
+            tenants=settings.tenants,
+            tracing=tracing,
+        )
 
 
 @contextlib.asynccontextmanager
 async def _route_app(
-    settings: FrontendSettings, frontend: RouteFrontend, metrics: CollectorRegistry, on_lost: Callable[[], object]
+    settings: FrontendSettings,
+    frontend: RouteFrontend,
+    metrics: CollectorRegistry,
+    tracing: Tracing | None,
+    on_lost: Callable[[], object],
 ) -> AsyncIterator[RouterApp]:
     from tandem.frontend.processes.remote_dispatcher import RemoteDispatcher
     from tandem.frontend.relay.connections import EngineConnections
     from tandem.frontend.relay.prompts import load_readers
     from tandem.frontend.route_app import create_engines_app
 
-    export = begin_tracing("router", is_on=settings.router.tracing)
     connections = EngineConnections(frontend.engines)
     dispatcher = RemoteDispatcher(_joining(settings, on_lost), connections)
-
-    async def scrape() -> bytes:
-        return await asyncio.to_thread(_counters, settings, dispatcher.models) + await dispatcher.scrape()
-
     yield create_engines_app(
         dispatcher,
         connections,
@@ -198,15 +198,23 @@ async def _route_app(
         metrics,
         config=settings.router,
         engines_config=frontend.engines,
-        scrape=scrape,
+        admin_token=settings.admin_token,
+        scrape=_scraper(settings, dispatcher, lambda: dispatcher.models),
         traffic=lambda: _merged(settings),
         started_at_s=settings.started_at_s,
         api_keys=dispatcher.api_keys,
         tenants=settings.tenants,
-        admin_token=settings.admin_token,
-        tracing=tracing_of(export),
+        tracing=tracing,
     )
-    await close_tracing(export)
+
+
+def _scraper(settings: FrontendSettings, remote: Remote, models: Callable[[], Iterable[str]]) -> Scraper:
+    """Gives what all frontend processes have counted, and the deciding process."""
+
+    async def scrape() -> bytes:
+        return await asyncio.to_thread(_counters, settings, models()) + await remote.scrape()
+
+    return scrape
 
 
 def _joining(settings: FrontendSettings, on_lost: Callable[[], object]) -> JoinSettings:

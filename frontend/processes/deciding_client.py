@@ -26,7 +26,6 @@ __all__ = ["DecidingClient", "JoinSettings"]
 
 logger = logging.getLogger(__name__)
 
-WATCH_INTERVAL_S = 0.5
 ASK_TIMEOUT_S = 30.0  # long, because the integrity check waits for every worker
 
 P = ParamSpec("P")
@@ -42,6 +41,7 @@ class JoinSettings:
     on_lost: Callable[[], object]  # called when the connection has ended; there will be no other
     timeout_s: float  # a deciding process that sends nothing for longer fails every call
     needs_key: bool = False  # whether clients need an API key; the deciding process says which ones there are
+    watch_interval_s: float = 0.5  # between two looks for silence
     clock: Callable[[], float] = time.monotonic
 
 
@@ -201,16 +201,16 @@ class DecidingClient:
 
     async def _watch(self) -> None:
         """Notice that the deciding process is silent."""
-        silence = IdleClock(self._settings.timeout_s)
+        silence, interval_s = IdleClock(self._settings.timeout_s), self._settings.watch_interval_s
         while True:
             now = self._settings.clock()
-            silence.check(now, WATCH_INTERVAL_S)
+            silence.check(now, interval_s)
             if silence.is_idle(self._heard_s, now) and not self.is_silent:
                 idle_s = silence.idle_s(self._heard_s, now)
                 logger.warning("the deciding process has been silent for %.1f s", idle_s)
                 self.is_silent = True
                 self._fail_all(f"the deciding process has been silent for {idle_s:.1f} s")
-            await asyncio.sleep(WATCH_INTERVAL_S)
+            await asyncio.sleep(interval_s)
 
 
 def _settle(answer: asyncio.Future[msgspec.Raw], result: msgspec.Raw | ServingError) -> None:

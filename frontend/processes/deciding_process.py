@@ -32,7 +32,6 @@ __all__ = ["DecidingProcess", "DecidingService", "LastingCall"]
 
 logger = logging.getLogger(__name__)
 
-STATUS_INTERVAL_S = 0.25
 INTERNAL_ERROR = wire.WireError("ServingError", "Internal server error.", None, "internal_error", 0.0)
 
 
@@ -95,6 +94,7 @@ class DecidingProcess:
         path: str,
         api_keys: ApiKeys,
         *,
+        status_interval_s: float = 0.25,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`path`: the socket, in a folder that only this user may enter. Frontend processes are told the keys."""
@@ -103,6 +103,7 @@ class DecidingProcess:
         self.limiter = LocalLimiter(clock)
         api_keys.listen(self._keys_changed)
         self._service = service
+        self._status_interval_s = status_interval_s
         self._expected: set[str] = set()
         self._frontends: dict[str, _Frontend] = {}  # the expected ones that have joined
         self._tasks: set[asyncio.Task[None]] = set()  # calls of all frontend processes, ended ones included
@@ -206,7 +207,7 @@ class DecidingProcess:
 
     async def _send_status(self) -> None:
         while True:
-            await asyncio.sleep(STATUS_INTERVAL_S)
+            await asyncio.sleep(self._status_interval_s)
             self.publish(self._service.status())
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from tandem.frontend.http.exposition import Scraper, shared_scrape
+from tandem.frontend.http.exposition import Scraper
 from tandem.frontend.processes.deciding_process import DecidingProcess, LastingCall
 from tandem.frontend.processes.methods import MethodTable, NotCallable, method_of
-from tandem.frontend.processes.remote import DecidingMetrics
+from tandem.frontend.processes.operator_api import operator_methods
 from tandem.frontend.processes.remote_dispatcher import (
     Aborted,
     EngineAdded,
@@ -26,7 +26,7 @@ from tandem.frontend.processes.wire import Invocation
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.dispatcher import Dispatcher, DispatchRequest, EngineReservation
 from tandem.router.engines.local_dispatcher import LocalDispatcher
-from tandem.router.overview import OncePerInterval
+from tandem.router.operator_api import OperatorApi
 from tandem.scheduling.workers.workers import WorkerChange
 
 __all__ = ["DispatchService", "FleetUpdates"]
@@ -55,8 +55,7 @@ class DispatchService:
 
     def __init__(self, dispatcher: LocalDispatcher, scrape: Scraper) -> None:
         self._dispatcher = dispatcher
-        self._overview = OncePerInterval(dispatcher.overview)  # for all frontend processes
-        self._scrape = shared_scrape(scrape)
+        self._shared = operator_methods(dispatcher, scrape)
         self._num_calls: Counter[str] = Counter()  # by frontend process, including those without any
 
     @property
@@ -66,22 +65,15 @@ class DispatchService:
 
     def methods_for(self, frontend_id: str) -> MethodTable:
         """The same for each of them; its reservations are counted as its own."""
-        dispatcher, table = self._dispatcher, MethodTable()
+        dispatcher, table = self._dispatcher, MethodTable(self._shared)
         table.add(Reservations.hold)(
             lambda request: _HeldReservation(dispatcher, request, self._num_calls, frontend_id)
         )
         table.add(Dispatcher.explain)(dispatcher.explain)
-        table.add(Dispatcher.decisions)(dispatcher.decisions)
         table.add(Dispatcher.answer_owner)(dispatcher.answer_owner)
-        table.add(Dispatcher.pools)(self._pools)
-        table.add(Dispatcher.overview)(self._overview)
-        table.add(Dispatcher.set_role)(dispatcher.set_role)
-        table.add(Dispatcher.drain)(dispatcher.drain)
-        table.add(Dispatcher.add_worker)(dispatcher.add_worker)
-        table.add(Dispatcher.migrate)(dispatcher.migrate)
         table.add(Dispatcher.add_engine)(dispatcher.add_engine)
         table.add(Dispatcher.remove_engine)(dispatcher.remove_engine)
-        table.add(DecidingMetrics.scrape)(self._scrape)
+        table.add(OperatorApi.pools)(self._pools)  # in place of the shared one
         return table
 
     def joined(self, frontend_id: str) -> Sequence[FleetUpdate]:

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.frontend.processes.deciding_client import DecidingClient, JoinSettings
 from tandem.frontend.processes.key_uses import RemoteLimiter
+from tandem.router.operator_api import ManagedWorkers, OperatorApi
 
-__all__ = ["DecidingMetrics", "Remote", "asked"]
+__all__ = ["DecidingMetrics", "Remote", "RemoteObject", "RemoteWorkers", "asked"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _HasClient(Protocol):
-    _client: DecidingClient
+class RemoteObject:
+    """An object of the deciding process."""
+
+    def __init__(self, client: DecidingClient) -> None:
+        self._client = client
 
 
 def asked(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[_HasClient, P], Coroutine[Any, Any, T]]:
+) -> Callable[Concatenate[RemoteObject, P], Coroutine[Any, Any, T]]:
     """A method that asks the deciding process for this method of a Protocol, and raises what that raises there.
 
     It raises `NoWorker` or `WorkerError` too, if the deciding process does not answer.
     """
 
-    async def ask(self: _HasClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def ask(self: RemoteObject, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._client.ask(method, *args, **kwargs)
 
     return ask
@@ -41,19 +46,39 @@ class DecidingMetrics(Protocol):
         """All of them, as Prometheus reads them."""
 
 
-class Remote(ABC):
-    """A frontend process's connection to the deciding process, and what it is told. Used from one event loop only."""
+class RemoteWorkers(RemoteObject):
+    """The workers that the deciding process manages."""
+
+    set_role = asked(ManagedWorkers.set_role)
+    drain = asked(ManagedWorkers.drain)
+    add_worker = asked(ManagedWorkers.add_worker)
+    check_integrity = asked(ManagedWorkers.check_integrity)
+
+
+class Remote(RemoteObject, ABC):
+    """The connection to the deciding process, with its `OperatorApi` and keys. Used from one event loop only."""
 
     def __init__(self, settings: JoinSettings, *, results: Any, states: Any) -> None:
         """`results` is the type of what lasting calls get, `states` that of state updates."""
-        self._client = DecidingClient(
+        client = DecidingClient(
             settings,
             results=results,
             states=states,
             on_state=self._on_state,
             on_keys=lambda keys: self.api_keys.replace(keys),
         )
-        self.api_keys = ApiKeys(is_required=settings.needs_key, limiter=RemoteLimiter(self._client))
+        super().__init__(client)
+        self.manager = RemoteWorkers(client)
+        self.api_keys = ApiKeys(is_required=settings.needs_key, limiter=RemoteLimiter(client))
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Join; leave at the end. Raises `WorkerError` when the deciding process does not answer in time."""
+        try:
+            await self.start()
+            yield
+        finally:
+            await self.close()
 
     async def start(self) -> None:
         """Join. Raises `WorkerError` when the deciding process does not answer in time."""
@@ -68,6 +93,10 @@ class Remote(ABC):
         """Number of calls in progress."""
         return self._client.num_open
 
+    decisions = asked(OperatorApi.decisions)
+    pools = asked(OperatorApi.pools)
+    overview = asked(OperatorApi.overview)
+    migrate = asked(OperatorApi.migrate)
     scrape = asked(DecidingMetrics.scrape)
 
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tandem.frontend.processes.deciding_client import DecidingClient, JoinSettings
-from tandem.frontend.processes.remote import Remote, asked
+from tandem.frontend.processes.remote import Remote, RemoteObject, asked
 from tandem.frontend.response_store import ResponseStore
 from tandem.protocol.errors import ServingError
 from tandem.protocol.messages import SequenceDelta
@@ -62,24 +62,13 @@ class RemoteBackend(Remote):
         return _RemoteStream(self._client, request, DeltaQueue(self._scheduler))
 
     explain = asked(Backend.explain)
-    decisions = asked(Backend.decisions)
-    pools = asked(Backend.pools)
-    overview = asked(Backend.overview)
-    set_role = asked(Backend.set_role)
-    drain = asked(Backend.drain)
-    add_worker = asked(Backend.add_worker)
-    migrate = asked(Backend.migrate)
-    check = asked(Backend.check)
 
     def _on_state(self, state: BackendState) -> None:
         self._state = state
 
 
-class _RemotePins:
+class _RemotePins(RemoteObject):
     """The pins of the KV cache."""
-
-    def __init__(self, client: DecidingClient) -> None:
-        self._client = client
 
     pin = asked(Pins.pin)
     unpin = asked(Pins.unpin)
@@ -87,11 +76,8 @@ class _RemotePins:
     pins = asked(Pins.pins)
 
 
-class _RemoteResponses:
+class _RemoteResponses(RemoteObject):
     """The responses that the deciding process keeps for all frontend processes."""
-
-    def __init__(self, client: DecidingClient) -> None:
-        self._client = client
 
     put = asked(ResponseStore.put)
     get = asked(ResponseStore.get)

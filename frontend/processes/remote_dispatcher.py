@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol
 
 import msgspec
@@ -105,15 +104,6 @@ class RemoteDispatcher(Remote):
         self._state = FleetState({}, {}, {}, [], None)
         self._gaps: dict[str, _GapOffers] = {}  # by engine
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Join; leave at the end. Raises `WorkerError` when the deciding process does not answer in time."""
-        try:
-            await self.start()
-            yield
-        finally:
-            await self.close()
-
     @property
     def models(self) -> list[str]:
         """Names of all models of the fleet, whether or not their engines are ready."""
@@ -151,14 +141,7 @@ class RemoteDispatcher(Remote):
         return RemoteReservation(self._client, request, abort, self._gaps)
 
     explain = asked(Dispatcher.explain)
-    decisions = asked(Dispatcher.decisions)
     answer_owner = asked(Dispatcher.answer_owner)
-    pools = asked(Dispatcher.pools)
-    overview = asked(Dispatcher.overview)
-    set_role = asked(Dispatcher.set_role)
-    drain = asked(Dispatcher.drain)
-    add_worker = asked(Dispatcher.add_worker)
-    migrate = asked(Dispatcher.migrate)
     add_engine = asked(Dispatcher.add_engine)
     remove_engine = asked(Dispatcher.remove_engine)
 

@@ -40,11 +40,9 @@ def create_transport(
 def _create_in_process(
     worker_id: str, epoch: int, shards: Sequence[Tensor], hub: InProcessHub | None, host: str, mailbox: str
 ) -> Transport:
-    from tandem.kv_transfer.transport.in_process import InProcessTransport
-
     if hub is None:
         raise ConfigError("transport='in_process' needs the hub that joins the transports of this process")
-    return InProcessTransport(worker_id, epoch, shards, hub)
+    return hub.join(worker_id, epoch, shards)
 
 
 def _create_nccl(

@@ -1,14 +1,13 @@
-"""Transport between workers of one process: a copy between tensors, with a hook for injected faults.
+"""Transport between workers of one process: a copy between tensors.
 
 The hub is the network. The code that starts the workers builds it and passes it to each transport.
 """
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -27,16 +26,7 @@ from tandem.kv_transfer.transport.base import (
 from tandem.kv_transfer.transport.shards import byte_pieces, num_pieces, piece_ids, shards_of
 from tandem.protocol.errors import PeerLost, TransferError
 
-__all__ = ["InProcessHub", "InProcessTransport", "InProcessWrite", "Verdict"]
-
-
-class Verdict(enum.Enum):
-    """The fate of a write or a read."""
-
-    DELIVER = "deliver"
-    HOLD = "hold"  # it stays pending until `release_held`; later transfers of this link queue behind it
-    FAIL = "fail"  # nothing lands
-    LOSE = "lose"  # the link breaks after the first block
+__all__ = ["InProcessHub", "InProcessTransport", "InProcessWrite"]
 
 
 @dataclass(eq=False, slots=True)
@@ -53,35 +43,15 @@ class InProcessWrite:
 
 
 class InProcessHub:
-    """Joins the transports of one process; safe to use from all their threads.
+    """Joins the transports of one process; safe to use from all their threads."""
 
-    `judge` decides what happens to each write, and `held` lists undelivered writes; both are for tests.
-    """
-
-    def __init__(self, judge: Callable[[InProcessWrite], Verdict] | None = None) -> None:
-        self._judge = judge
+    def __init__(self) -> None:
         self.lock = threading.RLock()
         self._transports: dict[str, InProcessTransport] = {}
-        self._held: dict[tuple[InProcessTransport, InProcessTransport], deque[InProcessWrite]] = {}
 
-    @property
-    def held(self) -> list[InProcessWrite]:
-        """Writes held back, oldest first per link."""
-        with self.lock:
-            return [write for queue in self._held.values() for write in queue]
-
-    def stop_judging(self) -> None:
-        """Deliver every later write."""
-        with self.lock:
-            self._judge = None
-
-    def release_held(self) -> None:
-        """Deliver everything that was held back."""
-        with self.lock:
-            held, self._held = self._held, {}
-            for queue in held.values():
-                for write in queue:
-                    _deliver(write)
+    def join(self, worker_id: str, epoch: int, pool: Tensor | Sequence[Tensor]) -> InProcessTransport:
+        """A transport that peers find here."""
+        return InProcessTransport(worker_id, epoch, pool, self)
 
     def attach(self, transport: InProcessTransport) -> None:
         """Called by a transport when it starts, so that peers find it. It replaces a former epoch."""
@@ -92,11 +62,10 @@ class InProcessHub:
             self._transports[transport.worker_id] = transport
 
     def detach(self, transport: InProcessTransport) -> None:
-        """Called by a transport when it closes: writes from and to it become LOST."""
+        """Called by a transport when it closes."""
         with self.lock:
             if self._transports.get(transport.worker_id) is transport:
                 del self._transports[transport.worker_id]
-            self.cut(lambda write: transport in (write.sender, write.receiver))
 
     def find(self, worker_id: str, epoch: int) -> InProcessTransport | None:
         """The attached transport of this worker and epoch."""
@@ -104,31 +73,14 @@ class InProcessHub:
             transport = self._transports.get(worker_id)
             return transport if transport is not None and transport.epoch == epoch else None
 
-    def cut(self, is_cut: Callable[[InProcessWrite], bool]) -> None:
-        """Make the held writes for which `is_cut` is true LOST."""
-        with self.lock:
-            for link, queue in list(self._held.items()):
-                for write in [write for write in queue if is_cut(write)]:
-                    queue.remove(write)
-                    write.transfer.settle(TransferState.LOST)
-                if not queue:
-                    del self._held[link]
-
     def submit(self, write: InProcessWrite) -> None:
-        """Judge a write and act on the verdict."""
+        """Carry a write out: copy the blocks, then notify the receiver."""
         with self.lock:
-            verdict = self._judge(write) if self._judge else Verdict.DELIVER
-            link = (write.sender, write.receiver)
-            if verdict is Verdict.FAIL:
-                write.transfer.settle(TransferState.FAILED)
-            elif verdict is Verdict.LOSE:
-                _copy_blocks(write, count=1)
-                write.transfer.settle(TransferState.LOST)
-                write.sender.lose_peer(write.receiver.worker_id)
-            elif verdict is Verdict.HOLD or link in self._held:
-                self._held.setdefault(link, deque()).append(write)
-            else:
-                _deliver(write)
+            _copy_blocks(write)
+            if write.notification:
+                sender = write.sender
+                write.receiver.arrived.append(Notification(sender.worker_id, sender.epoch, write.notification))
+            write.transfer.settle(TransferState.DONE)
 
 
 class _InProcessMetadata(msgspec.Struct, frozen=True, array_like=True):
@@ -150,7 +102,6 @@ class InProcessTransport(Transport):
         self.arrived: deque[Notification] = deque()
         self._hub = hub
         self._peers: dict[str, InProcessTransport] = {}
-        self._lost: set[str] = set()
         self._is_closed = False
         hub.attach(self)
 
@@ -167,7 +118,7 @@ class InProcessTransport(Transport):
             )
         num_pieces(self.shape, PoolShape(theirs.num_blocks, theirs.block_bytes, theirs.num_shards), worker_id)
         known = self._peers.get(worker_id)
-        if known is not None and known.epoch == epoch and worker_id not in self._lost:
+        if known is not None and known.epoch == epoch:
             return
         self.remove_peer(worker_id)
         peer = self._hub.find(worker_id, epoch)
@@ -177,10 +128,7 @@ class InProcessTransport(Transport):
 
     @override
     def remove_peer(self, worker_id: str) -> None:
-        peer = self._peers.pop(worker_id, None)
-        self._lost.discard(worker_id)
-        if peer is not None:
-            self._hub.cut(lambda write: write.sender is self and write.receiver is peer)
+        self._peers.pop(worker_id, None)
 
     @override
     def is_quiet(self, worker_id: str) -> bool:
@@ -214,14 +162,7 @@ class InProcessTransport(Transport):
         self._is_closed = True
         self._hub.detach(self)
         self._peers.clear()
-        self._lost.clear()
         self.arrived.clear()
-
-    def lose_peer(self, worker_id: str) -> None:
-        """Called by the hub: the link to this peer broke."""
-        peer = self._peers[worker_id]
-        self._lost.add(worker_id)
-        self._hub.cut(lambda write: write.sender is self and write.receiver is peer)
 
     def _copy(
         self,
@@ -233,7 +174,7 @@ class InProcessTransport(Transport):
         is_read: bool = False,
     ) -> Transfer:
         peer = self._peers.get(worker_id)
-        if peer is None or worker_id in self._lost or self._hub.find(worker_id, peer.epoch) is not peer:
+        if peer is None or self._hub.find(worker_id, peer.epoch) is not peer:
             raise PeerLost(f"{worker_id} is unknown or gone")
         check_block_ids(local_block_ids, remote_block_ids, self.shape, peer.shape, is_read=is_read)
         transfer = Transfer(len(local_block_ids) * self.shape.block_bytes)
@@ -249,19 +190,12 @@ def _decode_metadata(metadata: bytes) -> _InProcessMetadata:
         raise TransferError(f"transport metadata cannot be read: {exc}") from exc
 
 
-def _deliver(write: InProcessWrite) -> None:
-    _copy_blocks(write, count=len(write.local_block_ids))
-    if write.notification:
-        write.receiver.arrived.append(Notification(write.sender.worker_id, write.sender.epoch, write.notification))
-    write.transfer.settle(TransferState.DONE)
-
-
-def _copy_blocks(write: InProcessWrite, count: int) -> None:
-    """Copy the first `count` blocks as bytes, because the two pools may have different shapes."""
+def _copy_blocks(write: InProcessWrite) -> None:
+    """Copy as bytes, because the two pools may have different shapes."""
     sender, receiver = write.sender, write.receiver
     pieces = num_pieces(sender.shape, receiver.shape, receiver.worker_id)
-    sources = _pieces_of(sender, write.local_block_ids[:count], pieces)
-    targets = _pieces_of(receiver, write.remote_block_ids[:count], pieces)
+    sources = _pieces_of(sender, write.local_block_ids, pieces)
+    targets = _pieces_of(receiver, write.remote_block_ids, pieces)
     for source, target in zip(sources, targets, strict=True):
         if write.is_read:
             source, target = target, source

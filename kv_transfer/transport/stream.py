@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import errno
 import socket
-import struct
 
 from tandem.protocol.errors import PeerLost
+from tandem.protocol.frames import Frames, FrameTooLong, framed
 
 __all__ = ["MessageStream", "connect", "listen"]
 
-_LENGTH = struct.Struct("<I")
 _MAX_MESSAGE_BYTES = 64 << 20  # no transport sends more
 _READ_BYTES = 1 << 18
 _KEEPALIVE = (
@@ -35,7 +34,7 @@ class MessageStream:
             connection.setsockopt(level, name, value)
         self._socket = connection
         self._unsent = bytearray()
-        self._unread = bytearray()
+        self._frames = Frames(_MAX_MESSAGE_BYTES)
 
     def fileno(self) -> int:
         """For a selector: when it is readable, call `receive`."""
@@ -43,7 +42,7 @@ class MessageStream:
 
     def put(self, message: bytes) -> None:
         """Queue a message. `flush` sends it."""
-        self._unsent += _LENGTH.pack(len(message)) + message
+        self._unsent += framed(message)
 
     def flush(self) -> None:
         """Send queued messages as far as the connection accepts them. Raises `PeerLost` when it is broken."""
@@ -66,27 +65,14 @@ class MessageStream:
             raise PeerLost(f"connection broke: {exc}") from exc
         if not chunk:
             raise PeerLost("connection closed by the peer")
-        self._unread += chunk
-        return self._take_messages()
+        try:
+            return self._frames.add(chunk)
+        except FrameTooLong as exc:
+            raise PeerLost(f"{exc}: not a peer of ours") from exc
 
     def close(self) -> None:
         """End the connection; unsent messages are dropped."""
         self._socket.close()
-
-    def _take_messages(self) -> list[bytes]:
-        messages: list[bytes] = []
-        start = 0
-        while len(self._unread) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._unread, start)
-            if length > _MAX_MESSAGE_BYTES:
-                raise PeerLost(f"a message of {length} bytes was announced: not a peer of ours")
-            end = start + _LENGTH.size + length
-            if len(self._unread) < end:
-                break
-            messages.append(bytes(self._unread[start + _LENGTH.size : end]))
-            start = end
-        del self._unread[:start]
-        return messages
 
 
 def listen(host: str) -> socket.socket:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import enum
 
+from tandem.runtime.backoff import Backoff
+
 __all__ = ["Breaker", "BreakerState"]
 
 
@@ -33,9 +35,8 @@ class Breaker:
 
     def __init__(self, *, max_failures: int, open_s: float, max_open_s: float) -> None:
         self._max_failures = max_failures
-        self._first_open_s = open_s
-        self._max_open_s = max_open_s
-        self._open_s = open_s
+        self._backoff = Backoff(open_s, max_open_s)
+        self._num_openings = 0  # in a row, without a success between them
         self._num_failures = 0  # in a row
         self._opened_until_s: float | None = None
         self._trial = 0  # number of the running trial; 0 = none
@@ -82,23 +83,20 @@ class Breaker:
         self._is_absent = False
         self.has_stalled = False
         self._opened_until_s = None
-        self._open_s = self._first_open_s
+        self._num_openings = 0
         self._trial = 0
 
     def failed(self, now: float, *, trial: int, is_absent: bool = False) -> None:
         """The engine failed a request. `is_absent`: nothing listens there, which opens the breaker at once."""
         self._num_failures += 1
         self._is_absent = is_absent
-        if trial and trial == self._trial:
-            self._open_s = min(2 * self._open_s, self._max_open_s)
-            self._open(now)
-        elif self._opened_until_s is None and (is_absent or self._num_failures >= self._max_failures):
+        has_failed_trial = bool(trial) and trial == self._trial
+        is_closed = self._opened_until_s is None
+        if has_failed_trial or (is_closed and (is_absent or self._num_failures >= self._max_failures)):
             self._open(now)
 
     def stalled(self, now: float) -> None:
         """The engine answers but computes nothing: open at once. A trial under way has failed."""
-        if self._opened_until_s is not None:
-            self._open_s = min(2 * self._open_s, self._max_open_s)
         self.has_stalled = True
         self._open(now)
 
@@ -108,6 +106,7 @@ class Breaker:
             self._trial = 0
 
     def _open(self, now: float) -> None:
-        self._opened_until_s = now + self._open_s
+        self._num_openings += 1
+        self._opened_until_s = now + self._backoff.pause_s(self._num_openings)
         self._trial = 0
         self.num_opened += 1

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import msgspec
 
 from tandem.protocol.digest import TOKEN_BYTES, CacheScope
-from tandem.protocol.messages import Role
 from tandem.router.engines.config import EngineSpec
+from tandem.router.operator_api import OperatorApi
 from tandem.scheduling.request import ServiceClass
 
 __all__ = [
@@ -139,7 +139,7 @@ class EngineListener(Protocol):
         """An engine left the fleet: what still runs on it is aborted."""
 
 
-class Dispatcher(Protocol):
+class Dispatcher(OperatorApi, Protocol):
     """Decides where the requests of this process go."""
 
     @property
@@ -176,29 +176,8 @@ class Dispatcher(Protocol):
     async def explain(self, request: DispatchRequest) -> dict[str, Any]:
         """The decision that the request would get now, as JSON. Raises a `ServingError`."""
 
-    async def decisions(self) -> list[dict[str, Any]]:
-        """The latest decisions, newest first, as JSON."""
-
     async def answer_owner(self, answer_id: str, tenant: str) -> str:
         """The engine that keeps this answer of the tenant. Raises `AnswerNotFound`."""
-
-    async def pools(self) -> dict[str, Any]:
-        """Body of `/v1/pools`."""
-
-    async def overview(self) -> dict[str, Any]:
-        """What the dashboard shows of the deciding process (`router/overview.py`), as JSON."""
-
-    async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
-        """As `WorkerManager.set_role`. Raises `RoleRefused` where the servers are run by others."""
-
-    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
-        """As `WorkerManager.drain`. Raises `DrainRefused` where the servers are run by others."""
-
-    async def add_worker(self, role: Role) -> dict[str, Any]:
-        """As `WorkerManager.add_worker`. Raises `AddRefused` where the servers are run by others."""
-
-    async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
-        """Refused with 501. Raises `NotServed`."""
 
     async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Add an engine, or each rank of a server; returns it as JSON. Raises `RequestError`."""

@@ -5,6 +5,7 @@ An engine reports how many requests it has, not how long they are: they are assu
 
 from __future__ import annotations
 
+from tandem.scheduling.admission.answer_lengths import NEWEST_WEIGHT, AnswerLengths
 from tandem.scheduling.workers.bookings import Booking
 from tandem.scheduling.workers.load import RequestLoad
 from tandem.scheduling.workers.registry import Registry
@@ -13,7 +14,6 @@ __all__ = ["ForeignLoad", "MeanLengths"]
 
 MAX_FOREIGN_BOOKINGS = 512  # per engine
 FIRST_GUESS_TOKENS = 256.0  # length of a prompt until prompts have been seen
-MEAN_WEIGHT = 0.05  # weight of the newest request in the means
 
 
 class MeanLengths:
@@ -21,12 +21,17 @@ class MeanLengths:
 
     def __init__(self) -> None:
         self.mean_prompt_tokens = FIRST_GUESS_TOKENS
-        self.mean_output_tokens = FIRST_GUESS_TOKENS / 2
+        self._answers = AnswerLengths()
+
+    @property
+    def mean_output_tokens(self) -> float:
+        """Length of an answer."""
+        return self._answers.mean_tokens
 
     def note(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Count a request of these lengths that has ended."""
-        self.mean_prompt_tokens += MEAN_WEIGHT * (num_prompt_tokens - self.mean_prompt_tokens)
-        self.mean_output_tokens += MEAN_WEIGHT * (num_output_tokens - self.mean_output_tokens)
+        self.mean_prompt_tokens += NEWEST_WEIGHT * (num_prompt_tokens - self.mean_prompt_tokens)
+        self._answers.note("", num_output_tokens)  # one mean for all tenants
 
 
 class ForeignLoad:

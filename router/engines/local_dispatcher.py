@@ -15,19 +15,15 @@ from prometheus_client import CollectorRegistry
 from typing_extensions import override
 
 from tandem.protocol.errors import (
-    AddRefused,
     ConfigError,
-    DrainRefused,
     ModelNotFound,
     NotServed,
     NoWorker,
     RequestError,
-    RoleRefused,
 )
-from tandem.protocol.messages import Role, WorkerPriority
+from tandem.protocol.messages import WorkerPriority
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.admission_queue import AdmittedRequest
-from tandem.router.backend import WorkerManager
 from tandem.router.engines.addresses import check_addresses
 from tandem.router.engines.booked_attempt import BookedAttempt
 from tandem.router.engines.config import EngineSpec, check_tokenizer, ranks_of, spec_from
@@ -39,6 +35,7 @@ from tandem.router.engines.metrics import EngineCollector
 from tandem.router.engines.overview import fleet_overview
 from tandem.router.engines.queues import ModelQueue, Queues
 from tandem.router.engines.stored_answers import StoredAnswers
+from tandem.router.operator_api import UnmanagedWorkers, WorkerManager
 from tandem.router.overview import NUM_DECISIONS
 from tandem.router.reservation import SHUTTING_DOWN, PoisonedRequests, Reservation, ReservationContext, fingerprint_of
 from tandem.router.workers.generation_trace import admission_node, placement_node
@@ -58,6 +55,14 @@ __all__ = ["KEY_PREFIX", "LocalDispatcher", "LocalReservation"]
 # admin of engines must not be able to send any other secret of the process to a URL.
 KEY_PREFIX = "TANDEM_ENGINE_"
 
+_UNMANAGED = UnmanagedWorkers(
+    role_refusal="The engines are not run by this router, so '{worker}' keeps its role: change it in the engines "
+    "file, or remove the engine and add it again.",
+    drain_refusal="The engines are not run by this router, so it cannot end the process of '{worker}': remove the "
+    "engine, and its running requests end before it is forgotten.",
+    add_refusal="The engines are not run by this router: start one, then add it by POST /v1/engines.",
+)
+
 
 class LocalDispatcher:
     """Decides for the relaying side, in this process or in frontend processes."""
@@ -67,19 +72,19 @@ class LocalDispatcher:
         fleet: EngineFleet,
         specs: Iterable[EngineSpec],
         tokenizers: Container[str],
-        manager: WorkerManager | None = None,
+        manager: WorkerManager = _UNMANAGED,
         tracing: Tracing | None = None,
         settings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`specs` are the engines of the file, `tokenizers` the models that have a tokenizer.
 
-        `manager` runs the servers; None where they are run by others. `settings` are shown to operators.
+        `manager` runs the servers. `settings` are shown to operators.
         """
         self.fleet = fleet
         self.queues = Queues(fleet)
         self.reservations = ReservationContext(now=fleet.clock, tracing=tracing, poisoned=PoisonedRequests("engines"))
         self.num_retries = 0
-        self._manager = manager
+        self.manager = manager
         self._settings = settings
         self.stored_answers = StoredAnswers()
         self._specs = list(specs)
@@ -182,7 +187,7 @@ class LocalDispatcher:
             "num_indexed_blocks": len(fleet.index),
             "mean_output_tokens": fleet.lengths.mean_output_tokens,
             "admission": self.queues.report(),
-            "autoscaler": self._manager.autoscaler_status if self._manager is not None else {},
+            "autoscaler": self.manager.autoscaler_status,
         }
 
     async def overview(self) -> dict[str, Any]:
@@ -191,34 +196,9 @@ class LocalDispatcher:
             self.fleet,
             self.queues,
             decisions=self.queues.decisions(NUM_DECISIONS)[:NUM_DECISIONS],
-            autoscaler=self._manager.autoscaler_status if self._manager is not None else {},
+            autoscaler=self.manager.autoscaler_status,
             settings=self._settings,
         )
-
-    async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
-        """As `WorkerManager.set_role`. Raises `RoleRefused` where the servers are run by others."""
-        if self._manager is None:
-            raise RoleRefused(
-                f"The engines are not run by this router, so '{worker[:100]}' keeps its role: change it in the engines "
-                "file, or remove the engine and add it again."
-            )
-        return await self._manager.set_role(worker, role)
-
-    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
-        """As `WorkerManager.drain`. Raises `DrainRefused` where the servers are run by others."""
-        if self._manager is None:
-            raise DrainRefused(
-                f"The engines are not run by this router, so it cannot end the process of '{worker[:100]}': remove the "
-                "engine, and its running requests end before it is forgotten.",
-                code="not_managed",
-            )
-        return await self._manager.drain(worker, grace_s, restart=restart)
-
-    async def add_worker(self, role: Role) -> dict[str, Any]:
-        """As `WorkerManager.add_worker`. Raises `AddRefused` where the servers are run by others."""
-        if self._manager is None:
-            raise AddRefused("The engines are not run by this router: start one, then add it by POST /v1/engines.")
-        return await self._manager.add_worker(role)
 
     async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
         """Refused with 501: other engines cannot be asked for their KV. Raises `NotServed`."""

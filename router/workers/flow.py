@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tandem.protocol.config import RouterConfig
-from tandem.protocol.errors import AddRefused, DrainRefused, NoWorker, RoleRefused, WorkerNotFound
+from tandem.protocol.errors import NoWorker, WorkerNotFound
 from tandem.protocol.messages import Role, SequenceDelta
 from tandem.router.admission_queue import AdmissionQueue
-from tandem.router.backend import GenerateRequest, WorkerManager
+from tandem.router.backend import GenerateRequest
 from tandem.router.callback_scheduler import CallbackScheduler
+from tandem.router.operator_api import UnmanagedWorkers, WorkerManager
 from tandem.router.overview import NUM_DECISIONS, overview_of, workers_overview
 from tandem.router.reservation import SHUTTING_DOWN
 from tandem.router.streams import DeltaQueue, Stream
@@ -37,9 +38,15 @@ from tandem.scheduling.workers.workers import WorkerChange
 if TYPE_CHECKING:
     from tandem.runtime.tracing.tracing import Tracing
 
-__all__ = ["RequestFlow"]
+__all__ = ["UNMANAGED", "RequestFlow"]
 
 HUB_CALLS = 64  # requests whose new tokens go to the edge processes together, which turn them into text
+
+UNMANAGED = UnmanagedWorkers(
+    role_refusal="The workers are not run by this server, so it cannot change their roles.",
+    drain_refusal="The workers are not run by this server, so it cannot end them.",
+    add_refusal="The workers are not run by this server, so it cannot start another one.",
+)
 
 
 class RequestFlow:
@@ -56,13 +63,14 @@ class RequestFlow:
         sizing: CacheSizing,
         workers: WorkerClient,
         config: RouterConfig,
-        manager: WorkerManager | None = None,
+        manager: WorkerManager = UNMANAGED,
         tenants: Tenants = Tenants(),
         clock: Callable[[], float] = time.monotonic,
         tracing: Tracing | None = None,
         settings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`manager` is None where the worker processes are run by others. `settings` are shown to operators."""
+        """`manager` runs the worker processes. `settings` are shown to operators."""
+        self.manager = manager
         self.admission = Admission(registry, costs, placer, tenants, config, registry.demand)
         self._model = model
         self._registry = registry
@@ -71,7 +79,6 @@ class RequestFlow:
         self._placer = placer
         self._sizing = sizing
         self._tenants = tenants
-        self._manager = manager
         self._settings = settings
         self._clock = clock
         hasher = PromptHasher(registry)
@@ -166,7 +173,7 @@ class RequestFlow:
             "mean_output_tokens": self.mean_output_tokens,
             "cache_sizing": self._sizing.report(),
             "pins": msgspec.to_builtins(self.cache.summary()),
-            "autoscaler": self._manager.autoscaler_status if self._manager is not None else {},
+            "autoscaler": self.manager.autoscaler_status,
         }
 
     async def overview(self) -> dict[str, Any]:
@@ -178,32 +185,14 @@ class RequestFlow:
             self.admission,
             self._tenants,
             decisions=decisions,
-            autoscaler=self._manager.autoscaler_status if self._manager is not None else {},
+            autoscaler=self.manager.autoscaler_status,
             settings=self._settings,
         )
         own = workers_overview(self._registry, self._index, self._costs, self._sizing)
         return {"models": [self._model], **shared, **own}
 
-    async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
-        """As `WorkerManager.set_role`. Raises `RoleRefused` where the workers are run by others."""
-        if self._manager is None:
-            raise RoleRefused("The workers are not run by this server, so it cannot change their roles.")
-        return await self._manager.set_role(worker, role)
-
-    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
-        """As `WorkerManager.drain`. Raises `DrainRefused` where the workers are run by others."""
-        if self._manager is None:
-            raise DrainRefused("The workers are not run by this server, so it cannot end them.", code="not_managed")
-        return await self._manager.drain(worker, grace_s, restart=restart)
-
-    async def add_worker(self, role: Role) -> dict[str, Any]:
-        """As `WorkerManager.add_worker`. Raises `AddRefused` where the workers are run by others."""
-        if self._manager is None:
-            raise AddRefused("The workers are not run by this server, so it cannot start another one.")
-        return await self._manager.add_worker(role)
-
     async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
-        """As `Backend.migrate`."""
+        """As `OperatorApi.migrate`."""
         for name in filter(None, (worker, to)):
             if self._registry.get(name) is None:
                 raise WorkerNotFound(f"There is no worker '{name[:100]}'.")
@@ -214,10 +203,6 @@ class RequestFlow:
             if decoding is not None and decoding.worker_id == worker and generation.is_of(request_id):
                 moves[generation.move("operator", excluded=others)].append(generation.request_id)
         return {"moving": sorted(moves[True]), "staying": sorted(moves[False])}
-
-    async def check(self) -> dict[str, str]:
-        """By worker, what is wrong with it or what it holds although it should be idle; "" = nothing."""
-        return await self._manager.check_integrity() if self._manager is not None else {}
 
     def _on_worker_change(self, _: WorkerChange) -> None:
         for generation in list(self.context.running):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.scheduling.lru_dict import LruDict
 
-__all__ = ["AnswerLengths"]
+__all__ = ["NEWEST_WEIGHT", "AnswerLengths"]
 
 FIRST_GUESS_TOKENS = 128.0
 NEWEST_WEIGHT = 0.05  # weight of the newest answer in the moving means

@@ -24,12 +24,6 @@ ADD = Move("add", Role.DECODE, add=Add(Role.DECODE, 1))
 CORE = {"CPU": 1.0}
 
 
-@pytest.fixture(autouse=True)
-def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.cluster.draining._POLL_S", 0.005)
-    monkeypatch.setattr("tandem.cluster.draining._QUIET_S", 0.02)
-
-
 class Script:
     """Decides what the test says, and notes what it was shown."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,16 +16,11 @@ from tandem.cluster.owned_actor import WatchNews
 from tandem.cluster.worker_member import WorkerMember
 from tandem.protocol.errors import DrainRefused, RoleRefused, WorkerNotFound
 from tandem.protocol.messages import Role, WorkerState
+from tandem.runtime.backoff import Backoff
 from tandem.scheduling.workers.bookings import Booking
 from tandem.scheduling.workers.load import RequestLoad
-from tests.support.supervised import Supervised, supervised
+from tests.support.supervised import QUICK, Supervised, supervised
 from tests.support.waiting import eventually
-
-
-@pytest.fixture(autouse=True)
-def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.cluster.draining._POLL_S", 0.005)
-    monkeypatch.setattr("tandem.cluster.draining._QUIET_S", 0.02)
 
 
 def busy(**fields: Any) -> SimpleNamespace:
@@ -77,8 +73,8 @@ async def test_a_drained_worker_is_gone_for_good(monkeypatch: pytest.MonkeyPatch
 async def test_one_that_does_not_finish_is_ended_after_its_grace(
     monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
-    monkeypatch.setattr("tandem.cluster.draining._STOP_TIMEOUT_S", 0.05)
-    async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
+    timing = replace(QUICK, leave_s=0.05)
+    async with supervised(monkeypatch, num_prefill=1, num_decode=2, timing=timing) as cluster:
         first = cluster.ray.latest("decode-1")
         first.status_ = busy(request_ids={"r"})
         if not answers:
@@ -184,11 +180,10 @@ async def test_one_that_is_being_added_leaves_when_it_is_drained(monkeypatch: py
 async def test_one_that_does_not_come_back_leaves_when_it_is_drained(
     monkeypatch: pytest.MonkeyPatch, waits_for: str
 ) -> None:
-    async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
+    backoff = Backoff(0.01 if waits_for == "a place" else 3600.0, 3600.0)
+    async with supervised(monkeypatch, num_prefill=1, num_decode=2, backoff=backoff) as cluster:
         if waits_for == "a place":
             cluster.ray.placed.clear()
-        else:
-            monkeypatch.setattr("tandem.cluster.restarts.FIRST_DELAY_S", 3600.0)
         num_actors = len(cluster.ray.actors)
         cluster.die("decode-1")
         await eventually(lambda: state_of(cluster, "decode-1") is None)

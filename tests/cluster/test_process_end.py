@@ -18,9 +18,9 @@ import ray
 from msgspec.structs import replace
 from ray.exceptions import RayActorError
 
-from tandem.cluster import process_end
 from tandem.cluster.process_end import ProcessIdentity, end_process, own_identity, until_gone
 from tandem.protocol.process import ProcessId
+from tandem.runtime.backoff import Backoff
 from tests.support.processes import known, sleeping_child
 from tests.support.waiting import until
 
@@ -54,15 +54,14 @@ def test_a_process_of_another_machine_is_neither_killed_nor_called_gone(child: s
     assert psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_without_proof_it_is_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_end, "_FIRST_RETRY_S", 0.001)
+def test_without_proof_it_is_asked_again_and_again() -> None:
     asked: list[int] = []
 
     async def end(identity: ProcessIdentity) -> bool:
         asked.append(identity.process.pid)
         return len(asked) == 4
 
-    asyncio.run(until_gone(own_identity("node"), end=end))
+    asyncio.run(until_gone(own_identity("node"), end=end, backoff=Backoff(0.001, 0.01)))
     assert asked == [os.getpid()] * 4
 
 

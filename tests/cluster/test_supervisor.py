@@ -18,9 +18,11 @@ from tandem.cluster import process_end, quarantine_watch
 from tandem.cluster.member import MemberState, first_line
 from tandem.cluster.owned_actor import OrphanedWorker, WatchNews
 from tandem.cluster.process_end import ProcessIdentity
+from tandem.cluster.timing import Timing
 from tandem.cluster.worker_member import WorkerMember
 from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.messages import PeerAddress, Quarantine, Role, WorkerCard, WorkerState
+from tandem.runtime.backoff import Backoff
 from tandem.scheduling.autoscaling.moves import Flip
 from tests.support.builders import make_card
 from tests.support.supervised import FakeWorkers, supervised
@@ -112,9 +114,8 @@ async def test_nothing_is_asked_of_a_ray_that_died(monkeypatch: pytest.MonkeyPat
 
 async def test_a_ray_that_answers_no_more_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM to all processes of a server ends Ray's daemons too. Calls of a Ray that ends may block for a minute."""
-    monkeypatch.setattr("tandem.cluster.supervisor._RAY_TIMEOUT_S", 0.05)
     answers, asked = threading.Event(), []
-    async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1, timing=Timing(ray_s=0.05)) as cluster:
 
         def kill(*_: object, **__: object) -> None:
             asked.append("kill")
@@ -129,9 +130,8 @@ async def test_a_ray_that_answers_no_more_is_not_waited_for(monkeypatch: pytest.
 
 
 async def test_a_ray_that_dies_while_the_server_stops_is_left_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.cluster.supervisor._RAY_TIMEOUT_S", 3600.0)
     answers, is_asked = threading.Event(), threading.Event()
-    async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1, timing=Timing(ray_s=3600.0)) as cluster:
 
         def kill(*_: object, **__: object) -> None:
             is_asked.set()
@@ -217,8 +217,8 @@ async def test_while_others_serve_a_worker_that_died_too_often_is_started_again_
 async def test_without_decode_workers_a_prefill_worker_serves_alone_until_one_is_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=0) as cluster:
-        monkeypatch.setattr("tandem.cluster.restarts.FIRST_DELAY_S", 0.5)
+    backoff = Backoff(0.5, 60.0)
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=0, backoff=backoff) as cluster:
         cluster.die("decode-0")
         await eventually(lambda: cluster.roles() == {"prefill-0": "decode"})
         await eventually(lambda: cluster.roles() == {"prefill-0": "prefill", "decode-0": "decode"})
@@ -350,9 +350,9 @@ async def test_requests_fail_at_once_and_blocks_wait_for_the_proof_of_a_stopped_
         return await end_once(identity)
 
     monkeypatch.setattr(process_end, "_end_once", end)
-    monkeypatch.setattr("tandem.cluster.supervisor._GONE_TIMEOUT_S", 0.05)
+    timing = Timing(gone_s=0.05)
 
-    async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=9) as cluster:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=9, timing=timing) as cluster:
         dead, survivor = cluster.ray.latest("prefill-0"), cluster.ray.latest("decode-0")
         survivor.num_deaf_calls = 3  # it is told until it hears it
         os.kill(dead.process.pid, signal.SIGSTOP)

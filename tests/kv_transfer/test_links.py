@@ -135,7 +135,7 @@ def test_an_answer_of_another_epoch_changes_nothing(hub: InProcessHub) -> None:
 def test_a_broken_link_is_opened_anew_by_the_next_connect(hub: InProcessHub) -> None:
     a, b = Side(hub, "a"), Side(hub, "b")
     connect(a, b)
-    a.transport.lose_peer("b")
+    a.transport.remove_peer("b")
     a.links.broke(WorkerEpoch("b", 1))
     assert not a.links.is_ready(b.address)
     assert connect(a, b) is LinkState.READY

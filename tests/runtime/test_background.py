@@ -6,15 +6,13 @@ import asyncio
 
 import pytest
 
-from tandem.runtime import background
 from tandem.runtime.background import BackgroundTasks
+from tandem.runtime.backoff import Backoff
 
 
-def test_failed_work_is_logged_and_restarted(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "FIRST_DELAY_S", 0.001)
-
+def test_failed_work_is_logged_and_restarted(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
-        tasks, runs, is_well = BackgroundTasks(), 0, asyncio.Event()
+        tasks, runs, is_well = BackgroundTasks(Backoff(0.001, 1.0)), 0, asyncio.Event()
 
         async def work() -> None:
             nonlocal runs

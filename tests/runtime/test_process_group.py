@@ -39,6 +39,7 @@ class Group:
             count,
             stop_timeout_s=WAIT_S,
             silence_timeout_s=0.0,  # the group then waits for its minimum, a few beats
+            short_life_s=0.0,
             on_ended=self.ended.append,
         )
         self.running = asyncio.create_task(self.group.run(self.stop, self.stop_now, self.ready.set))
@@ -94,11 +95,10 @@ def test_a_machine_that_has_no_room_for_a_process_is_asked_again_later(monkeypat
 
     here: Group
     pids: list[int] = []
-    monkeypatch.setattr(processes, "_SHORT_LIFE_S", 0.0)
     run(scenario())
 
 
-def test_children_are_told_to_leave_and_so_are_those_that_replace_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_are_told_to_leave_and_so_are_those_that_replace_them() -> None:
     async def scenario() -> None:
         here = Group(lambda _, before: "leave" if before < 2 else "serve", 1)
         await here.serves()
@@ -106,7 +106,6 @@ def test_children_are_told_to_leave_and_so_are_those_that_replace_them(monkeypat
         await eventually(lambda: here.num_started == 3, WAIT_S)
         await here.end()
 
-    monkeypatch.setattr(processes, "_SHORT_LIFE_S", 0.0)
     run(scenario())
 
 
@@ -165,7 +164,6 @@ def test_a_replacement_that_hangs_before_it_serves_is_killed_and_replaced(monkey
         assert len(here.ended) == 2
         await here.end()
 
-    monkeypatch.setattr(processes, "_SHORT_LIFE_S", 0.0)
     run(scenario())
 
 
@@ -190,7 +188,6 @@ def test_a_replacement_that_is_killed_before_it_is_told_anything_is_replaced(mon
         assert here.ended == [0, 0]
         await here.end()
 
-    monkeypatch.setattr(processes, "_SHORT_LIFE_S", 0.0)
     run(scenario())
 
 
@@ -266,5 +263,4 @@ def test_a_fault_of_ours_leaves_no_child_and_nobody_who_would_start_one(monkeypa
         await asyncio.sleep(0)  # a task that noticed the end of the other child would replace it in this turn
         assert len(attempts) == 1
 
-    monkeypatch.setattr(processes, "_SHORT_LIFE_S", 0.0)
     run(scenario())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.runtime.signals import defer_stop, exit_on_sigterm
+from tandem.runtime.signals import defer_stop, exit_on_sigterm, unless
 
 ROOT = Path(__file__).parents[2]
 IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD)
@@ -146,3 +147,28 @@ def test_an_error_in_the_block_comes_before_the_stop_and_ignored_signals_stay_ig
     done: list[str] = []
     run_stopped(done, *RAISED)
     assert done == ["after 0", "after 1"]
+
+
+async def test_work_is_finished_unless_it_is_stopped_first() -> None:
+    stop, said = asyncio.Event(), list[str]()
+    assert await unless(stop, asyncio.sleep(0), lambda: said.append("stopping"))
+    working = asyncio.create_task(asyncio.Event().wait())
+    asyncio.get_running_loop().call_soon(stop.set)
+    assert not await unless(stop, working, lambda: said.append("stopping"))
+    assert (working.cancelled(), said) == (True, ["stopping"])
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_work_that_fails_raises_unless_it_is_stopped(is_stopped: bool) -> None:
+    stop = asyncio.Event()
+
+    async def fail() -> None:
+        if is_stopped:
+            stop.set()
+        raise OSError("broken")
+
+    if is_stopped:
+        assert not await unless(stop, fail())
+    else:
+        with pytest.raises(OSError, match="broken"):
+            await unless(stop, fail())

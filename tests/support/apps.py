@@ -20,7 +20,7 @@ __all__ = ["route_app", "serve_app"]
 def serve_app() -> RouterApp:
     """The app of `tandem serve`, without backend and tokenizer: only its routes are read."""
     backend, tokenizer = (
-        SimpleNamespace(decisions=None, pools=None, overview=None, set_role=None),
+        SimpleNamespace(decisions=None, pools=None, overview=None),
         SimpleNamespace(start_id=0, chat_template="", response_template=None, to_json=None),
     )
     return create_app(cast(Any, backend), cast(Any, tokenizer), RouterConfig(), CollectorRegistry(), api_keys=ApiKeys())
@@ -28,9 +28,7 @@ def serve_app() -> RouterApp:
 
 def route_app() -> RouterApp:
     """The app of `tandem route`, without dispatcher and engines."""
-    dispatcher = SimpleNamespace(
-        decisions=None, pools=None, overview=None, max_model_len=None, capabilities=None, set_role=None
-    )
+    dispatcher = SimpleNamespace(decisions=None, pools=None, overview=None, max_model_len=None, capabilities=None)
     return create_engines_app(
         cast(Any, dispatcher),
         EngineConnections(ExternalEnginesConfig()),

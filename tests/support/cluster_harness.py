@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from tandem.engine.engine import Engine, StepResult
 from tandem.engine.sequence import Sequence as EngineSequence
-from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessWrite, Verdict
+from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessWrite
 from tandem.protocol.config import EngineConfig, RouterConfig, TierConfig, TransferConfig, WorkerConfig
 from tandem.protocol.digest import EVERYONE
 from tandem.protocol.messages import FinishReason, Message, PromptLogprobs, Role, decode_message, encode_message
@@ -36,7 +36,9 @@ from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.placer import Placer
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
+from tandem.worker.kv import fetcher
 from tandem.worker.loop import Worker
+from tests.support.judged_hub import JudgedHub, Verdict
 from tests.support.streams import Pulled
 
 BLOCK_SIZE = 16
@@ -87,9 +89,17 @@ class RunningWorker:
         assert not self.thread.is_alive(), f"{self.worker.config.worker_id} does not stop"
 
 
+def wait_for_loads(monkeypatch: pytest.MonkeyPatch, *, probes: bool = True) -> None:
+    """A tiny model computes faster than anything loads: believe in a slow one, and wait for its loads."""
+    monkeypatch.setattr(fetcher, "_LATE_SLACK_S", DEADLINE_S)
+    monkeypatch.setattr(fetcher.Fetcher, "after_step", lambda self, stats: None)
+    if not probes:
+        monkeypatch.setattr(fetcher.Fetcher, "_probe", lambda *_: None)
+
+
 @dataclass
 class Cluster:
-    hub: InProcessHub
+    hub: JudgedHub
     registry: Registry
     client: WorkerClient
     index: PrefixIndex
@@ -193,7 +203,7 @@ async def running_cluster(
         config=config,
         tenants=tenants,
     )
-    cluster = Cluster(InProcessHub(judge), registry, client, index, costs, flow, sizing)
+    cluster = Cluster(JudgedHub(judge), registry, client, index, costs, flow, sizing)
     for collector in (LoadCollector(registry), WorkerCollector(registry), PinCollector(flow.cache, registry)):
         cluster.metrics.register(collector)
     await client.start()

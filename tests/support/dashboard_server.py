@@ -29,7 +29,7 @@ class World(Protocol):
         """The metrics of its requests."""
 
     async def overview(self) -> dict[str, Any]:
-        """As `Backend.overview`."""
+        """As `OperatorApi.overview`."""
 
 
 @contextmanager

@@ -80,7 +80,7 @@ class DashboardWorld:
             self._report(self.registry.get(name), self.random.random())
 
     async def overview(self) -> dict[str, Any]:
-        """As `Backend.overview`."""
+        """As `OperatorApi.overview`."""
         decisions = self.log.to_json(time.monotonic(), NUM_DECISIONS)
         shared = overview_of(
             self.registry,

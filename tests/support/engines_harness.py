@@ -99,7 +99,7 @@ class Hub(Deciding):
         self.dispatcher.register_metrics(self.metrics)
         self.service = DispatchService(self.dispatcher, self._scrape)
         self.endpoint = f"{folder}/hub"
-        self.hub = DecidingProcess(self.service, self.endpoint, settings.api_keys)
+        self.hub = DecidingProcess(self.service, self.endpoint, settings.api_keys, status_interval_s=0.01)
         updates = FleetUpdates(self.hub, self.service)
         self.fleet.listen(updates)
         self.fleet.registry.listen(updates.worker_changed)
@@ -117,8 +117,15 @@ class Hub(Deciding):
         """Add an edge and wait until it has joined."""
         self.hub.expect(edge_id)
         connections = EngineConnections(self._settings.external)
-        endpoint, needs_key = self.endpoint if relay is None else relay.endpoint, self._settings.api_keys.is_required
-        remote = RemoteDispatcher(JoinSettings(endpoint, edge_id, lambda: None, timeout_s, needs_key), connections)
+        joining = JoinSettings(
+            self.endpoint if relay is None else relay.endpoint,
+            edge_id,
+            lambda: None,
+            timeout_s,
+            self._settings.api_keys.is_required,
+            watch_interval_s=0.01,
+        )
+        remote = RemoteDispatcher(joining, connections)
         counters = CollectorRegistry()
 
         async def scrape() -> bytes:

@@ -77,6 +77,29 @@ class FakePins:
         )
 
 
+class FakeManagedWorkers:
+    """Workers "p" and "d"."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, str] = {}  # worker -> what it holds
+
+    async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
+        if worker not in ("p", "d"):
+            raise WorkerNotFound(f"There is no worker '{worker}'.")
+        return {"worker": worker, "to": role}
+
+    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
+        if worker not in ("p", "d"):
+            raise WorkerNotFound(f"There is no worker '{worker}'.")
+        return {"worker": worker, "grace_s": grace_s, "restart": restart}
+
+    async def add_worker(self, role: Role) -> dict[str, Any]:
+        return {"worker": f"{role}-9"}
+
+    async def check_integrity(self) -> dict[str, str]:
+        return self.held
+
+
 class FakeBackend:
     """Generates `reply` token by token (or `run` at a time), or the steps that `script` makes for a request."""
 
@@ -94,7 +117,7 @@ class FakeBackend:
         self.max_open = 0
         self.num_steps = 0
         self.cache = FakePins()
-        self.held: dict[str, str] = {}  # worker -> what it holds
+        self.manager = FakeManagedWorkers()
 
     def serve(self, request: GenerateRequest) -> Stream[SequenceDelta]:
         return GeneratorStream(self._serve(request))
@@ -129,26 +152,10 @@ class FakeBackend:
     async def overview(self) -> dict[str, Any]:
         return {"models": [self.model], **await DashboardWorld(0).overview()}
 
-    async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
-        if worker not in ("p", "d"):
-            raise WorkerNotFound(f"There is no worker '{worker}'.")
-        return {"worker": worker, "to": role}
-
-    async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, Any]:
-        if worker not in ("p", "d"):
-            raise WorkerNotFound(f"There is no worker '{worker}'.")
-        return {"worker": worker, "grace_s": grace_s, "restart": restart}
-
-    async def add_worker(self, role: Role) -> dict[str, Any]:
-        return {"worker": f"{role}-9"}
-
     async def migrate(self, worker: str, to: str, request_id: str) -> dict[str, Any]:
         if worker not in ("p", "d"):
             raise WorkerNotFound(f"There is no worker '{worker}'.")
         return {"moving": ["r1"], "staying": []}
-
-    async def check(self) -> dict[str, str]:
-        return self.held
 
     def reply_steps(self, request: GenerateRequest) -> list[Step]:
         """The reply, ended by </s> or by max_tokens; 3 cached tokens."""

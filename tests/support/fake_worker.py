@@ -42,9 +42,10 @@ from tandem.protocol.messages import (
     encode_message,
 )
 from tandem.protocol.sampling import SamplingParams
-from tandem.router.backend import GenerateRequest, WorkerManager
+from tandem.router.backend import GenerateRequest
+from tandem.router.operator_api import WorkerManager
 from tandem.router.workers.client import WorkerClient
-from tandem.router.workers.flow import RequestFlow
+from tandem.router.workers.flow import UNMANAGED, RequestFlow
 from tandem.runtime.curve import make_keys
 from tandem.runtime.tracing.tracing import Tracing
 from tandem.scheduling.admission.tenants import Tenants
@@ -198,7 +199,7 @@ class FakeCluster:
         self,
         config: RouterConfig,
         tenants: Tenants = Tenants(),
-        manager: WorkerManager | None = None,
+        manager: WorkerManager = UNMANAGED,
         tracing: Tracing | None = None,
         heartbeat_interval_s: float = 60.0,
     ) -> None:
@@ -244,7 +245,7 @@ async def fake_cluster(
     decode: Script | None = None,
     config: RouterConfig | None = None,
     tenants: Tenants = Tenants(),
-    manager: WorkerManager | None = None,
+    manager: WorkerManager = UNMANAGED,
     local_prefill: bool = False,
     tracing: Tracing | None = None,
     heartbeat_interval_s: float = 60.0,

@@ -27,7 +27,7 @@ from tandem.engine.engine import Engine, SequenceOutput
 from tandem.kv_transfer.handshake import compatibility_fields
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.faulty import FaultyTransport
-from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport, InProcessWrite, Verdict
+from tandem.kv_transfer.transport.in_process import InProcessTransport, InProcessWrite
 from tandem.prefill_worker.role import PrefillRole
 from tandem.protocol.config import EngineConfig, TransferConfig
 from tandem.protocol.errors import ServingError
@@ -46,6 +46,7 @@ from tandem.protocol.messages import (
 )
 from tandem.protocol.sampling import SamplingParams
 from tandem.worker.handoff_messages import HandoffMessages
+from tests.support.judged_hub import JudgedHub, Verdict
 from tests.support.late_device import LateDevice, touched_early
 
 __all__ = ["DEADLINE_S", "Faults", "Report", "run", "save_tiny_model"]
@@ -190,7 +191,7 @@ class _Worker:
         self.engine = world.make_engine()
         make_device = world.make_device
         self.device = None if make_device is None else make_device(self.engine, world.source.randrange(1 << 30))
-        inner = InProcessTransport(worker_id, epoch, self.engine.kv.shards, world.hub)
+        inner = world.hub.join(worker_id, epoch, self.engine.kv.shards)
         self.transport = FaultyTransport(
             inner,
             self.engine.kv.shards[0],
@@ -319,7 +320,7 @@ class _World:
         self.transfer = replace(_TRANSFER, checksums=checksums)
         self.report = Report()
         self.make_device = make_device
-        self.hub = InProcessHub(self._judge)
+        self.hub = JudgedHub(self._judge)
         self._model = model
         self._epochs = itertools.count(1)
         self._order = itertools.count()

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tandem.frontend.processes import wire
-from tandem.frontend.processes.message_link import framed
+from tandem.protocol.frames import Frames, framed
 
 
 class RawFrontend:
@@ -19,7 +19,7 @@ class RawFrontend:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
         self._socket.setblocking(False)
-        self._data = b""
+        self._frames = Frames()
 
     def __enter__(self) -> Self:
         return self
@@ -40,16 +40,13 @@ class RawFrontend:
 
     def take(self) -> list[bytes]:
         """The messages that have come since the last time."""
+        taken: list[bytes] = []
         try:
             while data := self._socket.recv(1 << 16):
-                self._data += data
+                taken += self._frames.add(data)
             self.is_closed = True
         except BlockingIOError:
             pass
         except ConnectionResetError:  # closed before it had read everything
             self.is_closed = True
-        taken = []
-        while len(self._data) >= 4 and len(self._data) >= (end := 4 + int.from_bytes(self._data[:4], "little")):
-            taken.append(self._data[4:end])
-            self._data = self._data[end:]
         return taken

@@ -22,12 +22,14 @@ from tandem.cluster.ownership import Place
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.restarts import RestartBudget
 from tandem.cluster.supervisor import Supervisor
+from tandem.cluster.timing import Timing
 from tandem.cluster.worker_layout import worker_configs
 from tandem.cluster.worker_member import WorkerMember
 from tandem.protocol.config import ClusterConfig, EngineConfig, WorkerConfig
 from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.messages import PeerAddress, Role, WorkerCard, WorkerState
 from tandem.protocol.process import process_of
+from tandem.runtime.backoff import Backoff
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import add_ready, make_card
@@ -241,6 +243,9 @@ class Supervised:
         await eventually(lambda: (w := self.registry.get(worker_id)) is not None and w.card.address.epoch > epoch_above)
 
 
+QUICK = Timing(drain_poll_s=0.005, quiet_s=0.02)
+
+
 @asynccontextmanager
 async def supervised(
     monkeypatch: pytest.MonkeyPatch,
@@ -248,9 +253,10 @@ async def supervised(
     num_bad_starts: int = 0,
     max_restarts: int = 1,
     starts: bool = True,
+    backoff: Backoff = Backoff(0.01, 60.0),
+    timing: Timing = QUICK,
     **pools: Any,
 ) -> AsyncIterator[Supervised]:
-    monkeypatch.setattr("tandem.cluster.restarts.FIRST_DELAY_S", 0.01)
     monkeypatch.setattr("tandem.cluster.worker_member._TELL_AGAIN_S", 0.01)
     fake_ray, registry = FakeRay(num_bad_starts=num_bad_starts), Registry()
     for module in ("member", "worker_member"):
@@ -263,8 +269,9 @@ async def supervised(
     config = ClusterConfig(engine=EngineConfig(model="m"), max_restarts=max_restarts, **({"autoscale": False} | pools))
     workers = FakeWorkers(registry, fake_ray)
     links: Any = workers
-    members = [WorkerMember(one, RestartBudget(max_restarts), links, registry) for one in worker_configs(config)]
-    supervisor = Supervisor(config, registry, CostModel(), members, on_progress=lambda _: None)
+    budgets = ((one, RestartBudget(max_restarts, backoff)) for one in worker_configs(config))
+    members = [WorkerMember(one, budget, links, registry) for one, budget in budgets]
+    supervisor = Supervisor(config, registry, CostModel(), members, on_progress=lambda _: None, timing=timing)
     try:
         async with asyncio.timeout(60):
             if starts:

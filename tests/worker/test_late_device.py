@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from tandem.kv_transfer.transport.in_process import InProcessWrite, Verdict
+from tandem.kv_transfer.transport.in_process import InProcessWrite
 from tandem.protocol.config import TierConfig
 from tandem.protocol.messages import KvHolder, Role
 from tandem.worker.loop import Worker
 from tests.support.cluster_harness import BLOCK_BYTES, PAIR, Cluster, Oracle, running_cluster
+from tests.support.judged_hub import Verdict
 from tests.support.late_device import LateDevice, touched_early
 from tests.support.waiting import eventually
 from tests.worker.kv.test_peer_reads import NUM_BLOCKS, TWO, ask, prompt

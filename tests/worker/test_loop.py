@@ -17,7 +17,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.sampling.sampler import Sampler
 from tandem.engine.sequence import Sequence
 from tandem.kv_transfer.transport.base import Notification
-from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport, InProcessWrite, Verdict
+from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport, InProcessWrite
 from tandem.protocol.errors import ServingError, WorkerError
 from tandem.protocol.messages import (
     CANCELLED,
@@ -64,6 +64,7 @@ from tests.support.cluster_harness import (
     running_cluster,
     worker_config,
 )
+from tests.support.judged_hub import Verdict
 from tests.support.late_device import LateDevice
 from tests.support.waiting import eventually, until
 from tests.worker.test_roles import make_prompt

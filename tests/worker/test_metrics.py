@@ -16,7 +16,7 @@ import pytest
 from tandem.engine.sampling.sampler import Sampler
 from tandem.engine.sequence import Sequence
 from tandem.kv_transfer.tiers import DiskStore
-from tandem.kv_transfer.transport.in_process import InProcessWrite, Verdict
+from tandem.kv_transfer.transport.in_process import InProcessWrite
 from tandem.protocol.config import TierConfig
 from tandem.protocol.digest import EVERYONE
 from tandem.protocol.errors import ServingError
@@ -29,7 +29,9 @@ from tests.support.cluster_harness import (
     Client,
     Cluster,
     running_cluster,
+    wait_for_loads,
 )
+from tests.support.judged_hub import Verdict
 from tests.support.waiting import eventually
 from tests.worker.test_roles import flip_a_bit, make_prompt
 
@@ -133,9 +135,7 @@ async def test_pinned_blocks_are_shown_where_they_are_kept(tiny_model: Path) -> 
 async def test_loads_from_a_tier_are_shown_until_they_have_arrived(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.worker.kv.fetcher.Fetcher._probe", lambda *_: None)
-    monkeypatch.setattr("tandem.worker.kv.fetcher._LATE_SLACK_S", DEADLINE_S)
-    monkeypatch.setattr("tandem.worker.kv.fetcher.Fetcher.after_step", lambda self, stats: None)
+    wait_for_loads(monkeypatch, probes=False)
     gate, read = threading.Event(), DiskStore.read
 
     def wait_and_read(store: DiskStore, *arguments: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.kv_transfer.transport.base import Notification
-from tandem.kv_transfer.transport.in_process import InProcessWrite, Verdict
+from tandem.kv_transfer.transport.in_process import InProcessWrite
 from tandem.protocol.errors import NoWorker, ServingError, TransferError, TransferTimeout
 from tandem.protocol.messages import FinishReason, Role
 from tests.support.cluster_harness import (
@@ -27,6 +27,7 @@ from tests.support.cluster_harness import (
     running_cluster,
     worker_config,
 )
+from tests.support.judged_hub import Verdict
 from tests.support.tiny_llama import EOS_TOKEN_ID, VOCAB_SIZE
 from tests.support.waiting import eventually
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from tandem.kv_transfer.transport.in_process import InProcessWrite, Verdict
+from tandem.kv_transfer.transport.in_process import InProcessWrite
 from tandem.protocol.config import TierConfig
 from tandem.protocol.messages import Role
 from tests.support.cluster_harness import BLOCK_BYTES, PAIR, Oracle, running_cluster
+from tests.support.judged_hub import Verdict
 from tests.worker.test_roles import LENGTHS, make_prompt, num_recomputed
 
 pytestmark = pytest.mark.cluster

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from tandem.kv_transfer.transport.in_process import InProcessWrite, Verdict
+from tandem.kv_transfer.transport.in_process import InProcessWrite
 from tandem.protocol.messages import Role
 from tests.support.cluster_harness import PAIR, Oracle, running_cluster
+from tests.support.judged_hub import Verdict
 from tests.support.structured_requests import random_sampling
 from tests.support.tiny_llama import save_tiny_text_model
 from tests.worker.test_roles import make_prompt, num_recomputed

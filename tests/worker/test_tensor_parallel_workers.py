@@ -12,7 +12,7 @@ import pytest
 
 from tandem.protocol.config import TierConfig
 from tandem.protocol.messages import KvHolder, Role
-from tests.support.cluster_harness import BLOCK_BYTES, BLOCK_SIZE, DEADLINE_S, Oracle, running_cluster
+from tests.support.cluster_harness import BLOCK_BYTES, BLOCK_SIZE, Oracle, running_cluster, wait_for_loads
 from tests.support.thread_ranks import thread_ranks
 from tests.support.waiting import eventually
 from tests.worker.kv.test_peer_reads import TWO, ask
@@ -31,8 +31,7 @@ def _thread_ranks() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model computes faster than anything loads: believe in a slow one, and wait for its loads."""
-    monkeypatch.setattr("tandem.worker.kv.fetcher._LATE_SLACK_S", DEADLINE_S)
-    monkeypatch.setattr("tandem.worker.kv.fetcher.Fetcher.after_step", lambda self, stats: None)
+    wait_for_loads(monkeypatch)
 
 
 def prompt(rng: random.Random, num_tokens: int) -> list[int]:

@@ -27,6 +27,7 @@ from tests.support.cluster_harness import (
     Cluster,
     Oracle,
     running_cluster,
+    wait_for_loads,
 )
 from tests.support.late_device import LateDevice
 from tests.support.waiting import eventually
@@ -41,9 +42,7 @@ LONG_S = 600.0
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model computes faster than anything loads: believe in a slow one, wait for loads, try no others."""
-    monkeypatch.setattr("tandem.worker.kv.fetcher.Fetcher._probe", lambda *_: None)
-    monkeypatch.setattr("tandem.worker.kv.fetcher._LATE_SLACK_S", DEADLINE_S)
-    monkeypatch.setattr("tandem.worker.kv.fetcher.Fetcher.after_step", lambda self, stats: None)
+    wait_for_loads(monkeypatch, probes=False)
 
 
 def prompt(rng: random.Random, num_blocks: int) -> list[int]:

@@ -15,10 +15,10 @@ from tandem.scheduling.workers.registry import Registry
 from tests.support.cluster_harness import (
     BLOCK_BYTES,
     BLOCK_SIZE,
-    DEADLINE_S,
     Cluster,
     Oracle,
     running_cluster,
+    wait_for_loads,
 )
 from tests.support.waiting import eventually
 
@@ -30,8 +30,7 @@ NUM_BLOCKS = 48
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model computes faster than anything loads: believe in a slow one, and wait for its loads."""
-    monkeypatch.setattr("tandem.worker.kv.fetcher._LATE_SLACK_S", DEADLINE_S)
-    monkeypatch.setattr("tandem.worker.kv.fetcher.Fetcher.after_step", lambda self, stats: None)
+    wait_for_loads(monkeypatch)
 
 
 def prompt(rng: random.Random, num_blocks: int) -> list[int]:

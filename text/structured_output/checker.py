@@ -13,6 +13,7 @@ import msgspec
 
 from tandem.protocol.digest import EVERYONE, CacheScope
 from tandem.protocol.errors import InternalError, Overloaded
+from tandem.protocol.frames import framed, next_frame
 from tandem.protocol.grammar import GrammarError
 from tandem.protocol.python_module import module_command, module_environment
 from tandem.protocol.sampling import MAX_GRAMMAR_CHARS
@@ -195,7 +196,6 @@ async def _ask(process: asyncio.subprocess.Process, frame: bytes) -> bytes:
     """Send a frame and read the answer's."""
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(len(frame).to_bytes(4, "little") + frame)
+    process.stdin.write(framed(frame))
     await process.stdin.drain()
-    size = int.from_bytes(await process.stdout.readexactly(4), "little")
-    return await process.stdout.readexactly(size)
+    return await next_frame(process.stdout)

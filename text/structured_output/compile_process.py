@@ -5,7 +5,7 @@
 A hostile schema may take hours in a call that nothing can interrupt, or all memory. So it is compiled here first, in a
 fork that has the tokenizer. The kernel ends a fork that takes too much.
 
-Frames on stdin and stdout: four bytes of length, then msgpack. The first one is the text of a `tokenizer.json`.
+Frames of msgpack on stdin and stdout (`protocol/frames.py`). The first one is the text of a `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import BinaryIO
 import llguidance
 import msgspec
 
+from tandem.protocol.frames import framed, read_frame
 from tandem.protocol.grammar import (
     GrammarError,
     check_matcher,
@@ -33,7 +34,7 @@ from tandem.text.structured_output.closed_objects import closed_objects
 from tandem.text.structured_output.lark_rules import check_pattern, lark_of, quoted
 from tandem.text.structured_output.structural_tag import structural_tag_grammar
 
-__all__ = ["MAX_CPU_S", "Compiled", "Question", "answer_of_fork", "make_grammar", "read_frame", "write_frame"]
+__all__ = ["MAX_CPU_S", "Compiled", "Question", "answer_of_fork", "make_grammar"]
 
 MAX_CPU_S = 1.0  # for one grammar
 MAX_MEMORY_BYTES = 16 << 20  # for one grammar: a worker keeps those of all its requests
@@ -71,9 +72,14 @@ def main() -> None:
     if tokenizer_json is None:
         return
     tokenizer = make_grammar_tokenizer(msgspec.msgpack.decode(tokenizer_json, type=str), None, ())
-    write_frame(answers, b"")  # ready
+    _send(answers, b"")  # ready
     while (frame := read_frame(questions)) is not None:
-        write_frame(answers, answer_of_fork(tokenizer, msgspec.msgpack.decode(frame, type=Question)))
+        _send(answers, answer_of_fork(tokenizer, msgspec.msgpack.decode(frame, type=Question)))
+
+
+def _send(stream: BinaryIO, frame: bytes) -> None:
+    stream.write(framed(frame))
+    stream.flush()
 
 
 def answer_of_fork(tokenizer: llguidance.LLTokenizer, question: Question) -> bytes:
@@ -118,18 +124,6 @@ def make_grammar(kind: str, text: str) -> str:
         return matcher.grammar_from_lark(lark_of(text))
     assert kind == "structural_tag", f"unknown kind {kind}"
     return structural_tag_grammar(text, WHITESPACE)
-
-
-def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next frame; None at the end."""
-    head = stream.read(4)
-    return stream.read(int.from_bytes(head, "little")) if len(head) == 4 else None
-
-
-def write_frame(stream: BinaryIO, frame: bytes) -> None:
-    """Write a frame at once."""
-    stream.write(len(frame).to_bytes(4, "little") + frame)
-    stream.flush()
 
 
 def _limit_this_process() -> None:

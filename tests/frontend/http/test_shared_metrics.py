@@ -7,11 +7,9 @@ import threading
 from collections.abc import Iterator
 
 import httpx
-import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import GaugeMetricFamily
 
-from tandem.frontend.http import exposition
 from tandem.frontend.http.app import RouterApp
 from tandem.frontend.http.exposition import registry_text
 from tandem.frontend.http.metrics import EdgeMetrics
@@ -43,13 +41,16 @@ def client_of(registry: CollectorRegistry) -> httpx.AsyncClient:
         return {}
 
     add_operation_routes(
-        app, not_ready=lambda: None, scrape=lambda: registry_text(registry, RouterConfig(), []), pools=no_pools
+        app,
+        not_ready=lambda: None,
+        scrape=lambda: registry_text(registry, RouterConfig(), []),
+        pools=no_pools,
+        scrape_interval_s=0.0,
     )
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
-async def test_all_who_ask_at_the_same_time_get_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exposition, "INTERVAL_S", 0.0)
+async def test_all_who_ask_at_the_same_time_get_one_text() -> None:
     registry, collected = CollectorRegistry(), Collected()
     registry.register(collected)
     async with client_of(registry) as client:
@@ -61,8 +62,7 @@ async def test_all_who_ask_at_the_same_time_get_one_text(monkeypatch: pytest.Mon
     assert set(collected.threads) == {threading.get_ident()}, "our collectors read what the event loop changes"
 
 
-async def test_the_text_is_never_older_than_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exposition, "INTERVAL_S", 0.0)
+async def test_the_text_is_never_older_than_the_question() -> None:
     registry = CollectorRegistry()
     gauge = Gauge("tandem_now", "now", registry=registry)
     async with client_of(registry) as client:
@@ -71,8 +71,7 @@ async def test_the_text_is_never_older_than_the_question(monkeypatch: pytest.Mon
             assert f"tandem_now {number}.0" in (await client.get("/metrics")).text
 
 
-async def test_samples_of_a_tenant_or_a_key_are_for_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exposition, "INTERVAL_S", 0.0)
+async def test_samples_of_a_tenant_or_a_key_are_for_operators() -> None:
     registry = CollectorRegistry()
     for label in ("tenant", "key_id", "kind"):
         Counter(f"tandem_of_{label}", "x", [label], registry=registry).labels("a").inc()

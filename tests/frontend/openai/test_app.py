@@ -48,7 +48,7 @@ async def test_the_pool_check_says_what_each_worker_holds(
     tokenizer: Tokenizer, held: dict[str, str], idle: bool
 ) -> None:
     backend = FakeBackend(tokenizer)
-    backend.held = held
+    backend.manager.held = held
     async with closing(backend) as client:
         response = await client.post("/v1/pools/check")
         assert (response.status_code, response.json()) == (200, {"idle": idle, "workers": held})

@@ -10,6 +10,7 @@ import pytest
 from tandem.frontend.processes import wire
 from tandem.frontend.processes.backend_service import BackendService
 from tandem.frontend.processes.methods import MethodTable, NotCallable, invocation, method_of
+from tandem.frontend.processes.remote import RemoteWorkers
 from tandem.frontend.processes.remote_backend import RemoteBackend
 from tandem.protocol.digest import CacheScope
 from tandem.router.backend import Pins
@@ -93,7 +94,17 @@ def test_nothing_else_can_be_called(name: str) -> None:
 def test_a_frontend_process_may_call_what_its_backend_does_not_do_itself(tokenizer: Tokenizer) -> None:
     table = BackendService(FakeBackend(tokenizer), Ready(), bytes).methods_for("one")
     protocols = {name.partition(".")[0] for name in table}
-    assert protocols == {"Backend", "Pins", "ResponseStore", "DecidingMetrics"}
-    own = {"model", "max_model_len", "ready", "reason", "cache", "responses", "start", "close", "num_open", "api_keys"}
-    public = {name for name in dir(RemoteBackend) if not name.startswith("_")} - own
-    assert public == {name.partition(".")[2] for name in table if name.startswith(("Backend", "DecidingMetrics"))}
+    assert protocols == {"Backend", "OperatorApi", "ManagedWorkers", "Pins", "ResponseStore", "DecidingMetrics"}
+    state = {"model", "max_model_len", "ready", "reason", "num_open"}
+    own = state | {"manager", "cache", "responses", "api_keys", "running", "start", "close"}
+    assert public(RemoteBackend) - own == methods(table, "Backend", "OperatorApi", "DecidingMetrics")
+    assert public(RemoteWorkers) == methods(table, "ManagedWorkers")
+
+
+def public(kind: type) -> set[str]:
+    return {name for name in dir(kind) if not name.startswith("_")}
+
+
+def methods(table: MethodTable, *protocols: str) -> set[str]:
+    """Names of the methods of these Protocols that may be called."""
+    return {name.partition(".")[2] for name in table if name.startswith(protocols)}

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tandem.frontend.keys.api_keys import ApiKeys
-from tandem.frontend.processes import deciding_client, deciding_process, wire
+from tandem.frontend.processes import deciding_process, wire
 from tandem.frontend.processes.backend_service import BackendService
 from tandem.frontend.processes.deciding_client import JoinSettings
 from tandem.frontend.processes.deciding_process import DecidingProcess
@@ -67,12 +67,12 @@ class Always:
 class Line:
     """A deciding process and any number of frontend processes."""
 
-    def __init__(self, backend: FakeBackend, endpoint: str, stack: AsyncExitStack) -> None:
+    def __init__(self, backend: FakeBackend, endpoint: str, stack: AsyncExitStack, **options: Any) -> None:
         self.backend = backend
         self.readiness = Always()
         self.scrape = AsyncMock(return_value=b"tandem_worker_running 1.0\n")
         self.service = BackendService(backend, self.readiness, self.scrape)
-        self.deciding = DecidingProcess(self.service, endpoint, ApiKeys())
+        self.deciding = DecidingProcess(self.service, endpoint, ApiKeys(), **options)
         self.endpoint = endpoint
         self.lost: list[str] = []  # frontends whose connection ended
         self._stack = stack
@@ -105,11 +105,11 @@ class Line:
 
 
 @asynccontextmanager
-async def line(tokenizer: Tokenizer, folder: Path) -> AsyncIterator[Line]:
-    """Nothing may be open at its end."""
+async def line(tokenizer: Tokenizer, folder: Path, **options: Any) -> AsyncIterator[Line]:
+    """Nothing may be open at its end. `options` are those of the deciding process."""
     backend = FakeBackend(tokenizer)
     async with asyncio.timeout(30), AsyncExitStack() as stack:
-        made = Line(backend, f"{folder}/hub", stack)
+        made = Line(backend, f"{folder}/hub", stack, **options)
         await made.deciding.start()
         try:
             yield made
@@ -309,8 +309,8 @@ async def test_what_a_dropped_frontend_sent_starts_nothing_when_it_is_read_late(
     "message",
     [
         ["Call", 0, ["Backend.serve", ["no request"]]],
-        ["Call", 0, ["Backend.pools", [{"type": "nonsense"}]]],
-        ["Call", 0, ["Backend.drain", ["p", 1.0, "not a truth value"]]],
+        ["Call", 0, ["OperatorApi.pools", [{"type": "nonsense"}]]],
+        ["Call", 0, ["ManagedWorkers.drain", ["p", 1.0, "not a truth value"]]],
         ["Call", 0, ["Backend.__init__", []]],
         ["Call", 0, ["RequestFlow.shut_down", []]],
         ["Events", [[0, ["EngineReservation.answered", []]]]],
@@ -419,14 +419,12 @@ async def test_an_event_that_cannot_be_sent_fails_its_call(tokenizer: Tokenizer,
 
 
 async def test_silence_fails_calls_until_the_deciding_process_speaks_again(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(deciding_client, "WATCH_INTERVAL_S", 0.01)
-    monkeypatch.setattr(deciding_process, "STATUS_INTERVAL_S", 0.01)
     now = [100.0]
-    async with line(tokenizer, tmp_path) as here:
+    async with line(tokenizer, tmp_path, status_interval_s=0.01) as here:
         relay = await here.relay()
-        frontend = await here.frontend(timeout_s=5.0, relay=relay, clock=lambda: now[0])
+        frontend = await here.frontend(timeout_s=5.0, relay=relay, watch_interval_s=0.01, clock=lambda: now[0])
         here.backend.script = lambda _: [asyncio.Event()]
         waiting = asyncio.create_task(collect(frontend.serve(REQUEST)))
         await eventually(lambda: here.backend.num_open == 1)
@@ -456,14 +454,14 @@ async def test_no_deciding_process_is_told_in_time(tmp_path: Path) -> None:
 async def test_questions_are_answered(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with line(tokenizer, tmp_path) as here:
         frontend = await here.frontend()
-        here.backend.held = {"d": "2 blocks in use"}
+        here.backend.manager.held = {"d": "2 blocks in use"}
         assert (await frontend.explain(REQUEST))["tenant"] == "default"
         assert await frontend.decisions() == [{"request_id": "r", "tenant": "default"}]
         assert await frontend.pools() == {"workers": []}
-        assert await frontend.check() == here.backend.held
-        assert await frontend.set_role("p", Role.DECODE) == await here.backend.set_role("p", Role.DECODE)
+        assert await frontend.manager.check_integrity() == here.backend.manager.held
+        assert await frontend.manager.set_role("p", Role.DECODE) == {"worker": "p", "to": "decode"}
         with pytest.raises(RequestError, match="There is no worker 'x'"):
-            await frontend.set_role("x", Role.DECODE)
+            await frontend.manager.set_role("x", Role.DECODE)
         assert await frontend.scrape() == b"tandem_worker_running 1.0\n"
 
 
@@ -497,11 +495,8 @@ async def test_pins_are_made_followed_and_ended(tokenizer: Tokenizer, tmp_path: 
         assert caught.value.param == "id"
 
 
-async def test_status_is_what_requests_need_to_know(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deciding_process, "STATUS_INTERVAL_S", 0.01)
-    async with line(tokenizer, tmp_path) as here:
+async def test_status_is_what_requests_need_to_know(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path, status_interval_s=0.01) as here:
         frontend = await here.frontend()
         assert (frontend.model, frontend.max_model_len, frontend.ready, frontend.reason) == ("org/toy", 512, True, None)
         client = await here.client(frontend)
@@ -515,8 +510,7 @@ async def test_status_is_what_requests_need_to_know(
 async def test_a_fault_of_ours_ends_neither_side(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(deciding_process, "STATUS_INTERVAL_S", 0.01)
-    async with line(tokenizer, tmp_path) as here:
+    async with line(tokenizer, tmp_path, status_interval_s=0.01) as here:
         frontend = await here.frontend()
         faults = [ValueError("in the deciding process")]
 

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from tandem.frontend.processes import deciding_client, deciding_process, wire
+from tandem.frontend.processes import wire
 from tandem.frontend.processes.deciding_client import JoinSettings
 from tandem.frontend.processes.methods import invocation
 from tandem.frontend.processes.remote_dispatcher import RemoteDispatcher, Reservations
@@ -470,10 +470,8 @@ async def test_an_event_that_cannot_be_handled_ends_its_own_call_only(
 
 
 async def test_streams_outlive_a_hub_that_is_silent_and_requests_are_refused(
-    fake_a: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_a: FakeServer, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(deciding_client, "WATCH_INTERVAL_S", 0.01)
-    monkeypatch.setattr(deciding_process, "STATUS_INTERVAL_S", 0.01)
     async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
         relay = await hub.relay()
         edge = await hub.edge("edge", timeout_s=0.3, relay=relay)
@@ -500,10 +498,7 @@ async def test_streams_outlive_a_hub_that_is_silent_and_requests_are_refused(
         assert (await start(edge)).status_code == 200
 
 
-async def test_a_silent_hub_is_not_waited_for_to_place_a_request_elsewhere(
-    fake_a: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deciding_client, "WATCH_INTERVAL_S", 0.01)
+async def test_a_silent_hub_is_not_waited_for_to_place_a_request_elsewhere(fake_a: FakeServer, tmp_path: Path) -> None:
     async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
         relay = await hub.relay()
         edge = await hub.edge("edge", timeout_s=0.3, relay=relay)

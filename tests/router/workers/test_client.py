@@ -27,7 +27,6 @@ from tandem.protocol.messages import (
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.streams import DeltaQueue
-from tandem.runtime import background
 from tandem.runtime.curve import make_keys
 from tests.support.fake_worker import FakeWorker, digests, fake_cluster, silent
 from tests.support.waiting import eventually
@@ -284,8 +283,6 @@ async def beat(ages_s: dict[FakeWorker, float]) -> None:
 def test_whatever_raises_when_a_worker_leaves_its_requests_end_and_the_watch_goes_on(
     fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "FIRST_DELAY_S", 0.01)
-
     async def scenario() -> None:
         config, heard = RouterConfig(worker_timeout_s=0.3), list[WorkerState]()
         async with fake_cluster(prefill=silent, decode=silent, config=config) as cluster:

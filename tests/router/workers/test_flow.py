@@ -278,10 +278,10 @@ class FakeManager:
 
 async def test_roles_are_changed_by_whoever_runs_the_workers() -> None:
     async with fake_cluster(prefill=first_token, decode=remaining_tokens, manager=FakeManager()) as cluster:
-        assert await cluster.flow.set_role("p", Role.DECODE) == {"worker": "p", "to": "decode"}
+        assert await cluster.flow.manager.set_role("p", Role.DECODE) == {"worker": "p", "to": "decode"}
     async with fake_cluster(prefill=first_token, decode=remaining_tokens) as cluster:
         with pytest.raises(RoleRefused, match="not run by this server"):
-            await cluster.flow.set_role("p", Role.DECODE)
+            await cluster.flow.manager.set_role("p", Role.DECODE)
 
 
 async def test_shows_its_pools() -> None:
@@ -341,9 +341,9 @@ async def test_a_request_without_an_answer_is_not_seen_by_the_cache_sizing() -> 
 
 async def test_check_asks_whoever_runs_the_workers() -> None:
     async with fake_cluster() as cluster:
-        assert await cluster.flow.check() == {}
+        assert await cluster.flow.manager.check_integrity() == {}
     async with fake_cluster(manager=FakeManager()) as cluster:
-        assert await cluster.flow.check() == {"p": "", "d": "one lease is open"}
+        assert await cluster.flow.manager.check_integrity() == {"p": "", "d": "one lease is open"}
 
 
 SCRIPTS: list[Script] = [silent, first_token, remaining_tokens, one_token, fails]

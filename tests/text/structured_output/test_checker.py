@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 
 from tandem.protocol.digest import cache_scope
 from tandem.protocol.errors import InternalError, Overloaded
+from tandem.protocol.frames import framed
 from tandem.protocol.grammar import GrammarError, make_grammar_tokenizer
 from tandem.protocol.sampling import MAX_GRAMMAR_CHARS
 from tandem.text.structured_output import checker as checker_module
@@ -149,9 +149,8 @@ def test_a_panic_is_a_verdict(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPa
 
 
 def test_it_ends_without_a_word_if_the_router_dies_meanwhile(tokenizer: Tokenizer) -> None:
-    questions = io.BytesIO()
-    compile_process.write_frame(questions, msgspec.msgpack.encode(tokenizer.to_json()))
-    compile_process.write_frame(questions, msgspec.msgpack.encode(compile_process.Question("regex", "a")))
+    sent = tokenizer.to_json(), compile_process.Question("regex", "a")
+    questions = b"".join(framed(msgspec.msgpack.encode(one)) for one in sent)
     process = subprocess.Popen(
         [sys.executable, "-m", compile_process.__name__],
         stdin=subprocess.PIPE,
@@ -160,7 +159,7 @@ def test_it_ends_without_a_word_if_the_router_dies_meanwhile(tokenizer: Tokenize
     )
     assert process.stdout is not None
     process.stdout.close()
-    _, told = process.communicate(questions.getvalue(), timeout=60)
+    _, told = process.communicate(questions, timeout=60)
     assert (told, process.returncode) == (b"", -signal.SIGPIPE)
 
 

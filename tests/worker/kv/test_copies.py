@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.kv_transfer.transport.in_process import InProcessWrite, Verdict
+from tandem.kv_transfer.transport.in_process import InProcessWrite
 from tandem.protocol.digest import block_digests, root_digest
 from tandem.protocol.messages import (
     Cancel,
@@ -24,6 +24,7 @@ from tandem.protocol.messages import (
 )
 from tandem.protocol.sampling import SamplingParams
 from tests.support.cluster_harness import BLOCK_SIZE, Client, Cluster, Oracle, running_cluster
+from tests.support.judged_hub import Verdict
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.cluster

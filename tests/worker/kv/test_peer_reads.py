@@ -19,7 +19,7 @@ from tandem.engine.device import HostStream
 from tandem.engine.kv_pool import KvPool
 from tandem.engine.pool_admission import PoolAdmission
 from tandem.engine.scheduler import Scheduler
-from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport, InProcessWrite, Verdict
+from tandem.kv_transfer.transport.in_process import InProcessWrite
 from tandem.protocol.config import TierConfig, TransferConfig
 from tandem.protocol.messages import (
     Cancel,
@@ -44,13 +44,14 @@ from tandem.worker.kv.peer_reader import PeerReader
 from tests.support.cluster_harness import (
     BLOCK_BYTES,
     BLOCK_SIZE,
-    DEADLINE_S,
     PAIR,
     Client,
     Cluster,
     Oracle,
     running_cluster,
+    wait_for_loads,
 )
+from tests.support.judged_hub import JudgedHub, Verdict
 from tests.support.late_device import LateStream
 from tests.support.waiting import eventually
 
@@ -65,8 +66,7 @@ NUM_BLOCKS = 48
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model computes faster than anything is read: believe in a slow one, and wait for its loads."""
-    monkeypatch.setattr("tandem.worker.kv.fetcher._LATE_SLACK_S", DEADLINE_S)
-    monkeypatch.setattr("tandem.worker.kv.fetcher.Fetcher.after_step", lambda self, stats: None)
+    wait_for_loads(monkeypatch)
 
 
 def prompt(rng: random.Random, num_blocks: int) -> list[int]:
@@ -362,8 +362,7 @@ async def test_a_request_that_is_cancelled_while_it_reads_leaves_nothing(tiny_mo
 async def test_the_router_sends_a_prompt_to_an_idle_worker_that_reads_it_from_the_busy_one(
     tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.worker.kv.fetcher._LATE_SLACK_S", DEADLINE_S)
-    monkeypatch.setattr("tandem.worker.kv.fetcher.Fetcher.after_step", lambda self, stats: None)
+    wait_for_loads(monkeypatch)
     monkeypatch.setattr("tandem.scheduling.cost_model.StepModel.observe", lambda self, stats: None)
 
     rng = random.Random(9)
@@ -391,7 +390,7 @@ class _Side:
         self.kv = KvPool([torch.zeros(num_blocks, 1, 1, 2, 1, 2)])
         self.pool = BlockPool(num_blocks)
         self.address = PeerAddress(name, 1, "", "")
-        self.transport = InProcessTransport(name, 1, self.kv.shards, world.hub)
+        self.transport = world.hub.join(name, 1, self.kv.shards)
         self.engine: Any = SimpleNamespace(
             pool=self.pool,
             kv=self.kv,
@@ -416,7 +415,7 @@ class World:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.now = 0.0
-        self.hub = InProcessHub(lambda write: Verdict.HOLD)
+        self.hub = JudgedHub(lambda write: Verdict.HOLD)
         self.sent: list[tuple[float, str, Message]] = []  # when, to whom
         self.a, self.b = _Side(self, "a", 12), _Side(self, "b", 12)
         for one, other in ((self.a, self.b), (self.b, self.a)):
