@@ -26,9 +26,7 @@ serve: $(STAMP) ## serve the default model on 127.0.0.1:8000 (ARGS='--port 8001 
 # Tests and the processes that they start compile each module once, where an image has told Python not to keep that.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Tests wait for two fifths of their time: one process more than there are cores keeps all of them busy.
-NUM_CORES := $(shell getconf _NPROCESSORS_ONLN)
-ON_EVERY_CORE := -n $(shell expr $(NUM_CORES) + 1) --maxprocesses 5
+ON_EVERY_CORE := -n logical --maxprocesses 4
 
 test: lint types ## lint, types, and the tests of every commit: one starts a real server, which loses a worker
 	$(BIN)/pytest -m "not cluster and not slow and not clients" $(ON_EVERY_CORE) --dist worksteal

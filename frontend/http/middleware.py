@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Collection, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -49,7 +49,6 @@ _REQUEST_ID = REQUEST_ID_HEADER.encode()
 _PREFLIGHT = b"access-control-request-method"
 _VARY = (b"vary", b"Origin")
 _CLOSE = (b"connection", b"close")
-_MAX_DIGITS = 5  # of a small body's length
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +132,10 @@ class EdgeMiddleware:
             return send(message)
 
         try:
-            key = self._check(scope)
+            received_headers = dict(scope["headers"])
+            key = self._check(scope, received_headers)
             use = None if key is None else await self._settings.authenticator.begin_use(scope, key)
-            if not _has_small_body(scope):
+            if not _has_small_body(received_headers):
                 inflated = inflating(self._limited(receive), scope, self._settings.max_body_bytes)
                 receive = self._in_turn(inflated, "" if key is None else key.tenant)
             await self._app(scope, receive, send_and_note)
@@ -162,15 +162,13 @@ class EdgeMiddleware:
             if span is not None:
                 span.answered(path, status or 499)
 
-    def _check(self, scope: Scope) -> ApiKey | None:
+    def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> ApiKey | None:
         """The request's API key. Raises a `RequestError` for a request that can be refused before its body is read."""
-        headers = dict(scope["headers"])
         check_host_and_origin(
             headers, scope["method"], scope["path"], self._settings.allow_hosts, self._settings.allow_origins
         )
         key = self._settings.authenticator.authenticate(scope)
-        declared = headers.get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > self._settings.max_body_bytes:
+        if (_declared_bytes(headers) or 0) > self._settings.max_body_bytes:
             raise self._too_large()
         return key
 
@@ -220,15 +218,17 @@ def _with_request_id(scope: Scope, send: Send) -> Send:
     return send_with_id
 
 
-def _has_small_body(scope: Scope) -> bool:
-    """Whether the body is plain and its declared length, at which the server ends it, is within what needs no turn."""
-    length = b""
-    for name, value in scope["headers"]:
-        if name == b"content-length":
-            length = value
-        elif name == b"content-encoding" or name == b"transfer-encoding":
-            return False
-    return len(length) <= _MAX_DIGITS and length.isdigit() and int(length) <= LARGE_BODY_BYTES
+def _declared_bytes(headers: Mapping[bytes, bytes]) -> int | None:
+    """The length of the body that the head declares, at which the server ends it."""
+    declared = headers.get(b"content-length", b"")
+    return int(declared) if declared.isdigit() else None
+
+
+def _has_small_body(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether the body can be read as it comes: it is not encoded, and too small to need a limit or a turn."""
+    is_plain = b"content-encoding" not in headers and b"transfer-encoding" not in headers
+    declared = _declared_bytes(headers)
+    return is_plain and declared is not None and declared <= LARGE_BODY_BYTES
 
 
 def _response_to(exc: Exception, path: str) -> Response | None:

@@ -16,7 +16,6 @@ CONVERSATION_HEADER = "x-tandem-conversation"
 SESSION_HEADERS = ("x-session-affinity", "x-session-id", "session-id", "session_id", "x-claude-code-session-id")
 MAX_CONVERSATION_ID_CHARS = 256
 
-_NAMES = frozenset(SESSION_HEADERS)
 _NAME = re.compile(f"[ -~]{{1,{MAX_CONVERSATION_ID_CHARS}}}")
 
 
@@ -35,7 +34,7 @@ def conversation_named(headers: Mapping[str, str], conversation_id: str | None, 
 
 
 def _session(headers: Mapping[str, str], prompt_cache_key: Any) -> str:
-    present = _NAMES.intersection(headers.keys())  # most requests have none: each lookup walks over all headers
+    present = set(headers)  # made once, as each lookup in a request's headers walks over all of them
     given = [(name, headers[name]) for name in SESSION_HEADERS if name in present]
     for name, value in (*given, ("prompt_cache_key", prompt_cache_key)):
         if value is None or value == "":

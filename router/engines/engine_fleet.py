@@ -262,11 +262,11 @@ class EngineFleet:
 
     def _known_models(self) -> dict[str, int | None]:
         if self._models is None:
-            self._models = {}
-            for spec, card in ((engine.spec, engine.card) for engine in self.engines if engine.spec.model):
-                known = self._models.setdefault(spec.model, None)
-                if card is not None:
-                    self._models[spec.model] = max(known or 0, card.max_model_len)
+            found: dict[str, int | None] = {engine.spec.model: None for engine in self.engines if engine.spec.model}
+            for model in found:
+                cards = (engine.card for engine in self.engines if engine.spec.model == model)
+                found[model] = max((card.max_model_len for card in cards if card is not None), default=None)
+            self._models = found
         return self._models
 
     def _forget_models(self, *_: object) -> None:

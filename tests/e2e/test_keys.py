@@ -100,9 +100,13 @@ def test_a_short_answer_does_not_wait_for_all_the_room_that_another_tenant_holds
         return sum(worker["num_preemptions"] for workers in pools()["roles"].values() for worker in workers)
 
     num_before = num_preemptions()
-    with ThreadPoolExecutor(3) as threads:
-        hoard = [threads.submit(ask, "sk-a", prompt=f"{idx} {PROMPT}", n=8, max_tokens=400) for idx in range(3)]
-        until(lambda: pools()["admission"]["num_waiting"] > 8, 60.0)
+    with ThreadPoolExecutor(4) as threads:
+        hoard = [threads.submit(ask, "sk-a", prompt=f"{idx} {PROMPT}", n=8, max_tokens=400) for idx in range(4)]
+        until(
+            lambda: pools()["admission"]["num_waiting"] > 8,
+            60.0,
+            explain=lambda: f"{pools()['admission']}, ended {[one.result().text[:99] for one in hoard if one.done()]}",
+        )
         answers = [ask("sk-b", prompt=f"{idx} short", max_tokens=4) for idx in range(3)]
         assert [answer.status_code for answer in answers] == [200] * 3
         assert not any(one.done() for one in hoard), "the short answers waited for a long one"

@@ -259,9 +259,8 @@ async def supervised(
 ) -> AsyncIterator[Supervised]:
     monkeypatch.setattr("tandem.cluster.worker_member._TELL_AGAIN_S", 0.01)
     fake_ray, registry = FakeRay(num_bad_starts=num_bad_starts), Registry()
-    for module in ("member", "worker_member"):
+    for module in ("member", "worker_member", "adoption"):
         monkeypatch.setattr(f"tandem.cluster.{module}.ray", fake_ray)
-    monkeypatch.setattr("tandem.cluster.adoption.ray", fake_ray)
     monkeypatch.setattr("tandem.cluster.supervisor.WorkerBundles", FakeBundles)
     for name, answer in (("put", False), ("del", None), ("exists", False)):  # Ray's key-value store
         monkeypatch.setattr(f"tandem.cluster.node_requests._internal_kv_{name}", lambda *_, answer=answer, **__: answer)

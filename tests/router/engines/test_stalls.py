@@ -251,7 +251,7 @@ async def test_an_engine_that_cannot_be_asked_gets_one_request_as_its_trial(
 async def test_the_streams_of_all_edge_processes_count(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     one = script_on(fake_a, LONG, delay_s=0.02, how="hang")
     script_on(fake_b, LONG)
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), engine_stall_s=0.4) as hub:
+    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), engine_stall_s=1.5) as hub:
         left, right = await hub.edge("one"), await hub.edge("two")
         one.breaks.append(4)
         still = asyncio.create_task(ask(left, COMPLETION_BODY))
