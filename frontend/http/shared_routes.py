@@ -12,7 +12,18 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.frontend.http.answer_shapes import Drain, Migration, NewWorker, RoleChange
+from tandem.frontend.http.answer_shapes import (
+    DecisionList,
+    Drain,
+    Health,
+    Migration,
+    ModelCard,
+    ModelList,
+    NewWorker,
+    ReadyStatus,
+    RoleChange,
+    Version,
+)
 from tandem.frontend.http.app import RouterApp, json_response
 from tandem.frontend.http.audit import audited
 from tandem.frontend.http.authentication import check_operator
@@ -43,7 +54,7 @@ def add_operation_routes(
     @app.get("/health")
     async def health() -> Response:
         """The process answers."""
-        return json_response({"status": "ok"})
+        return json_response(Health("ok"))
 
     @app.get("/ready")
     async def ready() -> Response:
@@ -51,7 +62,7 @@ def add_operation_routes(
         reason = "The server is shutting down." if app.is_leaving else not_ready()
         if reason is not None:
             return error_response(503, error_body(reason, "server_error", code="not_ready"))
-        return json_response({"status": "ready"})
+        return json_response(ReadyStatus("ready"))
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
@@ -66,7 +77,7 @@ def add_operation_routes(
     @app.get("/version")
     async def show_version() -> Response:
         """The version of Tandem."""
-        return json_response({"version": product_version()})
+        return json_response(Version(product_version()))
 
 
 class Managed(Protocol):
@@ -154,12 +165,12 @@ def add_decision_routes(
     @app.post("/v1/route/explain")
     async def explain_route(request: Request) -> Response:
         """What would be decided now for each prompt of a chat or completion body. Nothing is sent or booked."""
-        return json_response({"object": "list", "data": await explain(request)})
+        return json_response(DecisionList("list", await explain(request)))
 
     @app.get("/v1/route/decisions")
     async def list_decisions(request: Request) -> Response:
         """The latest decisions, newest first. A tenant's key gets its own only."""
-        return json_response({"object": "list", "data": visible_decisions(await decisions(), request)})
+        return json_response(DecisionList("list", visible_decisions(await decisions(), request)))
 
 
 def add_model_routes(
@@ -178,26 +189,26 @@ def add_model_routes(
 
     created_at = datetime.fromtimestamp(created_s, UTC).isoformat().replace("+00:00", "Z")
 
-    def card(name: str, base: str | None = None) -> Json:
-        return {
-            "id": name,
-            "object": "model",
-            "type": "model",
-            "display_name": name,
-            "created": created_s,
-            "created_at": created_at,
-            "owned_by": "tandem",
-            "root": name,
-            "parent": base,
-            "max_model_len": max_model_len(base or name),
-            "capabilities": capabilities(base or name),
-        }
+    def card(name: str, base: str | None = None) -> ModelCard:
+        return ModelCard(
+            id=name,
+            object="model",
+            type="model",
+            display_name=name,
+            created=created_s,
+            created_at=created_at,
+            owned_by="tandem",
+            root=name,
+            parent=base,
+            max_model_len=max_model_len(base or name),
+            capabilities=capabilities(base or name),
+        )
 
     @app.get("/v1/models")
     async def list_models() -> Response:
         """The served models, with their context length and what they can do. An adapter names its base as `parent`."""
         cards = [*map(card, names()), *(card(name, base) for name, base in adapters().items())]
-        return json_response({"object": "list", "data": cards})
+        return json_response(ModelList("list", cards))
 
     @app.get("/v1/models/{model_id:path}")
     async def retrieve_model(model_id: str) -> Response:

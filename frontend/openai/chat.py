@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
-import orjson
+import msgspec
 from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -292,7 +292,10 @@ def _with_argument_text(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or (isinstance(function.get("arguments"), str) and function["arguments"]):
         return call
-    return {**call, "function": {**function, "arguments": orjson.dumps(function.get("arguments") or {}).decode()}}
+    return {
+        **call,
+        "function": {**function, "arguments": msgspec.json.encode(function.get("arguments") or {}).decode()},
+    }
 
 
 def _with_decoded_arguments(call: dict[str, Any]) -> dict[str, Any]:
@@ -311,8 +314,8 @@ def _decoded(arguments: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         check_brackets(arguments, "messages")
         try:
-            arguments = orjson.loads(arguments)
-        except orjson.JSONDecodeError:
+            arguments = msgspec.json.decode(arguments)
+        except (msgspec.DecodeError, RecursionError):
             arguments = _decoded_beginning(arguments)
     return arguments if isinstance(arguments, dict) else {}
 
