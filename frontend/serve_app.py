@@ -32,11 +32,10 @@ from tandem.frontend.messages.routes import add_messages_routes
 from tandem.frontend.openai.answer_formats import choose_formats
 from tandem.frontend.openai.answer_shapes import PoolCheck
 from tandem.frontend.openai.cache import list_pins, pin_prefix, prefetch_pin, unpin_prefix
-from tandem.frontend.openai.capabilities import model_capabilities
 from tandem.frontend.openai.chat import create_chat_completion
 from tandem.frontend.openai.completions import create_completion
 from tandem.frontend.openai.explain import explain
-from tandem.frontend.openai.serving_context import ServingContext
+from tandem.frontend.openai.serving_context import ServingContext, model_capabilities
 from tandem.frontend.openai.tokenization import detokenize, tokenize
 from tandem.frontend.response_store import LocalResponses, ResponseStore
 from tandem.frontend.responses.routes import add_responses_routes

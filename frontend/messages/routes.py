@@ -22,8 +22,7 @@ from tandem.frontend.messages.format import MessagesFormat
 from tandem.frontend.messages.schema import CountTokensRequest, MessagesRequest
 from tandem.frontend.openai.answer import answer_request
 from tandem.frontend.openai.chat import count_prompt_tokens, plan_conversation
-from tandem.frontend.openai.field_names import renamed_fields
-from tandem.frontend.openai.serving_context import ServingContext, read_body
+from tandem.frontend.openai.serving_context import ServingContext, read_body, renamed_fields
 from tandem.protocol.errors import ContextLengthExceeded
 
 __all__ = ["add_messages_routes"]

@@ -16,14 +16,13 @@ from tandem.frontend.http.json_body import check_brackets
 from tandem.frontend.http.request_options import request_options
 from tandem.frontend.openai.answer import answer_request
 from tandem.frontend.openai.answer_formats import ContinuedPart
-from tandem.frontend.openai.field_names import renamed_fields
 from tandem.frontend.openai.formats import ChatFormat
 from tandem.frontend.openai.legacy_functions import function_field_names, with_tool_calls, with_tools
 from tandem.frontend.openai.planned_answer import AnswerFormat, PlannedAnswer
 from tandem.frontend.openai.planning import PreparedRequest, Prompt, conversation_of, plan_answer
 from tandem.frontend.openai.request_limits import check_fields, check_grammar, check_messages
 from tandem.frontend.openai.schema import ROLES, ChatMessage, ChatRequest, check_cache_salt
-from tandem.frontend.openai.serving_context import ServingContext, read_body
+from tandem.frontend.openai.serving_context import ServingContext, read_body, renamed_fields
 from tandem.frontend.openai.tool_fields import RequestedTools, requested_tools
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import RequestError

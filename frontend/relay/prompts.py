@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from tandem.frontend.http.decoding import decode_body
+from tandem.frontend.http.json_body import decode_body
 from tandem.frontend.http.wrong_value import shown
 from tandem.frontend.openai.chat import template_messages, template_options
 from tandem.frontend.openai.request_limits import check_messages

@@ -19,11 +19,10 @@ from tandem.frontend.http.ignored_fields import note_ignored
 from tandem.frontend.http.request_options import tenant_of
 from tandem.frontend.openai.answer import answer_request
 from tandem.frontend.openai.chat import count_prompt_tokens, plan_conversation
-from tandem.frontend.openai.field_names import renamed_fields
 from tandem.frontend.openai.other_fields import unsupported
 from tandem.frontend.openai.planned_answer import PlannedAnswer
 from tandem.frontend.openai.schema import ChatMessage, ChatRequest
-from tandem.frontend.openai.serving_context import ServingContext, read_body
+from tandem.frontend.openai.serving_context import ServingContext, read_body, renamed_fields
 from tandem.frontend.response_store import StoredResponse
 from tandem.frontend.responses.answer_shapes import InputTokens, ResponseObject
 from tandem.frontend.responses.conversation import (
