@@ -97,7 +97,7 @@ class ContentBlockStart(msgspec.Struct, tag_field="type", tag="content_block_sta
     content_block: Block
 
 
-class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
+class TextDelta(msgspec.Struct, gc=False, tag_field="type", tag="text_delta"):  # made for each token, never in a cycle
     """More of a text."""
 
     text: str
@@ -118,7 +118,7 @@ class InputJsonDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
 BlockDelta = TextDelta | ThinkingDelta | InputJsonDelta
 
 
-class ContentBlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
+class ContentBlockDelta(msgspec.Struct, gc=False, tag_field="type", tag="content_block_delta"):
     """More of a block."""
 
     index: int

@@ -18,7 +18,7 @@ StopReason = Annotated[str | int | None, Doc("The stop string or stop token that
 Created = Annotated[int, Doc("Unix time.")]
 
 
-class PromptTokensDetails(msgspec.Struct):
+class PromptTokensDetails(msgspec.Struct, gc=False):
     """The prompt's tokens by what they cost."""
 
     cached_tokens: Annotated[int, Doc("Those that were not computed.")]
@@ -33,7 +33,7 @@ class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int
 
 
-class Usage(msgspec.Struct):
+class Usage(msgspec.Struct, gc=False):
     """Tokens of a request."""
 
     prompt_tokens: Annotated[int, Doc("Of all prompts; the choices of a prompt share it.")]
@@ -133,7 +133,7 @@ class ToolCallDelta(msgspec.Struct, kw_only=True):
     function: FunctionDelta
 
 
-class MessageDelta(msgspec.Struct):
+class MessageDelta(msgspec.Struct, gc=False):  # made for each token, and never in a cycle
     """A piece of a message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
@@ -144,7 +144,7 @@ class MessageDelta(msgspec.Struct):
     function_call: Annotated[FunctionDelta | UnsetType, Doc("In place of `tool_calls`, with `functions`.")] = UNSET
 
 
-class ChatChunkChoice(msgspec.Struct):
+class ChatChunkChoice(msgspec.Struct, gc=False):
     """A piece of the choice `index`."""
 
     index: int
@@ -155,7 +155,7 @@ class ChatChunkChoice(msgspec.Struct):
     token_ids: Annotated[list[int] | UnsetType, Doc("With `return_token_ids`.")] = UNSET
 
 
-class ChatChunk(msgspec.Struct):
+class ChatChunk(msgspec.Struct, gc=False):
     """An event of a streamed answer to a conversation."""
 
     id: str
@@ -203,7 +203,7 @@ class Completion(msgspec.Struct):
     usage: Usage
 
 
-class CompletionChunkChoice(msgspec.Struct):
+class CompletionChunkChoice(msgspec.Struct, gc=False):
     """A piece of the choice `index`."""
 
     index: int
