@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, cast
 
 import httptools
-import orjson
+import msgspec
 import psutil
 
 from benchmarks.common import (
@@ -130,11 +130,11 @@ class _Checker:
 
     def _text_of(self, body: bytes) -> str:
         if not self._shape.is_stream:
-            return str(orjson.loads(body)["choices"][0]["message"]["content"])
+            return str(msgspec.json.decode(body)["choices"][0]["message"]["content"])
         events = [event for event in body.replace(b"\r\n", b"\n").split(b"\n\n") if event.startswith(b"data:")]
         if events.pop() != b"data: [DONE]":
             raise ValueError("no end")
-        choices = [choice for event in events for choice in orjson.loads(event[5:])["choices"]]
+        choices = [choice for event in events for choice in msgspec.json.decode(event[5:])["choices"]]
         if choices[-1]["finish_reason"] != "length":
             raise ValueError("no reason")
         return "".join(choice["delta"].get("content") or "" for choice in choices)

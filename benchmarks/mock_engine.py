@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import cast
 
-import orjson
+import msgspec
 import uvloop
 
 MODEL = "mock"
@@ -55,7 +55,9 @@ def _framed(event: bytes) -> bytes:
 
 
 def _chunk(choices: list[dict[str, object]], **fields: object) -> bytes:
-    return _framed(b"data: " + orjson.dumps(_envelope("chat.completion.chunk", choices=choices, **fields)) + b"\n\n")
+    return _framed(
+        b"data: " + msgspec.json.encode(_envelope("chat.completion.chunk", choices=choices, **fields)) + b"\n\n"
+    )
 
 
 def _piece(word: str, finish_reason: str | None, token_ids: list[int] | None) -> dict[str, object]:
@@ -80,20 +82,20 @@ def _answer(body: bytes, content_type: bytes = b"application/json") -> bytes:
 def _plain(num_tokens: int) -> bytes:
     message = {"role": "assistant", "content": expected_text(num_tokens)}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}
-    return _answer(orjson.dumps(_envelope("chat.completion", choices=[choice], usage=_usage(num_tokens))))
+    return _answer(msgspec.json.encode(_envelope("chat.completion", choices=[choice], usage=_usage(num_tokens))))
 
 
 _GET = {
     b"/health": _answer(b"{}"),
     b"/version": _answer(b'{"version":"0.32.0"}'),
     b"/v1/models": _answer(
-        orjson.dumps({"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 8192}]})
+        msgspec.json.encode({"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 8192}]})
     ),
     # Routers of the SGLang family request these.
-    b"/get_model_info": _answer(orjson.dumps({"model_path": MODEL, "is_generation": True})),
-    b"/model_info": _answer(orjson.dumps({"model_path": MODEL, "is_generation": True})),
-    b"/get_server_info": _answer(orjson.dumps({"model_path": MODEL, "served_model_name": MODEL, "dp_size": 1})),
-    b"/server_info": _answer(orjson.dumps({"model_path": MODEL, "served_model_name": MODEL, "dp_size": 1})),
+    b"/get_model_info": _answer(msgspec.json.encode({"model_path": MODEL, "is_generation": True})),
+    b"/model_info": _answer(msgspec.json.encode({"model_path": MODEL, "is_generation": True})),
+    b"/get_server_info": _answer(msgspec.json.encode({"model_path": MODEL, "served_model_name": MODEL, "dp_size": 1})),
+    b"/server_info": _answer(msgspec.json.encode({"model_path": MODEL, "served_model_name": MODEL, "dp_size": 1})),
 }
 _NOT_FOUND = b"HTTP/1.1 404 Not Found\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tandem.frontend.http.decoding import collector_paused
-from tandem.frontend.http.json_body import check_brackets
+from tandem.frontend.http.json_body import check_brackets, collector_paused
 from tandem.protocol.errors import RequestError
 
 __all__ = ["LocalResponses", "ResponseNotFound", "ResponseStore", "StoredResponse"]

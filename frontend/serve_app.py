@@ -30,12 +30,12 @@ from tandem.frontend.http.shared_routes import (
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.frontend.messages.routes import add_messages_routes
 from tandem.frontend.openai.answer_formats import choose_formats
+from tandem.frontend.openai.answer_shapes import PoolCheck
 from tandem.frontend.openai.cache import list_pins, pin_prefix, prefetch_pin, unpin_prefix
-from tandem.frontend.openai.capabilities import model_capabilities
 from tandem.frontend.openai.chat import create_chat_completion
 from tandem.frontend.openai.completions import create_completion
 from tandem.frontend.openai.explain import explain
-from tandem.frontend.openai.serving_context import ServingContext
+from tandem.frontend.openai.serving_context import ServingContext, model_capabilities
 from tandem.frontend.openai.tokenization import detokenize, tokenize
 from tandem.frontend.response_store import LocalResponses, ResponseStore
 from tandem.frontend.responses.routes import add_responses_routes
@@ -201,4 +201,4 @@ def _add_pool_check(app: FastAPI, backend: Backend) -> None:
         """Check every worker's block pool, and name what it still holds. Needs an operator's key."""
         check_operator(request)
         workers = await backend.manager.check_integrity()
-        return json_response({"idle": not any(workers.values()), "workers": workers})
+        return json_response(PoolCheck(idle=not any(workers.values()), workers=workers))

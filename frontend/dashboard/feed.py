@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-import orjson
+import msgspec
 
 from tandem.protocol.errors import Overloaded, ServingError
 
@@ -115,7 +115,7 @@ class SnapshotFeed:
         except Exception:  # viewers see the error, and the next snapshot may succeed
             logger.exception("a snapshot for the dashboard could not be built")
             message = "The snapshot could not be built; the server's log says why."
-        return b"event: problem\ndata: %b\n\n" % orjson.dumps({"message": message})
+        return b"event: problem\ndata: %b\n\n" % msgspec.json.encode({"message": message})
 
     def _publish(self, event: bytes) -> None:
         self._event = event

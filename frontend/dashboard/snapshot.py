@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-import orjson
+import msgspec
 from prometheus_client.core import Metric
 
 from tandem.frontend.dashboard.history import COLUMNS, SHARES, History, num_waiting
@@ -61,7 +61,7 @@ class SnapshotBuilder:
             "pools": {role: _pool(role, pool, change) for role, pool in overview["pools"].items()},
             "tenants": [_tenant(tenant, change) for tenant in overview["tenants"]],
         }
-        return orjson.dumps(_rounded(snapshot) | large)
+        return msgspec.json.encode(_rounded(snapshot) | large)
 
 
 def _counters_of(overview: Json) -> dict[str, float]:

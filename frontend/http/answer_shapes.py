@@ -1,17 +1,14 @@
-"""The JSON shapes of answers that both commands give: errors, models, health, roles.
-
-Answers are built as plain dicts, because that is fast. These structs describe them for `/openapi.json`; tests compare
-both.
-"""
+"""The answers that both commands give: errors, models, health, decisions. `/openapi.json` describes these types."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 __all__ = [
+    "DecisionList",
     "Deleted",
     "Drain",
     "Error",
@@ -45,19 +42,25 @@ class Error(msgspec.Struct):
     error: ErrorBody
 
 
+class ErrorDetails(msgspec.Struct):
+    """Where Anthropic's SDK reads some codes."""
+
+    error_code: str
+
+
 class MessagesErrorBody(msgspec.Struct):
     """What is wrong."""
 
-    type: Annotated[str, Meta(description="Anthropic's word for it; it follows from the status.")]
     message: Annotated[str, Meta(description="For people.")]
+    type: Annotated[str, Meta(description="Anthropic's word for it; it follows from the status.")]
     param: Annotated[str | None, Meta(description="The field that is wrong.")]
     code: Annotated[str | None, Meta(description="For programs.")]
+    details: Annotated[ErrorDetails | UnsetType, Meta(description="Of some codes, which are here too.")] = UNSET
 
 
-class MessagesError(msgspec.Struct):
+class MessagesError(msgspec.Struct, tag_field="type", tag="error"):
     """An error in Anthropic's shape."""
 
-    type: Literal["error"]
     error: MessagesErrorBody
 
 
@@ -103,6 +106,13 @@ class ModelList(msgspec.Struct):
 
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class DecisionList(msgspec.Struct):
+    """Routing decisions, with the predicted cost of each candidate."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
 
 
 class RoleChange(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import orjson
+import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -178,6 +178,6 @@ def is_head(scope: Scope) -> bool:
     return bool(scope.get(_IS_HEAD))
 
 
-def json_response(body: dict[str, Any], status: int = 200) -> Response:
+def json_response(body: msgspec.Struct | dict[str, Any], status: int = 200) -> Response:
     """A JSON response."""
-    return Response(orjson.dumps(body), status, media_type="application/json")
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

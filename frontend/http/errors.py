@@ -6,13 +6,13 @@ Those of `/v1/messages` are what Anthropic's clients expect: `{"type": "error", 
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import orjson
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tandem.frontend.http.answer_shapes import Error, ErrorBody, ErrorDetails, MessagesError, MessagesErrorBody
 from tandem.protocol.errors import Overloaded, RequestError, ServingError
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "internal_error_response",
     "is_messages_path",
     "messages_error_body",
+    "messages_error_type",
     "serving_error_body",
     "serving_error_response",
 ]
@@ -68,24 +69,28 @@ class ClientDisconnected(Exception):
     """The client has disconnected, so nobody reads the response."""
 
 
-def error_body(message: str, error_type: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+def error_body(message: str, error_type: str, param: str | None = None, code: str | None = None) -> Error:
     """Body of every error, in a response and in a stream."""
-    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+    return Error(ErrorBody(message, error_type, param, code))
 
 
-def serving_error_body(exc: ServingError) -> dict[str, Any]:
+def serving_error_body(exc: ServingError) -> Error:
     """Error body of one of our own errors."""
     return error_body(exc.message, exc.error_type, exc.param, exc.code)
 
 
-def messages_error_body(body: dict[str, Any], status: int | None = None) -> dict[str, Any]:
+def messages_error_body(body: Error, status: int | None = None) -> MessagesError:
     """An error body in Anthropic's shape, with `param` and `code` too. `status` is None in a stream."""
-    error = body["error"]
-    kind = "api_error" if error["type"] == "server_error" else error["type"]
-    shown = error | {"type": _MESSAGES_TYPES.get(status or 0, kind)}
-    if error["code"] in _DETAILED_CODES:
-        shown["details"] = {"error_code": error["code"]}
-    return {"type": "error", "error": shown}
+    error = body.error
+    shown = MessagesErrorBody(error.message, messages_error_type(error.type, status), error.param, error.code)
+    if error.code in _DETAILED_CODES:
+        shown.details = ErrorDetails(error.code)
+    return MessagesError(shown)
+
+
+def messages_error_type(error_type: str, status: int | None = None) -> str:
+    """Anthropic's word for a type of OpenAI's. `status` is None in a stream."""
+    return _MESSAGES_TYPES.get(status or 0, "api_error" if error_type == "server_error" else error_type)
 
 
 def is_messages_path(path: str) -> bool:
@@ -93,13 +98,10 @@ def is_messages_path(path: str) -> bool:
     return path == _MESSAGES_PATH or path.startswith(_MESSAGES_PATH + "/")
 
 
-def error_response(
-    status: int, body: dict[str, Any], headers: dict[str, str] | None = None, *, path: str = ""
-) -> Response:
+def error_response(status: int, body: Error, headers: dict[str, str] | None = None, *, path: str = "") -> Response:
     """JSON response with an error body, in the shape of the request's path."""
-    if is_messages_path(path):
-        body = messages_error_body(body, status)
-    return Response(orjson.dumps(body), status, headers, "application/json")
+    shown = messages_error_body(body, status) if is_messages_path(path) else body
+    return Response(msgspec.json.encode(shown), status, headers, "application/json")
 
 
 def serving_error_response(exc: ServingError, path: str) -> Response:
@@ -118,7 +120,7 @@ def _retry_headers(retry_after_s: float) -> dict[str, str]:
     }
 
 
-def internal_error_body() -> dict[str, Any]:
+def internal_error_body() -> Error:
     """Error body for a bug of ours. The details are only in the log."""
     return error_body("Internal server error.", "server_error", code="internal_error")
 

@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from tandem.frontend.http.authentication import OPEN_PATHS, Authenticator
 from tandem.frontend.http.content_encoding import inflating
-from tandem.frontend.http.decoding import LARGE_BODY_BYTES
 from tandem.frontend.http.errors import (
     BodyTooLarge,
     ClientDisconnected,
@@ -28,6 +27,7 @@ from tandem.frontend.http.errors import (
     serving_error_response,
 )
 from tandem.frontend.http.ignored_fields import IGNORED_HEADER, begin_ignored, ignored_headers
+from tandem.frontend.http.json_body import LARGE_BODY_BYTES
 from tandem.frontend.http.metrics import EdgeMetrics
 from tandem.frontend.http.origin_checks import check_host_and_origin, page_refused
 from tandem.frontend.http.request_id import REQUEST_ID_HEADER, note_request_id

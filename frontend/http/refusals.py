@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import orjson
+import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from tandem.frontend.http.errors import error_body
@@ -31,7 +31,7 @@ class Refusal(Exception):
     def response(self, default_headers: Iterable[tuple[bytes, bytes]], request_id: str) -> bytes:
         """The whole response, with an error body as OpenAI clients expect it."""
         error_type = "server_error" if self.status >= 500 else "invalid_request_error"
-        body = orjson.dumps(error_body(str(self), error_type, code=self.code))
+        body = msgspec.json.encode(error_body(str(self), error_type, code=self.code))
         head = [STATUS_LINE[self.status], *(b"%b: %b\r\n" % header for header in default_headers)]
         head.append(b"%b: %b\r\n" % (REQUEST_ID_HEADER.encode(), request_id.encode()))
         if self.status == 503:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tandem.frontend.http.answer_shapes import (
+    DecisionList,
     Drain,
     Health,
     Migrated,
@@ -21,12 +22,6 @@ from tandem.frontend.http.openapi import Operation
 __all__ = ["SHARED_OPERATIONS"]
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object", "additionalProperties": True}
-_DECISIONS = {
-    "type": "object",
-    "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": _ANY_OBJECT}},
-    "required": ["object", "data"],
-    "additionalProperties": True,
-}
 _QUESTION = _ANY_OBJECT | {"description": "The body of a generation request."}
 
 SHARED_OPERATIONS = {
@@ -66,7 +61,7 @@ SHARED_OPERATIONS = {
         errors=(404, 501, 502),
     ),
     ("POST", "/v1/route/explain"): Operation(
-        tag="operations", body=_QUESTION, answer=_DECISIONS, errors=(404, 429, 502)
+        tag="operations", body=_QUESTION, answer=DecisionList, errors=(404, 429, 502)
     ),
-    ("GET", "/v1/route/decisions"): Operation(tag="operations", answer=_DECISIONS),
+    ("GET", "/v1/route/decisions"): Operation(tag="operations", answer=DecisionList),
 }

@@ -12,15 +12,33 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.frontend.http.answer_shapes import Drain, Migration, NewWorker, RoleChange
+from tandem.frontend.http.answer_shapes import (
+    DecisionList,
+    Drain,
+    Health,
+    Migration,
+    ModelCard,
+    ModelList,
+    NewWorker,
+    ReadyStatus,
+    RoleChange,
+    Version,
+)
 from tandem.frontend.http.app import RouterApp, json_response
 from tandem.frontend.http.audit import audited
-from tandem.frontend.http.authentication import check_operator
-from tandem.frontend.http.decoding import decode_body
+from tandem.frontend.http.authentication import check_operator, visible_tenant
 from tandem.frontend.http.errors import error_body, error_response
-from tandem.frontend.http.exposition import INTERVAL_S, Scraper, shared_metrics
-from tandem.frontend.http.json_body import read_json
-from tandem.frontend.http.visibility import metrics_response, visible_decisions, visible_pools
+from tandem.frontend.http.exposition import (
+    CLASSIC,
+    INTERVAL_S,
+    OPENMETRICS,
+    MetricsText,
+    Scraper,
+    as_openmetrics,
+    prefers_openmetrics,
+    shared_metrics,
+)
+from tandem.frontend.http.json_body import decode_body, read_json
 from tandem.protocol.errors import ModelNotFound, RequestError
 from tandem.protocol.messages import Role
 from tandem.router.operator_api import OperatorApi
@@ -29,6 +47,8 @@ __all__ = ["add_decision_routes", "add_model_routes", "add_operation_routes", "a
 
 Json = dict[str, Any]
 T = TypeVar("T", bound=msgspec.Struct)
+
+_MEMBER_FIELDS = ("worker_id", "name", "model", "state")  # the fields of a worker or an engine that do not show load
 
 
 def add_operation_routes(
@@ -45,7 +65,7 @@ def add_operation_routes(
     @app.get("/health")
     async def health() -> Response:
         """The process answers."""
-        return json_response({"status": "ok"})
+        return json_response(Health("ok"))
 
     @app.get("/ready")
     async def ready() -> Response:
@@ -53,22 +73,22 @@ def add_operation_routes(
         reason = "The server is shutting down." if app.is_leaving else not_ready()
         if reason is not None:
             return error_response(503, error_body(reason, "server_error", code="not_ready"))
-        return json_response({"status": "ready"})
+        return json_response(ReadyStatus("ready"))
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         """Metrics in Prometheus' text format, or OpenMetrics if `Accept` prefers it. No tenants for a tenant's key."""
-        return metrics_response(await expose(), request)
+        return _metrics_response(await expose(), request)
 
     @app.get("/v1/pools")
     async def show_pools(request: Request) -> Response:
         """Workers or engines with their state, load and learned costs. A tenant's key gets names and states only."""
-        return json_response(visible_pools(await pools(), request))
+        return json_response(_visible_pools(await pools(), request))
 
     @app.get("/version")
     async def show_version() -> Response:
         """The version of Tandem."""
-        return json_response({"version": product_version()})
+        return json_response(Version(product_version()))
 
 
 def add_worker_routes(app: FastAPI, operator_api: OperatorApi) -> None:
@@ -140,12 +160,12 @@ def add_decision_routes(
     @app.post("/v1/route/explain")
     async def explain_route(request: Request) -> Response:
         """What would be decided now for each prompt of a chat or completion body. Nothing is sent or booked."""
-        return json_response({"object": "list", "data": await explain(request)})
+        return json_response(DecisionList("list", await explain(request)))
 
     @app.get("/v1/route/decisions")
     async def list_decisions(request: Request) -> Response:
         """The latest decisions, newest first. A tenant's key gets its own only."""
-        return json_response({"object": "list", "data": visible_decisions(await decisions(), request)})
+        return json_response(DecisionList("list", _visible_decisions(await decisions(), request)))
 
 
 def add_model_routes(
@@ -164,26 +184,26 @@ def add_model_routes(
 
     created_at = datetime.fromtimestamp(created_s, UTC).isoformat().replace("+00:00", "Z")
 
-    def card(name: str, base: str | None = None) -> Json:
-        return {
-            "id": name,
-            "object": "model",
-            "type": "model",
-            "display_name": name,
-            "created": created_s,
-            "created_at": created_at,
-            "owned_by": "tandem",
-            "root": name,
-            "parent": base,
-            "max_model_len": max_model_len(base or name),
-            "capabilities": capabilities(base or name),
-        }
+    def card(name: str, base: str | None = None) -> ModelCard:
+        return ModelCard(
+            id=name,
+            object="model",
+            type="model",
+            display_name=name,
+            created=created_s,
+            created_at=created_at,
+            owned_by="tandem",
+            root=name,
+            parent=base,
+            max_model_len=max_model_len(base or name),
+            capabilities=capabilities(base or name),
+        )
 
     @app.get("/v1/models")
     async def list_models() -> Response:
         """The served models, with their context length and what they can do. An adapter names its base as `parent`."""
         cards = [*map(card, names()), *(card(name, base) for name, base in adapters().items())]
-        return json_response({"object": "list", "data": cards})
+        return json_response(ModelList("list", cards))
 
     @app.get("/v1/models/{model_id:path}")
     async def retrieve_model(model_id: str) -> Response:
@@ -201,3 +221,35 @@ def product_version() -> str:
         return version("tandem-serve")
     except PackageNotFoundError:  # run from a source tree that is not installed
         return "unknown"
+
+
+# -- what a tenant's key may see: its own decisions, but no load of others. Without API keys everyone sees everything.
+
+
+def _visible_decisions(decisions: list[Json], request: Request) -> list[Json]:
+    """The decisions that a request may see."""
+    tenant = visible_tenant(request)
+    return [one for one in decisions if tenant is None or one["tenant"] == tenant]
+
+
+def _visible_pools(pools: Json, request: Request) -> Json:
+    """The part of `/v1/pools` that a request may see: with a tenant's key, only names and states."""
+    if visible_tenant(request) is None:
+        return pools
+    if "engines" in pools:
+        return {"engines": _members(pools["engines"])}
+    return {"roles": {role: _members(workers) for role, workers in pools["roles"].items()}}
+
+
+def _metrics_response(metrics: MetricsText, request: Request) -> Response:
+    """Metrics in the text format that the request accepts. Samples of one tenant or one key are for operators."""
+    text = metrics.everything if visible_tenant(request) is None else metrics.public
+    is_openmetrics = prefers_openmetrics(request.headers.get("accept", ""))
+    return Response(
+        as_openmetrics(text) if is_openmetrics else text,
+        headers={"content-type": OPENMETRICS if is_openmetrics else CLASSIC, "vary": "accept"},
+    )
+
+
+def _members(members: list[Json]) -> list[Json]:
+    return [{name: member[name] for name in _MEMBER_FIELDS if name in member} for member in members]

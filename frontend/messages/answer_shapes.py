@@ -1,4 +1,4 @@
-"""The JSON shapes of what `/v1/messages` answers, for `/openapi.json`."""
+"""What `/v1/messages` answers. `/openapi.json` describes these types."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from tandem.frontend.http.answer_shapes import MessagesError
 from tandem.frontend.openai.schema import Doc
 
-__all__ = ["CountedTokens", "Message", "MessageEvent"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
 class ThinkingTokens(msgspec.Struct):
@@ -40,6 +41,30 @@ class AppliedEdits(msgspec.Struct):
     ]
 
 
+class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
+    """Text."""
+
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    """A thought."""
+
+    thinking: str
+    signature: Annotated[str, Doc("Empty: nobody would check it.")]
+
+
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
+    """A call of a tool."""
+
+    id: str
+    name: str
+    input: Annotated[dict[str, Any], Doc("Empty in a stream, where `input_json_delta` has it.")]
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+
+
 class Message(msgspec.Struct):
     """The model's answer."""
 
@@ -47,8 +72,8 @@ class Message(msgspec.Struct):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: Annotated[list[dict[str, Any]], Doc("Blocks of type `text`, `thinking` and `tool_use`.")]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"] | None
+    content: list[Block]
+    stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
     context_management: Annotated[
@@ -56,13 +81,84 @@ class Message(msgspec.Struct):
     ] = UNSET
 
 
-class MessageEvent(msgspec.Struct):
-    """An event of a streamed message, with more fields by its type.
+# -- events of a stream
 
-    The stream begins with `message_start` and ends with `message_stop`, or with `error`.
-    """
 
-    type: Annotated[str, Doc("As the event's own type.")]
+class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
+    """The first event: the message, without content."""
+
+    message: Message
+
+
+class ContentBlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
+    """A block begins."""
+
+    index: int
+    content_block: Block
+
+
+class TextDelta(msgspec.Struct, gc=False, tag_field="type", tag="text_delta"):  # made for each token, never in a cycle
+    """More of a text."""
+
+    text: str
+
+
+class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
+    """More of a thought."""
+
+    thinking: str
+
+
+class InputJsonDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
+    """More of a call's input."""
+
+    partial_json: str
+
+
+BlockDelta = TextDelta | ThinkingDelta | InputJsonDelta
+
+
+class ContentBlockDelta(msgspec.Struct, gc=False, tag_field="type", tag="content_block_delta"):
+    """More of a block."""
+
+    index: int
+    delta: BlockDelta
+
+
+class ContentBlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
+    """A block is whole."""
+
+    index: int
+
+
+class MessageEnd(msgspec.Struct):
+    """Why the message ends."""
+
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageChange(msgspec.Struct, tag_field="type", tag="message_delta"):
+    """What is known of a message at its end."""
+
+    delta: MessageEnd
+    usage: MessageUsage
+    context_management: Annotated[AppliedEdits | UnsetType, Doc("If the request has this field.")] = UNSET
+
+
+class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
+    """The last event."""
+
+
+MessageEvent = (
+    MessageStart
+    | ContentBlockStart
+    | ContentBlockDelta
+    | ContentBlockStop
+    | MessageChange
+    | MessageStop
+    | MessagesError
+)
 
 
 class UneditedTokens(msgspec.Struct):

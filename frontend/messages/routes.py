@@ -6,22 +6,23 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tandem.frontend.http.app import RouterApp, json_response
+from tandem.frontend.messages.answer_shapes import CountedTokens, UneditedTokens
 from tandem.frontend.messages.context_edits import Edited, edited, known_edits, least_trigger
 from tandem.frontend.messages.conversation import FIELD_NAMES, chat_prompt, chat_request
 from tandem.frontend.messages.format import MessagesFormat
 from tandem.frontend.messages.schema import CountTokensRequest, MessagesRequest
 from tandem.frontend.openai.answer import answer_request
 from tandem.frontend.openai.chat import count_prompt_tokens, plan_conversation
-from tandem.frontend.openai.field_names import renamed_fields
-from tandem.frontend.openai.serving_context import ServingContext, read_body
+from tandem.frontend.openai.serving_context import ServingContext, read_body, renamed_fields
 from tandem.protocol.errors import ContextLengthExceeded
 
 __all__ = ["add_messages_routes"]
@@ -66,16 +67,14 @@ async def _create_message(context: ServingContext, request: Request) -> Response
     return await answer_request(request, answer, context.backend, context.tokenizer, context.metrics)
 
 
-async def _count_tokens(context: ServingContext, request: Request) -> dict[str, Any]:
+async def _count_tokens(context: ServingContext, request: Request) -> CountedTokens:
     body, fields = await read_body(request, CountTokensRequest)
     with _anthropic_errors():
         context.check_model(fields.model)
         fields, edits = await _edited(context, request, fields, len(body))
         num_tokens = await count_prompt_tokens(context, request, chat_prompt(fields), len(body))
-    if edits is None:
-        return {"input_tokens": num_tokens}
-    original = {"original_input_tokens": num_tokens + edits.num_cleared_tokens}
-    return {"input_tokens": num_tokens, "context_management": original}
+    original = UNSET if edits is None else UneditedTokens(num_tokens + edits.num_cleared_tokens)
+    return CountedTokens(num_tokens, original)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The JSON shapes of what chat, completions, tokenization and pins answer, for `/openapi.json`."""
+"""What chat, completions, tokenization and pins answer. `/openapi.json` describes these types."""
 
 from __future__ import annotations
 
@@ -8,21 +8,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tandem.frontend.openai.schema import Doc
+from tandem.protocol.messages import Prefetch
 
-__all__ = [
-    "ChatChunk",
-    "ChatCompletion",
-    "Completion",
-    "CompletionChunk",
-    "Detokenized",
-    "PinCard",
-    "PinList",
-    "PoolCheck",
-    "Tokenized",
-    "Unpinned",
-]
-
-FinishReason = Annotated[
+EndReason = Annotated[
     Literal["stop", "length", "tool_calls", "function_call"],
     Doc("`length`: a limit of tokens. `tool_calls`: it ended with calls; `function_call`: of one of `functions`."),
 ]
@@ -30,7 +18,7 @@ StopReason = Annotated[str | int | None, Doc("The stop string or stop token that
 Created = Annotated[int, Doc("Unix time.")]
 
 
-class PromptTokensDetails(msgspec.Struct):
+class PromptTokensDetails(msgspec.Struct, gc=False):
     """The prompt's tokens by what they cost."""
 
     cached_tokens: Annotated[int, Doc("Those that were not computed.")]
@@ -45,7 +33,7 @@ class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int
 
 
-class Usage(msgspec.Struct):
+class Usage(msgspec.Struct, gc=False):
     """Tokens of a request."""
 
     prompt_tokens: Annotated[int, Doc("Of all prompts; the choices of a prompt share it.")]
@@ -112,7 +100,7 @@ class ChatChoice(msgspec.Struct):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: EndReason
     stop_reason: StopReason
     token_ids: Annotated[list[int] | UnsetType, Doc("With `return_token_ids`.")] = UNSET
 
@@ -136,16 +124,16 @@ class FunctionDelta(msgspec.Struct):
     arguments: str | UnsetType = UNSET
 
 
-class ToolCallDelta(msgspec.Struct):
+class ToolCallDelta(msgspec.Struct, kw_only=True):
     """A piece of the call `index`. Its first piece has `id`, `type` and the name."""
 
     index: int
-    function: FunctionDelta
     id: str | UnsetType = UNSET
     type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
 
 
-class MessageDelta(msgspec.Struct):
+class MessageDelta(msgspec.Struct, gc=False):  # made for each token, and never in a cycle
     """A piece of a message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
@@ -156,18 +144,18 @@ class MessageDelta(msgspec.Struct):
     function_call: Annotated[FunctionDelta | UnsetType, Doc("In place of `tool_calls`, with `functions`.")] = UNSET
 
 
-class ChatChunkChoice(msgspec.Struct):
+class ChatChunkChoice(msgspec.Struct, gc=False):
     """A piece of the choice `index`."""
 
     index: int
     delta: MessageDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Annotated[FinishReason | None, Doc("In the last piece of a choice.")]
+    finish_reason: Annotated[EndReason | None, Doc("In the last piece of a choice.")]
     stop_reason: StopReason | UnsetType = UNSET
     token_ids: Annotated[list[int] | UnsetType, Doc("With `return_token_ids`.")] = UNSET
 
 
-class ChatChunk(msgspec.Struct):
+class ChatChunk(msgspec.Struct, gc=False):
     """An event of a streamed answer to a conversation."""
 
     id: str
@@ -175,9 +163,9 @@ class ChatChunk(msgspec.Struct):
     created: Created
     model: str
     choices: Annotated[list[ChatChunkChoice], Doc("None in the chunk with the usage.")]
+    prompt_token_ids: Annotated[list[int] | UnsetType, Doc("In the first chunk, with `return_token_ids`.")] = UNSET
     usage: Annotated[Usage | UnsetType | None, Doc("With `stream_options.include_usage`.")] = UNSET
     tandem_explain: Annotated[dict[str, Any] | UnsetType, Doc("In the last chunk with choices, if asked for.")] = UNSET
-    prompt_token_ids: Annotated[list[int] | UnsetType, Doc("In the first chunk, with `return_token_ids`.")] = UNSET
 
 
 # -- completions
@@ -198,7 +186,7 @@ class CompletionChoice(msgspec.Struct):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: EndReason
     stop_reason: StopReason
     token_ids: Annotated[list[int] | UnsetType, Doc("With `return_token_ids`.")] = UNSET
     prompt_token_ids: Annotated[list[int] | UnsetType, Doc("With `return_token_ids`.")] = UNSET
@@ -215,13 +203,13 @@ class Completion(msgspec.Struct):
     usage: Usage
 
 
-class CompletionChunkChoice(msgspec.Struct):
+class CompletionChunkChoice(msgspec.Struct, gc=False):
     """A piece of the choice `index`."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Annotated[FinishReason | None, Doc("In the last piece of a choice.")]
+    finish_reason: Annotated[EndReason | None, Doc("In the last piece of a choice.")]
     stop_reason: StopReason | UnsetType = UNSET
     token_ids: Annotated[list[int] | UnsetType, Doc("With `return_token_ids`.")] = UNSET
     prompt_token_ids: Annotated[
@@ -268,7 +256,7 @@ class PinCard(msgspec.Struct):
     conversation_id: str | None
     num_tokens: int
     num_blocks: int
-    prefetch: Literal["none", "host", "pool"]
+    prefetch: Prefetch
     remaining_s: float
     expires_at: Annotated[int, Doc("Unix time.")]
     held: Annotated[

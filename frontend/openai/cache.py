@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from starlette.requests import Request
 
 from tandem.frontend.http.audit import audited_if_operator
 from tandem.frontend.http.authentication import visible_tenant
 from tandem.frontend.http.request_options import key_of, tenant_of
+from tandem.frontend.openai.answer_shapes import PinCard, PinList, Unpinned
 from tandem.frontend.openai.chat import continued_part, template_kwargs, tokenize_chat
 from tandem.frontend.openai.completions import check_prompt, tokenize_prompt
 from tandem.frontend.openai.schema import PinFields, PrefetchFields, UnpinFields, check_cache_salt, check_exactly_one
@@ -22,7 +22,7 @@ from tandem.router.backend import PinRequest, PinState
 __all__ = ["list_pins", "pin_prefix", "prefetch_pin", "unpin_prefix"]
 
 
-async def pin_prefix(context: ServingContext, request: Request) -> dict[str, Any]:
+async def pin_prefix(context: ServingContext, request: Request) -> PinCard:
     """Body of `POST /v1/cache/pin`: the pin, and where its blocks are now. Raises a `ServingError`."""
     body, fields = await read_body(request, PinFields)
     context.check_model(fields.model)
@@ -43,26 +43,26 @@ async def pin_prefix(context: ServingContext, request: Request) -> dict[str, Any
     with audited_if_operator(request, "pin.create", f"tenant {pinned.tenant}") as done:
         pin = await context.backend.cache.pin(pinned)
         done.target = f"{pin.pin_id} of tenant {pin.tenant}"
-    return _pin_json(pin)
+    return _card(pin)
 
 
-async def unpin_prefix(context: ServingContext, request: Request) -> dict[str, Any]:
+async def unpin_prefix(context: ServingContext, request: Request) -> Unpinned:
     """Body of `POST /v1/cache/unpin`. Raises `PinNotFound`."""
     _, fields = await read_body(request, UnpinFields)
     with audited_if_operator(request, "pin.remove", fields.id):
         await context.backend.cache.unpin(fields.id, visible_tenant(request))
-    return {"id": fields.id, "object": "cache.pin", "deleted": True}
+    return Unpinned(id=fields.id, object="cache.pin", deleted=True)
 
 
-async def prefetch_pin(context: ServingContext, request: Request) -> dict[str, Any]:
+async def prefetch_pin(context: ServingContext, request: Request) -> PinCard:
     """Body of `POST /v1/cache/prefetch`: the pin as it is before its blocks are brought up. Raises `PinNotFound`."""
     _, fields = await read_body(request, PrefetchFields)
     to = Prefetch(fields.to or Prefetch.POOL)
     with audited_if_operator(request, "pin.prefetch", fields.id):
-        return _pin_json(await context.backend.cache.prefetch(fields.id, to, visible_tenant(request)))
+        return _card(await context.backend.cache.prefetch(fields.id, to, visible_tenant(request)))
 
 
-async def list_pins(context: ServingContext, request: Request) -> dict[str, Any]:
+async def list_pins(context: ServingContext, request: Request) -> PinList:
     """Body of `GET /v1/cache/pins`: the live pins of a tenant, or all of them for an operator.
 
     Without API keys only the salt distinguishes clients. So only pins with the given salt are listed, which a client
@@ -71,7 +71,7 @@ async def list_pins(context: ServingContext, request: Request) -> dict[str, Any]
     tenant, cache_salt = visible_tenant(request), request.query_params.get("cache_salt")
     is_all = context.scopes.has_keys and (tenant is None or cache_salt is None)
     scope = None if is_all else context.cache_scope(request, cache_salt)
-    return {"object": "list", "data": [_pin_json(pin) for pin in await context.backend.cache.pins(tenant, scope)]}
+    return PinList("list", [_card(pin) for pin in await context.backend.cache.pins(tenant, scope)])
 
 
 async def _token_ids(
@@ -107,16 +107,16 @@ async def _token_ids(
     )
 
 
-def _pin_json(pin: PinState) -> dict[str, Any]:
-    return {
-        "id": pin.pin_id,
-        "object": "cache.pin",
-        "tenant": pin.tenant,
-        "conversation_id": pin.conversation_id or None,
-        "num_tokens": pin.num_tokens,
-        "num_blocks": pin.num_blocks,
-        "prefetch": pin.prefetch.value,
-        "remaining_s": round(pin.remaining_s, 3),
-        "expires_at": int(time.time() + pin.remaining_s),
-        "held": pin.held,
-    }
+def _card(pin: PinState) -> PinCard:
+    return PinCard(
+        id=pin.pin_id,
+        object="cache.pin",
+        tenant=pin.tenant,
+        conversation_id=pin.conversation_id or None,
+        num_tokens=pin.num_tokens,
+        num_blocks=pin.num_blocks,
+        prefetch=pin.prefetch,
+        remaining_s=round(pin.remaining_s, 3),
+        expires_at=int(time.time() + pin.remaining_s),
+        held=pin.held,
+    )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
-import orjson
+import msgspec
 from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,14 +16,13 @@ from tandem.frontend.http.json_body import check_brackets
 from tandem.frontend.http.request_options import request_options
 from tandem.frontend.openai.answer import answer_request
 from tandem.frontend.openai.answer_formats import ContinuedPart
-from tandem.frontend.openai.field_names import renamed_fields
 from tandem.frontend.openai.formats import ChatFormat
 from tandem.frontend.openai.legacy_functions import function_field_names, with_tool_calls, with_tools
 from tandem.frontend.openai.planned_answer import AnswerFormat, PlannedAnswer
 from tandem.frontend.openai.planning import PreparedRequest, Prompt, conversation_of, plan_answer
 from tandem.frontend.openai.request_limits import check_fields, check_grammar, check_messages
 from tandem.frontend.openai.schema import ROLES, ChatMessage, ChatRequest, check_cache_salt
-from tandem.frontend.openai.serving_context import ServingContext, read_body
+from tandem.frontend.openai.serving_context import ServingContext, read_body, renamed_fields
 from tandem.frontend.openai.tool_fields import RequestedTools, requested_tools
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import RequestError
@@ -292,7 +291,10 @@ def _with_argument_text(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or (isinstance(function.get("arguments"), str) and function["arguments"]):
         return call
-    return {**call, "function": {**function, "arguments": orjson.dumps(function.get("arguments") or {}).decode()}}
+    return {
+        **call,
+        "function": {**function, "arguments": msgspec.json.encode(function.get("arguments") or {}).decode()},
+    }
 
 
 def _with_decoded_arguments(call: dict[str, Any]) -> dict[str, Any]:
@@ -311,8 +313,8 @@ def _decoded(arguments: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         check_brackets(arguments, "messages")
         try:
-            arguments = orjson.loads(arguments)
-        except orjson.JSONDecodeError:
+            arguments = msgspec.json.decode(arguments)
+        except (msgspec.DecodeError, RecursionError):
             arguments = _decoded_beginning(arguments)
     return arguments if isinstance(arguments, dict) else {}
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.frontend.openai.answer_formats import AnswerParsing, Parser
+from tandem.frontend.openai.answer_shapes import EndReason
 from tandem.frontend.openai.logprobs import ScoredPrompt, TokenEntry, token_entry
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import FinishReason, SequenceDelta, TokenLogprobs
@@ -46,7 +47,7 @@ class ChoiceDelta:
     num_cached_tokens: int | None = None
     num_loaded_tokens: dict[str, int] | None = None  # cached tokens that were not in the pool, by tier
     num_reasoning_tokens: int = 0  # how many of `num_tokens` are reasoning
-    finish_reason: str | None = None
+    finish_reason: EndReason | None = None
     stop_reason: str | int | None = None
     entries: list[TokenEntry] = field(default_factory=list)
     events: list[Event] | None = None  # what the text consists of; None = all of it is content
@@ -174,7 +175,7 @@ class ChoiceText:
         if stop is None:
             if delta.finish_reason is FinishReason.ABORT:
                 raise WorkerError("The generation was aborted.")
-            result.finish_reason = str(delta.finish_reason)
+            result.finish_reason = "stop" if delta.finish_reason is FinishReason.STOP else "length"
             if delta.stop_token_id in self._sampling.stop_token_ids:
                 result.stop_reason = delta.stop_token_id
         return stop

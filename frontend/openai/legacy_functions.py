@@ -7,15 +7,19 @@ call, in the shape of that time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import msgspec
+from msgspec import UNSET
 
+from tandem.frontend.openai.answer_shapes import AssistantMessage, MessageDelta
 from tandem.frontend.openai.schema import ChatMessage, ChatRequest
 from tandem.frontend.openai.tool_fields import FunctionName, NamedToolChoice, Tool
 from tandem.protocol.errors import RequestError
 
 __all__ = ["function_field_names", "with_function_call", "with_tool_calls", "with_tools"]
+
+Part = TypeVar("Part", bound=AssistantMessage | MessageDelta)
 
 
 def with_tools(fields: ChatRequest) -> ChatRequest:
@@ -59,9 +63,8 @@ def with_tool_calls(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
     return changed
 
 
-def with_function_call(part: dict[str, Any]) -> dict[str, Any]:
+def with_function_call(part: Part) -> Part:
     """A message or a piece of one with its call of a tool as that of a function."""
-    if "tool_calls" not in part:
+    if part.tool_calls is UNSET:
         return part
-    rest = {key: value for key, value in part.items() if key != "tool_calls"}
-    return {**rest, "function_call": part["tool_calls"][0]["function"]}
+    return msgspec.structs.replace(part, tool_calls=UNSET, function_call=part.tool_calls[0].function)

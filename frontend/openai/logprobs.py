@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from tandem.frontend.openai.answer_shapes import CompletionLogprobs
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import PromptLogprobs
 from tandem.text.tokenizer import Tokenizer
 
-__all__ = ["MIN_LOGPROB", "ScoredPrompt", "TokenEntry", "completion_logprobs", "token_entry"]
+__all__ = ["MIN_LOGPROB", "ScoredPrompt", "TokenEntry", "completion_logprobs", "joined_logprobs", "token_entry"]
 
 MIN_LOGPROB = -9999.0  # stands for -inf, which JSON cannot express
 LONG_PROMPT = 4096  # log probabilities that take 5 ms to turn into text
@@ -34,21 +35,31 @@ def token_entry(
     return TokenEntry(text, max(logprob, MIN_LOGPROB), named, offset)
 
 
-def completion_logprobs(entries: list[TokenEntry], num_top: int, first_offset: int = 0) -> dict[str, list[Any]]:
+def completion_logprobs(entries: list[TokenEntry], num_top: int, first_offset: int = 0) -> CompletionLogprobs:
     """The `logprobs` of a completion whose answer begins at this offset of its text."""
-    top_logprobs: list[dict[str, float]] = []
+    top_logprobs: list[dict[str, float] | None] = []
     for entry in entries:
         # Tokens may have equal texts (parts of characters): the likelier keeps the key. The chosen one is included.
         top: dict[str, float] = {}
         for text, logprob in [*entry.top[:num_top], (entry.text, entry.logprob)]:
             top.setdefault(text, logprob)
         top_logprobs.append(top)
-    return {
-        "tokens": [entry.text for entry in entries],
-        "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": top_logprobs,
-        "text_offset": [first_offset + entry.offset for entry in entries],
-    }
+    return CompletionLogprobs(
+        tokens=[entry.text for entry in entries],
+        token_logprobs=[entry.logprob for entry in entries],
+        top_logprobs=top_logprobs,
+        text_offset=[first_offset + entry.offset for entry in entries],
+    )
+
+
+def joined_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    """Those of two texts as those of the text that they make together."""
+    return CompletionLogprobs(
+        tokens=first.tokens + second.tokens,
+        token_logprobs=first.token_logprobs + second.token_logprobs,
+        top_logprobs=first.top_logprobs + second.top_logprobs,
+        text_offset=first.text_offset + second.text_offset,
+    )
 
 
 class ScoredPrompt:
@@ -60,7 +71,7 @@ class ScoredPrompt:
 
     def __init__(self, token_ids: list[int], text: str, num_top: int, tokenizer: Tokenizer) -> None:
         """`text` is the prompt as it is repeated."""
-        self.logprobs: dict[str, list[Any]] = {}
+        self.logprobs = CompletionLogprobs([], [], [], [])
         self._token_ids = token_ids
         self._text = text
         self._num_top = num_top
@@ -80,9 +91,8 @@ class ScoredPrompt:
             token_entry(self._tokenizer, text, token_id, logprob, top, offset)
             for (text, offset), token_id, (logprob, top) in zip(pieces, self._token_ids[1:], rows, strict=True)
         ]
-        first = {"tokens": first_text, "token_logprobs": None, "top_logprobs": None, "text_offset": first_offset}
-        scored = completion_logprobs(entries, self._num_top)
-        self.logprobs = {name: [first[name], *values] for name, values in scored.items()}
+        first = CompletionLogprobs([first_text], [None], [None], [first_offset])
+        self.logprobs = joined_logprobs(first, completion_logprobs(entries, self._num_top))
 
     def _rows(self, scores: PromptLogprobs | None) -> Iterator[tuple[float, list[tuple[int, float]]]]:
         """For each token but the first: its log probability and the likeliest tokens at its place."""

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
+import msgspec
+from msgspec import UNSET
+
+from tandem.frontend.http.answer_shapes import Error
+from tandem.frontend.openai.answer_shapes import CompletionTokensDetails, EndReason, PromptTokensDetails, Usage
 from tandem.frontend.openai.choice_text import ChoiceDelta, ChoicePlan
 from tandem.frontend.openai.logprobs import TokenEntry
 from tandem.text.tool_calls.events import Event, content_events
@@ -39,21 +44,16 @@ class TokensUsed:
         num_in_pool = self.num_cached_tokens - sum(loaded.values())
         return ({"pool": num_in_pool} if num_in_pool > 0 else {}) | loaded
 
-    def to_json(self) -> dict[str, Any]:
+    def shown(self) -> Usage:
         """OpenAI's usage object."""
-        usage: dict[str, Any] = {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": self.num_completion_tokens,
-            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
-            "prompt_tokens_details": self.cached_details(),
-        }
-        if self.has_reasoning:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
-        return usage
-
-    def cached_details(self) -> dict[str, Any]:
-        """The cached tokens of the prompt, as OpenAI's APIs show them."""
-        return {"cached_tokens": self.num_cached_tokens, "cached_tokens_by_tier": self.cached_by_tier}
+        reasoning = CompletionTokensDetails(self.num_reasoning_tokens) if self.has_reasoning else UNSET
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=self.num_completion_tokens,
+            total_tokens=self.num_prompt_tokens + self.num_completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(self.num_cached_tokens, self.cached_by_tier),
+            completion_tokens_details=reasoning,
+        )
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class FinishedChoice:
     """A choice joined from its deltas, for a plain answer."""
 
     index: int
-    finish_reason: str | None = None
+    finish_reason: EndReason | None = None
     stop_reason: str | int | None = None
     entries: list[TokenEntry] = field(default_factory=list)
     events: list[Event] | None = None  # None = all text is content
@@ -72,6 +72,12 @@ class FinishedChoice:
     def text(self) -> str:
         """Its whole text."""
         return "".join(self._texts)
+
+    @property
+    def end_reason(self) -> EndReason:
+        """Why it ended."""
+        assert self.finish_reason is not None, f"choice {self.index} has not ended"
+        return self.finish_reason
 
     @property
     def parts(self) -> list[Event]:
@@ -100,17 +106,17 @@ class AnswerEvents(Protocol):
     async def ending(self) -> bytes:
         """The last events of a complete answer."""
 
-    def error(self, body: dict[str, Any]) -> bytes:
+    def error(self, body: Error) -> bytes:
         """The last event of an answer that failed; `body` is that of an error response."""
 
 
 class AnswerFormat(Protocol):
-    """The JSON shapes of one API."""
+    """Makes the answers of one API."""
 
     id_prefix: str
     prompt_field: str  # request field with the prompt
 
-    def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: TokensUsed) -> dict[str, Any]:
+    def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: TokensUsed) -> msgspec.Struct:
         """A plain answer."""
 
     def events(self, answer: PlannedAnswer) -> AnswerEvents:

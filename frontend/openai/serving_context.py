@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from tandem.frontend.http.decoding import decode_body
-from tandem.frontend.http.json_body import read_json
+from tandem.frontend.http.json_body import decode_body, read_json
 from tandem.frontend.http.metrics import EdgeMetrics
 from tandem.frontend.http.request_options import key_use_of, tenant_of
 from tandem.frontend.http.text_work import work_on_text
@@ -22,7 +22,8 @@ from tandem.frontend.openai.sampling import UNKNOWN_CONTEXT_TOKENS
 from tandem.frontend.openai.schema import GenerationFields
 from tandem.frontend.response_store import ResponseStore
 from tandem.protocol.digest import CacheScope
-from tandem.protocol.errors import ModelNotFound
+from tandem.protocol.errors import ModelNotFound, RequestError
+from tandem.protocol.sampling import MAX_LOGPROBS
 from tandem.router.backend import Backend
 from tandem.scheduling.admission.tenants import CacheScopes
 from tandem.text.structured_output.checker import GrammarChecker
@@ -30,7 +31,9 @@ from tandem.text.structured_output.constraint import Constraint
 from tandem.text.token_lengths import PromptLimit
 from tandem.text.tokenizer import Tokenizer, TokenizerPool
 
-__all__ = ["ServingContext", "read_body"]
+__all__ = ["ServingContext", "model_capabilities", "read_body", "renamed_fields"]
+
+_STRUCTURED = ("json_object", "json_schema", "structural_tag", "regex", "choice", "grammar")
 
 R = TypeVar("R", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -88,3 +91,42 @@ async def read_body(request: Request, request_type: type[R]) -> tuple[bytes, R]:
     body = await read_json(request)
     check_other_fields(body, request_type)
     return body, decode_body(body, request_type)
+
+
+@contextmanager
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Let a `RequestError` about a field of chat name that of another API. `names`: its own by chat's.
+
+    Only chat's tools have a `function`; the fields of other APIs' tools are not nested.
+    """
+    try:
+        yield
+    except RequestError as exc:
+        param = exc.param or ""
+        if (name := names.get(param, param.replace("].function.", "]."))) != param:
+            exc.message = exc.message.replace(f"'{exc.param}'", f"'{name}'")
+            exc.param = name
+        raise
+
+
+def model_capabilities(context: ServingContext) -> dict[str, Any]:
+    """By feature: whether it is served, or how. Formats have the names of `--tool-parser` and `--reasoning-parser`."""
+    formats, has_chat = context.formats, bool(context.tokenizer.chat_template)
+    if formats.template is not None:
+        tools: str | None = "response_template"
+        reasoning: str | None = "response_template"
+    else:
+        tools = None if formats.tools is None else formats.tools.name
+        reasoning = None if formats.reasoning is None else formats.reasoning.name
+    return {
+        "completions": True,
+        "chat": has_chat,
+        "embeddings": False,
+        "tools": tools if has_chat else None,
+        "forced_tools": has_chat and formats.tools is not None,
+        "reasoning": reasoning if has_chat else None,
+        "structured_output": list(_STRUCTURED),
+        "max_logprobs": MAX_LOGPROBS,
+        "prompt_logprobs": True,
+        "token_ids": True,
+    }

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.requests import Request
 
+from tandem.frontend.openai.answer_shapes import Detokenized, Tokenized
 from tandem.frontend.openai.chat import continued_part, template_kwargs, tokenize_chat
 from tandem.frontend.openai.sampling import check_token_ids
 from tandem.frontend.openai.schema import DetokenizeRequest, TokenizeRequest, check_exactly_one
@@ -15,7 +14,7 @@ from tandem.frontend.openai.tool_fields import requested_tools
 __all__ = ["detokenize", "tokenize"]
 
 
-async def tokenize(context: ServingContext, request: Request) -> dict[str, Any]:
+async def tokenize(context: ServingContext, request: Request) -> Tokenized:
     """Body of `POST /tokenize`: the ids that a request with this prompt or these messages starts from."""
     body, fields = await read_body(request, TokenizeRequest)
     context.check_model(fields.model)
@@ -47,19 +46,14 @@ async def tokenize(context: ServingContext, request: Request) -> dict[str, Any]:
     strings = None
     if fields.return_token_strs:
         strings = await context.work_on_text(request, lambda: tokenizer.token_strings(ids), len(body))
-    return {
-        "count": len(ids),
-        "max_model_len": context.backend.max_model_len,
-        "tokens": ids,
-        "token_strs": strings,
-    }
+    return Tokenized(len(ids), context.backend.max_model_len, ids, strings)
 
 
-async def detokenize(context: ServingContext, request: Request) -> dict[str, Any]:
+async def detokenize(context: ServingContext, request: Request) -> Detokenized:
     """Body of `POST /detokenize`: the text of token ids, special tokens included."""
     body, fields = await read_body(request, DetokenizeRequest)
     context.check_model(fields.model)
     context.prompt_limit("tokens").check(len(fields.tokens))
     check_token_ids(fields.tokens, context.tokenizer.vocab_size, param="tokens")
     text = await context.work_on_text(request, lambda: context.tokenizer.decode(fields.tokens), len(body))
-    return {"prompt": text}
+    return Detokenized(text)

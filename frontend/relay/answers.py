@@ -9,10 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import orjson
-
 from tandem.protocol.sampling import MAX_COUNT
-from tandem.router.engines.bounded_json import loads
+from tandem.router.engines.bounded_json import NotJson, loads
 from tandem.router.engines.errors import EngineBusy, EngineFailed
 
 __all__ = ["as_count", "as_dict", "error_text", "parse_answer"]
@@ -39,7 +37,7 @@ def parse_answer(
     _check_status(engine, status, headers, content)
     try:
         answer = loads(content)
-    except orjson.JSONDecodeError as exc:
+    except NotJson as exc:
         raise EngineFailed(engine, f"answered {status} with something that is no JSON") from exc
     if not isinstance(answer, dict) or (status == 200 and not is_answer(answer)):
         raise EngineFailed(engine, f"answered {status} with something else than an answer")
@@ -96,6 +94,6 @@ def _message(content: bytes) -> str:
     """The error message in an answer's body."""
     try:
         body = loads(content)
-    except orjson.JSONDecodeError:
+    except NotJson:
         return error_text(content[: 4 * MAX_ERROR_CHARS].decode(errors="replace"))
     return error_text(body.get("error", body) if isinstance(body, dict) else body)

@@ -15,8 +15,6 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
-import orjson
-
 from tandem.frontend.http.metrics import EdgeMetrics
 from tandem.frontend.http.response_writer import ResponseWriter
 from tandem.frontend.relay.answers import error_text, parse_answer
@@ -28,7 +26,7 @@ from tandem.frontend.relay.observer import AttemptObserver
 from tandem.frontend.relay.prefill_leg import PrefillLeg, decode_leg_body, meeting_of
 from tandem.frontend.relay.stream_ledger import StreamLedger
 from tandem.frontend.relay.stream_relay import Rewrite, StreamRelay
-from tandem.router.engines.bounded_json import Outline
+from tandem.router.engines.bounded_json import NotJson, Outline, dumps
 from tandem.router.engines.dispatcher import EngineReservation, EngineTarget
 from tandem.router.engines.errors import AdapterGone, EngineBusy, EngineFailed, EngineTimeout
 from tandem.router.engines.upstream import Reply
@@ -233,8 +231,8 @@ class EngineAttempt:
             self._reply.close()
             self._reply = None
         try:
-            content = orjson.dumps(body)
-        except orjson.JSONEncodeError as exc:  # the client's body can be sent, so the other engine's answer is to blame
+            content = dumps(body)
+        except NotJson as exc:  # the client's body can be sent, so the other engine's answer is to blame
             raise EngineFailed(self.target.prefill, "returned kv_transfer_params that cannot be sent on") from exc
         with engine_errors(engine.name):
             request_id = self._request.routing.request_id
@@ -270,8 +268,8 @@ class EngineAttempt:
         if self._prefill_usage is not None and is_whole and isinstance(usage := answer.get("usage"), dict):
             answer = answer | {"usage": self._api.pair_usage(usage, self._prefill_usage)}
             try:
-                self.content = orjson.dumps(answer)
-            except orjson.JSONEncodeError as exc:
+                self.content = dumps(answer)
+            except NotJson as exc:
                 raise EngineFailed(engine.name, f"answered with something that cannot be sent on: {exc}") from exc
         self._note_stored(answer)
         self.observer.saw_usage(self._api.usage(answer), is_total=True)
@@ -296,8 +294,8 @@ class EngineAttempt:
         if not isinstance(code, int) or not 400 <= code < 500:
             raise EngineFailed(engine.name, f"failed: {error_text(error)}")
         try:
-            content = orjson.dumps(self._api.error_body(error))
-        except orjson.JSONEncodeError as exc:
+            content = dumps(self._api.error_body(error))
+        except NotJson as exc:
             raise EngineFailed(engine.name, f"answered with something that cannot be sent on: {exc}") from exc
         # Raises for the engine's faults and its load, not for the client's errors.
         parse_answer(engine.name, code, {}, content, self._api.is_answer)

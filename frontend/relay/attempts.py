@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 
-import orjson
+import msgspec
 
 from tandem.frontend.http.metrics import EdgeMetrics
 from tandem.frontend.http.response_writer import ResponseWriter
@@ -246,7 +246,7 @@ class Attempts:
     async def _decode(self, engine: str, token_ids: list[int]) -> str:
         """The text of token ids, as the engine decodes them. Raises `EngineFailed` or `EngineBusy`."""
         timeout_s = self._limits.probe_timeout_s
-        content = orjson.dumps({"model": self._request.routing.model, "tokens": token_ids})
+        content = msgspec.json.encode({"model": self._request.routing.model, "tokens": token_ids})
         try:
             async with asyncio.timeout(timeout_s):
                 with engine_errors(engine):

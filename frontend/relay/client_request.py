@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import orjson
+import msgspec
 
 from tandem.frontend.http.sessions import CONVERSATION_HEADER
 from tandem.frontend.keys.limiter import KeyUse
@@ -51,7 +51,7 @@ class ClientRequest:
         """From now on the prompt is only sent: keep it as JSON. As objects it may take ten times the memory."""
         for name in _PROMPT_FIELDS:
             if isinstance(value := self.body.get(name), (list, dict)):
-                self.body[name] = orjson.Fragment(orjson.dumps(value))
+                self.body[name] = msgspec.Raw(msgspec.json.encode(value))
 
     def body_for(self, engine: EngineSpec) -> dict[str, Any]:
         """The body for an engine. It always asks for usage, which says how many tokens were cached.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
-import orjson
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -33,6 +33,7 @@ from tandem.frontend.relay.connections import EngineConnections
 from tandem.frontend.relay.prompts import ByteTokenReader, PromptReader, cache_salt_of, priority_of
 from tandem.protocol.digest import token_bytes
 from tandem.protocol.errors import ModelNotFound, NoWorker, RequestError, ServingError
+from tandem.router.engines.bounded_json import is_too_deep
 from tandem.router.engines.dispatcher import Dispatcher, DispatchRequest, EngineTarget
 from tandem.router.engines.errors import EngineFailed
 from tandem.scheduling.admission.tenants import CacheScopes
@@ -54,7 +55,6 @@ _ROUTER_FIELDS = frozenset(
 MAX_OUTPUT_TOKENS = 1 << 20  # assumed for a request that sets no limit
 _REQUEST_IDS = ("request_id", "rid")  # the router sets the id
 _MAX_ANSWERS = 2048
-_MAX_BRACKETS = 250  # above it, nesting may be too deep to be encoded again
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -174,7 +174,7 @@ class Forwarder:
             return model, ""
         if model is not None and not isinstance(model, str):
             raise RequestError(
-                f"Invalid value for 'model': expected a string, got {shown(orjson.dumps(model))}.", param="model"
+                f"Invalid value for 'model': expected a string, got {shown(msgspec.json.encode(model))}.", param="model"
             )
         if not known:
             has_engines = bool(self._dispatcher.unknown_engines)
@@ -208,7 +208,7 @@ class Forwarder:
         except ServingError as exc:
             if not writer.has_started:
                 raise
-            last = self._error_event(request, serving_error_body(exc)["error"], is_served=attempt is not None)
+            last = self._error_event(request, _error_of(exc), is_served=attempt is not None)
         await writer.end(last)
         return None
 
@@ -219,12 +219,17 @@ class Forwarder:
         return request.api.events.error(error)
 
 
+def _error_of(exc: ServingError) -> dict[str, Any]:
+    """One of our own errors as an engine would send it."""
+    return msgspec.structs.asdict(serving_error_body(exc).error)
+
+
 def _late_error(attempt: EngineAttempt, content: bytes) -> dict[str, Any]:
     """The error object for a plain answer that comes when a stream has begun: mostly the client's own error."""
     if attempt.status == 200:
         failure = EngineFailed(attempt.target.decode, "answered without a stream")
-        return as_dict(serving_error_body(failure)["error"])
-    answer = as_dict(orjson.loads(content))
+        return _error_of(failure)
+    answer = as_dict(msgspec.json.decode(content))
     return as_dict(answer.get("error")) or answer
 
 
@@ -247,16 +252,15 @@ async def read_object(request: Request) -> tuple[bytes, dict[str, Any]]:
     """The JSON object of a request, raw and decoded. It can be encoded again. Raises `RequestError`."""
     raw = await read_json(request)
     try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as exc:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise RequestError(f"The request body is not valid JSON: {exc}") from exc
+    except RecursionError as exc:
+        raise RequestError("The request body is nested too deeply.") from exc
     if not isinstance(body, dict):
         raise RequestError(f"Invalid request body: expected an object, got {shown(raw.strip())}.")
-    if raw.count(b"[") + raw.count(b"{") > _MAX_BRACKETS:
-        try:
-            orjson.dumps(body)
-        except orjson.JSONEncodeError as exc:
-            raise RequestError("The request body is nested too deeply.") from exc
+    if is_too_deep(body, raw):
+        raise RequestError("The request body is nested too deeply.")
     return raw, body
 
 

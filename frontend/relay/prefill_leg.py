@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import orjson
+import msgspec
 
 from tandem.frontend.relay.answers import parse_answer
 from tandem.frontend.relay.connections import EngineConnection
@@ -51,7 +51,7 @@ class PrefillLeg:
         """`body` is the decode engine's, `trace` as in `Upstream.send`. `timeout_s` is the longest silence."""
         self.engine = engine
         plain = {name: value for name, value in body.items() if name != "stream_options"} | {"stream": False}
-        content = orjson.dumps(plain)
+        content = msgspec.json.encode(plain)
         self._reply: Reply | None = None
         self.task = asyncio.ensure_future(self._run(path, content, request_id, trace, timeout_s))
         self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # marks it as seen

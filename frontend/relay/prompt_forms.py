@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import orjson
+import msgspec
 
 from tandem.frontend.messages.schema import BILLING_HEADER
 
@@ -49,7 +49,7 @@ def input_form(body: Json) -> PromptForm:
 
 def pairs_form(body: Json) -> PromptForm:
     """The form of routes that compute several prompts (texts, or pairs of texts): everything that is not an option."""
-    parts = [orjson.dumps(body[name]).decode() for name in _SEVERAL if body.get(name) is not None]
+    parts = [msgspec.json.encode(body[name]).decode() for name in _SEVERAL if body.get(name) is not None]
     return PromptForm({"prompt": "\n".join(parts)}, is_exact=False)
 
 
@@ -180,7 +180,7 @@ def _as_chat_messages(message: Json) -> list[Json]:
             case "thinking":
                 thoughts.append(block["thinking"])
             case "tool_use":
-                call = {"name": block["name"], "arguments": orjson.dumps(block.get("input") or {}).decode()}
+                call = {"name": block["name"], "arguments": msgspec.json.encode(block.get("input") or {}).decode()}
                 calls.append({"id": block["id"], "type": "function", "function": call})
             case "tool_result" if role == "user":
                 results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": _result_text(block)})

@@ -12,9 +12,9 @@ import logging
 import struct
 from typing import Any, NamedTuple, Protocol
 
-import orjson
+import msgspec
 
-from tandem.frontend.http.decoding import decode_body
+from tandem.frontend.http.json_body import decode_body
 from tandem.frontend.http.wrong_value import shown
 from tandem.frontend.openai.chat import template_messages, template_options
 from tandem.frontend.openai.request_limits import check_messages
@@ -120,7 +120,7 @@ class TokenReader:
         return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens, limit=limit)
 
     def _chat(self, body: dict[str, Any], scope: CacheScope, limit: PromptLimit) -> list[int]:
-        fields = decode_body(orjson.dumps(body), ChatRequest)
+        fields = decode_body(msgspec.json.encode(body), ChatRequest)
         check_messages(fields.messages, fields.chat_template_kwargs)
         messages = template_messages(fields.messages)
         for message, given in zip(messages, body["messages"], strict=True):
@@ -153,7 +153,8 @@ def cache_salt_of(body: dict[str, Any]) -> str:
     salt = body.get("cache_salt")
     if not isinstance(salt, str | None):
         raise RequestError(
-            f"Invalid value for 'cache_salt': expected a string, got {shown(orjson.dumps(salt))}.", param="cache_salt"
+            f"Invalid value for 'cache_salt': expected a string, got {shown(msgspec.json.encode(salt))}.",
+            param="cache_salt",
         )
     check_cache_salt(salt)
     return salt or ""
@@ -186,12 +187,12 @@ def _message_bytes(part: Any) -> bytes:
     """A message or the tools as bytes. Media become their hash, repeated to the length of their estimated tokens."""
     content = part.get("content") if isinstance(part, dict) else None
     if not isinstance(content, list):
-        return orjson.dumps(part)
+        return msgspec.json.encode(part)
     is_text = [not isinstance(item, dict) or item.get("type") in _TEXT_PARTS for item in content]
     texts = [item for item, is_one in zip(content, is_text, strict=True) if is_one]
     media = [item for item, is_one in zip(content, is_text, strict=True) if not is_one]
-    hashes = [hashlib.blake2b(orjson.dumps(item), digest_size=16).digest() for item in media]
-    return b"".join(name * (MEDIA_TOKENS * _BYTES_PER_TOKEN // len(name)) for name in hashes) + orjson.dumps(
+    hashes = [hashlib.blake2b(msgspec.json.encode(item), digest_size=16).digest() for item in media]
+    return b"".join(name * (MEDIA_TOKENS * _BYTES_PER_TOKEN // len(name)) for name in hashes) + msgspec.json.encode(
         part | {"content": texts}
     )
 

@@ -11,10 +11,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import orjson
-
 from tandem.frontend.relay.usage import chat_pair_usage
-from tandem.router.engines.bounded_json import loads
+from tandem.router.engines.bounded_json import NotJson, dumps, loads
 
 __all__ = [
     "PORTION_BYTES",
@@ -94,7 +92,7 @@ class ChunkEvents:
             return SseEvent(raw, None, is_done=True)
         try:
             body = loads(data) if data else None
-        except orjson.JSONDecodeError:
+        except NotJson:
             body = None
         if not isinstance(body, dict):
             return SseEvent(raw, None, is_opaque=bool(data), is_piece=b'"choices"' in data)
@@ -115,11 +113,11 @@ class ChunkEvents:
         """An event that has usage, with the usage of a pair."""
         usage = chat_pair_usage(event.usage or {}, prefill_usage)
         body = (event.body or {}) | {"usage": usage}
-        return replace(event, raw=b"data: " + orjson.dumps(body) + b"\n\n", body=body, usage=usage)
+        return replace(event, raw=b"data: " + dumps(body) + b"\n\n", body=body, usage=usage)
 
     def error(self, error: dict[str, Any]) -> bytes:
         """The event that ends a stream after a failure."""
-        return b"data: " + orjson.dumps({"error": error}) + b"\n\n"
+        return b"data: " + dumps({"error": error}) + b"\n\n"
 
 
 def _is_opening(choices: Any) -> bool:

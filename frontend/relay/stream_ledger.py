@@ -11,11 +11,11 @@ import re
 from array import array
 from typing import Any
 
-import orjson
+import msgspec
 
 from tandem.frontend.relay.answers import as_dict
 from tandem.frontend.relay.sse import PORTION_BYTES, data_of, end_of_event, split_events
-from tandem.router.engines.bounded_json import Outline, loads
+from tandem.router.engines.bounded_json import NotJson, Outline, dumps, loads
 
 __all__ = ["DONE", "StreamLedger", "body_of"]
 
@@ -121,7 +121,7 @@ class StreamLedger:
 
     def _event(self, choices: list[Json], usage: Json | None) -> bytes:
         body = self._head | {"choices": choices}
-        return b"data: " + orjson.dumps(body if usage is None else body | {"usage": usage}) + b"\n\n"
+        return b"data: " + dumps(body if usage is None else body | {"usage": usage}) + b"\n\n"
 
     def _follow(self, raw: bytes) -> bytes:
         if self._is_over:
@@ -143,7 +143,7 @@ class StreamLedger:
         if self._is_restarted:
             if is_role_again:
                 return b""
-            raw = b"data: " + orjson.dumps(body | self._head) + b"\n\n"
+            raw = b"data: " + dumps(body | self._head) + b"\n\n"
         return self._without_ids(raw)
 
     def _without_ids(self, raw: bytes) -> bytes:
@@ -155,7 +155,7 @@ class StreamLedger:
             return False
         text, ids = found.groups()
         try:
-            shown = orjson.loads(b'"%b"' % text) if b"\\" in text else text.decode()
+            shown = msgspec.json.decode(b'"%b"' % text, type=str) if b"\\" in text else text.decode()
             if b"," in ids:
                 self.output_ids.extend(map(int, ids.split(b",")))
             else:
@@ -195,6 +195,6 @@ def body_of(raw: bytes) -> Json | None:
     """The JSON object in one whole event, if there is one."""
     try:
         body = loads(raw[6:] if raw.startswith(b"data: {") and raw.endswith(b"}\n\n") else data_of(raw))
-    except orjson.JSONDecodeError:
+    except NotJson:
         return None
     return body if isinstance(body, dict) else None

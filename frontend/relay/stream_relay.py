@@ -12,8 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-import orjson
-
 from tandem.frontend.http.response_writer import ResponseWriter
 from tandem.frontend.relay.answers import error_text
 from tandem.frontend.relay.engine_errors import engine_errors
@@ -26,7 +24,7 @@ from tandem.frontend.relay.sse import (
     first_event,
     split_events,
 )
-from tandem.router.engines.bounded_json import Outline
+from tandem.router.engines.bounded_json import NotJson, Outline
 from tandem.router.engines.errors import EngineFailed, EngineTimeout
 from tandem.router.engines.upstream import QUICK_BYTES, Reply
 from tandem.runtime.idle_timeout import IdleTimeout
@@ -182,7 +180,7 @@ class StreamRelay:
                 break
             try:
                 visible = self._visible_event(event) if event.has_data else None
-            except orjson.JSONEncodeError as exc:
+            except NotJson as exc:
                 self._failure = EngineFailed(self._engine, f"sent an event that cannot be sent on: {exc}")
                 break
             if visible is not None:

@@ -10,9 +10,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import orjson
-
-from tandem.frontend.http.errors import messages_error_body
+from tandem.frontend.http.errors import messages_error_type
 from tandem.frontend.relay.answers import as_dict
 from tandem.frontend.relay.sse import SseEvent, data_of
 from tandem.frontend.relay.usage import (
@@ -21,7 +19,7 @@ from tandem.frontend.relay.usage import (
     responses_pair_usage,
     responses_usage,
 )
-from tandem.router.engines.bounded_json import loads
+from tandem.router.engines.bounded_json import NotJson, dumps, loads
 
 __all__ = ["MessageEvents", "ResponseEvents"]
 
@@ -47,7 +45,7 @@ class _TypedEvents:
         data = data_of(raw)
         try:
             body = loads(data) if data else None
-        except orjson.JSONDecodeError:
+        except NotJson:
             body = None
         if not isinstance(body, dict):
             return SseEvent(raw, None, is_opaque=bool(data))
@@ -100,7 +98,8 @@ class MessageEvents(_TypedEvents):
 
     def error(self, error: Json) -> bytes:
         """The body of an error response."""
-        return _raw(messages_error_body({"error": error}))
+        shown = error | {"type": messages_error_type(str(error.get("type", "server_error")))}
+        return _raw({"type": "error", "error": shown})
 
     def corrected(self, event: SseEvent, prefill_usage: Json) -> SseEvent:
         """The event with the usage of a pair."""
@@ -116,4 +115,4 @@ def _with_body(event: SseEvent, body: Json, usage: Json) -> SseEvent:
 
 
 def _raw(body: Json) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (str(body.get("type")).encode(), orjson.dumps(body))
+    return b"event: %s\ndata: %s\n\n" % (str(body.get("type")).encode(), dumps(body))

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from tandem.frontend.response_store import ResponseNotFound, ResponseStore
+from tandem.frontend.responses.answer_shapes import InputItems
 from tandem.protocol.errors import RequestError
 
 __all__ = [
@@ -137,7 +138,7 @@ def read_reasoning(opaque: Any) -> str | None:
         return None
 
 
-def input_page(items: list[Json], query: Mapping[str, str]) -> Json:
+def input_page(items: list[Json], query: Mapping[str, str]) -> InputItems:
     """The answer of `/v1/responses/{id}/input_items`: some of the items, by default the newest first."""
     order, after, asked = query.get("order", "desc"), query.get("after"), query.get("limit", "20")
     if order not in ("asc", "desc"):
@@ -151,13 +152,13 @@ def input_page(items: list[Json], query: Mapping[str, str]) -> Json:
         raise RequestError(f"There is no item {after[:100]!r} to list from.", param="after")
     start = 0 if after is None else ids.index(after) + 1
     page = ordered[start : start + limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": start + limit < len(ordered),
-    }
+    return InputItems(
+        object="list",
+        data=page,
+        first_id=page[0]["id"] if page else None,
+        last_id=page[-1]["id"] if page else None,
+        has_more=start + limit < len(ordered),
+    )
 
 
 def _referred(item: Json) -> str | None:

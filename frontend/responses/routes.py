@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tandem.frontend.http.answer_shapes import Deleted
 from tandem.frontend.http.app import RouterApp, json_response
 from tandem.frontend.http.ignored_fields import note_ignored
 from tandem.frontend.http.request_options import tenant_of
 from tandem.frontend.openai.answer import answer_request
 from tandem.frontend.openai.chat import count_prompt_tokens, plan_conversation
-from tandem.frontend.openai.field_names import renamed_fields
 from tandem.frontend.openai.other_fields import unsupported
 from tandem.frontend.openai.planned_answer import PlannedAnswer
 from tandem.frontend.openai.schema import ChatMessage, ChatRequest
-from tandem.frontend.openai.serving_context import ServingContext, read_body
+from tandem.frontend.openai.serving_context import ServingContext, read_body, renamed_fields
 from tandem.frontend.response_store import StoredResponse
+from tandem.frontend.responses.answer_shapes import InputTokens, ResponseObject
 from tandem.frontend.responses.conversation import (
     FIELD_NAMES,
     chat_request,
@@ -74,14 +74,13 @@ def add_responses_routes(app: RouterApp, context: ServingContext) -> None:
     async def list_input_items(request: Request, response_id: str) -> Response:
         """The items that a response was made from."""
         stored = await context.responses.get(response_id, tenant_of(request), "response_id")
-        page = input_page(stored.input, request.query_params)
-        return Response(msgspec.json.encode(page), media_type="application/json")
+        return json_response(input_page(stored.input, request.query_params))
 
     @app.delete("/v1/responses/{response_id}")
     async def delete_response(request: Request, response_id: str) -> Response:
         """Forget a response."""
         await context.responses.delete(response_id, tenant_of(request), "response_id")
-        return json_response({"id": response_id, "object": "response", "deleted": True})
+        return json_response(Deleted(response_id, "response", deleted=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +127,12 @@ async def _read(context: ServingContext, request: Request) -> _Conversation:
     return _Conversation(asked, earlier, given, kept_id, tools, len(body) + num_kept_bytes)
 
 
-async def _count_input_tokens(context: ServingContext, request: Request) -> Json:
+async def _count_input_tokens(context: ServingContext, request: Request) -> InputTokens:
     conversation = await _read(context, request)
     with renamed_fields(conversation.field_names):
         fields = conversation.chat_request(conversation.messages)
         num_tokens = await count_prompt_tokens(context, request, fields, conversation.num_bytes)
-    return {"object": "response.input_tokens", "input_tokens": num_tokens}
+    return InputTokens("response.input_tokens", num_tokens)
 
 
 async def _create(context: ServingContext, request: Request) -> Response:
@@ -141,12 +140,12 @@ async def _create(context: ServingContext, request: Request) -> Response:
     conversation = await _read(context, request)
     asked, messages = conversation.asked, conversation.messages
 
-    async def keep(response: Json) -> None:
+    async def keep(response: ResponseObject) -> None:
         if asked.store is not False:
-            items = [*conversation.earlier, *with_ids(conversation.given), *response["output"]]
-            name = answer.choices[0].request.conversation_id or response["id"]
-            body, kept = orjson.dumps(response), msgspec.json.encode(items)
-            await _keep(context, StoredResponse(response["id"], tenant_of(request), body, kept, name))
+            items = [*conversation.earlier, *with_ids(conversation.given), *response.output]
+            name = answer.choices[0].request.conversation_id or response.id
+            body, kept = msgspec.json.encode(response), msgspec.json.encode(items)
+            await _keep(context, StoredResponse(response.id, tenant_of(request), body, kept, name))
 
     answer_format = ResponsesFormat(asked, conversation.tools, keep)
 

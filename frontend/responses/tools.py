@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from pydantic_core import from_json
 
-from tandem.frontend.http.decoding import decode_body
 from tandem.frontend.http.ignored_fields import note_ignored
+from tandem.frontend.http.json_body import decode_body
 from tandem.frontend.openai.other_fields import unsupported
 from tandem.frontend.openai.tool_fields import FunctionName, NamedToolChoice, Tool, ToolFunction
 from tandem.frontend.responses.schema import CustomFormat, CustomTool, FunctionTool, NamespaceTool

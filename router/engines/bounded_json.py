@@ -1,7 +1,7 @@
 """JSON of an engine, read in a time that its content cannot stretch.
 
-orjson takes up to 150 ms for a megabyte of tiny lists, and the whole process waits meanwhile, its other threads too. So
-a large text with many values is only outlined: msgspec skips what is not asked for in 3 ms for a megabyte, whatever it
+Reading a megabyte of tiny lists takes up to 150 ms, and the whole process waits meanwhile, its other threads too. So a
+large text with many values is only outlined: msgspec skips what is not asked for in 3 ms for a megabyte, whatever it
 contains. The router forwards answers as bytes, so it misses nothing but the inside of the largest fields.
 """
 
@@ -10,14 +10,18 @@ from __future__ import annotations
 from typing import Any, Final
 
 import msgspec
-import orjson
 
-__all__ = ["LARGE", "Outline", "loads"]
+__all__ = ["LARGE", "MAX_DEPTH", "NotJson", "Outline", "dumps", "is_too_deep", "loads"]
 
 WHOLE_BYTES = 64 * 1024  # a text up to here is always read whole, in a millisecond or two
 OUTLINED_BYTES = 8 * 1024 * 1024  # a text from here on is never read whole
 MAX_BRACKETS = 1 << 15  # lists and objects of others that are read whole, brackets within strings included
 MAX_COMMAS = 1 << 20  # the ids of a prompt of a million tokens
+MAX_DEPTH = 254  # levels of lists and objects that are sent on
+
+
+class NotJson(ValueError):
+    """It cannot be read as JSON, or not be written as JSON again."""
 
 
 class _LargeValue:
@@ -61,8 +65,36 @@ _fields_of = msgspec.json.Decoder(_Fields)
 
 
 def loads(text: bytes) -> Any:
-    """As `orjson.loads`, but an `Outline` of a large text of many values. Raises `orjson.JSONDecodeError`."""
-    return orjson.loads(text) if _is_light(text) else _outline(text)
+    """The value of a text; an `Outline` if it is large and has many values. Raises `NotJson`."""
+    return _whole(text) if _is_light(text) else _outline(text)
+
+
+def dumps(value: Any) -> bytes:
+    """The text of a value that is sent on. Raises `NotJson` for an outline, and for what is nested too deeply."""
+    try:
+        text = msgspec.json.encode(value)
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise NotJson(str(exc)) from exc
+    if is_too_deep(value, text):
+        raise NotJson(f"it is nested more than {MAX_DEPTH} levels deep")
+    return text
+
+
+def is_too_deep(value: Any, text: bytes) -> bool:
+    """Whether the lists and objects of a value have more than `MAX_DEPTH` levels. `text` is its JSON."""
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
+        return False
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            one
+            for each in level
+            for one in (each.values() if isinstance(each, dict) else each)
+            if type(one) is dict or type(one) is list  # half of the time of `isinstance`
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _is_light(text: bytes) -> bool:
@@ -71,17 +103,24 @@ def _is_light(text: bytes) -> bool:
     return text.count(b"[") + text.count(b"{") <= MAX_BRACKETS and text.count(b",") <= MAX_COMMAS
 
 
+def _whole(text: bytes) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise NotJson(str(exc)) from exc
+
+
 def _outline(text: bytes) -> Outline:
     try:
         fields = _fields_of.decode(text)
-    except (msgspec.DecodeError, RecursionError) as exc:
-        raise orjson.JSONDecodeError(str(exc), "", 0) from exc
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise NotJson(str(exc)) from exc
     found = {name: getattr(fields, name) for name in fields.__struct_fields__}
     return Outline({name: _value(name, raw) for name, raw in found.items() if len(raw)})
 
 
 def _value(name: str, raw: msgspec.Raw) -> Any:
     if len(raw) <= WHOLE_BYTES:
-        return orjson.loads(bytes(raw))
+        return _whole(bytes(raw))
     is_object = name in _NESTED and bytes(memoryview(raw)[:1]) == b"{"
     return _outline(bytes(raw)) if is_object else LARGE

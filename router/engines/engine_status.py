@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import orjson
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from tandem.router.engines.bounded_json import loads
+from tandem.router.engines.bounded_json import NotJson, dumps, loads
 
 __all__ = [
     "CacheSize",
@@ -186,7 +185,7 @@ def vllm_gives_token_ids(version: bytes) -> bool:
     """
     try:
         told = loads(version)
-    except orjson.JSONDecodeError:
+    except NotJson:
         return False
     found = _VERSION.match(str(told.get("version"))) if isinstance(told, dict) else None
     if found is None:
@@ -199,8 +198,8 @@ def _capabilities(card: dict[str, Any]) -> dict[str, Any] | None:
     """The capabilities on a card, unless they are larger than any sensible ones."""
     found = card.get("capabilities")
     try:
-        is_usable = isinstance(found, dict) and len(orjson.dumps(found)) <= MAX_CAPABILITIES_CHARS
-    except orjson.JSONEncodeError:  # it could not be shown to clients
+        is_usable = isinstance(found, dict) and len(dumps(found)) <= MAX_CAPABILITIES_CHARS
+    except NotJson:  # it could not be shown to clients
         is_usable = False
     return found if is_usable else None
 

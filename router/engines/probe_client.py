@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import orjson
+import msgspec
 
 from tandem.router.engines.addresses import Resolve
 from tandem.router.engines.upstream import AnswerTooLarge, Unreachable, Upstream
@@ -58,7 +58,7 @@ class ProbeClient:
 
     async def send(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> ProbeAnswer:
         """As `get`, by any method, with a body as JSON."""
-        content = b"" if body is None else orjson.dumps(body)
+        content = b"" if body is None else msgspec.json.encode(body)
         # NOTE: not `asyncio.timeout`, which would expire at once after a pause of this process itself.
         request = asyncio.create_task(self._answer(method, path, content))
         try:

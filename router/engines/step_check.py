@@ -10,9 +10,7 @@ import asyncio
 import enum
 from typing import Any
 
-import orjson
-
-from tandem.router.engines.bounded_json import loads
+from tandem.router.engines.bounded_json import NotJson, loads
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.probe_client import ProbeClient, ProbeFailed
 
@@ -80,6 +78,6 @@ def _questions(spec: EngineSpec) -> list[tuple[str, str, dict[str, Any] | None]]
 def _has_choices(content: bytes) -> bool:
     try:
         answer = loads(content)
-    except orjson.JSONDecodeError:
+    except NotJson:
         return False
     return isinstance(answer, dict) and bool(answer.get("choices"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import orjson
+import msgspec
 import pytest
 
 from benchmarks.common import free_port, launched
@@ -72,7 +72,7 @@ async def one_stream(
         async for line in response.aiter_lines():
             if not line.startswith("data: {"):
                 continue
-            event = orjson.loads(line[6:])
+            event = msgspec.json.decode(line[6:])
             seen["error"] = seen["error"] or event.get("error")
             if usage := event.get("usage"):
                 seen["usage"] = usage["prompt_tokens"], usage["completion_tokens"]

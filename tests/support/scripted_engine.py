@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
+import msgspec
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from tests.support.fake_openai import FakeServer
@@ -175,7 +175,7 @@ class ScriptedEngine:
         text = self.script.decode(self.script.ids)
         said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
         usage = {"prompt_tokens": 3, "completion_tokens": len(self.script.pieces)}
-        yield orjson.dumps({"choices": [said | {"index": 0, "finish_reason": "stop"}], "usage": usage})
+        yield msgspec.json.encode({"choices": [said | {"index": 0, "finish_reason": "stop"}], "usage": usage})
 
 
 def script_on(fake: FakeServer, script: Script, **behaviour: Any) -> ScriptedEngine:
@@ -191,4 +191,4 @@ def script_on(fake: FakeServer, script: Script, **behaviour: Any) -> ScriptedEng
 
 
 def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(body) + b"\n\n"
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tandem.frontend.http.eager import EagerAwaitable
+from tandem.frontend.http.response_writer import EagerAwaitable
 
 
 class Work:

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.frontend.http.decoding import decode_body
 from tandem.frontend.http.ignored_fields import begin_ignored
+from tandem.frontend.http.json_body import decode_body
 from tandem.frontend.messages.context_edits import CLEARED, Edited, edited, known_edits, least_trigger
 from tandem.frontend.messages.schema import MessagesRequest
 

@@ -7,8 +7,8 @@ import anthropic.types.beta as anthropic_beta
 import msgspec
 import pytest
 
-from tandem.frontend.http.decoding import decode_body
 from tandem.frontend.http.ignored_fields import begin_ignored
+from tandem.frontend.http.json_body import decode_body
 from tandem.frontend.messages.conversation import chat_prompt, chat_request
 from tandem.frontend.messages.schema import CountTokensRequest, MessagesRequest
 from tandem.frontend.openai.chat import template_messages

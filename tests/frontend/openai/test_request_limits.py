@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tandem.frontend.http.decoding import LARGE_BODY_BYTES, decode_body
+from tandem.frontend.http.json_body import LARGE_BODY_BYTES, decode_body
 from tandem.frontend.openai import request_limits
 from tandem.frontend.openai.schema import CompletionRequest
 from tandem.text.stop_strings import StopStrings

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.frontend.http.decoding import decode_body
+from tandem.frontend.http.json_body import decode_body
 from tandem.frontend.openai.sampling import sampling_params
 from tandem.frontend.openai.schema import CompletionRequest
 from tandem.protocol.errors import RequestError

@@ -186,12 +186,12 @@ async def test_special_tokens_are_spelled_and_take_no_room_unless_the_text_has_t
         prompt = ScoredPrompt(token_ids, text, 0, tokenizer)
         size = 4 * (len(token_ids) - 1)
         await prompt.fill(PromptLogprobs(bytes(size), b"", b""))
-        assert "".join(prompt.logprobs["tokens"]) == "<s>" + text
-        ends = [*prompt.logprobs["text_offset"][1:], len(text)]
-        shown = [text[start:end] for start, end in zip(prompt.logprobs["text_offset"], ends, strict=True)]
+        assert "".join(prompt.logprobs.tokens) == "<s>" + text
+        ends = [*prompt.logprobs.text_offset[1:], len(text)]
+        shown = [text[start:end] for start, end in zip(prompt.logprobs.text_offset, ends, strict=True)]
         assert "".join(shown) == text
     ids = tokenizer.encode("é", add_special_tokens=False)
     cut = tokenizer.encode("€", add_special_tokens=False)[:1]  # the first byte of a character
     prompt = ScoredPrompt([*ids, *cut], tokenizer.decode([*ids, *cut]), 0, tokenizer)
     await prompt.fill(PromptLogprobs(bytes(4 * len([*ids, *cut]) - 4), b"", b""))
-    assert "".join(prompt.logprobs["tokens"]) == "é\ufffd"
+    assert "".join(prompt.logprobs.tokens) == "é\ufffd"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,7 +52,7 @@ def test_no_body_breaks_what_is_read_of_it(body: dict[str, Any]) -> None:
         assert api.max_tokens(body) is None or api.max_tokens(body)
         assert api.can_hand_over(body) in (True, False)
         assert isinstance(api.stored_before(body), str)
-        orjson.dumps(api.prefill_body(body))
+        msgspec.json.encode(api.prefill_body(body))
 
 
 @given(BODIES)
@@ -68,6 +68,6 @@ def test_no_answer_breaks_what_is_read_of_it(answer: dict[str, Any]) -> None:
         usage = api.usage(answer)
         api.pair_usage(answer["usage"] if isinstance(answer.get("usage"), dict) else {}, usage)
         assert isinstance(api.stored_id({}, answer), str)
-        event = api.events.parse(b"event: x\ndata: " + orjson.dumps(answer) + b"\n\n")
+        event = api.events.parse(b"event: x\ndata: " + msgspec.json.encode(answer) + b"\n\n")
         if event.usage is not None:
             assert api.events.corrected(event, usage).usage is not None

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
+import msgspec
 import pytest
 
 from tandem.frontend.relay.answers import error_text
@@ -15,6 +15,7 @@ from tandem.router.engines.bounded_json import (
     MAX_COMMAS,
     OUTLINED_BYTES,
     WHOLE_BYTES,
+    NotJson,
     Outline,
     loads,
 )
@@ -24,15 +25,15 @@ LISTS: list[Any] = [[]] * (MAX_BRACKETS + 1)
 
 @pytest.fixture
 def read_whole(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the texts that are given to orjson."""
+    """Sizes of the texts that are read whole."""
     sizes: list[int] = []
 
     def recorded(text: bytes) -> Any:
         sizes.append(len(text))
         return whole_loads(text)
 
-    whole_loads = orjson.loads
-    monkeypatch.setattr(bounded_json.orjson, "loads", recorded)
+    whole_loads = bounded_json._whole
+    monkeypatch.setattr(bounded_json, "_whole", recorded)
     return sizes
 
 
@@ -42,7 +43,7 @@ def read_whole(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ids=["small", "list", "brackets in text", "numbers", "long text"],
 )
 def test_usual_answers_are_read_whole(value: Any) -> None:
-    found = loads(orjson.dumps(value))
+    found = loads(msgspec.json.encode(value))
     assert (found, isinstance(found, Outline)) == (value, False)
 
 
@@ -51,7 +52,7 @@ def test_usual_answers_are_read_whole(value: Any) -> None:
 )
 def test_of_many_values_only_the_small_known_fields_are_read(more: Any, read_whole: list[int]) -> None:
     usage, kept = {"prompt_tokens": 3}, {"remote_block_ids": [1]}
-    text = orjson.dumps(
+    text = msgspec.json.encode(
         {"id": "r", "choices": more, "usage": usage, "kv_transfer_params": kept, "x": more, "error": None}
     )
     expected = {"id": "r", "choices": LARGE, "usage": usage, "kv_transfer_params": kept, "error": None}
@@ -62,7 +63,7 @@ def test_of_many_values_only_the_small_known_fields_are_read(more: Any, read_who
 
 
 def test_what_is_large_within_usage_or_an_error_is_not_shown(read_whole: list[int]) -> None:
-    found = loads(orjson.dumps({"error": {"message": LISTS}, "usage": {"x": LISTS}}))
+    found = loads(msgspec.json.encode({"error": {"message": LISTS}, "usage": {"x": LISTS}}))
     assert found == {"error": LARGE, "usage": LARGE}
     assert error_text(found["error"]) == "a value too large to be read"
     assert not read_whole
@@ -71,7 +72,7 @@ def test_what_is_large_within_usage_or_an_error_is_not_shown(read_whole: list[in
 def test_the_last_event_of_a_large_response_has_its_usage() -> None:
     usage = {"input_tokens": 5, "output_tokens": 2}
     body = {"type": "response.completed", "response": {"id": "resp_1", "output": LISTS, "usage": usage}}
-    event = ResponseEvents().parse(b"event: response.completed\ndata: " + orjson.dumps(body) + b"\n\n")
+    event = ResponseEvents().parse(b"event: response.completed\ndata: " + msgspec.json.encode(body) + b"\n\n")
     assert event.is_done
     assert event.usage is not None
     assert (event.usage["prompt_tokens"], event.usage["completion_tokens"]) == (5, 2)
@@ -84,7 +85,7 @@ def test_the_last_event_of_a_large_response_has_its_usage() -> None:
     ids=["no end", "no object", "deep"],
 )
 def test_large_texts_that_are_no_object_are_no_json(text: bytes) -> None:
-    with pytest.raises(orjson.JSONDecodeError):
+    with pytest.raises(NotJson):
         loads(text)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-import orjson
+import msgspec
 import pytest
 
 from tandem.frontend.relay.apis import APIS
@@ -28,8 +28,8 @@ BODY: dict[str, Any] = {
 def test_a_packed_prompt_is_sent_as_it_was_and_kept_as_bytes(api: Any) -> None:
     routing = SimpleNamespace(cache_scope="tenant", adapter="", model="m", is_stream=True)
     request = ClientRequest(api=api, body=dict(BODY), routing=cast(Any, routing), arrived_s=0.0)
-    sent = orjson.dumps(request.body_for(ENGINE))
+    sent = msgspec.json.encode(request.body_for(ENGINE))
     request.pack()
-    assert orjson.dumps(request.body_for(ENGINE)) == sent
-    assert orjson.loads(orjson.dumps(api.prefill_body(request.body)))["messages"] == BODY["messages"]
+    assert msgspec.json.encode(request.body_for(ENGINE)) == sent
+    assert msgspec.json.decode(msgspec.json.encode(api.prefill_body(request.body)))["messages"] == BODY["messages"]
     assert [name for name, value in request.body.items() if isinstance(value, (list, dict))] == ["stream_options"]

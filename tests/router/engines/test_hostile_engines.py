@@ -6,7 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import orjson
+import msgspec
 import pytest
 from fastapi.responses import Response, StreamingResponse
 
@@ -87,7 +87,7 @@ async def test_an_answer_of_many_values_is_passed_on_unchanged_and_its_usage_cou
 
 @pytest.mark.parametrize("status", [400, 500])
 async def test_an_error_of_many_values_is_shown_in_part(fake_a: FakeServer, status: int) -> None:
-    content = orjson.dumps({"error": {"message": LISTS, "code": status}})
+    content = msgspec.json.encode({"error": {"message": LISTS, "code": status}})
     fake_a.replies[COMPLETIONS] = lambda *_: Response(content, status, media_type="application/json")
     async with routing(spec_of(fake_a, "a")) as router:
         answer = await router.client.post(COMPLETIONS, json=completion())

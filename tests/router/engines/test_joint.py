@@ -8,7 +8,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-import orjson
+import msgspec
 import pytest
 
 from tandem.frontend.relay.apis import APIS, CHAT, COMPLETIONS
@@ -76,7 +76,7 @@ async def run(script: Script, body: dict[str, Any], deaths: Iterable[int], *, is
 
 def seen(shown: bytes) -> dict[str, Any]:
     """What a client reads in a stream: text, finish reasons, usage, and the form of its events."""
-    bodies = [orjson.loads(raw[6:]) for raw in shown.split(b"\n\n")[:-2]]
+    bodies = [msgspec.json.decode(raw[6:]) for raw in shown.split(b"\n\n")[:-2]]
     choices = [body["choices"][0] for body in bodies if body["choices"]]
     pieces = [choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices]
     return {
@@ -265,5 +265,5 @@ def test_an_unlimited_completion_has_16_tokens() -> None:
 )
 def test_events_with_more_than_text_and_ids_are_a_flaw(choice: dict[str, Any], flaw: str) -> None:
     ledger = new_ledger(is_chat=True)
-    ledger.follow(b"data: " + orjson.dumps({"id": "x", "choices": [choice]}) + b"\n\n")
+    ledger.follow(b"data: " + msgspec.json.encode({"id": "x", "choices": [choice]}) + b"\n\n")
     assert flaw in ledger.flaw

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import orjson
+import msgspec
 import pytest
 
 from tandem.protocol.config import RouterConfig
@@ -33,7 +33,7 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     """The events of a stream, without the pings of one that was silent for long."""
     parts = [part for part in response.text.split("\n\n")[:-1] if not part.startswith(":")]
     raws = [part.removeprefix("data: ") for part in parts]
-    return [orjson.loads(raw) for raw in raws if raw != "[DONE]"]
+    return [msgspec.json.decode(raw) for raw in raws if raw != "[DONE]"]
 
 
 def text_of(response: httpx.Response) -> str:

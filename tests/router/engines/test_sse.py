@@ -127,6 +127,10 @@ def test_parts_of_typed_events() -> None:
     assert messages.parse(b"data: [DONE]\n\n").body is None
     again = messages.parse(messages.error({"type": "server_error", "message": "x", "code": "y"}))
     assert again.error == {"type": "api_error", "message": "x", "code": "y"}
+    assert messages.parse(messages.error({"message": "an engine's"})).error == {
+        "message": "an engine's",
+        "type": "api_error",
+    }
 
 
 class _Scanned:

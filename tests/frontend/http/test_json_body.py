@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.frontend.http.decoding import decode_body
+from tandem.frontend.http.json_body import decode_body
 from tandem.frontend.messages.schema import MessagesRequest
 from tandem.frontend.openai.schema import ChatRequest, CompletionRequest, PinFields
 from tandem.frontend.responses.schema import ResponsesRequest
