@@ -26,6 +26,7 @@ from tandem.text.tokenizer import Tokenizer
 from tests.support.dashboard_world import DashboardWorld
 from tests.support.streams import GeneratorStream
 
+Client = httpx.AsyncClient
 Step = TokenDelta | Exception | asyncio.Event
 
 

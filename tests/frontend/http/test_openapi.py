@@ -26,7 +26,7 @@ from tandem.frontend.serve_operations import SERVE_OPERATIONS
 from tandem.protocol.config import RouterConfig
 from tandem.text.tokenizer import Tokenizer
 from tests.support.apps import route_app, serve_app
-from tests.support.fake_backend import FakeBackend, closing, make_app
+from tests.support.fake_backend import Client, FakeBackend, closing, make_app
 from tests.support.keys import api_keys_of
 from tests.support.toy_tokenizer import build_tokenizer
 
@@ -201,33 +201,32 @@ async def test_answers_and_events_have_the_documented_shape(tmp_path: Path, path
     conforms(wrong.json(), MessagesError if path == "/v1/messages" else Error)
 
 
-async def test_the_other_answers_have_the_documented_shape(tokenizer: Tokenizer) -> None:
-    async with closing(FakeBackend(tokenizer)) as client:
-        stored = (await client.post("/v1/responses", json={"input": "hi"})).json()["id"]
-        pin = (await client.post("/v1/cache/pin", json={"prompt": "hi"})).json()["id"]
-        asked: list[tuple[str, str, str, Any]] = [
-            ("POST", "/tokenize", "", {"prompt": "hi", "return_token_strs": True}),
-            ("POST", "/detokenize", "", {"tokens": [1]}),
-            ("POST", "/v1/messages/count_tokens", "", CHAT),
-            ("POST", "/v1/responses/input_tokens", "", {"input": "hi"}),
-            ("POST", "/v1/cache/pin", "", {"prompt": "hi"}),
-            ("GET", "/v1/cache/pins", "", None),
-            ("POST", "/v1/cache/prefetch", "", {"id": pin}),
-            ("POST", "/v1/cache/unpin", "", {"id": pin}),
-            ("GET", "/v1/models", "", None),
-            ("GET", "/v1/models/{model_id:path}", "/v1/models/org/toy", None),
-            ("GET", "/v1/responses/{response_id}", f"/v1/responses/{stored}", None),
-            ("GET", "/v1/responses/{response_id}/input_items", f"/v1/responses/{stored}/input_items", None),
-            ("DELETE", "/v1/responses/{response_id}", f"/v1/responses/{stored}", None),
-            ("POST", "/v1/pools/check", "", None),
-            ("POST", "/v1/pools/migrate", "", {"worker": "d"}),
-            ("GET", "/health", "", None),
-            ("GET", "/version", "", None),
-        ]
-        for method, route, path, body in asked:
-            response = await client.request(method, path or route, json=body)
-            assert response.status_code == 200, (route, response.text)
-            conforms(response.json(), SERVE_OPERATIONS[method, route].answer)
+async def test_the_other_answers_have_the_documented_shape(client: Client) -> None:
+    stored = (await client.post("/v1/responses", json={"input": "hi"})).json()["id"]
+    pin = (await client.post("/v1/cache/pin", json={"prompt": "hi"})).json()["id"]
+    asked: list[tuple[str, str, str, Any]] = [
+        ("POST", "/tokenize", "", {"prompt": "hi", "return_token_strs": True}),
+        ("POST", "/detokenize", "", {"tokens": [1]}),
+        ("POST", "/v1/messages/count_tokens", "", CHAT),
+        ("POST", "/v1/responses/input_tokens", "", {"input": "hi"}),
+        ("POST", "/v1/cache/pin", "", {"prompt": "hi"}),
+        ("GET", "/v1/cache/pins", "", None),
+        ("POST", "/v1/cache/prefetch", "", {"id": pin}),
+        ("POST", "/v1/cache/unpin", "", {"id": pin}),
+        ("GET", "/v1/models", "", None),
+        ("GET", "/v1/models/{model_id:path}", "/v1/models/org/toy", None),
+        ("GET", "/v1/responses/{response_id}", f"/v1/responses/{stored}", None),
+        ("GET", "/v1/responses/{response_id}/input_items", f"/v1/responses/{stored}/input_items", None),
+        ("DELETE", "/v1/responses/{response_id}", f"/v1/responses/{stored}", None),
+        ("POST", "/v1/pools/check", "", None),
+        ("POST", "/v1/pools/migrate", "", {"worker": "d"}),
+        ("GET", "/health", "", None),
+        ("GET", "/version", "", None),
+    ]
+    for method, route, path, body in asked:
+        response = await client.request(method, path or route, json=body)
+        assert response.status_code == 200, (route, response.text)
+        conforms(response.json(), SERVE_OPERATIONS[method, route].answer)
     structs = {one for one in SERVE_OPERATIONS if not isinstance(SERVE_OPERATIONS[one].answer, dict | None)}
     tried = {(method, route) for method, route, *_ in asked} | {("POST", path) for path, _ in BODIES}
     assert structs - tried == {("GET", "/ready")}, "its fake has no worker"
@@ -251,7 +250,7 @@ def fits(schema: Any, value: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", EXACTLY_ONE)
-async def test_exactly_one_is_a_rule_of_the_schema_and_of_the_server(name: str, tokenizer: Tokenizer) -> None:
+async def test_exactly_one_is_a_rule_of_the_schema_and_of_the_server(name: str, client: Client) -> None:
     texts: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "conversation_id": "c"}
     names = EXACTLY_ONE[name]
     given: list[tuple[bool, Any]] = [(True, {one: texts[one]}) for one in names]
@@ -259,12 +258,10 @@ async def test_exactly_one_is_a_rule_of_the_schema_and_of_the_server(name: str, 
     given += [(False, {one: texts[one] for one in pair}) for pair in itertools.combinations(names, 2)]
     given += [(False, {}), (False, dict.fromkeys(names))]
     path = {"TokenizeRequest": "/tokenize", "PinFields": "/v1/cache/pin"}[name]
-    backend = FakeBackend(tokenizer)
-    async with closing(backend) as client:
-        for is_right, value in given:
-            assert fits({"$ref": f"#/components/schemas/{name}"}, value) == is_right, value
-            error = (await client.post(path, json=value)).json().get("error") or {"message": ""}
-            assert ("exactly one of" in error["message"]) == (not is_right), (value, error)
+    for is_right, value in given:
+        assert fits({"$ref": f"#/components/schemas/{name}"}, value) == is_right, value
+        error = (await client.post(path, json=value)).json().get("error") or {"message": ""}
+        assert ("exactly one of" in error["message"]) == (not is_right), (value, error)
 
 
 # -- the page

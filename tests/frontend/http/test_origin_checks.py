@@ -6,8 +6,7 @@ import pytest
 
 from tandem.frontend.http.origin_checks import CallerNotAllowed, check_host_and_origin, hosts_allowed
 from tandem.protocol.config import RouterConfig
-from tandem.text.tokenizer import Tokenizer
-from tests.support.fake_backend import FakeBackend, closing
+from tests.support.fake_backend import Client, FakeBackend
 
 COMPLETIONS = "/v1/completions"
 OWN = frozenset({"localhost"})
@@ -108,8 +107,7 @@ def test_a_page_may_change_something_only_if_its_origin_is_allowed(
                 check_host_and_origin(headers, method, COMPLETIONS, OWN, origins)
 
 
-async def test_what_a_page_can_send_without_preflight_reaches_no_worker(tokenizer: Tokenizer) -> None:
-    backend = FakeBackend(tokenizer)
+async def test_what_a_page_can_send_without_preflight_reaches_no_worker(backend: FakeBackend, client: Client) -> None:
     body = b'{"prompt": "a"}'
     json_type = {"content-type": "application/json"}
     attempts: list[tuple[dict[str, str], int]] = [
@@ -123,23 +121,22 @@ async def test_what_a_page_can_send_without_preflight_reaches_no_worker(tokenize
         (json_type | {"origin": "null"}, 403),
         (json_type | {"origin": "http://rebound.example:8000", "host": "rebound.example:8000"}, 403),
     ]
-    async with closing(backend) as client:
-        for path in (COMPLETIONS, "/v1/route/explain", "/v1/cache/pin", "/tokenize"):
-            for headers, status in attempts:
-                response = await client.post(path, content=body, headers=headers)
-                assert (path, headers, response.status_code) == (path, headers, status)
-                assert "access-control-allow-origin" not in response.headers
-                if status == 415:
-                    assert "-H 'Content-Type: application/json'" in response.json()["error"]["message"]
-        preflight = {"origin": "http://page.example", "access-control-request-method": "POST"}
-        refused = await client.options(COMPLETIONS, headers=preflight)
-        assert refused.status_code == 400
-        assert refused.json()["error"]["message"] == (
-            "Pages of 'http://page.example' may not call this server; start it with --cors-allow-origins to allow them."
-        )
-        assert "access-control-allow-origin" not in refused.headers
-        assert backend.requests == []
-        assert (await client.post(COMPLETIONS, content=body, headers=json_type)).status_code == 200
-        own = json_type | {"origin": "http://localhost"}
-        assert (await client.post(COMPLETIONS, content=body, headers=own)).status_code == 200
+    for path in (COMPLETIONS, "/v1/route/explain", "/v1/cache/pin", "/tokenize"):
+        for headers, status in attempts:
+            response = await client.post(path, content=body, headers=headers)
+            assert (path, headers, response.status_code) == (path, headers, status)
+            assert "access-control-allow-origin" not in response.headers
+            if status == 415:
+                assert "-H 'Content-Type: application/json'" in response.json()["error"]["message"]
+    preflight = {"origin": "http://page.example", "access-control-request-method": "POST"}
+    refused = await client.options(COMPLETIONS, headers=preflight)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == (
+        "Pages of 'http://page.example' may not call this server; start it with --cors-allow-origins to allow them."
+    )
+    assert "access-control-allow-origin" not in refused.headers
+    assert backend.requests == []
+    assert (await client.post(COMPLETIONS, content=body, headers=json_type)).status_code == 200
+    own = json_type | {"origin": "http://localhost"}
+    assert (await client.post(COMPLETIONS, content=body, headers=own)).status_code == 200
     assert len(backend.requests) == 2

@@ -30,8 +30,7 @@ from tandem.frontend.openai.schema import (
 )
 from tandem.frontend.responses.schema import ResponsesRequest
 from tandem.protocol.errors import RequestError
-from tandem.text.tokenizer import Tokenizer
-from tests.support.fake_backend import FakeBackend, closing
+from tests.support.fake_backend import Client
 
 # What each client library declares for a body.
 DECLARED: list[tuple[type[msgspec.Struct], Any]] = [
@@ -103,12 +102,10 @@ def check(fields: dict[str, Any], request_type: type[msgspec.Struct] = ChatReque
         ("sufix", "suffix"),
     ],
 )
-async def test_a_misspelt_field_is_named_in_a_header(tokenizer: Tokenizer, written: str, meant: str) -> None:
-    backend = FakeBackend(tokenizer)
+async def test_a_misspelt_field_is_named_in_a_header(client: Client, written: str, meant: str) -> None:
     messages = [{"role": "user", "content": "Hi"}]
-    async with closing(backend) as client:
-        body = {"model": "org/toy", "messages": messages, "max_tokens": 1, written: 1}
-        response = await client.post("/v1/chat/completions", json=body)
+    body = {"model": "org/toy", "messages": messages, "max_tokens": 1, written: 1}
+    response = await client.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
     assert response.headers["x-tandem-ignored"] == f"{written} (did you mean {meant}?)"
 
