@@ -253,3 +253,22 @@ class RawClient:
         self.sent.append(message)
         if message.get("body"):
             self.got_body.set()
+
+
+class SlowClient(RawClient):
+    """Takes `num_parts` parts of a body, and the rest when `may_go_on` is set."""
+
+    def __init__(self, app: FastAPI, path: str, body: dict[str, Any], num_parts: int = 1) -> None:
+        self.may_go_on = asyncio.Event()
+        self._num_parts = num_parts
+        super().__init__(app, path, body)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the server waits for it."""
+        return len(self.sent) > self._num_parts  # the head too
+
+    async def _send(self, message: Any) -> None:
+        await super()._send(message)
+        if self.is_full:
+            await self.may_go_on.wait()

@@ -103,14 +103,6 @@ def test_a_client_that_takes_nothing_excuses_its_stream() -> None:
     assert world.wait(1)
 
 
-def test_being_held_makes_no_token_due_that_was_not() -> None:
-    world = World()
-    world.progress.begin("x", world.now)
-    world.progress.hold("x", world.now, is_held=True)
-    world.progress.hold("x", world.now, is_held=False)
-    assert not world.wait(100)
-
-
 def test_counters_that_change_show_steps() -> None:
     world = World()
     streaming(world, "x")

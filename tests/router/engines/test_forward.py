@@ -19,8 +19,18 @@ from tandem.protocol.messages import WorkerState
 from tandem.router.engines import upstream as upstream_module
 from tandem.router.engines.breaker import BreakerState
 from tandem.router.engines.config import spec_from
-from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, dead_url, routing, spec_of
-from tests.support.fake_backend import RawClient, events
+from tests.support.engines_harness import (
+    CHAT,
+    COMPLETIONS,
+    PAIRED,
+    Router,
+    completion,
+    dead_url,
+    pair,
+    routing,
+    spec_of,
+)
+from tests.support.fake_backend import RawClient, SlowClient, events
 from tests.support.fake_openai import FakeServer
 from tests.support.waiting import eventually
 
@@ -423,32 +433,13 @@ async def test_a_client_that_disconnects_ends_the_request_at_the_engine(fake_a: 
             await eventually(lambda: fake_a.num_hung_up == 1)
 
 
-class SlowClient(RawClient):
-    """Takes `num_parts` parts of a body, and the rest when `may_go_on` is set."""
-
-    def __init__(self, router: Router, body: dict[str, Any], *, num_parts: int) -> None:
-        self.may_go_on = asyncio.Event()
-        self.num_parts = num_parts
-        super().__init__(router.app, COMPLETIONS, body)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the router waits for it."""
-        return len(self.sent) > self.num_parts  # the head too
-
-    async def _send(self, message: Any) -> None:
-        await super()._send(message)
-        if self.is_full:
-            await self.may_go_on.wait()
-
-
 @pytest.mark.parametrize("num_parts", [1, 2])  # the second comes in the network's callback
 async def test_a_slow_client_gets_all_of_a_stream_in_order(fake_a: FakeServer, num_parts: int) -> None:
     body = completion(stream=True, max_tokens=300)
     async with routing(spec_of(fake_a, "a")) as router:
         direct = await router.client.post(COMPLETIONS, json=body)
         fake_a.pause.clear()
-        client = SlowClient(router, body, num_parts=num_parts)
+        client = SlowClient(router.app, COMPLETIONS, body, num_parts)
         await asyncio.wait_for(client.got_body.wait(), 5)
         fake_a.resume()
         await eventually(lambda: client.is_full and fake_a.num_running == 0)  # the engine has sent it all
@@ -466,7 +457,7 @@ async def test_a_slow_client_that_disconnects_ends_the_request_at_the_engine(
 ) -> None:
     fake_a.pause.clear()
     async with routing(spec_of(fake_a, "a")) as router:
-        client = SlowClient(router, completion(stream=True, max_tokens=300), num_parts=num_parts)
+        client = SlowClient(router.app, COMPLETIONS, completion(stream=True, max_tokens=300), num_parts)
         await asyncio.wait_for(client.got_body.wait(), 5)
         if num_parts > 1:
             fake_a.resume()
@@ -568,10 +559,6 @@ async def test_simulated_blocks_expire(fake_a: FakeServer) -> None:
         await eventually(lambda: router.fleet.index.num_blocks("a") == 0)
 
 
-def pair(fake_a: FakeServer, fake_b: FakeServer) -> list[Any]:
-    return [spec_of(fake_a, "p", role="prefill"), spec_of(fake_b, "d", role="decode")]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_pair_computes_on_one_and_decodes_on_the_other(
     fake_a: FakeServer, fake_b: FakeServer, stream: bool
@@ -580,7 +567,7 @@ async def test_a_pair_computes_on_one_and_decodes_on_the_other(
     body = completion(stream=stream, max_completion_tokens=4, min_tokens=2)
     if stream:
         body["stream_options"] = {"include_usage": True}
-    async with routing(*pair(fake_a, fake_b), config=RouterConfig(local_prefill=False)) as router:
+    async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         response = await router.client.post(COMPLETIONS, json=body)
         first, rest = fake_a.requests[0], fake_b.requests[0]
         assert (first["stream"], first["max_tokens"], first["max_completion_tokens"]) == (False, 1, 1)
@@ -615,7 +602,7 @@ async def test_a_prefill_engine_that_hangs_is_blamed_although_its_decode_engine_
 async def test_a_stream_that_has_begun_survives_the_end_of_its_prefill_engine(
     fake_a: FakeServer, fake_b: FakeServer
 ) -> None:
-    async with routing(*pair(fake_a, fake_b), config=RouterConfig(local_prefill=False)) as router:
+    async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         fake_b.pause.clear()  # after the first event
         answering = asyncio.create_task(router.client.post(COMPLETIONS, json=completion(stream=True, max_tokens=3)))
         await eventually(lambda: fake_b.num_running == 1 and not router.engine("p").running)
@@ -633,7 +620,7 @@ async def test_a_pair_serves_whatever_usage_its_prefill_engine_reports(
     fake_a: FakeServer, fake_b: FakeServer, usage: Any
 ) -> None:
     fake_a.whole = {"usage": usage}
-    async with routing(*pair(fake_a, fake_b), config=RouterConfig(local_prefill=False)) as router:
+    async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         assert [await answered_by(router, stream=stream) for stream in (False, True)] == ["d"] * 2
         assert len(fake_a.requests) == 2
 
@@ -642,7 +629,7 @@ async def test_a_prefill_engine_without_a_connector_fails_and_others_take_over(
     fake_a: FakeServer, fake_b: FakeServer
 ) -> None:
     fake_a.has_kv_params = False
-    async with routing(*pair(fake_a, fake_b), config=RouterConfig(local_prefill=False)) as router:
+    async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         # The decode engine alone takes it in the end: the pair is gone with its prefill engine.
         assert await answered_by(router) == "d"
         assert router.engine("p").num_failures == 1
@@ -749,19 +736,18 @@ async def test_deep_nesting_is_the_clients_fault(fake_a: FakeServer, field: str,
                 assert "nested too deeply" in response.text or "not valid JSON" in response.text
 
 
-@pytest.mark.parametrize(("deep_at", "status"), [("a", 200), ("b", 502)])
+@pytest.mark.parametrize(("deep_at", "status"), [("p", 200), ("d", 502)])
 async def test_an_engines_answer_that_cannot_be_passed_on_is_its_failure(
     fake_a: FakeServer, fake_b: FakeServer, deep_at: str, status: int
 ) -> None:
     deep: Any = []
     for _ in range(400):
         deep = [deep]
-    if deep_at == "a":
+    if deep_at == "p":
         fake_a.whole = {"kv_transfer_params": {"deep": deep}}
     else:
         fake_b.whole = {"deep": deep}
-    specs = [spec_of(fake_a, "a", role="prefill"), spec_of(fake_b, "b", role="decode")]
-    async with routing(*specs, config=RouterConfig(local_prefill=False)) as router:
+    async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         response = await router.client.post(COMPLETIONS, json=completion())
         assert response.status_code == status  # what the first cannot hand over, the second computes
         assert router.engine(deep_at).num_failures == 1
@@ -772,7 +758,7 @@ async def test_usage_of_a_pair_that_cannot_be_passed_on_ends_the_stream_with_an_
     fake_a: FakeServer, fake_b: FakeServer
 ) -> None:
     fake_b.whole = json.loads('{"deep": ' + "[" * 400 + "]" * 400 + "}")
-    async with routing(*pair(fake_a, fake_b), config=RouterConfig(local_prefill=False)) as router:
+    async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         response = await router.client.post(COMPLETIONS, json=completion(stream=True))
         assert "engine d: sent an event that cannot be sent on" in events(response)[-1]["error"]["message"]
         assert router.engine("d").num_failures == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -12,23 +11,11 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from tandem.protocol.config import RouterConfig
 from tests.support.engines_harness import COMPLETIONS, completion, routing, routing_by_hub, spec_of
-from tests.support.fake_openai import FakeServer, fake_openai
+from tests.support.fake_openai import FakeServer
 from tests.support.tracing import CLIENT_TRACE, TRACEPARENT, KeptSpans
 
 HEADERS = {"traceparent": TRACEPARENT, "tracestate": "vendor=a1"}
 REQUEST, MODEL = f"POST {COMPLETIONS}", "toy"
-
-
-@pytest.fixture
-def fake_a() -> Iterator[FakeServer]:
-    with fake_openai() as fake:
-        yield fake
-
-
-@pytest.fixture
-def fake_b() -> Iterator[FakeServer]:
-    with fake_openai() as fake:
-        yield fake
 
 
 def attempts(kept: KeptSpans) -> list[ReadableSpan]:

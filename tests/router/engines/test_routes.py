@@ -9,21 +9,15 @@ import pytest
 from fastapi.responses import JSONResponse, Response
 
 from tandem.frontend.relay.apis import APIS
-from tandem.protocol.config import RouterConfig
 from tests.router.engines.recordings import KV, RECORDED, replay
-from tests.support.engines_harness import completion, routing, spec_of
+from tests.support.engines_harness import PAIRED, completion, pair, routing, spec_of
 from tests.support.fake_openai import FakeServer
 
 GENERATING = {name: recorded for name, recorded in RECORDED.items() if "stream" in recorded}
-PAIRED = RouterConfig(local_prefill=False)
 
 
 def as_json(response: Any) -> Any:
     return json.loads(response.text)
-
-
-def pair(prefill: FakeServer, decode: FakeServer) -> list[Any]:
-    return [spec_of(prefill, "p", role="prefill"), spec_of(decode, "d", role="decode")]
 
 
 # -- what passes through -------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from tests.router.engines.test_moves import (
     text_of,
 )
 from tests.support.engines_harness import CHAT, Deciding, Router, routing, routing_by_hub, spec_of
-from tests.support.fake_backend import RawClient
+from tests.support.fake_backend import SlowClient
 from tests.support.fake_openai import FakeServer
 from tests.support.scripted_engine import Script, ScriptedEngine, script_on
 from tests.support.waiting import eventually
@@ -268,19 +268,6 @@ async def test_the_streams_of_all_edge_processes_count(fake_a: FakeServer, fake_
         one.hung_at = None
 
 
-class SlowClient(RawClient):
-    """A client that takes nothing after the first part until it is let go."""
-
-    def __init__(self, *args: Any) -> None:
-        self.go = asyncio.Event()
-        super().__init__(*args)
-
-    async def _send(self, message: Any) -> None:
-        await super()._send(message)
-        if message.get("body"):
-            await self.go.wait()
-
-
 @pytest.mark.parametrize("is_remote", [False, True], ids=["alone", "edge process"])
 async def test_a_client_that_takes_nothing_is_no_stall(fake_a: FakeServer, tmp_path: Path, is_remote: bool) -> None:
     script_on(fake_a, LONG, delay_s=0.005)
@@ -290,7 +277,7 @@ async def test_a_client_that_takes_nothing_is_no_stall(fake_a: FakeServer, tmp_p
         await asyncio.wait_for(client.got_body.wait(), 5)
         await probed(fake_a, 60)
         assert router.engine("a").num_stalls == 0
-        client.go.set()
+        client.may_go_on.set()
         await asyncio.wait_for(client.task, 10)
         assert b"".join(part.get("body", b"") for part in client.sent).endswith(b"data: [DONE]\n\n")
 

@@ -357,7 +357,6 @@ async def test_a_pinned_conversation_grows_by_prompt_and_answer(num_prompt_token
         later = await cluster.flow.cache.pin(PinRequest(token_ids=None, cache_scope=EVERYONE, conversation_id="chat"))
         assert later.num_blocks == num_blocks[-1]
         assert [len(message.digests) for message in pins_of(decode)] == [*num_blocks, num_blocks[-1]]
-        cluster.assert_nothing_left()
 
 
 @pytest.mark.parametrize(
