@@ -80,23 +80,16 @@ def test_the_pools_size_on_the_command_line_wins_in_either_unit(
     assert launched[0].engine.pool_bytes == 5
 
 
-def test_a_path_on_the_command_line_may_begin_with_the_home_folder_too(
-    tmp_path: Path, model: Path, launched: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_in_file", [False, True])
+def test_paths_in_the_file_and_in_flags_may_begin_with_the_home_folder(
+    tmp_path: Path, model: Path, launched: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch, is_in_file: bool
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     make_key_file(tmp_path / "keys", {"sk-1": "default"})
-    write(tmp_path, f'model = "{model}"\nport = 0\n')
-    assert run(["serve", "--config=~/tandem.toml", "--api-key-file=~/keys", "--disk-cache-path=~/kv"]) == 7
-    assert launched[0].tiers.disk_cache_path == str(tmp_path / "kv")
-
-
-def test_paths_in_the_file_may_begin_with_the_home_folder(
-    tmp_path: Path, model: Path, launched: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    make_key_file(tmp_path / "keys", {"sk-1": "default"})
-    path = write(tmp_path, 'model = "~/toy"\nport = 0\napi_key_file = "~/keys"\ndisk_cache_path = "~/kv"\n')
-    assert run(["serve", "--config", path]) == 7
+    paths = 'api_key_file = "~/keys"\ndisk_cache_path = "~/kv"\n'
+    write(tmp_path, 'model = "~/toy"\nport = 0\n' + paths * is_in_file)
+    flags = [] if is_in_file else ["--api-key-file=~/keys", "--disk-cache-path=~/kv"]
+    assert run(["serve", "--config=~/tandem.toml", *flags]) == 7
     assert launched[0].tiers.disk_cache_path == str(tmp_path / "kv")
 
 

@@ -113,7 +113,7 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 async def run(
-    server: FakeServer, events: list[ChaosEvent], *, folder: Path | None = None, duration_s: float = 0.3
+    server: FakeServer, events: list[ChaosEvent], *, folder: Path | None = None, duration_s: float = 0.3, **told: Any
 ) -> ChaosRun:
     async with server.client as client:
         return await run_chaos(
@@ -125,7 +125,7 @@ async def run(
             num_streams=3,
             seed=0,
             disk_folder=folder,
-            say=lambda _: None,
+            **({"say": lambda _: None} | told),
         )
 
 
@@ -263,24 +263,14 @@ async def test_answers_are_the_same_however_they_are_divided_into_events() -> No
 
 
 async def test_what_the_model_cannot_be_asked_for_is_left_out() -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/v1/chat/completions":
-            return httpx.Response(400, json={"error": {"message": "no template", "code": "no_chat"}})
-        return server.answer(request)
+    class WithoutChat(FakeServer):
+        def answer(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/v1/chat/completions":
+                return httpx.Response(400, json={"error": {"message": "no template", "code": "no_chat"}})
+            return super().answer(request)
 
-    server, said = FakeServer([]), []
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://x") as client:
-        result = await run_chaos(
-            client,
-            psutil.Process(os.getpid()),
-            sample_requests(0, "m", 4),
-            [],
-            duration_s=0.2,
-            num_streams=2,
-            seed=0,
-            disk_folder=None,
-            say=said.append,
-        )
+    said: list[str] = []
+    result = await run(WithoutChat([]), [], duration_s=0.2, say=said.append)
     assert [line.split(":")[1] for line in said if "no template" in line] == [" chat", " JSON schema", " tool call"]
     assert result.lost == []
 
@@ -409,32 +399,20 @@ async def test_memory_that_nobody_uses_is_told(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_its_phases_say_how_far_they_have_come(processes: list[subprocess.Popen[bytes]]) -> None:
-    server = FakeServer([process.pid for process in processes])
-    server.spoil = {"no end": 1}
     told: list[str] = []
     status: list[tuple[str, Callable[[], str]]] = []
-    real = server.answer
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        if status:
-            name, how_far = status[-1]
-            told.append(f"{name}: {how_far()}")
-        return real(request)
+    class Watched(FakeServer):
+        def answer(self, request: httpx.Request) -> httpx.Response:
+            if status:
+                name, how_far = status[-1]
+                told.append(f"{name}: {how_far()}")
+            return super().answer(request)
 
-    server.answer = answer  # type: ignore[method-assign]
-    async with server.client as client:
-        await run_chaos(
-            client,
-            psutil.Process(os.getpid()),
-            sample_requests(0, "m", 4),
-            [ChaosEvent(0.1, "flip", 0.0)],
-            duration_s=0.5,
-            num_streams=1,
-            seed=0,
-            disk_folder=None,
-            say=lambda _: None,
-            begin=lambda name, how_far: status.append((name, how_far)),
-        )
+    server = Watched([process.pid for process in processes])
+    server.spoil = {"no end": 1}
+    events = [ChaosEvent(0.1, "flip", 0.0)]
+    await run(server, events, duration_s=0.5, begin=lambda name, how_far: status.append((name, how_far)))
     assert [name for name, _ in status] == ["undisturbed answers", "trial", "coming to rest"]
     assert told[0] == "undisturbed answers: 0 of 24"
     assert [line.partition(", ")[0] for line in told[1:24]] == [f"undisturbed answers: {n} of 24" for n in range(1, 24)]

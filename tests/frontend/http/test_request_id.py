@@ -86,12 +86,6 @@ async def test_every_answer_has_an_id(
         assert response.headers.get_list("x-request-id") == ["mine"]
 
 
-async def test_scripts_of_a_page_may_read_it(tokenizer: Tokenizer) -> None:
-    async with closing(FakeBackend(tokenizer), cors_allow_origins=("http://page.example",)) as client:
-        response = await client.get("/health", headers=PAGE)
-    assert response.headers["access-control-expose-headers"] == "x-request-id, x-tandem-ignored"
-
-
 @pytest.mark.parametrize("error", [WorkerError("gone"), ValueError("a bug")], ids=["expected", "a bug"])
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_log_lines_name_the_request_and_not_its_prompt(

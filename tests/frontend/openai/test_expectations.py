@@ -38,13 +38,6 @@ async def test_fields_that_nobody_knows_yet_are_tolerated(client: Client, path: 
     assert response.status_code == 200, response.text
 
 
-async def test_content_as_a_part_and_as_text_is_one_prompt(backend: FakeBackend, client: Client) -> None:
-    for content in ("héllo\nyou", [{"type": "text", "text": "héllo"}, {"type": "text", "text": "you"}]):
-        await client.post(CHAT, json={"messages": [{"role": "user", "content": content}]})
-    first, second = (request.token_ids for request in backend.requests)
-    assert first == second
-
-
 async def test_text_is_one_prompt_escaped_raw_or_as_token_ids(backend: FakeBackend, client: Client) -> None:
     text = 'ünï "😀"\n'
     ids = (await client.post("/tokenize", json={"prompt": text})).json()["tokens"]

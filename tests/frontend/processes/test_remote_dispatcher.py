@@ -20,13 +20,12 @@ from tandem.frontend.relay.prompts import ByteTokenReader
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.digest import EVERYONE, token_bytes
 from tandem.protocol.errors import NoWorker
-from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.dispatcher import DispatchRequest, EngineReservation
 from tandem.router.engines.local_dispatcher import LocalReservation
 from tandem.scheduling.request import ServiceClass
+from tests.support.busy_engine import one_runs, order, prompt_of, small, start
 from tests.support.engines_harness import (
     COMPLETIONS,
-    Edge,
     Hub,
     completion,
     routing,
@@ -41,26 +40,6 @@ from tests.support.waiting import eventually
 ADMIN = {"authorization": "Bearer secret"}
 
 
-def start(edge: Edge, prompt: str = "a b c d", **options: Any) -> asyncio.Task[httpx.Response]:
-    headers = {key: options.pop(key) for key in list(options) if key.startswith("x-")}
-    body = completion(prompt, **({"stream": True} | options))
-    return asyncio.create_task(edge.client.post(COMPLETIONS, json=body, headers=headers))
-
-
-def small(fake: FakeServer, name: str) -> EngineSpec:
-    """An engine that computes 64 prompt tokens in a step, so that one long prompt is enough to do for a while."""
-    return spec_of(fake, name, max_num_batched_tokens=64)
-
-
-def prompt_of(name: str) -> str:
-    """Some thousand tokens that begin with the name, so that nothing of another is cached."""
-    return f"{name:16}" + "x" * 8000
-
-
-def order(fake: FakeServer) -> list[str]:
-    return [request["prompt"][:16].strip() for request in fake.requests]
-
-
 def num_waiting(hub: Hub) -> int:
     return sum(work.num_requests for work in hub.dispatcher.queues.queued().values())
 
@@ -69,14 +48,6 @@ def num_retries(hub: Hub) -> float:
     value = hub.metrics.get_sample_value("tandem_engine_retries_total")
     assert value is not None
     return value
-
-
-async def one_runs(edge: Edge, fake: FakeServer) -> asyncio.Task[httpx.Response]:
-    """One prompt is being computed; what comes now waits in the hub."""
-    fake.headers_pause.clear()
-    running = start(edge, prompt_of("running"))
-    await eventually(lambda: len(fake.requests) == 1)
-    return running
 
 
 def routing_request(prompt: str = "a b c d") -> DispatchRequest:
@@ -618,14 +589,6 @@ async def test_an_engine_that_does_not_drain_in_time_loses_its_streams(
         await eventually(lambda: edge.remote.unready is None)
         assert (await start(edge)).status_code == 200
         assert len(fake_b.requests) == 1
-
-
-async def test_the_admin_api_wants_its_token_at_every_edge(fake_a: FakeServer, tmp_path: Path) -> None:
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), admin_token="secret") as hub:
-        edge = await hub.edge("edge")
-        for method, path in (("GET", ""), ("POST", ""), ("DELETE", "/a")):
-            refused = await edge.client.request(method, f"/v1/engines{path}", headers={"authorization": "Bearer no"})
-            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_admin_token")
 
 
 async def test_one_that_joins_later_knows_the_load_and_the_engines(

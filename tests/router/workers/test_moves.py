@@ -86,6 +86,10 @@ async def test_a_stream_goes_on_behind_the_tokens_that_the_client_has() -> None:
         assert resumed.priority.max_step_tokens > 0, "others died with it: it is computed again in short steps"
         assert resumed.sampling == part(cluster.workers["d"], Decode).sampling
         assert dict(cluster.flow.num_moves) == {"worker_lost": 1}
+        moved, first = await cluster.flow.decisions()
+        assert (moved["outcome"], first["outcome"]) == ("moved", "dispatched")
+        assert moved["request_id"] == first["request_id"] == "r0"
+        assert moved["placement"]["candidates"][0]["decode_worker"] == "d2"
 
 
 async def test_a_request_without_tokens_begins_anew() -> None:
@@ -367,19 +371,6 @@ def test_what_is_refused_is_forgotten_after_a_while_and_never_grows() -> None:
         poisoned.check(requests[-1].request_id.encode, float(len(requests)))
     poisoned.check(requests[-1].request_id.encode, len(requests) + REFUSED_S)
     assert len(poisoned) == 0
-
-
-async def test_a_move_is_among_the_decisions() -> None:
-    async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
-        stream = Pulled(cluster.flow.serve(make_request()))
-        await take(stream, 2)
-        await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
-        cluster.client.mark_dead("d", "exit code -9")
-        await rest(stream)
-        moved, first = await cluster.flow.decisions()
-        assert (moved["outcome"], first["outcome"]) == ("moved", "dispatched")
-        assert moved["request_id"] == first["request_id"] == "r0"
-        assert moved["placement"]["candidates"][0]["decode_worker"] == "d2"
 
 
 async def test_answers_leave_a_worker_that_is_to_decode_no_more() -> None:
