@@ -17,7 +17,7 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_flags_win_over_the_file_and_the_file_over_the_defaults(
+def test_flags_win_over_the_file_and_it_over_defaults(
     tmp_path: Path, model: Path, launched: list[ClusterConfig]
 ) -> None:
     path = write(
@@ -154,9 +154,7 @@ def test_what_is_wrong_with_a_file_is_one_line(
     assert launched == []
 
 
-def test_the_line_is_of_bounded_length_and_shows_no_raw_characters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_line_is_short_and_shows_no_raw_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, f'prot = "\\u001b[31m{"x" * 100_000}"\n')
     assert run(["serve", "--config", path]) == 2
     error = capsys.readouterr().err

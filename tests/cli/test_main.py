@@ -66,9 +66,7 @@ def test_serve_hands_every_flag_to_the_launcher(model: Path, launched: list[Clus
     ]
 
 
-def test_tenants_and_keys_are_read_before_anything_starts(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tenants_and_keys_are_read_at_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 
     def launch(_: ClusterConfig, *others: object) -> int:

@@ -191,9 +191,7 @@ async def test_the_last_worker_that_runs_is_left_alone(processes: list[subproces
     assert [child.poll() for child in processes] == [-signal.SIGKILL, None, -signal.SIGKILL]
 
 
-async def test_a_disk_cache_that_workers_have_made_anew_can_be_lost_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_disk_cache_that_was_made_anew_can_be_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "_DISK_LOST_S", 0.05)
     folder = tmp_path / "kv"
 
@@ -276,7 +274,7 @@ async def test_what_the_model_cannot_be_asked_for_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(("fault", "is_lost"), [("cut off", False), ("status", True)])
-async def test_a_client_whose_router_process_died_sends_again_what_was_cut_off(
+async def test_a_client_sends_again_what_was_cut_off(
     fault: str, is_lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Errors that a server tells are lost at that time too."""

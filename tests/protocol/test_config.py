@@ -104,9 +104,7 @@ def test_a_bad_value_is_named_with_the_field(make: Callable[..., object], change
         ({"max_workers": 4, "colocated": True}, "are for prefill and decode workers; leave them out with colocated"),
     ],
 )
-def test_bounds_of_the_autoscaler_agree_with_each_other_and_with_what_is_started(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_bounds_of_the_autoscaler_agree_with_what_is_started(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         make_cluster_config(**changes)
 

@@ -151,7 +151,7 @@ async def test_a_large_body_inflates_no_more_than_a_hundredfold() -> None:
     assert (await send(gzip.compress(words), "gzip")).content == words
 
 
-async def test_a_bomb_is_inflated_no_further_than_the_limit_and_beside_the_event_loop(
+async def test_a_bomb_is_inflated_in_a_thread_and_up_to_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """4 KB that would be 4 MB. The limit is what any body may inflate to."""

@@ -93,9 +93,7 @@ def test_other_names_are_refused_with_the_remedy(host: str, method: str) -> None
         ("", (), False),
     ],
 )
-def test_a_page_may_change_something_only_if_its_origin_is_allowed(
-    origin: str, origins: tuple[str, ...], is_allowed: bool
-) -> None:
+def test_a_page_needs_an_allowed_origin_for_changes(origin: str, origins: tuple[str, ...], is_allowed: bool) -> None:
     headers = {b"host": b"localhost:8000", b"origin": origin.encode()}
     for method in ("GET", "HEAD", "OPTIONS"):  # the browser does not show the page the response
         check_host_and_origin(headers, method, COMPLETIONS, OWN, origins)

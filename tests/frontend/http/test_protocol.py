@@ -293,7 +293,7 @@ async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.M
         writer.close()
 
 
-async def test_an_app_that_ignores_a_disconnect_delays_shutdown_for_a_bounded_time(
+async def test_an_app_that_ignores_a_disconnect_delays_the_end_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_server_module, "_CLOSE_TIMEOUT_S", 0.2)
@@ -368,9 +368,7 @@ async def test_invalid_http_gets_one_error_and_the_connection_ends(has_answered:
     [(b"GET /", b"a" * 65_536, 414), (GET + b"a: ", b"b" * 65_536, 431), (GET, b"a: b\r\n" * 10_000, 431)],
     ids=["URL", "header", "headers"],
 )
-async def test_endless_input_is_cut_short_and_the_client_still_reads_why(
-    start: bytes, piece: bytes, status: int
-) -> None:
+async def test_endless_input_is_cut_short_and_its_client_reads_why(start: bytes, piece: bytes, status: int) -> None:
     async with serving_app(Echo()) as port:
         answer = await exchange(port, start, *[piece] * 200)  # 13 MB, all of it sent before anything is read
     assert error_of(answer)[0] == status
@@ -453,7 +451,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[http_protocol_module.Ht
     return connections
 
 
-async def test_pipelined_requests_that_wait_take_bounded_memory(
+async def test_waiting_requests_take_bounded_memory(
     connections: list[http_protocol_module.HttpProtocol],
 ) -> None:
     app = Echo()
@@ -471,7 +469,7 @@ async def test_pipelined_requests_that_wait_take_bounded_memory(
         writer.close()
 
 
-async def test_a_client_that_leaves_is_noticed_while_its_pipelined_requests_wait(
+async def test_a_client_that_leaves_pipelines_is_noticed(
     connections: list[http_protocol_module.HttpProtocol],
 ) -> None:
     left, num_asked = asyncio.Event(), 0

@@ -152,9 +152,7 @@ async def test_a_stream_joins_to_the_plain_answer(tokenizer: Tokenizer, reply: s
     ("max_tokens", "left", "reason"),
     [(5, 5, "max_tokens"), (6, 5, "model_context_window_exceeded"), (4, 5, "max_tokens")],
 )
-async def test_max_tokens_beyond_the_context_end_with_the_context(
-    tokenizer: Tokenizer, max_tokens: int, left: int, reason: str
-) -> None:
+async def test_max_tokens_end_with_the_context(tokenizer: Tokenizer, max_tokens: int, left: int, reason: str) -> None:
     backend = backend_of(tokenizer, "x" * 100)
     backend.max_model_len = left + len(tokenizer.encode_chat([USER], {"add_generation_prompt": True}, cache_scope("")))
     plain = await plain_of(backend, max_tokens=max_tokens)
@@ -282,7 +280,7 @@ async def test_a_system_message_that_comes_later_is_shown_by_every_template(tmp_
     assert prompt == "<system>S<user>hi\n\nNow rhyme.<assistant>Yes?<user>Now rhyme.\n\nhi<user>hi<assistant>"
 
 
-async def test_a_later_system_message_stays_one_where_the_template_shows_it(
+async def test_a_later_system_message_stays_if_the_template_shows_it(
     tokenizer: Tokenizer, backend: FakeBackend
 ) -> None:
     await plain_of(backend, messages=[USER, {"role": "system", "content": "Now rhyme."}])
@@ -309,9 +307,7 @@ async def test_a_later_system_message_stays_one_where_the_template_shows_it(
         ("brand_new", 1),
     ],
 )
-async def test_a_hint_is_named_and_refuses_nothing(
-    backend: FakeBackend, client: Client, field: str, value: Any
-) -> None:
+async def test_a_hint_is_named_and_ignored(backend: FakeBackend, client: Client, field: str, value: Any) -> None:
     parent, _, name = field.rpartition(".")
     given = {parent: {"type": "enabled", name: value}} if parent == "thinking" else {parent: {name: value}}
     response = await client.post(MESSAGES, json=body(**(given if parent else {field: value})))
@@ -462,9 +458,7 @@ async def test_the_text_may_be_made_to_match_a_schema(tokenizer: Tokenizer) -> N
         {"messages": [USER, {"role": "assistant", "content": "The answer is"}]},  # it is continued
     ],
 )
-async def test_counted_tokens_are_those_of_the_prompt(
-    backend: FakeBackend, client: Client, fields: dict[str, Any]
-) -> None:
+async def test_counted_tokens_are_the_prompts(backend: FakeBackend, client: Client, fields: dict[str, Any]) -> None:
     counted = await client.post(COUNT, json={"model": "org/toy", "messages": [USER], **fields})
     await client.post(MESSAGES, json=body(**fields))
     assert counted.json() == {"input_tokens": len(backend.requests[0].token_ids)}

@@ -207,9 +207,7 @@ async def test_an_aborted_answer_is_an_error(
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("has_token", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_cancels_its_generations(
-    tokenizer: Tokenizer, stream: bool, has_token: bool, n: int
-) -> None:
+async def test_a_client_that_leaves_cancels_all(tokenizer: Tokenizer, stream: bool, has_token: bool, n: int) -> None:
     backend = FakeBackend(tokenizer)
     first = [TokenDelta(tokenizer.encode("ab"))] if has_token else []
     backend.script = lambda _: [*first, asyncio.Event()]

@@ -17,9 +17,7 @@ USER = {"role": "user", "content": "hello world"}
 SYSTEM = {"role": "system", "content": "be kind"}
 
 
-async def test_a_pin_is_answered_with_its_expiry_and_where_its_blocks_are(
-    tokenizer: Tokenizer, backend: FakeBackend, client: Client
-) -> None:
+async def test_a_pin_has_its_expiry_and_its_places(tokenizer: Tokenizer, backend: FakeBackend, client: Client) -> None:
     body = {"prompt": "hello world", "ttl_s": 30, "cache_salt": "t", "prefetch": "pool", "model": "org/toy"}
     response = await client.post(PIN, json=body)
     pin = response.json()

@@ -112,9 +112,7 @@ async def test_seed_is_drawn_when_absent_and_kept_when_given(backend: FakeBacken
     assert sorted(seeds[:3]) == sorted(seeds[3:6])
 
 
-async def test_siblings_start_after_the_first_token_and_share_the_prompt_count(
-    backend: FakeBackend, client: Client
-) -> None:
+async def test_siblings_start_after_a_token_and_share_the_prompt_count(backend: FakeBackend, client: Client) -> None:
     backend.reply = "abc"
     open_at_start: list[int] = []
     plain_script = backend.script
@@ -202,9 +200,7 @@ async def test_messages_reach_the_template(tokenizer: Tokenizer, backend: FakeBa
     )
 
 
-async def test_context_length_is_checked_before_the_backend(
-    tokenizer: Tokenizer, backend: FakeBackend, client: Client
-) -> None:
+async def test_context_length_is_checked_first(tokenizer: Tokenizer, backend: FakeBackend, client: Client) -> None:
     num_prompt = len(tokenizer.encode_chat([{"role": "user", "content": "hi"}], {"add_generation_prompt": True}, ""))
     backend.max_model_len = num_prompt + 2
     fits = await client.post(CHAT, json=chat(max_tokens=2))

@@ -133,9 +133,7 @@ async def test_the_openai_sdk_reads_plain_and_streamed_answers(tokenizer: Tokeni
 
 
 @pytest.mark.parametrize("fields", [{"prompt": ["a"] * 300}, {"prompt": ["a"] * 3, "n": 100}])
-async def test_many_choices_start_one_per_event_loop_iteration(
-    backend: FakeBackend, client: Client, fields: dict[str, Any]
-) -> None:
+async def test_many_choices_start_one_by_one(backend: FakeBackend, client: Client, fields: dict[str, Any]) -> None:
     backend.reply = "ab"
     begun: list[int] = []  # how many had, at each turn
 
@@ -165,9 +163,7 @@ async def test_token_ids_are_shown_to_those_who_ask(tokenizer: Tokenizer) -> Non
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
-async def test_the_ids_of_a_prompt_that_is_repeated_alone_are_shown(
-    tokenizer: Tokenizer, client: Client, logprobs: int | None
-) -> None:
+async def test_the_ids_of_a_lone_prompt_are_shown(tokenizer: Tokenizer, client: Client, logprobs: int | None) -> None:
     body = {"prompt": "hi", "echo": True, "max_tokens": 0, "n": 2, "logprobs": logprobs, "return_token_ids": True}
     choices = (await client.post(COMPLETIONS, json=body)).json()["choices"]
     streamed = [e["choices"][0] for e in events(await client.post(COMPLETIONS, json=body | {"stream": True}))[:-1]]

@@ -66,9 +66,7 @@ async def test_an_error_known_before_the_first_token_is_no_stream(client: Client
         assert "error" in response.json()
 
 
-async def test_clients_at_once_get_each_their_own_answer(
-    tokenizer: Tokenizer, backend: FakeBackend, client: Client
-) -> None:
+async def test_clients_at_once_get_their_own_answer(tokenizer: Tokenizer, backend: FakeBackend, client: Client) -> None:
 
     def echo(request: GenerateRequest) -> list[Step]:
         text = tokenizer.decode(request.token_ids, skip_special_tokens=True)

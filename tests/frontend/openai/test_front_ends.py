@@ -79,9 +79,7 @@ OF_CHAT: dict[str, Any] = {"max_tokens": 0, "max_completion_tokens": -1, "logpro
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("client_name", NEUTRAL)
-async def test_neutral_settings_pass_one_by_one_and_together(
-    backend: FakeBackend, client: Client, path: str, client_name: str
-) -> None:
+async def test_neutral_settings_pass(backend: FakeBackend, client: Client, path: str, client_name: str) -> None:
     fields = NEUTRAL[client_name]
     sets = [{name: value} for name, value in fields.items()] + [fields]
     for one in [{}, *sets]:
@@ -287,9 +285,7 @@ def of_sibling(backend: FakeBackend, logprobs: list[float]) -> Any:
 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 0}, {"echo": True}, {"return_token_ids": True}])
-async def test_best_of_returns_the_likeliest_of_each_prompt(
-    backend: FakeBackend, client: Client, fields: dict[str, Any]
-) -> None:
+async def test_best_of_is_the_likeliest(backend: FakeBackend, client: Client, fields: dict[str, Any]) -> None:
     backend.reply = ""
     backend.script = of_sibling(backend, [-3.0, -1.0, -2.0, -0.5, -9.0, -0.1])
     body = {"prompt": ["a", "b"], "n": 2, "best_of": 3, "ignore_eos": False, **fields}
@@ -342,9 +338,7 @@ async def test_text_parts_by_each_of_their_names(backend: FakeBackend, client: C
     assert missing.status_code == 400
 
 
-async def test_fields_of_messages_that_have_no_effect_are_named(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_fields_of_messages_without_effect_are_named(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures of Ollama's API, and the prefix of DeepSeek's: the answer is to another question without them."""
     answered = {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "audio": None, "name": "a"}
     user = {"role": "user", "content": "hi", "images": ["x"]}

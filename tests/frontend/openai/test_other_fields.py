@@ -127,9 +127,7 @@ def test_a_misspelt_field_of_a_field_is_named_too(
 
 
 @pytest.mark.parametrize(("request_type", "declared"), DECLARED)
-def test_every_field_that_a_client_library_declares_is_accepted(
-    request_type: type[msgspec.Struct], declared: Any
-) -> None:
+def test_every_field_of_a_client_library_is_accepted(request_type: type[msgspec.Struct], declared: Any) -> None:
     names = get_type_hints(declared).keys() - (UNSERVED.keys() - set(request_type.__struct_fields__))
     assert len(names) >= 10
     check(dict.fromkeys(names, 1), request_type)

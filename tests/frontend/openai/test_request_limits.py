@@ -122,9 +122,7 @@ async def test_prompts_of_all_sequences_are_bounded_together(client: Client, mon
     assert "has 52 characters to echo" in echoed.json()["error"]["message"]
 
 
-async def test_held_log_probabilities_are_bounded_and_streamed_ones_are_not(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_log_probabilities_are_bounded_unless_streamed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_limits, "MAX_HELD_LOGPROBS", 59)
     body = {"messages": [USER], "n": 2, "max_tokens": 10, "logprobs": True, "top_logprobs": 2}
     plain = await client.post(CHAT, json=body)
@@ -166,9 +164,7 @@ async def test_a_prompt_that_cannot_fit_is_refused_wherever_it_is_and_not_encode
     assert "maximum context length is 512 tokens" in error["message"]
 
 
-async def test_the_automaton_is_built_once_for_all_choices(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_automaton_is_built_once_for_all(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[object] = []
     build = StopStrings.__init__
     monkeypatch.setattr(StopStrings, "__init__", lambda self, stops: (built.append(self), build(self, stops))[1])

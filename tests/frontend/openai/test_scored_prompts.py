@@ -64,9 +64,7 @@ async def test_prompt_and_answer_are_scored_in_one_list(
 
 @pytest.mark.parametrize("prompt", ["hello", [[104, 105], [104]], [104, 105, 106]])
 @pytest.mark.parametrize("n", [1, 3])
-async def test_max_tokens_0_generates_nothing_and_asks_once_for_each_prompt(
-    backend: FakeBackend, client: Client, prompt: Any, n: int
-) -> None:
+async def test_max_tokens_0_scores_each_prompt_once(backend: FakeBackend, client: Client, prompt: Any, n: int) -> None:
     body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0, "n": n, "ignore_eos": True}
     plain = (await client.post(COMPLETIONS, json=body)).json()
     num_requests = len(backend.requests)
@@ -131,9 +129,7 @@ async def test_a_prompt_that_fills_the_context_leaves_no_room_to_score_it(backen
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("wrong", ["missing", "short", "long", "other number"])
-async def test_scores_of_another_size_fail_the_request(
-    backend: FakeBackend, client: Client, wrong: str, stream: bool
-) -> None:
+async def test_scores_of_another_size_fail(backend: FakeBackend, client: Client, wrong: str, stream: bool) -> None:
 
     def spoil(delta: TokenDelta) -> TokenDelta:
         scores = delta.prompt_logprobs

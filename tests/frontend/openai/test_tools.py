@@ -199,9 +199,7 @@ CALLS = (
         ("}} {{ call.function.arguments.items() | list", ["[('city', 'Rome')]", "[]"]),
     ],
 )
-async def test_a_template_gets_arguments_in_the_form_that_it_shows(
-    tmp_path: Path, shown: str, expected: list[str]
-) -> None:
+async def test_a_template_gets_arguments_as_it_shows_them(tmp_path: Path, shown: str, expected: list[str]) -> None:
     tokenizer = Tokenizer(build_tokenizer(tmp_path, CALLS.replace("CALL", shown)))
     for given in ('{"city":"Rome"}', {"city": "Rome"}):  # /v1/messages has objects
         backend = backend_of(tokenizer, "hello")
@@ -224,9 +222,7 @@ async def test_a_template_gets_arguments_in_the_form_that_it_shows(
         ([], {}),
     ],
 )
-async def test_a_call_with_broken_arguments_does_not_end_a_conversation(
-    tmp_path: Path, arguments: Any, shown: dict[str, Any]
-) -> None:
+async def test_a_call_with_broken_arguments_ends_nothing(tmp_path: Path, arguments: Any, shown: dict[str, Any]) -> None:
     """Many templates refuse arguments that are no object, and the client would send them again for ever."""
     template = CALLS.replace("CALL", "}} {{ call.function.arguments.items() | list")
     backend = backend_of(Tokenizer(build_tokenizer(tmp_path, template)), "hello")
@@ -278,9 +274,7 @@ async def test_calls_that_a_template_cannot_show_are_text(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("content", ["I look.", None])
-async def test_a_template_that_refuses_content_beside_reasoning_gets_both_as_one(
-    tmp_path: Path, content: str | None
-) -> None:
+async def test_a_template_without_content_beside_reasoning_gets_one(tmp_path: Path, content: str | None) -> None:
     """The template of gpt-oss calls reasoning `thinking`."""
     template = (
         "{# tools #}{% for message in messages %}{% if message.tool_calls and message.content and message.thinking %}"

@@ -337,9 +337,7 @@ async def test_a_process_that_cannot_start_is_told(tmp_path: Path) -> None:
             assert not processes.is_serving
 
 
-async def test_a_folder_for_temporary_files_whose_name_is_too_long_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_temporary_folder_with_a_long_name_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

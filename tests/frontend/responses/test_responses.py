@@ -627,9 +627,7 @@ def turns_from(first: int) -> list[dict[str, Any]]:
     return [item for pair in list(pairs)[first:] for item in pair]
 
 
-async def test_truncation_auto_leaves_the_oldest_turns_out(
-    tokenizer: Tokenizer, backend: FakeBackend, client: Client
-) -> None:
+async def test_truncation_auto_drops_oldest_turns(tokenizer: Tokenizer, backend: FakeBackend, client: Client) -> None:
     backend.max_model_len = 120
     items = [{"role": "developer", "content": "Be brief."}, *turns_from(0), {"role": "user", "content": "last"}]
     refused = await client.post(PATH, json={"input": items, "max_output_tokens": 10})

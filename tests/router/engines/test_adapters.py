@@ -71,7 +71,7 @@ async def test_adapters_are_followed_as_they_come_and_go(fake_a: FakeServer, fak
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_adapter_unloaded_just_now_is_asked_for_elsewhere(
+async def test_an_adapter_just_unloaded_is_sought_elsewhere(
     fake_a: FakeServer, fake_b: FakeServer, stream: bool
 ) -> None:
     fake_a.adapters = fake_b.adapters = ["sql"]

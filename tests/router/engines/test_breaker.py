@@ -115,7 +115,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_never_more_than_one_trial_and_never_open_for_longer_than_the_limit(
+def test_a_breaker_has_one_trial_and_is_open_no_longer_than_the_limit(
     steps: list[tuple[str, float, int]],
 ) -> None:
     breaker = make_breaker(max_failures=2, open_s=0.5, max_open_s=3.0)

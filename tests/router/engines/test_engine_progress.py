@@ -197,9 +197,7 @@ def test_the_time_for_which_it_was_not_there_does_not_count() -> None:
 @pytest.mark.parametrize(
     ("stall_s", "num_processes", "limit_s"), [(3.0, 1, 3.0), (3.0, 2, 16.0), (30.0, 2, 30.0), (0.0, 2, 0.0)]
 )
-def test_an_edge_process_that_hangs_is_ended_before_an_engine_is_judged(
-    stall_s: float, num_processes: int, limit_s: float
-) -> None:
+def test_a_hanging_frontend_ends_before_an_engine_is_judged(stall_s: float, num_processes: int, limit_s: float) -> None:
     config = RouterConfig(worker_timeout_s=8.0, router_processes=num_processes)
     assert stall_limit_s(ExternalEnginesConfig(engine_stall_s=stall_s), config) == limit_s
 

@@ -45,9 +45,7 @@ async def test_the_index_follows_the_engine(fake_a: FakeServer) -> None:
             await eventually(lambda: index.num_blocks("a") == 1)
 
 
-async def test_an_engine_that_clears_its_cache_costs_only_its_own_blocks(
-    fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cleared_cache_costs_only_its_own_blocks(fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """To follow a worker anew would take a pass over the blocks of all engines."""
     async with (
         publishing(fake_a, has_replay=False) as (publisher, spec),
@@ -65,9 +63,7 @@ async def test_an_engine_that_clears_its_cache_costs_only_its_own_blocks(
 @pytest.mark.parametrize(
     "wrong", [{"token_ids": [-1] * 16}, {"token_ids": [2**40] * 16}, {"lora_name": 5}, {"block_hashes": 3}], ids=str
 )
-async def test_after_a_malformed_batch_nothing_is_known_and_the_next_one_counts(
-    fake_a: FakeServer, wrong: dict[str, Any]
-) -> None:
+async def test_a_malformed_batch_leaves_nothing_and_the_next_counts(fake_a: FakeServer, wrong: dict[str, Any]) -> None:
     async with (
         publishing(fake_a, has_replay=False) as (publisher, spec),
         routing(spec, readers={"fake-model": ByteTokenReader()}) as router,
@@ -90,9 +86,7 @@ def image_chat(data: str) -> dict[str, Any]:
     }
 
 
-async def test_prompts_with_images_and_prompts_of_text_find_no_blocks_of_each_other(
-    fake_a: FakeServer, tokenizer: Tokenizer
-) -> None:
+async def test_prompts_with_images_and_of_text_share_no_blocks(fake_a: FakeServer, tokenizer: Tokenizer) -> None:
     """The engine's blocks contain the same token ids in each case."""
     fake_a.replies[CHAT] = lambda *_: JSONResponse({"choices": [{}]})
     reader = TokenReader(tokenizer)

@@ -129,9 +129,7 @@ async def test_an_engine_of_unknown_kind_gets_the_body_unchanged(fake_a: FakeSer
         assert fake_a.requests == [completion(stream=True, model="fake-model")]
 
 
-async def test_the_engine_gets_its_own_key_and_not_the_clients(
-    fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_gets_its_own_key_not_the_clients(fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINE_KEY", "inner")
     async with routing(spec_of(fake_a, "a", api_key_env="ENGINE_KEY")) as router:
         await router.client.post(COMPLETIONS, json=completion(), headers={"authorization": "Bearer outer"})
@@ -183,9 +181,7 @@ async def test_a_body_that_is_not_a_request_is_refused(fake_a: FakeServer, conte
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_clients_own_error_comes_from_the_engine_and_is_not_tried_twice(
-    fake_a: FakeServer, fake_b: FakeServer, stream: bool
-) -> None:
+async def test_a_clients_error_is_the_engines_and_final(fake_a: FakeServer, fake_b: FakeServer, stream: bool) -> None:
     for fake in (fake_a, fake_b):
         fake.status, fake.error = 400, {"message": "temperature is too high", "code": 400}
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
@@ -319,9 +315,7 @@ async def test_a_busy_engine_gets_no_requests_for_as_long_as_it_says(fake_a: Fak
         assert "a (busy for" in refused.json()["error"]["message"] or "engine b" in refused.json()["error"]["message"]
 
 
-async def test_an_engine_that_says_in_its_stream_that_it_is_busy_gets_no_requests(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_an_engine_whose_stream_says_busy_gets_no_requests(fake_a: FakeServer, fake_b: FakeServer) -> None:
     fake_a.first_event_error = {"message": "too many", "code": 429}
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
         assert [await answered_by(router, stream=True) for _ in range(4)] == ["b"] * 4
@@ -342,9 +336,7 @@ async def test_an_engine_that_says_in_its_stream_that_it_is_busy_gets_no_request
         ("inf", 0.5, 1.0),
     ],
 )
-async def test_retry_after_is_seconds_or_a_date(
-    fake_a: FakeServer, header: str, at_least: float, at_most: float
-) -> None:
+async def test_retry_after_is_seconds_or_date(fake_a: FakeServer, header: str, at_least: float, at_most: float) -> None:
     busy(fake_a, formatdate(time.time() + 20, usegmt=True) if header == "date" else header, 503)
     async with routing(spec_of(fake_a, "a")) as router:
         response = await router.client.post(COMPLETIONS, json=completion())
@@ -368,9 +360,7 @@ async def test_the_circuit_opens_and_closes_again(fake_a: FakeServer, fake_b: Fa
         assert router.engine("a").breaker.state(router.fleet.clock()) is BreakerState.CLOSED
 
 
-async def test_requests_that_fail_on_every_engine_do_not_shut_out_others(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_requests_that_fail_everywhere_do_not_shut_out_others(fake_a: FakeServer, fake_b: FakeServer) -> None:
     fakes = fake_a, fake_b
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b"), breaker_open_s=60, breaker_max_open_s=60) as router:
         for fake in fakes:
@@ -389,7 +379,7 @@ async def test_requests_that_fail_on_every_engine_do_not_shut_out_others(
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
-async def test_a_broken_stream_ends_in_an_error_and_is_not_retried(
+async def test_a_broken_stream_is_an_error_and_not_retried(
     fake_a: FakeServer, fake_b: FakeServer, is_reset: bool
 ) -> None:
     for fake in (fake_a, fake_b):
@@ -452,9 +442,7 @@ async def test_a_slow_client_gets_all_of_a_stream_in_order(fake_a: FakeServer, n
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])
-async def test_a_slow_client_that_disconnects_ends_the_request_at_the_engine(
-    fake_a: FakeServer, num_parts: int
-) -> None:
+async def test_a_slow_client_that_leaves_ends_its_request_at_the_engine(fake_a: FakeServer, num_parts: int) -> None:
     fake_a.pause.clear()
     async with routing(spec_of(fake_a, "a")) as router:
         client = SlowClient(router.app, COMPLETIONS, completion(stream=True, max_tokens=300), num_parts)
@@ -471,9 +459,7 @@ async def test_a_slow_client_that_disconnects_ends_the_request_at_the_engine(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_connection_that_breaks_during_the_answer_counts_as_a_disconnect(
-    fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
+async def test_a_broken_pipe_is_a_disconnect(fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     async def broken(*_: Any) -> None:
         raise BrokenPipeError
 
@@ -485,9 +471,7 @@ async def test_a_connection_that_breaks_during_the_answer_counts_as_a_disconnect
 
 
 @pytest.mark.parametrize("name", ["open", "relay"])
-async def test_our_own_errors_do_not_count_as_disconnects(
-    fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+async def test_our_errors_are_no_disconnects(fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def broken(*_: Any) -> None:
         raise TimeoutError("ours")
 
@@ -560,7 +544,7 @@ async def test_simulated_blocks_expire(fake_a: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_pair_computes_on_one_and_decodes_on_the_other(
+async def test_a_pair_computes_on_one_decodes_on_the_other(
     fake_a: FakeServer, fake_b: FakeServer, stream: bool
 ) -> None:
     fake_a.num_cached, fake_b.num_cached = 1, 4
@@ -583,9 +567,7 @@ async def test_a_pair_computes_on_one_and_decodes_on_the_other(
         assert list(costs) == ["vllm fake-model -> vllm fake-model"]
 
 
-async def test_a_prefill_engine_that_hangs_is_blamed_although_its_decode_engine_is_waited_for(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_a_hanging_prefill_engine_is_blamed_not_its_decode_engine(fake_a: FakeServer, fake_b: FakeServer) -> None:
     config = RouterConfig(local_prefill=False)
     async with routing(*pair(fake_a, fake_b), config=config, probe_timeout_s=0.5) as router:
         fake_b.headers_pause.clear()
@@ -599,9 +581,7 @@ async def test_a_prefill_engine_that_hangs_is_blamed_although_its_decode_engine_
         assert (router.engine("p").num_failures, router.engine("d").num_failures) == (1, 0)
 
 
-async def test_a_stream_that_has_begun_survives_the_end_of_its_prefill_engine(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_a_stream_that_has_begun_survives_its_prefill_engine(fake_a: FakeServer, fake_b: FakeServer) -> None:
     async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         fake_b.pause.clear()  # after the first event
         answering = asyncio.create_task(router.client.post(COMPLETIONS, json=completion(stream=True, max_tokens=3)))
@@ -616,18 +596,14 @@ async def test_a_stream_that_has_begun_survives_the_end_of_its_prefill_engine(
 
 
 @pytest.mark.parametrize("usage", [["many"], {"prompt_tokens_details": [1]}], ids=str)
-async def test_a_pair_serves_whatever_usage_its_prefill_engine_reports(
-    fake_a: FakeServer, fake_b: FakeServer, usage: Any
-) -> None:
+async def test_a_pair_serves_whatever_usage_prefill_reports(fake_a: FakeServer, fake_b: FakeServer, usage: Any) -> None:
     fake_a.whole = {"usage": usage}
     async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         assert [await answered_by(router, stream=stream) for stream in (False, True)] == ["d"] * 2
         assert len(fake_a.requests) == 2
 
 
-async def test_a_prefill_engine_without_a_connector_fails_and_others_take_over(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_a_prefill_engine_without_a_connector_is_replaced(fake_a: FakeServer, fake_b: FakeServer) -> None:
     fake_a.has_kv_params = False
     async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         # The decode engine alone takes it in the end: the pair is gone with its prefill engine.
@@ -737,7 +713,7 @@ async def test_deep_nesting_is_the_clients_fault(fake_a: FakeServer, field: str,
 
 
 @pytest.mark.parametrize(("deep_at", "status"), [("p", 200), ("d", 502)])
-async def test_an_engines_answer_that_cannot_be_passed_on_is_its_failure(
+async def test_an_unusable_answer_is_a_failure(
     fake_a: FakeServer, fake_b: FakeServer, deep_at: str, status: int
 ) -> None:
     deep: Any = []
@@ -754,9 +730,7 @@ async def test_an_engines_answer_that_cannot_be_passed_on_is_its_failure(
         assert status == 200 or "cannot be sent on" in response.text
 
 
-async def test_usage_of_a_pair_that_cannot_be_passed_on_ends_the_stream_with_an_error(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_usage_of_a_pair_that_cannot_be_sent_on_is_an_error(fake_a: FakeServer, fake_b: FakeServer) -> None:
     fake_b.whole = json.loads('{"deep": ' + "[" * 400 + "]" * 400 + "}")
     async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         response = await router.client.post(COMPLETIONS, json=completion(stream=True))

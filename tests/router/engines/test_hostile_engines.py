@@ -43,9 +43,7 @@ def repeated(part: bytes, count: int) -> Iterator[bytes]:
         (b":\n" * 1024, f"sent an event of more than {MAX_EVENT_LINES} lines"),
     ],
 )
-async def test_an_event_without_an_end_is_an_error_that_names_the_engine(
-    fake_a: FakeServer, part: bytes, complaint: str, is_first: bool
-) -> None:
+async def test_an_endless_event_is_an_error(fake_a: FakeServer, part: bytes, complaint: str, is_first: bool) -> None:
     def events() -> Iterator[bytes]:
         if not is_first:
             yield b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'

@@ -100,9 +100,7 @@ IMAGE = ["7f00cafe", 3]  # hash of an image, and its offset in the block
     ],
 )
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_blocks_that_depend_on_more_than_text_get_no_digest(
-    extra_keys: list[Any], num_text: int, is_whole: bool
-) -> None:
+def test_blocks_of_more_than_text_get_no_digest(extra_keys: list[Any], num_text: int, is_whole: bool) -> None:
     translator = make_translator()
     if is_whole:
         events = [stored(0, 4, extra_keys=extra_keys)]

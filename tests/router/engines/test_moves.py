@@ -200,9 +200,7 @@ async def test_a_stream_of_an_engine_that_hangs_goes_on(fake_a: FakeServer, fake
 
 
 @pytest.mark.parametrize("seed", [None, 7], ids=["no other engine", "cannot go on"])
-async def test_a_stream_of_an_engine_that_hangs_ends_with_the_code_of_a_timeout_and_the_reason(
-    fake_a: FakeServer, fake_b: FakeServer, seed: int | None
-) -> None:
+async def test_a_hanging_stream_ends_as_a_timeout(fake_a: FakeServer, fake_b: FakeServer, seed: int | None) -> None:
     breaks = scripts_on(fake_a, fake_b, how="hang")
     specs = [spec_of(fake_a, "a"), *([spec_of(fake_b, "b")] if seed else [])]
     async with routing(*specs, config=RouterConfig(request_timeout_s=0.3)) as router:
@@ -328,9 +326,7 @@ def test_versions_of_vllm_that_give_token_ids(version: bytes, gives: bool) -> No
 
 
 @pytest.mark.parametrize("has_ids", [True, False])
-async def test_an_engine_that_tells_its_capabilities_is_not_asked_for_its_version(
-    fake_a: FakeServer, has_ids: bool
-) -> None:
+async def test_an_engine_with_capabilities_is_not_asked_for_its_version(fake_a: FakeServer, has_ids: bool) -> None:
     fake_a.version, fake_a.capabilities = "0.32.0", {"token_ids": has_ids}
     async with routing(spec_of(fake_a, "a", kind="openai")) as router:
         assert router.engine("a").gives_token_ids is has_ids

@@ -164,9 +164,7 @@ async def test_a_failed_attempt_goes_elsewhere_without_waiting_again(fake_a: Fak
         assert {one["placement"]["candidates"][0]["decode_worker"] for one in decisions} == {"b"}
 
 
-async def test_a_second_attempt_stays_on_the_tenants_engines(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_a_retry_stays_on_the_tenants_engines(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
     path.write_text('[tenants.search]\nworkers = ["a"]\n')
     fake_a.status = 500
@@ -176,9 +174,7 @@ async def test_a_second_attempt_stays_on_the_tenants_engines(
         assert not fake_b.requests
 
 
-async def test_a_group_that_cannot_take_a_request_leaves_it_to_another(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_a_group_leaves_what_it_cannot_take(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
     path.write_text('[tenants.search]\nworkers = ["b"]\n[tenants.nowhere]\nworkers = ["c"]\n')
     specs = [small(fake_a, "a", group="one", num_blocks=64), small(fake_b, "b", group="two")]
@@ -227,9 +223,7 @@ def test_the_table_of_one_model_follows_the_load_and_the_registry() -> None:
     assert (len(alone.table), list(alone), alone.queued_prompt_tokens) == (0, [], 0)
 
 
-async def test_an_answer_says_why_it_comes_from_there_and_the_log_keeps_it(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_an_answer_says_why_it_comes_from_there_and_is_logged(fake_a: FakeServer, fake_b: FakeServer) -> None:
     async with routing(small(fake_a, "a"), small(fake_b, "b")) as router:
         answer = await start(router, prompt_of("why"), **{"x-tandem-explain": "1", "x-tandem-tenant": "t"})
         told = httpx.Response(200, text=answer.headers["x-tandem-explain"]).json()

@@ -127,9 +127,7 @@ async def test_a_tracestate_that_is_too_long_is_left_out(fake_a: FakeServer) -> 
     assert "tracestate" not in fake_a.request_headers[0]
 
 
-async def test_a_request_that_goes_elsewhere_shows_each_placement(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_a_retried_request_shows_each_placement(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     for by_hub in (False, True):
         kept = KeptSpans()
         specs = spec_of(fake_a, "a"), spec_of(fake_b, "b")

@@ -119,7 +119,7 @@ async def test_fields_of_the_router_are_refused_on_each_route(fake_a: FakeServer
 
 
 @pytest.mark.parametrize("path", [api.path for api in APIS])
-async def test_a_failure_before_the_first_byte_goes_elsewhere_on_each_route(
+async def test_a_failure_before_the_first_byte_goes_elsewhere(
     fake_a: FakeServer, fake_b: FakeServer, path: str
 ) -> None:
     [api] = [api for api in APIS if api.path == path]
@@ -229,9 +229,7 @@ async def test_a_pair_hands_over_on_each_route(fake_a: FakeServer, fake_b: FakeS
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_cached_tokens_of_a_pair_are_those_of_its_prefill_engine(
-    fake_a: FakeServer, fake_b: FakeServer, stream: bool
-) -> None:
+async def test_cached_tokens_of_a_pair_are_the_first_ones(fake_a: FakeServer, fake_b: FakeServer, stream: bool) -> None:
     def reply(num_cached: int) -> Any:
         response_usage = {"input_tokens": 20, "output_tokens": 8, "input_tokens_details": {"cached_tokens": num_cached}}
         message_usage = {"input_tokens": 20 - num_cached, "cache_read_input_tokens": num_cached, "output_tokens": 8}

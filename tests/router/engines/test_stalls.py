@@ -60,9 +60,7 @@ async def stalled(router: Deciding, name: str, times: int = 1) -> None:
     await eventually(lambda: router.engine(name).num_stalls == times)
 
 
-async def test_requests_of_a_stalled_engine_go_on_elsewhere_and_it_comes_back(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_requests_of_a_stalled_engine_go_on_elsewhere(fake_a: FakeServer, fake_b: FakeServer) -> None:
     one = script_on(fake_a, SCRIPT, hung_at=5)
     script_on(fake_b, SCRIPT)
     async with routing(spec_of(fake_a, "a"), engine_stall_s=STALL_S) as router:
@@ -113,9 +111,7 @@ async def test_bytes_that_are_no_tokens_show_no_step(fake_a: FakeServer, fake_b:
 
 
 @pytest.mark.parametrize(("hung_at", "stall_s"), [(1, 0.2), (5, 0.0)], ids=["only the role", "the rule is off"])
-async def test_a_long_first_token_is_no_stall_and_nothing_is_with_0(
-    fake_a: FakeServer, hung_at: int, stall_s: float
-) -> None:
+async def test_a_long_first_token_is_no_stall(fake_a: FakeServer, hung_at: int, stall_s: float) -> None:
     engine = script_on(fake_a, SCRIPT, hung_at=hung_at)
     async with routing(spec_of(fake_a, "a"), engine_stall_s=stall_s) as router:
         (answer,) = await begin(router, engine, CHAT_BODY)
@@ -133,9 +129,7 @@ vllm:generation_tokens_total{engine="0"} 7
 """
 
 
-async def test_counters_that_stand_still_while_requests_run_show_a_stall(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_counters_that_stand_still_show_a_stall(fake_a: FakeServer, fake_b: FakeServer) -> None:
     one = script_on(fake_a, SCRIPT, hung_at=0)
     script_on(fake_b, SCRIPT)
     fake_a.metrics = STANDING
@@ -152,9 +146,7 @@ async def test_counters_that_stand_still_while_requests_run_show_a_stall(
         one.hung_at = None
 
 
-async def test_with_all_engines_stalled_clients_get_clear_errors_at_once(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_clients_are_told_at_once_if_all_engines_stalled(fake_a: FakeServer, fake_b: FakeServer) -> None:
     engines = [script_on(fake, SCRIPT, hung_at=5) for fake in (fake_a, fake_b)]
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b"), engine_stall_s=STALL_S) as router:
         answers = [asyncio.create_task(ask(router, CHAT_BODY)) for _ in range(6)]
@@ -199,9 +191,7 @@ async def test_an_engine_that_drains_is_watched_too(fake_a: FakeServer, fake_b: 
         one.hung_at = None
 
 
-async def test_an_engine_that_cannot_be_asked_gets_one_request_as_its_trial(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_an_engine_that_cannot_be_asked_is_tried_by_a_request(fake_a: FakeServer, fake_b: FakeServer) -> None:
     one = script_on(fake_a, SCRIPT, hung_at=5, has_plain_answers=False)
     script_on(fake_b, SCRIPT, delay_s=0.005)
     limits: dict[str, Any] = {"engine_stall_s": STALL_S, "breaker_open_s": 0.05, "breaker_max_open_s": 0.05}
@@ -297,9 +287,7 @@ async def test_a_stopped_engine_process_is_found_by_its_probes(
         await router.all_ready("a")
 
 
-async def test_a_request_whose_engine_stalls_before_it_is_sent_ends_and_leaves_nothing(
-    fake_a: FakeServer, recwarn: pytest.WarningsRecorder
-) -> None:
+async def test_a_request_unsent_at_a_stall_leaves_nothing(fake_a: FakeServer, recwarn: pytest.WarningsRecorder) -> None:
     script_on(fake_a, SCRIPT)
     async with routing(spec_of(fake_a, "a")) as router:
         engine = router.engine("a")

@@ -41,9 +41,7 @@ async def expected_tokens(router: Router, key: str, **fields: Any) -> int:
     return int(response.headers["x-tandem-expected-cached-tokens"])
 
 
-async def test_engines_that_refuse_one_tenants_requests_serve_the_others(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_engines_that_refuse_one_tenant_serve_the_others(fake_a: FakeServer, fake_b: FakeServer) -> None:
     for fake in (fake_a, fake_b):
         fake.status, fake.headers = 429, {"retry-after": "3600"}
     async with routing(spec_of(fake_a, "x"), spec_of(fake_b, "y"), **KEYED) as router:
@@ -69,9 +67,7 @@ async def test_the_tenants_that_an_engine_holds_back_are_bounded(fake_a: FakeSer
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp", "openai"])
-async def test_an_engine_gets_a_salt_of_the_tenant_never_the_clients(
-    fake_a: FakeServer, kind: str, path: str, stream: bool
-) -> None:
+async def test_an_engine_gets_the_tenants_salt(fake_a: FakeServer, kind: str, path: str, stream: bool) -> None:
     messages = {"messages": [{"role": "user", "content": "hello"}]} if path == CHAT else {}
     async with routing(spec_of(fake_a, "x", kind=kind), **KEYED) as router:
         for key, salt, scope in [

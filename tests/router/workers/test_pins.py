@@ -91,9 +91,7 @@ def test_blocks_that_pins_share_count_once() -> None:
     ],
     ids=["pins", "pins of a tenant", "blocks", "blocks of a tenant"],
 )
-def test_a_quota_names_itself_its_value_and_its_limit(
-    ledger: PinLedger, tenant: str, chain: list[int], quota: str
-) -> None:
+def test_a_quota_names_itself_value_and_limit(ledger: PinLedger, tenant: str, chain: list[int], quota: str) -> None:
     add(ledger, "a", 1, 2, tenant="a", expires_at=30.0)
     add(ledger, "b", 3, 4, tenant="b", expires_at=50.0)
     with pytest.raises(PinQuotaExceeded, match=rf"over the limit of \d+ \({quota}\)") as refused:
