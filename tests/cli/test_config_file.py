@@ -17,7 +17,7 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_flags_win_over_the_file_and_it_over_defaults(
+def test_flags_win_over_files_and_they_over_defaults(
     tmp_path: Path, model: Path, launched: list[ClusterConfig]
 ) -> None:
     path = write(
@@ -59,12 +59,7 @@ def test_a_flag_with_the_default_value_wins_too(tmp_path: Path, model: Path, lau
     ],
 )
 def test_a_flag_also_wins_over_settings_that_exclude_it(
-    text: str,
-    flags: list[str],
-    expected: dict[str, object],
-    tmp_path: Path,
-    model: Path,
-    launched: list[ClusterConfig],
+    text: str, flags: list[str], expected: dict[str, object], tmp_path: Path, model: Path, launched: list[ClusterConfig]
 ) -> None:
     path = write(tmp_path, f'model = "{model}"\nport = 0\n{text}\n')
     assert run(["serve", "--config", path, *flags]) == 7

@@ -27,7 +27,7 @@ from tests.support.fake_openai import FakeServer
 FLAGS = inspect.signature(route).parameters
 
 
-def test_every_field_of_the_engines_config_is_a_flag_and_every_flag_a_field() -> None:
+def test_every_field_is_a_flag_and_every_flag_a_field() -> None:
     names = {field.name for config in (ExternalEnginesConfig, RouterConfig) for field in fields(config)}
     assert {field.name for field in fields(ExternalEnginesConfig)} <= FLAGS.keys()
     files = {"engines", "admin_token_file", "tenants", "api_key_file", "config"}  # read at once

@@ -110,11 +110,7 @@ def test_a_worker_that_flips_is_asked_again(server: FakeServer) -> None:
     ],
 )
 def test_a_refusal_is_shown(
-    server: FakeServer,
-    capsys: pytest.CaptureFixture[str],
-    command: list[str],
-    refused: httpx.Response,
-    message: str,
+    server: FakeServer, capsys: pytest.CaptureFixture[str], command: list[str], refused: httpx.Response, message: str
 ) -> None:
     server.refusals = [refused]
     assert run(command) != 0

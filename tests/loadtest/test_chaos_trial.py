@@ -274,9 +274,7 @@ async def test_what_the_model_cannot_be_asked_for_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(("fault", "is_lost"), [("cut off", False), ("status", True)])
-async def test_a_client_sends_again_what_was_cut_off(
-    fault: str, is_lost: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_resends_what_was_cut_off(fault: str, is_lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors that a server tells are lost at that time too."""
 
     class Cutting(FakeServer):
@@ -343,7 +341,7 @@ async def test_a_rolling_restart_takes_one_worker_after_the_other(processes: lis
 
 @pytest.mark.parametrize("kind", ["flip", "migrate", "restart", "replace"])
 @pytest.mark.parametrize(("status", "is_lost"), [(409, False), (404, False), (500, True)])
-async def test_an_operation_that_a_rule_is_against_is_left_out_and_one_that_fails_is_a_loss(
+async def test_an_operation_against_a_rule_is_left_out_and_a_failure_a_loss(
     kind: str, status: int, is_lost: bool, processes: list[subprocess.Popen[bytes]]
 ) -> None:
     server = FakeServer([child.pid for child in processes])

@@ -191,7 +191,7 @@ async def test_explaining_sends_and_books_nothing() -> None:
         await end(cluster, running, waiting)
 
 
-async def test_a_tenants_workers_and_a_requests_adapter_are_kept_to_and_explained() -> None:
+async def test_a_tenants_workers_and_adapters_are_kept_to_and_explained() -> None:
     named = {"small": TenantPolicy(workers=("d",)), "gone": TenantPolicy(workers=("x-*",))}
 
     async with fake_cluster(

@@ -240,7 +240,7 @@ async def test_an_error_follows_the_items_before_it_and_closes(is_pushed: bool) 
     assert stream.num_closed == 1
 
 
-async def test_what_the_sink_raises_in_the_callback_is_raised_in_the_readers_task() -> None:
+async def test_what_a_sink_raises_is_raised_in_its_readers_task() -> None:
     stream = Doubled(CallbackScheduler())
 
     def sink(_: list[int]) -> bool:

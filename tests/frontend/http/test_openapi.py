@@ -75,7 +75,7 @@ def test_it_is_made_once() -> None:
     assert app.openapi() is app.openapi()
 
 
-def test_bodies_have_the_bounds_the_meanings_and_the_tolerance_of_what_decodes_them() -> None:
+def test_bodies_have_the_bounds_and_texts_of_what_decodes_them() -> None:
     document = APPS["serve"].openapi()
     schemas = document["components"]["schemas"]
     body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]

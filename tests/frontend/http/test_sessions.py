@@ -27,7 +27,7 @@ CLIENTS = {
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("client_name", CLIENTS)
-async def test_a_clients_session_header_names_the_conversation(
+async def test_a_session_names_a_conversation(
     backend: FakeBackend, client: Client, path: str, client_name: str
 ) -> None:
     response = await client.post(path, json=BODIES[path], headers={CLIENTS[client_name]: "s-1"})

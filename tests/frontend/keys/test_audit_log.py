@@ -88,7 +88,7 @@ def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
         assert [one["target"][150:] for one in lines if one["action"] == name] == [str(n) for n in range(300)]
 
 
-def test_a_disk_that_fails_is_told_once_counted_and_used_again_when_it_works(
+def test_a_disk_that_fails_is_told_once_counted_and_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, lost = tmp_path / "audit", []

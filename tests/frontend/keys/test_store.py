@@ -73,7 +73,7 @@ def test_a_change_keeps_the_groups_right_to_read_and_the_link(tmp_path: Path) ->
     assert {one.name for one in path.parent.iterdir()} == {"keys", "keys.lock"}
 
 
-def test_what_a_killed_writer_left_is_no_obstacle_and_no_way_to_another_file(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_no_obstacle_and_no_way_elsewhere(tmp_path: Path) -> None:
     path, victim = make_key_file(tmp_path / "keys", {"sk-a": "a"}), tmp_path / "victim"
     victim.write_text("untouched")
     (tmp_path / "keys.new").symlink_to(victim)

@@ -280,9 +280,7 @@ async def test_a_system_message_that_comes_later_is_shown_by_every_template(tmp_
     assert prompt == "<system>S<user>hi\n\nNow rhyme.<assistant>Yes?<user>Now rhyme.\n\nhi<user>hi<assistant>"
 
 
-async def test_a_later_system_message_stays_if_the_template_shows_it(
-    tokenizer: Tokenizer, backend: FakeBackend
-) -> None:
+async def test_a_later_system_message_stays_if_it_is_shown(tokenizer: Tokenizer, backend: FakeBackend) -> None:
     await plain_of(backend, messages=[USER, {"role": "system", "content": "Now rhyme."}])
     assert tokenizer.decode(backend.requests[0].token_ids) == "<s><user>hi<system>Now rhyme.<assistant>"
 

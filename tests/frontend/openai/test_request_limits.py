@@ -149,7 +149,7 @@ async def test_log_probabilities_are_bounded_unless_streamed(client: Client, mon
         ("/v1/route/explain", {"prompt": "x" * 100_000}, "prompt"),
     ],
 )
-async def test_a_prompt_that_cannot_fit_is_refused_wherever_it_is_and_not_encoded(
+async def test_a_prompt_that_cannot_fit_is_refused_unencoded(
     tokenizer: Tokenizer, client: Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
 ) -> None:
     class Refusing:

@@ -151,7 +151,7 @@ async def test_scores_of_another_size_fail(backend: FakeBackend, client: Client,
     assert "bytes of scores" in response.json()["error"]["message"]
 
 
-async def test_infinite_scores_become_finite_and_long_prompts_leave_the_event_loop(
+async def test_infinite_scores_become_finite(
     backend: FakeBackend, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "LONG_PROMPT", 2)
@@ -168,7 +168,7 @@ async def test_infinite_scores_become_finite_and_long_prompts_leave_the_event_lo
     assert found["token_logprobs"] == [None, -9999.0]
 
 
-async def test_special_tokens_are_spelled_and_take_no_room_unless_the_text_has_them(tokenizer: Tokenizer) -> None:
+async def test_special_tokens_take_no_room_unless_the_text_has_them(tokenizer: Tokenizer) -> None:
     for text in ("a<s>b", "<s>a", "", "é</s>"):
         token_ids = tokenizer.encode(text)
         prompt = ScoredPrompt(token_ids, text, 0, tokenizer)

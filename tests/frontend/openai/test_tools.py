@@ -246,7 +246,7 @@ async def test_a_template_that_takes_one_call_a_message_gets_one_after_the_other
     )
 
 
-async def test_a_format_that_the_template_shows_calls_in_is_used_where_it_shows_no_tools(tmp_path: Path) -> None:
+async def test_a_format_of_a_templates_calls_is_used_without_tools(tmp_path: Path) -> None:
     """DeepSeek V3.1: its chat template shows calls but no tools; the client describes those in the system message."""
     template = CALLS.replace("CALL", "+ '<｜tool▁sep｜>' + call.function.arguments + '<｜tool▁call▁end｜>'")
     template = template.removeprefix("{# tools #}")
@@ -306,7 +306,7 @@ def mistral(tmp_path: Path) -> Tokenizer:
     return Tokenizer(build_tokenizer(tmp_path, MISTRAL, MISTRAL_TOKENS))
 
 
-async def test_tools_reach_a_template_that_shows_them_and_markers_are_special_tokens(mistral: Tokenizer) -> None:
+async def test_tools_reach_a_template_and_markers_are_special_tokens(mistral: Tokenizer) -> None:
     backend = backend_of(mistral, '[THINK]Rome.[/THINK]ok[TOOL_CALLS]weather[ARGS]{"city": "Rome"}')
     choice = await choice_of(backend, chat())
     (call,) = choice["message"]["tool_calls"]
@@ -418,7 +418,7 @@ async def test_the_other_routes_see_the_same_prompt(tokenizer: Tokenizer) -> Non
     assert usage["prompt_tokens"] == tokens["count"]
 
 
-async def test_tools_that_the_server_would_have_to_run_are_not_shown_to_the_model(tokenizer: Tokenizer) -> None:
+async def test_tools_for_the_server_are_not_shown_to_the_model(tokenizer: Tokenizer) -> None:
     backend = backend_of(tokenizer, "hello")
     hosted = [{"type": "web_search_preview"}, {"type": "custom", "custom": {"name": "sql"}}]
     async with closing(backend) as client:

@@ -153,7 +153,7 @@ async def test_processes_share_the_port_and_their_counters(tmp_path: Path) -> No
             pass
 
 
-async def test_all_processes_speak_https_and_take_a_renewed_certificate_under_load(tmp_path: Path) -> None:
+async def test_all_processes_take_a_renewed_certificate_under_load(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     certificate, key = authority.issue()
     ca = ssl.create_default_context(cafile=authority.ca_file)

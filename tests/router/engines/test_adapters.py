@@ -71,9 +71,7 @@ async def test_adapters_are_followed_as_they_come_and_go(fake_a: FakeServer, fak
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_adapter_just_unloaded_is_sought_elsewhere(
-    fake_a: FakeServer, fake_b: FakeServer, stream: bool
-) -> None:
+async def test_an_unloaded_adapter_is_sought_elsewhere(fake_a: FakeServer, fake_b: FakeServer, stream: bool) -> None:
     fake_a.adapters = fake_b.adapters = ["sql"]
     fake_a.unloaded = ["sql"]
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:

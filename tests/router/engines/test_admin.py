@@ -89,9 +89,7 @@ async def test_engines_come_and_go_at_run_time(fake_a: FakeServer) -> None:
         ({"url": "http://h:1", "api_key_env": "TANDEM_ENGINE_NONE"}, "is not set; export"),
     ],
 )
-async def test_a_bad_engine_is_refused_and_is_not_added(
-    fake_a: FakeServer, body: dict[str, Any], expected: str
-) -> None:
+async def test_a_bad_engine_is_refused_and_not_added(fake_a: FakeServer, body: dict[str, Any], expected: str) -> None:
     async with routing(spec_of(fake_a, "a"), admin_token="secret") as router:
         response = await post(router, **body)
         assert response.status_code == 400

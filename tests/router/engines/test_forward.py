@@ -136,9 +136,7 @@ async def test_an_engine_gets_its_own_key_not_the_clients(fake_a: FakeServer, mo
     assert fake_a.authorization == ["Bearer inner"]
 
 
-async def test_a_models_card_has_what_all_engines_that_tell_it_can_do(
-    fake_a: FakeServer, fake_b: FakeServer, server: FakeServer
-) -> None:
+async def test_a_models_card_has_what_all_can_do(fake_a: FakeServer, fake_b: FakeServer, server: FakeServer) -> None:
     fake_a.capabilities = {"chat": True, "tools": "hermes"}
     fake_b.capabilities = {"chat": True, "tools": None}
     server.model = "other"
@@ -379,9 +377,7 @@ async def test_requests_that_fail_everywhere_do_not_shut_out_others(fake_a: Fake
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
-async def test_a_broken_stream_is_an_error_and_not_retried(
-    fake_a: FakeServer, fake_b: FakeServer, is_reset: bool
-) -> None:
+async def test_a_broken_stream_is_not_retried(fake_a: FakeServer, fake_b: FakeServer, is_reset: bool) -> None:
     for fake in (fake_a, fake_b):
         fake.break_after, fake.is_reset = 2, is_reset
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
@@ -544,9 +540,7 @@ async def test_simulated_blocks_expire(fake_a: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_pair_computes_on_one_decodes_on_the_other(
-    fake_a: FakeServer, fake_b: FakeServer, stream: bool
-) -> None:
+async def test_a_pair_computes_on_one_and_decodes_on_one(fake_a: FakeServer, fake_b: FakeServer, stream: bool) -> None:
     fake_a.num_cached, fake_b.num_cached = 1, 4
     body = completion(stream=stream, max_completion_tokens=4, min_tokens=2)
     if stream:
@@ -713,9 +707,7 @@ async def test_deep_nesting_is_the_clients_fault(fake_a: FakeServer, field: str,
 
 
 @pytest.mark.parametrize(("deep_at", "status"), [("p", 200), ("d", 502)])
-async def test_an_unusable_answer_is_a_failure(
-    fake_a: FakeServer, fake_b: FakeServer, deep_at: str, status: int
-) -> None:
+async def test_an_unusable_answer_fails(fake_a: FakeServer, fake_b: FakeServer, deep_at: str, status: int) -> None:
     deep: Any = []
     for _ in range(400):
         deep = [deep]

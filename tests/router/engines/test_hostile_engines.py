@@ -73,7 +73,7 @@ async def test_a_flood_of_tiny_events_is_passed_on_whole(fake_a: FakeServer) -> 
         assert answer.content == tiny * count + b"data: [DONE]\n\n"
 
 
-async def test_an_answer_of_many_values_is_passed_on_unchanged_and_its_usage_counts(fake_a: FakeServer) -> None:
+async def test_an_answer_of_many_values_is_passed_on_and_counted(fake_a: FakeServer) -> None:
     fake_a.whole = {"more": LISTS}
     async with routing(spec_of(fake_a, "a")) as router:
         answer = await router.client.post(COMPLETIONS, json=completion("a b c", max_tokens=2))

@@ -101,7 +101,7 @@ async def test_several_deaths_in_one_stream_and_many_streams_at_once(fake_a: Fak
             assert_whole(answer)
 
 
-async def test_an_undisturbed_stream_is_what_the_engine_sends_to_those_who_ask_for_no_ids(fake_a: FakeServer) -> None:
+async def test_an_undisturbed_stream_is_the_engines_own(fake_a: FakeServer) -> None:
     scripts_on(fake_a)
     async with routing(spec_of(fake_a, "a")) as router, httpx.AsyncClient(base_url=fake_a.url) as engine:
         for body in (CHAT_BODY, COMPLETION_BODY):
@@ -263,7 +263,7 @@ async def test_a_stream_that_ends_one_engine_after_the_other_is_given_up() -> No
             assert "tandem_poisoned_requests_total 1.0" in (await router.client.get("/metrics")).text
 
 
-async def test_a_request_that_ends_engines_before_its_first_byte_is_refused_the_next_time() -> None:
+async def test_a_request_that_ends_engines_at_once_is_refused_later() -> None:
     with fake_openai() as one, fake_openai() as two, fake_openai() as three:
         fakes = [one, two, three]
         breaks = scripts_on(*fakes)

@@ -119,9 +119,7 @@ async def test_fields_of_the_router_are_refused_on_each_route(fake_a: FakeServer
 
 
 @pytest.mark.parametrize("path", [api.path for api in APIS])
-async def test_a_failure_before_the_first_byte_goes_elsewhere(
-    fake_a: FakeServer, fake_b: FakeServer, path: str
-) -> None:
+async def test_a_failure_at_the_start_goes_elsewhere(fake_a: FakeServer, fake_b: FakeServer, path: str) -> None:
     [api] = [api for api in APIS if api.path == path]
     fake_a.replies[path] = lambda *_: JSONResponse({"error": {"message": "broken"}}, 500)
     fake_b.replies[path] = lambda *_: JSONResponse({"id": "b", api.answer_field: [{"text": ""}]})
@@ -165,7 +163,7 @@ async def test_the_routers_own_errors_have_the_shape_of_their_api(fake_a: FakeSe
             assert kinds == (own if path == "/v1/responses" else anthropic)
 
 
-async def test_a_clients_error_that_begins_a_stream_is_answered_in_the_shape_of_its_route(fake_a: FakeServer) -> None:
+async def test_a_clients_error_in_a_stream_has_the_shape_of_its_route(fake_a: FakeServer) -> None:
     error = {"message": "too hot", "code": 400}
     events = f"event: error\ndata: {json.dumps({'type': 'error', 'error': error})}\n\n"
     fake_a.replies["/v1/messages"] = lambda _method, _body: Response(events, media_type="text/event-stream")

@@ -227,7 +227,7 @@ async def test_an_answer_that_ends_too_soon_is_an_error(wire: bytes, got: bytes)
         assert received == got
 
 
-async def test_closing_early_drops_the_connection_unless_the_last_event_has_arrived() -> None:
+async def test_closing_early_drops_the_connection_unless_all_is_here() -> None:
     async with connected() as (upstream, peer):
         go_on = asyncio.Event()
 
@@ -380,7 +380,7 @@ class _Turns:
         self._handle.cancel()
 
 
-async def test_a_flood_on_many_connections_takes_one_piece_of_each_turn_and_small_answers_pass_it() -> None:
+async def test_a_flood_takes_a_piece_of_each_turn_and_is_overtaken() -> None:
     num_flooded, flood_bytes = 8, 20 * PIECE_BYTES  # a piece of each comes with its head
     async with connected(slicer=TimeSlicer(_NoTime())) as (upstream, peer), asyncio.timeout(30):
         peer.handle = answer(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * flood_bytes, then_close=True)

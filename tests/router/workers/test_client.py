@@ -234,7 +234,7 @@ async def test_a_silent_worker_is_given_up() -> None:
         assert len(cluster.registry) == 0
 
 
-async def test_a_worker_whose_heartbeats_are_missing_is_marked_until_it_is_heard_again() -> None:
+async def test_a_worker_without_heartbeats_is_marked_until_it_is_heard() -> None:
     config = RouterConfig(worker_timeout_s=2.0)
     async with fake_cluster(prefill=silent, decode=silent, config=config, heartbeat_interval_s=0.1) as cluster:
         worker = cluster.registry.get("d")
@@ -270,7 +270,7 @@ async def beat(ages_s: dict[FakeWorker, float]) -> None:
 
 
 @pytest.mark.parametrize("fails", ["a listener", "the index"])
-def test_whatever_raises_when_a_worker_leaves_its_requests_end_and_the_watch_goes_on(
+def test_requests_end_and_the_watch_goes_on_whatever_raises(
     fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(background, "FIRST_DELAY_S", 0.01)
@@ -319,7 +319,7 @@ async def test_a_worker_that_cannot_serve_beside_the_others_is_refused() -> None
         assert [w.worker_id for w in cluster.registry] == ["d"]
 
 
-async def test_a_worker_that_does_not_answer_or_dies_while_joining_is_not_waited_for() -> None:
+async def test_a_worker_that_does_not_join_is_not_waited_for() -> None:
     async with fake_cluster(config=RouterConfig(worker_timeout_s=0.2)) as cluster:
         with pytest.raises(WorkerError, match="did not answer within worker_timeout_s"):
             await cluster.add(FakeWorker("m", Role.DECODE, is_mute=True))

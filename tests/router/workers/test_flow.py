@@ -200,7 +200,7 @@ async def test_the_time_of_a_grammar_counts_for_its_tenant(fails: bool) -> None:
         assert charged == [(request.service_class.tenant, 2.5)]
 
 
-async def test_tokens_that_wait_together_come_together_and_before_the_error_behind_them() -> None:
+async def test_tokens_that_wait_come_together_and_before_an_error() -> None:
     def both_and_an_error(worker: FakeWorker, message: Message) -> None:
         if isinstance(message, Generate):
             worker.output(SequenceDelta(message.request_id, 0, [100]), SequenceDelta(message.request_id, 1, [101, 102]))
@@ -289,7 +289,7 @@ async def test_requests_are_seen_by_the_cache_sizing() -> None:
         assert "hunter2" not in json.dumps(await cluster.flow.pools())
 
 
-async def test_the_next_turn_is_expected_to_find_the_answer_but_for_its_last_token() -> None:
+async def test_the_next_turn_finds_the_answer_but_for_its_last_token() -> None:
     async with fake_cluster(prefill=first_token, decode=remaining_tokens) as cluster:
         prompt = list(range(16))
         for answer, num_found in ((17, 16), (16, 0)):
@@ -383,7 +383,7 @@ async def test_a_flipped_role_is_used_at_once() -> None:
         assert tokens(await collect(cluster, make_request())) == [100, 101, 102, 103]
 
 
-async def test_a_scored_prompt_is_placed_as_if_nothing_was_cached_and_its_scores_come_with_the_first_token() -> None:
+async def test_a_scored_prompt_is_computed_whole_and_its_scores_come_first() -> None:
     scores = PromptLogprobs(b"1234", b"", b"")
 
     def scored_token(worker: FakeWorker, message: Message) -> None:

@@ -253,7 +253,7 @@ async def test_it_keeps_its_place_in_the_queue_when_the_workers_die() -> None:
         cluster.flow.admission.check_integrity()
 
 
-async def test_a_full_queue_refuses_no_choice_that_shares_a_prompt_which_was_admitted() -> None:
+async def test_a_full_queue_refuses_no_choice_of_an_admitted_prompt() -> None:
     config = RouterConfig(max_queued_prompt_tokens=100)
     async with fake_cluster(decode=silent, local_prefill=True, config=config) as cluster:
         running = asyncio.create_task(collect(cluster, make_request(request_id="full", num_prompt_tokens=100)))
@@ -291,7 +291,7 @@ async def test_kv_that_cannot_be_moved_is_computed_where_it_is_needed() -> None:
         assert len(cluster.workers["d"].of_type(Generate)) == 1
 
 
-async def test_a_request_that_workers_die_of_is_refused_by_name_and_spares_the_others() -> None:
+async def test_a_request_that_workers_die_of_is_refused_by_name() -> None:
     async with fake_cluster() as cluster:
         poison = make_request(num_prompt_tokens=80)
 
@@ -405,7 +405,7 @@ async def test_an_answer_whose_handoff_is_under_way_moves_after_it() -> None:
         assert len(resumed(second)) == 1
 
 
-async def test_answers_that_a_prefill_worker_took_over_go_to_the_next_decode_worker() -> None:
+async def test_answers_of_a_prefill_worker_go_to_the_next_decode_worker() -> None:
     def one_more(worker: FakeWorker, message: Message) -> None:
         first_token(worker, message)
         if isinstance(message, Generate):
@@ -513,7 +513,7 @@ async def test_an_answer_goes_on_behind_the_step_that_its_worker_is_in(end: str)
         assert len(first.of_type(Cancel)) == 1
 
 
-async def test_a_worker_that_says_a_request_was_cancelled_though_nobody_asked_has_failed_it() -> None:
+async def test_a_worker_that_cancels_a_request_by_itself_has_failed_it() -> None:
     async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
         stream = await begun(cluster)
         cluster.workers["d"].confirm("r0")
