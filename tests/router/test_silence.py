@@ -31,12 +31,7 @@ from tests.support.fake_openai import FakeServer, fake_openai
 from tests.support.keys import stored_key
 from tests.support.waiting import eventually
 
-CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-)
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 SAID = [{"role": "user", "content": "hello"}]
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": SAID, "max_tokens": 20},

@@ -36,7 +36,7 @@ async def test_a_pin_has_its_expiry_and_its_places(tokenizer: Tokenizer, backend
     }
     ids = tokenizer.encode("hello world")
     assert backend.cache.requests == [
-        PinRequest(token_ids=ids, cache_scope=cache_scope("t"), ttl_s=30.0, prefetch=Prefetch.POOL),
+        PinRequest(token_ids=ids, cache_scope=cache_scope("t"), ttl_s=30.0, prefetch=Prefetch.POOL)
     ]
     listed = (await client.get("/v1/cache/pins", params={"cache_salt": "t"})).json()
     assert (listed["object"], [pin["id"] for pin in listed["data"]]) == ("list", ["pin-1"])

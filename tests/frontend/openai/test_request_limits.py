@@ -244,11 +244,6 @@ async def test_arguments_of_a_tool_call_are_bounded_like_a_body(client: Client) 
 
 
 async def test_options_that_no_template_can_work_with_are_the_clients_fault(client: Client) -> None:
-    for options in (
-        {"padding": True},
-        {"return_dict": True},
-        {"continue_final_message": "x"},
-        {"tokenizer_kwargs": 3},
-    ):
+    for options in ({"padding": True}, {"return_dict": True}, {"continue_final_message": "x"}, {"tokenizer_kwargs": 3}):
         response = await client.post(CHAT, json={"messages": [USER], "chat_template_kwargs": options})
         assert response.status_code in (200, 400), (options, response.text)

@@ -9,14 +9,7 @@ import pytest
 
 from tandem.frontend.relay.prompts import ByteTokenReader
 from tandem.protocol.config import RouterConfig
-from tests.support.engines_harness import (
-    COMPLETIONS,
-    Router,
-    completion,
-    routing,
-    routing_by_hub,
-    spec_of,
-)
+from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, routing_by_hub, spec_of
 from tests.support.fake_openai import MODEL, FakeServer
 from tests.support.kv_event_publisher import IDS, name, publishing, stored
 from tests.support.waiting import eventually

@@ -33,12 +33,7 @@ async def test_urgent_requests_and_other_tenants_overtake_in_the_routers_queue(f
     async with routing(small(fake_a, "a")) as router:
         tasks = [await one_runs(router, fake_a)]
         for number, (name, options) in enumerate(
-            [
-                ("first", {}),
-                ("second", {}),
-                ("urgent", {"priority": -1}),
-                ("other", {"x-tandem-tenant": "other"}),
-            ]
+            [("first", {}), ("second", {}), ("urgent", {"priority": -1}), ("other", {"x-tandem-tenant": "other"})]
         ):
             tasks.append(start(router, prompt_of(name), **options))
             await eventually(lambda number=number: num_waiting(router) == number + 1)  # type: ignore[misc]

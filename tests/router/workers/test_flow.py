@@ -280,9 +280,7 @@ async def test_requests_are_seen_by_the_cache_sizing() -> None:
         sizing = (await cluster.flow.pools())["cache_sizing"]
         assert sizing["num_tokens"] == 62 + 2 * 66
         assert sizing["measured_hit_ratio"] == 0.0
-        assert {name: tenant["num_tokens"] for name, tenant in sizing["tenants"].items()} == {
-            "default": 62 + 132,
-        }
+        assert {name: tenant["num_tokens"] for name, tenant in sizing["tenants"].items()} == {"default": 62 + 132}
         (configured,) = (row for row in sizing["capacities"] if row["configured"] == ["pool"])
         assert configured["num_blocks"] == 8192
         assert configured["hit_ratio"] == pytest.approx(64 / 194)

@@ -4,14 +4,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.protocol.messages import (
-    POOL_PLACE,
-    BlockEvents,
-    BlockSnapshot,
-    Role,
-    SnapshotRequest,
-    decode_message,
-)
+from tandem.protocol.messages import POOL_PLACE, BlockEvents, BlockSnapshot, Role, SnapshotRequest, decode_message
 from tandem.router.workers.index_feed import IndexFeed
 from tandem.router.workers.link import Link
 from tandem.scheduling.placement.prefix_index import PrefixIndex

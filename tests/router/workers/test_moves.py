@@ -11,14 +11,7 @@ import pytest
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import CacheScope, block_digests, root_digest
-from tandem.protocol.errors import (
-    NoWorker,
-    Overloaded,
-    PoisonedRequest,
-    WorkerError,
-    WorkerNotFound,
-    WorkerTimeout,
-)
+from tandem.protocol.errors import NoWorker, Overloaded, PoisonedRequest, WorkerError, WorkerNotFound, WorkerTimeout
 from tandem.protocol.messages import (
     INVALID_REQUEST,
     Cancel,

@@ -31,14 +31,7 @@ from tandem.router.workers.pin_metrics import PinCollector
 from tandem.router.workers.pins import max_pinned_blocks
 from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import NAMESPACE, add_ready, make_card
-from tests.support.fake_worker import (
-    FakeCluster,
-    FakeWorker,
-    fake_cluster,
-    first_token,
-    make_request,
-    remaining_tokens,
-)
+from tests.support.fake_worker import FakeCluster, FakeWorker, fake_cluster, first_token, make_request, remaining_tokens
 from tests.support.streams import Pulled
 from tests.support.waiting import eventually
 
