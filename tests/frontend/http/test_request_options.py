@@ -46,12 +46,8 @@ async def test_a_cache_salt_has_at_most_256_characters(client: Client, path: str
 @pytest.mark.parametrize(
     "headers",
     [
-        {"x-tandem-tenant": "a b"},
-        {"x-tandem-tenant": "a" * 65},
-        {"x-tandem-tenant": ""},
-        {"x-tandem-ttft-slo-ms": "soon"},
-        {"x-tandem-ttft-slo-ms": "0"},
-        {"x-tandem-ttft-slo-ms": "inf"},
+        *({"x-tandem-tenant": "a b"}, {"x-tandem-tenant": "a" * 65}, {"x-tandem-tenant": ""}),
+        *({"x-tandem-ttft-slo-ms": "soon"}, {"x-tandem-ttft-slo-ms": "0"}, {"x-tandem-ttft-slo-ms": "inf"}),
         {"x-tandem-explain": "yes"},
     ],
 )
