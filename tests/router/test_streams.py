@@ -19,6 +19,7 @@ from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.streams import DeltaQueue, QueueStream, Stream
 from tandem.text.stop_strings import StopStrings
 from tandem.text.tokenizer import Tokenizer
+from tests.support.event_loop import iteration
 from tests.support.fake_backend import FakeBackend
 
 END = -1
@@ -41,11 +42,6 @@ class Doubled(QueueStream[int, int]):
 
     def close(self) -> None:
         self.num_closed += 1
-
-
-async def iteration() -> None:
-    """One iteration of the event loop: what is scheduled now is called."""
-    await asyncio.sleep(0)
 
 
 async def iterations() -> None:

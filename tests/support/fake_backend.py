@@ -186,6 +186,13 @@ def scores_of(request: GenerateRequest) -> PromptLogprobs | None:
     )
 
 
+def backend_of(tokenizer: Tokenizer, reply: str = "hello world", *, run: int = 1) -> FakeBackend:
+    """One with room for tools in its prompts, whose tokens are bytes."""
+    backend = FakeBackend(tokenizer, reply, run=run)
+    backend.max_model_len = 4096
+    return backend
+
+
 def make_app(
     backend: FakeBackend, registry: CollectorRegistry | None = None, tracing: Tracing | None = None, **config: Any
 ) -> FastAPI:

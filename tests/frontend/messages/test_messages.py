@@ -17,7 +17,7 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import cache_scope
 from tandem.protocol.errors import NoWorker, WorkerError
 from tandem.text.tokenizer import Tokenizer
-from tests.support.fake_backend import Client, FakeBackend, closing, make_app
+from tests.support.fake_backend import Client, FakeBackend, backend_of, closing, make_app
 from tests.support.keys import api_keys_of
 from tests.support.toy_tokenizer import build_tokenizer
 
@@ -39,12 +39,6 @@ THINKING = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<ass
 
 def body(**fields: Any) -> dict[str, Any]:
     return {"model": "org/toy", "max_tokens": 200, "messages": [USER], **fields}
-
-
-def backend_of(tokenizer: Tokenizer, reply: str = "hello world", *, run: int = 1) -> FakeBackend:
-    backend = FakeBackend(tokenizer, reply, run=run)
-    backend.max_model_len = 4096
-    return backend
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tandem.router.backend import GenerateRequest, TokenDelta
 from tandem.text.tokenizer import Tokenizer
 from tandem.text.tool_calls.formats import TOOL_FORMATS
 from tandem.text.tool_calls.reasoning import REASONING_FORMATS
-from tests.support.fake_backend import FakeBackend, Step, closing, events, make_app
+from tests.support.fake_backend import FakeBackend, Step, backend_of, closing, events, make_app
 from tests.support.openai_sdk import openai_sdk
 from tests.support.toy_tokenizer import build_tokenizer
 
@@ -45,12 +45,6 @@ def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
     """A `tool_choice` as openai-python types it."""
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
-
-
-def backend_of(tokenizer: Tokenizer, reply: str, *, run: int = 1) -> FakeBackend:
-    backend = FakeBackend(tokenizer, reply, run=run)
-    backend.max_model_len = 4096
-    return backend
 
 
 def prompt_of(backend: FakeBackend) -> str:

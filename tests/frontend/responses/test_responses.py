@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tandem.text.tokenizer import Tokenizer
-from tests.support.fake_backend import Client, FakeBackend, closing
+from tests.support.fake_backend import Client, FakeBackend, backend_of, closing
 from tests.support.openai_sdk import openai_sdk as sdk
 from tests.support.toy_tokenizer import build_tokenizer
 
@@ -34,13 +34,6 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
         assert head == f"event: {parsed[-1]['type']}"
         assert parsed[-1]["sequence_number"] == number
     return parsed
-
-
-def backend_of(tokenizer: Tokenizer, text: str, run: int = 1) -> FakeBackend:
-    """One with room for tools in its prompts, whose tokens are bytes."""
-    backend = FakeBackend(tokenizer, text, run=run)
-    backend.max_model_len = 4096
-    return backend
 
 
 def without_ids(response: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +81,7 @@ async def test_counted_tokens_are_those_of_the_prompt(tokenizer: Tokenizer, fiel
 async def test_a_stream_ends_with_the_plain_answer(tokenizer: Tokenizer, text: str, run: int) -> None:
     body = {"input": "hi", "tools": [TOOL], "store": False}
     config = {"tool_parser": "hermes", "reasoning_parser": "think"}
-    async with closing(backend_of(tokenizer, text, run), **config) as client:
+    async with closing(backend_of(tokenizer, text, run=run), **config) as client:
         plain = (await client.post(PATH, json=body)).json()
         streamed = events(await client.post(PATH, json={**body, "stream": True}))
     kinds = [event["type"] for event in streamed]
@@ -134,7 +127,7 @@ async def test_a_limit_makes_the_response_incomplete(client: Client) -> None:
 
 
 async def test_the_sdk_reads_plain_and_streamed_answers(tokenizer: Tokenizer) -> None:
-    client = sdk(backend_of(tokenizer, CALL, 2), tool_parser="hermes")
+    client = sdk(backend_of(tokenizer, CALL, run=2), tool_parser="hermes")
     plain = await client.responses.create(model="org/toy", input="hi", tools=[TOOL])  # type: ignore[list-item]
     assert plain.output_text == "I look."
     call = plain.output[-1]
@@ -292,7 +285,7 @@ REASONED = "<think>so</think>well"
 
 
 async def one_of(tokenizer: Tokenizer, reply: str, **fields: Any) -> tuple[FakeBackend, httpx.Response]:
-    backend = backend_of(tokenizer, reply, 3)
+    backend = backend_of(tokenizer, reply, run=3)
     async with closing(backend, tool_parser="hermes", reasoning_parser="think") as client:
         response = await client.post(PATH, json={"input": "hi", **fields})
     assert response.status_code == 200, response.text
@@ -576,7 +569,7 @@ async def test_input_items_are_listed(client: Client) -> None:
 
 
 async def test_the_sdk_lists_input_items_and_reads_custom_calls(tokenizer: Tokenizer) -> None:
-    client = sdk(backend_of(tokenizer, call_of("apply_patch", {"input": "x"}), 2), tool_parser="hermes")
+    client = sdk(backend_of(tokenizer, call_of("apply_patch", {"input": "x"}), run=2), tool_parser="hermes")
     tools: Any = [PATCH, {"type": "web_search"}]
     async with client.responses.stream(model="org/toy", input="hi", tools=tools) as stream:
         kinds = [event.type async for event in stream]

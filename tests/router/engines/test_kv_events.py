@@ -27,6 +27,7 @@ from tandem.router.engines.kv_events import (
     decode_event,
     pieces_of,
 )
+from tests.support.event_loop import Turns
 from tests.support.kv_event_publisher import IDS, Publisher, name, pack, removed, stored
 from tests.support.waiting import eventually
 
@@ -348,39 +349,17 @@ def test_no_more_blocks_are_followed_than_fit(monkeypatch: pytest.MonkeyPatch) -
     assert len(translator.apply([stored(1, 2)]).stored) == 2
 
 
-class Turns:
-    """Counts iterations of the event loop, and notes in which of them each batch came."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.num_blocks: dict[int, int] = {}
-        self.num_lost = 0
-        self._tick()
-
-    def take(self, events: list[dict[str, Any]], is_lost: bool) -> None:
-        self.num_lost += is_lost
-        num_blocks = sum(len(event.get("block_hashes") or ()) for event in events)
-        self.num_blocks[self.number] = self.num_blocks.get(self.number, 0) + num_blocks
-
-    def _tick(self) -> None:
-        self.number += 1
-        self._handle = asyncio.get_running_loop().call_soon(self._tick)
-
-    def close(self) -> None:
-        self._handle.cancel()
-
-
 async def test_a_flood_of_events_takes_a_few_blocks_of_each_turn() -> None:
     async with feeding() as (publisher, feed, heard):
         await connected(publisher, heard)
         turns = Turns()
-        feed._on_batch = turns.take
+        feed._on_batch = lambda events, is_lost: turns.add(sum(len(one.get("block_hashes") or ()) for one in events))
         await publisher.publish(long_event(5 * PIECE_BLOCKS), *[removed(1)] * 3 * PIECE_BLOCKS)
         for _ in range(50):
             await publisher.publish(removed(1))
-        await eventually(lambda: sum(turns.num_blocks.values()) == 8 * PIECE_BLOCKS + 50)
+        await eventually(lambda: turns.amounts.total() == 8 * PIECE_BLOCKS + 50)
         turns.close()
-        assert max(turns.num_blocks.values()) <= PIECE_BLOCKS
+        assert max(turns.amounts.values()) <= PIECE_BLOCKS
 
 
 async def test_a_replay_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
