@@ -351,24 +351,25 @@ async def test_a_temporary_folder_with_a_long_name_is_told(tmp_path: Path, monke
 @asynccontextmanager
 async def child(folder: Path, frontend: ServeFrontend | RouteFrontend) -> AsyncIterator[asyncio.subprocess.Process]:
     """A process that is to join the hub of this folder."""
-    with listening("127.0.0.1", 0) as listener, asyncio.timeout(START_S):
+    with listening("127.0.0.1", 0) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tandem.frontend.processes.child", stdin=PIPE, stdout=PIPE, start_new_session=True
-        )
-        settings = FrontendSettings(
-            frontend_id="one",
-            number=0,
-            endpoint=f"{folder}/hub",
-            frontend=frontend,
-            port=listener.getsockname()[1],
-            router=RouterConfig(),
-            metrics_folder=str(folder),
-            started_at_s=1,
-        )
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(settings) + b"\n")
-        yield process
+        async with asyncio.timeout(START_S):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "tandem.frontend.processes.child", stdin=PIPE, stdout=PIPE, start_new_session=True
+            )
+            settings = FrontendSettings(
+                frontend_id="one",
+                number=0,
+                endpoint=f"{folder}/hub",
+                frontend=frontend,
+                port=listener.getsockname()[1],
+                router=RouterConfig(),
+                metrics_folder=str(folder),
+                started_at_s=1,
+            )
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(settings) + b"\n")
+            yield process
 
 
 @pytest.mark.parametrize("is_route", [False, True])
