@@ -15,13 +15,8 @@ from tests.support.server import REPOSITORY
 from tests.support.tiny_llama import save_tiny_text_model
 
 FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync"),
 ]
 PICTURES = REPOSITORY / "bench-results" / "dashboard"  # screenshots to look at
 

@@ -17,9 +17,7 @@ from tandem.loadtest.stats import summarize
 from tests.support.fake_openai import FakeServer
 
 
-def test_writes_what_is_needed_to_repeat_the_run(
-    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_writes_how_to_repeat_it(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "result.json"
     sizes = "--concurrency 1,2 --requests 4 --input-tokens 6 --output-tokens 3 --warmup 1"
     assert run(["bench", "--url", server.url, *sizes.split(), "--output", str(output)]) == 0
@@ -132,9 +130,7 @@ def test_a_report_of_failed_requests_is_a_report(server: FakeServer, tmp_path: P
     assert "<dt>2 errors at 1</dt><dd>the first: not today" in page
 
 
-def test_no_escape_sequence_of_a_server_reaches_the_terminal(
-    server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_escape_sequences_do_not_reach_the_terminal(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.model = "m\x1b[2J"
     server.status, server.error = 500, {"message": "no\x1b]0;title\x07"}
     for warmup, code in ((0, 1), (1, 1)):
@@ -159,9 +155,7 @@ def test_a_plot_without_values_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert texts == [["no data"], ["no data"], []]
 
 
-def test_a_report_that_cannot_be_drawn_is_refused_before_the_run(
-    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_needs_what_draws_it(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert run(["bench", "--url", server.url, "--model", "m", "--report", str(tmp_path / "report.html")]) == 2
     assert not server.requests

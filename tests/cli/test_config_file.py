@@ -17,7 +17,7 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_flags_win_over_the_file_and_the_file_over_the_defaults(
+def test_flags_win_over_files_and_they_over_defaults(
     tmp_path: Path, model: Path, launched: list[ClusterConfig]
 ) -> None:
     path = write(
@@ -59,35 +59,23 @@ def test_a_flag_with_the_default_value_wins_too(tmp_path: Path, model: Path, lau
     ],
 )
 def test_a_flag_also_wins_over_settings_that_exclude_it(
-    text: str,
-    flags: list[str],
-    expected: dict[str, object],
-    tmp_path: Path,
-    model: Path,
-    launched: list[ClusterConfig],
+    text: str, flags: list[str], expected: dict[str, object], tmp_path: Path, model: Path, launched: list[ClusterConfig]
 ) -> None:
     path = write(tmp_path, f'model = "{model}"\nport = 0\n{text}\n')
     assert run(["serve", "--config", path, *flags]) == 7
     assert {name: getattr(launched[0], name) for name in expected} == expected
 
 
-def test_a_path_on_the_command_line_may_begin_with_the_home_folder_too(
-    tmp_path: Path, model: Path, launched: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_in_file", [False, True])
+def test_paths_in_the_file_and_in_flags_may_begin_with_the_home_folder(
+    tmp_path: Path, model: Path, launched: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch, is_in_file: bool
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     make_key_file(tmp_path / "keys", {"sk-1": "default"})
-    write(tmp_path, f'model = "{model}"\nport = 0\n')
-    assert run(["serve", "--config=~/tandem.toml", "--api-key-file=~/keys", "--disk-cache-path=~/kv"]) == 7
-    assert launched[0].tiers.disk_cache_path == str(tmp_path / "kv")
-
-
-def test_paths_in_the_file_may_begin_with_the_home_folder(
-    tmp_path: Path, model: Path, launched: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    make_key_file(tmp_path / "keys", {"sk-1": "default"})
-    path = write(tmp_path, 'model = "~/toy"\nport = 0\napi_key_file = "~/keys"\ndisk_cache_path = "~/kv"\n')
-    assert run(["serve", "--config", path]) == 7
+    paths = 'api_key_file = "~/keys"\ndisk_cache_path = "~/kv"\n'
+    write(tmp_path, 'model = "~/toy"\nport = 0\n' + paths * is_in_file)
+    flags = [] if is_in_file else ["--api-key-file=~/keys", "--disk-cache-path=~/kv"]
+    assert run(["serve", "--config=~/tandem.toml", *flags]) == 7
     assert launched[0].tiers.disk_cache_path == str(tmp_path / "kv")
 
 
@@ -131,11 +119,7 @@ def test_each_node_of_a_cluster_expands_the_paths_of_its_own_tiers(model: Path, 
         ("route", 'tenants = "\\u0000"', "{path}: tenants='\\x00' must be text in UTF-8 without the character \\0"),
         ("serve", "port = " + "9" * 5000, "config='{path}' is not valid TOML: Exceeds the limit"),
         ("serve", "port = " + "[" * 5000, "config='{path}' is not valid TOML: maximum recursion depth"),
-        (
-            "serve",
-            'kv_key_file = "~nobody-here/a"',
-            "kv_key_file='~nobody-here/a' begins with the home folder of no",
-        ),
+        ("serve", 'kv_key_file = "~nobody-here/a"', "kv_key_file='~nobody-here/a' begins with the home folder of no"),
         ("serve", "a = ", "config='{path}' is not valid TOML: "),
         ("serve", "port = 1\nport = 2", "config='{path}' is not valid TOML: "),
     ],
@@ -156,9 +140,7 @@ def test_what_is_wrong_with_a_file_is_one_line(
     assert launched == []
 
 
-def test_the_line_is_of_bounded_length_and_shows_no_raw_characters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_line_is_short_and_shows_no_raw_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, f'prot = "\\u001b[31m{"x" * 100_000}"\n')
     assert run(["serve", "--config", path]) == 2
     error = capsys.readouterr().err

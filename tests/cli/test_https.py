@@ -52,10 +52,7 @@ def test_an_unknown_ca_is_refused_with_the_remedy(
 
 
 def test_another_name_than_the_certificates_is_refused(
-    https_server: FakeServer,
-    authority: Authority,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    https_server: FakeServer, authority: Authority, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.ca_file))
     url = https_server.url.replace("127.0.0.1", "localhost")

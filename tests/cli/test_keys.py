@@ -29,9 +29,7 @@ def listed(path: str, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]
     return shown
 
 
-def test_create_prints_the_key_alone_and_list_shows_everything_but_it(
-    path: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_create_prints_the_key_and_list_all_but_it(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--name laptop --tenant search --priority 2 --requests-per-minute 60 --tokens-per-minute 9000"
     words += " --concurrent-requests 4 --pins 1 --expires 2100-01-31"
     assert run(["keys", "create", "--file", path, *words.split()]) == 0
@@ -100,7 +98,7 @@ def test_revoke_shows_in_the_list(path: str, capsys: pytest.CaptureFixture[str])
         ("bogus", "See: tandem keys --help"),
     ],
 )
-def test_bad_input_is_one_line_and_makes_no_file(
+def test_bad_input_is_a_line_and_no_file(
     path: str, words: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["keys", *words.format(path=path).split()]) == 2
@@ -131,9 +129,7 @@ def test_an_end_is_a_time_from_now_or_a_date(text: str, expected: timedelta) -> 
     assert keys_command._expiry(text, now) == now + expected
 
 
-def test_the_audit_log_has_who_did_what_to_which_key(
-    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_audit_log_has_who_did_what(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     audit = tmp_path / "audit"
     flags = ("--file", path, "--audit-log", str(audit))
     assert run(["keys", "create", *flags]) == 0

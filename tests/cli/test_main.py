@@ -66,9 +66,7 @@ def test_serve_hands_every_flag_to_the_launcher(model: Path, launched: list[Clus
     ]
 
 
-def test_tenants_and_keys_are_read_before_anything_starts(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tenants_and_keys_are_read_at_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 
     def launch(_: ClusterConfig, *others: object) -> int:
@@ -113,10 +111,7 @@ def test_no_flag_means_the_defaults_of_the_config() -> None:
         ("drain", "Missing argument 'worker'. See: tandem drain --help"),
         ("keys create --bogus", "No such option: --bogus. See: tandem keys create --help"),
         ("serve --bogus", "No such option: --bogus. See: tandem serve --help"),
-        (
-            "serve --prefil 2",
-            "No such option: --prefil; did you mean --prefill or --num-prefill? See: ",
-        ),
+        ("serve --prefil 2", "No such option: --prefil; did you mean --prefill or --num-prefill? See: "),
         ("serve --no-autoscal", "No such option: --no-autoscal; did you mean --no-autoscale or --autoscale? See: "),
         ("bench --prefil 2", "No such option: --prefil. See: tandem bench --help"),
         ("srve", "No such command 'srve'. Did you mean 'serve'? See: tandem --help"),
@@ -125,10 +120,7 @@ def test_no_flag_means_the_defaults_of_the_config() -> None:
         ("serve --num-decode 1 --colocated", "num_decode=1 has no use with it"),
         ("serve --decode-parallel-size 2 --colocated", "decode_parallel_size=2 has no use with it"),
         ("serve --kv-key-file /no/such/key", "kv_key_file=/no/such/key is not there; make it with: "),
-        (
-            "serve --disk-cache-path /dev/null/a",
-            "/dev/null/a cannot be a folder: /dev/null is not one",
-        ),
+        ("serve --disk-cache-path /dev/null/a", "/dev/null/a cannot be a folder: /dev/null is not one"),
         ("serve --disk-cache-path /proc/kv", "disk_cache_path: /proc/kv cannot be written to: /proc takes no folders"),
         ("serve --eviction-policy lru", "No such option: --eviction-policy. See: tandem serve --help"),
         ("serve --object-cache-url s4://bucket", "object store 's4://bucket' cannot be opened"),

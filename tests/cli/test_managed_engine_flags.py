@@ -36,8 +36,6 @@ from tandem.cli.main import run
         (["--engine-args=-tp 4"], "engine_args='-tp 4' is for --engine vllm and sglang; leave it out"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_that_do_not_fit_are_named(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "--port=0", *flags]) == 2
     assert message in capsys.readouterr().err.replace("\n", " ")

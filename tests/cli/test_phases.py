@@ -34,7 +34,7 @@ def counting(total: int) -> tuple[list[int], Callable[[], str]]:
     return done, lambda: f"{len(done)} of {total}"
 
 
-async def test_without_a_terminal_each_phase_is_a_line_and_then_one_each_interval() -> None:
+async def test_without_a_terminal_each_phase_is_a_line_at_intervals() -> None:
     console, clock = console_of(is_terminal=False), Clock()
     done, status = counting(24)
     with Phases(console, line_s=0.001, clock=clock) as phases:

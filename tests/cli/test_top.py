@@ -128,7 +128,7 @@ def test_names_of_others_reach_the_terminal_as_text() -> None:
     assert "\x1b[2J" not in shown
 
 
-def test_the_autoscaler_is_told_in_one_sentence_that_does_not_contradict_itself() -> None:
+def test_the_autoscaler_does_not_contradict_itself() -> None:
     world = DashboardWorld(2)
     world.autoscaler = {"reason": "may not: add 1 prefill worker would help", "advice": "add 1 prefill worker"}
     assert "would help too" not in screen(snapshot_of(world))

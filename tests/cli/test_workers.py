@@ -66,9 +66,7 @@ def test_a_worker_is_drained(server: FakeServer, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.strip() == "decode-0: left after 1.2 s"
 
 
-def test_a_rolling_restart_waits_for_each_worker_before_the_next(
-    server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rolling_restart_waits_for_each_worker(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["restart", "--rolling"]) == 0
     assert [one["worker"] for one in server.asked] == ["prefill-0", "decode-0"]
     assert all("back_after_s" in record for record in server.records)
@@ -112,11 +110,7 @@ def test_a_worker_that_flips_is_asked_again(server: FakeServer) -> None:
     ],
 )
 def test_a_refusal_is_shown(
-    server: FakeServer,
-    capsys: pytest.CaptureFixture[str],
-    command: list[str],
-    refused: httpx.Response,
-    message: str,
+    server: FakeServer, capsys: pytest.CaptureFixture[str], command: list[str], refused: httpx.Response, message: str
 ) -> None:
     server.refusals = [refused]
     assert run(command) != 0

@@ -359,22 +359,10 @@ def _library(package: str, program: str, api: str, name: str = "") -> Agent:
 
 AGENTS = (
     Agent(
-        "Codex",
-        "@openai/codex",
-        "Responses",
-        _codex,
-        _codex_settings,
-        "exec_command",
-        lambda _: {"cmd": f"cat {NOTE}"},
+        "Codex", "@openai/codex", "Responses", _codex, _codex_settings, "exec_command", lambda _: {"cmd": f"cat {NOTE}"}
     ),
     Agent(
-        "Claude Code",
-        "@anthropic-ai/claude-code",
-        "Messages",
-        _claude,
-        _claude_settings,
-        "Read",
-        _note_as("file_path"),
+        "Claude Code", "@anthropic-ai/claude-code", "Messages", _claude, _claude_settings, "Read", _note_as("file_path")
     ),
     Agent(
         "opencode",

@@ -113,7 +113,7 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 async def run(
-    server: FakeServer, events: list[ChaosEvent], *, folder: Path | None = None, duration_s: float = 0.3
+    server: FakeServer, events: list[ChaosEvent], *, folder: Path | None = None, duration_s: float = 0.3, **told: Any
 ) -> ChaosRun:
     async with server.client as client:
         return await run_chaos(
@@ -125,7 +125,7 @@ async def run(
             num_streams=3,
             seed=0,
             disk_folder=folder,
-            say=lambda _: None,
+            **({"say": lambda _: None} | told),
         )
 
 
@@ -191,9 +191,7 @@ async def test_the_last_worker_that_runs_is_left_alone(processes: list[subproces
     assert [child.poll() for child in processes] == [-signal.SIGKILL, None, -signal.SIGKILL]
 
 
-async def test_a_disk_cache_that_workers_have_made_anew_can_be_lost_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_disk_cache_that_was_made_anew_can_be_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "_DISK_LOST_S", 0.05)
     folder = tmp_path / "kv"
 
@@ -263,32 +261,20 @@ async def test_answers_are_the_same_however_they_are_divided_into_events() -> No
 
 
 async def test_what_the_model_cannot_be_asked_for_is_left_out() -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/v1/chat/completions":
-            return httpx.Response(400, json={"error": {"message": "no template", "code": "no_chat"}})
-        return server.answer(request)
+    class WithoutChat(FakeServer):
+        def answer(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/v1/chat/completions":
+                return httpx.Response(400, json={"error": {"message": "no template", "code": "no_chat"}})
+            return super().answer(request)
 
-    server, said = FakeServer([]), []
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://x") as client:
-        result = await run_chaos(
-            client,
-            psutil.Process(os.getpid()),
-            sample_requests(0, "m", 4),
-            [],
-            duration_s=0.2,
-            num_streams=2,
-            seed=0,
-            disk_folder=None,
-            say=said.append,
-        )
+    said: list[str] = []
+    result = await run(WithoutChat([]), [], duration_s=0.2, say=said.append)
     assert [line.split(":")[1] for line in said if "no template" in line] == [" chat", " JSON schema", " tool call"]
     assert result.lost == []
 
 
 @pytest.mark.parametrize(("fault", "is_lost"), [("cut off", False), ("status", True)])
-async def test_a_client_whose_router_process_died_sends_again_what_was_cut_off(
-    fault: str, is_lost: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_resends_what_was_cut_off(fault: str, is_lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors that a server tells are lost at that time too."""
 
     class Cutting(FakeServer):
@@ -355,7 +341,7 @@ async def test_a_rolling_restart_takes_one_worker_after_the_other(processes: lis
 
 @pytest.mark.parametrize("kind", ["flip", "migrate", "restart", "replace"])
 @pytest.mark.parametrize(("status", "is_lost"), [(409, False), (404, False), (500, True)])
-async def test_an_operation_that_a_rule_is_against_is_left_out_and_one_that_fails_is_a_loss(
+async def test_an_operation_against_a_rule_is_left_out_and_a_failure_a_loss(
     kind: str, status: int, is_lost: bool, processes: list[subprocess.Popen[bytes]]
 ) -> None:
     server = FakeServer([child.pid for child in processes])
@@ -409,32 +395,20 @@ async def test_memory_that_nobody_uses_is_told(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_its_phases_say_how_far_they_have_come(processes: list[subprocess.Popen[bytes]]) -> None:
-    server = FakeServer([process.pid for process in processes])
-    server.spoil = {"no end": 1}
     told: list[str] = []
     status: list[tuple[str, Callable[[], str]]] = []
-    real = server.answer
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        if status:
-            name, how_far = status[-1]
-            told.append(f"{name}: {how_far()}")
-        return real(request)
+    class Watched(FakeServer):
+        def answer(self, request: httpx.Request) -> httpx.Response:
+            if status:
+                name, how_far = status[-1]
+                told.append(f"{name}: {how_far()}")
+            return super().answer(request)
 
-    server.answer = answer  # type: ignore[method-assign]
-    async with server.client as client:
-        await run_chaos(
-            client,
-            psutil.Process(os.getpid()),
-            sample_requests(0, "m", 4),
-            [ChaosEvent(0.1, "flip", 0.0)],
-            duration_s=0.5,
-            num_streams=1,
-            seed=0,
-            disk_folder=None,
-            say=lambda _: None,
-            begin=lambda name, how_far: status.append((name, how_far)),
-        )
+    server = Watched([process.pid for process in processes])
+    server.spoil = {"no end": 1}
+    events = [ChaosEvent(0.1, "flip", 0.0)]
+    await run(server, events, duration_s=0.5, begin=lambda name, how_far: status.append((name, how_far)))
     assert [name for name, _ in status] == ["undisturbed answers", "trial", "coming to rest"]
     assert told[0] == "undisturbed answers: 0 of 24"
     assert [line.partition(", ")[0] for line in told[1:24]] == [f"undisturbed answers: {n} of 24" for n in range(1, 24)]

@@ -31,9 +31,7 @@ def test_role_event_of_a_chat_is_not_its_first_token(server: FakeServer) -> None
 
 
 @pytest.mark.parametrize(("has_running_usage", "expected"), [(True, [2, 2, 1]), (False, [1, 1, 1])])
-def test_counts_tokens_of_events_that_carry_several(
-    server: FakeServer, has_running_usage: bool, expected: list[int]
-) -> None:
+def test_tokens_of_large_events_are_counted(server: FakeServer, has_running_usage: bool, expected: list[int]) -> None:
     server.words_per_event = 2
     server.has_running_usage = has_running_usage
     timing = complete(server)

@@ -87,22 +87,14 @@ def test_a_bad_value_is_named_with_the_field(make: Callable[..., object], change
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"num_decode": 4, "max_workers": 4},
-            "max_workers=4 must not be below num_prefill=1 + num_decode=4, which",
-        ),
+        ({"num_decode": 4, "max_workers": 4}, "max_workers=4 must not be below num_prefill=1 + num_decode=4, which"),
         ({"num_decode": 9, "min_workers": 5, "max_workers": 4}, "min_workers=5 must not be above max_workers=4"),
-        (
-            {"num_decode": 3, "min_workers": 5},
-            "min_workers=5 must not be above num_prefill=1 + num_decode=3, which",
-        ),
+        ({"num_decode": 3, "min_workers": 5}, "min_workers=5 must not be above num_prefill=1 + num_decode=3, which"),
         ({"max_workers": 4, "autoscale": False}, "min_workers=0 and max_workers=4 are the autoscaler's, which is off"),
         ({"max_workers": 4, "colocated": True}, "are for prefill and decode workers; leave them out with colocated"),
     ],
 )
-def test_bounds_of_the_autoscaler_agree_with_each_other_and_with_what_is_started(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_bounds_of_the_autoscaler_agree_with_what_is_started(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         make_cluster_config(**changes)
 

@@ -94,9 +94,7 @@ tenant_names = st.none() | st.sampled_from(["", "a", "ab"]) | text
 
 
 @given(st.tuples(text, tenant_names), st.tuples(text, tenant_names))
-def test_a_scope_belongs_to_one_salt_and_one_tenant(
-    left: tuple[str, str | None], right: tuple[str, str | None]
-) -> None:
+def test_a_scope_is_of_one_salt_and_tenant(left: tuple[str, str | None], right: tuple[str, str | None]) -> None:
     assert (cache_scope(*left) == cache_scope(*right)) is (left == right)
 
 

@@ -134,7 +134,7 @@ def test_cache_folder_expands_the_home_folder(monkeypatch: pytest.MonkeyPatch) -
     assert cache_folder() == Path("/home/somebody/models")
 
 
-def test_changed_settings_are_named_by_their_flags_without_what_may_be_a_key() -> None:
+def test_changed_settings_are_named_without_what_may_be_a_key() -> None:
     config = ClusterConfig(
         engine=EngineConfig(),
         num_prefill=2,

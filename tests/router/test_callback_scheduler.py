@@ -5,13 +5,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tandem.router.callback_scheduler import CallbackScheduler
+from tests.support.event_loop import iteration
 
 T = TypeVar("T")
-
-
-async def iteration() -> None:
-    """One iteration of the event loop: what is scheduled now is called."""
-    await asyncio.sleep(0)
 
 
 def noting(made: list[T], item: T) -> bool:

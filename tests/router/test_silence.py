@@ -31,12 +31,7 @@ from tests.support.fake_openai import FakeServer, fake_openai
 from tests.support.keys import stored_key
 from tests.support.waiting import eventually
 
-CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-)
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 SAID = [{"role": "user", "content": "hello"}]
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": SAID, "max_tokens": 20},
@@ -182,7 +177,7 @@ async def test_a_client_that_leaves_during_the_pings_ends_its_generation(tokeniz
 
 
 @pytest.mark.parametrize("fails", [True, False])
-async def test_a_key_is_charged_for_a_stream_that_was_answered_and_not_for_an_error_after_pings(
+async def test_a_key_is_charged_for_an_answer_and_not_for_an_error(
     tokenizer: Tokenizer, engine: FakeServer, pings: Pings, *, fails: bool
 ) -> None:
     limiter = LocalLimiter(lambda: 100.0)
@@ -206,9 +201,7 @@ async def test_a_key_is_charged_for_a_stream_that_was_answered_and_not_for_an_er
             assert (limiter.limiter._states["k-a"].tokens.level == level_before) == fails
 
 
-async def test_a_key_is_charged_for_what_was_computed_before_an_error_after_pings(
-    tokenizer: Tokenizer, pings: Pings
-) -> None:
+async def test_a_key_is_charged_for_what_was_computed_before_an_error(tokenizer: Tokenizer, pings: Pings) -> None:
     limiter = LocalLimiter(lambda: 100.0)
     key = stored_key("sk-a", "a", id="k-a", limits=KeyLimits(tokens_per_minute=10_000))
     keys = ApiKeys([key], is_required=True, limiter=limiter)
@@ -313,9 +306,7 @@ async def test_an_engine_that_does_not_begin_gets_pings_from_the_router(engine: 
 
 
 @pytest.mark.parametrize("status", [500, 400])
-async def test_an_engine_that_fails_after_a_long_wait_ends_the_stream_with_its_error(
-    engine: FakeServer, pings: Pings, status: int
-) -> None:
+async def test_an_engine_that_fails_late_ends_the_stream(engine: FakeServer, pings: Pings, status: int) -> None:
     async with routing(spec_of(engine, "a")) as router:
         engine.headers_pause.clear()
         engine.status = status
@@ -343,9 +334,7 @@ async def test_a_request_still_goes_elsewhere_after_pings(pings: Pings) -> None:
             assert without_pings(COMPLETIONS, stream_of(client)[2])[1].endswith("data: [DONE]\n\n")
 
 
-async def test_an_engine_that_answers_a_stream_plainly_after_a_long_wait_is_told_of(
-    engine: FakeServer, pings: Pings
-) -> None:
+async def test_an_engine_that_answers_a_stream_plainly_is_told_of(engine: FakeServer, pings: Pings) -> None:
     answer = {"choices": [{"index": 0, "text": "word", "finish_reason": "stop"}]}
     engine.replies[COMPLETIONS] = lambda *_: JSONResponse(answer)
     async with routing(spec_of(engine, "a")) as router:

@@ -20,6 +20,7 @@ from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.streams import DeltaQueue, QueueStream, Stream
 from tandem.text.stop_strings import StopStrings
 from tandem.text.tokenizer import Tokenizer
+from tests.support.event_loop import iteration
 from tests.support.fake_backend import FakeBackend, delta_of
 
 END = -1
@@ -42,11 +43,6 @@ class Doubled(QueueStream[int]):
 
     def close(self) -> None:
         self.num_closed += 1
-
-
-async def iteration() -> None:
-    """One iteration of the event loop: what is scheduled now is called."""
-    await asyncio.sleep(0)
 
 
 async def iterations() -> None:
@@ -241,7 +237,7 @@ async def test_an_error_follows_the_items_before_it_and_closes(is_pushed: bool) 
     assert stream.num_closed == 1
 
 
-async def test_what_the_sink_raises_in_the_callback_is_raised_in_the_readers_task() -> None:
+async def test_what_a_sink_raises_is_raised_in_its_readers_task() -> None:
     stream = Doubled(CallbackScheduler())
 
     def sink(_: list[int]) -> bool:

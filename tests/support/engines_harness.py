@@ -42,6 +42,7 @@ from tests.support.waiting import eventually
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+PAIRED = RouterConfig(local_prefill=False)
 
 
 @dataclass
@@ -215,6 +216,11 @@ def settings_of(
 
 def spec_of(fake: FakeServer, name: str, **values: Any) -> EngineSpec:
     return spec_from({"name": name, "url": fake.url, "kind": "vllm"} | values, "test")
+
+
+def pair(prefill: FakeServer, decode: FakeServer) -> list[EngineSpec]:
+    """Two engines that answer together where `config=PAIRED`."""
+    return [spec_of(prefill, "p", role="prefill"), spec_of(decode, "d", role="decode")]
 
 
 def dead_url() -> str:

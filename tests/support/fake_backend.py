@@ -26,6 +26,7 @@ from tandem.text.tokenizer import Tokenizer
 from tests.support.dashboard_world import DashboardWorld
 from tests.support.streams import GeneratorStream
 
+Client = httpx.AsyncClient
 Step = SequenceDelta | Exception | asyncio.Event
 
 
@@ -207,6 +208,13 @@ def scores_of(request: GenerateRequest) -> PromptLogprobs | None:
     )
 
 
+def backend_of(tokenizer: Tokenizer, reply: str = "hello world", *, run: int = 1) -> FakeBackend:
+    """One with room for tools in its prompts, whose tokens are bytes."""
+    backend = FakeBackend(tokenizer, reply, run=run)
+    backend.max_model_len = 4096
+    return backend
+
+
 def make_app(
     backend: FakeBackend, registry: CollectorRegistry | None = None, tracing: Tracing | None = None, **config: Any
 ) -> FastAPI:
@@ -274,3 +282,22 @@ class RawClient:
         self.sent.append(message)
         if message.get("body"):
             self.got_body.set()
+
+
+class SlowClient(RawClient):
+    """Takes `num_parts` parts of a body, and the rest when `may_go_on` is set."""
+
+    def __init__(self, app: FastAPI, path: str, body: dict[str, Any], num_parts: int = 1) -> None:
+        self.may_go_on = asyncio.Event()
+        self._num_parts = num_parts
+        super().__init__(app, path, body)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the server waits for it."""
+        return len(self.sent) > self._num_parts  # the head too
+
+    async def _send(self, message: Any) -> None:
+        await super()._send(message)
+        if self.is_full:
+            await self.may_go_on.wait()

@@ -250,7 +250,7 @@ async def fake_cluster(
     tracing: Tracing | None = None,
     heartbeat_interval_s: float = 60.0,
 ) -> AsyncIterator[FakeCluster]:
-    """Workers "p" and "d", those whose script is given, behind a started router."""
+    """Workers "p" and "d", those whose script is given, behind a started router. At the end nothing may be left."""
     config = replace(config or RouterConfig(), local_prefill=local_prefill)
     cluster = FakeCluster(config, tenants, manager, tracing, heartbeat_interval_s)
     await cluster.client.start()
@@ -260,6 +260,7 @@ async def fake_cluster(
         if decode is not None:
             await cluster.add(FakeWorker("d", Role.DECODE, decode))
         yield cluster
+        cluster.assert_nothing_left()
     finally:
         await cluster.client.close()
         for worker in cluster.workers.values():
@@ -316,6 +317,16 @@ def fails(worker: FakeWorker, message: Message) -> None:
         worker.send(RequestFailed(request_id=message.request_id, message="pool is on fire", code="kv_peer_lost"))
 
 
+def gives_up(code: str, **fields: Any) -> Script:
+    """Refuse what it should serve alone, for this reason."""
+
+    def refuse(worker: FakeWorker, message: Message) -> None:
+        if isinstance(message, Generate):
+            worker.send(RequestFailed(request_id=message.request_id, message="odd", code=code, **fields))
+
+    return refuse
+
+
 async def collect(cluster: FakeCluster, request: GenerateRequest) -> list[SequenceDelta]:
     async with asyncio.timeout(10):
         return [delta async for delta in Pulled(cluster.flow.serve(request))]
@@ -331,3 +342,10 @@ async def take(stream: Pulled[SequenceDelta], count: int) -> list[int]:
     while len(taken) < count:
         taken += (await anext(stream)).token_ids
     return taken
+
+
+async def begun(cluster: FakeCluster, **fields: Any) -> Pulled[SequenceDelta]:
+    """The stream of a request whose client has two tokens."""
+    stream = Pulled(cluster.flow.serve(make_request(**fields)))
+    assert await take(stream, 2) == [100, 101]
+    return stream

@@ -64,23 +64,8 @@ _FIELDS: dict[str, list[str]] = {
 }
 # As JSON: some of these no encoder of JSON would make.
 _VALUES = [
-    *(
-        "null",
-        "true",
-        "false",
-        "0",
-        "-1",
-        "1",
-        "2",
-        "1e-40",
-        "-1e-40",
-        "0.5",
-        "-0.0",
-        "1e308",
-        "1e999",
-        "NaN",
-        "Infinity",
-    ),
+    *("null", "true", "false", "0", "-1", "1", "2", "1e-40", "-1e-40", "0.5", "-0.0", "1e308", "1e999", "NaN"),
+    "Infinity",
     *("9223372036854775807", "9223372036854775808", "18446744073709551616", "4294967296", "-9223372036854775809"),
     *("9" * 400, "0." + "9" * 400, '""', '" "', '"\\u0000"', '"\\ud800"', '"\\ud83c\\udf89"', '"\\u202e\\ufeff"'),
     *('"<|im_end|>"', '"{{ messages }}{% for x in range(10**9) %}x{% endfor %}"', json.dumps("x" * 5000)),
@@ -123,16 +108,7 @@ def small_inputs(seed: int) -> Iterator[Input]:
     for path, base in _BASES.items():
         whole = json.dumps(base).encode()
         for body in (
-            b"",
-            b"{",
-            b"[]",
-            b'"',
-            b"null",
-            b"\x00" * 100,
-            b"\xff\xfe",
-            whole[:-1],
-            whole + b"x",
-            b" " * 10_000,
+            *(b"", b"{", b"[]", b'"', b"null", b"\x00" * 100, b"\xff\xfe", whole[:-1], whole + b"x", b" " * 10_000),
         ):
             yield Input(f"body {body[:20]!r}", path, body)
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 from zmq.asyncio import Context
 from zmq.constants import SocketType
+
+from tandem.router.engines.config import EngineSpec
+from tests.support.engines_harness import spec_of
+from tests.support.fake_openai import FakeServer
 
 IDS = list(range(100, 164))
 
@@ -85,3 +91,20 @@ class Publisher:
                 await asyncio.sleep(0)
             end = (-1).to_bytes(8, "big", signed=True)
             await self._router.send_multipart([peer, empty, *([b""] if self._topic else []), end, b""])
+
+
+@asynccontextmanager
+async def publishing(
+    fake: FakeServer, name: str = "a", *, has_replay: bool = True, **options: Any
+) -> AsyncIterator[tuple[Publisher, EngineSpec]]:
+    """An engine's publisher, and the engine as an engines file names it."""
+    context = Context()
+    publisher = Publisher(context, **options)
+    endpoints = {"kv_events": f"tcp://127.0.0.1:{publisher.port}"}
+    if has_replay:
+        endpoints["kv_replay"] = f"tcp://127.0.0.1:{publisher.replay_port}"
+    try:
+        yield publisher, spec_of(fake, name, model=fake.model, block_size=16, **endpoints)
+    finally:
+        await publisher.close()
+        context.term()

@@ -77,13 +77,7 @@ class _Machine:
 class VirtualCluster:
     """Pools of equal workers and a router, from time 0 on."""
 
-    def __init__(
-        self,
-        *,
-        num_prefill: int = 2,
-        num_decode: int = 2,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, *, num_prefill: int = 2, num_decode: int = 2, seed: int = 0) -> None:
         self.now = 0.0
         self.registry, self.costs = Registry(), CostModel()
         index, config = PrefixIndex(), RouterConfig(local_prefill=False)
@@ -255,13 +249,7 @@ def _order(job: Job) -> float:
 
 
 def poisson(
-    rng: random.Random,
-    tenant: str,
-    rate: float,
-    duration_s: float,
-    *,
-    slo_s: float = math.inf,
-    num_retries: int = 0,
+    rng: random.Random, tenant: str, rate: float, duration_s: float, *, slo_s: float = math.inf, num_retries: int = 0
 ) -> list[Arrival]:
     """Independent arrivals, `rate` a second: prompts of even spread, answers of 32 tokens on average."""
     arrivals, now = [], rng.expovariate(rate)

@@ -30,9 +30,7 @@ def test_joined_stream_is_the_text_whatever_the_split(tokenizer: Tokenizer, text
 
 
 @given(ids=st.lists(st.integers(0, 263), max_size=30), prompt=st.text(max_size=10), data=st.data())
-def test_joined_stream_is_the_full_decode_for_any_tokens(
-    tokenizer: Tokenizer, ids: list[int], prompt: str, data: st.DataObject
-) -> None:
+def test_joined_stream_is_the_full_text(tokenizer: Tokenizer, ids: list[int], prompt: str, data: st.DataObject) -> None:
     prompt_ids = tokenizer.encode(prompt)
     pieces = stream(tokenizer.detokenizer(prompt_ids), split(ids, data))
     assert prompt + "".join(pieces) == tokenizer.decode([*prompt_ids, *ids], skip_special_tokens=True)

@@ -97,7 +97,7 @@ def test_any_text_gives_the_ids_of_the_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_each_turn_of_a_conversation_gives_the_ids_of_the_whole_and_encodes_the_new_part_only(seed: int) -> None:
+def test_each_turn_gives_the_ids_of_the_whole_and_encodes_only_its_part(seed: int) -> None:
     rng, fast, text = random.Random(seed), byte_level(), ""
     encoder = SegmentEncoder(fast)
     for turn in range(20):

@@ -33,9 +33,7 @@ def matched(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]
 
 
 @given(
-    text=st.text("abé", max_size=24),
-    stops=st.lists(st.text("abé", min_size=1, max_size=4), max_size=3),
-    data=st.data(),
+    text=st.text("abé", max_size=24), stops=st.lists(st.text("abé", min_size=1, max_size=4), max_size=3), data=st.data()
 )
 def test_joined_stream_is_the_text_cut_at_the_earliest_stop(
     tokenizer: Tokenizer, text: str, stops: list[str], data: st.DataObject

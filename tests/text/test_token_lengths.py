@@ -59,19 +59,7 @@ def test_no_text_has_fewer_tokens_than_the_bound(name: str) -> None:
     assert length is not None
     rng = random.Random(5)
     parts = [
-        " ",
-        "ab",
-        "\x02",
-        "\x03",
-        "a",
-        "é",
-        "e\u0301",
-        "\u1f82",
-        "\u03b1\u0313\u0300\u0345",
-        "각",
-        "ﬁ",
-        "🎉",
-        "日",
+        *(" ", "ab", "\x02", "\x03", "a", "é", "e\u0301", "\u1f82", "\u03b1\u0313\u0300\u0345", "각", "ﬁ", "🎉", "日"),
         "İ",
     ]
     for _ in range(2000):

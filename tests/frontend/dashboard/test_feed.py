@@ -44,7 +44,7 @@ def event(number: int) -> bytes:
     return b"event: snapshot\ndata: %d\n\n" % number
 
 
-async def test_all_viewers_get_the_same_snapshots_and_nothing_is_built_without_any() -> None:
+async def test_viewers_get_the_same_snapshots_and_none_is_built_without() -> None:
     source = Source()
     feed = feed_of(source)
     with feed.viewing() as first, feed.viewing() as second:
@@ -92,7 +92,7 @@ async def test_the_number_of_viewers_is_bounded() -> None:
     ("error", "message"),
     [(WorkerError("The hub is silent."), b"The hub is silent."), (KeyError("bug"), b"the server's log says why")],
 )
-async def test_viewers_are_told_of_a_problem_and_of_its_end(
+async def test_a_problem_and_its_end_are_told(
     error: Exception, message: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = Source()

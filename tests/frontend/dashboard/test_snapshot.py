@@ -69,7 +69,7 @@ async def test_decisions_are_the_latest_with_their_runner_up_and_all_terms() -> 
         assert sum(row["chosen"]["terms"]) <= sum(row["runner_up"]["terms"])
 
 
-async def test_tiers_and_the_curve_say_what_there_is_and_what_twice_as_much_would_reach() -> None:
+async def test_tiers_and_the_curve_say_what_there_is_and_would_be() -> None:
     last = (await snapshots_of(DashboardWorld(4), 20))[-1]
     tiers = {tier["name"]: tier for tier in last["tiers"]}
     assert {name: tier["capacity_blocks"] for name, tier in tiers.items()} == {

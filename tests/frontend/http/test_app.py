@@ -17,8 +17,7 @@ from tandem.frontend.http.metrics import EdgeMetrics
 from tandem.frontend.http.request_options import tenant_of
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import NoWorker
-from tandem.text.tokenizer import Tokenizer
-from tests.support.fake_backend import FakeBackend, closing
+from tests.support.fake_backend import Client
 from tests.support.keys import api_keys_of
 
 PATHS = ["/raw", "/fast"]
@@ -120,17 +119,16 @@ async def test_an_exception_after_the_response_started_ends_the_connection(path:
     assert num_counted(registry, path, 200) == 1
 
 
-async def test_head_is_answered_as_get_is(tokenizer: Tokenizer) -> None:
-    async with closing(FakeBackend(tokenizer)) as client:
-        paths = ["/health", "/ready", "/metrics", "/v1/models", "/v1/models/none", "/v1/pools", "/version", "/docs"]
-        for path in [*paths, "/v1/models/", "/v1/completions", "/none"]:
-            head, get = await client.head(path), await client.get(path)
-            assert head.status_code == get.status_code, path
-            # Two requests have two ids, and /metrics counts the requests in between.
-            drop = {"x-request-id"} | ({"content-length"} if path == "/metrics" else set())
-            assert {n: v for n, v in head.headers.items() if n not in drop} == {
-                n: v for n, v in get.headers.items() if n not in drop
-            }
+async def test_head_is_answered_as_get_is(client: Client) -> None:
+    paths = ["/health", "/ready", "/metrics", "/v1/models", "/v1/models/none", "/v1/pools", "/version", "/docs"]
+    for path in [*paths, "/v1/models/", "/v1/completions", "/none"]:
+        head, get = await client.head(path), await client.get(path)
+        assert head.status_code == get.status_code, path
+        # Two requests have two ids, and /metrics counts the requests in between.
+        drop = {"x-request-id"} | ({"content-length"} if path == "/metrics" else set())
+        assert {n: v for n, v in head.headers.items() if n not in drop} == {
+            n: v for n, v in get.headers.items() if n not in drop
+        }
     async with client_of(app_of(tell)) as client:
         assert (await client.head("/fast")).status_code == 401
         assert (await client.head("/fast", headers=KEY)).status_code == 405

@@ -145,7 +145,7 @@ async def test_a_server_that_needs_keys_and_knows_none_refuses_everybody() -> No
             assert (await client.get("/v1/models", headers=headers)).status_code == 401
 
 
-async def test_expired_and_revoked_keys_are_refused_counted_and_logged_once_by_id(
+async def test_expired_and_revoked_keys_are_refused_counted_and_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     at, registry = datetime(2026, 5, 1, tzinfo=UTC), CollectorRegistry()
@@ -207,9 +207,7 @@ async def test_a_keys_priority_counts_where_the_request_names_none() -> None:
         ({}, "/dashboard", "any", []),
     ],
 )
-def test_the_server_is_told_which_requests_are_no_strangers(
-    keys: dict[str, str], path: str, key: str, admitted: list[bool]
-) -> None:
+def test_the_server_is_told_who_is_no_stranger(keys: dict[str, str], path: str, key: str, admitted: list[bool]) -> None:
     told = list[bool]()
     headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
     extensions = {ADMIT: {"admit": lambda *, has_key: told.append(has_key)}}

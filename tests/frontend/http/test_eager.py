@@ -77,7 +77,7 @@ async def test_errors_and_cancellations_reach_it_where_it_waits(at: str) -> None
         assert work.seen[-1] == type(error).__name__
 
 
-async def test_an_error_before_the_first_wait_comes_out_at_once_and_who_does_not_await_it_closes_it() -> None:
+async def test_an_early_error_comes_out_at_once_and_what_waits_is_closed() -> None:
     async def broken() -> None:
         raise OSError("gone")
 

@@ -33,7 +33,6 @@ from tests.support.engines_harness import completion, routing, routing_by_hub, s
 from tests.support.fake_backend import FakeBackend, make_client
 from tests.support.fake_openai import MODEL, fake_openai
 from tests.support.keys import api_keys_of
-from tests.support.toy_tokenizer import build_tokenizer
 
 PLAIN, WITH_NAMES = RouterConfig(), RouterConfig(vllm_metric_names=True)
 PROMETHEUS_3 = (
@@ -131,11 +130,6 @@ def test_every_metric_fits_openmetrics(command: str) -> None:
 )
 def test_the_format_is_the_one_that_is_asked_for(accept: str, expected: bool) -> None:
     assert prefers_openmetrics(accept) is expected
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return Tokenizer(build_tokenizer(tmp_path))
 
 
 async def test_a_server_answers_in_the_format_that_its_scraper_prefers(tokenizer: Tokenizer) -> None:

@@ -10,7 +10,7 @@ from tandem.frontend.http.listening import listening
 from tandem.protocol.errors import ConfigError
 
 
-def test_a_shared_port_is_bound_by_several_and_connections_go_to_those_that_listen() -> None:
+def test_a_shared_port_leads_to_those_that_listen() -> None:
     with listening("127.0.0.1", 0, is_shared=True) as held:
         port = held.getsockname()[1]
         with listening("127.0.0.1", port, is_shared=True) as served:

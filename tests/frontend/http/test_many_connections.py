@@ -180,7 +180,7 @@ async def test_a_stream_that_is_not_read_for_a_while_makes_room(
 
 
 @pytest.mark.parametrize("headers", [b"", b"connection: close\r\n"])
-async def test_an_answer_that_is_complete_and_still_being_read_does_not_end_for_a_newcomer(
+async def test_an_answer_that_is_being_read_does_not_end_for_a_newcomer(
     connections: list[http_protocol_module.HttpProtocol], headers: bytes
 ) -> None:
     app, request = App(), b"GET /plain HTTP/1.1\r\nhost: h\r\n%b\r\n" % headers
@@ -328,7 +328,7 @@ async def test_bodies_that_take_long_to_read_leave_time_for_others(
 
 @pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})], ids=["uvloop"])  # as in production
 @pytest.mark.parametrize(("method", "most"), [(b"POST", 1), (b"GET", 40)])
-async def test_no_work_is_done_for_clients_that_gave_up_before_they_were_accepted(method: bytes, most: int) -> None:
+async def test_no_work_is_done_for_clients_that_gave_up_before(method: bytes, most: int) -> None:
     app, count = App(), 400
     request = method + b" /small HTTP/1.1\r\nhost: h\r\ncontent-length: 0\r\n\r\n"
     async with serving_app(app) as port:

@@ -6,8 +6,7 @@ import pytest
 
 from tandem.frontend.http.origin_checks import CallerNotAllowed, check_host_and_origin, hosts_allowed
 from tandem.protocol.config import RouterConfig
-from tandem.text.tokenizer import Tokenizer
-from tests.support.fake_backend import FakeBackend, closing
+from tests.support.fake_backend import Client, FakeBackend
 
 COMPLETIONS = "/v1/completions"
 OWN = frozenset({"localhost"})
@@ -29,9 +28,7 @@ OWN = frozenset({"localhost"})
         ("0.0.0.0", ("box.example",), OWN | {"box.example"}),
     ],
 )
-def test_hosts_are_checked_on_loopback_and_if_some_are_configured(
-    host: str, allowed: tuple[str, ...], expected: frozenset[str] | None
-) -> None:
+def test_hosts_are_checked_on_loopback(host: str, allowed: tuple[str, ...], expected: frozenset[str] | None) -> None:
     assert hosts_allowed(RouterConfig(host=host, allowed_hosts=allowed)) == expected
 
 
@@ -39,16 +36,8 @@ def test_hosts_are_checked_on_loopback_and_if_some_are_configured(
     "host",
     [
         *("localhost", "LOCALHOST:8000", "localhost.", "localhost.:1", "127.0.0.1", "127.0.0.1:8000", "127.0.0.1.", ""),
-        *(
-            "127.0.0.2:8000",
-            "127.255.255.254",
-            "[::1]",
-            "[::1]:8000",
-            "::1",
-            "0:0:0:0:0:0:0:1",
-            "0.0.0.0:8000",
-            "[::]:1",
-        ),
+        *("127.0.0.2:8000", "127.255.255.254", "[::1]", "[::1]:8000", "::1", "0:0:0:0:0:0:0:1", "0.0.0.0:8000"),
+        "[::]:1",
     ],
 )
 def test_a_server_answers_to_its_names_with_any_port(host: str) -> None:
@@ -60,15 +49,8 @@ def test_a_server_answers_to_its_names_with_any_port(host: str) -> None:
     [
         *("page.example", "page.example:8000", "localhost.page.example", "127.0.0.1.nip.io", "[::2]", "@localhost"),
         *("[::1.page.example", "localhost@page.example", "localhost page.example", "2130706433", "127.0.0.1.1", "\xff"),
-        *(
-            "128.0.0.1",
-            "10.0.0.7:8000",
-            "169.254.169.254",
-            "127.0.0.1,page.example",
-            "127.0.0.1@page.example",
-            "[",
-            ".",
-        ),
+        *("128.0.0.1", "10.0.0.7:8000", "169.254.169.254", "127.0.0.1,page.example", "127.0.0.1@page.example", "["),
+        ".",
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
@@ -94,9 +76,7 @@ def test_other_names_are_refused_with_the_remedy(host: str, method: str) -> None
         ("", (), False),
     ],
 )
-def test_a_page_may_change_something_only_if_its_origin_is_allowed(
-    origin: str, origins: tuple[str, ...], is_allowed: bool
-) -> None:
+def test_a_page_needs_an_allowed_origin_for_changes(origin: str, origins: tuple[str, ...], is_allowed: bool) -> None:
     headers = {b"host": b"localhost:8000", b"origin": origin.encode()}
     for method in ("GET", "HEAD", "OPTIONS"):  # the browser does not show the page the response
         check_host_and_origin(headers, method, COMPLETIONS, OWN, origins)
@@ -108,8 +88,7 @@ def test_a_page_may_change_something_only_if_its_origin_is_allowed(
                 check_host_and_origin(headers, method, COMPLETIONS, OWN, origins)
 
 
-async def test_what_a_page_can_send_without_preflight_reaches_no_worker(tokenizer: Tokenizer) -> None:
-    backend = FakeBackend(tokenizer)
+async def test_what_a_page_can_send_without_preflight_reaches_no_worker(backend: FakeBackend, client: Client) -> None:
     body = b'{"prompt": "a"}'
     json_type = {"content-type": "application/json"}
     attempts: list[tuple[dict[str, str], int]] = [
@@ -123,23 +102,22 @@ async def test_what_a_page_can_send_without_preflight_reaches_no_worker(tokenize
         (json_type | {"origin": "null"}, 403),
         (json_type | {"origin": "http://rebound.example:8000", "host": "rebound.example:8000"}, 403),
     ]
-    async with closing(backend) as client:
-        for path in (COMPLETIONS, "/v1/route/explain", "/v1/cache/pin", "/tokenize"):
-            for headers, status in attempts:
-                response = await client.post(path, content=body, headers=headers)
-                assert (path, headers, response.status_code) == (path, headers, status)
-                assert "access-control-allow-origin" not in response.headers
-                if status == 415:
-                    assert "-H 'Content-Type: application/json'" in response.json()["error"]["message"]
-        preflight = {"origin": "http://page.example", "access-control-request-method": "POST"}
-        refused = await client.options(COMPLETIONS, headers=preflight)
-        assert refused.status_code == 400
-        assert refused.json()["error"]["message"] == (
-            "Pages of 'http://page.example' may not call this server; start it with --cors-allow-origins to allow them."
-        )
-        assert "access-control-allow-origin" not in refused.headers
-        assert backend.requests == []
-        assert (await client.post(COMPLETIONS, content=body, headers=json_type)).status_code == 200
-        own = json_type | {"origin": "http://localhost"}
-        assert (await client.post(COMPLETIONS, content=body, headers=own)).status_code == 200
+    for path in (COMPLETIONS, "/v1/route/explain", "/v1/cache/pin", "/tokenize"):
+        for headers, status in attempts:
+            response = await client.post(path, content=body, headers=headers)
+            assert (path, headers, response.status_code) == (path, headers, status)
+            assert "access-control-allow-origin" not in response.headers
+            if status == 415:
+                assert "-H 'Content-Type: application/json'" in response.json()["error"]["message"]
+    preflight = {"origin": "http://page.example", "access-control-request-method": "POST"}
+    refused = await client.options(COMPLETIONS, headers=preflight)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == (
+        "Pages of 'http://page.example' may not call this server; start it with --cors-allow-origins to allow them."
+    )
+    assert "access-control-allow-origin" not in refused.headers
+    assert backend.requests == []
+    assert (await client.post(COMPLETIONS, content=body, headers=json_type)).status_code == 200
+    own = json_type | {"origin": "http://localhost"}
+    assert (await client.post(COMPLETIONS, content=body, headers=own)).status_code == 200
     assert len(backend.requests) == 2

@@ -293,9 +293,7 @@ async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.M
         writer.close()
 
 
-async def test_an_app_that_ignores_a_disconnect_delays_shutdown_for_a_bounded_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_app_that_ignores_a_disconnect_delays_the_end_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server_module, "_CLOSE_TIMEOUT_S", 0.2)
     asked, never, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -368,9 +366,7 @@ async def test_invalid_http_gets_one_error_and_the_connection_ends(has_answered:
     [(b"GET /", b"a" * 65_536, 414), (GET + b"a: ", b"b" * 65_536, 431), (GET, b"a: b\r\n" * 10_000, 431)],
     ids=["URL", "header", "headers"],
 )
-async def test_endless_input_is_cut_short_and_the_client_still_reads_why(
-    start: bytes, piece: bytes, status: int
-) -> None:
+async def test_endless_input_is_cut_short_and_its_client_reads_why(start: bytes, piece: bytes, status: int) -> None:
     async with serving_app(Echo()) as port:
         answer = await exchange(port, start, *[piece] * 200)  # 13 MB, all of it sent before anything is read
     assert error_of(answer)[0] == status
@@ -453,9 +449,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[http_protocol_module.Ht
     return connections
 
 
-async def test_pipelined_requests_that_wait_take_bounded_memory(
-    connections: list[http_protocol_module.HttpProtocol],
-) -> None:
+async def test_waiting_requests_take_bounded_memory(connections: list[http_protocol_module.HttpProtocol]) -> None:
     app = Echo()
     app.may_answer.clear()
     num_requests = 200_000  # 11 MB, more than the sockets of both sides take
@@ -471,9 +465,7 @@ async def test_pipelined_requests_that_wait_take_bounded_memory(
         writer.close()
 
 
-async def test_a_client_that_leaves_is_noticed_while_its_pipelined_requests_wait(
-    connections: list[http_protocol_module.HttpProtocol],
-) -> None:
+async def test_a_client_that_leaves_pipelines_is_noticed(connections: list[http_protocol_module.HttpProtocol]) -> None:
     left, num_asked = asyncio.Event(), 0
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -538,7 +530,7 @@ async def test_a_complete_request_that_waits_in_the_pipeline_does_not_time_out(s
 
 
 @pytest.mark.parametrize("headers", [b"", b"host: h\r\n", b"connection: keep-alive\r\n"])
-async def test_an_http_1_0_client_gets_a_stream_without_chunks_that_ends_with_the_connection(headers: bytes) -> None:
+async def test_an_http_1_0_client_gets_a_stream_without_chunks(headers: bytes) -> None:
     async def answer(writer: Writer) -> None:
         await writer.start([(b"content-type", b"text/event-stream")])
         for number in range(3):
@@ -574,7 +566,7 @@ async def test_head_gets_the_headers_of_get_and_no_body() -> None:
     assert re.sub(rb"(date: .*|connection: close|x-request-id: .*)\r\n", b"", answers) == without_date * 2
 
 
-async def test_an_http_1_0_client_gets_a_known_length_and_notices_a_body_that_was_cut() -> None:
+async def test_an_http_1_0_client_notices_a_body_that_was_cut() -> None:
     async with serving_app(Echo()) as port:
         request = b"POST /x HTTP/1.0\r\ncontent-length: 4\r\n\r\nbody"
         head, _, body = (await exchange(port, request + request)).partition(b"\r\n\r\n")
@@ -645,7 +637,7 @@ async def test_a_large_body_gets_more_time_and_an_endless_unread_one_does_not(se
         writer.close()
 
 
-async def test_above_max_connections_the_longest_waiting_are_closed_and_operators_get_through() -> None:
+async def test_above_max_connections_the_longest_waiting_are_closed() -> None:
     app = Echo()
     async with serving_app(app, max_connections=8) as port, asyncio.timeout(60):
         slow = [await connect(port) for _ in range(40)]
@@ -673,7 +665,7 @@ async def test_above_max_connections_the_longest_waiting_are_closed_and_operator
             writer.close()
 
 
-async def test_unfinished_bodies_take_bounded_memory_and_the_oldest_are_refused_first() -> None:
+async def test_unfinished_bodies_take_bounded_memory_the_oldest_go_first() -> None:
     app = Echo()
     part = b"b" * 60_000
     head = HEAD + b"content-length: 65536\r\n\r\n"

@@ -18,7 +18,7 @@ from tandem.frontend.http.middleware import EdgeMiddleware, MiddlewareSettings
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.protocol.errors import WorkerError
 from tandem.text.tokenizer import Tokenizer
-from tests.support.fake_backend import FakeBackend, closing, make_app, make_client
+from tests.support.fake_backend import Client, FakeBackend, closing, make_app, make_client
 
 OURS = re.compile(r"req-[0-9a-f]{32}")
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
@@ -26,24 +26,20 @@ PAGE = {"origin": "http://page.example"}
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_request_is_named_by_its_client(tokenizer: Tokenizer, is_stream: bool) -> None:
-    backend = FakeBackend(tokenizer)
-    async with closing(backend) as client:
-        for _ in range(2):  # a client may use its id again
-            body = CHAT | {"stream": is_stream, "n": 2}
-            response = await client.post("/v1/chat/completions", json=body, headers={"x-request-id": "order-7/a"})
-            assert response.status_code == 200
-            assert response.headers.get_list("x-request-id") == ["order-7/a"]
-            assert "order-7" not in response.text, "the answer's id must be unique, and the client's is not"
+async def test_a_request_is_named_by_its_client(backend: FakeBackend, client: Client, is_stream: bool) -> None:
+    for _ in range(2):  # a client may use its id again
+        body = CHAT | {"stream": is_stream, "n": 2}
+        response = await client.post("/v1/chat/completions", json=body, headers={"x-request-id": "order-7/a"})
+        assert response.status_code == 200
+        assert response.headers.get_list("x-request-id") == ["order-7/a"]
+        assert "order-7" not in response.text, "the answer's id must be unique, and the client's is not"
     names = [request.request_id for request in backend.requests]
     assert len(set(names)) == 4
     assert all(re.fullmatch(r"order-7/a\.[0-9a-f]{16}-[01]", name) for name in names)
 
 
-async def test_an_answer_and_its_request_share_their_digits(tokenizer: Tokenizer) -> None:
-    backend = FakeBackend(tokenizer)
-    async with closing(backend) as client:
-        response = await client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2})
+async def test_an_answer_and_its_request_share_their_digits(backend: FakeBackend, client: Client) -> None:
+    response = await client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2})
     request_id = response.headers["x-request-id"]
     assert OURS.fullmatch(request_id)
     assert response.json()["id"] == request_id.replace("req-", "cmpl-")
@@ -55,10 +51,9 @@ async def test_an_answer_and_its_request_share_their_digits(tokenizer: Tokenizer
     [[""], ["x" * 129], ["a b"], ["a\tb"], ["{}"], ['a"b'], ["\u00e9"], ["a", "b"], ["a,b"]],
     ids=["empty", "long", "space", "tab", "braces", "quote", "not ASCII", "two", "a list"],
 )
-async def test_a_hostile_id_is_replaced(tokenizer: Tokenizer, values: list[str]) -> None:
-    async with closing(FakeBackend(tokenizer)) as client:
-        headers = [(b"x-request-id", value.encode("latin-1")) for value in values]
-        response = await client.get("/health", headers=headers)
+async def test_a_hostile_id_is_replaced(client: Client, values: list[str]) -> None:
+    headers = [(b"x-request-id", value.encode("latin-1")) for value in values]
+    response = await client.get("/health", headers=headers)
     assert response.status_code == 200
     assert OURS.fullmatch(response.headers["x-request-id"])
 
@@ -89,12 +84,6 @@ async def test_every_answer_has_an_id(
         headers["x-request-id"] = "mine"
         response = await client.request(method, path, headers=headers, content=content)
         assert response.headers.get_list("x-request-id") == ["mine"]
-
-
-async def test_scripts_of_a_page_may_read_it(tokenizer: Tokenizer) -> None:
-    async with closing(FakeBackend(tokenizer), cors_allow_origins=("http://page.example",)) as client:
-        response = await client.get("/health", headers=PAGE)
-    assert response.headers["access-control-expose-headers"] == "x-request-id, x-tandem-ignored"
 
 
 @pytest.mark.parametrize("error", [WorkerError("gone"), ValueError("a bug")], ids=["expected", "a bug"])

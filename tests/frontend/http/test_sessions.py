@@ -8,8 +8,7 @@ import pytest
 
 from tandem.frontend.http.ignored_fields import begin_ignored
 from tandem.frontend.http.sessions import MAX_CONVERSATION_ID_CHARS, SESSION_HEADERS, conversation_named
-from tandem.text.tokenizer import Tokenizer
-from tests.support.fake_backend import FakeBackend, closing
+from tests.support.fake_backend import Client, FakeBackend
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
@@ -28,26 +27,22 @@ CLIENTS = {
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("client_name", CLIENTS)
-async def test_a_clients_session_header_names_the_conversation(
-    tokenizer: Tokenizer, path: str, client_name: str
+async def test_a_session_names_a_conversation(
+    backend: FakeBackend, client: Client, path: str, client_name: str
 ) -> None:
-    backend = FakeBackend(tokenizer)
-    async with closing(backend) as client:
-        response = await client.post(path, json=BODIES[path], headers={CLIENTS[client_name]: "s-1"})
-        assert response.status_code == 200, response.text
-        await client.post(path, json=BODIES[path] | {"conversation_id": "c-1"}, headers={CLIENTS[client_name]: "s-1"})
+    response = await client.post(path, json=BODIES[path], headers={CLIENTS[client_name]: "s-1"})
+    assert response.status_code == 200, response.text
+    await client.post(path, json=BODIES[path] | {"conversation_id": "c-1"}, headers={CLIENTS[client_name]: "s-1"})
     assert [request.conversation_id for request in backend.requests] == ["s-1", "c-1"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
-async def test_codex_prompt_cache_key_names_the_conversation(tokenizer: Tokenizer, path: str) -> None:
-    backend = FakeBackend(tokenizer)
-    async with closing(backend) as client:
-        for key in ("k-1", "", None, 7, ["k"], "k" * 257, "k" * 256):
-            response = await client.post(path, json=BODIES[path] | {"prompt_cache_key": key})
-            assert response.status_code == 200, response.text
-            is_bad = key not in ("k-1", "", None, "k" * 256)
-            assert ("prompt_cache_key" in response.headers.get("x-tandem-ignored", "")) == is_bad
+async def test_codex_prompt_cache_key_names_the_conversation(backend: FakeBackend, client: Client, path: str) -> None:
+    for key in ("k-1", "", None, 7, ["k"], "k" * 257, "k" * 256):
+        response = await client.post(path, json=BODIES[path] | {"prompt_cache_key": key})
+        assert response.status_code == 200, response.text
+        is_bad = key not in ("k-1", "", None, "k" * 256)
+        assert ("prompt_cache_key" in response.headers.get("x-tandem-ignored", "")) == is_bad
     assert [request.conversation_id for request in backend.requests] == ["k-1", *[""] * 5, "k" * 256]
 
 

@@ -88,7 +88,7 @@ def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
         assert [one["target"][150:] for one in lines if one["action"] == name] == [str(n) for n in range(300)]
 
 
-def test_a_disk_that_fails_is_told_once_counted_and_used_again_when_it_works(
+def test_a_disk_that_fails_is_told_once_counted_and_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, lost = tmp_path / "audit", []
@@ -107,9 +107,7 @@ def test_a_disk_that_fails_is_told_once_counted_and_used_again_when_it_works(
     assert json.loads(path.read_text().splitlines()[-1])["target"] == "kept"  # not glued to the torn line before
 
 
-def test_a_disk_that_hangs_delays_nobody_and_holds_a_bounded_number_of_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_hangs_delays_nobody_and_holds_few_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, lost = threading.Event(), []
     monkeypatch.setattr(audit_log, "MAX_WAITING", 5)
     monkeypatch.setattr(audit_log, "append_line", lambda path, line: go_on.wait(60) and append_line(path, line))

@@ -44,9 +44,7 @@ async def test_a_file_without_keys_lets_nobody_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "gone", "mode", "folder", "huge"])
-async def test_a_damaged_file_leaves_the_keys_as_they_were_and_says_so(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_damaged_file_changes_no_keys(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     path = make_key_file(tmp_path / "keys", {"sk-a": "a", "sk-b": "b"})
     file, registry = KeyFile(str(path)), CollectorRegistry()
     registry.register(KeyCollector(file.api_keys))

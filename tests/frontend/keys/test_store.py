@@ -40,9 +40,7 @@ def test_a_created_key_is_stored_by_its_hash_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_revoked_key_stays_in_the_file_and_keeps_its_first_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_revoked_key_stays_and_keeps_its_first_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "keys")
     key, _ = create_key(path, tenant="a")
     other, _ = create_key(path, tenant="b")
@@ -75,7 +73,7 @@ def test_a_change_keeps_the_groups_right_to_read_and_the_link(tmp_path: Path) ->
     assert {one.name for one in path.parent.iterdir()} == {"keys", "keys.lock"}
 
 
-def test_what_a_killed_writer_left_is_no_obstacle_and_no_way_to_another_file(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_no_obstacle_and_no_way_elsewhere(tmp_path: Path) -> None:
     path, victim = make_key_file(tmp_path / "keys", {"sk-a": "a"}), tmp_path / "victim"
     victim.write_text("untouched")
     (tmp_path / "keys.new").symlink_to(victim)
@@ -122,9 +120,7 @@ def test_two_writers_lose_nothing_and_a_reader_always_finds_a_whole_file(tmp_pat
     assert [sum(key.tenant == tenant for key in keys) for tenant in ("a", "one", "two")] == [1, count, count]
 
 
-def test_a_writer_that_holds_the_lock_is_waited_for_and_then_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_that_holds_the_lock_is_waited_for_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_LOCK_TIMEOUT_S", 0.05)
     path = str(make_key_file(tmp_path / "keys", {"sk-a": "a"}))
     with store._locked(path), pytest.raises(ConfigError, match=r"keys\.lock is held by another `tandem keys`"):

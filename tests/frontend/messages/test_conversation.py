@@ -291,14 +291,8 @@ def test_a_system_message_may_have_no_content() -> None:
 # -- tools
 
 SERVER_TOOLS = [
-    "web_search_20250305",
-    "web_search_20260318",
-    "web_fetch_20250910",
-    "code_execution_20250825",
-    "computer_20250124",
-    "tool_search_tool_regex_20251119",
-    "tool_search_tool_bm25_20251119",
-    "advisor_20260301",
+    *("web_search_20250305", "web_search_20260318", "web_fetch_20250910", "code_execution_20250825"),
+    *("computer_20250124", "tool_search_tool_regex_20251119", "tool_search_tool_bm25_20251119", "advisor_20260301"),
     "brand_new_20300101",
 ]
 TOOLSETS = ["mcp_toolset", "computer_toolset_20260801", "browser_toolset_20260801"]

@@ -17,7 +17,7 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import cache_scope
 from tandem.protocol.errors import NoWorker, WorkerError
 from tandem.text.tokenizer import Tokenizer
-from tests.support.fake_backend import FakeBackend, closing, make_app
+from tests.support.fake_backend import Client, FakeBackend, backend_of, closing, make_app
 from tests.support.keys import api_keys_of
 from tests.support.toy_tokenizer import build_tokenizer
 
@@ -41,10 +41,9 @@ def body(**fields: Any) -> dict[str, Any]:
     return {"model": "org/toy", "max_tokens": 200, "messages": [USER], **fields}
 
 
-def backend_of(tokenizer: Tokenizer, reply: str = "hello world", *, run: int = 1) -> FakeBackend:
-    backend = FakeBackend(tokenizer, reply, run=run)
-    backend.max_model_len = 4096
-    return backend
+@pytest.fixture
+def backend(tokenizer: Tokenizer) -> FakeBackend:
+    return backend_of(tokenizer)
 
 
 async def plain_of(backend: FakeBackend, **fields: Any) -> dict[str, Any]:
@@ -147,9 +146,7 @@ async def test_a_stream_joins_to_the_plain_answer(tokenizer: Tokenizer, reply: s
     ("max_tokens", "left", "reason"),
     [(5, 5, "max_tokens"), (6, 5, "model_context_window_exceeded"), (4, 5, "max_tokens")],
 )
-async def test_max_tokens_beyond_the_context_end_with_the_context(
-    tokenizer: Tokenizer, max_tokens: int, left: int, reason: str
-) -> None:
+async def test_max_tokens_end_with_the_context(tokenizer: Tokenizer, max_tokens: int, left: int, reason: str) -> None:
     backend = backend_of(tokenizer, "x" * 100)
     backend.max_model_len = left + len(tokenizer.encode_chat([USER], {"add_generation_prompt": True}, cache_scope("")))
     plain = await plain_of(backend, max_tokens=max_tokens)
@@ -159,18 +156,14 @@ async def test_max_tokens_beyond_the_context_end_with_the_context(
         assert message["content"] == [{"type": "text", "text": "x" * min(max_tokens, left)}]
 
 
-async def test_an_answer_that_ends_before_the_context_says_so(tokenizer: Tokenizer) -> None:
-    assert (await plain_of(backend_of(tokenizer), max_tokens=32_000))["stop_reason"] == "end_turn"
-
-
 @pytest.mark.parametrize("path", [MESSAGES, COUNT])
-async def test_a_prompt_that_does_not_fit_is_told_as_claude_code_reads_it(tokenizer: Tokenizer, path: str) -> None:
-    backend = backend_of(tokenizer)
+async def test_a_prompt_that_does_not_fit_is_told_as_claude_code_reads_it(
+    tokenizer: Tokenizer, backend: FakeBackend, client: Client, path: str
+) -> None:
     backend.max_model_len = 64
     long = [{"role": "user", "content": "x" * 80}]
     num_tokens = len(tokenizer.encode_chat(long, {"add_generation_prompt": True}, cache_scope("")))
-    async with closing(backend) as client:
-        told = (await client.post(path, json=body(messages=long))).json()
+    told = (await client.post(path, json=body(messages=long))).json()
     assert (told["error"]["type"], told["error"]["code"]) == ("invalid_request_error", "context_length_exceeded")
     found = re.match(r"prompt is too long: (\d+) tokens > (\d+) maximum\.", told["error"]["message"])
     assert found is not None
@@ -178,8 +171,7 @@ async def test_a_prompt_that_does_not_fit_is_told_as_claude_code_reads_it(tokeni
     assert 64 < int(found[1]) <= num_tokens, "refused before it is encoded, by the fewest tokens that it can have"
 
 
-async def test_max_tokens_zero_computes_the_prompt_alone(tokenizer: Tokenizer) -> None:
-    backend = backend_of(tokenizer)
+async def test_max_tokens_zero_computes_the_prompt_alone(backend: FakeBackend) -> None:
     plain = await plain_of(backend, max_tokens=0)
     streamed = joined(await stream_of(backend, max_tokens=0))
     for message in (plain, streamed):
@@ -200,15 +192,6 @@ async def test_the_answer_continues_the_assistants_message(tokenizer: Tokenizer,
     assert message["content"] == [{"type": "text", "text": " 42."}]
     written = content if isinstance(content, str) else content[0]["text"]
     assert tokenizer.decode(backend.requests[0].token_ids).endswith(f"hi<assistant>{written}")
-
-
-async def test_a_continued_answer_is_counted_as_it_is_prompted(tokenizer: Tokenizer) -> None:
-    backend = backend_of(tokenizer)
-    messages = [USER, {"role": "assistant", "content": "The answer is"}]
-    async with closing(backend) as client:
-        counted = await client.post(COUNT, json={"messages": messages})
-        await client.post(MESSAGES, json=body(messages=messages))
-    assert counted.json() == {"input_tokens": len(backend.requests[0].token_ids)}
 
 
 @pytest.mark.parametrize("stops", [["\n"], [" "], ["\n\n", "\t"]])
@@ -263,6 +246,7 @@ async def test_claude_code_gets_an_answer(tokenizer: Tokenizer) -> None:
     for response in (plain, streamed):
         assert response.headers["x-tandem-ignored"] == ("metadata, tools.web_search_20250305 (not run by this server)")
     assert plain.json()["context_management"] == {"applied_edits": []}
+    assert plain.json()["stop_reason"] == "end_turn", "although the context ends before its max_tokens"
     *_, end, _ = events(streamed.text)
     assert (end["type"], end["context_management"]) == ("message_delta", {"applied_edits": []})
     num_tokens = len(backend.requests[0].token_ids)
@@ -290,8 +274,7 @@ async def test_a_system_message_that_comes_later_is_shown_by_every_template(tmp_
     assert prompt == "<system>S<user>hi\n\nNow rhyme.<assistant>Yes?<user>Now rhyme.\n\nhi<user>hi<assistant>"
 
 
-async def test_a_later_system_message_stays_one_where_the_template_shows_it(tokenizer: Tokenizer) -> None:
-    backend = backend_of(tokenizer)
+async def test_a_later_system_message_stays_if_it_is_shown(tokenizer: Tokenizer, backend: FakeBackend) -> None:
     await plain_of(backend, messages=[USER, {"role": "system", "content": "Now rhyme."}])
     assert tokenizer.decode(backend.requests[0].token_ids) == "<s><user>hi<system>Now rhyme.<assistant>"
 
@@ -316,15 +299,13 @@ async def test_a_later_system_message_stays_one_where_the_template_shows_it(toke
         ("brand_new", 1),
     ],
 )
-async def test_a_hint_is_named_and_refuses_nothing(tokenizer: Tokenizer, field: str, value: Any) -> None:
-    backend = backend_of(tokenizer)
+async def test_a_hint_is_named_and_ignored(backend: FakeBackend, client: Client, field: str, value: Any) -> None:
     parent, _, name = field.rpartition(".")
     given = {parent: {"type": "enabled", name: value}} if parent == "thinking" else {parent: {name: value}}
-    async with closing(backend) as client:
-        response = await client.post(MESSAGES, json=body(**(given if parent else {field: value})))
-        plain = await client.post(
-            MESSAGES, json=body(**({"thinking": {"type": "enabled"}} if parent == "thinking" else {}))
-        )
+    response = await client.post(MESSAGES, json=body(**(given if parent else {field: value})))
+    plain = await client.post(
+        MESSAGES, json=body(**({"thinking": {"type": "enabled"}} if parent == "thinking" else {}))
+    )
     assert response.status_code == 200, response.text
     assert response.headers["x-tandem-ignored"] == field
     assert "x-tandem-ignored" not in plain.headers
@@ -332,14 +313,12 @@ async def test_a_hint_is_named_and_refuses_nothing(tokenizer: Tokenizer, field: 
 
 
 @pytest.mark.parametrize("version", ["", "2023-01-01", "2099-12-31", "vertex-2023-10-16"])
-async def test_any_version_is_answered(tokenizer: Tokenizer, version: str) -> None:
-    async with closing(backend_of(tokenizer)) as client:
-        response = await client.post(MESSAGES, json=body(), headers={"anthropic-version": version})
+async def test_any_version_is_answered(client: Client, version: str) -> None:
+    response = await client.post(MESSAGES, json=body(), headers={"anthropic-version": version})
     assert response.status_code == 200
 
 
-async def test_a_thousand_tools_are_shown(tokenizer: Tokenizer) -> None:
-    backend = backend_of(tokenizer)
+async def test_a_thousand_tools_are_shown(tokenizer: Tokenizer, backend: FakeBackend) -> None:
     backend.max_model_len = 1 << 20
     await plain_of(backend, tools=[WEATHER | {"name": f"mcp__many__tool_{i}"} for i in range(1000)])
     prompt = tokenizer.decode(backend.requests[0].token_ids)
@@ -354,15 +333,13 @@ LONG_LOOP = [USER, *(one for i in range(5) for one in (
 
 @pytest.mark.parametrize(("context", "trigger", "clears"), [(4096, 500, True), (4096, 3000, False), (1200, 3000, True)])
 async def test_old_results_are_cleared_if_the_prompt_is_long_or_does_not_fit(
-    tokenizer: Tokenizer, context: int, trigger: int, clears: bool
+    tokenizer: Tokenizer, backend: FakeBackend, client: Client, context: int, trigger: int, clears: bool
 ) -> None:
-    backend = backend_of(tokenizer)
     backend.max_model_len = context
     edit = {"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": trigger}}
     asked = {"messages": LONG_LOOP, "context_management": {"edits": [edit]}}
-    async with closing(backend) as client:
-        message = (await client.post(MESSAGES, json=body(**asked))).json()
-        counted = (await client.post(COUNT, json=asked)).json()
+    message = (await client.post(MESSAGES, json=body(**asked))).json()
+    counted = (await client.post(COUNT, json=asked)).json()
     prompt = tokenizer.decode(backend.requests[0].token_ids)
     assert prompt.count(CLEARED) == (2 if clears else 0)
     num_cleared = len(tokenizer.encode("\n".join(["sunny " * 20] * 2), add_special_tokens=False))
@@ -449,8 +426,7 @@ async def test_results_of_tools_go_back_to_the_model(tokenizer: Tokenizer) -> No
     )
 
 
-async def test_fields_reach_the_backend(tokenizer: Tokenizer) -> None:
-    backend = backend_of(tokenizer)
+async def test_fields_reach_the_backend(backend: FakeBackend) -> None:
     await plain_of(backend, temperature=0, top_p=0.5, top_k=4, seed=7, cache_salt="s", conversation_id="c", priority=2)
     (request,) = backend.requests
     sampling = request.sampling
@@ -465,12 +441,18 @@ async def test_the_text_may_be_made_to_match_a_schema(tokenizer: Tokenizer) -> N
     assert backend.requests[0].sampling.grammar
 
 
-@pytest.mark.parametrize("fields", [{}, {"tools": [WEATHER], "system": "Be brief."}, {"tool_choice": {"type": "none"}}])
-async def test_counted_tokens_are_those_of_the_prompt(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
-    backend = backend_of(tokenizer)
-    async with closing(backend) as client:
-        counted = await client.post(COUNT, json={"model": "org/toy", "messages": [USER], **fields})
-        await client.post(MESSAGES, json=body(**fields))
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tools": [WEATHER], "system": "Be brief."},
+        {"tool_choice": {"type": "none"}},
+        {"messages": [USER, {"role": "assistant", "content": "The answer is"}]},  # it is continued
+    ],
+)
+async def test_counted_tokens_are_the_prompts(backend: FakeBackend, client: Client, fields: dict[str, Any]) -> None:
+    counted = await client.post(COUNT, json={"model": "org/toy", "messages": [USER], **fields})
+    await client.post(MESSAGES, json=body(**fields))
     assert counted.json() == {"input_tokens": len(backend.requests[0].token_ids)}
 
 
@@ -513,10 +495,8 @@ async def test_counted_tokens_are_those_of_the_prompt(tokenizer: Tokenizer, fiel
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 7}}}}, "output_config.format.schema"),
     ],
 )
-async def test_a_bad_field_is_named(tokenizer: Tokenizer, fields: dict[str, Any], param: str) -> None:
-    backend = backend_of(tokenizer)
-    async with closing(backend) as client:
-        response = await client.post(MESSAGES, json=body(**fields))
+async def test_a_bad_field_is_named(backend: FakeBackend, client: Client, fields: dict[str, Any], param: str) -> None:
+    response = await client.post(MESSAGES, json=body(**fields))
     told = response.json()
     assert response.status_code == 400
     assert (told["type"], told["error"]["type"], told["error"]["param"]) == ("error", "invalid_request_error", param)
@@ -525,9 +505,8 @@ async def test_a_bad_field_is_named(tokenizer: Tokenizer, fields: dict[str, Any]
     assert backend.requests == []
 
 
-async def test_a_bad_field_is_named_where_tokens_are_counted(tokenizer: Tokenizer) -> None:
-    async with closing(backend_of(tokenizer)) as client:
-        response = await client.post(COUNT, json=body(tools=[{"name": "a b", "input_schema": {}}]))
+async def test_a_bad_field_is_named_where_tokens_are_counted(client: Client) -> None:
+    response = await client.post(COUNT, json=body(tools=[{"name": "a b", "input_schema": {}}]))
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools[0].name")
 
 
@@ -557,15 +536,13 @@ async def test_the_type_of_an_error_follows_from_its_status(tokenizer: Tokenizer
         (ValueError("secret"), 500, "api_error"),
     ],
 )
-async def test_failures_are_told(tokenizer: Tokenizer, exc: Exception, status: int, kind: str) -> None:
-    backend = backend_of(tokenizer)
+async def test_failures_are_told(backend: FakeBackend, client: Client, exc: Exception, status: int, kind: str) -> None:
     backend.script = lambda request: [exc]
-    async with closing(backend) as client:
-        response = await client.post(MESSAGES, json=body())
-        assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
-        assert "secret" not in response.text
-        backend.script = lambda request: [*backend.reply_steps(request)[:2], exc]
-        last = events((await client.post(MESSAGES, json=body(stream=True))).text)[-1]
+    response = await client.post(MESSAGES, json=body())
+    assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
+    assert "secret" not in response.text
+    backend.script = lambda request: [*backend.reply_steps(request)[:2], exc]
+    last = events((await client.post(MESSAGES, json=body(stream=True))).text)[-1]
     assert (last["type"], last["error"]["type"]) == ("error", "api_error")
 
 
@@ -632,8 +609,7 @@ async def test_the_anthropic_sdks_tool_runner_goes_on_without_threads(tokenizer:
     assert tokenizer.decode(backend.requests[-1].token_ids).count("sunny") == 2
 
 
-async def test_the_anthropic_sdk_reads_what_was_cleared(tokenizer: Tokenizer) -> None:
-    backend = backend_of(tokenizer)
+async def test_the_anthropic_sdk_reads_what_was_cleared(backend: FakeBackend) -> None:
     edit = {"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 4}}
     question: Any = body(
         messages=LONG_LOOP,
@@ -670,8 +646,7 @@ async def test_the_anthropic_sdk_parses_text_of_a_model(tokenizer: Tokenizer) ->
     assert '"name"' in backend.requests[0].sampling.grammar
 
 
-async def test_a_request_needs_a_key_in_either_header(tokenizer: Tokenizer) -> None:
-    backend = backend_of(tokenizer)
+async def test_a_request_needs_a_key_in_either_header(tokenizer: Tokenizer, backend: FakeBackend) -> None:
     config, registry = RouterConfig(), CollectorRegistry()
     app = create_app(backend, tokenizer, config, registry, api_keys=api_keys_of({"ours": "search"}))
     question: Any = body()
@@ -704,8 +679,7 @@ async def test_a_call_cut_short_is_what_the_sdk_reads_in_a_stream(tokenizer: Tok
     assert one.input == other.input
 
 
-async def test_the_anthropic_sdk_raises_its_own_errors(tokenizer: Tokenizer) -> None:
-    backend = backend_of(tokenizer)
+async def test_the_anthropic_sdk_raises_its_own_errors(backend: FakeBackend) -> None:
     question: Any = body()
     async with sdk(backend) as client:
         with pytest.raises(anthropic.NotFoundError) as raised:

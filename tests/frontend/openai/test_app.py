@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from tandem.protocol.errors import NoWorker, Overloaded, TransferTimeout, WorkerError, WorkerTimeout
 from tandem.protocol.messages import FinishReason
 from tandem.text.tokenizer import Tokenizer
-from tests.support.fake_backend import FakeBackend, RawClient, closing, delta_of, events, make_app
+from tests.support.fake_backend import Client, FakeBackend, RawClient, closing, delta_of, events, make_app
 from tests.support.waiting import eventually
 
 CHAT = "/v1/chat/completions"
@@ -21,37 +21,34 @@ COMPLETIONS = "/v1/completions"
 JSON = {"content-type": "application/json"}
 
 
-async def test_small_routes(tokenizer: Tokenizer) -> None:
-    async with closing(FakeBackend(tokenizer)) as client:
-        models = (await client.get("/v1/models")).json()
-        card = models["data"][0]
-        assert models["object"] == "list"
-        assert (card["id"], card["object"], card["max_model_len"]) == ("org/toy", "model", 512)
-        assert (await client.get("/v1/models/org/toy")).json() == card
-        assert (await client.get("/v1/models/org%2Ftoy")).json() == card
-        assert card["capabilities"] == {
-            "completions": True, "chat": True, "embeddings": False, "tools": "hermes", "forced_tools": True,
-            "reasoning": None, "max_logprobs": 20, "prompt_logprobs": True,
-            "token_ids": True,
-            "structured_output": ["json_object", "json_schema", "structural_tag", "regex", "choice", "grammar"],
-        }  # fmt: skip
-        assert (await client.get("/v1/models/nope")).json()["error"]["code"] == "model_not_found"
-        assert (await client.get("/health")).json() == {"status": "ok"}
-        assert (await client.get("/v1/pools")).json() == {"workers": []}
-        assert (await client.get("/version")).json()["version"]
+async def test_small_routes(client: Client) -> None:
+    models = (await client.get("/v1/models")).json()
+    card = models["data"][0]
+    assert models["object"] == "list"
+    assert (card["id"], card["object"], card["max_model_len"]) == ("org/toy", "model", 512)
+    assert (await client.get("/v1/models/org/toy")).json() == card
+    assert (await client.get("/v1/models/org%2Ftoy")).json() == card
+    assert card["capabilities"] == {
+        "completions": True, "chat": True, "embeddings": False, "tools": "hermes", "forced_tools": True,
+        "reasoning": None, "max_logprobs": 20, "prompt_logprobs": True,
+        "token_ids": True,
+        "structured_output": ["json_object", "json_schema", "structural_tag", "regex", "choice", "grammar"],
+    }  # fmt: skip
+    assert (await client.get("/v1/models/nope")).json()["error"]["code"] == "model_not_found"
+    assert (await client.get("/health")).json() == {"status": "ok"}
+    assert (await client.get("/v1/pools")).json() == {"workers": []}
+    assert (await client.get("/version")).json()["version"]
 
 
 @pytest.mark.parametrize(
     ("held", "idle"), [({}, True), ({"p": "", "d": ""}, True), ({"p": "", "d": "2 blocks in use"}, False)]
 )
 async def test_the_pool_check_says_what_each_worker_holds(
-    tokenizer: Tokenizer, held: dict[str, str], idle: bool
+    backend: FakeBackend, client: Client, held: dict[str, str], idle: bool
 ) -> None:
-    backend = FakeBackend(tokenizer)
     backend.manager.held = held
-    async with closing(backend) as client:
-        response = await client.post("/v1/pools/check")
-        assert (response.status_code, response.json()) == (200, {"idle": idle, "workers": held})
+    response = await client.post("/v1/pools/check")
+    assert (response.status_code, response.json()) == (200, {"idle": idle, "workers": held})
 
 
 @pytest.mark.parametrize(
@@ -64,29 +61,27 @@ async def test_the_pool_check_says_what_each_worker_holds(
         ([], 400, "expected an object, got []"),
     ],
 )
-async def test_a_worker_is_given_another_role(tokenizer: Tokenizer, body: Any, status: int, part: str) -> None:
-    async with closing(FakeBackend(tokenizer)) as client:
-        response = await client.post("/v1/pools/roles", json=body)
-        assert response.status_code == status
-        assert part in response.text
+async def test_a_worker_is_given_another_role(client: Client, body: Any, status: int, part: str) -> None:
+    response = await client.post("/v1/pools/roles", json=body)
+    assert response.status_code == status
+    assert part in response.text
 
 
-async def test_tokenize_agrees_with_usage_and_detokenize_round_trips(tokenizer: Tokenizer) -> None:
+async def test_tokenize_agrees_with_usage_and_detokenize_round_trips(client: Client) -> None:
     messages = [{"role": "user", "content": "héllo"}]
-    async with closing(FakeBackend(tokenizer)) as client:
-        tokens = (await client.post("/tokenize", json={"model": "org/toy", "prompt": "héllo"})).json()
-        usage = (await client.post(COMPLETIONS, json={"prompt": "héllo"})).json()["usage"]
-        assert (tokens["count"], tokens["max_model_len"]) == (usage["prompt_tokens"], 512)
-        assert (await client.post("/detokenize", json={"tokens": tokens["tokens"]})).json() == {"prompt": "<s>héllo"}
-        chat = (await client.post("/tokenize", json={"messages": messages, "return_token_strs": True})).json()
-        usage = (await client.post(CHAT, json={"messages": messages})).json()["usage"]
-        assert chat["count"] == usage["prompt_tokens"] == len(chat["token_strs"])
-        unknown = {"prompt": "a", "tool_choice": "AAA"}
-        for path in ("/tokenize", "/v1/cache/pin"):
-            assert "tool_choice" in (await client.post(path, json=unknown)).json()["error"]["message"]
-        for path, body in (("/tokenize", {}), ("/detokenize", {"tokens": [10**6]}), ("/detokenize", {"tokens": [-1]})):
-            assert (await client.post(path, json=body)).status_code == 400
-        assert (await client.post("/tokenize", json={"model": "nope", "prompt": "a"})).status_code == 404
+    tokens = (await client.post("/tokenize", json={"model": "org/toy", "prompt": "héllo"})).json()
+    usage = (await client.post(COMPLETIONS, json={"prompt": "héllo"})).json()["usage"]
+    assert (tokens["count"], tokens["max_model_len"]) == (usage["prompt_tokens"], 512)
+    assert (await client.post("/detokenize", json={"tokens": tokens["tokens"]})).json() == {"prompt": "<s>héllo"}
+    chat = (await client.post("/tokenize", json={"messages": messages, "return_token_strs": True})).json()
+    usage = (await client.post(CHAT, json={"messages": messages})).json()["usage"]
+    assert chat["count"] == usage["prompt_tokens"] == len(chat["token_strs"])
+    unknown = {"prompt": "a", "tool_choice": "AAA"}
+    for path in ("/tokenize", "/v1/cache/pin"):
+        assert "tool_choice" in (await client.post(path, json=unknown)).json()["error"]["message"]
+    for path, body in (("/tokenize", {}), ("/detokenize", {"tokens": [10**6]}), ("/detokenize", {"tokens": [-1]})):
+        assert (await client.post(path, json=body)).status_code == 400
+    assert (await client.post("/tokenize", json={"model": "nope", "prompt": "a"})).status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -106,26 +101,28 @@ async def test_tokenize_agrees_with_usage_and_detokenize_round_trips(tokenizer: 
         (b'{"prompt": "a", "model": "nope"}', 404),
     ],
 )
-async def test_bad_bodies_are_the_clients_fault(tokenizer: Tokenizer, body: bytes, status: int) -> None:
-    async with closing(FakeBackend(tokenizer)) as client:
-        response = await client.post(COMPLETIONS, content=body, headers=JSON)
-        assert (await client.post(COMPLETIONS, json={"prompt": "a"})).status_code == 200
+async def test_bad_bodies_are_the_clients_fault(client: Client, body: bytes, status: int) -> None:
+    response = await client.post(COMPLETIONS, content=body, headers=JSON)
+    assert (await client.post(COMPLETIONS, json={"prompt": "a"})).status_code == 200
     assert response.status_code == status
     assert response.json()["error"].keys() == {"message", "type", "param", "code"}
 
 
-async def test_routes_methods_and_content_types(tokenizer: Tokenizer) -> None:
-    async with closing(FakeBackend(tokenizer)) as client:
-        answers = [
-            await client.get("/nope"),
-            await client.get(CHAT),
-            await client.post(COMPLETIONS, content=b"prompt=a", headers={"content-type": "text/plain"}),
-        ]
-        charset = {"content-type": "application/json; charset=utf-8"}
-        assert (await client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=charset)).status_code == 200
+async def test_routes_methods_and_content_types(client: Client) -> None:
+    answers = [
+        await client.get("/nope"),
+        await client.get(CHAT),
+        await client.post(COMPLETIONS, content=b"prompt=a", headers={"content-type": "text/plain"}),
+    ]
+    charset = {"content-type": "application/json; charset=utf-8"}
+    assert (await client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=charset)).status_code == 200
     assert [answer.status_code for answer in answers] == [404, 405, 415]
-    assert answers[1].headers["allow"] == "POST"
     assert all(answer.json()["error"]["type"] == "invalid_request_error" for answer in answers)
+    # A path allows the methods of all its routes, and a literal one not those of a parameter.
+    methods = {CHAT: "POST", "/v1/responses/input_tokens": "POST", "/v1/models/org/toy": "GET"}
+    for path, allowed in (methods | {"/v1/responses/resp_1": "DELETE, GET"}).items():
+        refused = await client.put(path)
+        assert (refused.status_code, refused.headers.get_list("allow")) == (405, [allowed])
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -159,12 +156,16 @@ async def test_a_large_body_is_refused_before_it_is_read(tokenizer: Tokenizer, c
     ],
 )
 async def test_errors_before_the_first_token_are_plain_responses(
-    tokenizer: Tokenizer, error: Exception, status: int, code: str, stream: bool, caplog: pytest.LogCaptureFixture
+    backend: FakeBackend,
+    client: Client,
+    error: Exception,
+    status: int,
+    code: str,
+    stream: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    backend = FakeBackend(tokenizer)
     backend.script = lambda _: [error]
-    async with closing(backend) as client:
-        response = await client.post(COMPLETIONS, json={"prompt": "a", "stream": stream, "n": 2})
+    response = await client.post(COMPLETIONS, json={"prompt": "a", "stream": stream, "n": 2})
     assert response.status_code == status
     assert response.headers["content-type"] == "application/json"
     assert response.json()["error"]["code"] == code
@@ -176,13 +177,16 @@ async def test_errors_before_the_first_token_are_plain_responses(
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("error", [WorkerError("Worker w1 died."), ValueError("secret internals")])
 async def test_errors_after_the_first_token_are_the_last_event(
-    tokenizer: Tokenizer, error: Exception, n: int, caplog: pytest.LogCaptureFixture
+    tokenizer: Tokenizer,
+    backend: FakeBackend,
+    client: Client,
+    error: Exception,
+    n: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    backend = FakeBackend(tokenizer)
     backend.script = lambda _: [delta_of(tokenizer.encode("a")), error]
-    async with closing(backend) as client:
-        response = await client.post(CHAT, json=hello(stream=True, n=n))
-        plain = await client.post(CHAT, json=hello(n=n))
+    response = await client.post(CHAT, json=hello(stream=True, n=n))
+    plain = await client.post(CHAT, json=hello(n=n))
     parts = events(response)
     assert parts[0]["choices"][0]["delta"]["role"] == "assistant"
     assert parts[-1]["error"]["type"] == "server_error"
@@ -192,19 +196,17 @@ async def test_errors_after_the_first_token_are_the_last_event(
 
 
 @pytest.mark.parametrize("last", [[], [delta_of([], FinishReason.ABORT)]])
-async def test_an_aborted_answer_is_an_error(tokenizer: Tokenizer, last: list[Any]) -> None:
-    backend = FakeBackend(tokenizer)
+async def test_an_aborted_answer_is_an_error(
+    tokenizer: Tokenizer, backend: FakeBackend, client: Client, last: list[Any]
+) -> None:
     backend.script = lambda _: [delta_of(tokenizer.encode("a")), *last]
-    async with closing(backend) as client:
-        assert (await client.post(CHAT, json=hello())).status_code == 502
+    assert (await client.post(CHAT, json=hello())).status_code == 502
 
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("has_token", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_cancels_its_generations(
-    tokenizer: Tokenizer, stream: bool, has_token: bool, n: int
-) -> None:
+async def test_a_client_that_leaves_cancels_all(tokenizer: Tokenizer, stream: bool, has_token: bool, n: int) -> None:
     backend = FakeBackend(tokenizer)
     first = [delta_of(tokenizer.encode("ab"))] if has_token else []
     backend.script = lambda _: [*first, asyncio.Event()]
@@ -337,9 +339,8 @@ def hello(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "hi"}], **fields}
 
 
-async def test_a_generative_model_makes_no_embeddings(tokenizer: Tokenizer) -> None:
-    async with closing(FakeBackend(tokenizer)) as client:
-        response = await client.post("/v1/embeddings", json={"model": "org/toy", "input": "hi"})
+async def test_a_generative_model_makes_no_embeddings(client: Client) -> None:
+    response = await client.post("/v1/embeddings", json={"model": "org/toy", "input": "hi"})
     assert response.status_code == 501
     assert response.json()["error"] == {
         "message": "The model 'org/toy' generates text and makes no embeddings. `tandem route` forwards this route to "
@@ -357,17 +358,8 @@ async def test_a_card_tells_the_formats_that_flags_name(tokenizer: Tokenizer) ->
     assert (found["tools"], found["forced_tools"], found["reasoning"]) == (None, False, "kimi")
 
 
-async def test_a_path_allows_the_methods_of_all_its_routes(tokenizer: Tokenizer) -> None:
-    async with closing(FakeBackend(tokenizer)) as client:
-        response = await client.put("/v1/responses/resp_1")
-        assert (response.status_code, response.headers.get_list("allow")) == (405, ["DELETE, GET"])
-        response = await client.put("/v1/models/org/toy")
-        assert (response.status_code, response.headers.get_list("allow")) == (405, ["GET"])
-
-
-async def test_a_tenants_name_is_checked_whatever_is_tokenized(tokenizer: Tokenizer) -> None:
-    async with closing(FakeBackend(tokenizer)) as client:
-        for body in ({"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}):
-            for tenant in ("", "a b", "x" * 65):
-                response = await client.post("/tokenize", json=body, headers={"x-tandem-tenant": tenant})
-                assert (response.status_code, "x-tandem-tenant" in response.text) == (400, True), (body, tenant)
+async def test_a_tenants_name_is_checked_whatever_is_tokenized(client: Client) -> None:
+    for body in ({"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}):
+        for tenant in ("", "a b", "x" * 65):
+            response = await client.post("/tokenize", json=body, headers={"x-tandem-tenant": tenant})
+            assert (response.status_code, "x-tandem-tenant" in response.text) == (400, True), (body, tenant)

@@ -64,10 +64,7 @@ def test_no_constraint(asked: Any) -> None:
     [
         (({"type": "json_schema"}, None), "response_format.json_schema"),
         (({"type": "json_schema", "json_schema": {"name": "x"}}, None), "response_format.json_schema.schema"),
-        (
-            ({"type": "json_schema", "json_schema": {"schema": [1]}}, None),
-            "response_format.json_schema.schema",
-        ),
+        (({"type": "json_schema", "json_schema": {"schema": [1]}}, None), "response_format.json_schema.schema"),
         ((None, {"json": 7}), "structured_outputs.json"),
         ((None, {"regex": "a", "choice": ["b"]}), "structured_outputs.choice"),
         (({"type": "json_object"}, {"regex": "a"}), "structured_outputs.regex"),

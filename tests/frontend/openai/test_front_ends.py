@@ -11,7 +11,7 @@ from tandem.frontend.openai import other_fields
 from tandem.protocol.messages import TokenLogprobs
 from tandem.router.backend import GenerateRequest
 from tandem.text.tokenizer import Tokenizer
-from tests.support.fake_backend import FakeBackend, Step, closing, delta_of, events
+from tests.support.fake_backend import Client, FakeBackend, Step, closing, delta_of, events
 from tests.support.toy_tokenizer import build_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -72,19 +72,19 @@ NEUTRAL: dict[str, dict[str, Any]] = {
         "web_search_options": {}, "prompt_cache_key": "", "safety_identifier": "", "temperature": 1, "top_p": 1,
     },
 }  # fmt: skip
+NULL = "max_tokens n stream stop seed temperature top_p logit_bias tools response_format logprobs top_logprobs"
+NEUTRAL["null"] = dict.fromkeys(NULL.split())
 OF_CHAT: dict[str, Any] = {"max_tokens": 0, "max_completion_tokens": -1, "logprobs": 0, "top_logprobs": 0}
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("client_name", NEUTRAL)
-async def test_neutral_settings_pass_one_by_one_and_together(tokenizer: Tokenizer, path: str, client_name: str) -> None:
-    backend = FakeBackend(tokenizer)
+async def test_neutral_settings_pass(backend: FakeBackend, client: Client, path: str, client_name: str) -> None:
     fields = NEUTRAL[client_name]
     sets = [{name: value} for name, value in fields.items()] + [fields]
-    async with closing(backend) as client:
-        for one in [{}, *sets]:
-            response = await client.post(path, json=BODIES[path] | one)
-            assert response.status_code == 200, f"{one}: {response.text}"
+    for one in [{}, *sets]:
+        response = await client.post(path, json=BODIES[path] | one)
+        assert response.status_code == 200, f"{one}: {response.text}"
     plain, *others = [request.sampling for request in backend.requests]
     for sampling, given in zip(others, sets, strict=True):
         assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.grammar) == (
@@ -94,31 +94,19 @@ async def test_neutral_settings_pass_one_by_one_and_together(tokenizer: Tokenize
         assert path == COMPLETIONS or sampling.max_tokens == plain.max_tokens, given
 
 
-async def test_all_neutral_settings_together(tokenizer: Tokenizer) -> None:
+async def test_all_neutral_settings_together(backend: FakeBackend, client: Client) -> None:
     together = {name: value for fields in NEUTRAL.values() for name, value in fields.items()} | OF_CHAT
-    backend = FakeBackend(tokenizer)
-    async with closing(backend) as client:
-        for one in ({}, *({name: value} for name, value in OF_CHAT.items()), together):
-            response = await client.post(CHAT, json=BODIES[CHAT] | one)
-            assert response.status_code == 200, f"{one}: {response.text}"
+    for one in ({}, *({name: value} for name, value in OF_CHAT.items()), together):
+        response = await client.post(CHAT, json=BODIES[CHAT] | one)
+        assert response.status_code == 200, f"{one}: {response.text}"
     assert "dry_multiplier" in response.headers["x-tandem-ignored"]
     assert len({request.sampling.max_tokens for request in backend.requests}) == 1
 
 
-async def test_seed_minus_1_is_random_as_in_llama_cpp(tokenizer: Tokenizer) -> None:
-    backend = FakeBackend(tokenizer)
-    async with closing(backend) as client:
-        for _ in range(2):
-            await client.post(CHAT, json=BODIES[CHAT] | {"seed": -1})
-    assert backend.requests[0].sampling.seed != backend.requests[1].sampling.seed
-
-
-async def test_max_tokens_minus_1_is_the_rest_of_the_context(tokenizer: Tokenizer) -> None:
-    backend = FakeBackend(tokenizer)
-    async with closing(backend) as client:
-        for path, body in BODIES.items():
-            await client.post(path, json=body | {"max_tokens": -1})
-    assert [request.sampling.max_tokens + len(request.token_ids) for request in backend.requests] == [512, 512]
+async def test_max_tokens_are_the_rest_of_the_context(backend: FakeBackend, client: Client) -> None:
+    for path, fields in ((CHAT, {}), (CHAT, {"max_tokens": -1}), (COMPLETIONS, {"max_tokens": -1})):
+        await client.post(path, json=BODIES[path] | fields)
+    assert [request.sampling.max_tokens + len(request.token_ids) for request in backend.requests] == [512] * 3
 
 
 # -- continue buttons
@@ -175,30 +163,13 @@ async def test_a_message_is_continued_within_its_reasoning(
     assert trimming.decode(backend.requests[0].token_ids).endswith(("so", "Ye"))
 
 
-async def test_a_continued_message_may_end_with_a_call(tokenizer: Tokenizer) -> None:
-    backend = FakeBackend(tokenizer, ' it.<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
+async def test_a_continued_message_may_end_with_a_call(backend: FakeBackend, client: Client) -> None:
+    backend.reply = ' it.<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     backend.max_model_len = 4096
     tools = [{"type": "function", "function": {"name": "f"}}]
-    async with closing(backend) as client:
-        answer = (await client.post(CHAT, json=talk("I do") | CONTINUED | {"tools": tools})).json()
+    answer = (await client.post(CHAT, json=talk("I do") | CONTINUED | {"tools": tools})).json()
     [choice] = answer["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == (" it.", "tool_calls")
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        talk("a") | {"continue_final_message": True, "add_generation_prompt": True},
-        BODIES[CHAT] | CONTINUED,
-        talk("a", tool_calls=[{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}])
-        | CONTINUED,
-        talk("a", function_call={"name": "f", "arguments": "{}"}) | CONTINUED,
-    ],
-)
-async def test_what_cannot_be_continued_is_refused(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
-    async with closing(FakeBackend(tokenizer)) as client:
-        response = await client.post(CHAT, json=fields)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "continue_final_message")
 
 
 # -- reasoning effort
@@ -261,8 +232,7 @@ async def test_openai_function_call_forces_a_function_or_hides_them(tokenizer: T
     assert "weather" not in tokenizer.decode(backend.requests[1].token_ids)
 
 
-async def test_openai_messages_of_functions_are_those_of_tools(tokenizer: Tokenizer) -> None:
-    backend = FakeBackend(tokenizer)
+async def test_openai_messages_of_functions_are_those_of_tools(backend: FakeBackend, client: Client) -> None:
     call = {"name": "weather", "arguments": '{"city": "Rome"}'}
     old = [
         {"role": "user", "content": "Hi"},
@@ -274,10 +244,9 @@ async def test_openai_messages_of_functions_are_those_of_tools(tokenizer: Tokeni
         {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function", "function": call}]},
         {"role": "tool", "name": "weather", "content": "sunny", "tool_call_id": "call_1"},
     ]
-    async with closing(backend) as client:
-        for messages in (old, new):
-            response = await client.post(CHAT, json={"messages": messages})
-            assert response.status_code == 200, response.text
+    for messages in (old, new):
+        response = await client.post(CHAT, json={"messages": messages})
+        assert response.status_code == 200, response.text
     assert backend.requests[0].token_ids == backend.requests[1].token_ids
 
 
@@ -292,9 +261,8 @@ async def test_openai_messages_of_functions_are_those_of_tools(tokenizer: Tokeni
         ({"functions": [FUNCTION, FUNCTION]}, "functions"),
     ],
 )
-async def test_a_wrong_function_is_named(tokenizer: Tokenizer, fields: dict[str, Any], param: str) -> None:
-    async with closing(FakeBackend(tokenizer)) as client:
-        response = await client.post(CHAT, json=BODIES[CHAT] | fields)
+async def test_a_wrong_function_is_named(client: Client, fields: dict[str, Any], param: str) -> None:
+    response = await client.post(CHAT, json=BODIES[CHAT] | fields)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param), error
     assert "tool_choice" not in error["message"]
@@ -317,12 +285,11 @@ def of_sibling(backend: FakeBackend, logprobs: list[float]) -> Any:
 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 0}, {"echo": True}, {"return_token_ids": True}])
-async def test_best_of_returns_the_likeliest_of_each_prompt(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
-    backend = FakeBackend(tokenizer, "")
+async def test_best_of_is_the_likeliest(backend: FakeBackend, client: Client, fields: dict[str, Any]) -> None:
+    backend.reply = ""
     backend.script = of_sibling(backend, [-3.0, -1.0, -2.0, -0.5, -9.0, -0.1])
     body = {"prompt": ["a", "b"], "n": 2, "best_of": 3, "ignore_eos": False, **fields}
-    async with closing(backend) as client:
-        response = await client.post(COMPLETIONS, json=body)
+    response = await client.post(COMPLETIONS, json=body)
     assert response.status_code == 200, response.text
     answer = response.json()
     echoes = ["a", "a", "b", "b"] if "echo" in fields else [""] * 4
@@ -334,11 +301,9 @@ async def test_best_of_returns_the_likeliest_of_each_prompt(tokenizer: Tokenizer
     assert len({request.sampling.seed for request in backend.requests}) > 1
 
 
-async def test_best_of_equal_to_n_is_neutral(tokenizer: Tokenizer) -> None:
-    backend = FakeBackend(tokenizer)
-    async with closing(backend) as client:
-        answer = (await client.post(COMPLETIONS, json={"prompt": "a", "n": 2, "best_of": 2})).json()
-        streamed = await client.post(COMPLETIONS, json={"prompt": "a", "n": 2, "best_of": 2, "stream": True})
+async def test_best_of_equal_to_n_is_neutral(backend: FakeBackend, client: Client) -> None:
+    answer = (await client.post(COMPLETIONS, json={"prompt": "a", "n": 2, "best_of": 2})).json()
+    streamed = await client.post(COMPLETIONS, json={"prompt": "a", "n": 2, "best_of": 2, "stream": True})
     assert len(answer["choices"]) == 2
     assert streamed.status_code == 200
     assert all(request.sampling.num_logprobs is None for request in backend.requests)
@@ -361,31 +326,26 @@ async def test_vllm_include_stop_str_in_output(tokenizer: Tokenizer, stream: boo
 
 
 @pytest.mark.parametrize("kind", ["text", "input_text", "output_text", "refusal"])
-async def test_text_parts_by_each_of_their_names(tokenizer: Tokenizer, kind: str) -> None:
-    backend = FakeBackend(tokenizer)
+async def test_text_parts_by_each_of_their_names(backend: FakeBackend, client: Client, kind: str) -> None:
     part = {"type": kind, "refusal" if kind == "refusal" else "text": "No."}
     user = {"role": "user", "content": "hi"}
-    async with closing(backend) as client:
-        for content in ([part], "No."):
-            messages = [user, {"role": "assistant", "content": content}, user]
-            response = await client.post(CHAT, json={"messages": messages})
-            assert response.status_code == 200, response.text
-        missing = await client.post(CHAT, json={"messages": [{"role": "user", "content": [{"type": kind}]}]})
+    for content in ([part], "No."):
+        messages = [user, {"role": "assistant", "content": content}, user]
+        response = await client.post(CHAT, json={"messages": messages})
+        assert response.status_code == 200, response.text
+    missing = await client.post(CHAT, json={"messages": [{"role": "user", "content": [{"type": kind}]}]})
     assert backend.requests[0].token_ids == backend.requests[1].token_ids
     assert missing.status_code == 400
 
 
-async def test_fields_of_messages_that_have_no_effect_are_named(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_fields_of_messages_without_effect_are_named(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures of Ollama's API, and the prefix of DeepSeek's: the answer is to another question without them."""
     answered = {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "audio": None, "name": "a"}
     user = {"role": "user", "content": "hi", "images": ["x"]}
-    async with closing(FakeBackend(tokenizer)) as client:
-        named = await client.post(CHAT, json={"messages": [user, {**answered, "prefix": True}, user]})
-        known = await client.post(CHAT, json={"messages": [answered, {"role": "user", "content": "hi"}]})
-        monkeypatch.setattr(other_fields, "MAX_COLONS", 1)
-        long = await client.post(CHAT, json={"messages": [user]})
+    named = await client.post(CHAT, json={"messages": [user, {**answered, "prefix": True}, user]})
+    known = await client.post(CHAT, json={"messages": [answered, {"role": "user", "content": "hi"}]})
+    monkeypatch.setattr(other_fields, "MAX_COLONS", 1)
+    long = await client.post(CHAT, json={"messages": [user]})
     assert named.headers["x-tandem-ignored"] == "messages.images, messages.prefix"
     assert "x-tandem-ignored" not in known.headers
     assert (long.status_code, long.headers["x-tandem-ignored"]) == (200, "messages.images")

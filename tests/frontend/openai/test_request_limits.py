@@ -14,7 +14,7 @@ from tandem.frontend.openai import request_limits
 from tandem.frontend.openai.schema import CompletionRequest
 from tandem.text.stop_strings import StopStrings
 from tandem.text.tokenizer import Tokenizer
-from tests.support.fake_backend import FakeBackend, closing
+from tests.support.fake_backend import Client, FakeBackend, closing
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -86,10 +86,9 @@ TEXT_PART = {"type": "text", "text": "a"}
     ],
 )
 async def test_too_much_is_refused_with_value_limit_and_field(
-    tokenizer: Tokenizer, path: str, body: dict[str, Any], value: int, limit: int, param: str
+    client: Client, path: str, body: dict[str, Any], value: int, limit: int, param: str
 ) -> None:
-    async with closing(FakeBackend(tokenizer)) as client:
-        response = await client.post(path, json=body)
+    response = await client.post(path, json=body)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param), error
     assert f"has {value} " in error["message"]
@@ -112,28 +111,22 @@ async def test_a_request_at_the_limit_is_served(tokenizer: Tokenizer, fields: di
     assert response.status_code == 200, response.text
 
 
-async def test_prompts_of_all_sequences_are_bounded_together(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_prompts_of_all_sequences_are_bounded_together(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_limits, "MAX_PROMPT_TOKENS", 100)
     monkeypatch.setattr(request_limits, "MAX_ECHO_CHARS", 50)
-    async with closing(FakeBackend(tokenizer)) as client:
-        fits = await client.post(COMPLETIONS, json={"prompt": "x" * 24, "n": 4})  # and <s>
-        longer = await client.post(COMPLETIONS, json={"prompt": "x" * 25, "n": 4})
-        echoed = await client.post(COMPLETIONS, json={"prompt": ["x" * 13, "x" * 13], "n": 2, "echo": True})
+    fits = await client.post(COMPLETIONS, json={"prompt": "x" * 24, "n": 4})  # and <s>
+    longer = await client.post(COMPLETIONS, json={"prompt": "x" * 25, "n": 4})
+    echoed = await client.post(COMPLETIONS, json={"prompt": ["x" * 13, "x" * 13], "n": 2, "echo": True})
     assert [fits.status_code, longer.status_code, echoed.status_code] == [200, 400, 400]
     assert (longer.json()["error"]["param"], echoed.json()["error"]["param"]) == ("n", "echo")
     assert "has 52 characters to echo" in echoed.json()["error"]["message"]
 
 
-async def test_held_log_probabilities_are_bounded_and_streamed_ones_are_not(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_log_probabilities_are_bounded_unless_streamed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_limits, "MAX_HELD_LOGPROBS", 59)
     body = {"messages": [USER], "n": 2, "max_tokens": 10, "logprobs": True, "top_logprobs": 2}
-    async with closing(FakeBackend(tokenizer)) as client:
-        plain = await client.post(CHAT, json=body)
-        streamed = await client.post(CHAT, json=body | {"stream": True})
+    plain = await client.post(CHAT, json=body)
+    streamed = await client.post(CHAT, json=body | {"stream": True})
     assert (plain.status_code, streamed.status_code) == (400, 200)
     assert "has 60 log prob" in plain.json()["error"]["message"]
     assert plain.json()["error"]["param"] == "max_tokens"
@@ -156,8 +149,8 @@ async def test_held_log_probabilities_are_bounded_and_streamed_ones_are_not(
         ("/v1/route/explain", {"prompt": "x" * 100_000}, "prompt"),
     ],
 )
-async def test_a_prompt_that_cannot_fit_is_refused_wherever_it_is_and_not_encoded(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
+async def test_a_prompt_that_cannot_fit_is_refused_unencoded(
+    tokenizer: Tokenizer, client: Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
 ) -> None:
     class Refusing:
         def __getattr__(self, name: str) -> object:
@@ -165,16 +158,13 @@ async def test_a_prompt_that_cannot_fit_is_refused_wherever_it_is_and_not_encode
 
     monkeypatch.setattr(tokenizer, "_fast", Refusing())
     monkeypatch.setattr(tokenizer._segments, "_fast", Refusing())
-    async with closing(FakeBackend(tokenizer)) as client:
-        response = await client.post(path, json=body)
+    response = await client.post(path, json=body)
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param), error
     assert "maximum context length is 512 tokens" in error["message"]
 
 
-async def test_the_automaton_is_built_once_for_all_choices(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_automaton_is_built_once_for_all(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[object] = []
     build = StopStrings.__init__
     monkeypatch.setattr(StopStrings, "__init__", lambda self, stops: (built.append(self), build(self, stops))[1])
@@ -185,19 +175,16 @@ async def test_the_automaton_is_built_once_for_all_choices(
     assert len(built) == 1
 
 
-async def test_bias_is_made_once_and_seeds_differ_by_prompt(tokenizer: Tokenizer) -> None:
-    backend = FakeBackend(tokenizer)
-    async with closing(backend) as client:
-        await client.post(COMPLETIONS, json={"prompt": ["a", "bc"], "n": 2, "logit_bias": {"1": 1}})
+async def test_bias_is_made_once_and_seeds_differ_by_prompt(backend: FakeBackend, client: Client) -> None:
+    await client.post(COMPLETIONS, json={"prompt": ["a", "bc"], "n": 2, "logit_bias": {"1": 1}})
     sampled = [request.sampling for request in backend.requests]
     assert len({id(sampling.logit_bias) for sampling in sampled}) == 1
     assert len({sampling.seed for sampling in sampled}) == 4
 
 
-async def test_min_tokens_is_checked_against_each_prompts_room(tokenizer: Tokenizer) -> None:
-    async with closing(FakeBackend(tokenizer)) as client:
-        body = {"prompt": ["a", "x" * 505], "min_tokens": 10}  # 512 hold 6 more
-        error = (await client.post(COMPLETIONS, json=body)).json()["error"]
+async def test_min_tokens_is_checked_against_each_prompts_room(client: Client) -> None:
+    body = {"prompt": ["a", "x" * 505], "min_tokens": 10}  # 512 hold 6 more
+    error = (await client.post(COMPLETIONS, json=body)).json()["error"]
     assert error["message"] == "min_tokens=10 is greater than max_tokens=6."
 
 
@@ -240,31 +227,23 @@ async def test_a_long_text_is_encoded_without_blocking_the_event_loop(tokenizer:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/v1/cache/pin", "/v1/route/explain"])
-async def test_millions_of_arrays_are_refused_before_they_are_decoded(tokenizer: Tokenizer, path: str) -> None:
+async def test_millions_of_arrays_are_refused_before_they_are_decoded(client: Client, path: str) -> None:
     body = b'{"prompt":"a","messages":[{"role":"user","content":"a"}],"unknown":[' + b"[]," * 600_000 + b"{}]}"
-    async with closing(FakeBackend(tokenizer)) as client:
-        response = await client.post(path, content=body, headers={"content-type": "application/json"})
+    response = await client.post(path, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert "has 600005 opening brackets in its JSON; the limit is 524288." in response.json()["error"]["message"]
 
 
-async def test_arguments_of_a_tool_call_are_bounded_like_a_body(tokenizer: Tokenizer) -> None:
+async def test_arguments_of_a_tool_call_are_bounded_like_a_body(client: Client) -> None:
     arguments = "[" + "\\u005b]," * 600_000 + "1]"  # escaped, so the body shows no brackets
     call = '{"function":{"name":"f","arguments":"' + arguments + '"}}'
     body = '{"messages":[{"role":"assistant","content":"","tool_calls":[' + call + "]}]}"
-    async with closing(FakeBackend(tokenizer)) as client:
-        response = await client.post(CHAT, content=body.encode(), headers={"content-type": "application/json"})
+    response = await client.post(CHAT, content=body.encode(), headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert "has 600001 opening brackets" in response.json()["error"]["message"]
 
 
-async def test_options_that_no_template_can_work_with_are_the_clients_fault(tokenizer: Tokenizer) -> None:
-    async with closing(FakeBackend(tokenizer)) as client:
-        for options in (
-            {"padding": True},
-            {"return_dict": True},
-            {"continue_final_message": "x"},
-            {"tokenizer_kwargs": 3},
-        ):
-            response = await client.post(CHAT, json={"messages": [USER], "chat_template_kwargs": options})
-            assert response.status_code in (200, 400), (options, response.text)
+async def test_options_that_no_template_can_work_with_are_the_clients_fault(client: Client) -> None:
+    for options in ({"padding": True}, {"return_dict": True}, {"continue_final_message": "x"}, {"tokenizer_kwargs": 3}):
+        response = await client.post(CHAT, json={"messages": [USER], "chat_template_kwargs": options})
+        assert response.status_code in (200, 400), (options, response.text)

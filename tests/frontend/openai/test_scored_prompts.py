@@ -11,7 +11,7 @@ from tandem.frontend.openai import logprobs
 from tandem.frontend.openai.logprobs import ScoredPrompt
 from tandem.protocol.messages import PromptLogprobs, SequenceDelta
 from tandem.text.tokenizer import Tokenizer
-from tests.support.fake_backend import FakeBackend, closing, events
+from tests.support.fake_backend import Client, FakeBackend, closing, events
 
 COMPLETIONS = "/v1/completions"
 FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -40,12 +40,13 @@ def check_lists(choice: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 1, 5])
-async def test_prompt_and_answer_are_scored_in_one_list(tokenizer: Tokenizer, num_logprobs: int) -> None:
-    backend = FakeBackend(tokenizer, "hello é w")
-    async with closing(backend) as client:
-        body = {"prompt": "hé world", "echo": True, "logprobs": num_logprobs}
-        plain = (await client.post(COMPLETIONS, json=body)).json()["choices"][0]
-        chunks = events(await client.post(COMPLETIONS, json=body | {"stream": True}))
+async def test_prompt_and_answer_are_scored_in_one_list(
+    tokenizer: Tokenizer, backend: FakeBackend, client: Client, num_logprobs: int
+) -> None:
+    backend.reply = "hello é w"
+    body = {"prompt": "hé world", "echo": True, "logprobs": num_logprobs}
+    plain = (await client.post(COMPLETIONS, json=body)).json()["choices"][0]
+    chunks = events(await client.post(COMPLETIONS, json=body | {"stream": True}))
     assert backend.requests[0].sampling.num_prompt_logprobs == num_logprobs
     assert plain["text"] == "hé worldhello é w"
     check_lists(plain)
@@ -62,15 +63,11 @@ async def test_prompt_and_answer_are_scored_in_one_list(tokenizer: Tokenizer, nu
 
 @pytest.mark.parametrize("prompt", ["hello", [[104, 105], [104]], [104, 105, 106]])
 @pytest.mark.parametrize("n", [1, 3])
-async def test_max_tokens_0_generates_nothing_and_asks_once_for_each_prompt(
-    tokenizer: Tokenizer, prompt: Any, n: int
-) -> None:
-    backend = FakeBackend(tokenizer)
-    async with closing(backend) as client:
-        body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0, "n": n, "ignore_eos": True}
-        plain = (await client.post(COMPLETIONS, json=body)).json()
-        num_requests = len(backend.requests)
-        chunks = events(await client.post(COMPLETIONS, json=body | {"stream": True}))
+async def test_max_tokens_0_scores_each_prompt_once(backend: FakeBackend, client: Client, prompt: Any, n: int) -> None:
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0, "n": n, "ignore_eos": True}
+    plain = (await client.post(COMPLETIONS, json=body)).json()
+    num_requests = len(backend.requests)
+    chunks = events(await client.post(COMPLETIONS, json=body | {"stream": True}))
     num_prompts = 2 if isinstance(prompt, list) and isinstance(prompt[0], list) else 1
     assert num_requests == num_prompts
     assert all(request.sampling.max_tokens == 1 for request in backend.requests)
@@ -100,11 +97,9 @@ async def test_a_token_that_ends_the_answer_is_scored_behind_a_scored_prompt(tok
     assert unscored["logprobs"]["tokens"] == []
 
 
-async def test_siblings_show_the_scores_of_the_first(tokenizer: Tokenizer) -> None:
-    backend = FakeBackend(tokenizer)
-    async with closing(backend) as client:
-        body = {"prompt": ["one", "two!"], "echo": True, "logprobs": 2, "n": 3}
-        choices = (await client.post(COMPLETIONS, json=body)).json()["choices"]
+async def test_siblings_show_the_scores_of_the_first(backend: FakeBackend, client: Client) -> None:
+    body = {"prompt": ["one", "two!"], "echo": True, "logprobs": 2, "n": 3}
+    choices = (await client.post(COMPLETIONS, json=body)).json()["choices"]
     asked = [request.sampling.num_prompt_logprobs for request in backend.requests]
     assert sorted(asked, key=str) == [2, 2, None, None, None, None]
     for choice in choices:
@@ -112,33 +107,28 @@ async def test_siblings_show_the_scores_of_the_first(tokenizer: Tokenizer) -> No
         assert choice["logprobs"] == choices[choice["index"] // 3 * 3]["logprobs"]
 
 
-async def test_without_echo_or_logprobs_no_prompt_is_scored(tokenizer: Tokenizer) -> None:
-    backend = FakeBackend(tokenizer)
-    async with closing(backend) as client:
-        await client.post(COMPLETIONS, json={"prompt": "a", "logprobs": 1})
-        await client.post(COMPLETIONS, json={"prompt": "a", "echo": True})
-        unscored = (await client.post(COMPLETIONS, json={"prompt": "a", "echo": True, "max_tokens": 0})).json()
+async def test_without_echo_or_logprobs_no_prompt_is_scored(backend: FakeBackend, client: Client) -> None:
+    await client.post(COMPLETIONS, json={"prompt": "a", "logprobs": 1})
+    await client.post(COMPLETIONS, json={"prompt": "a", "echo": True})
+    unscored = (await client.post(COMPLETIONS, json={"prompt": "a", "echo": True, "max_tokens": 0})).json()
     assert [request.sampling.num_prompt_logprobs for request in backend.requests] == [None, None]
     assert unscored["choices"][0]["logprobs"] is None
 
 
-async def test_a_prompt_that_fills_the_context_leaves_no_room_to_score_it(tokenizer: Tokenizer) -> None:
-    backend = FakeBackend(tokenizer)
+async def test_a_prompt_that_fills_the_context_leaves_no_room_to_score_it(backend: FakeBackend, client: Client) -> None:
     backend.max_model_len = 8
-    async with closing(backend) as client:
-        body = {"prompt": [104] * 8, "echo": True, "max_tokens": 0}
-        assert (await client.post(COMPLETIONS, json=body)).status_code == 200
-        refused = await client.post(COMPLETIONS, json=body | {"logprobs": 0})
-        assert refused.status_code == 400
-        assert refused.json()["error"]["param"] == "prompt"
-        served = await client.post(COMPLETIONS, json=body | {"logprobs": 0, "prompt": [104] * 7})
+    body = {"prompt": [104] * 8, "echo": True, "max_tokens": 0}
+    assert (await client.post(COMPLETIONS, json=body)).status_code == 200
+    refused = await client.post(COMPLETIONS, json=body | {"logprobs": 0})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "prompt"
+    served = await client.post(COMPLETIONS, json=body | {"logprobs": 0, "prompt": [104] * 7})
     assert len(served.json()["choices"][0]["logprobs"]["tokens"]) == 7
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("wrong", ["missing", "short", "long", "other number"])
-async def test_scores_of_another_size_fail_the_request(tokenizer: Tokenizer, wrong: str, stream: bool) -> None:
-    backend = FakeBackend(tokenizer)
+async def test_scores_of_another_size_fail(backend: FakeBackend, client: Client, wrong: str, stream: bool) -> None:
 
     def spoil(delta: SequenceDelta) -> SequenceDelta:
         scores = delta.prompt_logprobs
@@ -154,18 +144,16 @@ async def test_scores_of_another_size_fail_the_request(tokenizer: Tokenizer, wro
     backend.script = lambda request: [
         spoil(step) if isinstance(step, SequenceDelta) else step for step in backend.reply_steps(request)
     ]
-    async with closing(backend) as client:
-        body = {"prompt": "hi there", "echo": True, "logprobs": 2, "stream": stream}
-        response = await client.post(COMPLETIONS, json=body)
+    body = {"prompt": "hi there", "echo": True, "logprobs": 2, "stream": stream}
+    response = await client.post(COMPLETIONS, json=body)
     assert response.status_code == 502, response.text
     assert "bytes of scores" in response.json()["error"]["message"]
 
 
-async def test_infinite_scores_become_finite_and_long_prompts_leave_the_event_loop(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+async def test_infinite_scores_become_finite(
+    backend: FakeBackend, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "LONG_PROMPT", 2)
-    backend = FakeBackend(tokenizer)
 
     def script(request: Any) -> list[Any]:
         first, *rest = backend.reply_steps(request)
@@ -174,13 +162,12 @@ async def test_infinite_scores_become_finite_and_long_prompts_leave_the_event_lo
         return [msgspec.structs.replace(first, prompt_logprobs=scores), *rest]
 
     backend.script = script
-    async with closing(backend) as client:
-        body = {"prompt": [104, 105], "echo": True, "logprobs": 1, "max_tokens": 0}
-        found = (await client.post(COMPLETIONS, json=body)).json()["choices"][0]["logprobs"]
+    body = {"prompt": [104, 105], "echo": True, "logprobs": 1, "max_tokens": 0}
+    found = (await client.post(COMPLETIONS, json=body)).json()["choices"][0]["logprobs"]
     assert found["token_logprobs"] == [None, -9999.0]
 
 
-async def test_special_tokens_are_spelled_and_take_no_room_unless_the_text_has_them(tokenizer: Tokenizer) -> None:
+async def test_special_tokens_take_no_room_unless_the_text_has_them(tokenizer: Tokenizer) -> None:
     for text in ("a<s>b", "<s>a", "", "é</s>"):
         token_ids = tokenizer.encode(text)
         prompt = ScoredPrompt(token_ids, text, 0, tokenizer)

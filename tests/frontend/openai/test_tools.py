@@ -5,8 +5,6 @@ import re
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-import httpx
-import openai
 import pytest
 
 from tandem.protocol.config import RouterConfig
@@ -16,7 +14,8 @@ from tandem.router.backend import GenerateRequest
 from tandem.text.tokenizer import Tokenizer
 from tandem.text.tool_calls.formats import TOOL_FORMATS
 from tandem.text.tool_calls.reasoning import REASONING_FORMATS
-from tests.support.fake_backend import FakeBackend, Step, closing, delta_of, events, make_app
+from tests.support.fake_backend import FakeBackend, Step, backend_of, closing, delta_of, events, make_app
+from tests.support.openai_sdk import openai_sdk
 from tests.support.toy_tokenizer import build_tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -46,12 +45,6 @@ def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
     """A `tool_choice` as openai-python types it."""
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
-
-
-def backend_of(tokenizer: Tokenizer, reply: str, *, run: int = 1) -> FakeBackend:
-    backend = FakeBackend(tokenizer, reply, run=run)
-    backend.max_model_len = 4096
-    return backend
 
 
 def prompt_of(backend: FakeBackend) -> str:
@@ -118,8 +111,7 @@ async def test_a_stream_joins_to_the_plain_answer(tokenizer: Tokenizer, run: int
 
 
 async def test_the_openai_sdk_joins_streamed_calls(tokenizer: Tokenizer) -> None:
-    http_client = httpx.AsyncClient(transport=httpx.ASGITransport(make_app(backend_of(tokenizer, TWO_CALLS))))
-    async with openai.AsyncOpenAI(api_key="any", base_url="http://localhost/v1", http_client=http_client) as client:
+    async with openai_sdk(backend_of(tokenizer, TWO_CALLS)) as client:
         body: Any = chat(model="org/toy", n=2)
         async with client.chat.completions.stream(**body) as stream:
             seen = [event.type async for event in stream]
@@ -201,9 +193,7 @@ CALLS = (
         ("}} {{ call.function.arguments.items() | list", ["[('city', 'Rome')]", "[]"]),
     ],
 )
-async def test_a_template_gets_arguments_in_the_form_that_it_shows(
-    tmp_path: Path, shown: str, expected: list[str]
-) -> None:
+async def test_a_template_gets_arguments_as_it_shows_them(tmp_path: Path, shown: str, expected: list[str]) -> None:
     tokenizer = Tokenizer(build_tokenizer(tmp_path, CALLS.replace("CALL", shown)))
     for given in ('{"city":"Rome"}', {"city": "Rome"}):  # /v1/messages has objects
         backend = backend_of(tokenizer, "hello")
@@ -226,9 +216,7 @@ async def test_a_template_gets_arguments_in_the_form_that_it_shows(
         ([], {}),
     ],
 )
-async def test_a_call_with_broken_arguments_does_not_end_a_conversation(
-    tmp_path: Path, arguments: Any, shown: dict[str, Any]
-) -> None:
+async def test_a_call_with_broken_arguments_ends_nothing(tmp_path: Path, arguments: Any, shown: dict[str, Any]) -> None:
     """Many templates refuse arguments that are no object, and the client would send them again for ever."""
     template = CALLS.replace("CALL", "}} {{ call.function.arguments.items() | list")
     backend = backend_of(Tokenizer(build_tokenizer(tmp_path, template)), "hello")
@@ -252,7 +240,7 @@ async def test_a_template_that_takes_one_call_a_message_gets_one_after_the_other
     )
 
 
-async def test_a_format_that_the_template_shows_calls_in_is_used_where_it_shows_no_tools(tmp_path: Path) -> None:
+async def test_a_format_of_a_templates_calls_is_used_without_tools(tmp_path: Path) -> None:
     """DeepSeek V3.1: its chat template shows calls but no tools; the client describes those in the system message."""
     template = CALLS.replace("CALL", "+ '<｜tool▁sep｜>' + call.function.arguments + '<｜tool▁call▁end｜>'")
     template = template.removeprefix("{# tools #}")
@@ -280,9 +268,7 @@ async def test_calls_that_a_template_cannot_show_are_text(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("content", ["I look.", None])
-async def test_a_template_that_refuses_content_beside_reasoning_gets_both_as_one(
-    tmp_path: Path, content: str | None
-) -> None:
+async def test_a_template_without_content_beside_reasoning_gets_one(tmp_path: Path, content: str | None) -> None:
     """The template of gpt-oss calls reasoning `thinking`."""
     template = (
         "{# tools #}{% for message in messages %}{% if message.tool_calls and message.content and message.thinking %}"
@@ -300,8 +286,9 @@ async def test_a_template_that_refuses_content_beside_reasoning_gets_both_as_one
 async def test_templates_know_reasoning_by_either_name(tmp_path: Path, name: str) -> None:
     template = f"{{% for message in messages %}}<{{{{ message.{name} }}}}>{{{{ message.content }}}}{{% endfor %}}"
     backend = backend_of(Tokenizer(build_tokenizer(tmp_path, template)), "ok")
-    await choice_of(backend, {"messages": [{"role": "assistant", "content": "a", "reasoning": "why"}]})
-    assert prompt_of(backend) == "<why>a"
+    for given in ("reasoning", "reasoning_content"):
+        await choice_of(backend, {"messages": [{"role": "assistant", "content": "a", given: "why"}]})
+        assert prompt_of(backend) == "<why>a"
 
 
 MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}" + ROLES + "{# [TOOL_CALLS][THINK] #}"
@@ -313,7 +300,7 @@ def mistral(tmp_path: Path) -> Tokenizer:
     return Tokenizer(build_tokenizer(tmp_path, MISTRAL, MISTRAL_TOKENS))
 
 
-async def test_tools_reach_a_template_that_shows_them_and_markers_are_special_tokens(mistral: Tokenizer) -> None:
+async def test_tools_reach_a_template_and_markers_are_special_tokens(mistral: Tokenizer) -> None:
     backend = backend_of(mistral, '[THINK]Rome.[/THINK]ok[TOOL_CALLS]weather[ARGS]{"city": "Rome"}')
     choice = await choice_of(backend, chat())
     (call,) = choice["message"]["tool_calls"]
@@ -381,14 +368,6 @@ async def test_reasoning_that_the_template_opens_is_told_apart(tmp_path: Path) -
     assert whole["message"] == {"role": "assistant", "content": reply}
 
 
-async def test_earlier_reasoning_reaches_the_template(tmp_path: Path) -> None:
-    template = "{% for message in messages %}<{{ message.reasoning_content }}>{{ message.content }}{% endfor %}"
-    backend = backend_of(Tokenizer(build_tokenizer(tmp_path, template)), "ok")
-    for name in ("reasoning", "reasoning_content"):
-        await choice_of(backend, {"messages": [{"role": "assistant", "content": "a", name: "why"}]})
-        assert prompt_of(backend) == "<why>a"
-
-
 async def test_without_a_choice_of_tools_the_text_stays_as_it_is(tokenizer: Tokenizer) -> None:
     backend = backend_of(tokenizer, CALL)
     for body in (chat(tool_choice="none"), chat(tools=[]), chat(tools=None, tool_choice="auto")):
@@ -433,7 +412,7 @@ async def test_the_other_routes_see_the_same_prompt(tokenizer: Tokenizer) -> Non
     assert usage["prompt_tokens"] == tokens["count"]
 
 
-async def test_tools_that_the_server_would_have_to_run_are_not_shown_to_the_model(tokenizer: Tokenizer) -> None:
+async def test_tools_for_the_server_are_not_shown_to_the_model(tokenizer: Tokenizer) -> None:
     backend = backend_of(tokenizer, "hello")
     hosted = [{"type": "web_search_preview"}, {"type": "custom", "custom": {"name": "sql"}}]
     async with closing(backend) as client:
@@ -444,59 +423,6 @@ async def test_tools_that_the_server_would_have_to_run_are_not_shown_to_the_mode
     why = "(the model does not see it)"
     assert response.headers["x-tandem-ignored"] == f"tools.web_search_preview {why}, tools.custom {why}"
     assert backend.requests[0].token_ids == backend.requests[2].token_ids
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"tools": [{"type": "funktion", "function": {"name": "f"}}]}, "tools[0].type", "expected 'function'"),
-        ({"tools": [{"type": "function", "name": "f"}]}, "tools[0].function", "Missing"),
-        ({"tools": [{"type": 7}]}, "tools[0].type", "type"),
-        ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "tool_choice", "no 'tools'"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "'a b'"),
-        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "1 to 256"),
-        ({"tools": [NOW, NOW]}, "tools", "same name"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "description": "x" * (1 << 21)}}]},
-            "tools",
-            "limit is 2097152",
-        ),
-        ({"tool_choice": "sometimes"}, "tool_choice", "'sometimes'"),
-        ({"tool_choice": "required", "tools": []}, "tool_choice", "no 'tools'"),
-        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", "'other'"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice.function", "Missing"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "Missing"),
-        ({"tool_choice": allowed("weather", "other")}, "tool_choice.allowed_tools.tools", "'other'"),
-        ({"tool_choice": allowed(mode="required")}, "tool_choice", "no 'tools'"),
-        (
-            {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
-                "tool_choice": "required",
-            },
-            "tools",
-            "must be a schema of an object",
-        ),
-        (
-            {
-                "tools": [
-                    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": 7}}}}}
-                ],
-                "tool_choice": "required",
-            },
-            "tools",
-            "Invalid value for 'tools'",
-        ),
-        ({"functions": [{"name": "f"}]}, "functions", "exclude each other"),
-    ],
-)
-async def test_a_wrong_field_is_named(tokenizer: Tokenizer, fields: dict[str, Any], param: str, message: str) -> None:
-    backend = backend_of(tokenizer, "hello")
-    async with closing(backend) as client:
-        response = await client.post(CHAT, json=chat(**fields))
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, param), error
-    assert message in error["message"]
-    assert backend.requests == []
 
 
 TEMPLATE = {

@@ -153,7 +153,7 @@ async def test_processes_share_the_port_and_their_counters(tmp_path: Path) -> No
             pass
 
 
-async def test_all_processes_speak_https_and_take_a_renewed_certificate_under_load(tmp_path: Path) -> None:
+async def test_all_processes_take_a_renewed_certificate_under_load(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     certificate, key = authority.issue()
     ca = ssl.create_default_context(cafile=authority.ca_file)
@@ -211,20 +211,6 @@ async def test_a_killed_process_loses_its_own_answers_and_is_replaced(tmp_path: 
         assert await here.metric("tandem_router_running_requests") == 0
 
 
-async def test_a_disconnected_process_is_replaced_and_its_counts_go_on(tmp_path: Path) -> None:
-    total = 'tandem_router_requests_total{endpoint="/v1/chat/completions",status="200"}'
-    async with frontends(tmp_path, num_processes=1) as here:
-        (pid,) = here.pids()
-        assert [(await here.chat()).status_code for _ in range(3)] == [200, 200, 200]
-        here.processes.deciding.drop("edge-0-1")
-        await eventually(lambda: here.pids() not in ([], [pid]), START_S)
-        await eventually(here.is_listening, START_S)
-        assert (await here.chat()).status_code == 200
-        assert await here.metric(total) == 4
-        assert await here.metric("tandem_router_running_requests") == 0
-        assert here.counter_files() == {"counter_0.db"}
-
-
 async def test_a_process_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
     async with frontends(tmp_path, num_processes=1, worker_timeout_s=2.0) as here:
         (pid,) = here.pids()
@@ -233,21 +219,29 @@ async def test_a_process_that_hangs_is_killed_and_replaced(tmp_path: Path) -> No
         assert not psutil.pid_exists(pid)
 
 
-async def test_a_replaced_process_has_the_keys_and_the_tenants_of_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "disconnected"])
+async def test_a_replaced_process_has_the_keys_the_tenants_and_the_counts(tmp_path: Path, is_killed: bool) -> None:
     keys = api_keys_of({"first": "search", "second": "batch"})
     tenants = Tenants(named={"batch": TenantPolicy(shared_cache=True)})
     async with frontends(tmp_path, num_processes=1, api_keys=keys, tenants=tenants) as here:
         assert (await here.chat()).status_code == 401
         here.client.headers["authorization"] = "Bearer first"
+        assert (await here.chat()).status_code == 200
         (pid,) = here.pids()
-        os.kill(pid, signal.SIGKILL)
-        await eventually(lambda: here.pids() not in ([], [pid]))
-        await eventually(lambda: here.is_listening(), START_S)
+        if is_killed:
+            os.kill(pid, signal.SIGKILL)
+        else:
+            here.processes.deciding.drop("edge-0-1")
+        await eventually(lambda: here.pids() not in ([], [pid]), START_S)
+        await eventually(here.is_listening, START_S)
         assert (await here.chat()).status_code == 200
         here.client.headers["authorization"] = "Bearer second"
         assert (await here.chat()).status_code == 200
-        told = [(request.service_class.tenant, request.cache_scope) for request in here.backend.requests]
+        told = [(request.service_class.tenant, request.cache_scope) for request in here.backend.requests[1:]]
         assert told == [("search", cache_scope("", "search")), ("batch", cache_scope("", ""))]
+        assert await here.metric('tandem_router_requests_total{endpoint="/v1/chat/completions",status="200"}') == 3
+        assert await here.metric("tandem_router_running_requests") == 0
+        assert here.counter_files() == {"counter_0.db"}
 
 
 async def test_a_revoked_key_is_refused_by_all_processes_under_load(tmp_path: Path) -> None:
@@ -337,9 +331,7 @@ async def test_a_process_that_cannot_start_is_told(tmp_path: Path) -> None:
             assert not processes.is_serving
 
 
-async def test_a_folder_for_temporary_files_whose_name_is_too_long_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_temporary_folder_with_a_long_name_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -356,58 +348,54 @@ async def test_a_folder_for_temporary_files_whose_name_is_too_long_is_told(
     assert list(folder.iterdir()) == []
 
 
-def frontend_settings(
-    folder: Path, frontend: ServeFrontend | RouteFrontend, listener: socket.socket
-) -> FrontendSettings:
-    return FrontendSettings(
-        frontend_id="one",
-        number=0,
-        endpoint=f"{folder}/hub",
-        frontend=frontend,
-        port=listener.getsockname()[1],
-        router=RouterConfig(),
-        metrics_folder=str(folder),
-        started_at_s=1,
-    )
+@asynccontextmanager
+async def child(folder: Path, frontend: ServeFrontend | RouteFrontend) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that is to join the hub of this folder."""
+    with listening("127.0.0.1", 0) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        async with asyncio.timeout(START_S):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "tandem.frontend.processes.child", stdin=PIPE, stdout=PIPE, start_new_session=True
+            )
+            settings = FrontendSettings(
+                frontend_id="one",
+                number=0,
+                endpoint=f"{folder}/hub",
+                frontend=frontend,
+                port=listener.getsockname()[1],
+                router=RouterConfig(),
+                metrics_folder=str(folder),
+                started_at_s=1,
+            )
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(settings) + b"\n")
+            yield process
 
 
 @pytest.mark.parametrize("is_route", [False, True])
 async def test_a_process_that_cannot_join_says_why(tmp_path: Path, is_route: bool) -> None:
     build_tokenizer(tmp_path)
     frontend = RouteFrontend({}, ExternalEnginesConfig()) if is_route else ServeFrontend(str(tmp_path))
-    with listening("127.0.0.1", 0) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tandem.frontend.processes.child", stdin=PIPE, stdout=PIPE, start_new_session=True
-        )
-        setup = msgspec.json.encode(frontend_settings(tmp_path, frontend, listener)) + b"\n"
-        async with asyncio.timeout(START_S):
-            said, _ = await process.communicate(setup)
-        assert b"error: the deciding process cannot be reached" in said
-        assert process.returncode == 1
+    async with child(tmp_path, frontend) as process:
+        said, _ = await process.communicate()
+    assert b"error: the deciding process cannot be reached" in said
+    assert process.returncode == 1
 
 
 async def test_a_process_whose_parent_is_gone_ends(tmp_path: Path) -> None:
-    with listening("127.0.0.1", 0) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        backend = FakeBackend(Tokenizer(build_tokenizer(tmp_path)))
-        deciding = DecidingProcess(BackendService(backend, Always(), bytes), f"{tmp_path}/hub", ApiKeys())
-        await deciding.start()
-        deciding.expect("one")
-        settings = frontend_settings(tmp_path, ServeFrontend(str(tmp_path)), listener)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tandem.frontend.processes.child", stdin=PIPE, stdout=PIPE, start_new_session=True
-        )
+    backend = FakeBackend(Tokenizer(build_tokenizer(tmp_path)))
+    deciding = DecidingProcess(BackendService(backend, Always(), bytes), f"{tmp_path}/hub", ApiKeys())
+    await deciding.start()
+    deciding.expect("one")
+    async with child(tmp_path, ServeFrontend(str(tmp_path))) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(msgspec.json.encode(settings) + b"\n")
-        async with asyncio.timeout(START_S):
-            while (word := await process.stdout.readline()) == b"alive\n":
-                pass
-            assert word == b"ready\n"
-            process.stdin.close()
-            assert await process.wait() == 0
-        await deciding.close()
+        while (word := await process.stdout.readline()) == b"alive\n":
+            pass
+        assert word == b"ready\n"
+        process.stdin.close()
+        assert await process.wait() == 0
+    await deciding.close()
 
 
 async def test_every_process_has_the_limits_and_knows_whom_to_listen_to(tmp_path: Path) -> None:

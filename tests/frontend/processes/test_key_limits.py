@@ -102,9 +102,7 @@ def num_processes(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-async def test_requests_per_minute_hold_for_all_processes_together(
-    tokenizer: Tokenizer, tmp_path: Path, num_processes: int
-) -> None:
+async def test_requests_per_minute_hold_for_all(tokenizer: Tokenizer, tmp_path: Path, num_processes: int) -> None:
     limited = stored_key("sk-a", "a", id="k-a", limits=KeyLimits(requests_per_minute=6))
     async with serving(tokenizer, tmp_path, num_processes, limited, stored_key("sk-b", "b")) as server:
         asked = [server.ask(process=number % num_processes) for number in range(30)]
@@ -127,9 +125,7 @@ async def test_requests_per_minute_hold_for_all_processes_together(
         assert len(server.backend.requests) == 6 + 10 + 1
 
 
-async def test_requests_at_one_time_hold_for_all_processes_together(
-    tokenizer: Tokenizer, tmp_path: Path, num_processes: int
-) -> None:
+async def test_requests_at_one_time_hold_for_all(tokenizer: Tokenizer, tmp_path: Path, num_processes: int) -> None:
     limited = stored_key("sk-a", "a", limits=KeyLimits(concurrent_requests=2))
     async with serving(tokenizer, tmp_path, num_processes, limited) as server:
         go_on = asyncio.Event()
@@ -173,9 +169,7 @@ async def test_tokens_per_minute_count_prompts_and_answers(
         assert (await server.ask(process=num_processes - 1, **fields)).status_code == 200
 
 
-async def test_a_request_that_is_refused_for_another_reason_takes_no_tokens(
-    tokenizer: Tokenizer, tmp_path: Path, num_processes: int
-) -> None:
+async def test_a_request_that_fails_takes_no_tokens(tokenizer: Tokenizer, tmp_path: Path, num_processes: int) -> None:
     limited = stored_key("sk-a", "a", limits=KeyLimits(tokens_per_minute=10))
     async with serving(tokenizer, tmp_path, num_processes, limited) as server:
         server.backend.script = lambda _: [ValueError("a bug")]
@@ -186,9 +180,7 @@ async def test_a_request_that_is_refused_for_another_reason_takes_no_tokens(
         assert (await server.ask(max_tokens=6)).status_code == 429
 
 
-async def test_what_a_worker_computed_is_charged_whatever_became_of_the_request(
-    tokenizer: Tokenizer, tmp_path: Path, num_processes: int
-) -> None:
+async def test_what_a_worker_computed_is_charged(tokenizer: Tokenizer, tmp_path: Path, num_processes: int) -> None:
     """A grammar that fails in the worker ends its request with 400, after its prompt was computed."""
     limited = stored_key("sk-a", "a", limits=KeyLimits(tokens_per_minute=40))
     async with serving(tokenizer, tmp_path, num_processes, limited) as server:
@@ -203,9 +195,7 @@ async def test_what_a_worker_computed_is_charged_whatever_became_of_the_request(
         await eventually(lambda: server.tokens_left() < 37 - 4)  # its prompt, and the tokens of its answer
 
 
-async def test_text_that_is_encoded_and_not_served_is_charged(
-    tokenizer: Tokenizer, tmp_path: Path, num_processes: int
-) -> None:
+async def test_text_that_is_only_encoded_is_charged(tokenizer: Tokenizer, tmp_path: Path, num_processes: int) -> None:
     text = "ab " * TEXT_BYTES_PER_TOKEN
     limited = stored_key("sk-a", "a", limits=KeyLimits(tokens_per_minute=1000))
     headers = {"authorization": "Bearer sk-a"}
@@ -222,9 +212,7 @@ async def test_text_that_is_encoded_and_not_served_is_charged(
         await eventually(lambda: server.tokens_left() <= 1000 - charged - len(word) // TEXT_BYTES_PER_TOKEN)
 
 
-async def test_a_text_that_is_served_is_charged_by_its_tokens_alone(
-    tokenizer: Tokenizer, tmp_path: Path, num_processes: int
-) -> None:
+async def test_text_that_is_served_is_charged_once(tokenizer: Tokenizer, tmp_path: Path, num_processes: int) -> None:
     text = "ab " * TEXT_BYTES_PER_TOKEN
     limited = stored_key("sk-a", "a", limits=KeyLimits(tokens_per_minute=10_000))
     async with serving(tokenizer, tmp_path, num_processes, limited) as server:
@@ -232,9 +220,7 @@ async def test_a_text_that_is_served_is_charged_by_its_tokens_alone(
         await eventually(lambda: server.tokens_left() == 10_000 - usage["total_tokens"])
 
 
-async def test_limits_that_change_count_in_all_processes(
-    tokenizer: Tokenizer, tmp_path: Path, num_processes: int
-) -> None:
+async def test_limits_that_change_count_everywhere(tokenizer: Tokenizer, tmp_path: Path, num_processes: int) -> None:
     async with serving(tokenizer, tmp_path, num_processes, stored_key("sk-a", "a")) as server:
         for process in range(num_processes):
             assert (await server.ask(process=process)).status_code == 200
@@ -264,9 +250,7 @@ async def test_a_frontend_process_that_ends_frees_what_its_requests_held(tokeniz
         assert (await server.ask(process=1)).status_code == 200
 
 
-async def test_a_removed_key_is_refused_by_a_frontend_process_that_still_knows_it(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+async def test_a_removed_key_is_refused_where_it_is_still_known(tokenizer: Tokenizer, tmp_path: Path) -> None:
     gone = stored_key("sk-gone", "a", limits=KeyLimits(requests_per_minute=5))
     async with serving(tokenizer, tmp_path, 2, stored_key("sk-a", "a")) as server:
         server.frontends[0].api_keys.replace([gone])

@@ -55,11 +55,7 @@ def test_arguments_arrive_as_they_were_given_with_the_types_of_the_hints() -> No
     call(table, sent(invocation(Shelf.put, "a", scope, 3, is_new=True)))
     call(table, sent(invocation(Shelf.put, "b", scope=scope)))
     call(table, sent(invocation(Shelf.forget, "a")))
-    assert seen == [
-        (("a", scope, 3), {"is_new": True}),
-        (("b", scope, 1), {"is_new": False}),
-        "a",
-    ]
+    assert seen == [(("a", scope, 3), {"is_new": True}), (("b", scope, 1), {"is_new": False}), "a"]
 
 
 @pytest.mark.parametrize(

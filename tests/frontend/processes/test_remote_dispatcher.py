@@ -20,13 +20,12 @@ from tandem.frontend.relay.prompts import ByteTokenReader
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.digest import EVERYONE, token_bytes
 from tandem.protocol.errors import NoWorker
-from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.dispatcher import DispatchRequest, EngineReservation
 from tandem.router.engines.local_dispatcher import LocalReservation
 from tandem.scheduling.request import ServiceClass
+from tests.support.busy_engine import one_runs, order, prompt_of, small, start
 from tests.support.engines_harness import (
     COMPLETIONS,
-    Edge,
     Hub,
     completion,
     routing,
@@ -41,26 +40,6 @@ from tests.support.waiting import eventually
 ADMIN = {"authorization": "Bearer secret"}
 
 
-def start(edge: Edge, prompt: str = "a b c d", **options: Any) -> asyncio.Task[httpx.Response]:
-    headers = {key: options.pop(key) for key in list(options) if key.startswith("x-")}
-    body = completion(prompt, **({"stream": True} | options))
-    return asyncio.create_task(edge.client.post(COMPLETIONS, json=body, headers=headers))
-
-
-def small(fake: FakeServer, name: str) -> EngineSpec:
-    """An engine that computes 64 prompt tokens in a step, so that one long prompt is enough to do for a while."""
-    return spec_of(fake, name, max_num_batched_tokens=64)
-
-
-def prompt_of(name: str) -> str:
-    """Some thousand tokens that begin with the name, so that nothing of another is cached."""
-    return f"{name:16}" + "x" * 8000
-
-
-def order(fake: FakeServer) -> list[str]:
-    return [request["prompt"][:16].strip() for request in fake.requests]
-
-
 def num_waiting(hub: Hub) -> int:
     return sum(work.num_requests for work in hub.dispatcher.queues.queued().values())
 
@@ -69,14 +48,6 @@ def num_retries(hub: Hub) -> float:
     value = hub.metrics.get_sample_value("tandem_engine_retries_total")
     assert value is not None
     return value
-
-
-async def one_runs(edge: Edge, fake: FakeServer) -> asyncio.Task[httpx.Response]:
-    """One prompt is being computed; what comes now waits in the hub."""
-    fake.headers_pause.clear()
-    running = start(edge, prompt_of("running"))
-    await eventually(lambda: len(fake.requests) == 1)
-    return running
 
 
 def routing_request(prompt: str = "a b c d") -> DispatchRequest:
@@ -114,9 +85,7 @@ async def test_an_edge_answers_as_a_process_alone_would(fake_a: FakeServer, tmp_
         assert models[1]["capabilities"] == {"chat": True}
 
 
-async def test_a_prompt_sent_through_one_edge_is_expected_in_the_cache_by_all(
-    fake_a: FakeServer, tmp_path: Path
-) -> None:
+async def test_a_prompt_of_one_edge_is_expected_in_the_cache_by_all(fake_a: FakeServer, tmp_path: Path) -> None:
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
         edges = [await hub.edge(f"edge-{number}") for number in range(3)]
         expected = []
@@ -126,9 +95,7 @@ async def test_a_prompt_sent_through_one_edge_is_expected_in_the_cache_by_all(
         assert expected == [0, 992, 992]
 
 
-async def test_load_of_one_edge_is_load_for_all_and_not_foreign(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_load_of_one_edge_counts_for_all(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     fake_a.metrics = fake_b.metrics = "vllm:num_requests_running 1\nvllm:num_requests_waiting 0\n"
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as hub:
         one, two = await hub.edge("one"), await hub.edge("two")
@@ -169,9 +136,7 @@ async def test_gaps_between_tokens_teach_the_hub(fake_a: FakeServer, tmp_path: P
                 assert (await start(edge, max_tokens=8)).status_code == 200
 
 
-async def test_a_pair_hands_over_and_teaches_the_transfer(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_a_pair_teaches_what_a_transfer_costs(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     specs = [
         spec_of(fake_a, "p", role="prefill", model="fake-model"),
         spec_of(fake_b, "d", role="decode", model="fake-model"),
@@ -186,9 +151,7 @@ async def test_a_pair_hands_over_and_teaches_the_transfer(
 # -- admission ------------------------------------------------------------------------------------------------------
 
 
-async def test_tenants_are_served_in_one_fair_order_whichever_edge_they_reach(
-    fake_a: FakeServer, tmp_path: Path
-) -> None:
+async def test_tenants_are_served_in_one_fair_order_at_any_edge(fake_a: FakeServer, tmp_path: Path) -> None:
     async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
         one, two = await hub.edge("one"), await hub.edge("two")
         tasks = [await one_runs(one, fake_a)]
@@ -211,9 +174,7 @@ async def test_tenants_are_served_in_one_fair_order_whichever_edge_they_reach(
         assert served.index("urgent") < served.index("many-0") < served.index("many-1") < served.index("many-2")
 
 
-async def test_a_late_first_token_and_a_full_queue_are_refused_with_the_time_to_wait(
-    fake_a: FakeServer, tmp_path: Path
-) -> None:
+async def test_late_first_tokens_and_full_queues_tell_the_time_to_wait(fake_a: FakeServer, tmp_path: Path) -> None:
     config = RouterConfig(max_queued_prompt_tokens=6000)
     async with routing_by_hub(tmp_path, small(fake_a, "a"), config=config) as hub:
         one, two = await hub.edge("one"), await hub.edge("two")
@@ -230,9 +191,7 @@ async def test_a_late_first_token_and_a_full_queue_are_refused_with_the_time_to_
         assert [(await task).status_code for task in tasks] == [200] * 2
 
 
-async def test_why_a_request_went_where_it_went_is_told_by_any_edge(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_decisions_are_told_by_any_edge(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as hub:
         one, two = await hub.edge("one"), await hub.edge("two")
         answer = await start(one, **{"x-tandem-explain": "1"})
@@ -298,9 +257,7 @@ async def test_where_nobody_listens_the_circuit_is_open_for_all_edges(tmp_path: 
             assert hub.engine("a").num_failures == 1
 
 
-async def test_a_stream_that_breaks_ends_in_an_error_and_is_not_begun_again(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_a_broken_stream_is_not_begun_again(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     fake_a.break_after = fake_b.break_after = 2
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as hub:
         answer = await start(await hub.edge("edge"))
@@ -309,9 +266,7 @@ async def test_a_stream_that_breaks_ends_in_an_error_and_is_not_begun_again(
         await eventually(lambda: hub.engine("a").num_failures + hub.engine("b").num_failures == 1)
 
 
-async def test_an_engine_that_hangs_loses_its_streams_and_what_waits_goes_elsewhere(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_an_engine_that_hangs_loses_its_streams(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     config = RouterConfig(worker_timeout_s=0.2)
     specs = [spec_of(fake_a, "a")]
     async with routing_by_hub(tmp_path, *specs, config=config, probe_timeout_s=0.5, admin_token="secret") as hub:
@@ -331,9 +286,7 @@ async def test_an_engine_that_hangs_loses_its_streams_and_what_waits_goes_elsewh
         fake_a.resume()
 
 
-async def test_the_engine_that_hangs_is_blamed_and_not_the_other_one_of_its_pair(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_the_half_of_a_pair_that_hangs_is_blamed(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     pair = spec_of(fake_a, "p", role="prefill"), spec_of(fake_b, "d", role="decode")
     config = RouterConfig(local_prefill=False)
     async with routing_by_hub(tmp_path, *pair, config=config, probe_timeout_s=0.5) as hub:
@@ -348,9 +301,7 @@ async def test_the_engine_that_hangs_is_blamed_and_not_the_other_one_of_its_pair
         assert hub.engine("d").num_failures == 0
 
 
-async def test_an_abort_of_an_earlier_target_does_not_end_the_next_one(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_a_late_abort_does_not_end_a_new_target(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     """The deciding process gives an engine up when the frontend process has already left it."""
     fake_a.status = 500
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
@@ -560,9 +511,7 @@ async def test_nothing_is_kept_of_requests_that_ended(fake_a: FakeServer, fake_b
 # -- engines that come and go -----------------------------------------------------------------------------------------
 
 
-async def test_engines_come_and_go_for_all_through_any_edge(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_engines_come_and_go_through_any_edge(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     fake_b.model = "other-model"
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), admin_token="secret") as hub:
         one, two = await hub.edge("one"), await hub.edge("two")
@@ -595,9 +544,7 @@ async def test_engines_come_and_go_for_all_through_any_edge(
         assert (await start(one, model="other-model")).headers["x-tandem-engine"] == "b"
 
 
-async def test_an_engine_that_does_not_drain_in_time_loses_its_streams(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_an_engine_drains_no_longer_than_it_may(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     config = RouterConfig(drain_timeout_s=0.1)
     specs = [spec_of(fake_a, "a")]
     async with routing_by_hub(tmp_path, *specs, config=config, admin_token="secret") as hub:
@@ -615,17 +562,7 @@ async def test_an_engine_that_does_not_drain_in_time_loses_its_streams(
         assert len(fake_b.requests) == 1
 
 
-async def test_the_admin_api_wants_its_token_at_every_edge(fake_a: FakeServer, tmp_path: Path) -> None:
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), admin_token="secret") as hub:
-        edge = await hub.edge("edge")
-        for method, path in (("GET", ""), ("POST", ""), ("DELETE", "/a")):
-            refused = await edge.client.request(method, f"/v1/engines{path}", headers={"authorization": "Bearer no"})
-            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_admin_token")
-
-
-async def test_one_that_joins_later_knows_the_load_and_the_engines(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_a_late_edge_knows_load_and_engines(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), admin_token="secret") as hub:
         one = await hub.edge("one")
         assert (

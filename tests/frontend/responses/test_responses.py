@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from tandem.text.tokenizer import Tokenizer
-from tests.support.fake_backend import FakeBackend, closing, make_app
+from tests.support.fake_backend import Client, FakeBackend, backend_of, closing
+from tests.support.openai_sdk import openai_sdk as sdk
 from tests.support.toy_tokenizer import build_tokenizer
 
 PATH = "/v1/responses"
@@ -35,26 +36,13 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     return parsed
 
 
-def sdk(backend: FakeBackend, **config: Any) -> openai.AsyncOpenAI:
-    http_client = httpx.AsyncClient(transport=httpx.ASGITransport(make_app(backend, **config)))
-    return openai.AsyncOpenAI(api_key="any", base_url="http://localhost/v1", http_client=http_client, max_retries=0)
-
-
-def backend_of(tokenizer: Tokenizer, text: str, run: int = 1) -> FakeBackend:
-    """One with room for tools in its prompts, whose tokens are bytes."""
-    backend = FakeBackend(tokenizer, text, run=run)
-    backend.max_model_len = 4096
-    return backend
-
-
 def without_ids(response: dict[str, Any]) -> dict[str, Any]:
     output = [{**item, "id": "", "call_id": ""} for item in response["output"]]
     return {**response, "id": "", "created_at": 0, "output": output}
 
 
-async def test_plain_answer(tokenizer: Tokenizer) -> None:
-    async with closing(FakeBackend(tokenizer)) as client:
-        answer = (await client.post(PATH, json={"input": "hi", "metadata": {"a": "b"}})).json()
+async def test_plain_answer(client: Client) -> None:
+    answer = (await client.post(PATH, json={"input": "hi", "metadata": {"a": "b"}})).json()
     assert answer["id"].startswith("resp_")
     assert (answer["object"], answer["status"], answer["error"]) == ("response", "completed", None)
     assert answer["metadata"] == {"a": "b"}
@@ -88,19 +76,12 @@ async def test_counted_tokens_are_those_of_the_prompt(tokenizer: Tokenizer, fiel
         await client.responses.input_tokens.count(input="x", extra_body={"background": True})
 
 
-async def test_the_methods_of_a_literal_path_are_not_those_of_a_response(tokenizer: Tokenizer) -> None:
-    async with closing(backend_of(tokenizer, "x")) as client:
-        wrong = [await client.put(path) for path in (f"{PATH}/input_tokens", f"{PATH}/resp_1")]
-    assert [one.status_code for one in wrong] == [405, 405]
-    assert [one.headers["allow"] for one in wrong] == ["POST", "DELETE, GET"]
-
-
 @pytest.mark.parametrize("run", [1, 3, 100])
 @pytest.mark.parametrize("text", ["héllo 🎉 world", CALL, "<think>so\nso</think>well", "<tool_call>{bro", ""])
 async def test_a_stream_ends_with_the_plain_answer(tokenizer: Tokenizer, text: str, run: int) -> None:
     body = {"input": "hi", "tools": [TOOL], "store": False}
     config = {"tool_parser": "hermes", "reasoning_parser": "think"}
-    async with closing(backend_of(tokenizer, text, run), **config) as client:
+    async with closing(backend_of(tokenizer, text, run=run), **config) as client:
         plain = (await client.post(PATH, json=body)).json()
         streamed = events(await client.post(PATH, json={**body, "stream": True}))
     kinds = [event["type"] for event in streamed]
@@ -134,11 +115,10 @@ def check_items(streamed: list[dict[str, Any]], response: dict[str, Any]) -> Non
         assert texts[item["id"]] == text
 
 
-async def test_a_limit_makes_the_response_incomplete(tokenizer: Tokenizer) -> None:
+async def test_a_limit_makes_the_response_incomplete(client: Client) -> None:
     body = {"input": "hi", "max_output_tokens": 3}
-    async with closing(FakeBackend(tokenizer)) as client:
-        plain = (await client.post(PATH, json=body)).json()
-        streamed = events(await client.post(PATH, json={**body, "stream": True}))
+    plain = (await client.post(PATH, json=body)).json()
+    streamed = events(await client.post(PATH, json={**body, "stream": True}))
     for answer in (plain, streamed[-1]["response"]):
         assert answer["status"] == "incomplete"
         assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -147,7 +127,7 @@ async def test_a_limit_makes_the_response_incomplete(tokenizer: Tokenizer) -> No
 
 
 async def test_the_sdk_reads_plain_and_streamed_answers(tokenizer: Tokenizer) -> None:
-    client = sdk(backend_of(tokenizer, CALL, 2), tool_parser="hermes")
+    client = sdk(backend_of(tokenizer, CALL, run=2), tool_parser="hermes")
     plain = await client.responses.create(model="org/toy", input="hi", tools=[TOOL])  # type: ignore[list-item]
     assert plain.output_text == "I look."
     call = plain.output[-1]
@@ -161,8 +141,7 @@ async def test_the_sdk_reads_plain_and_streamed_answers(tokenizer: Tokenizer) ->
     assert [item.type for item in final.output] == ["message", "function_call"]
 
 
-async def test_items_become_the_messages_of_a_chat(tokenizer: Tokenizer) -> None:
-    backend = FakeBackend(tokenizer)
+async def test_items_become_the_messages_of_a_chat(backend: FakeBackend, client: Client) -> None:
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "What is"}, {"type": "input_text", "text": "it?"}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A cat."}]},
@@ -174,29 +153,26 @@ async def test_items_become_the_messages_of_a_chat(tokenizer: Tokenizer) -> None
         {"role": "assistant", "content": "A cat."},
         {"role": "user", "content": "Sure?"},
     ]
-    async with closing(backend) as client:
-        await client.post(PATH, json={"input": items, "instructions": "Be brief."})
-        await client.post("/v1/chat/completions", json={"messages": messages})
+    await client.post(PATH, json={"input": items, "instructions": "Be brief."})
+    await client.post("/v1/chat/completions", json={"messages": messages})
     assert backend.requests[0].token_ids == backend.requests[1].token_ids
 
 
-async def test_a_response_goes_on_from_one_that_is_kept(tokenizer: Tokenizer) -> None:
-    backend = FakeBackend(tokenizer)
-    async with closing(backend) as client:
-        first = (await client.post(PATH, json={"input": "one", "instructions": "old"})).json()
-        second = (await client.post(PATH, json={"input": "two", "previous_response_id": first["id"]})).json()
-        third = (await client.post(PATH, json={"input": "three", "previous_response_id": second["id"]})).json()
-        messages = [
-            {"role": "user", "content": "one"},
-            {"role": "assistant", "content": "hello world"},
-            {"role": "user", "content": "two"},
-            {"role": "assistant", "content": "hello world"},
-            {"role": "user", "content": "three"},
-        ]
-        await client.post("/v1/chat/completions", json={"messages": messages})
-        kept = (await client.get(f"{PATH}/{third['id']}")).json()
-        deleted = await client.delete(f"{PATH}/{third['id']}")
-        gone = await client.get(f"{PATH}/{third['id']}")
+async def test_a_response_goes_on_from_one_that_is_kept(backend: FakeBackend, client: Client) -> None:
+    first = (await client.post(PATH, json={"input": "one", "instructions": "old"})).json()
+    second = (await client.post(PATH, json={"input": "two", "previous_response_id": first["id"]})).json()
+    third = (await client.post(PATH, json={"input": "three", "previous_response_id": second["id"]})).json()
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "hello world"},
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "hello world"},
+        {"role": "user", "content": "three"},
+    ]
+    await client.post("/v1/chat/completions", json={"messages": messages})
+    kept = (await client.get(f"{PATH}/{third['id']}")).json()
+    deleted = await client.delete(f"{PATH}/{third['id']}")
+    gone = await client.get(f"{PATH}/{third['id']}")
     assert third["previous_response_id"] == second["id"]
     assert backend.requests[2].token_ids == backend.requests[3].token_ids
     assert [request.conversation_id for request in backend.requests[1:3]] == [first["id"]] * 2
@@ -212,23 +188,21 @@ async def test_a_kept_response_is_not_streamed_again(tokenizer: Tokenizer) -> No
         await client.responses.retrieve(response.id, stream=True)
 
 
-async def test_what_is_not_kept_cannot_be_gone_on_from(tokenizer: Tokenizer) -> None:
-    async with closing(FakeBackend(tokenizer)) as client:
-        first = (await client.post(PATH, json={"input": "one", "store": False})).json()
-        second = await client.post(PATH, json={"input": "two", "previous_response_id": first["id"]})
-        other = await client.get(f"{PATH}/resp_0", headers={"x-tandem-tenant": "other"})
+async def test_what_is_not_kept_cannot_be_gone_on_from(client: Client) -> None:
+    first = (await client.post(PATH, json={"input": "one", "store": False})).json()
+    second = await client.post(PATH, json={"input": "two", "previous_response_id": first["id"]})
+    other = await client.get(f"{PATH}/resp_0", headers={"x-tandem-tenant": "other"})
     assert (second.status_code, second.json()["error"]["param"]) == (404, "previous_response_id")
     assert other.status_code == 404
 
 
-async def test_a_tenant_does_not_reach_anothers_response(tokenizer: Tokenizer) -> None:
-    async with closing(FakeBackend(tokenizer)) as client:
-        first = (await client.post(PATH, json={"input": "one"}, headers={"x-tandem-tenant": "a"})).json()
-        read = await client.get(f"{PATH}/{first['id']}", headers={"x-tandem-tenant": "b"})
-        deleted = await client.delete(f"{PATH}/{first['id']}", headers={"x-tandem-tenant": "b"})
-        gone_on = {"input": "two", "previous_response_id": first["id"]}
-        used = await client.post(PATH, json=gone_on, headers={"x-tandem-tenant": "b"})
-        own = await client.get(f"{PATH}/{first['id']}", headers={"x-tandem-tenant": "a"})
+async def test_a_tenant_does_not_reach_anothers_response(client: Client) -> None:
+    first = (await client.post(PATH, json={"input": "one"}, headers={"x-tandem-tenant": "a"})).json()
+    read = await client.get(f"{PATH}/{first['id']}", headers={"x-tandem-tenant": "b"})
+    deleted = await client.delete(f"{PATH}/{first['id']}", headers={"x-tandem-tenant": "b"})
+    gone_on = {"input": "two", "previous_response_id": first["id"]}
+    used = await client.post(PATH, json=gone_on, headers={"x-tandem-tenant": "b"})
+    own = await client.get(f"{PATH}/{first['id']}", headers={"x-tandem-tenant": "a"})
     assert [read.status_code, deleted.status_code, used.status_code, own.status_code] == [404, 404, 404, 200]
 
 
@@ -279,10 +253,8 @@ async def test_a_tenant_does_not_reach_anothers_response(tokenizer: Tokenizer) -
         ({"input": "x", "tools": [TOOL, {"type": "function", "name": "a b"}]}, "tools[1].name"),
     ],
 )
-async def test_a_wrong_field_is_named(tokenizer: Tokenizer, body: dict[str, Any], param: str) -> None:
-    backend = FakeBackend(tokenizer)
-    async with closing(backend) as client:
-        response = await client.post(PATH, json=body)
+async def test_a_wrong_field_is_named(backend: FakeBackend, client: Client, body: dict[str, Any], param: str) -> None:
+    response = await client.post(PATH, json=body)
     assert response.status_code in (400, 404), response.text
     assert response.json()["error"]["param"] == param
     assert backend.requests == []
@@ -313,7 +285,7 @@ REASONED = "<think>so</think>well"
 
 
 async def one_of(tokenizer: Tokenizer, reply: str, **fields: Any) -> tuple[FakeBackend, httpx.Response]:
-    backend = backend_of(tokenizer, reply, 3)
+    backend = backend_of(tokenizer, reply, run=3)
     async with closing(backend, tool_parser="hermes", reasoning_parser="think") as client:
         response = await client.post(PATH, json={"input": "hi", **fields})
     assert response.status_code == 200, response.text
@@ -573,19 +545,18 @@ async def test_ai_sdk_item_references(tokenizer: Tokenizer) -> None:
         assert (refused.status_code, refused.json()["error"]["param"]) == (404, param)
 
 
-async def test_input_items_are_listed(tokenizer: Tokenizer) -> None:
+async def test_input_items_are_listed(client: Client) -> None:
     sent = [{"role": "user", "content": f"{i}"} for i in range(30)]
-    async with closing(FakeBackend(tokenizer)) as client:
-        first = (await client.post(PATH, json={"input": sent})).json()
-        second = (await client.post(PATH, json={"input": "last", "previous_response_id": first["id"]})).json()
-        path = f"{PATH}/{first['id']}/input_items"
-        newest = (await client.get(path)).json()
-        rest = (await client.get(path, params={"after": newest["last_id"]})).json()
-        all_of_second = (
-            await client.get(f"{PATH}/{second['id']}/input_items", params={"order": "asc", "limit": 100})
-        ).json()
-        other = await client.get(path, headers={"x-tandem-tenant": "other"})
-        wrong = [await client.get(path, params=one) for one in ({"limit": "x"}, {"order": "up"}, {"after": "no"})]
+    first = (await client.post(PATH, json={"input": sent})).json()
+    second = (await client.post(PATH, json={"input": "last", "previous_response_id": first["id"]})).json()
+    path = f"{PATH}/{first['id']}/input_items"
+    newest = (await client.get(path)).json()
+    rest = (await client.get(path, params={"after": newest["last_id"]})).json()
+    all_of_second = (
+        await client.get(f"{PATH}/{second['id']}/input_items", params={"order": "asc", "limit": 100})
+    ).json()
+    other = await client.get(path, headers={"x-tandem-tenant": "other"})
+    wrong = [await client.get(path, params=one) for one in ({"limit": "x"}, {"order": "up"}, {"after": "no"})]
     assert [item["content"] for item in newest["data"]] == [f"{i}" for i in range(29, 9, -1)]
     assert [item["content"] for item in rest["data"]] == [f"{i}" for i in range(9, -1, -1)]
     assert (newest["has_more"], rest["has_more"]) == (True, False)
@@ -598,7 +569,7 @@ async def test_input_items_are_listed(tokenizer: Tokenizer) -> None:
 
 
 async def test_the_sdk_lists_input_items_and_reads_custom_calls(tokenizer: Tokenizer) -> None:
-    client = sdk(backend_of(tokenizer, call_of("apply_patch", {"input": "x"}), 2), tool_parser="hermes")
+    client = sdk(backend_of(tokenizer, call_of("apply_patch", {"input": "x"}), run=2), tool_parser="hermes")
     tools: Any = [PATCH, {"type": "web_search"}]
     async with client.responses.stream(model="org/toy", input="hi", tools=tools) as stream:
         kinds = [event.type async for event in stream]
@@ -611,15 +582,14 @@ async def test_the_sdk_lists_input_items_and_reads_custom_calls(tokenizer: Token
     assert [one.type for one in listed.data] == ["message"]
 
 
-async def test_a_conversation_that_is_kept_does_not_grow_without_end(tokenizer: Tokenizer) -> None:
+async def test_a_conversation_that_is_kept_does_not_grow_without_end(client: Client) -> None:
     """A request of a few bytes would read and keep what many large ones have sent."""
     item = {"type": "web_search_call", "id": "ws_1", "action": {"query": "x" * 5_000_000}}  # the model does not see it
     body: dict[str, Any] = {"input": [item, {"role": "user", "content": "hi"}]}
-    async with closing(FakeBackend(tokenizer)) as client:
-        first = (await client.post(PATH, json=body)).json()
-        more = await client.post(PATH, json={"input": "more", "previous_response_id": first["id"]})
-        again = await client.post(PATH, json={**body, "previous_response_id": more.json()["id"]})
-        alone = await client.post(PATH, json=body)
+    first = (await client.post(PATH, json=body)).json()
+    more = await client.post(PATH, json={"input": "more", "previous_response_id": first["id"]})
+    again = await client.post(PATH, json={**body, "previous_response_id": more.json()["id"]})
+    alone = await client.post(PATH, json=body)
     assert (more.status_code, alone.status_code) == (200, 200)
     assert (again.status_code, again.json()["error"]["param"]) == (400, "previous_response_id")
 
@@ -636,10 +606,9 @@ async def test_many_references_to_one_long_item_are_refused(tokenizer: Tokenizer
 
 
 @pytest.mark.parametrize("values", [[[]] * 300_000, [0] * 300_000])
-async def test_items_of_very_many_values_are_refused(tokenizer: Tokenizer, values: list[Any]) -> None:
+async def test_items_of_very_many_values_are_refused(client: Client, values: list[Any]) -> None:
     items = [{"type": "web_search_call", "action": values}, {"role": "user", "content": "hi"}]
-    async with closing(FakeBackend(tokenizer)) as client:
-        response = await client.post(PATH, json={"input": items})
+    response = await client.post(PATH, json={"input": items})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "input")
 
 
@@ -651,20 +620,18 @@ def turns_from(first: int) -> list[dict[str, Any]]:
     return [item for pair in list(pairs)[first:] for item in pair]
 
 
-async def test_truncation_auto_leaves_the_oldest_turns_out(tokenizer: Tokenizer) -> None:
-    backend = FakeBackend(tokenizer)
+async def test_truncation_auto_drops_oldest_turns(tokenizer: Tokenizer, backend: FakeBackend, client: Client) -> None:
     backend.max_model_len = 120
     items = [{"role": "developer", "content": "Be brief."}, *turns_from(0), {"role": "user", "content": "last"}]
-    async with closing(backend) as client:
-        refused = await client.post(PATH, json={"input": items, "max_output_tokens": 10})
-        response = await client.post(PATH, json={"input": items, "max_output_tokens": 10, "truncation": "auto"})
-        shown = tokenizer.decode(backend.requests[0].token_ids)
-        num_left = shown.count("question")
-        expected = [items[0], *turns_from(9 - num_left), items[-1]]
-        same = await client.post(PATH, json={"input": expected, "max_output_tokens": 10})
-        more = [items[0], *turns_from(8 - num_left), items[-1]]
-        too_long = await client.post(PATH, json={"input": more, "max_output_tokens": 10})
-        alone = await client.post(PATH, json={"input": "x" * 200, "truncation": "auto"})
+    refused = await client.post(PATH, json={"input": items, "max_output_tokens": 10})
+    response = await client.post(PATH, json={"input": items, "max_output_tokens": 10, "truncation": "auto"})
+    shown = tokenizer.decode(backend.requests[0].token_ids)
+    num_left = shown.count("question")
+    expected = [items[0], *turns_from(9 - num_left), items[-1]]
+    same = await client.post(PATH, json={"input": expected, "max_output_tokens": 10})
+    more = [items[0], *turns_from(8 - num_left), items[-1]]
+    too_long = await client.post(PATH, json={"input": more, "max_output_tokens": 10})
+    alone = await client.post(PATH, json={"input": "x" * 200, "truncation": "auto"})
     assert refused.json()["error"]["code"] == "context_length_exceeded"
     assert (response.status_code, same.status_code, too_long.status_code) == (200, 200, 400)
     assert 0 < num_left < 9

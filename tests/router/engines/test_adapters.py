@@ -6,20 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from zmq.asyncio import Context
 
 from tandem.frontend.relay.prompts import ByteTokenReader
 from tandem.protocol.config import RouterConfig
-from tests.support.engines_harness import (
-    COMPLETIONS,
-    Router,
-    completion,
-    routing,
-    routing_by_hub,
-    spec_of,
-)
+from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, routing_by_hub, spec_of
 from tests.support.fake_openai import MODEL, FakeServer
-from tests.support.kv_event_publisher import IDS, Publisher, name, stored
+from tests.support.kv_event_publisher import IDS, name, publishing, stored
 from tests.support.waiting import eventually
 
 PROMPT = [*IDS, 1, 2, 3]
@@ -72,9 +64,7 @@ async def test_adapters_are_followed_as_they_come_and_go(fake_a: FakeServer, fak
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_adapter_unloaded_just_now_is_asked_for_elsewhere(
-    fake_a: FakeServer, fake_b: FakeServer, stream: bool
-) -> None:
+async def test_an_unloaded_adapter_is_sought_elsewhere(fake_a: FakeServer, fake_b: FakeServer, stream: bool) -> None:
     fake_a.adapters = fake_b.adapters = ["sql"]
     fake_a.unloaded = ["sql"]
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
@@ -90,18 +80,8 @@ async def test_an_adapter_unloaded_just_now_is_asked_for_elsewhere(
 
 
 async def test_hits_are_predicted_per_adapter_and_salt(fake_a: FakeServer) -> None:
-    context = Context()
-    publisher = Publisher(context)
     fake_a.adapters = ["sql", "chat"]
-    spec = spec_of(
-        fake_a,
-        "a",
-        model=MODEL,
-        kv_events=f"tcp://127.0.0.1:{publisher.port}",
-        kv_replay=f"tcp://127.0.0.1:{publisher.replay_port}",
-        block_size=16,
-    )
-    try:
+    async with publishing(fake_a) as (publisher, spec):
         await publisher.publish(stored(0, 3, lora_name="sql", extra_keys=[["sql"]] * 3), is_lost=True)
         others = [b"chat-%d" % i for i in range(2)]
         chat = stored(0, 2, lora_name="chat", extra_keys=[["chat"]] * 2, block_hashes=others)
@@ -117,9 +97,6 @@ async def test_hits_are_predicted_per_adapter_and_salt(fake_a: FakeServer) -> No
             assert await expected("sql", cache_salt="own") == 0
             await publisher.publish({"type": "BlockRemoved", "block_hashes": [name(2)], "medium": "GPU"})
             await eventually(lambda: router.fleet.index.num_blocks("a") == 4)
-    finally:
-        await publisher.close()
-        context.term()
 
 
 async def test_sglang_is_told_the_adapter_in_its_own_way(fake_a: FakeServer) -> None:

@@ -78,9 +78,7 @@ async def test_engines_of_the_operators_file_may_be_local(fake_a: FakeServer) ->
         await router.all_ready("a", "b")
 
 
-async def test_a_name_that_resolves_to_this_machine_later_is_not_connected_to(
-    fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_name_that_turns_local_is_not_connected_to(fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The addresses that the name of the engine resolves to change during the test."""
     port = int(fake_a.url.rpartition(":")[2])
     meant, local = ["127.0.0.1"], set[str]()

@@ -89,9 +89,7 @@ async def test_engines_come_and_go_at_run_time(fake_a: FakeServer) -> None:
         ({"url": "http://h:1", "api_key_env": "TANDEM_ENGINE_NONE"}, "is not set; export"),
     ],
 )
-async def test_a_bad_engine_is_refused_and_changes_nothing(
-    fake_a: FakeServer, body: dict[str, Any], expected: str
-) -> None:
+async def test_a_bad_engine_is_refused_and_not_added(fake_a: FakeServer, body: dict[str, Any], expected: str) -> None:
     async with routing(spec_of(fake_a, "a"), admin_token="secret") as router:
         response = await post(router, **body)
         assert response.status_code == 400
@@ -129,9 +127,7 @@ async def unready(router: Router, fake: FakeServer, name: str) -> None:
     await eventually(lambda: router.engine(name).state is WorkerState.DEAD)
 
 
-async def test_an_engine_that_is_removed_serves_while_the_others_of_its_model_are_gone(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_a_removed_engine_serves_while_the_others_are_gone(fake_a: FakeServer, fake_b: FakeServer) -> None:
     config = RouterConfig(drain_timeout_s=3600.0)
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b"), admin_token="secret", config=config) as router:
         await unready(router, fake_b, "b")
@@ -156,9 +152,7 @@ async def test_an_engine_that_is_removed_serves_while_the_others_of_its_model_ar
         assert (await router.client.post(COMPLETIONS, json=completion())).headers["x-tandem-engine"] == "b"
 
 
-async def test_an_engine_that_is_removed_leaves_at_its_deadline_though_it_is_the_last_one(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_a_removed_engine_leaves_at_its_deadline_even_as_the_last(fake_a: FakeServer, fake_b: FakeServer) -> None:
     config = RouterConfig(drain_timeout_s=0.3)
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b"), admin_token="secret", config=config) as router:
         assert (await router.client.delete("/v1/engines/a", headers=TOKEN)).status_code == 202
@@ -166,9 +160,7 @@ async def test_an_engine_that_is_removed_leaves_at_its_deadline_though_it_is_the
         await eventually(lambda: router.fleet.get("a") is None)
 
 
-async def test_an_engine_whose_circuit_is_open_is_not_asked_before_one_that_drains(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_an_engine_that_drains_is_asked_before_an_open_circuit(fake_a: FakeServer, fake_b: FakeServer) -> None:
     config = RouterConfig(drain_timeout_s=3600.0)
     specs = spec_of(fake_a, "a"), spec_of(fake_b, "b")
     breaker = {"breaker_failures": 1, "breaker_open_s": 3600.0, "breaker_max_open_s": 3600.0}

@@ -29,16 +29,8 @@ VALUES = st.recursive(
 )
 FIELDS = [
     *("input", "instructions", "messages", "system", "tools", "tool_choice", "prompt", "reasoning", "thinking"),
-    *(
-        "output_config",
-        "chat_template_kwargs",
-        "previous_response_id",
-        "n",
-        "store",
-        "max_tokens",
-        "query",
-        "documents",
-    ),
+    *("output_config", "chat_template_kwargs", "previous_response_id", "n", "store", "max_tokens", "query"),
+    "documents",
     *("reasoning_effort", "truncation", "text_1", "best_of", "background"),
 ]
 BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6)

@@ -74,7 +74,7 @@ def test_a_stall_opens_at_once_and_nothing_goes_by_until_a_success() -> None:
     assert not breaker.has_stalled
 
 
-def test_each_failed_trial_doubles_the_time_up_to_the_limit_and_success_resets_it() -> None:
+def test_failed_trials_double_the_time_and_success_resets_it() -> None:
     breaker = make_breaker(max_failures=1)
     now, waits = 0.0, []
     for _ in range(5):
@@ -115,9 +115,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_never_more_than_one_trial_and_never_open_for_longer_than_the_limit(
-    steps: list[tuple[str, float, int]],
-) -> None:
+def test_a_breaker_has_one_trial_and_is_open_no_longer_than_the_limit(steps: list[tuple[str, float, int]]) -> None:
     breaker = make_breaker(max_failures=2, open_s=0.5, max_open_s=3.0)
     now, current = 0.0, 0
     running: list[int] = []  # trial of each request, 0 = none

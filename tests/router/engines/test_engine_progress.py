@@ -103,14 +103,6 @@ def test_a_client_that_takes_nothing_excuses_its_stream() -> None:
     assert world.wait(1)
 
 
-def test_being_held_makes_no_token_due_that_was_not() -> None:
-    world = World()
-    world.progress.begin("x", world.now)
-    world.progress.hold("x", world.now, is_held=True)
-    world.progress.hold("x", world.now, is_held=False)
-    assert not world.wait(100)
-
-
 def test_counters_that_change_show_steps() -> None:
     world = World()
     streaming(world, "x")
@@ -136,7 +128,7 @@ def test_an_engine_that_says_that_it_runs_requests_must_count(is_of_each_step: b
     assert len(found) == (is_of_each_step and num_running)
 
 
-def test_requests_that_an_engine_ran_for_others_are_no_sign_once_ours_have_ended() -> None:
+def test_requests_of_others_are_no_sign_once_ours_have_ended() -> None:
     world = World()
     world.progress.begin("waits for its first token", world.now)
     world.report(WorkDone(7.0, is_of_each_step=True))
@@ -205,9 +197,7 @@ def test_the_time_for_which_it_was_not_there_does_not_count() -> None:
 @pytest.mark.parametrize(
     ("stall_s", "num_processes", "limit_s"), [(3.0, 1, 3.0), (3.0, 2, 16.0), (30.0, 2, 30.0), (0.0, 2, 0.0)]
 )
-def test_an_edge_process_that_hangs_is_ended_before_an_engine_is_judged(
-    stall_s: float, num_processes: int, limit_s: float
-) -> None:
+def test_a_hanging_frontend_ends_before_an_engine_is_judged(stall_s: float, num_processes: int, limit_s: float) -> None:
     config = RouterConfig(worker_timeout_s=8.0, router_processes=num_processes)
     assert stall_limit_s(ExternalEnginesConfig(engine_stall_s=stall_s), config) == limit_s
 

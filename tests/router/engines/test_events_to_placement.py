@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from fastapi.responses import JSONResponse
-from zmq.asyncio import Context
 
 from tandem.frontend.relay.prompt_forms import chat_form
 from tandem.frontend.relay.prompts import ByteTokenReader, TokenReader
@@ -16,7 +15,7 @@ from tandem.protocol.digest import EVERYONE
 from tandem.text.tokenizer import Tokenizer
 from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of
 from tests.support.fake_openai import FakeServer
-from tests.support.kv_event_publisher import IDS, Publisher, removed, stored
+from tests.support.kv_event_publisher import IDS, Publisher, publishing, removed, stored
 from tests.support.waiting import eventually
 
 PROMPT = [*IDS, 1, 2, 3]
@@ -29,17 +28,7 @@ async def expected_tokens(router: Router, **fields: Any) -> int:
 
 
 async def test_the_index_follows_the_engine(fake_a: FakeServer) -> None:
-    context = Context()
-    publisher = Publisher(context, keeps=2)
-    spec = spec_of(
-        fake_a,
-        "a",
-        model="fake-model",
-        kv_events=f"tcp://127.0.0.1:{publisher.port}",
-        kv_replay=f"tcp://127.0.0.1:{publisher.replay_port}",
-        block_size=16,
-    )
-    try:
+    async with publishing(fake_a, keeps=2) as (publisher, spec):
         await publisher.publish(stored(0, 3), is_lost=True)  # before the router came
         async with routing(spec, readers={"fake-model": ByteTokenReader()}) as router:
             index = router.fleet.index
@@ -54,53 +43,38 @@ async def test_the_index_follows_the_engine(fake_a: FakeServer) -> None:
             await publisher.publish(stored(0, 1))
             await eventually(lambda: router.engine("a").cache.num_event_gaps == 1)
             await eventually(lambda: index.num_blocks("a") == 1)
-    finally:
-        await publisher.close()
-        context.term()
 
 
-async def test_an_engine_that_clears_its_cache_costs_only_its_own_blocks(
-    fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cleared_cache_costs_only_its_own_blocks(fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """To follow a worker anew would take a pass over the blocks of all engines."""
-    context = Context()
-    publisher = Publisher(context)
-    spec = spec_of(fake_a, "a", model="fake-model", kv_events=f"tcp://127.0.0.1:{publisher.port}", block_size=16)
-    try:
-        async with routing(spec, readers={"fake-model": ByteTokenReader()}) as router:
-            index = router.fleet.index
-            await publish_until(publisher, lambda: index.num_blocks("a") == 3, stored(0, 3))
-            added: list[str] = []
-            monkeypatch.setattr(index, "add_worker", lambda name, _: added.append(name))
-            await publish_until(publisher, lambda: index.num_blocks("a") == 0, {"type": "AllBlocksCleared"})
-            await publish_until(publisher, lambda: index.num_blocks("a") == 2, stored(0, 2))
-            assert not added
-    finally:
-        await publisher.close()
-        context.term()
+    async with (
+        publishing(fake_a, has_replay=False) as (publisher, spec),
+        routing(spec, readers={"fake-model": ByteTokenReader()}) as router,
+    ):
+        index = router.fleet.index
+        await publish_until(publisher, lambda: index.num_blocks("a") == 3, stored(0, 3))
+        added: list[str] = []
+        monkeypatch.setattr(index, "add_worker", lambda name, _: added.append(name))
+        await publish_until(publisher, lambda: index.num_blocks("a") == 0, {"type": "AllBlocksCleared"})
+        await publish_until(publisher, lambda: index.num_blocks("a") == 2, stored(0, 2))
+        assert not added
 
 
 @pytest.mark.parametrize(
     "wrong", [{"token_ids": [-1] * 16}, {"token_ids": [2**40] * 16}, {"lora_name": 5}, {"block_hashes": 3}], ids=str
 )
-async def test_after_a_malformed_batch_nothing_is_known_and_the_next_one_counts(
-    fake_a: FakeServer, wrong: dict[str, Any]
-) -> None:
-    context = Context()
-    publisher = Publisher(context)
-    spec = spec_of(fake_a, "a", model="fake-model", kv_events=f"tcp://127.0.0.1:{publisher.port}", block_size=16)
-    try:
-        async with routing(spec, readers={"fake-model": ByteTokenReader()}) as router:
-            index = router.fleet.index
-            await publish_until(publisher, lambda: index.num_blocks("a") == 3, stored(0, 3))
-            await publisher.publish(removed(2), stored(0, 1) | wrong)
-            await eventually(lambda: index.num_blocks("a") == 0)
-            assert "its KV events are malformed" in router.engine("a").reason
-            await publisher.publish(stored(0, 2))
-            await eventually(lambda: index.num_blocks("a") == 2)
-    finally:
-        await publisher.close()
-        context.term()
+async def test_a_malformed_batch_leaves_nothing_and_the_next_counts(fake_a: FakeServer, wrong: dict[str, Any]) -> None:
+    async with (
+        publishing(fake_a, has_replay=False) as (publisher, spec),
+        routing(spec, readers={"fake-model": ByteTokenReader()}) as router,
+    ):
+        index = router.fleet.index
+        await publish_until(publisher, lambda: index.num_blocks("a") == 3, stored(0, 3))
+        await publisher.publish(removed(2), stored(0, 1) | wrong)
+        await eventually(lambda: index.num_blocks("a") == 0)
+        assert "its KV events are malformed" in router.engine("a").reason
+        await publisher.publish(stored(0, 2))
+        await eventually(lambda: index.num_blocks("a") == 2)
 
 
 def image_chat(data: str) -> dict[str, Any]:
@@ -112,45 +86,29 @@ def image_chat(data: str) -> dict[str, Any]:
     }
 
 
-async def test_prompts_with_images_and_prompts_of_text_find_no_blocks_of_each_other(
-    fake_a: FakeServer, tokenizer: Tokenizer
-) -> None:
+async def test_prompts_with_images_and_of_text_share_no_blocks(fake_a: FakeServer, tokenizer: Tokenizer) -> None:
     """The engine's blocks contain the same token ids in each case."""
-    context = Context()
-    publisher = Publisher(context)
     fake_a.replies[CHAT] = lambda *_: JSONResponse({"choices": [{}]})
-    spec = spec_of(
-        fake_a,
-        "a",
-        model="fake-model",
-        kv_events=f"tcp://127.0.0.1:{publisher.port}",
-        kv_replay=f"tcp://127.0.0.1:{publisher.replay_port}",
-        block_size=16,
-    )
     reader = TokenReader(tokenizer)
     guessed = reader.read(chat_form(image_chat("a")), EVERYONE, 4096).token_ids
     num_blocks = len(guessed) // 16
-    try:
-        async with routing(spec, readers={"fake-model": reader}) as router:
-            # Blocks whose ids are the guess for a prompt with an image, computed as text: a real prompt of these ids.
-            names = [b"text-%d" % i for i in range(num_blocks)]
-            ids = guessed[: num_blocks * 16]
-            await publish_until(
-                publisher,
-                lambda: router.fleet.index.num_blocks("a") == num_blocks,
-                stored(0, num_blocks, block_hashes=names, token_ids=ids),
-            )
-            # Blocks of a prompt with an image, whose ids a prompt of text may have too: none is known beyond the text.
-            images = [None, [["hash", 2]], None, None]
-            await publisher.publish(stored(0, 4, extra_keys=images))
-            await eventually(lambda: router.fleet.index.num_blocks("a") == num_blocks + 1)
-            assert await expected_tokens(router) == 16  # of text before the image
-            for _ in range(2):  # the second time the first request is on its way to be cached
-                response = await router.client.post(CHAT, json=image_chat("a"))
-                assert (response.status_code, response.headers["x-tandem-expected-cached-tokens"]) == (200, "0")
-    finally:
-        await publisher.close()
-        context.term()
+    async with publishing(fake_a) as (publisher, spec), routing(spec, readers={"fake-model": reader}) as router:
+        # Blocks whose ids are the guess for a prompt with an image, computed as text: a real prompt of these ids.
+        names = [b"text-%d" % i for i in range(num_blocks)]
+        ids = guessed[: num_blocks * 16]
+        await publish_until(
+            publisher,
+            lambda: router.fleet.index.num_blocks("a") == num_blocks,
+            stored(0, num_blocks, block_hashes=names, token_ids=ids),
+        )
+        # Blocks of a prompt with an image, whose ids a prompt of text may have too: none is known beyond the text.
+        images = [None, [["hash", 2]], None, None]
+        await publisher.publish(stored(0, 4, extra_keys=images))
+        await eventually(lambda: router.fleet.index.num_blocks("a") == num_blocks + 1)
+        assert await expected_tokens(router) == 16  # of text before the image
+        for _ in range(2):  # the second time the first request is on its way to be cached
+            response = await router.client.post(CHAT, json=image_chat("a"))
+            assert (response.status_code, response.headers["x-tandem-expected-cached-tokens"]) == (200, "0")
 
 
 async def publish_until(publisher: Publisher, condition: Callable[[], bool], event: dict[str, Any]) -> None:

@@ -19,8 +19,18 @@ from tandem.protocol.messages import WorkerState
 from tandem.router.engines import upstream as upstream_module
 from tandem.router.engines.breaker import BreakerState
 from tandem.router.engines.config import spec_from
-from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, dead_url, routing, spec_of
-from tests.support.fake_backend import RawClient, events
+from tests.support.engines_harness import (
+    CHAT,
+    COMPLETIONS,
+    PAIRED,
+    Router,
+    completion,
+    dead_url,
+    pair,
+    routing,
+    spec_of,
+)
+from tests.support.fake_backend import RawClient, SlowClient, events
 from tests.support.fake_openai import FakeServer
 from tests.support.waiting import eventually
 
@@ -119,18 +129,14 @@ async def test_an_engine_of_unknown_kind_gets_the_body_unchanged(fake_a: FakeSer
         assert fake_a.requests == [completion(stream=True, model="fake-model")]
 
 
-async def test_the_engine_gets_its_own_key_and_not_the_clients(
-    fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_gets_its_own_key_not_the_clients(fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINE_KEY", "inner")
     async with routing(spec_of(fake_a, "a", api_key_env="ENGINE_KEY")) as router:
         await router.client.post(COMPLETIONS, json=completion(), headers={"authorization": "Bearer outer"})
     assert fake_a.authorization == ["Bearer inner"]
 
 
-async def test_a_models_card_has_what_all_engines_that_tell_it_can_do(
-    fake_a: FakeServer, fake_b: FakeServer, server: FakeServer
-) -> None:
+async def test_a_models_card_has_what_all_can_do(fake_a: FakeServer, fake_b: FakeServer, server: FakeServer) -> None:
     fake_a.capabilities = {"chat": True, "tools": "hermes"}
     fake_b.capabilities = {"chat": True, "tools": None}
     server.model = "other"
@@ -173,9 +179,7 @@ async def test_a_body_that_is_not_a_request_is_refused(fake_a: FakeServer, conte
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_clients_own_error_comes_from_the_engine_and_is_not_tried_twice(
-    fake_a: FakeServer, fake_b: FakeServer, stream: bool
-) -> None:
+async def test_a_clients_error_is_the_engines_and_final(fake_a: FakeServer, fake_b: FakeServer, stream: bool) -> None:
     for fake in (fake_a, fake_b):
         fake.status, fake.error = 400, {"message": "temperature is too high", "code": 400}
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
@@ -309,9 +313,7 @@ async def test_a_busy_engine_gets_no_requests_for_as_long_as_it_says(fake_a: Fak
         assert "a (busy for" in refused.json()["error"]["message"] or "engine b" in refused.json()["error"]["message"]
 
 
-async def test_an_engine_that_says_in_its_stream_that_it_is_busy_gets_no_requests(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_an_engine_whose_stream_says_busy_gets_no_requests(fake_a: FakeServer, fake_b: FakeServer) -> None:
     fake_a.first_event_error = {"message": "too many", "code": 429}
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
         assert [await answered_by(router, stream=True) for _ in range(4)] == ["b"] * 4
@@ -332,9 +334,7 @@ async def test_an_engine_that_says_in_its_stream_that_it_is_busy_gets_no_request
         ("inf", 0.5, 1.0),
     ],
 )
-async def test_retry_after_is_seconds_or_a_date(
-    fake_a: FakeServer, header: str, at_least: float, at_most: float
-) -> None:
+async def test_retry_after_is_seconds_or_date(fake_a: FakeServer, header: str, at_least: float, at_most: float) -> None:
     busy(fake_a, formatdate(time.time() + 20, usegmt=True) if header == "date" else header, 503)
     async with routing(spec_of(fake_a, "a")) as router:
         response = await router.client.post(COMPLETIONS, json=completion())
@@ -358,9 +358,7 @@ async def test_the_circuit_opens_and_closes_again(fake_a: FakeServer, fake_b: Fa
         assert router.engine("a").breaker.state(router.fleet.clock()) is BreakerState.CLOSED
 
 
-async def test_requests_that_fail_on_every_engine_do_not_shut_out_others(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_requests_that_fail_everywhere_do_not_shut_out_others(fake_a: FakeServer, fake_b: FakeServer) -> None:
     fakes = fake_a, fake_b
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b"), breaker_open_s=60, breaker_max_open_s=60) as router:
         for fake in fakes:
@@ -379,9 +377,7 @@ async def test_requests_that_fail_on_every_engine_do_not_shut_out_others(
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
-async def test_a_broken_stream_ends_in_an_error_and_is_not_retried(
-    fake_a: FakeServer, fake_b: FakeServer, is_reset: bool
-) -> None:
+async def test_a_broken_stream_is_not_retried(fake_a: FakeServer, fake_b: FakeServer, is_reset: bool) -> None:
     for fake in (fake_a, fake_b):
         fake.break_after, fake.is_reset = 2, is_reset
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
@@ -423,32 +419,13 @@ async def test_a_client_that_disconnects_ends_the_request_at_the_engine(fake_a: 
             await eventually(lambda: fake_a.num_hung_up == 1)
 
 
-class SlowClient(RawClient):
-    """Takes `num_parts` parts of a body, and the rest when `may_go_on` is set."""
-
-    def __init__(self, router: Router, body: dict[str, Any], *, num_parts: int) -> None:
-        self.may_go_on = asyncio.Event()
-        self.num_parts = num_parts
-        super().__init__(router.app, COMPLETIONS, body)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the router waits for it."""
-        return len(self.sent) > self.num_parts  # the head too
-
-    async def _send(self, message: Any) -> None:
-        await super()._send(message)
-        if self.is_full:
-            await self.may_go_on.wait()
-
-
 @pytest.mark.parametrize("num_parts", [1, 2])  # the second comes in the network's callback
 async def test_a_slow_client_gets_all_of_a_stream_in_order(fake_a: FakeServer, num_parts: int) -> None:
     body = completion(stream=True, max_tokens=300)
     async with routing(spec_of(fake_a, "a")) as router:
         direct = await router.client.post(COMPLETIONS, json=body)
         fake_a.pause.clear()
-        client = SlowClient(router, body, num_parts=num_parts)
+        client = SlowClient(router.app, COMPLETIONS, body, num_parts)
         await asyncio.wait_for(client.got_body.wait(), 5)
         fake_a.resume()
         await eventually(lambda: client.is_full and fake_a.num_running == 0)  # the engine has sent it all
@@ -461,12 +438,10 @@ async def test_a_slow_client_gets_all_of_a_stream_in_order(fake_a: FakeServer, n
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])
-async def test_a_slow_client_that_disconnects_ends_the_request_at_the_engine(
-    fake_a: FakeServer, num_parts: int
-) -> None:
+async def test_a_slow_client_that_leaves_ends_its_request_at_the_engine(fake_a: FakeServer, num_parts: int) -> None:
     fake_a.pause.clear()
     async with routing(spec_of(fake_a, "a")) as router:
-        client = SlowClient(router, completion(stream=True, max_tokens=300), num_parts=num_parts)
+        client = SlowClient(router.app, COMPLETIONS, completion(stream=True, max_tokens=300), num_parts)
         await asyncio.wait_for(client.got_body.wait(), 5)
         if num_parts > 1:
             fake_a.resume()
@@ -480,9 +455,7 @@ async def test_a_slow_client_that_disconnects_ends_the_request_at_the_engine(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_connection_that_breaks_during_the_answer_counts_as_a_disconnect(
-    fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
+async def test_a_broken_pipe_is_a_disconnect(fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     async def broken(*_: Any) -> None:
         raise BrokenPipeError
 
@@ -494,9 +467,7 @@ async def test_a_connection_that_breaks_during_the_answer_counts_as_a_disconnect
 
 
 @pytest.mark.parametrize("name", ["open", "relay"])
-async def test_our_own_errors_do_not_count_as_disconnects(
-    fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+async def test_our_errors_are_no_disconnects(fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def broken(*_: Any) -> None:
         raise TimeoutError("ours")
 
@@ -568,19 +539,13 @@ async def test_simulated_blocks_expire(fake_a: FakeServer) -> None:
         await eventually(lambda: router.fleet.index.num_blocks("a") == 0)
 
 
-def pair(fake_a: FakeServer, fake_b: FakeServer) -> list[Any]:
-    return [spec_of(fake_a, "p", role="prefill"), spec_of(fake_b, "d", role="decode")]
-
-
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_pair_computes_on_one_and_decodes_on_the_other(
-    fake_a: FakeServer, fake_b: FakeServer, stream: bool
-) -> None:
+async def test_a_pair_computes_on_one_and_decodes_on_one(fake_a: FakeServer, fake_b: FakeServer, stream: bool) -> None:
     fake_a.num_cached, fake_b.num_cached = 1, 4
     body = completion(stream=stream, max_completion_tokens=4, min_tokens=2)
     if stream:
         body["stream_options"] = {"include_usage": True}
-    async with routing(*pair(fake_a, fake_b), config=RouterConfig(local_prefill=False)) as router:
+    async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         response = await router.client.post(COMPLETIONS, json=body)
         first, rest = fake_a.requests[0], fake_b.requests[0]
         assert (first["stream"], first["max_tokens"], first["max_completion_tokens"]) == (False, 1, 1)
@@ -596,9 +561,7 @@ async def test_a_pair_computes_on_one_and_decodes_on_the_other(
         assert list(costs) == ["vllm fake-model -> vllm fake-model"]
 
 
-async def test_a_prefill_engine_that_hangs_is_blamed_although_its_decode_engine_is_waited_for(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_a_hanging_prefill_engine_is_blamed_not_its_decode_engine(fake_a: FakeServer, fake_b: FakeServer) -> None:
     config = RouterConfig(local_prefill=False)
     async with routing(*pair(fake_a, fake_b), config=config, probe_timeout_s=0.5) as router:
         fake_b.headers_pause.clear()
@@ -612,10 +575,8 @@ async def test_a_prefill_engine_that_hangs_is_blamed_although_its_decode_engine_
         assert (router.engine("p").num_failures, router.engine("d").num_failures) == (1, 0)
 
 
-async def test_a_stream_that_has_begun_survives_the_end_of_its_prefill_engine(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
-    async with routing(*pair(fake_a, fake_b), config=RouterConfig(local_prefill=False)) as router:
+async def test_a_stream_that_has_begun_survives_its_prefill_engine(fake_a: FakeServer, fake_b: FakeServer) -> None:
+    async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         fake_b.pause.clear()  # after the first event
         answering = asyncio.create_task(router.client.post(COMPLETIONS, json=completion(stream=True, max_tokens=3)))
         await eventually(lambda: fake_b.num_running == 1 and not router.engine("p").running)
@@ -629,20 +590,16 @@ async def test_a_stream_that_has_begun_survives_the_end_of_its_prefill_engine(
 
 
 @pytest.mark.parametrize("usage", [["many"], {"prompt_tokens_details": [1]}], ids=str)
-async def test_a_pair_serves_whatever_usage_its_prefill_engine_reports(
-    fake_a: FakeServer, fake_b: FakeServer, usage: Any
-) -> None:
+async def test_a_pair_serves_whatever_usage_prefill_reports(fake_a: FakeServer, fake_b: FakeServer, usage: Any) -> None:
     fake_a.whole = {"usage": usage}
-    async with routing(*pair(fake_a, fake_b), config=RouterConfig(local_prefill=False)) as router:
+    async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         assert [await answered_by(router, stream=stream) for stream in (False, True)] == ["d"] * 2
         assert len(fake_a.requests) == 2
 
 
-async def test_a_prefill_engine_without_a_connector_fails_and_others_take_over(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_a_prefill_engine_without_a_connector_is_replaced(fake_a: FakeServer, fake_b: FakeServer) -> None:
     fake_a.has_kv_params = False
-    async with routing(*pair(fake_a, fake_b), config=RouterConfig(local_prefill=False)) as router:
+    async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         # The decode engine alone takes it in the end: the pair is gone with its prefill engine.
         assert await answered_by(router) == "d"
         assert router.engine("p").num_failures == 1
@@ -694,14 +651,9 @@ async def test_the_prompt_of_a_plain_answer_waits_no_longer_than_predicted(fake_
         {"ec_transfer_params": {"remote_host": "h"}},
         {"vllm_xargs": {"kv_transfer_params": "text"}},
         {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 1},
-        {"bootstrap_pair_key": "k"},
-        {"data_parallel_rank": 1},
-        {"routed_dp_rank": 1},
-        {"disagg_prefill_dp_rank": 1},
-        {"session_params": {"id": "other"}},
-        {"extra_key": "other"},
-        {"custom_logit_processor": "code"},
-        {"id_slot": 0},
+        *({"bootstrap_pair_key": "k"}, {"data_parallel_rank": 1}, {"routed_dp_rank": 1}),
+        *({"disagg_prefill_dp_rank": 1}, {"session_params": {"id": "other"}}, {"extra_key": "other"}),
+        *({"custom_logit_processor": "code"}, {"id_slot": 0}),
     ],
     ids=lambda fields: next(iter(fields)),
 )
@@ -749,30 +701,25 @@ async def test_deep_nesting_is_the_clients_fault(fake_a: FakeServer, field: str,
                 assert "nested too deeply" in response.text or "not valid JSON" in response.text
 
 
-@pytest.mark.parametrize(("deep_at", "status"), [("a", 200), ("b", 502)])
-async def test_an_engines_answer_that_cannot_be_passed_on_is_its_failure(
-    fake_a: FakeServer, fake_b: FakeServer, deep_at: str, status: int
-) -> None:
+@pytest.mark.parametrize(("deep_at", "status"), [("p", 200), ("d", 502)])
+async def test_an_unusable_answer_fails(fake_a: FakeServer, fake_b: FakeServer, deep_at: str, status: int) -> None:
     deep: Any = []
     for _ in range(400):
         deep = [deep]
-    if deep_at == "a":
+    if deep_at == "p":
         fake_a.whole = {"kv_transfer_params": {"deep": deep}}
     else:
         fake_b.whole = {"deep": deep}
-    specs = [spec_of(fake_a, "a", role="prefill"), spec_of(fake_b, "b", role="decode")]
-    async with routing(*specs, config=RouterConfig(local_prefill=False)) as router:
+    async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         response = await router.client.post(COMPLETIONS, json=completion())
         assert response.status_code == status  # what the first cannot hand over, the second computes
         assert router.engine(deep_at).num_failures == 1
         assert status == 200 or "cannot be sent on" in response.text
 
 
-async def test_usage_of_a_pair_that_cannot_be_passed_on_ends_the_stream_with_an_error(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_usage_of_a_pair_that_cannot_be_sent_on_is_an_error(fake_a: FakeServer, fake_b: FakeServer) -> None:
     fake_b.whole = json.loads('{"deep": ' + "[" * 400 + "]" * 400 + "}")
-    async with routing(*pair(fake_a, fake_b), config=RouterConfig(local_prefill=False)) as router:
+    async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         response = await router.client.post(COMPLETIONS, json=completion(stream=True))
         assert "engine d: sent an event that cannot be sent on" in events(response)[-1]["error"]["message"]
         assert router.engine("d").num_failures == 1

@@ -43,9 +43,7 @@ def repeated(part: bytes, count: int) -> Iterator[bytes]:
         (b":\n" * 1024, f"sent an event of more than {MAX_EVENT_LINES} lines"),
     ],
 )
-async def test_an_event_without_an_end_is_an_error_that_names_the_engine(
-    fake_a: FakeServer, part: bytes, complaint: str, is_first: bool
-) -> None:
+async def test_an_endless_event_is_an_error(fake_a: FakeServer, part: bytes, complaint: str, is_first: bool) -> None:
     def events() -> Iterator[bytes]:
         if not is_first:
             yield b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'
@@ -75,7 +73,7 @@ async def test_a_flood_of_tiny_events_is_passed_on_whole(fake_a: FakeServer) -> 
         assert answer.content == tiny * count + b"data: [DONE]\n\n"
 
 
-async def test_an_answer_of_many_values_is_passed_on_unchanged_and_its_usage_counts(fake_a: FakeServer) -> None:
+async def test_an_answer_of_many_values_is_passed_on_and_counted(fake_a: FakeServer) -> None:
     fake_a.whole = {"more": LISTS}
     async with routing(spec_of(fake_a, "a")) as router:
         answer = await router.client.post(COMPLETIONS, json=completion("a b c", max_tokens=2))

@@ -27,6 +27,7 @@ from tandem.router.engines.kv_events import (
     decode_event,
     pieces_of,
 )
+from tests.support.event_loop import Turns
 from tests.support.kv_event_publisher import IDS, Publisher, name, pack, removed, stored
 from tests.support.waiting import eventually
 
@@ -100,9 +101,7 @@ IMAGE = ["7f00cafe", 3]  # hash of an image, and its offset in the block
     ],
 )
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_blocks_that_depend_on_more_than_text_get_no_digest(
-    extra_keys: list[Any], num_text: int, is_whole: bool
-) -> None:
+def test_blocks_of_more_than_text_get_no_digest(extra_keys: list[Any], num_text: int, is_whole: bool) -> None:
     translator = make_translator()
     if is_whole:
         events = [stored(0, 4, extra_keys=extra_keys)]
@@ -184,7 +183,8 @@ async def feeding(*, has_replay: bool = True, **options: Any) -> AsyncIterator[t
     feed = KvEventFeed(context, f"tcp://127.0.0.1:{publisher.port}", replay, heard.take)
     task = asyncio.create_task(feed.run())
     try:
-        yield publisher, feed, heard
+        async with asyncio.timeout(30):
+            yield publisher, feed, heard
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -201,80 +201,61 @@ async def connected(publisher: Publisher, heard: Heard) -> None:
     await eventually(lambda: len(heard) >= 1)
 
 
-def run(scenario: Any) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 30))
+async def test_the_feed_requests_earlier_and_lost_batches() -> None:
+    async with feeding() as (publisher, feed, heard):
+        await publisher.publish(stored(0, 1), is_lost=True)
+        await connected(publisher, heard)
+        await publisher.publish(stored(1, 1))
+        await eventually(lambda: heard.num_blocks == 2)
+        lost_from = publisher.number
+        await publisher.publish(stored(2, 1), is_lost=True)
+        await publisher.publish(stored(3, 1))
+        await eventually(lambda: heard.num_blocks == 4)
+        assert publisher.replayed[-1] == lost_from
+        assert not any(is_lost for _, is_lost in heard)
+        assert feed.num_gaps == 0
 
 
-def test_the_feed_requests_earlier_and_lost_batches() -> None:
-    async def scenario() -> None:
-        async with feeding() as (publisher, feed, heard):
-            await publisher.publish(stored(0, 1), is_lost=True)
-            await connected(publisher, heard)
-            await publisher.publish(stored(1, 1))
-            await eventually(lambda: heard.num_blocks == 2)
-            lost_from = publisher.number
-            await publisher.publish(stored(2, 1), is_lost=True)
-            await publisher.publish(stored(3, 1))
-            await eventually(lambda: heard.num_blocks == 4)
-            assert publisher.replayed[-1] == lost_from
-            assert not any(is_lost for _, is_lost in heard)
-            assert feed.num_gaps == 0
-
-    run(scenario())
-
-
-def test_older_versions_replay_without_a_topic() -> None:
-    async def scenario() -> None:
-        async with feeding(has_topic=False) as (publisher, _, heard):
-            await publisher.publish(stored(0, 2), is_lost=True)
-            await connected(publisher, heard)
-            await eventually(lambda: heard.num_blocks == 1)
-
-    run(scenario())
+async def test_older_versions_replay_without_a_topic() -> None:
+    async with feeding(has_topic=False) as (publisher, _, heard):
+        await publisher.publish(stored(0, 2), is_lost=True)
+        await connected(publisher, heard)
+        await eventually(lambda: heard.num_blocks == 1)
 
 
 @pytest.mark.parametrize("options", [{"has_replay": False}, {"keeps": 1}], ids=["no replay", "forgotten"])
-def test_a_gap_that_no_replay_fills_is_reported(options: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        async with feeding(**options) as (publisher, feed, heard):
-            await connected(publisher, heard)
-            gaps = feed.num_gaps
-            await publisher.publish(stored(0, 1), is_lost=True)
-            await publisher.publish(stored(1, 1))
-            await eventually(lambda: heard[-1] == (["BlockStored"], True))
-            assert feed.num_gaps == gaps + 1
-            await publisher.publish(stored(2, 1))
-            await eventually(lambda: heard[-1] == (["BlockStored"], False))
-
-    run(scenario())
+async def test_a_gap_that_no_replay_fills_is_reported(options: dict[str, Any]) -> None:
+    async with feeding(**options) as (publisher, feed, heard):
+        await connected(publisher, heard)
+        gaps = feed.num_gaps
+        await publisher.publish(stored(0, 1), is_lost=True)
+        await publisher.publish(stored(1, 1))
+        await eventually(lambda: heard[-1] == (["BlockStored"], True))
+        assert feed.num_gaps == gaps + 1
+        await publisher.publish(stored(2, 1))
+        await eventually(lambda: heard[-1] == (["BlockStored"], False))
 
 
-def test_a_restarted_engine_has_an_empty_cache() -> None:
-    async def scenario() -> None:
-        async with feeding() as (publisher, _, heard):
-            await connected(publisher, heard)
-            await publisher.publish(stored(0, 1))
-            await eventually(lambda: heard.num_blocks == 1)
-            publisher.number = 0
-            await publisher.publish(stored(1, 1))
-            await eventually(lambda: heard.num_blocks == 2)
-            assert heard[-2:] == [([], True), (["BlockStored"], False)]
-
-    run(scenario())
+async def test_a_restarted_engine_has_an_empty_cache() -> None:
+    async with feeding() as (publisher, _, heard):
+        await connected(publisher, heard)
+        await publisher.publish(stored(0, 1))
+        await eventually(lambda: heard.num_blocks == 1)
+        publisher.number = 0
+        await publisher.publish(stored(1, 1))
+        await eventually(lambda: heard.num_blocks == 2)
+        assert heard[-2:] == [([], True), (["BlockStored"], False)]
 
 
-def test_a_malformed_message_is_a_gap_and_the_feed_continues() -> None:
-    async def scenario() -> None:
-        async with feeding() as (publisher, _, heard):
-            await connected(publisher, heard)
-            await eventually(lambda: len(heard) >= publisher.number)
-            await publisher.send_raw(publisher.number, b"\xc1")
-            publisher.number += 1
-            await eventually(lambda: heard[-1] == ([], True))
-            await publisher.publish(stored(0, 1))
-            await eventually(lambda: heard[-1] == (["BlockStored"], False))
-
-    run(scenario())
+async def test_a_malformed_message_is_a_gap_and_the_feed_continues() -> None:
+    async with feeding() as (publisher, _, heard):
+        await connected(publisher, heard)
+        await eventually(lambda: len(heard) >= publisher.number)
+        await publisher.send_raw(publisher.number, b"\xc1")
+        publisher.number += 1
+        await eventually(lambda: heard[-1] == ([], True))
+        await publisher.publish(stored(0, 1))
+        await eventually(lambda: heard[-1] == (["BlockStored"], False))
 
 
 # -- engines that send too much
@@ -368,68 +349,36 @@ def test_no_more_blocks_are_followed_than_fit(monkeypatch: pytest.MonkeyPatch) -
     assert len(translator.apply([stored(1, 2)]).stored) == 2
 
 
-class Turns:
-    """Counts iterations of the event loop, and notes in which of them each batch came."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.num_blocks: dict[int, int] = {}
-        self.num_lost = 0
-        self._tick()
-
-    def take(self, events: list[dict[str, Any]], is_lost: bool) -> None:
-        self.num_lost += is_lost
-        num_blocks = sum(len(event.get("block_hashes") or ()) for event in events)
-        self.num_blocks[self.number] = self.num_blocks.get(self.number, 0) + num_blocks
-
-    def _tick(self) -> None:
-        self.number += 1
-        self._handle = asyncio.get_running_loop().call_soon(self._tick)
-
-    def close(self) -> None:
-        self._handle.cancel()
+async def test_a_flood_of_events_takes_a_few_blocks_of_each_turn() -> None:
+    async with feeding() as (publisher, feed, heard):
+        await connected(publisher, heard)
+        turns = Turns()
+        feed._on_batch = lambda events, is_lost: turns.add(sum(len(one.get("block_hashes") or ()) for one in events))
+        await publisher.publish(long_event(5 * PIECE_BLOCKS), *[removed(1)] * 3 * PIECE_BLOCKS)
+        for _ in range(50):
+            await publisher.publish(removed(1))
+        await eventually(lambda: turns.amounts.total() == 8 * PIECE_BLOCKS + 50)
+        turns.close()
+        assert max(turns.amounts.values()) <= PIECE_BLOCKS
 
 
-def test_a_flood_of_events_takes_a_few_blocks_of_each_turn() -> None:
-    async def scenario() -> None:
-        async with feeding() as (publisher, feed, heard):
-            await connected(publisher, heard)
-            turns = Turns()
-            feed._on_batch = turns.take
-            await publisher.publish(long_event(5 * PIECE_BLOCKS), *[removed(1)] * 3 * PIECE_BLOCKS)
-            for _ in range(50):
-                await publisher.publish(removed(1))
-            await eventually(lambda: sum(turns.num_blocks.values()) == 8 * PIECE_BLOCKS + 50)
-            turns.close()
-            assert max(turns.num_blocks.values()) <= PIECE_BLOCKS
-
-    run(scenario())
-
-
-def test_a_replay_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replay_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "REPLAY_TIMEOUT_S", 0.3)
-
-    async def scenario() -> None:
-        async with feeding(is_endless=True) as (publisher, _, heard):
-            await connected(publisher, heard)
-            await publisher.publish(stored(0, 1))
-            await eventually(lambda: heard.num_blocks == 1)
-
-    run(scenario())
+    async with feeding(is_endless=True) as (publisher, _, heard):
+        await connected(publisher, heard)
+        await publisher.publish(stored(0, 1))
+        await eventually(lambda: heard.num_blocks == 1)
 
 
 @pytest.mark.parametrize(
     "frames", [[b"kv", b"", b"x"], [b"kv", b"\xff" * 8, b"x"], [b"kv", b"1" * 100_000, b"x"], [b"kv"], [b""] * 1000]
 )
-def test_frames_that_are_no_message_do_not_end_the_feed(frames: list[bytes]) -> None:
-    async def scenario() -> None:
-        async with feeding() as (publisher, feed, heard):
-            while feed._last_published < 0:  # until it is subscribed
-                await publisher.publish()
-                await asyncio.sleep(0.01)
-            await publisher._pub.send_multipart(frames)
-            publisher.number = 0  # it has restarted
-            await publisher.publish(stored(0, 1))
-            await eventually(lambda: heard.num_blocks == 1)
-
-    run(scenario())
+async def test_frames_that_are_no_message_do_not_end_the_feed(frames: list[bytes]) -> None:
+    async with feeding() as (publisher, feed, heard):
+        while feed._last_published < 0:  # until it is subscribed
+            await publisher.publish()
+            await asyncio.sleep(0.01)
+        await publisher._pub.send_multipart(frames)
+        publisher.number = 0  # it has restarted
+        await publisher.publish(stored(0, 1))
+        await eventually(lambda: heard.num_blocks == 1)

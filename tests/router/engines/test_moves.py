@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ async def test_several_deaths_in_one_stream_and_many_streams_at_once(fake_a: Fak
             assert_whole(answer)
 
 
-async def test_an_undisturbed_stream_is_what_the_engine_sends_to_those_who_ask_for_no_ids(fake_a: FakeServer) -> None:
+async def test_an_undisturbed_stream_is_the_engines_own(fake_a: FakeServer) -> None:
     scripts_on(fake_a)
     async with routing(spec_of(fake_a, "a")) as router, httpx.AsyncClient(base_url=fake_a.url) as engine:
         for body in (CHAT_BODY, COMPLETION_BODY):
@@ -148,36 +149,29 @@ async def test_running_usage_goes_on(fake_a: FakeServer, fake_b: FakeServer) -> 
 
 
 @pytest.mark.parametrize(
-    ("fields", "why"),
+    ("fields", "version", "why"),
     [
-        ({"seed": 5}, "'seed' is set"),
-        ({"n": 2}, "'n' is set"),
-        ({"logprobs": 1}, "'logprobs' is set"),
-        ({"presence_penalty": 1}, "'presence_penalty' is set"),
+        ({"seed": 5}, "0.32.0", "'seed' is set"),
+        ({"n": 2}, "0.32.0", "'n' is set"),
+        ({"logprobs": 1}, "0.32.0", "'logprobs' is set"),
+        ({"presence_penalty": 1}, "0.32.0", "'presence_penalty' is set"),
+        ({}, "0.9.2", "gives no token ids"),
     ],
 )
 async def test_a_stream_that_cannot_go_on_says_why_and_costs_nothing(
-    fake_a: FakeServer, fake_b: FakeServer, fields: dict[str, Any], why: str
+    fake_a: FakeServer, fake_b: FakeServer, fields: dict[str, Any], version: str, why: str
 ) -> None:
     breaks = scripts_on(fake_a, fake_b)
+    fake_a.version = fake_b.version = version
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
         breaks.append(3)
         answer = await ask(router, COMPLETION_BODY | fields)
         error = error_of(answer)
         assert error["code"] == "engine_failed"
-        assert error["message"].endswith(f"the stream cannot go on: {why}")
+        assert re.search(f"the stream cannot go on: .*{why}$", error["message"])
         assert len(fake_a.requests) + len(fake_b.requests) == 1
         assert "return_token_ids" not in (fake_a.requests + fake_b.requests)[0]
         assert not router.dispatcher.reservations.moves.num_moves
-
-
-async def test_an_engine_that_gives_no_token_ids_is_not_asked_for_them(fake_a: FakeServer, fake_b: FakeServer) -> None:
-    breaks = scripts_on(fake_a, fake_b)
-    fake_a.version = fake_b.version = "0.9.2"
-    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
-        breaks.append(3)
-        assert "gives no token ids" in error_of(await ask(router, COMPLETION_BODY))["message"]
-        assert "return_token_ids" not in (fake_a.requests + fake_b.requests)[0]
 
 
 async def test_no_move_is_allowed(fake_a: FakeServer, fake_b: FakeServer) -> None:
@@ -186,13 +180,6 @@ async def test_no_move_is_allowed(fake_a: FakeServer, fake_b: FakeServer) -> Non
         breaks.append(3)
         assert "cannot go on" not in error_of(await ask(router, COMPLETION_BODY))["message"]
         assert "return_token_ids" not in (fake_a.requests + fake_b.requests)[0]
-
-
-async def test_the_last_engine_has_nowhere_to_go(fake_a: FakeServer) -> None:
-    breaks = scripts_on(fake_a)
-    async with routing(spec_of(fake_a, "a")) as router:
-        breaks.append(3)
-        assert "a (tried)" in error_of(await ask(router, COMPLETION_BODY))["message"]
 
 
 async def test_moves_are_limited(fake_a: FakeServer, fake_b: FakeServer) -> None:
@@ -213,9 +200,7 @@ async def test_a_stream_of_an_engine_that_hangs_goes_on(fake_a: FakeServer, fake
 
 
 @pytest.mark.parametrize("seed", [None, 7], ids=["no other engine", "cannot go on"])
-async def test_a_stream_of_an_engine_that_hangs_ends_with_the_code_of_a_timeout_and_the_reason(
-    fake_a: FakeServer, fake_b: FakeServer, seed: int | None
-) -> None:
+async def test_a_hanging_stream_ends_as_a_timeout(fake_a: FakeServer, fake_b: FakeServer, seed: int | None) -> None:
     breaks = scripts_on(fake_a, fake_b, how="hang")
     specs = [spec_of(fake_a, "a"), *([spec_of(fake_b, "b")] if seed else [])]
     async with routing(*specs, config=RouterConfig(request_timeout_s=0.3)) as router:
@@ -223,7 +208,7 @@ async def test_a_stream_of_an_engine_that_hangs_ends_with_the_code_of_a_timeout_
         error = error_of(await ask(router, CHAT_BODY | {"seed": seed}))
     assert error["code"] == "engine_timeout"
     assert "sent nothing within request_timeout_s=0.3; the stream cannot go on: " in error["message"]
-    assert ("'seed' is set" in error["message"]) == bool(seed)
+    assert ("'seed' is set" if seed else "a (tried)") in error["message"]
 
 
 async def test_a_stream_leaves_an_engine_that_is_removed(fake_a: FakeServer, fake_b: FakeServer) -> None:
@@ -278,7 +263,7 @@ async def test_a_stream_that_ends_one_engine_after_the_other_is_given_up() -> No
             assert "tandem_poisoned_requests_total 1.0" in (await router.client.get("/metrics")).text
 
 
-async def test_a_request_that_ends_engines_before_its_first_byte_is_refused_the_next_time() -> None:
+async def test_a_request_that_ends_engines_at_once_is_refused_later() -> None:
     with fake_openai() as one, fake_openai() as two, fake_openai() as three:
         fakes = [one, two, three]
         breaks = scripts_on(*fakes)
@@ -341,9 +326,7 @@ def test_versions_of_vllm_that_give_token_ids(version: bytes, gives: bool) -> No
 
 
 @pytest.mark.parametrize("has_ids", [True, False])
-async def test_an_engine_that_tells_its_capabilities_is_not_asked_for_its_version(
-    fake_a: FakeServer, has_ids: bool
-) -> None:
+async def test_an_engine_with_capabilities_is_not_asked_for_its_version(fake_a: FakeServer, has_ids: bool) -> None:
     fake_a.version, fake_a.capabilities = "0.32.0", {"token_ids": has_ids}
     async with routing(spec_of(fake_a, "a", kind="openai")) as router:
         assert router.engine("a").gives_token_ids is has_ids

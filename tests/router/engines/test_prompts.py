@@ -83,9 +83,7 @@ def test_the_limit_of_an_answer() -> None:
         {"messages": [{"role": "user", "content": ""}] * 100_000},
     ],
 )
-def test_only_the_beginning_of_a_prompt_too_long_for_any_engine_is_read(
-    tokenizer: Tokenizer, body: dict[str, Any]
-) -> None:
+def test_a_prompt_too_long_for_any_engine_is_read_in_part(tokenizer: Tokenizer, body: dict[str, Any]) -> None:
     for reader in (ByteTokenReader(), TokenReader(tokenizer)):
         assert len(read(reader, body, 1000)) == 1001
         assert read(reader, body, 1000) == read(reader, body, 2000)[:1001]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import httpx
 import msgspec
@@ -12,13 +11,13 @@ import pytest
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import WorkerState
-from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.engine_placer import ModelWorkers
 from tandem.scheduling.admission.tenants import load_tenants
 from tandem.scheduling.workers.load import RequestLoad
 from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import add_ready, make_card
-from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of
+from tests.support.busy_engine import one_runs, order, prompt_of, small, start
+from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing
 from tests.support.fake_backend import RawClient
 from tests.support.fake_openai import FakeServer
 from tests.support.waiting import eventually
@@ -26,51 +25,17 @@ from tests.support.waiting import eventually
 EXPLAIN = "/v1/route/explain"
 
 
-def small(fake: FakeServer, name: str, **fields: Any) -> EngineSpec:
-    """An engine that computes 64 prompt tokens per step, so that one long prompt keeps it busy for a while."""
-    return spec_of(fake, name, max_num_batched_tokens=64, **fields)
-
-
-def prompt_of(name: str) -> str:
-    """About 2,000 tokens that begin with the name, so that prompts share no prefix."""
-    return f"{name:16}" + "x" * 8000
-
-
-def start(router: Router, name: str, **options: Any) -> asyncio.Task[httpx.Response]:
-    headers = {key: options.pop(key) for key in list(options) if key.startswith("x-")}
-    body = completion(prompt_of(name), stream=True, **options)
-    return asyncio.create_task(router.client.post(COMPLETIONS, json=body, headers=headers))
-
-
-def order(fake: FakeServer) -> list[str]:
-    """Names of the requests, in the order in which the engine got them."""
-    return [request["prompt"][:16].strip() for request in fake.requests]
-
-
 def num_waiting(router: Router) -> int:
     return sum(report["num_waiting"] for report in router.dispatcher.queues.report().values())
-
-
-async def one_runs(router: Router, fake: FakeServer) -> asyncio.Task[httpx.Response]:
-    """Start a prompt that keeps the engine busy; later requests wait in the router."""
-    fake.headers_pause.clear()
-    running = start(router, "running")
-    await eventually(lambda: len(fake.requests) == 1)
-    return running
 
 
 async def test_urgent_requests_and_other_tenants_overtake_in_the_routers_queue(fake_a: FakeServer) -> None:
     async with routing(small(fake_a, "a")) as router:
         tasks = [await one_runs(router, fake_a)]
         for number, (name, options) in enumerate(
-            [
-                ("first", {}),
-                ("second", {}),
-                ("urgent", {"priority": -1}),
-                ("other", {"x-tandem-tenant": "other"}),
-            ]
+            [("first", {}), ("second", {}), ("urgent", {"priority": -1}), ("other", {"x-tandem-tenant": "other"})]
         ):
-            tasks.append(start(router, name, **options))
+            tasks.append(start(router, prompt_of(name), **options))
             await eventually(lambda number=number: num_waiting(router) == number + 1)  # type: ignore[misc]
         assert order(fake_a) == ["running"]
         pools = (await router.client.get("/v1/pools")).json()
@@ -113,10 +78,10 @@ async def test_what_waits_and_what_runs_is_in_the_metrics_until_it_ends(fake_a: 
 async def test_a_first_token_that_would_come_too_late_is_refused_at_once(fake_a: FakeServer) -> None:
     async with routing(small(fake_a, "a")) as router:
         running = await one_runs(router, fake_a)
-        late = await start(router, "late", **{"x-tandem-ttft-slo-ms": "1"})
+        late = await start(router, prompt_of("late"), **{"x-tandem-ttft-slo-ms": "1"})
         assert (late.status_code, late.json()["error"]["code"]) == (429, "ttft_slo_unmet")
         assert float(late.headers["retry-after-ms"]) > 1
-        patient = start(router, "patient", **{"x-tandem-ttft-slo-ms": "600000"})
+        patient = start(router, prompt_of("patient"), **{"x-tandem-ttft-slo-ms": "600000"})
         await eventually(lambda: num_waiting(router) == 1)
         fake_a.resume()
         assert [(await task).status_code for task in (running, patient)] == [200, 200]
@@ -126,7 +91,7 @@ async def test_a_full_queue_refuses_and_says_until_when(fake_a: FakeServer) -> N
     config = RouterConfig(max_queued_prompt_tokens=3000)
     async with routing(small(fake_a, "a"), config=config) as router:
         running = await one_runs(router, fake_a)
-        refused = await start(router, "more")
+        refused = await start(router, prompt_of("more"))
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert float(refused.headers["retry-after-ms"]) > 1
         fake_a.resume()
@@ -138,7 +103,7 @@ async def test_tenants_have_their_defaults(fake_a: FakeServer, tmp_path: Path) -
     path.write_text("[tenants.search]\nttft_slo_ms = 1\n")
     async with routing(small(fake_a, "a"), tenants=load_tenants(str(path))) as router:
         running = await one_runs(router, fake_a)
-        refused = await start(router, "late", **{"x-tandem-tenant": "search"})
+        refused = await start(router, prompt_of("late"), **{"x-tandem-tenant": "search"})
         assert refused.json()["error"]["code"] == "ttft_slo_unmet"
         fake_a.resume()
         assert (await running).status_code == 200
@@ -172,7 +137,7 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing_behind(fake_a: Fake
 async def test_requests_that_wait_for_a_dying_engine_go_elsewhere_or_are_refused(fake_a: FakeServer) -> None:
     async with routing(small(fake_a, "a")) as router:
         running = await one_runs(router, fake_a)
-        waiting = start(router, "waiting")
+        waiting = start(router, prompt_of("waiting"))
         await eventually(lambda: num_waiting(router) == 1)
         fake_a.health = 500
         assert (await waiting).status_code == 503
@@ -184,7 +149,7 @@ async def test_a_failed_attempt_goes_elsewhere_without_waiting_again(fake_a: Fak
     fake_a.status = 500
     async with routing(small(fake_a, "a"), small(fake_b, "b")) as router:
         fake_b.headers_pause.clear()
-        tasks = [start(router, str(number), **{"x-tandem-explain": "1"}) for number in range(2)]
+        tasks = [start(router, prompt_of(str(number)), **{"x-tandem-explain": "1"}) for number in range(2)]
         await eventually(lambda: len(fake_b.requests) == 2)  # both are there, though one is enough to do
         fake_b.resume()
         for task in tasks:
@@ -194,21 +159,17 @@ async def test_a_failed_attempt_goes_elsewhere_without_waiting_again(fake_a: Fak
         assert {one["placement"]["candidates"][0]["decode_worker"] for one in decisions} == {"b"}
 
 
-async def test_a_second_attempt_stays_on_the_tenants_engines(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_a_retry_stays_on_the_tenants_engines(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
     path.write_text('[tenants.search]\nworkers = ["a"]\n')
     fake_a.status = 500
     async with routing(small(fake_a, "a"), small(fake_b, "b"), tenants=load_tenants(str(path))) as router:
-        answer = await start(router, "search", **{"x-tandem-tenant": "search"})
+        answer = await start(router, prompt_of("search"), **{"x-tandem-tenant": "search"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_failed")
         assert not fake_b.requests
 
 
-async def test_a_group_that_cannot_take_a_request_leaves_it_to_another(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_a_group_leaves_what_it_cannot_take(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
     path.write_text('[tenants.search]\nworkers = ["b"]\n[tenants.nowhere]\nworkers = ["c"]\n')
     specs = [small(fake_a, "a", group="one", num_blocks=64), small(fake_b, "b", group="two")]
@@ -216,7 +177,7 @@ async def test_a_group_that_cannot_take_a_request_leaves_it_to_another(
         short = completion("a b", stream=True)
         answer = await router.client.post(COMPLETIONS, json=short, headers={"x-tandem-tenant": "search"})
         assert (answer.status_code, answer.headers["x-tandem-engine"]) == (200, "b")
-        answer = await start(router, "longer than 64 blocks of 16 tokens")
+        answer = await start(router, prompt_of("longer than 64 blocks of 16 tokens"))
         assert (answer.status_code, answer.headers["x-tandem-engine"]) == (200, "b")
         refused = await router.client.post(COMPLETIONS, json=short, headers={"x-tandem-tenant": "nowhere"})
         assert refused.status_code == 503
@@ -228,9 +189,9 @@ async def test_the_queue_of_one_model_does_not_hold_up_another(fake_a: FakeServe
     fake_b.model = "other-model"
     async with routing(small(fake_a, "a"), small(fake_b, "b")) as router:
         fake_a.headers_pause.clear()
-        tasks = [start(router, str(number), model="fake-model") for number in range(3)]
+        tasks = [start(router, prompt_of(str(number)), model="fake-model") for number in range(3)]
         await eventually(lambda: num_waiting(router) == 2)
-        assert (await start(router, "free", model="other-model")).headers["x-tandem-engine"] == "b"
+        assert (await start(router, prompt_of("free"), model="other-model")).headers["x-tandem-engine"] == "b"
         fake_a.resume()
         assert [(await task).status_code for task in tasks] == [200] * 3
 
@@ -257,11 +218,9 @@ def test_the_table_of_one_model_follows_the_load_and_the_registry() -> None:
     assert (len(alone.table), list(alone), alone.queued_prompt_tokens) == (0, [], 0)
 
 
-async def test_an_answer_says_why_it_comes_from_there_and_the_log_keeps_it(
-    fake_a: FakeServer, fake_b: FakeServer
-) -> None:
+async def test_an_answer_says_why_it_comes_from_there_and_is_logged(fake_a: FakeServer, fake_b: FakeServer) -> None:
     async with routing(small(fake_a, "a"), small(fake_b, "b")) as router:
-        answer = await start(router, "why", **{"x-tandem-explain": "1", "x-tandem-tenant": "t"})
+        answer = await start(router, prompt_of("why"), **{"x-tandem-explain": "1", "x-tandem-tenant": "t"})
         told = httpx.Response(200, text=answer.headers["x-tandem-explain"]).json()
         assert (told["outcome"], told["tenant"]) == ("dispatched", "t")
         candidates = told["placement"]["candidates"]
@@ -271,7 +230,7 @@ async def test_an_answer_says_why_it_comes_from_there_and_the_log_keeps_it(
         assert kept["request_id"] == answer.headers["x-request-id"]
         assert kept["actual_ttft_s"] > 0
         assert "xxxx" not in str(kept)
-        assert "x-tandem-explain" not in (await start(router, "no")).headers
+        assert "x-tandem-explain" not in (await start(router, prompt_of("no"))).headers
 
 
 async def test_explain_decides_and_sends_nothing(fake_a: FakeServer, fake_b: FakeServer) -> None:
@@ -290,7 +249,7 @@ async def test_explain_decides_and_sends_nothing(fake_a: FakeServer, fake_b: Fak
 async def test_max_worker_queue_s_lets_engines_queue_for_themselves(fake_a: FakeServer) -> None:
     async with routing(small(fake_a, "a"), config=RouterConfig(max_worker_queue_s=1e9)) as router:
         fake_a.headers_pause.clear()
-        tasks = [start(router, str(number)) for number in range(5)]
+        tasks = [start(router, prompt_of(str(number))) for number in range(5)]
         await eventually(lambda: len(fake_a.requests) == 5)
         fake_a.resume()
         assert [(await task).status_code for task in tasks] == [200] * 5

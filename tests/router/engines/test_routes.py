@@ -9,21 +9,15 @@ import pytest
 from fastapi.responses import JSONResponse, Response
 
 from tandem.frontend.relay.apis import APIS
-from tandem.protocol.config import RouterConfig
 from tests.router.engines.recordings import KV, RECORDED, replay
-from tests.support.engines_harness import completion, routing, spec_of
+from tests.support.engines_harness import PAIRED, completion, pair, routing, spec_of
 from tests.support.fake_openai import FakeServer
 
 GENERATING = {name: recorded for name, recorded in RECORDED.items() if "stream" in recorded}
-PAIRED = RouterConfig(local_prefill=False)
 
 
 def as_json(response: Any) -> Any:
     return json.loads(response.text)
-
-
-def pair(prefill: FakeServer, decode: FakeServer) -> list[Any]:
-    return [spec_of(prefill, "p", role="prefill"), spec_of(decode, "d", role="decode")]
 
 
 # -- what passes through -------------------------------------------------------------------------------------------
@@ -125,9 +119,7 @@ async def test_fields_of_the_router_are_refused_on_each_route(fake_a: FakeServer
 
 
 @pytest.mark.parametrize("path", [api.path for api in APIS])
-async def test_a_failure_before_the_first_byte_goes_elsewhere_on_each_route(
-    fake_a: FakeServer, fake_b: FakeServer, path: str
-) -> None:
+async def test_a_failure_at_the_start_goes_elsewhere(fake_a: FakeServer, fake_b: FakeServer, path: str) -> None:
     [api] = [api for api in APIS if api.path == path]
     fake_a.replies[path] = lambda *_: JSONResponse({"error": {"message": "broken"}}, 500)
     fake_b.replies[path] = lambda *_: JSONResponse({"id": "b", api.answer_field: [{"text": ""}]})
@@ -171,7 +163,7 @@ async def test_the_routers_own_errors_have_the_shape_of_their_api(fake_a: FakeSe
             assert kinds == (own if path == "/v1/responses" else anthropic)
 
 
-async def test_a_clients_error_that_begins_a_stream_is_answered_in_the_shape_of_its_route(fake_a: FakeServer) -> None:
+async def test_a_clients_error_in_a_stream_has_the_shape_of_its_route(fake_a: FakeServer) -> None:
     error = {"message": "too hot", "code": 400}
     events = f"event: error\ndata: {json.dumps({'type': 'error', 'error': error})}\n\n"
     fake_a.replies["/v1/messages"] = lambda _method, _body: Response(events, media_type="text/event-stream")
@@ -235,9 +227,7 @@ async def test_a_pair_hands_over_on_each_route(fake_a: FakeServer, fake_b: FakeS
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_cached_tokens_of_a_pair_are_those_of_its_prefill_engine(
-    fake_a: FakeServer, fake_b: FakeServer, stream: bool
-) -> None:
+async def test_cached_tokens_of_a_pair_are_the_first_ones(fake_a: FakeServer, fake_b: FakeServer, stream: bool) -> None:
     def reply(num_cached: int) -> Any:
         response_usage = {"input_tokens": 20, "output_tokens": 8, "input_tokens_details": {"cached_tokens": num_cached}}
         message_usage = {"input_tokens": 20 - num_cached, "cache_read_input_tokens": num_cached, "output_tokens": 8}

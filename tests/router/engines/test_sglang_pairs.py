@@ -145,9 +145,7 @@ async def test_neither_half_answers_alone(fake_a: FakeServer, fake_b: FakeServer
 
 
 @pytest.mark.parametrize("fields", [{"n": 2}, {"prompt": ["a b", "c"]}, {"echo": True}], ids=str)
-async def test_what_a_pair_cannot_answer_is_refused(
-    fake_a: FakeServer, fake_b: FakeServer, fields: dict[str, Any]
-) -> None:
+async def test_a_pair_refuses_what_it_cannot(fake_a: FakeServer, fake_b: FakeServer, fields: dict[str, Any]) -> None:
     async with routing(*pair(fake_a, fake_b)) as router:
         status, message = await error_of(router, **fields)
         assert status == 503

@@ -77,11 +77,7 @@ def test_parts_of_events() -> None:
 
 
 KINDS = [
-    "response.output_text.delta",
-    "content_block_delta",
-    "message_delta",
-    "response.created",
-    "message_stop",
+    *("response.output_text.delta", "content_block_delta", "message_delta", "response.created", "message_stop"),
     "error",
 ]
 

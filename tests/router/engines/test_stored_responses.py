@@ -53,9 +53,7 @@ async def owned(router: Router, **fields: Any) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_concerns_a_response_goes_to_its_engine(
-    fake_a: FakeServer, fake_b: FakeServer, stream: bool
-) -> None:
+async def test_requests_of_a_response_go_to_its_engine(fake_a: FakeServer, fake_b: FakeServer, stream: bool) -> None:
     respond(fake_a, "a")
     respond(fake_b, "b")
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -14,6 +13,7 @@ from tandem.router.engines import upstream as upstream_module
 from tandem.router.engines.upstream import PIECE_BYTES, QUICK_BYTES, AnswerTooLarge, Reply, Unreachable, Upstream
 from tandem.runtime.time_slicer import TimeSlicer
 from tests.support.engines_harness import dead_url
+from tests.support.event_loop import Turns
 from tests.support.waiting import eventually
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -227,7 +227,7 @@ async def test_an_answer_that_ends_too_soon_is_an_error(wire: bytes, got: bytes)
         assert received == got
 
 
-async def test_closing_early_drops_the_connection_unless_the_last_event_has_arrived() -> None:
+async def test_closing_early_drops_the_connection_unless_all_is_here() -> None:
     async with connected() as (upstream, peer):
         go_on = asyncio.Event()
 
@@ -360,34 +360,19 @@ class _NoTime:
         return self.now_s
 
 
-class _Turns:
-    """Counts iterations of the event loop, and the bytes handed on in each."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.bytes_of: Counter[int] = Counter()
-        self._tick()
-
-    def take(self, parts: list[bytes]) -> bool:
-        self.bytes_of[self.number] += sum(map(len, parts))
-        return True
-
-    def _tick(self) -> None:
-        self.number += 1
-        self._handle = asyncio.get_running_loop().call_soon(self._tick)
-
-    def close(self) -> None:
-        self._handle.cancel()
-
-
-async def test_a_flood_on_many_connections_takes_one_piece_of_each_turn_and_small_answers_pass_it() -> None:
+async def test_a_flood_takes_a_piece_of_each_turn_and_is_overtaken() -> None:
     num_flooded, flood_bytes = 8, 20 * PIECE_BYTES  # a piece of each comes with its head
     async with connected(slicer=TimeSlicer(_NoTime())) as (upstream, peer), asyncio.timeout(30):
         peer.handle = answer(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * flood_bytes, then_close=True)
         flooded = [await upstream.post("/", b"", "r") for _ in range(num_flooded)]
         peer.handle = answer(plain(b"small"))
-        turns = _Turns()
-        reading = [asyncio.create_task(reply.read_into(turns.take)) for reply in flooded]
+        turns = Turns()
+
+        def take(parts: list[bytes]) -> bool:
+            turns.add(sum(map(len, parts)))
+            return True
+
+        reading = [asyncio.create_task(reply.read_into(take)) for reply in flooded]
         try:
             while not all(task.done() for task in reading):
                 small = await upstream.post("/", b"", "r")
@@ -397,8 +382,8 @@ async def test_a_flood_on_many_connections_takes_one_piece_of_each_turn_and_smal
             assert all(task.result() for task in reading)
         finally:
             turns.close()
-        assert sum(turns.bytes_of.values()) == num_flooded * flood_bytes
-        first, *others = turns.bytes_of.values()  # when the readers come, a piece of each is there
+        assert turns.amounts.total() == num_flooded * flood_bytes
+        first, *others = turns.amounts.values()  # when the readers come, a piece of each is there
         assert first <= (num_flooded + 1) * PIECE_BYTES
         assert max(others) <= PIECE_BYTES
         assert turns_of_small > 0

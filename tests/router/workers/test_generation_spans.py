@@ -225,7 +225,3 @@ def test_itl_summary() -> None:
     assert summary.attributes() == pytest.approx(
         {"tandem.itl.mean_s": 0.0505, "tandem.itl.p50_s": 0.051, "tandem.itl.p99_s": 0.099, "tandem.itl.max_s": 0.1}
     )
-
-
-def test_router_config_has_tracing_off() -> None:
-    assert RouterConfig().tracing is False

@@ -4,16 +4,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.protocol.messages import (
-    POOL_PLACE,
-    BlockEvents,
-    BlockSnapshot,
-    Role,
-    SnapshotRequest,
-    WorkerState,
-    decode_message,
-    holder_name,
-)
+from tandem.protocol.messages import POOL_PLACE, BlockEvents, BlockSnapshot, Role, SnapshotRequest, decode_message
 from tandem.router.workers.index_feed import IndexFeed
 from tandem.router.workers.link import Link
 from tandem.scheduling.placement.prefix_index import PrefixIndex
@@ -51,11 +42,6 @@ class World:
         result: Socket = socket
         return result
 
-    def leave(self, worker_id: str) -> None:
-        link = self.links.pop(worker_id)
-        self.registry.set_state(worker_id, WorkerState.DEAD, "test")
-        self.feed.forget(link, self.links.values(), 1.0)
-
 
 def events(sequence: int, *names: bytes) -> BlockEvents:
     return BlockEvents(worker_id="a", epoch=1, sequence=sequence, stored=digests(names), removed=[])
@@ -85,12 +71,3 @@ async def test_a_snapshot_that_does_not_arrive_is_requested_again() -> None:
     assert len(socket.requested) == 2
     world.feed.request_overdue(world.links["a"], now=3.0, timeout_s=2.0)
     assert len(socket.requested) == 2
-
-
-async def test_a_shared_store_is_followed_through_one_worker_and_then_another() -> None:
-    world = World()
-    first, second = world.join("a", {"disk": "store"}), world.join("b", {"disk": "store"})
-    assert (first.requested, second.requested) == ([sorted([POOL_PLACE, "disk"])], [[POOL_PLACE]])
-    world.leave("a")
-    assert second.requested[1:] == [["disk"]]
-    assert world.index.num_blocks(holder_name("a", "disk")) == 0

@@ -84,9 +84,7 @@ async def test_what_can_be_kept_becomes_a_grammar(checker: GrammarChecker, kind:
         ("structural_tag", r'{"format": {"type": "regex", "pattern": "a\\"}}', "ends with a backslash"),
     ],
 )
-async def test_what_cannot_be_kept_is_refused_by_name(
-    checker: GrammarChecker, kind: str, text: str, message: str
-) -> None:
+async def test_a_wrong_grammar_is_refused_by_name(checker: GrammarChecker, kind: str, text: str, message: str) -> None:
     with pytest.raises(GrammarError, match="Invalid value for 'x'") as error:
         await checker.grammar(Constraint(kind, text, "x"), "t")
     assert message in error.value.message
@@ -184,9 +182,7 @@ async def test_a_verdict_that_the_machine_prevents_is_not_kept(checker: GrammarC
     assert await checker.grammar(SLOW, "t")
 
 
-async def test_an_answer_that_comes_too_late_is_not_kept(
-    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_late_answer_is_not_kept(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     await checker.grammar(OBJECT, "t")
     with monkeypatch.context() as patched:
         patched.setattr(checker_module, "ANSWER_S", 0.0)

@@ -83,11 +83,7 @@ ADD = ("add", {"a": 1, "b": -2.5e3})
 
 ANSWERS = [
     # Hermes 2 Pro writes the arguments first, Qwen the name; several calls stand in a row.
-    Answer(
-        "hermes",
-        '<tool_call>\n{"arguments": {"city": "Paris"}, "name": "get_weather"}\n</tool_call>\n',
-        [WEATHER],
-    ),
+    Answer("hermes", '<tool_call>\n{"arguments": {"city": "Paris"}, "name": "get_weather"}\n</tool_call>\n', [WEATHER]),
     Answer(
         "hermes",
         'I will look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
@@ -117,10 +113,7 @@ ANSWERS = [
     Answer(
         "hermes",
         '<tool_call>{"name": "add", "arguments": {"a": 1}}<tool_call>{"name": "now"}',
-        [
-            ("add", {"a": 1}),
-            ("now", {}),
-        ],
+        [("add", {"a": 1}), ("now", {})],
     ),
     # Llama 3.1 and 3.2
     Answer("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris"}}', [WEATHER]),

@@ -89,13 +89,7 @@ class Walker(NamedTuple):
 
 
 ENDINGS = [
-    "</think>",
-    "\n</parameter>\n",
-    "</parameter>\n",
-    "</｜DSML｜parameter>\n",
-    "</arg_value>",
-    "<|end|>",
-    '"',
+    *("</think>", "\n</parameter>\n", "</parameter>\n", "</｜DSML｜parameter>\n", "</arg_value>", "<|end|>", '"'),
 ]  # which a random walk would hardly find
 
 
@@ -140,9 +134,7 @@ def check(calls: list[tuple[str, str]]) -> None:
 
 @pytest.mark.parametrize("vocabulary", ["plain", "special"])
 @pytest.mark.parametrize("format", TOOL_FORMATS)
-def test_what_the_grammar_lets_through_are_calls_that_fit(
-    format: str, vocabulary: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_grammar_lets_calls_through_that_fit(format: str, vocabulary: str, request: pytest.FixtureRequest) -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
     rng = random.Random(seed)
@@ -207,9 +199,7 @@ TAGGED = {"qwen3_coder", "seed_oss", "minimax_m2", "glm45", "deepseek_v32", "dee
 
 @pytest.mark.parametrize("vocabulary", ["plain", "special"])
 @pytest.mark.parametrize("format", TOOL_FORMATS)
-def test_calls_in_the_models_own_form_are_let_through_and_others_not(
-    format: str, vocabulary: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_grammar_lets_the_models_form_through(format: str, vocabulary: str, request: pytest.FixtureRequest) -> None:
     if (format, vocabulary) == ("mistral", "special"):
         pytest.skip("its form is another one: test_mistrals_later_form")
     words: Walker = request.getfixturevalue(vocabulary)
@@ -312,9 +302,7 @@ def test_values_are_written_as_python_does(
         ("qwen3_coder", {"properties": {"a": {"type": "string", "enum": [1]}}}, "must have one"),
     ],
 )
-def test_a_schema_that_cannot_be_written_is_refused(
-    plain: Walker, format: str, schema: dict[str, Any], message: str
-) -> None:
+def test_an_unwritable_schema_is_refused(plain: Walker, format: str, schema: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plain.grammar(format, tools={"f": schema})
 
@@ -322,7 +310,7 @@ def test_a_schema_that_cannot_be_written_is_refused(
 MARKERS = {"llama3_json": "<|python_tag|>", "pythonic": "<|python_start|>"}
 
 
-def test_content_that_must_match_comes_instead_of_calls_and_behind_reasoning(plain: Walker, special: Walker) -> None:
+def test_content_that_must_match_comes_behind_reasoning(plain: Walker, special: Walker) -> None:
     wanted = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
     contents = {
         '{"a": 1}': llguidance.LLMatcher.grammar_from_json_schema(json.dumps(wanted)),

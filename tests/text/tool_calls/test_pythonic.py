@@ -76,7 +76,7 @@ def test_random_texts_are_read_as_python_does() -> None:
         check(literal)
 
 
-def test_a_newline_in_a_string_and_names_that_python_keeps_for_itself_are_understood() -> None:
+def test_newlines_in_strings_and_pythons_own_names_are_understood() -> None:
     answer = parsed(["[add(from='a\nb', class=1, a=null)]"], "pythonic")
     assert [(name, json.loads(text)) for name, text in answer.calls] == [
         ("add", {"from": "a\nb", "class": 1, "a": None})
