@@ -19,13 +19,20 @@ from tandem.protocol.messages import Role, WorkerState
 from tandem.runtime.backoff import Backoff
 from tandem.scheduling.workers.bookings import Booking
 from tandem.scheduling.workers.load import RequestLoad
-from tests.support.supervised import QUICK, Supervised, supervised
+from tests.support.supervised import QUICK, FakeActor, Supervised, supervised
 from tests.support.waiting import eventually
 
 
 def busy(**fields: Any) -> SimpleNamespace:
     idle = {"request_ids": frozenset(), "num_open_handoffs": 0, "num_open_leases": 0, "num_open_reads": 0}
     return SimpleNamespace(**(idle | fields))
+
+
+def working(cluster: Supervised, worker_id: str) -> FakeActor:
+    """A worker that has a request."""
+    actor = cluster.ray.latest(worker_id)
+    actor.status_ = busy(request_ids={"r"})
+    return actor
 
 
 def state_of(cluster: Supervised, worker_id: str) -> WorkerState | None:
@@ -75,8 +82,7 @@ async def test_one_that_does_not_finish_is_ended_after_its_grace(
 ) -> None:
     timing = replace(QUICK, leave_s=0.05)
     async with supervised(monkeypatch, num_prefill=1, num_decode=2, timing=timing) as cluster:
-        first = cluster.ray.latest("decode-1")
-        first.status_ = busy(request_ids={"r"})
+        first = working(cluster, "decode-1")
         if not answers:
             cluster.ray.stops.clear()
         record = await cluster.supervisor.drain("decode-1", 0.05, restart=True)
@@ -87,25 +93,13 @@ async def test_one_that_does_not_finish_is_ended_after_its_grace(
 
 async def test_others_cover_for_the_last_worker_of_a_pool_before_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
-        first = cluster.ray.latest("decode-0")
-        first.status_ = busy(request_ids={"r"})
+        first = working(cluster, "decode-0")
         await cluster.supervisor.drain("decode-0", 60, restart=True)
         await eventually(lambda: cluster.roles()["prefill-0"] is Role.DECODE)
         assert not first.num_stops
         first.status_ = busy()
         await cluster.is_served("decode-0", first.card.address.epoch)
         await eventually(lambda: cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE})
-
-
-async def test_the_last_one_that_can_answer_may_be_restarted_but_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
-        await cluster.supervisor.drain("prefill-0", 60, restart=False)
-        await eventually(lambda: "prefill-0" not in cluster.supervisor.members)
-        with pytest.raises(DrainRefused, match="Without decode-0 nothing could answer"):
-            await cluster.supervisor.drain("decode-0", 60, restart=False)
-        epoch = cluster.ray.latest("decode-0").card.address.epoch
-        await cluster.supervisor.drain("decode-0", 60, restart=True)
-        await cluster.is_served("decode-0", epoch)
 
 
 async def test_half_of_a_pair_stays_while_it_is_the_only_one_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +128,7 @@ async def test_one_that_is_down_or_flipping_is_not_drained(monkeypatch: pytest.M
 
 async def test_one_that_dies_on_its_way_out_is_replaced_as_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
-        first = cluster.ray.latest("decode-1")
-        first.status_ = busy(request_ids={"r"})
+        first = working(cluster, "decode-1")
         record = await cluster.supervisor.drain("decode-1", 60, restart=True)
         await eventually(lambda: state_of(cluster, "decode-1") is WorkerState.DRAINING)
         cluster.die("decode-1")
@@ -145,9 +138,7 @@ async def test_one_that_dies_on_its_way_out_is_replaced_as_promised(monkeypatch:
         assert state_of(cluster, "decode-1") is WorkerState.READY
 
 
-async def test_one_whose_end_is_noticed_before_it_answers_was_not_ended_by_force(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_end_that_is_noticed_before_the_answer_is_not_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
         first, member = cluster.ray.latest("decode-1"), cluster.supervisor.members["decode-1"]
 
@@ -200,8 +191,7 @@ async def test_one_that_does_not_come_back_leaves_when_it_is_drained(
 
 async def test_a_worker_that_got_sigterm_is_drained_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=2, max_restarts=0) as cluster:
-        first = cluster.ray.latest("decode-1")
-        first.status_ = busy(request_ids={"r"})
+        first = working(cluster, "decode-1")
         first.news.put_nowait(WatchNews.ASKED_TO_LEAVE)
         await eventually(lambda: state_of(cluster, "decode-1") is WorkerState.DRAINING)
         first.news.put_nowait(WatchNews.ASKED_TO_LEAVE)  # again, to no avail
@@ -248,8 +238,7 @@ async def test_the_one_that_leaves_serves_while_the_others_are_dead(
     monkeypatch: pytest.MonkeyPatch, restart: bool
 ) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
-        leaving = cluster.ray.latest("decode-0")
-        leaving.status_ = busy(request_ids={"r"})
+        leaving = working(cluster, "decode-0")
         record = await cluster.supervisor.drain("decode-0", 3600, restart=restart)
         await eventually(lambda: is_fallback(cluster, "decode-0"))
         await others_die(cluster)
@@ -334,12 +323,13 @@ async def test_what_was_sent_at_the_last_moment_is_waited_for(monkeypatch: pytes
         assert (record["finished"], leaving.num_stops) == (True, 1)
 
 
-async def test_the_only_one_takes_nothing_more_once_it_is_to_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_only_one_may_restart_but_not_drain_and_takes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
         await cluster.supervisor.drain("prefill-0", 60, restart=False)
         await eventually(lambda: "prefill-0" not in cluster.supervisor.members)
-        first = cluster.ray.latest("decode-0")
-        first.status_ = busy(request_ids={"r"})
+        first = working(cluster, "decode-0")
+        with pytest.raises(DrainRefused, match="Without decode-0 nothing could answer"):
+            await cluster.supervisor.drain("decode-0", 60, restart=False)
         await cluster.supervisor.drain("decode-0", 3600, restart=True)
         await eventually(lambda: state_of(cluster, "decode-0") is WorkerState.DRAINING)
         assert not is_fallback(cluster, "decode-0"), "its operator wants it so: its answers end soon"
@@ -347,12 +337,9 @@ async def test_the_only_one_takes_nothing_more_once_it_is_to_restart(monkeypatch
         await cluster.is_served("decode-0", first.card.address.epoch)
 
 
-async def test_one_that_dies_as_the_last_one_does_not_take_its_successor_with_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_last_one_that_dies_does_not_take_its_successor_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
-        first = cluster.ray.latest("decode-0")
-        first.status_ = busy(request_ids={"r"})
+        first = working(cluster, "decode-0")
         record = await cluster.supervisor.drain("decode-0", 3600, restart=True)
         await eventually(lambda: is_fallback(cluster, "decode-0"))
         for name in ("prefill-0", "decode-1", "decode-0"):

@@ -87,30 +87,34 @@ class Ticking:
         next_file.replace(file)  # whole, whenever it is killed
 
 
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder:
+        ray.init(address="local", num_cpus=1, include_dashboard=False, _temp_dir=folder, logging_level="ERROR")
+        yield
+        ray.shutdown()
+
+
 @pytest.mark.cluster
+@pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("is_near", [True, False], ids=["this machine", "through a task on its node"])
 def test_an_actor_that_ray_calls_dead_is_gone_only_after_the_proof(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_near: bool
 ) -> None:
     monkeypatch.setattr(ProcessId, "is_here", is_near)  # in this process, not in Ray's
     file = tmp_path / "ticks"
-    with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder:
-        ray.init(address="local", num_cpus=1, include_dashboard=False, _temp_dir=folder, logging_level="ERROR")
-        try:
-            actor = ray.remote(Ticking).options(num_cpus=0, max_concurrency=4).remote()
-            identity = ray.get(actor.start.remote(str(file)), timeout=60)
-            process = psutil.Process(identity.process.pid)
-            waiting = actor.wait.remote()
-            process.suspend()
-            until(lambda: process.status() == psutil.STATUS_STOPPED, 60)
-            ray.kill(actor, no_restart=True)
-            with pytest.raises(RayActorError):
-                ray.get(waiting, timeout=60)
-            if is_near:
-                assert process.status() == psutil.STATUS_STOPPED, "Ray's word comes first"
-            asyncio.run(asyncio.wait_for(until_gone(identity), 60))
-            gone_at = time.monotonic()
-            assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-            assert float(file.read_text()) < gone_at
-        finally:
-            ray.shutdown()
+    actor = ray.remote(Ticking).options(num_cpus=0, max_concurrency=4).remote()
+    identity = ray.get(actor.start.remote(str(file)), timeout=60)
+    process = psutil.Process(identity.process.pid)
+    waiting = actor.wait.remote()
+    process.suspend()
+    until(lambda: process.status() == psutil.STATUS_STOPPED, 60)
+    ray.kill(actor, no_restart=True)
+    with pytest.raises(RayActorError):
+        ray.get(waiting, timeout=60)
+    if is_near:
+        assert process.status() == psutil.STATUS_STOPPED, "Ray's word comes first"
+    asyncio.run(asyncio.wait_for(until_gone(identity), 60))
+    gone_at = time.monotonic()
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    assert float(file.read_text()) < gone_at

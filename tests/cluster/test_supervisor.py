@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,18 +27,21 @@ from tandem.protocol.messages import PeerAddress, Quarantine, Role, WorkerCard, 
 from tandem.runtime.backoff import Backoff
 from tandem.scheduling.autoscaling.moves import Flip
 from tests.support.builders import make_card
-from tests.support.supervised import FakeWorkers, supervised
+from tests.support.supervised import FakeWorkers, Supervised, supervised
 from tests.support.waiting import eventually
 
-
-def test_an_error_of_ours_is_shown_without_what_ray_wraps_it_in() -> None:
-    wrapped = RayTaskError(
-        function_name="WorkerActor.start()",
-        traceback_str="ray::WorkerActor.start() (pid=1)\nTraceback ...\nConfigError: x",
-        cause=ConfigError("pool_bytes=9 holds 0 blocks of 10 bytes; at least two are needed"),
-    ).as_instanceof_cause()
-    assert isinstance(wrapped, ConfigError)
-    assert first_line(wrapped) == "pool_bytes=9 holds 0 blocks of 10 bytes; at least two are needed"
+WRAPPED = RayTaskError(
+    function_name="WorkerActor.start()",
+    traceback_str="ray::WorkerActor.start() (pid=1)\nTraceback ...\nConfigError: x",
+    cause=ConfigError("pool_bytes=9 holds 0 blocks of 10 bytes; at least two are needed"),
+).as_instanceof_cause()
+KILLED = ActorDiedErrorContext(
+    class_name="WorkerActor",
+    actor_id=b"a" * 16,
+    pid=7,
+    error_message="The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker "
+    "exit detail: Worker unexpectedly exits with a connection error code 2. End of file. Some common causes...",
+)
 
 
 @pytest.mark.parametrize(
@@ -45,26 +50,14 @@ def test_an_error_of_ours_is_shown_without_what_ray_wraps_it_in() -> None:
         (ConfigError("one line"), "one line"),
         (TimeoutError(), "TimeoutError"),
         (RuntimeError("a\n  b\n\n"), "b"),
+        (ActorDiedError(), "The actor died unexpectedly before finishing this task"),
+        (WRAPPED, "pool_bytes=9 holds 0 blocks of 10 bytes; at least two are needed"),
+        (ActorDiedError(KILLED), "The actor is dead because its worker process has died"),
     ],
+    ids=["ours", "without a message", "of several lines", "of an actor", "wrapped by Ray", "of a killed process"],
 )
-def test_every_error_has_a_line(error: Exception, line: str) -> None:
+def test_first_line_of_every_error(error: Exception, line: str) -> None:
     assert first_line(error) == line
-
-
-def test_a_dead_process_has_a_line() -> None:
-    assert "\n" not in first_line(ActorDiedError())
-    assert first_line(ActorDiedError())
-
-
-def test_a_killed_process_is_told_without_what_might_have_caused_it() -> None:
-    context = ActorDiedErrorContext(
-        class_name="WorkerActor",
-        actor_id=b"a" * 16,
-        pid=7,
-        error_message="The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker "
-        "exit detail: Worker unexpectedly exits with a connection error code 2. End of file. Some common causes...",
-    )
-    assert first_line(ActorDiedError(context)) == "The actor is dead because its worker process has died"
 
 
 async def test_a_worker_that_cannot_start_the_first_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,45 +105,41 @@ async def test_nothing_is_asked_of_a_ray_that_died(monkeypatch: pytest.MonkeyPat
         assert asked == []
 
 
+@contextmanager
+def blocking_kills(monkeypatch: pytest.MonkeyPatch, cluster: Supervised) -> Iterator[threading.Event]:
+    """Ray does not answer to a kill inside. The event is set once it was asked."""
+    answers, is_asked = threading.Event(), threading.Event()
+
+    def kill(*_: object, **__: object) -> None:
+        is_asked.set()
+        answers.wait(60)
+
+    monkeypatch.setattr(cluster.ray, "kill", kill)
+    try:
+        yield is_asked
+    finally:
+        answers.set()
+
+
 async def test_a_ray_that_answers_no_more_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM to all processes of a server ends Ray's daemons too. Calls of a Ray that ends may block for a minute."""
-    answers, asked = threading.Event(), []
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, timing=Timing(ray_s=0.05)) as cluster:
-
-        def kill(*_: object, **__: object) -> None:
-            asked.append("kill")
-            answers.wait(60)
-
-        monkeypatch.setattr(cluster.ray, "kill", kill)
-        try:
+        with blocking_kills(monkeypatch, cluster) as is_asked:
             await cluster.supervisor.close()
-            assert asked == ["kill"]
-        finally:
-            answers.set()
+            assert is_asked.is_set()
 
 
 async def test_a_ray_that_dies_while_the_server_stops_is_left_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers, is_asked = threading.Event(), threading.Event()
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, timing=Timing(ray_s=3600.0)) as cluster:
-
-        def kill(*_: object, **__: object) -> None:
-            is_asked.set()
-            answers.wait(60)
-
-        monkeypatch.setattr(cluster.ray, "kill", kill)
-        try:
+        with blocking_kills(monkeypatch, cluster) as is_asked:
             closing = asyncio.create_task(cluster.supervisor.close())
             await eventually(is_asked.is_set)
             assert not closing.done()
             cluster.supervisor.let_go(WorkerError("Ray's raylet has died"))
             await closing
-        finally:
-            answers.set()
 
 
-async def test_when_the_last_worker_died_too_often_the_service_ends_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_service_ends_when_its_last_worker_died_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, colocated=True, max_restarts=2) as cluster:
         for epoch in range(3):
             await cluster.is_served("colocated-0", epoch)
@@ -160,9 +149,7 @@ async def test_when_the_last_worker_died_too_often_the_service_ends_with_its_rea
             await cluster.supervisor.failure
 
 
-async def test_a_prefill_worker_serves_alone_while_no_node_has_room_for_a_decode_worker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_prefill_worker_serves_alone_while_no_node_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.cluster.member._REPLACE_NOTICE_S", 0.02)
 
     async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
@@ -200,9 +187,7 @@ async def test_when_no_node_is_left_the_service_ends_with_its_reason(monkeypatch
             await cluster.supervisor.failure
 
 
-async def test_while_others_serve_a_worker_that_died_too_often_is_started_again_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_worker_that_died_too_often_starts_later_if_others_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=2, max_restarts=0) as cluster:
         epoch = 0
         for _ in range(5):
@@ -214,9 +199,7 @@ async def test_while_others_serve_a_worker_that_died_too_often_is_started_again_
         assert cluster.roles() == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
 
 
-async def test_without_decode_workers_a_prefill_worker_serves_alone_until_one_is_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_prefill_worker_serves_alone_until_a_decode_worker_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     backoff = Backoff(0.5, 60.0)
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=0, backoff=backoff) as cluster:
         cluster.die("decode-0")
@@ -225,7 +208,7 @@ async def test_without_decode_workers_a_prefill_worker_serves_alone_until_one_is
         assert not cluster.supervisor.failure.done()
 
 
-async def test_it_does_so_at_once_though_the_decode_worker_will_be_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prefill_worker_serves_alone_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=9) as cluster:
         cluster.die("decode-0")
         await cluster.is_served("decode-0", 2)
@@ -256,7 +239,7 @@ async def test_workers_that_are_taken_over_play_their_roles(
         assert [flip["to"] for flip in cluster.supervisor.flips.latest] == flips
 
 
-async def test_a_server_that_is_stopped_while_it_takes_workers_over_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_server_that_is_stopped_during_a_takeover_ends_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, starts=False, num_prefill=1, num_decode=1, ray_address="auto") as cluster:
 
         async def adopt_orphans(_owner: object, _key: str, orphans: list[OrphanedWorker]) -> None:
@@ -271,17 +254,23 @@ async def test_a_server_that_is_stopped_while_it_takes_workers_over_ends_them(mo
         assert cluster.ray.latest("decode-0").ended.done()
 
 
-async def test_a_decode_worker_that_is_back_before_the_flip_of_its_cover_is_over_ends_the_cover(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def hold_flips(
+    monkeypatch: pytest.MonkeyPatch, cluster: Supervised, worker_id: str
+) -> tuple[asyncio.Event, list[Role]]:
+    """A worker changes its role once the event is set; the roles it was asked to play."""
+    may_flip, asked = asyncio.Event(), list[Role]()
+
+    async def set_role(role: Role) -> None:
+        asked.append(role)
+        await may_flip.wait()
+
+    monkeypatch.setattr(cluster.ray.latest(worker_id), "set_role", SimpleNamespace(remote=set_role))
+    return may_flip, asked
+
+
+async def test_cover_ends_if_the_worker_is_back_before_its_flip_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=9) as cluster:
-        cover, may_flip, asked = cluster.ray.latest("prefill-0"), asyncio.Event(), []
-
-        async def set_role(role: Role) -> None:
-            asked.append(role)
-            await may_flip.wait()
-
-        monkeypatch.setattr(cover, "set_role", SimpleNamespace(remote=set_role))
+        may_flip, asked = hold_flips(monkeypatch, cluster, "prefill-0")
         cluster.die("decode-0")
         await cluster.is_served("decode-0", 2)
         await eventually(lambda: asked == [Role.DECODE])
@@ -291,9 +280,7 @@ async def test_a_decode_worker_that_is_back_before_the_flip_of_its_cover_is_over
         await eventually(lambda: cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE})
 
 
-async def test_pools_have_their_sizes_again_after_all_workers_were_restarted_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_pools_keep_their_sizes_when_all_workers_restart_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No autoscaler would make up for it."""
     async with supervised(monkeypatch, num_prefill=3, num_decode=1) as cluster:
         before = cluster.roles()
@@ -306,6 +293,12 @@ async def test_pools_have_their_sizes_again_after_all_workers_were_restarted_at_
         await eventually(lambda: cluster.roles() == before)
 
 
+def role_and_state(cluster: Supervised, worker_id: str) -> tuple[Role, WorkerState]:
+    worker = cluster.registry.get(worker_id)
+    assert worker is not None
+    return worker.role, worker.state
+
+
 @pytest.mark.parametrize(("role", "state"), [(Role.DECODE, WorkerState.READY), (Role.PREFILL, WorkerState.DRAINING)])
 async def test_a_worker_gets_work_while_it_becomes_one_that_decodes(
     monkeypatch: pytest.MonkeyPatch, role: Role, state: WorkerState
@@ -313,21 +306,13 @@ async def test_a_worker_gets_work_while_it_becomes_one_that_decodes(
     """It may be the only one that is left. One that is to decode no more gets none: its answers leave."""
     async with supervised(monkeypatch, num_prefill=2, num_decode=2) as cluster:
         name = "prefill-0" if role is Role.DECODE else "decode-0"
-        may_flip, asked = asyncio.Event(), []
-
-        async def set_role(role: Role) -> None:
-            asked.append(role)
-            await may_flip.wait()
-
-        monkeypatch.setattr(cluster.ray.latest(name), "set_role", SimpleNamespace(remote=set_role))
+        may_flip, asked = hold_flips(monkeypatch, cluster, name)
         flip = asyncio.create_task(cluster.supervisor.set_role(name, role))
         await eventually(lambda: asked == [role])
-        worker = cluster.registry.get(name)
-        assert worker is not None
-        assert worker.state is state
+        assert role_and_state(cluster, name)[1] is state
         may_flip.set()
         await flip
-        assert (worker.role, worker.state) == (role, WorkerState.READY)
+        assert role_and_state(cluster, name) == (role, WorkerState.READY)
 
 
 async def test_no_worker_covers_for_a_pool_if_it_could_not_serve_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,9 +324,7 @@ async def test_no_worker_covers_for_a_pool_if_it_could_not_serve_alone(monkeypat
         assert cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
 
 
-async def test_requests_fail_at_once_and_blocks_wait_for_the_proof_of_a_stopped_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_requests_fail_at_once_and_blocks_wait_for_proof_of_death(monkeypatch: pytest.MonkeyPatch) -> None:
     may_end = asyncio.Event()
     end_once = process_end._end_once
 
@@ -367,7 +350,7 @@ async def test_requests_fail_at_once_and_blocks_wait_for_the_proof_of_a_stopped_
         assert cluster.ray.told[1:] == [("decode-0", "peer_died", dead.card.address, True)]
 
 
-async def test_a_bug_while_a_worker_starts_costs_that_start_and_not_the_service(
+async def test_bug_while_a_worker_starts_costs_only_that_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=9) as cluster:
@@ -388,7 +371,7 @@ async def test_a_bug_while_a_worker_starts_costs_that_start_and_not_the_service(
         assert "worker prefill-0 is given up" in caplog.text
 
 
-async def test_what_is_wrong_with_the_supervision_itself_ends_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_error_of_the_supervision_itself_ends_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
         monkeypatch.setattr("tandem.cluster.supervisor._death_report", lambda *_: 1 / 0)
         cluster.die("prefill-0")
@@ -396,73 +379,49 @@ async def test_what_is_wrong_with_the_supervision_itself_ends_the_service(monkey
             await cluster.supervisor.failure
 
 
-async def test_the_end_of_a_flip_gives_no_work_to_a_worker_that_is_to_be_replaced(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_end_of_a_flip_gives_no_work_to_a_worker_to_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_prefill=2, num_decode=1) as cluster:
-        actor, left = cluster.ray.latest("prefill-0"), {"r"}
-
-        async def status() -> SimpleNamespace:
-            return SimpleNamespace(request_ids=frozenset(left))
-
-        monkeypatch.setattr(actor, "status", SimpleNamespace(remote=status))
+        actor = cluster.ray.latest("prefill-0")
+        actor.status_ = SimpleNamespace(request_ids=frozenset({"r"}))
         flip = cluster.supervisor.flips.flip(Flip("prefill-0", Role.DECODE), "a test")
-        await eventually(lambda: cluster.roles()["prefill-0"] is Role.DECODE)
-        worker = cluster.registry.get("prefill-0")
-        assert worker is not None
-        await eventually(lambda: worker.state is WorkerState.READY)
+        await eventually(lambda: role_and_state(cluster, "prefill-0") == (Role.DECODE, WorkerState.READY))
         cluster.registry.set_state("prefill-0", WorkerState.DRAINING, "it is to be replaced")
-        left.clear()
+        actor.status_ = SimpleNamespace(request_ids=frozenset())
         await flip
-        assert worker.state is WorkerState.DRAINING
+        assert role_and_state(cluster, "prefill-0") == (Role.DECODE, WorkerState.DRAINING)
 
 
-def test_a_flip_that_serves_but_is_not_drained_in_time_is_told_as_that(
+async def test_flip_that_serves_but_is_not_drained_in_time_is_told_as_that(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("tandem.cluster.member._DRAIN_TIMEOUT_S", 0.0)
-
-    async def run() -> None:
-        async with supervised(monkeypatch, num_prefill=2, num_decode=1) as cluster:
-
-            async def status() -> SimpleNamespace:
-                return SimpleNamespace(request_ids=frozenset({"r"}))
-
-            monkeypatch.setattr(cluster.ray.latest("prefill-0"), "status", SimpleNamespace(remote=status))
-            await cluster.supervisor.flips.flip(Flip("prefill-0", Role.DECODE), "a test")
-            worker = cluster.registry.get("prefill-0")
-            assert worker is not None
-            assert (worker.role, worker.state) == (Role.DECODE, WorkerState.READY)
-            [flip] = cluster.supervisor.flips.latest
-            assert flip.keys() == {"worker", "from", "to", "reason", "began", "serving_after_s", "not_drained"}
-
-    asyncio.run(run())
+    async with supervised(monkeypatch, num_prefill=2, num_decode=1) as cluster:
+        cluster.ray.latest("prefill-0").status_ = SimpleNamespace(request_ids=frozenset({"r"}))
+        await cluster.supervisor.flips.flip(Flip("prefill-0", Role.DECODE), "a test")
+        assert role_and_state(cluster, "prefill-0") == (Role.DECODE, WorkerState.READY)
+        [flip] = cluster.supervisor.flips.latest
+        assert flip.keys() == {"worker", "from", "to", "reason", "began", "serving_after_s", "not_drained"}
     assert "prefill-0 serves as decode, but is not drained" in caplog.text
     assert "did not flip" not in caplog.text
 
 
-def test_a_flip_that_the_worker_refuses_has_failed(
+async def test_flip_that_the_worker_refuses_has_failed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def run() -> None:
-        async with supervised(monkeypatch, num_prefill=2, num_decode=1) as cluster:
+    async with supervised(monkeypatch, num_prefill=2, num_decode=1) as cluster:
 
-            async def set_role(_: Role) -> None:
-                raise WorkerError("it did not answer in 10 s")
+        async def set_role(_: Role) -> None:
+            raise WorkerError("it did not answer in 10 s")
 
-            monkeypatch.setattr(cluster.ray.latest("prefill-0"), "set_role", SimpleNamespace(remote=set_role))
-            await cluster.supervisor.flips.flip(Flip("prefill-0", Role.DECODE), "a test")
-            worker = cluster.registry.get("prefill-0")
-            assert worker is not None
-            assert (worker.role, worker.state) == (Role.PREFILL, WorkerState.READY)
-            [flip] = cluster.supervisor.flips.latest
-            assert flip["failed"] == "it did not answer in 10 s"
-
-    asyncio.run(run())
+        monkeypatch.setattr(cluster.ray.latest("prefill-0"), "set_role", SimpleNamespace(remote=set_role))
+        await cluster.supervisor.flips.flip(Flip("prefill-0", Role.DECODE), "a test")
+        assert role_and_state(cluster, "prefill-0") == (Role.PREFILL, WorkerState.READY)
+        [flip] = cluster.supervisor.flips.latest
+        assert flip["failed"] == "it did not answer in 10 s"
     assert "prefill-0 did not flip to decode" in caplog.text
 
 
-async def test_a_sender_whose_lost_writes_take_too_much_of_a_pool_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sender_whose_lost_writes_fill_a_pool_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.cluster.quarantine_watch._LOOK_S", 0.01)
     look, num_looks = quarantine_watch._senders_to_replace, 0
 

@@ -20,16 +20,13 @@ def have_nodes(monkeypatch: pytest.MonkeyPatch, *cores: float) -> None:
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": float(sum(cores))})
 
 
-@pytest.fixture
-def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_cores_than_the_machine_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     have_nodes(monkeypatch, 4)
-
-
-@pytest.mark.usefixtures("four_cores")
-def test_more_cores_than_the_machine_has_are_refused() -> None:
     assert resolve(replace(CONFIG, num_cpus_per_worker=2)).num_cpus_per_worker == 2
     with pytest.raises(ConfigError, match=r"=64 for 2 worker\(s\) needs 128 cores; this machine has 4"):
         resolve(replace(CONFIG, num_cpus_per_worker=64))
+    joined = replace(CONFIG, num_cpus_per_worker=64, ray_address="auto")
+    assert resolve(joined).num_cpus_per_worker == 64, "a cluster that was joined may grow"
 
 
 @pytest.mark.parametrize(
@@ -53,29 +50,12 @@ def test_every_workers_share_of_the_cores_is_on_one_node(
     assert resolved.engine.num_threads == max(1, int(share))
 
 
-@pytest.mark.usefixtures("four_cores")
-def test_a_cluster_that_was_joined_may_grow() -> None:
-    assert resolve(replace(CONFIG, num_cpus_per_worker=64, ray_address="auto")).num_cpus_per_worker == 64
-
-
-def test_workers_of_one_machine_have_files_for_sockets_and_those_of_several_have_ports() -> None:
-    resolved = replace(CONFIG, engine=replace(CONFIG.engine, num_threads=1))
-    here = worker_configs(resolved, router_key="key", socket_folder="/private")
-    assert {(config.socket_folder, config.host, config.router_key) for config in here} == {
-        ("/private", "127.0.0.1", "key")
-    }
-    there = worker_configs(replace(resolved, ray_address="auto"), router_key="key", socket_folder="/private")
-    assert {(config.socket_folder, config.host, config.router_key) for config in there} == {("", "", "key")}
-
-
-def test_workers_of_several_machines_are_told_the_models_name_and_those_of_one_its_folder() -> None:
-    resolved = replace(CONFIG, engine=replace(CONFIG.engine, model="/here/m", num_threads=1))
-    here = worker_configs(resolved, model="org/m")
-    there = worker_configs(replace(resolved, ray_address="auto"), model="org/m")
-    assert ({config.engine.model for config in here}, {config.engine.model for config in there}) == (
-        {"/here/m"},
-        {"org/m"},
-    )
+def test_workers_of_one_machine_share_folders_and_those_of_several_have_ports_and_names() -> None:
+    engine = replace(CONFIG.engine, model="/here/m", num_threads=1)
+    for address, told in (("", ("/private", "127.0.0.1", "key", "/here/m")), ("auto", ("", "", "key", "org/m"))):
+        config = replace(CONFIG, engine=engine, ray_address=address)
+        workers = worker_configs(config, router_key="key", socket_folder="/private", model="org/m")
+        assert {(one.socket_folder, one.host, one.router_key, one.engine.model) for one in workers} == {told}
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from typing import Any
 
-import kubernetes_validate
 import promql_parser
 import pytest
 import yaml
 
 from tandem.frontend.http.vllm_names import VLLM_SOURCES
-from tests.deploy.test_helm import CHART, GROWING, HELM, find, helm, render
-
-Json = dict[str, Any]
+from tests.support.chart import CHART, GROWING, HELM, Json, find, refusal, render, validate
 
 NGINX = "nginx.ingress.kubernetes.io"
 INGRESS: Json = {"ingress": {"enabled": True, "host": "llm.example"}}
@@ -29,19 +25,9 @@ WORKERS = {
 }
 
 
-def validate(manifest: Json) -> None:
-    kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
-
-
 def template_of(manifests: list[Json], name: str) -> Json:
     template: Json = find(manifests, "StatefulSet", f"release-{name}")["spec"]["template"]
     return template
-
-
-def refusal(values: Json) -> str:
-    finished = helm("template", "release", str(CHART), values=values)
-    assert finished.returncode != 0
-    return finished.stderr
 
 
 def kinds(values: Json) -> set[str]:
@@ -73,23 +59,10 @@ def test_streams_pass_through_an_ingress(values: Json, protocol: str) -> None:
 
 
 def test_an_ingress_is_as_its_values_say() -> None:
-    ingress = find(
-        render(
-            {
-                "router": {"max_body_bytes": 64_000_000},
-                "ingress": {
-                    "enabled": True,
-                    "host": "llm.example",
-                    "className": "nginx",
-                    "tlsSecret": "public",
-                    "timeoutSeconds": 600,
-                    "annotations": {f"{NGINX}/proxy-buffering": "on", "cert-manager.io/cluster-issuer": "ours"},
-                },
-            }
-        ),
-        "Ingress",
-        "release",
-    )
+    given: Json = {"className": "nginx", "tlsSecret": "public", "timeoutSeconds": 600}
+    given["annotations"] = {f"{NGINX}/proxy-buffering": "on", "cert-manager.io/cluster-issuer": "ours"}
+    values = {"router": {"max_body_bytes": 64_000_000}, "ingress": INGRESS["ingress"] | given}
+    ingress = find(render(values), "Ingress", "release")
     validate(ingress)
     annotations = ingress["metadata"]["annotations"]
     assert annotations[f"{NGINX}/proxy-body-size"] == "64000000", "as large as the server's own bound"

@@ -55,9 +55,15 @@ def test_a_killed_server_is_started_again_and_one_that_ended_is_not(tmp_path: Pa
     assert "ended by signal 9 and is started again" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize(("ends", "code"), [("stay", 128 + signal.SIGTERM), ("stay, then end well", 0)])
-def test_a_stop_signal_ends_the_server_too(tmp_path: Path, ends: str, code: int, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "ends", "code"),
+    [
+        (signal.SIGTERM, "stay", 128 + signal.SIGTERM),
+        (signal.SIGINT, "stay, then end well", 0),
+        (signal.SIGHUP, "stay, then end well", 0),
+    ],
+)
+def test_a_stop_signal_ends_the_server_too(tmp_path: Path, number: int, ends: str, code: int) -> None:
     log = tmp_path / "starts"
     with subprocess.Popen(command(log, ends), stdout=subprocess.PIPE, text=True) as keeper:
         try:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "~/.ray/auth_token"
 SECRETS = "~/.config/tandem"
 FILES = sorted((ROOT / "cluster" / "ray").glob("*.yaml"))
+EACH_FILE = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
 
 def load(file: Path) -> dict[str, Any]:
@@ -25,14 +26,14 @@ def load(file: Path) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@EACH_FILE
 def test_ray_accepts_the_cluster_file(file: Path) -> None:
     config = prepare_config(load(file))
     validate_config(config)
     assert config["head_node_type"] in config["available_node_types"]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@EACH_FILE
 def test_start_commands_start_ray_and_this_product(file: Path) -> None:
     config = load(file)
     head = "\n".join(config["head_start_ray_commands"])
@@ -48,14 +49,14 @@ def test_start_commands_start_ray_and_this_product(file: Path) -> None:
     assert flags["model"] == DEFAULT_MODEL
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@EACH_FILE
 def test_files_that_setup_uses_are_copied_to_the_nodes(file: Path) -> None:
     config = load(file)
     assert list(config["file_mounts"].values()) == [".", TOKEN, SECRETS]
     assert not {"scripts", "constraints.txt", "Makefile"} & set(config["rsync_exclude"])
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@EACH_FILE
 def test_every_ray_command_demands_the_token_that_every_node_has(file: Path) -> None:
     config = load(file)
     mounts = config["file_mounts"]
@@ -69,7 +70,7 @@ def test_every_ray_command_demands_the_token_that_every_node_has(file: Path) -> 
     assert "scripts/cluster-secrets.sh" in file.read_text()
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@EACH_FILE
 def test_keys_and_tenants_reach_the_head_as_files(file: Path) -> None:
     config = load(file)
     [place] = [place for place, source in config["file_mounts"].items() if source == SECRETS]

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -81,15 +82,20 @@ ENVIRONMENTS = pytest.mark.parametrize(
 )
 
 
+def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(ROOT / script)]
+    return subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=30, check=False
+    )
+
+
 def run_with_python(script: str, variable: str, folder: Path, python: str) -> subprocess.CompletedProcess[str]:
     """Run a script for an environment in `folder`, whose interpreter is the shell command `python`."""
     interpreter = folder / "bin" / "python"
     interpreter.parent.mkdir()
     interpreter.write_text(f"#!/bin/sh\n{python}\n")
     interpreter.chmod(0o755)
-    command = ["bash", str(ROOT / "scripts" / script)]
-    environment = os.environ | {variable: str(folder)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    return run(f"scripts/{script}", **{variable: str(folder)})
 
 
 @ENVIRONMENTS
@@ -112,21 +118,14 @@ def test_a_failed_installation_names_the_error_and_the_log(script: str, variable
     assert finished.stderr == f"ERROR: there is no such package\nerror: pip install failed; the whole log: {log}\n"
 
 
-@ENVIRONMENTS
-def test_an_environment_that_cannot_be_made_is_named(script: str, variable: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "variable", "inner"),
+    [("clients.sh", "CLIENTS_VENV", ""), ("engine-vllm.sh", "VLLM_VENV", ""), ("agents.sh", "AGENTS_VENV", "aider")],
+)
+def test_an_environment_that_cannot_be_made_is_named(script: str, variable: str, inner: str, tmp_path: Path) -> None:
     folder = tmp_path / "new"
-    command = ["bash", str(ROOT / "scripts" / script)]
-    environment = os.environ | {variable: str(folder), "PYTHON": "false"}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
-    assert (finished.returncode, finished.stderr) == (1, f"error: no environment could be made in {folder}\n")
-
-
-def test_an_environment_of_agents_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    environment = os.environ | {"AGENTS_VENV": str(tmp_path), "PYTHON": "false"}
-    command = ["bash", str(ROOT / "scripts" / "agents.sh")]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
-    assert finished.returncode == 1
-    assert finished.stderr == f"error: no environment could be made in {tmp_path / 'aider'}\n"
+    finished = run(f"scripts/{script}", **{variable: str(folder), "PYTHON": "false"})
+    assert (finished.returncode, finished.stderr) == (1, f"error: no environment could be made in {folder / inner}\n")
 
 
 def test_make_test_runs_lint_types_and_tests() -> None:
@@ -140,9 +139,7 @@ def test_make_test_runs_lint_types_and_tests() -> None:
 def test_a_change_must_pass_both_tiers_and_hears_of_both(failing: str, tmp_path: Path) -> None:
     (tmp_path / "make").write_text(f'#!/bin/sh\n[ "$1" != "{failing}" ]\n')
     (tmp_path / "make").chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = ["bash", str(ROOT / ".ci" / "run")]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    finished = run(".ci/run", PATH=f"{tmp_path}:{os.environ['PATH']}")
     results = [line.partition(" after ")[0] for line in finished.stdout.splitlines()]
     expected = {target: "FAILED" if target == failing else "passed" for target in ("test", "test-cluster")}
     assert results == [f"make {target}: {result}" for target, result in expected.items()]
@@ -173,27 +170,23 @@ def imports_of(path: Path) -> Iterator[str]:
             yield node.module
 
 
-def test_every_dependency_is_pinned_and_explained() -> None:
+def dependencies() -> list[str]:
+    """What the project declares, by names with hyphens."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [
-        *project["dependencies"],
-        *(name for extra in project["optional-dependencies"].values() for name in extra),
-    ]
-    names = [re.split(r"[\[<>=;]", requirement)[0].lower().replace("_", "-") for requirement in wanted]
+    wanted = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    return [re.split(r"[\[<>=;]", requirement)[0].lower().replace("_", "-") for requirement in wanted]
+
+
+def test_every_dependency_is_pinned_and_explained() -> None:
     pinned = (ROOT / "constraints.txt").read_text().lower().replace("_", "-")
     pinned += (ROOT / "scripts" / "setup.sh").read_text().replace("nixl_version=", "nixl==")  # one of its CUDA flavours
     explained = (ROOT / "docs" / "dependencies.md").read_text().lower().replace("_", "-")
-    assert [name for name in names if not re.search(rf"^{re.escape(name)}==", pinned, re.MULTILINE)] == []
-    assert [name for name in names if f"`{name}" not in explained] == []
+    assert [name for name in dependencies() if not re.search(rf"^{re.escape(name)}==", pinned, re.MULTILINE)] == []
+    assert [name for name in dependencies() if f"`{name}" not in explained] == []
 
 
 def test_every_package_that_is_imported_is_declared() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [
-        *project["dependencies"],
-        *(name for extra in project["optional-dependencies"].values() for name in extra),
-    ]
-    declared = {re.split(r"[\[<>=;]", requirement)[0].lower().replace("-", "_") for requirement in wanted}
+    declared = {name.replace("-", "_") for name in dependencies()}
     declared |= {"tandem", "zmq", "opentelemetry", *sys.stdlib_module_names}  # pyzmq, opentelemetry-sdk
     paths = [path for folder in sorted((ROOT / "tandem").iterdir()) for path in folder.rglob("*.py")]
     imported = {name.partition(".")[0] for path in paths for name in imports_of(path)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.support.scheduler_listener import FakeListener
 
 
 def onboarding(scheduler: Scheduler, *, end: int, hold_at: int | None) -> FakeListener:
-    """Let the next admitted sequence expect its tokens up to `end` from elsewhere."""
+    """Let admitted sequences expect their tokens up to `end` from elsewhere."""
 
     def begin(sequence: Sequence) -> None:
         sequence.onboarding = Onboarding(start=end, end=end, hold_at=hold_at)
@@ -23,11 +24,17 @@ def onboarding(scheduler: Scheduler, *, end: int, hold_at: int | None) -> FakeLi
     return listener
 
 
-def test_held_while_a_fast_load_is_on_its_way_then_only_the_tail_is_computed() -> None:
+def waiting_for_40(hold_at: int | None) -> tuple[Scheduler, Sequence]:
+    """A sequence of 42 tokens, the first 40 of which it expects from elsewhere."""
     scheduler = make_scheduler()
-    onboarding(scheduler, end=40, hold_at=0)
+    onboarding(scheduler, end=40, hold_at=hold_at)
     sequence = make_sequence(42)
     scheduler.add(sequence)
+    return scheduler, sequence
+
+
+def test_held_while_a_fast_load_is_on_its_way_then_only_the_tail_is_computed() -> None:
+    scheduler, sequence = waiting_for_40(hold_at=0)
     assert step(scheduler) == []
     assert scheduler.blocks.onboard(sequence, 20, 40, "host")
     assert step(scheduler) == []
@@ -49,10 +56,7 @@ def test_others_compute_while_one_is_held() -> None:
 
 
 def test_computing_and_loading_meet() -> None:
-    scheduler = make_scheduler()
-    onboarding(scheduler, end=40, hold_at=12)
-    sequence = make_sequence(42)
-    scheduler.add(sequence)
+    scheduler, sequence = waiting_for_40(hold_at=12)
     assert step(scheduler) == [("a", 0, 12)]
     assert scheduler.blocks.onboard(sequence, 24, 40, "host")
     assert step(scheduler) == [], "it computes no more than planned while the load is in time"
@@ -63,10 +67,7 @@ def test_computing_and_loading_meet() -> None:
 
 
 def test_a_late_load_is_overtaken_and_what_came_is_used() -> None:
-    scheduler = make_scheduler()
-    onboarding(scheduler, end=40, hold_at=0)
-    sequence = make_sequence(42)
-    scheduler.add(sequence)
+    scheduler, sequence = waiting_for_40(hold_at=0)
     step(scheduler)
     assert scheduler.blocks.onboard(sequence, 32, 40, "host")
     scheduler.blocks.end_onboarding(sequence)
@@ -78,10 +79,7 @@ def test_a_late_load_is_overtaken_and_what_came_is_used() -> None:
 
 
 def test_of_a_piece_that_computing_runs_into_only_the_rest_counts() -> None:
-    scheduler = make_scheduler()
-    onboarding(scheduler, end=40, hold_at=None)
-    sequence = make_sequence(42)
-    scheduler.add(sequence)
+    scheduler, sequence = waiting_for_40(hold_at=None)
     assert step(scheduler) == [("a", 0, 16)]
     assert scheduler.blocks.onboard(sequence, 32, 40, "host")
     assert scheduler.blocks.onboard(sequence, 20, 32, "peer")
@@ -90,10 +88,7 @@ def test_of_a_piece_that_computing_runs_into_only_the_rest_counts() -> None:
 
 
 def test_a_load_that_brings_nothing_costs_nothing() -> None:
-    scheduler = make_scheduler()
-    onboarding(scheduler, end=40, hold_at=0)
-    sequence = make_sequence(42)
-    scheduler.add(sequence)
+    scheduler, sequence = waiting_for_40(hold_at=0)
     step(scheduler)
     scheduler.blocks.end_onboarding(sequence)
     assert [step(scheduler) for _ in range(3)] == [[("a", 0, 16)], [("a", 16, 16)], [("a", 32, 10)]]
@@ -120,17 +115,13 @@ def test_loaded_blocks_are_published_in_their_order_and_found_by_the_next() -> N
     assert (again.num_cached_tokens, again.num_loaded_tokens) == (40, {}), "they are in the pool now"
 
 
-@pytest.mark.parametrize("end_by", ["abort", "preempt"])
-def test_an_onboarding_ends_with_its_sequences_hold_on_the_blocks(end_by: str) -> None:
-    scheduler = make_scheduler()
-    onboarding(scheduler, end=40, hold_at=0)
-    sequence = make_sequence(42)
-    scheduler.add(sequence)
+@pytest.mark.parametrize("end_by", [Scheduler.remove, Scheduler.preempt])
+def test_an_onboarding_ends_with_its_sequences_hold_on_the_blocks(
+    end_by: Callable[[Scheduler, Sequence], object],
+) -> None:
+    scheduler, sequence = waiting_for_40(hold_at=0)
     step(scheduler)
-    if end_by == "abort":
-        scheduler.remove(sequence)
-    else:
-        scheduler.preempt(sequence)
+    end_by(scheduler, sequence)
     assert sequence.onboarding is None
     assert not scheduler.blocks.onboard(sequence, 20, 40, "host")
     scheduler.pool.check_integrity(idle=True)

@@ -118,11 +118,8 @@ def test_ints_numpy_and_torch_give_the_same_bits(device: str) -> None:
 
 def test_draws_are_stable_across_versions() -> None:
     # Two workers of different versions must continue one another's streams.
-    assert [uniform_draw(1, 0), uniform_draw(1, 1), uniform_draw(2**64 - 1, 5)] == [
-        0.8902591757080309,
-        0.6719982689180368,
-        0.4311373818027474,
-    ]
+    draws = [uniform_draw(1, 0), uniform_draw(1, 1), uniform_draw(2**64 - 1, 5)]
+    assert draws == [0.8902591757080309, 0.6719982689180368, 0.4311373818027474]
 
 
 @pytest.mark.parametrize(
@@ -214,11 +211,8 @@ def test_greedy_takes_the_first_of_equal_logits() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[:, [9, 4]] = 1.0
     biased = make_sequence(temperature=0, logit_bias={0: -1.0})
-    assert sample(logits, make_sequence(temperature=0), biased, make_sequence(temperature=0, num_logprobs=1)) == [
-        4,
-        4,
-        4,
-    ]
+    greedy, scored = make_sequence(temperature=0), make_sequence(temperature=0, num_logprobs=1)
+    assert sample(logits, greedy, biased, scored) == [4] * 3
 
 
 def random_sequence(source: random.Random, vocab: int) -> Sequence:
@@ -375,38 +369,19 @@ def test_logprobs_are_of_the_models_own_distribution(num_logprobs: int) -> None:
     sequence = make_sequence(temperature=0.5, logit_bias={6: 100.0}, num_logprobs=num_logprobs)
     [token] = sample_tokens(logits, sequence)
     assert token.token_id == 6
+    assert sample_tokens(logits, make_sequence())[0].logprobs is None, "none unless asked for"
     assert token.logprobs is not None
     expected = logits.log_softmax(0)
     assert token.logprobs.logprob == pytest.approx(float(expected[6]), abs=1e-6)
     assert [token_id for token_id, _ in token.logprobs.top] == expected.argsort(descending=True)[:num_logprobs].tolist()
 
 
-def test_no_logprobs_unless_asked_for() -> None:
-    [token] = sample_tokens(make_logits(), make_sequence())
-    assert token.logprobs is None
-
-
 # Whatever the logits and the parameters are.
 
 LARGEST = float(torch.finfo(torch.float32).max)
 ODD_FLOATS = (
-    0,
-    1,
-    0.0,
-    -0.0,
-    1e-300,
-    1e-40,
-    1e-30,
-    0.5,
-    1.0,
-    2.0,
-    1e30,
-    1e300,
-    -1.0,
-    -1e300,
-    math.inf,
-    -math.inf,
-    math.nan,
+    *(0, 1, 0.0, -0.0, 1e-300, 1e-40, 1e-30, 0.5, 1.0, 2.0, 1e30, 1e300),
+    *(-1.0, -1e300, math.inf, -math.inf, math.nan),
 )
 ODD_INTS = (0, 1, 3, VOCAB, VOCAB + 1, 2**31 - 1, 2**63, -1, -(2**63))
 odd_float, odd_int = st.sampled_from(ODD_FLOATS), st.sampled_from(ODD_INTS)

@@ -45,6 +45,11 @@ class World(PressureWorld):
         """What each sequence holds and is expected to need until its end."""
         return [self.scheduler.admission.held(sequence) for sequence in self.scheduler.running]
 
+    def end(self) -> None:
+        """Until all is served and nothing is held."""
+        self.drain()
+        self.check(idle=True)
+
     def wait_for(self, *requests: Request, limit: int) -> int:
         """Steps until these have ended."""
         for num_steps in range(limit):
@@ -80,8 +85,7 @@ def test_tenants_with_much_to_do_have_seats_by_weight(kind: str) -> None:
     heavy = WorkerPriority(tenant="b", weight=3.0)
     fill(world, heavy, 2 * NUM_SEATS, 400, kind)
     assert (world.num_seats(A), world.num_seats(heavy)) == (NUM_SEATS // 4, NUM_SEATS * 3 // 4)
-    world.drain()
-    world.check(idle=True)
+    world.end()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,8 +106,7 @@ def test_blocks_change_hands_where_seats_are_left(kind: str) -> None:
     fill(world, A, 12, 1000, kind, num_prompt=100)
     long = world.ask(B, 4, num_prompt=400, kind=kind)  # a quarter of the pool
     assert world.wait_for(long, limit=12) <= 12
-    world.drain()
-    world.check(idle=True)
+    world.end()
 
 
 def test_a_tenant_alone_has_everything_and_nothing_gives_way() -> None:
@@ -164,8 +167,7 @@ def test_whatever_comes_everything_ends_and_nobody_starves(seed: int) -> None:
                 world.cancel(request_id)
         world.step()
         world.check()
-    world.drain()
-    world.check(idle=True)
+    world.end()
 
 
 def sequence(priority: WorkerPriority, name: str, num_blocks: int = 0) -> Sequence:
@@ -237,8 +239,7 @@ def test_choices_that_share_a_prompt_give_way_for_two_at_once(kind: str) -> None
     assert world.num_seats(A) == 3
     requests = [world.ask(priority, 4, kind=kind) for priority in (B, C)]
     assert world.wait_for(*requests, limit=12) <= 12
-    world.drain()
-    world.check(idle=True)
+    world.end()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -252,8 +253,7 @@ def test_the_last_choice_that_gives_way_frees_the_prompt_too(kind: str) -> None:
         world.run(4)
     assert world.num_seats(A) == 4
     assert world.wait_for(world.ask(B, 4, num_prompt=480, kind=kind), limit=12) <= 12
-    world.drain()
-    world.check(idle=True)
+    world.end()
 
 
 def test_turns_of_many_tenants_take_time_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:

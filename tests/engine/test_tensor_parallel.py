@@ -263,7 +263,7 @@ def test_a_killed_rank_ends_the_engine_at_once(build_engine: BuildEngine, model_
         os.kill(pid, 0)
 
 
-@pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
+@pytest.mark.parametrize("is_stopped", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["stopped", "running"])
 def test_the_ranks_end_with_rank_0(model_folder: Callable[[str], Path], is_stopped: bool) -> None:
     code = (
         "import sys; from pathlib import Path\n"

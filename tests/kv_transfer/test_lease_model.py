@@ -641,6 +641,15 @@ SMALL = [
 ]
 
 
+LARGER = {
+    "all faults": NO_FAULTS._replace(cancels=1, sender_deaths=1, receiver_deaths=1, repeats=1),
+    "two blocks": NO_FAULTS._replace(num_blocks=2, num_pool_blocks=2, sender_deaths=1, receiver_deaths=1),
+    "two leases": NO_FAULTS._replace(num_pool_blocks=2, grants=2),
+    "two handoffs": NO_FAULTS._replace(grants=2, opens=2),
+    "in line": NO_FAULTS._replace(queues=2, cancels=1, receiver_deaths=1),
+}
+
+
 def explore_all(bounds: Bounds) -> Explored:
     started = time.perf_counter()
     explored = explore(World(bounds))
@@ -660,17 +669,7 @@ def test_no_interleaving_breaks_a_lease() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "bounds",
-    [
-        NO_FAULTS._replace(cancels=1, sender_deaths=1, receiver_deaths=1, repeats=1),
-        NO_FAULTS._replace(num_blocks=2, num_pool_blocks=2, sender_deaths=1, receiver_deaths=1),
-        NO_FAULTS._replace(num_pool_blocks=2, grants=2),
-        NO_FAULTS._replace(grants=2, opens=2),
-        NO_FAULTS._replace(queues=2, cancels=1, receiver_deaths=1),
-    ],
-    ids=["all faults", "two blocks", "two leases", "two handoffs", "in line"],
-)
+@pytest.mark.parametrize("bounds", LARGER.values(), ids=LARGER)
 def test_no_interleaving_of_a_larger_world_breaks_a_lease(bounds: Bounds) -> None:
     assert explore_all(bounds).num_states > 10_000
 
@@ -754,11 +753,7 @@ class ForgetsItsLeaseInLine(Outbox):
     [
         (FreesAtFencing, NO_FAULTS, "is freed while a write|writes to block"),
         (FreesLateLeases, NO_FAULTS, "is freed while a write|writes to block"),
-        (
-            TakesAnyGeneration,
-            NO_FAULTS._replace(num_pool_blocks=2, grants=2),
-            "received|is freed while|writes to block",
-        ),
+        (TakesAnyGeneration, NO_FAULTS._replace(num_pool_blocks=2, grants=2), "received|is freed|writes to block"),
         (RepeatsGenerations, NO_FAULTS._replace(grants=2, receiver_deaths=1), "is used again"),
         (HidesMissingChunks, NO_FAULTS, "received"),
         (KeepsLeasesOfTheDead, NO_FAULTS._replace(sender_deaths=1), "a leak"),

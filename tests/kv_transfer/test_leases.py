@@ -8,6 +8,11 @@ from tandem.protocol.messages import WorkerEpoch
 P = WorkerEpoch("p", 1)
 
 
+@pytest.fixture
+def table() -> LeaseTable:
+    return LeaseTable()
+
+
 def grant(
     table: LeaseTable,
     request_id: str = "r",
@@ -19,8 +24,7 @@ def grant(
     return table.grant(request_id, block_ids, first_block=first_block, sender=P, now=now, ttl_s=10.0)
 
 
-def test_blocks_are_received_once_all_arrived_and_the_sender_is_done() -> None:
-    table = LeaseTable()
+def test_blocks_are_received_once_all_arrived_and_the_sender_is_done(table: LeaseTable) -> None:
     lease = grant(table)
     table.chunk_arrived("r", lease.generation, 2, 2, [b"a", b"b"], now=1)
     table.chunk_arrived("r", lease.generation, 4, 1, [b"c"], now=2)
@@ -29,16 +33,14 @@ def test_blocks_are_received_once_all_arrived_and_the_sender_is_done() -> None:
     table.check_integrity()
 
 
-def test_chunks_may_come_in_any_order() -> None:
-    table = LeaseTable()
+def test_chunks_may_come_in_any_order(table: LeaseTable) -> None:
     lease = grant(table)
     table.chunk_arrived("r", lease.generation, 4, 1, [], now=1)
     table.chunk_arrived("r", lease.generation, 2, 2, [b"a", b"b"], now=1)
     assert table.handoff_done("r", lease.generation, 42, now=1) == LeaseReceived(lease, 42, [b"a", b"b", b""])
 
 
-def test_a_chunk_that_was_not_announced_when_the_sender_is_done_is_missing() -> None:
-    table = LeaseTable()
+def test_a_chunk_that_was_not_announced_when_the_sender_is_done_is_missing(table: LeaseTable) -> None:
     lease = grant(table)
     table.chunk_arrived("r", lease.generation, 4, 1, [b"c"], now=1)
     received = table.handoff_done("r", lease.generation, 42, now=1)
@@ -51,8 +53,7 @@ def test_a_chunk_that_was_not_announced_when_the_sender_is_done_is_missing() -> 
     table.check_integrity()
 
 
-def test_a_fully_cached_prompt_needs_only_done() -> None:
-    table = LeaseTable()
+def test_a_fully_cached_prompt_needs_only_done(table: LeaseTable) -> None:
     lease = grant(table, block_ids=())
     assert table.handoff_done("r", lease.generation, 42, now=1) == LeaseReceived(lease, 42, [])
 
@@ -63,8 +64,7 @@ def test_generations_are_unique_and_grow() -> None:
     assert generations == [100, 101, 102]
 
 
-def test_an_expired_lease_keeps_its_blocks_until_the_sender_confirms() -> None:
-    table = LeaseTable()
+def test_an_expired_lease_keeps_its_blocks_until_the_sender_confirms(table: LeaseTable) -> None:
     lease = grant(table)
     assert table.expire(9.9) == []
     assert table.expire(10.0) == [LeaseFenced(lease, "the lease expired")]
@@ -77,8 +77,7 @@ def test_an_expired_lease_keeps_its_blocks_until_the_sender_confirms() -> None:
     assert table.held_block_ids == []
 
 
-def test_done_of_a_fenced_lease_confirms_that_no_write_is_left() -> None:
-    table = LeaseTable()
+def test_done_of_a_fenced_lease_confirms_that_no_write_is_left(table: LeaseTable) -> None:
     lease = grant(table)
     table.chunk_arrived("r", lease.generation, 2, 3, [], now=1)
     table.expire(10)
@@ -86,8 +85,7 @@ def test_done_of_a_fenced_lease_confirms_that_no_write_is_left() -> None:
     assert isinstance(released, LeaseReleased)
 
 
-def test_nothing_is_received_after_the_deadline_even_before_expire_ran() -> None:
-    table = LeaseTable()
+def test_nothing_is_received_after_the_deadline_even_before_expire_ran(table: LeaseTable) -> None:
     lease = grant(table)
     table.chunk_arrived("r", lease.generation, 2, 3, [], now=9)
     assert table.handoff_done("r", lease.generation, 42, now=10.0) is None
@@ -95,31 +93,27 @@ def test_nothing_is_received_after_the_deadline_even_before_expire_ran() -> None
     assert len(table.expire(10.0)) == 1
 
 
-def test_a_late_chunk_is_not_announced() -> None:
-    table = LeaseTable()
+def test_a_late_chunk_is_not_announced(table: LeaseTable) -> None:
     lease = grant(table)
     table.chunk_arrived("r", lease.generation, 2, 3, [], now=10.0)
     assert table.ignored == {"chunk too late": 1}
 
 
 @pytest.mark.parametrize(("sender", "extends"), [(P, True), (WorkerEpoch("p", 2), False), (WorkerEpoch("q", 1), False)])
-def test_only_its_senders_heartbeat_extends_a_lease(sender: WorkerEpoch, extends: bool) -> None:
-    table = LeaseTable()
+def test_only_its_senders_heartbeat_extends_a_lease(table: LeaseTable, sender: WorkerEpoch, extends: bool) -> None:
     lease = grant(table)
     table.extend(sender, [("r", lease.generation), ("other", 99)], now=9)
     assert (table.expire(18.9) == []) is extends
     assert len(table.expire(19.0)) == (1 if extends else 0)
 
 
-def test_a_heartbeat_does_not_revive_a_lease_that_ended() -> None:
-    table = LeaseTable()
+def test_a_heartbeat_does_not_revive_a_lease_that_ended(table: LeaseTable) -> None:
     lease = grant(table)
     table.extend(P, [("r", lease.generation)], now=10)
     assert len(table.expire(10)) == 1
 
 
-def test_repeated_foreign_and_misplaced_messages_are_ignored_and_counted() -> None:
-    table = LeaseTable()
+def test_repeated_foreign_and_misplaced_messages_are_ignored_and_counted(table: LeaseTable) -> None:
     lease = grant(table)
     generation = lease.generation
     table.chunk_arrived("r", generation, 2, 2, [], now=1)
@@ -142,39 +136,29 @@ def test_repeated_foreign_and_misplaced_messages_are_ignored_and_counted() -> No
     assert table.handoff_done("r", generation, 42, now=1) == LeaseReceived(lease, 42, [b"", b""])
 
 
-def test_a_sender_that_gives_up_releases_a_live_lease() -> None:
-    table = LeaseTable()
+def test_a_sender_that_gives_up_releases_a_live_lease(table: LeaseTable) -> None:
     lease = grant(table)
     assert table.lease_closed("r", lease.generation, P, "cancelled") == LeaseReleased(lease, "cancelled")
     assert table.num_live == 0
 
 
-def test_the_death_of_a_sender_releases_its_leases_and_no_others() -> None:
-    table = LeaseTable()
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_leases_of_a_sender_are_fenced_when_it_is_given_up_and_end_when_it_dies(
+    table: LeaseTable, is_given_up: bool
+) -> None:
     live, fenced = grant(table, "a", (1,)), grant(table, "b", (2,))
-    other = table.grant("c", [3], first_block=0, sender=WorkerEpoch("p", 2), now=0, ttl_s=10)
+    table.grant("c", [3], first_block=0, sender=WorkerEpoch("p", 2), now=0, ttl_s=10)
     table.cancel("b")
+    if is_given_up:
+        assert table.give_up_sender(P) == [LeaseFenced(live, "p was given up")]
+        assert table.give_up_sender(P) == []
+        assert (table.fenced, table.num_live, table.num_quarantined_blocks) == ([live, fenced], 1, 2)
+        table.chunk_arrived("a", live.generation, 2, 1, [], now=1)
     assert table.sender_lost(P) == [LeaseReleased(live, "p died"), LeaseReleased(fenced, "p died")]
     assert table.held_block_ids == [3]
-    assert other.generation
 
 
-def test_the_leases_of_a_sender_that_is_given_up_are_fenced_until_it_is_gone() -> None:
-    table = LeaseTable()
-    live, fenced = grant(table, "a", (1,)), grant(table, "b", (2,))
-    other = table.grant("c", [3], first_block=0, sender=WorkerEpoch("p", 2), now=0, ttl_s=10)
-    table.cancel("b")
-    assert table.give_up_sender(P) == [LeaseFenced(live, "p was given up")]
-    assert table.give_up_sender(P) == []
-    assert (table.fenced, table.num_live, table.num_quarantined_blocks) == ([live, fenced], 1, 2)
-    table.chunk_arrived("a", live.generation, 2, 1, [], now=1)
-    assert table.sender_lost(P) == [LeaseReleased(live, "p died"), LeaseReleased(fenced, "p died")]
-    assert table.held_block_ids == [3]
-    assert other.generation
-
-
-def test_a_request_can_be_granted_again_while_its_old_lease_is_fenced() -> None:
-    table = LeaseTable()
+def test_a_request_can_be_granted_again_while_its_old_lease_is_fenced(table: LeaseTable) -> None:
     old = grant(table, block_ids=(1,))
     assert table.cancel("r") == LeaseFenced(old, "cancelled")
     assert table.cancel("r") is None
@@ -186,15 +170,13 @@ def test_a_request_can_be_granted_again_while_its_old_lease_is_fenced() -> None:
     assert table.handoff_done("r", new.generation, 42, now=1) == LeaseReceived(new, 42, [b"new"])
 
 
-def test_a_second_live_lease_of_a_request_is_our_own_bug() -> None:
-    table = LeaseTable()
+def test_a_second_live_lease_of_a_request_is_our_own_bug(table: LeaseTable) -> None:
     grant(table)
     with pytest.raises(AssertionError):
         grant(table)
 
 
-def test_the_first_deadline_gives_the_sender_time_to_read_the_grant() -> None:
-    table = LeaseTable()
+def test_the_first_deadline_gives_the_sender_time_to_read_the_grant(table: LeaseTable) -> None:
     lease = table.grant("r", (7,), first_block=0, sender=P, now=0.0, ttl_s=1.0, first_ttl_s=30.0)
     assert table.expire(29.9) == []
     table.extend(P, [("r", lease.generation)], now=29.9)
@@ -202,15 +184,13 @@ def test_the_first_deadline_gives_the_sender_time_to_read_the_grant() -> None:
     assert table.expire(30.9) == [LeaseFenced(lease, "the lease expired")]
 
 
-def test_from_the_first_chunk_on_heartbeats_vouch_for_a_lease() -> None:
-    table = LeaseTable()
+def test_from_the_first_chunk_on_heartbeats_vouch_for_a_lease(table: LeaseTable) -> None:
     lease = table.grant("r", (7,), first_block=0, sender=P, now=0.0, ttl_s=1.0, first_ttl_s=30.0)
     table.chunk_arrived("r", lease.generation, 0, 1, [], now=2.0)
     assert len(table.expire(3.0)) == 1
 
 
-def test_only_its_own_sender_speaks_of_a_lease() -> None:
-    table = LeaseTable()
+def test_only_its_own_sender_speaks_of_a_lease(table: LeaseTable) -> None:
     lease = grant(table)
     assert not table.is_foreign(lease.generation, P)
     assert table.is_foreign(lease.generation, WorkerEpoch("p", 2))

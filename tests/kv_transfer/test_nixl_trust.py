@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -30,30 +30,27 @@ transport = create_transport(
 print(os.environ.get("UCX_NET_DEVICES"))
 for connection in psutil.Process().net_connections("inet"):
     print(connection.laddr.ip)
-"""
-
-
-SHARED = (
-    LISTENERS.partition("print")[0]
-    + """
-assert "/SYSV" not in open("/proc/self/maps").read()
+if "/SYSV" in open("/proc/self/maps").read():
+    print("shared:SystemV")
 for number in os.listdir("/proc/self/fd"):
     file = f"/proc/self/fd/{number}"
     if os.path.exists(file) and os.readlink(file).startswith("/dev/shm/ucx"):
-        print(oct(os.stat(file).st_mode & 0o777))
+        print("shared", oct(os.stat(file).st_mode & 0o777), sep=":")
 """
-)
 
 
-def started(host: str, mailbox: str = "", **environment: str) -> list[str]:
-    """The network devices that UCX is told to use, and the addresses of all sockets of a new process."""
-    return run(LISTENERS, host, mailbox, **environment)
+class Opened(NamedTuple):
+    """What a new process with a transport has opened."""
+
+    devices: str  # that UCX is told to use
+    addresses: set[str]  # of all sockets
+    modes: set[str]  # of UCX's files of shared memory, and "SystemV" if it has such memory
 
 
-def run(code: str, *arguments: str, **environment: str) -> list[str]:
+def started(host: str, mailbox: str = "", **environment: str) -> Opened:
     known = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
     result = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, "-c", LISTENERS, host, mailbox],
         cwd=Path(__file__).parents[2],
         env=known | environment,
         capture_output=True,
@@ -61,7 +58,9 @@ def run(code: str, *arguments: str, **environment: str) -> list[str]:
         timeout=60,
         check=True,
     )
-    return result.stdout.split()
+    devices, *found = result.stdout.split()
+    modes = {one.removeprefix("shared:") for one in found if one.startswith("shared:")}
+    return Opened(devices, {one for one in found if not one.startswith("shared:")}, modes)
 
 
 @pytest.fixture
@@ -70,31 +69,25 @@ def folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_with_a_private_folder_it_opens_no_port(folder: Path) -> None:
-    assert started("127.0.0.1", f"ipc://{folder}/a")[1:] == []
-
-
-def test_what_it_opens_in_shared_memory_is_this_users_alone(folder: Path) -> None:
-    shared = run(SHARED, "127.0.0.1", f"ipc://{folder}/a")
-    assert shared, "UCX has some"
-    assert set(shared) == {"0o600"}
+def test_in_a_private_folder_it_opens_no_port_and_private_memory(folder: Path) -> None:
+    opened = started("127.0.0.1", f"ipc://{folder}/a")
+    assert (opened.addresses, opened.modes) == (set(), {"0o600"})
 
 
 def test_what_forbids_copies_between_processes_leaves_it_its_port(folder: Path) -> None:
-    devices, *addresses = started("127.0.0.1", f"ipc://{folder}/a", UCX_TLS="all")
-    assert devices == "lo"
-    assert set(addresses) == {"127.0.0.1"}
+    opened = started("127.0.0.1", f"ipc://{folder}/a", UCX_TLS="all")
+    assert (opened.devices, opened.addresses) == ("lo", {"127.0.0.1"})
 
 
 def test_without_a_private_folder_it_listens_at_loopback_alone() -> None:
-    devices, *addresses = started("127.0.0.1")
-    assert devices == "lo"
-    assert set(addresses) <= {"127.0.0.1", "::1"}, addresses
+    opened = started("127.0.0.1")
+    assert opened.devices == "lo"
+    assert opened.addresses <= {"127.0.0.1", "::1"}
 
 
 def test_the_operator_and_other_hosts_choose_the_devices() -> None:
-    assert started("127.0.0.1", UCX_NET_DEVICES="all")[0] == "all"
-    assert started("192.0.2.7")[0] == "None"
+    assert started("127.0.0.1", UCX_NET_DEVICES="all").devices == "all"
+    assert started("192.0.2.7").devices == "None"
 
 
 @pytest.fixture(scope="module")

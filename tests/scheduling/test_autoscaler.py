@@ -275,7 +275,7 @@ class TestWithdrawal:
         assert (decision.code, decision.withdrawn) == (Reason.WITHDRAWN, world.moves[-1])
         assert "decode-1 was not added: no such model; no other add for 300 s" in decision.reason
 
-    def test_each_withdrawal_in_a_row_makes_the_pause_longer_and_only_a_success_of_its_kind_ends_that(self) -> None:
+    def test_each_withdrawal_in_a_row_makes_the_pause_longer(self) -> None:
         world = self.adding()
         pauses = []
         for _ in range(3):
@@ -423,9 +423,7 @@ class TestFailuresOfOthers:
         assert bool(world.moves) == leaves
 
     @pytest.mark.parametrize("is_spare_after", [True, False])
-    def test_the_time_for_which_the_router_was_stopped_says_nothing_of_spare_workers(
-        self, is_spare_after: bool
-    ) -> None:
+    def test_a_pause_of_the_router_says_nothing_of_spare_workers(self, is_spare_after: bool) -> None:
         policy = replace(ALL, remove_after_s=60.0, acts=frozenset({"remove"}))
         world = World(2, 2, policy)
         world.tick(0.2, num_ticks=25)
@@ -490,6 +488,7 @@ class TestFailuresOfOthers:
         assert Reason.UNREACHABLE in codes
 
 
+Load = tuple[float, int, int, int]
 LOADS = st.tuples(
     st.floats(0, 50),  # requests per second
     st.integers(1, 100_000),  # prompt tokens
@@ -502,25 +501,14 @@ class TestProperties:
     @given(
         num_prefill=st.integers(0, 6),
         num_decode=st.integers(0, 6),
-        loads=st.lists(LOADS, max_size=12),
+        loads=st.lists(LOADS, max_size=6),
         outputs=st.floats(0, 5000),
         costs=st.tuples(*[st.floats(0, 10)] * 5),
     )
     @example(num_prefill=0, num_decode=2, loads=[(1.0, 1, 0, 0)], outputs=0.0, costs=(0.0, 0.0, 1e-200, 0.0, 0.0))
-    @example(
-        num_prefill=0,
-        num_decode=2,
-        loads=[(1.0, 1, 0, 0)],
-        outputs=0.0,
-        costs=(0.0, 0.0, 2.225073858507e-311, 1.3, 0.0),
-    )
-    def test_never_nan_never_beyond_its_bounds_and_never_without_a_worker_that_answers(
-        self,
-        num_prefill: int,
-        num_decode: int,
-        loads: list[tuple[float, int, int, int]],
-        outputs: float,
-        costs: tuple[float, ...],
+    @example(num_prefill=0, num_decode=2, loads=[(1.0, 1, 0, 0)], outputs=0.0, costs=(0.0, 0.0, 2e-311, 1.3, 0.0))
+    def test_figures_are_numbers_and_pools_stay_within_their_bounds(
+        self, num_prefill: int, num_decode: int, loads: list[Load], outputs: float, costs: tuple[float, ...]
     ) -> None:
         world = World(num_prefill, num_decode, replace(ALL, max_workers=12, remove_after_s=4.0, cooldown_s=0.0))
         world.outputs, world.capacity = outputs, replace(CAPACITY, costs=StepCosts(*costs))
@@ -544,7 +532,7 @@ class TestProperties:
         world.tick(rate, prompt, num_ticks=100)
         assert len(world.moves) - num_moves <= 1, world.moves[num_moves:]
 
-    @pytest.mark.parametrize(("burst", "calm"), [(3.0, 0.5), (10.0, 0.1)])
+    @pytest.mark.parametrize(("burst", "calm"), [pytest.param(3.0, 0.5, marks=pytest.mark.slow), (10.0, 0.1)])
     def test_recovers_after_a_burst(self, burst: float, calm: float) -> None:
         world = World(2, 2, ALL)
         world.tick(calm, num_ticks=200)
@@ -567,7 +555,7 @@ class TestTraffic:
         assert traffic.hit_ratio == pytest.approx(0.2)
 
     def test_knows_the_time_of_the_day_from_the_day_before(self) -> None:
-        meter, traffic, step_s = DemandMeter(), Traffic(), 60.0
+        meter, traffic, step_s = DemandMeter(), Traffic(), 300.0
         for tick in range(int(2.4 * DAY_S / step_s)):
             now = tick * step_s
             for _ in range(60 if (now % DAY_S) / DAY_S >= 0.5 else 12):

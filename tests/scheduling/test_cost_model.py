@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,23 +32,17 @@ def random_step(rng: random.Random, costs: StepCosts = TRUTH) -> StepStats:
     return make_step(costs, new=new, context=rng.randint(0, 4096), seqs=seqs, kv=seqs * rng.randint(16, 2048))
 
 
+def with_duration(step: StepStats, duration_s: float) -> StepStats:
+    return msgspec.structs.replace(step, duration_s=duration_s)
+
+
 def learned(num_steps: int = 400, *, noise: float = 0.05) -> StepModel:
     rng = random.Random(1)
     model = StepModel(CPU_PRIOR)
     for _ in range(num_steps):
         step = random_step(rng)
-        model.observe(_with_duration(step, step.duration_s * rng.gauss(1, noise)))
+        model.observe(with_duration(step, step.duration_s * rng.gauss(1, noise)))
     return model
-
-
-def _with_duration(step: StepStats, duration_s: float) -> StepStats:
-    return StepStats(
-        duration_s=duration_s,
-        num_prefill_tokens=step.num_prefill_tokens,
-        prefill_attention=step.prefill_attention,
-        num_decode_seqs=step.num_decode_seqs,
-        num_decode_kv_tokens=step.num_decode_kv_tokens,
-    )
 
 
 def test_the_prior_predicts_before_any_measurement() -> None:
@@ -82,15 +77,6 @@ def test_one_more_sequence_costs_its_own_steps_and_slows_the_others() -> None:
     )
 
 
-def test_follows_a_machine_that_becomes_slower() -> None:
-    model = learned()
-    rng = random.Random(2)
-    slower = StepCosts(*(2 * cost for cost in TRUTH))
-    for _ in range(600):
-        model.observe(random_step(rng, slower))
-    assert model.costs.step_s(16, 8000) == pytest.approx(2 * (35e-3 + 16 * 1.5e-3 + 8000 * 4e-6), rel=0.1)
-
-
 def test_keeps_what_it_knows_of_prefill_while_only_decoding() -> None:
     model = learned()
     before_s = model.prefill_s(2048, 0, 512)
@@ -104,7 +90,7 @@ def test_keeps_what_it_knows_of_prefill_while_only_decoding() -> None:
 def test_one_stall_hardly_matters() -> None:
     model = learned()
     before_s = model.costs.step_s(8, 4000)
-    model.observe(_with_duration(make_step(TRUTH, seqs=8, kv=4000), 30.0))
+    model.observe(with_duration(make_step(TRUTH, seqs=8, kv=4000), 30.0))
     assert model.costs.step_s(8, 4000) == pytest.approx(before_s, rel=0.1)
 
 
@@ -112,7 +98,7 @@ def test_one_stall_hardly_matters() -> None:
 def test_implausible_measurements_change_nothing(duration_s: float) -> None:
     model = learned(20)
     costs, count = model.costs, model.num_measurements
-    model.observe(_with_duration(make_step(TRUTH, seqs=3, kv=10), duration_s))
+    model.observe(with_duration(make_step(TRUTH, seqs=3, kv=10), duration_s))
     model.observe(StepStats(duration_s=0.1))  # a step without work
     model.observe(StepStats(duration_s=0.1, num_prefill_tokens=5, prefill_attention=math.nan))
     model.observe(StepStats(duration_s=0.1, num_prefill_tokens=5, num_decode_kv_tokens=-7))
@@ -133,16 +119,9 @@ def test_implausible_measurements_change_nothing(duration_s: float) -> None:
 )
 def test_costs_stay_finite_and_non_negative(steps: list[tuple[float, int, float, int, int]]) -> None:
     model = StepModel(CPU_PRIOR)
-    for duration_s, new, attention, seqs, kv in steps:
-        model.observe(
-            StepStats(
-                duration_s=duration_s,
-                num_prefill_tokens=new,
-                prefill_attention=attention,
-                num_decode_seqs=seqs,
-                num_decode_kv_tokens=kv,
-            )
-        )
+    names = ("duration_s", "num_prefill_tokens", "prefill_attention", "num_decode_seqs", "num_decode_kv_tokens")
+    for step in steps:
+        model.observe(StepStats(**dict(zip(names, step, strict=True))))
         assert all(math.isfinite(cost) and cost >= 0 for cost in model.costs)
         assert math.isfinite(model.relative_error)
 
@@ -183,15 +162,13 @@ def test_workers_of_one_kind_share_a_model_and_export_it() -> None:
     assert "cpu-1 -> cpu-2" in str(exported)
 
 
-@pytest.mark.parametrize("factor", [30.0, 1 / 30])
-def test_a_lasting_change_is_followed_soon(factor: float) -> None:
+@pytest.mark.parametrize(("factor", "num_steps", "rel"), [(2.0, 600, 0.1), (30.0, 60, 0.2), (1 / 30, 60, 0.2)])
+def test_a_lasting_change_is_followed_soon(factor: float, num_steps: int, rel: float) -> None:
     model, rng = learned(), random.Random(2)
     changed = StepCosts(*(factor * cost for cost in TRUTH))
-    for _ in range(60):
+    for _ in range(num_steps):
         model.observe(random_step(rng, changed))
-    assert model.costs.step_s(8, 8000) == pytest.approx(
-        factor * (TRUTH.base_s + 8 * TRUTH.decode_seq_s + 8e3 * 4e-6), rel=0.2
-    )
+    assert model.costs.step_s(8, 8000) == pytest.approx(changed.step_s(8, 8000), rel=rel)
 
 
 def test_a_link_a_thousand_times_slower_than_its_prior_is_learned_soon() -> None:
@@ -206,18 +183,18 @@ def test_outliers_to_both_sides_are_not_a_change() -> None:
     before = model.costs.step_s(8, 8000)
     for number in range(40):
         step = random_step(rng)
-        model.observe(_with_duration(step, step.duration_s * (20 if number % 2 else 0.05)))
+        model.observe(with_duration(step, step.duration_s * (20 if number % 2 else 0.05)))
     assert model.costs.step_s(8, 8000) == pytest.approx(before, rel=0.3)
 
 
 @pytest.mark.parametrize("num_stalls", [5, 12])
-def test_stalls_while_one_answer_runs_do_not_change_what_more_answers_are_believed_to_cost(num_stalls: int) -> None:
+def test_stalls_of_one_answer_do_not_change_the_cost_of_more(num_stalls: int) -> None:
     """Steps of one sequence tell the sum of two costs. Stalls must not undo what is known of each."""
     rng, model = random.Random(5), StepModel(CPU_PRIOR)
 
     def observe(seqs: int, factor: float = 1.0) -> None:
         step = make_step(TRUTH, seqs=seqs, kv=seqs * rng.randint(600, 648))
-        model.observe(_with_duration(step, step.duration_s * factor * rng.lognormvariate(0.0, 0.15)))
+        model.observe(with_duration(step, step.duration_s * factor * rng.lognormvariate(0.0, 0.15)))
 
     for _ in range(600):
         observe(rng.choice([1, 10, 11, 12]))
@@ -234,7 +211,7 @@ def test_a_noisy_machine_does_not_change_how_costs_relate(seed: int) -> None:
 
     def observe(factor: float, **work: int) -> None:
         step = make_step(truth, **work)
-        model.observe(_with_duration(step, step.duration_s * factor * rng.lognormvariate(0.0, 0.08)))
+        model.observe(with_duration(step, step.duration_s * factor * rng.lognormvariate(0.0, 0.08)))
 
     def growth(costs: StepCosts) -> float:
         return costs.step_s(12, 7488) / costs.step_s(1, 624)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -40,12 +41,22 @@ from tandem.worker.kv import fetcher
 from tandem.worker.loop import Worker
 from tests.support.judged_hub import JudgedHub, Verdict
 from tests.support.streams import Pulled
+from tests.support.tiny_llama import VOCAB_SIZE
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = 2 * 2 * BLOCK_SIZE * 2 * 16 * 4  # layers, keys and values, tokens, heads, head_dim, float32
 DEADLINE_S = 20.0  # of any wait; generous, as the machine may be busy
 ROUTER_KEYS = make_keys()  # of every router here, bare sockets included
 PAIR = {"p": Role.PREFILL, "d": Role.DECODE}
+
+
+def make_prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{seed}/{num_tokens}").choices(range(3, VOCAB_SIZE), k=num_tokens)
+
+
+def prompt_of(rng: random.Random, num_blocks: int) -> list[int]:
+    """So many whole blocks and three tokens."""
+    return [rng.randrange(5, 250) for _ in range(num_blocks * BLOCK_SIZE + 3)]
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from typing import Any
 import httpx
 import psutil
 
+from tandem.cluster.engines.server import EngineServer, Parallelism
 from tests.support.server import HTTP, Server, started
 
-__all__ = ["ask", "engine_python", "engines", "flip", "managed", "process_of", "roles"]
+__all__ = ["ask", "engine_python", "engine_server", "engines", "flip", "managed", "process_of", "roles"]
 
 BODY: dict[str, Any] = {"model": "toy", "prompt": "a b c " * 40, "max_tokens": 3, "stream": False}
 
@@ -26,6 +27,26 @@ def engine_python(folder: Path, fake: str) -> Path:
     program.write_text(f'#!/bin/sh\n{has_every_module}\nexec {sys.executable} {script}.py "$@"\n')
     program.chmod(0o755)
     return program
+
+
+def engine_server(**fields: Any) -> EngineServer:
+    """What a node is told of a server of another engine, as `fields` differ from these."""
+    values: dict[str, Any] = {
+        "worker_id": "prefill-0",
+        "kind": "vllm",
+        "python": "/venv/bin/python",
+        "model": "/models/m",
+        "served_model_name": "toy",
+        "arguments": (),
+        "parallelism": Parallelism(),
+        "is_disaggregated": True,
+        "num_gpus": 0.0,
+        "host": "127.0.0.1",
+        "is_local": True,
+        "start_timeout_s": 60.0,
+        "api_key": "secret",
+    }
+    return EngineServer(**(values | fields))
 
 
 @contextmanager

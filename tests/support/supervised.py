@@ -35,7 +35,7 @@ from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import add_ready, make_card
 from tests.support.waiting import eventually
 
-__all__ = ["FakeRay", "FakeWorkers", "Supervised", "supervised"]
+__all__ = ["FakeActor", "FakeRay", "FakeWorkers", "Supervised", "supervised"]
 
 
 class FakeRay:

@@ -14,12 +14,11 @@ from tandem.kv_transfer.transport.in_process import InProcessWrite
 from tandem.protocol.config import TierConfig
 from tandem.protocol.messages import KvHolder, Role
 from tandem.worker.loop import Worker
-from tests.support.cluster_harness import BLOCK_BYTES, PAIR, Cluster, Oracle, running_cluster
+from tests.support.cluster_harness import BLOCK_BYTES, PAIR, Cluster, Oracle, make_prompt, prompt_of, running_cluster
 from tests.support.judged_hub import Verdict
 from tests.support.late_device import LateDevice, touched_early
 from tests.support.waiting import eventually
-from tests.worker.kv.test_peer_reads import NUM_BLOCKS, TWO, ask, prompt
-from tests.worker.test_roles import make_prompt
+from tests.worker.kv.test_peer_reads import NUM_BLOCKS, TWO, ask
 
 pytestmark = pytest.mark.cluster
 
@@ -88,11 +87,11 @@ async def test_what_a_peer_may_read_has_been_brought_up(
         tiny_model, TWO, engine={"num_blocks": NUM_BLOCKS}, tiers=loads_at_any_cost, judge=judge
     ) as cluster:
         await make_late(cluster, devices)
-        tokens = prompt(rng, 12)
+        tokens = prompt_of(rng, 12)
         expected = oracle.answer(tokens, max_tokens=6, ignore_eos=True)
         await ask(cluster, "a", tokens)
         for number in range(4):
-            await ask(cluster, "a", prompt(rng, 14), request_id=f"flood {number}")
+            await ask(cluster, "a", prompt_of(rng, 14), request_id=f"flood {number}")
             await eventually(lambda: not cluster.worker("a").parts.cache.is_busy)
         before = devices["a"].stream.num_late
         answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 12))
@@ -110,11 +109,11 @@ async def test_what_tiers_keep_and_give_back_is_what_was_computed(
         tiny_model, roles, engine={"num_blocks": NUM_BLOCKS}, tiers=loads_at_any_cost
     ) as cluster:
         await make_late(cluster, devices)
-        tokens = prompt(rng, 20)
+        tokens = prompt_of(rng, 20)
         expected = oracle.answer(tokens, max_tokens=6, ignore_eos=True)
         assert (await ask(cluster, "c", tokens)).token_ids == expected
         for number in range(3):
-            await ask(cluster, "c", prompt(rng, NUM_BLOCKS // 2), request_id=f"flood {number}")
+            await ask(cluster, "c", prompt_of(rng, NUM_BLOCKS // 2), request_id=f"flood {number}")
             await eventually(lambda: not cluster.worker("c").parts.cache.is_busy)
         again = await ask(cluster, "c", tokens, request_id="again")
         assert again.token_ids == expected

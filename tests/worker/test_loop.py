@@ -61,13 +61,13 @@ from tests.support.cluster_harness import (
     Cluster,
     Oracle,
     RunningWorker,
+    make_prompt,
     running_cluster,
     worker_config,
 )
 from tests.support.judged_hub import Verdict
 from tests.support.late_device import LateDevice
 from tests.support.waiting import eventually, until
-from tests.worker.test_roles import make_prompt
 
 pytestmark = pytest.mark.cluster
 
@@ -79,6 +79,8 @@ def worker(tiny_model: Path) -> Any:
     running = RunningWorker(Worker(worker_config(tiny_model, "w", Role.COLOCATED), hub=InProcessHub()))
     yield running.worker
     running.stop()
+    running.worker.stop()
+    assert running.failure is None
 
 
 @pytest.fixture
@@ -331,13 +333,6 @@ def test_a_call_runs_in_the_loop_and_passes_its_error_on(worker: Worker) -> None
         worker.call(lambda: None)
 
 
-def test_stop_and_wake_are_harmless_after_the_end(tiny_model: Path) -> None:
-    running = RunningWorker(Worker(worker_config(tiny_model, "w", Role.COLOCATED), hub=InProcessHub()))
-    running.stop()
-    running.stop()
-    assert running.failure is None
-
-
 def test_whatever_fails_at_its_end_a_worker_is_closed(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker(worker_config(tiny_model, "w", Role.COLOCATED), hub=InProcessHub())
 
@@ -412,9 +407,7 @@ async def test_the_death_of_the_sender_frees_the_blocks_it_might_have_written(ti
 
 
 @pytest.mark.parametrize("verdict", [Verdict.LOSE, Verdict.HOLD], ids=["flap", "stuck write"])
-def test_a_link_that_breaks_or_sticks_heals_without_a_death_and_shows_in_the_metrics(
-    tiny_model: Path, verdict: Verdict
-) -> None:
+def test_a_broken_or_stuck_link_heals_and_shows_in_the_metrics(tiny_model: Path, verdict: Verdict) -> None:
     is_broken = True
 
     def judge(write: InProcessWrite) -> Verdict:

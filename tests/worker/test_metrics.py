@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ import pytest
 
 from tandem.engine.sampling.sampler import Sampler
 from tandem.engine.sequence import Sequence
-from tandem.kv_transfer.tiers import DiskStore
-from tandem.kv_transfer.transport.in_process import InProcessWrite
 from tandem.protocol.config import TierConfig
 from tandem.protocol.digest import EVERYONE
 from tandem.protocol.errors import ServingError
@@ -25,15 +22,14 @@ from tandem.router.backend import PinRequest
 from tests.support.cluster_harness import (
     BLOCK_BYTES,
     BLOCK_SIZE,
-    DEADLINE_S,
     Client,
     Cluster,
+    make_prompt,
     running_cluster,
-    wait_for_loads,
 )
-from tests.support.judged_hub import Verdict
 from tests.support.waiting import eventually
-from tests.worker.test_roles import flip_a_bit, make_prompt
+from tests.worker.test_roles import damaging, flip_a_bit
+from tests.worker.test_worker_pins import hold_disk_reads
 
 pytestmark = pytest.mark.cluster
 
@@ -55,14 +51,7 @@ async def test_prompts_that_wait_for_blocks_are_shown_until_they_have_them(tiny_
 
 
 async def test_each_prompt_that_is_computed_again_is_counted(tiny_model: Path) -> None:
-    def damage(write: InProcessWrite) -> Verdict:
-        if write.local_block_ids:  # they are copied here, and then nothing is left to copy
-            write.receiver.shards[0][write.remote_block_ids] = write.sender.shards[0][write.local_block_ids]
-            flip_a_bit(write.receiver.shards[0], write.remote_block_ids)
-            write.local_block_ids, write.remote_block_ids = [], []
-        return Verdict.DELIVER
-
-    async with running_cluster(tiny_model, judge=damage) as cluster:
+    async with running_cluster(tiny_model, judge=damaging(flip_a_bit)) as cluster:
         for number in (1, 2):
             await cluster.generate(make_prompt(40, seed=number))
             await eventually(lambda number=number: of_worker(cluster, "recomputed_total") == number)  # type: ignore[misc]
@@ -132,17 +121,12 @@ async def test_pinned_blocks_are_shown_where_they_are_kept(tiny_model: Path) -> 
         assert cluster.sample("tandem_router_pins") == 0
 
 
+@pytest.mark.usefixtures("patient")
 async def test_loads_from_a_tier_are_shown_until_they_have_arrived(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait_for_loads(monkeypatch, probes=False)
-    gate, read = threading.Event(), DiskStore.read
-
-    def wait_and_read(store: DiskStore, *arguments: Any) -> Any:
-        assert gate.wait(DEADLINE_S)
-        return read(store, *arguments)
-
-    monkeypatch.setattr(DiskStore, "read", wait_and_read)
+    monkeypatch.setattr("tandem.worker.kv.fetcher.Fetcher._probe", lambda *_: None)
+    gate = hold_disk_reads(monkeypatch)
     tiers = TierConfig(disk_cache_path=str(tmp_path), disk_cache_gb=500 * BLOCK_BYTES / 1e9)
     engine = {"num_blocks": 48}
     async with running_cluster(tiny_model, {"c": Role.COLOCATED}, engine=engine, tiers=tiers) as cluster:

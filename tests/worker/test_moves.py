@@ -16,9 +16,17 @@ from tandem.router.workers import copy_ahead, hot_spots
 from tandem.scheduling import cost_model
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel
 from tandem.scheduling.workers.hot_spots import HotSpotCause
-from tests.support.cluster_harness import BLOCK_SIZE, DEADLINE_S, Answer, Cluster, Oracle, hold_steps, running_cluster
+from tests.support.cluster_harness import (
+    BLOCK_SIZE,
+    DEADLINE_S,
+    Answer,
+    Cluster,
+    Oracle,
+    hold_steps,
+    make_prompt,
+    running_cluster,
+)
 from tests.support.streams import Pulled
-from tests.support.tiny_llama import VOCAB_SIZE
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.cluster
@@ -31,10 +39,6 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "penalised": {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.3, "frequency_penalty": 0.7, "min_tokens": 12},
     "stop token": {"temperature": 1.0, "seed": 3, "stop_token_ids": tuple(range(3, 40)), "min_tokens": 9},
 }
-
-
-def make_prompt(num_tokens: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{seed}/{num_tokens}").choices(range(3, VOCAB_SIZE), k=num_tokens)
 
 
 class Deaths:

@@ -11,9 +11,9 @@ import pytest
 from tandem.kv_transfer.transport.in_process import InProcessWrite
 from tandem.protocol.config import TierConfig
 from tandem.protocol.messages import Role
-from tests.support.cluster_harness import BLOCK_BYTES, PAIR, Oracle, running_cluster
+from tests.support.cluster_harness import BLOCK_BYTES, PAIR, Oracle, make_prompt, running_cluster
 from tests.support.judged_hub import Verdict
-from tests.worker.test_roles import LENGTHS, make_prompt, num_recomputed
+from tests.worker.test_roles import LENGTHS, num_recomputed
 
 pytestmark = pytest.mark.cluster
 

@@ -4,6 +4,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
 from types import UnionType
@@ -76,15 +77,20 @@ class Side:
         self.context.term()
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[Side, Side]]:
-    """Two workers that were introduced to each other."""
-    a, b = Side("a"), Side("b")
+@contextmanager
+def introduced(a: Side, b: Side) -> Iterator[tuple[Side, Side]]:
+    """Two workers that know each other."""
     a.sockets.introduce(b.address)
     b.sockets.introduce(a.address)
     yield a, b
     a.close()
     b.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Side, Side]]:
+    with introduced(Side("a"), Side("b")) as sides:
+        yield sides
 
 
 class Caller:
@@ -264,37 +270,21 @@ def test_a_frame_too_many_or_too_few_is_no_message(pair: tuple[Side, Side], call
 def test_sockets_in_a_folder_work_alike(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     folder.mkdir(mode=0o700)
-    a, b = Side("a", str(folder)), Side("b", str(folder))
-    try:
+    with introduced(Side("a", str(folder)), Side("b", str(folder))) as (a, b):
         assert a.address.endpoint == f"ipc://{folder}/a"
-        a.sockets.introduce(b.address)
-        b.sockets.introduce(a.address)
         a.sockets.send_peer(b.address, LeaseRefused(sender=a.address, request_id="r", reason="full"))
         assert b.receive() == [LeaseRefused(sender=a.address, request_id="r", reason="full")]
-        assert {name for name in os.listdir(folder) if stat.S_ISSOCK((folder / name).stat().st_mode)} == {
-            "a",
-            "a.beats",
-            "b",
-            "b.beats",
-        }
-    finally:
-        a.close()
-        b.close()
+        sockets = {name for name in os.listdir(folder) if stat.S_ISSOCK((folder / name).stat().st_mode)}
+        assert sockets == {"a", "a.beats", "b", "b.beats"}
 
 
 @pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no ::1")
 def test_sockets_at_an_address_of_ipv6_work_alike() -> None:
-    a, b = Side("a", host="::1"), Side("b", host="127.0.0.1")
-    try:
+    with introduced(Side("a", host="::1"), Side("b", host="127.0.0.1")) as (a, b):
         assert a.address.endpoint.startswith("tcp://[::1]:")
-        a.sockets.introduce(b.address)
-        b.sockets.introduce(a.address)
         for sender, receiver in ((a, b), (b, a)):
             sender.sockets.send_peer(receiver.address, lease_request(sender.address))
             assert receiver.receive() == [lease_request(sender.address)]
-    finally:
-        a.close()
-        b.close()
 
 
 def test_a_folder_whose_name_is_too_long_is_told() -> None:

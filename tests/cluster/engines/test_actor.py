@@ -16,34 +16,19 @@ import pytest
 
 from tandem.cluster.engines.actor import EngineActor, EngineEnd, EngineStarted
 from tandem.cluster.engines.process import ServerProcess
-from tandem.cluster.engines.server import EngineServer, Parallelism
+from tandem.cluster.engines.server import EngineServer
 from tandem.protocol.errors import WorkerError
 from tandem.router.engines.engine_status import EngineReport, ReportedLoad, WorkDone
 from tandem.runtime.ports import free_ports
-from tests.support.managed import engine_python
+from tests.support.managed import engine_python, engine_server
 from tests.support.waiting import until
 
 TIMEOUT_S = 60.0
 
 
 def server(folder: Path, *arguments: str, **fields: object) -> EngineServer:
-    values: dict[str, object] = {
-        "worker_id": "decode-0",
-        "kind": "vllm",
-        "python": str(engine_python(folder, "fake_vllm")),
-        "model": str(folder),
-        "served_model_name": "toy",
-        "arguments": arguments,
-        "parallelism": Parallelism(),
-        "is_disaggregated": True,
-        "num_gpus": 0.0,
-        "host": "127.0.0.1",
-        "is_local": True,
-        "log_folder": str(folder / "logs"),
-        "start_timeout_s": TIMEOUT_S,
-        "api_key": "secret",
-    }
-    return EngineServer(**(values | fields))  # type: ignore[arg-type]
+    here = {"python": str(engine_python(folder, "fake_vllm")), "model": str(folder), "log_folder": str(folder / "logs")}
+    return engine_server(worker_id="decode-0", arguments=arguments, **(here | fields))
 
 
 @contextmanager
@@ -64,7 +49,13 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert not alive
 
 
-def test_a_server_serves_and_is_ended_whole(tmp_path: Path) -> None:
+def failed_start(spec: EngineServer) -> EngineEnd:
+    end = EngineActor(spec).start()
+    assert isinstance(end, EngineEnd)
+    return end
+
+
+def test_a_server_serves_reports_its_work_and_is_ended_whole(tmp_path: Path) -> None:
     with running(server(tmp_path)) as (actor, started, processes):
         assert len(processes) >= 2
         body = {"model": "toy", "prompt": "a b", "max_tokens": 2, "stream": False}
@@ -73,6 +64,11 @@ def test_a_server_serves_and_is_ended_whole(tmp_path: Path) -> None:
         answer = httpx.post(url, json=body, headers={"authorization": "Bearer secret"}, timeout=TIMEOUT_S)
         assert answer.json()["choices"][0]["text"] == "word word "
         assert started.events.startswith("ipc:///")
+        with ServerProcess("vllm", ["sleep", "600"], {}, None) as process:
+            idle = EngineReport(ReportedLoad(0, 0, 0.0), WorkDone(7.0, is_of_each_step=True))
+            assert process.report(f"{started.url}/metrics") == idle
+            assert process.report(f"{started.url}/absent") == EngineReport(None, None)
+            assert process.report("http://127.0.0.1:9/metrics") is None
     assert actor.watch().reason == "stopped"
     assert_gone(processes)
     assert "serving toy" in (tmp_path / "logs" / "decode-0.log").read_text()
@@ -96,16 +92,17 @@ def test_the_end_of_a_server_is_told_and_its_children_go_with_it(tmp_path: Path)
 
 def test_a_server_that_cannot_start_is_told_by_its_error(tmp_path: Path) -> None:
     line = "(APIServer pid=1) ValueError: the model is too large"
-    end = EngineActor(server(tmp_path, f"--fake-error={line}")).start()
-    assert isinstance(end, EngineEnd)
+    end = failed_start(server(tmp_path, f"--fake-error={line}"))
     assert end.reason == "vllm ended with code 3: ValueError: the model is too large"
     assert end.tail == ["some line before it", line]
 
 
-def test_a_python_that_cannot_run_is_named(tmp_path: Path) -> None:
-    end = EngineActor(server(tmp_path, python=str(tmp_path / "absent"))).start()
-    assert isinstance(end, EngineEnd)
+def test_a_python_that_cannot_run_the_engine_is_named(tmp_path: Path) -> None:
+    end = failed_start(server(tmp_path, python=str(tmp_path / "absent")))
     assert end.reason == f"{tmp_path / 'absent'} cannot be started: No such file or directory"
+    end = failed_start(server(tmp_path, python=sys.executable))
+    assert "No module named 'vllm'" in end.reason
+    assert "make engine-vllm" in end.reason
 
 
 @pytest.mark.parametrize("in_the_way", ["logs", "logs/decode-0.log"])
@@ -114,26 +111,8 @@ def test_a_log_that_cannot_be_written_is_told_before_the_server_is_started(tmp_p
         (tmp_path / in_the_way).touch()
     else:
         (tmp_path / in_the_way).mkdir(parents=True)
-    end = EngineActor(server(tmp_path)).start()
-    assert isinstance(end, EngineEnd)
+    end = failed_start(server(tmp_path))
     assert end.reason.startswith(f"engine_log_folder='{tmp_path}/logs' cannot be written: ")
-
-
-def test_a_python_without_the_engine_says_so(tmp_path: Path) -> None:
-    end = EngineActor(server(tmp_path, python=sys.executable)).start()
-    assert isinstance(end, EngineEnd)
-    assert "No module named 'vllm'" in end.reason
-    assert "make engine-vllm" in end.reason
-
-
-def test_what_a_server_reports_of_its_load_and_its_work(tmp_path: Path) -> None:
-    with running(server(tmp_path)) as (_, started, _):
-        process = ServerProcess("vllm", ["sleep", "600"], {}, None)
-        with process:
-            idle = EngineReport(ReportedLoad(0, 0, 0.0), WorkDone(7.0, is_of_each_step=True))
-            assert process.report(f"{started.url}/metrics") == idle
-            assert process.report(f"{started.url}/absent") == EngineReport(None, None)
-            assert process.report("http://127.0.0.1:9/metrics") is None
 
 
 SPINS = """
@@ -157,20 +136,21 @@ def test_threads_that_spin_while_the_server_is_idle_give_way_to_those_that_compu
         assert niceness == [usual, usual, 10]
 
 
+def sleeping(folder: Path) -> str:
+    """A program that never serves."""
+    program = folder / "sleeps"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o755)
+    return str(program)
+
+
 def test_a_server_that_is_late_is_ended(tmp_path: Path) -> None:
-    deaf = tmp_path / "sleeps"
-    deaf.write_text("#!/bin/sh\nexec sleep 600\n")
-    deaf.chmod(0o755)
-    end = EngineActor(server(tmp_path, python=str(deaf), start_timeout_s=0.2)).start()
-    assert isinstance(end, EngineEnd)
+    end = failed_start(server(tmp_path, python=sleeping(tmp_path), start_timeout_s=0.2))
     assert "did not serve in time; its last line: " in end.reason
 
 
 def test_a_server_can_be_stopped_while_it_loads(tmp_path: Path) -> None:
-    deaf = tmp_path / "sleeps"
-    deaf.write_text("#!/bin/sh\nexec sleep 600\n")
-    deaf.chmod(0o755)
-    actor = EngineActor(server(tmp_path, python=str(deaf)))
+    actor = EngineActor(server(tmp_path, python=sleeping(tmp_path)))
     ends: list[object] = []
     starting = threading.Thread(target=lambda: ends.append(actor.start()))
     starting.start()

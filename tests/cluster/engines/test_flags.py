@@ -10,37 +10,19 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster.engines import vllm
-from tandem.cluster.engines.server import EngineServer, Parallelism, Sockets, flags_of
+from tandem.cluster.engines.server import Parallelism, Sockets, flags_of
 from tandem.cluster.worker_layout import preload_of
 from tandem.protocol.errors import ConfigError
+from tests.support.managed import engine_server
 
-SERVER = EngineServer(
-    worker_id="decode-0",
-    kind="vllm",
-    python="/venv/bin/python",
-    model="/models/m",
-    served_model_name="m",
-    arguments=("--max-model-len", "4096"),
-    parallelism=Parallelism(),
-    is_disaggregated=True,
-    num_gpus=0.0,
-    host="127.0.0.1",
-    is_local=True,
-    cpu_cores=(2, 3),
-    api_key="secret",
-)
+SERVER = engine_server(worker_id="decode-0", arguments=("--max-model-len", "4096"), cpu_cores=(2, 3))
 SOCKETS = Sockets(8001, 5600, "ipc:///run/events", "ipc:///run/replay")
 
 
 def test_flags_are_found_in_every_spelling() -> None:
     words = ["--max_model_len=10", "--seed", "-1", "-tp", "2", "--enforce-eager", "--a.b_c", "x"]
-    assert list(flags_of(words)) == [
-        ("--max-model-len", "10"),
-        ("--seed", "-1"),
-        ("-tp", "2"),
-        ("--enforce-eager", None),
-        ("--a.b_c", "x"),
-    ]
+    found = {"--max-model-len": "10", "--seed": "-1", "-tp": "2", "--enforce-eager": None, "--a.b_c": "x"}
+    assert list(flags_of(words)) == list(found.items())
 
 
 @pytest.mark.parametrize(
@@ -102,7 +84,7 @@ def test_a_server_publishes_events_and_hands_kv_over() -> None:
     assert words[-2:] == ["--max-model-len", "4096"]
     options = dict(itertools.pairwise(words))
     assert (options["--host"], options["--port"]) == ("127.0.0.1", "8001")
-    assert (options["--model"], options["--served-model-name"]) == ("/models/m", "m")
+    assert (options["--model"], options["--served-model-name"]) == ("/models/m", "toy")
     events = json.loads(options["--kv-events-config"])
     assert (events["endpoint"], events["replay_endpoint"]) == (SOCKETS.events, SOCKETS.replay)
     connector = json.loads(options["--kv-transfer-config"])

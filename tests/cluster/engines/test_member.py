@@ -30,21 +30,10 @@ from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 from tests.support.fake_openai import FakeServer, fake_openai
 from tests.support.fake_vllm import METRICS
+from tests.support.managed import engine_server
 from tests.support.waiting import eventually
 
-SERVER = EngineServer(
-    worker_id="prefill-0",
-    kind="vllm",
-    python="python",
-    model="/model",
-    served_model_name="toy",
-    arguments=(),
-    parallelism=Parallelism(),
-    is_disaggregated=True,
-    num_gpus=0.0,
-    host="127.0.0.1",
-    api_key="secret",
-)
+SERVER = engine_server()
 RANKED = replace(SERVER, parallelism=Parallelism(data=2))
 
 
@@ -176,7 +165,10 @@ async def test_a_server_lives_on_in_its_new_role(monkeypatch: pytest.MonkeyPatch
     async with placed(monkeypatch) as here:
         await here.start()
         await here.member.switch_role(Role.DECODE, "a test")
+        request = FakeRequest()
+        here.fleet["prefill-0"].begin(request, 0.0)
         await here.die("it died")
+        assert request.reasons == ["it died"], "requests of a lost server are aborted with the reason"
         await here.start()
         assert here.roles() == {"prefill-0": (Role.DECODE, WorkerState.READY)}
 
@@ -193,15 +185,6 @@ async def test_requests_of_the_old_role_are_waited_for(monkeypatch: pytest.Monke
         here.fleet["prefill-0"].end(request)
         await finishing
         assert "1 requests run" in await here.member.check_integrity()
-
-
-async def test_requests_of_a_lost_server_are_aborted_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with placed(monkeypatch) as here:
-        await here.start()
-        request = FakeRequest()
-        here.fleet["prefill-0"].begin(request, 0.0)
-        await here.die("it died")
-        assert request.reasons == ["it died"]
 
 
 async def test_a_server_that_did_not_start_says_why_and_shows_its_last_lines(
@@ -261,26 +244,23 @@ async def test_half_of_a_pair_flips_when_it_is_idle(monkeypatch: pytest.MonkeyPa
         assert here.member.role is Role.DECODE
 
 
-async def test_half_of_a_pair_that_is_refused_serves_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("is_safe", "state"), [(True, WorkerState.READY), (False, WorkerState.DRAINING)], ids=["serves on", "starts again"]
+)
+async def test_half_of_a_pair_that_does_not_switch(
+    monkeypatch: pytest.MonkeyPatch, is_safe: bool, state: WorkerState
+) -> None:
+    """One that refused serves on. One that lost its role gets no request and is started again."""
     async with placed(monkeypatch, HALF) as here:
         await here.start()
-        switches(here, 400, success=False, message="no headroom", safe_to_restore=True)
-        with pytest.raises(WorkerError, match="no headroom"):
-            await here.member.switch_role(Role.DECODE, "a test")
-        assert here.roles() == {"prefill-0": (Role.PREFILL, WorkerState.READY)}
-        assert here.member.role is Role.PREFILL
-
-
-async def test_half_of_a_pair_that_lost_its_role_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with placed(monkeypatch, HALF) as here:
-        await here.start()
-        switches(here, 400, success=False, message="torn down", safe_to_restore=False)
+        switches(here, 400, success=False, message="no headroom", safe_to_restore=is_safe)
         kills: list[bool] = []
         monkeypatch.setattr(here.member, "kill", lambda: kills.append(True))
-        with pytest.raises(WorkerError, match="torn down"):
+        with pytest.raises(WorkerError, match="no headroom"):
             await here.member.switch_role(Role.DECODE, "a test")
-        assert kills == [True]
-        assert here.roles() == {"prefill-0": (Role.PREFILL, WorkerState.DRAINING)}  # no request goes there
+        assert kills == [True] * (not is_safe)
+        assert here.roles() == {"prefill-0": (Role.PREFILL, state)}
+        assert here.member.role is Role.PREFILL
 
 
 async def test_half_of_a_pair_without_a_switch_keeps_its_role(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from tandem.cluster.engines.layout import engine_servers
 from tandem.cluster.engines.stall import SILENT_S, ServerStallWatch
 from tandem.protocol.config import ClusterConfig, EngineConfig, ManagedEngineConfig, RouterConfig
@@ -25,35 +27,26 @@ def first_stall(reports: list[EngineReport | None], step_s: float = 10.0) -> tup
     return None
 
 
-def test_an_idle_server_never_stalls() -> None:
-    assert first_stall([idle(5.0)] * 100) is None
+NOTHING_DONE = "computed nothing for 300 s"
+WAITS_WITHOUT_COUNTERS = EngineReport(ReportedLoad(0, 1, 0.0), None)
 
 
-def test_a_server_that_waits_with_requests_and_shows_no_counters_stalls() -> None:
-    waits = EngineReport(ReportedLoad(0, 1, 0.0), None)
-    assert first_stall([waits] * 100) == (LIMIT_S, "computed nothing for 300 s")
-    assert first_stall([waits] * 20 + [busy(5.0)] * 100) == (200 + LIMIT_S, "computed nothing for 300 s")
-
-
-def test_a_server_without_metrics_never_stalls() -> None:
-    assert first_stall([EngineReport(None, None)] * 100) is None
-
-
-def test_a_busy_server_that_computes_never_stalls() -> None:
-    assert first_stall([busy(float(i)) for i in range(100)]) is None
-
-
-def test_a_busy_server_whose_counters_stand_still_stalls() -> None:
-    assert first_stall([busy(5.0)] * 100) == (LIMIT_S, "computed nothing for 300 s")
-
-
-def test_the_time_counts_from_the_last_work() -> None:
-    seen: list[EngineReport | None] = [busy(float(i)) for i in range(11)]
-    assert first_stall(seen + [busy(10.0)] * 50) == (100 + LIMIT_S, "computed nothing for 300 s")
-
-
-def test_a_server_that_does_not_answer_stalls_sooner() -> None:
-    assert first_stall([idle(1.0)] + [None] * 50) == (SILENT_S, f"did not answer for {SILENT_S:g} s")
+@pytest.mark.parametrize(
+    ("reports", "stall"),
+    [
+        ([idle(5.0)] * 100, None),
+        ([EngineReport(None, None)] * 100, None),
+        ([busy(float(i)) for i in range(100)], None),
+        ([WAITS_WITHOUT_COUNTERS] * 100, (LIMIT_S, NOTHING_DONE)),
+        ([WAITS_WITHOUT_COUNTERS] * 20 + [busy(5.0)] * 100, (200 + LIMIT_S, NOTHING_DONE)),
+        ([busy(5.0)] * 100, (LIMIT_S, NOTHING_DONE)),
+        ([*(busy(float(i)) for i in range(11)), *[busy(10.0)] * 50], (100 + LIMIT_S, NOTHING_DONE)),
+        ([idle(1.0), *[None] * 50], (SILENT_S, f"did not answer for {SILENT_S:g} s")),
+    ],
+    ids=["idle", "no metrics", "computes", "only waits", "counts since", "stands still", "from last work", "silent"],
+)
+def test_first_stall_of_a_server(reports: list[EngineReport | None], stall: tuple[float, str] | None) -> None:
+    assert first_stall(reports) == stall
 
 
 def test_a_pause_of_the_watch_itself_is_not_the_servers() -> None:

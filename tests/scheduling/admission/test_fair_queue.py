@@ -43,12 +43,23 @@ def tenants(served: list[QueueEntry]) -> Counter[str]:
     return Counter(entry.tenant for entry in served)
 
 
-def test_worker_seconds_go_by_weight() -> None:
+@pytest.mark.parametrize(
+    ("waiting", "num_served", "expected"),
+    [
+        ([("a", 1.0, 40), ("b", 1.0, 40)], 40, {"a": 10, "b": 30}),
+        ([("a", 4.0, 40), ("c", 1.0, 40)], 30, {"a": 6, "c": 24}),
+        ([("b", 1.0, 1), ("a", 1.0, 10)], 11, {"a": 10, "b": 1}),
+    ],
+    ids=["by weight", "seconds and not requests", "unused shares"],
+)
+def test_worker_seconds_are_shared(
+    waiting: list[tuple[str, float, int]], num_served: int, expected: dict[str, int]
+) -> None:
     queue = make_queue()
-    for _ in range(40):
-        queue.add(make_entry("a"))
-        queue.add(make_entry("b"))
-    assert tenants(serve(queue, 40)) == {"a": 10, "b": 30}
+    for tenant, worker_s, count in waiting:
+        for _ in range(count):
+            queue.add(make_entry(tenant, worker_s=worker_s))
+    assert tenants(serve(queue, num_served)) == expected
 
 
 def test_work_that_was_not_predicted_is_charged_afterwards() -> None:
@@ -60,22 +71,6 @@ def test_work_that_was_not_predicted_is_charged_afterwards() -> None:
     queue.charge("never seen", 4.0)
     assert tenants(serve(queue, 4)) == {"c": 4}
     queue.check_integrity()
-
-
-def test_seconds_count_not_requests() -> None:
-    queue = make_queue()
-    for _ in range(40):
-        queue.add(make_entry("a", worker_s=4.0))
-        queue.add(make_entry("c", worker_s=1.0))
-    assert tenants(serve(queue, 30)) == {"a": 6, "c": 24}
-
-
-def test_unused_shares_go_to_the_others() -> None:
-    queue = make_queue()
-    queue.add(make_entry("b"))
-    for _ in range(10):
-        queue.add(make_entry("a"))
-    assert tenants(serve(queue, 11)) == {"a": 10, "b": 1}
 
 
 @pytest.mark.parametrize("idle_s", [0.0, 1000.0])

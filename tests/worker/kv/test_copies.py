@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tandem.kv_transfer.transport.in_process import InProcessWrite
 from tandem.protocol.digest import block_digests, root_digest
 from tandem.protocol.messages import (
     Cancel,
@@ -23,9 +22,10 @@ from tandem.protocol.messages import (
     StepOutput,
 )
 from tandem.protocol.sampling import SamplingParams
-from tests.support.cluster_harness import BLOCK_SIZE, Client, Cluster, Oracle, running_cluster
+from tests.support.cluster_harness import BLOCK_SIZE, Client, Cluster, Oracle, prompt_of, running_cluster
 from tests.support.judged_hub import Verdict
 from tests.support.waiting import eventually
+from tests.worker.kv.test_peer_reads import FAILING_READS, Judge, only_reads
 
 pytestmark = pytest.mark.cluster
 
@@ -34,8 +34,7 @@ SAMPLING = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
 def make_prompt(num_blocks: int, seed: int = 1) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(5, 250) for _ in range(num_blocks * BLOCK_SIZE + 3)]
+    return prompt_of(random.Random(seed), num_blocks)
 
 
 @contextmanager
@@ -131,30 +130,14 @@ async def test_a_source_that_is_gone_ends_the_copy_with_its_lease(tiny_model: Pa
         await cluster.call("b", lambda: cluster.worker("b").check_integrity(idle=True))
 
 
-@pytest.mark.parametrize("verdict", [Verdict.FAIL, Verdict.LOSE])
-async def test_a_read_that_fails_ends_the_copy(tiny_model: Path, verdict: Verdict) -> None:
-    def judge(write: InProcessWrite) -> Verdict:
-        return verdict if write.is_read else Verdict.DELIVER
-
-    async with running_cluster(tiny_model, TWO, judge=judge) as cluster:
+@pytest.mark.parametrize("judge", FAILING_READS, ids=["fails", "is lost", "is damaged"])
+async def test_a_read_that_fails_ends_the_copy(tiny_model: Path, judge: Judge) -> None:
+    async with running_cluster(tiny_model, TWO, judge=judge, transfer={"checksums": "all"}) as cluster:
         tokens = make_prompt(28)
         await generate(cluster, "a", tokens)
         assert await copy(cluster, tokens) == 0
         cluster.hub.stop_judging()
         assert await copy(cluster, tokens) == 28
-        await cluster.becomes_idle()
-
-
-async def test_damaged_blocks_are_not_kept(tiny_model: Path) -> None:
-    def flip(write: InProcessWrite) -> Verdict:
-        if write.is_read:
-            write.receiver.shards[0][write.remote_block_ids[3]] += 1
-        return Verdict.DELIVER
-
-    async with running_cluster(tiny_model, TWO, judge=flip, transfer={"checksums": "all"}) as cluster:
-        tokens = make_prompt(28)
-        await generate(cluster, "a", tokens)
-        assert await copy(cluster, tokens) == 0
         await cluster.becomes_idle()
 
 
@@ -173,10 +156,7 @@ async def test_a_copy_takes_no_room_that_a_sequence_needs(tiny_model: Path) -> N
 
 
 async def test_a_copy_that_nobody_waits_for_ends(tiny_model: Path) -> None:
-    def hold(write: InProcessWrite) -> Verdict:
-        return Verdict.HOLD if write.is_read else Verdict.DELIVER
-
-    async with running_cluster(tiny_model, TWO, judge=hold) as cluster:
+    async with running_cluster(tiny_model, TWO, judge=only_reads(Verdict.HOLD)) as cluster:
         tokens = make_prompt(28)
         await generate(cluster, "a", tokens)
         with connected(cluster, "b") as client:

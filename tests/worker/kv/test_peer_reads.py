@@ -48,8 +48,8 @@ from tests.support.cluster_harness import (
     Client,
     Cluster,
     Oracle,
+    prompt_of,
     running_cluster,
-    wait_for_loads,
 )
 from tests.support.judged_hub import JudgedHub, Verdict
 from tests.support.late_device import LateStream
@@ -61,16 +61,6 @@ SEED = int(os.environ.get("TEST_SEED", "0"))
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 TWO = {"a": Role.COLOCATED, "b": Role.COLOCATED}
 NUM_BLOCKS = 48
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny model computes faster than anything is read: believe in a slow one, and wait for its loads."""
-    wait_for_loads(monkeypatch)
-
-
-def prompt(rng: random.Random, num_blocks: int) -> list[int]:
-    return [rng.randrange(5, 250) for _ in range(num_blocks * BLOCK_SIZE + 3)]
 
 
 @dataclass
@@ -115,7 +105,7 @@ async def test_a_prompt_is_read_from_the_pool_of_a_peer(
 ) -> None:
     rng = random.Random(1)
     async with running_cluster(tiny_model, TWO, transfer={"transport": transport, "checksums": checksums}) as cluster:
-        tokens = prompt(rng, 28)
+        tokens = prompt_of(rng, 28)
         first = await ask(cluster, "a", tokens)
         holder = KvHolder(cluster.worker("a").address, 28)
         second = await ask(cluster, "b", tokens, holder)
@@ -132,8 +122,8 @@ async def test_a_prompt_is_read_from_the_pool_of_a_peer(
 async def test_a_read_moves_a_prefix_and_leaves_what_others_use(tiny_model: Path) -> None:
     rng = random.Random(7)
     async with running_cluster(tiny_model, TWO, engine={"num_blocks": NUM_BLOCKS}) as cluster:
-        shared = prompt(rng, 2)[: 2 * BLOCK_SIZE]
-        stays, moves = shared + prompt(rng, 8), shared + prompt(rng, 9)
+        shared = prompt_of(rng, 2)[: 2 * BLOCK_SIZE]
+        stays, moves = shared + prompt_of(rng, 8), shared + prompt_of(rng, 9)
         await ask(cluster, "a", stays)
         await ask(cluster, "a", moves)
         await ask(cluster, "b", moves, KvHolder(cluster.worker("a").address, 11))
@@ -158,7 +148,7 @@ async def test_a_holder_that_the_prompt_goes_back_to_keeps_its_copy(tiny_model: 
     rng = random.Random(8)
     async with running_cluster(tiny_model, PAIR) as cluster:
         sender, receiver = cluster.worker("p"), cluster.worker("d")
-        tokens, demoted = prompt(rng, 12), []
+        tokens, demoted = prompt_of(rng, 12), []
         await ask(cluster, "d", tokens)
         await cluster.call("d", lambda: setattr(receiver.parts.engine.pool, "demote", demoted.append))
         client = Client(sender)
@@ -189,19 +179,19 @@ async def test_a_prompt_is_read_from_the_host_memory_of_a_peer(
     rng = random.Random(2)
     engine = {"num_blocks": NUM_BLOCKS}
     async with running_cluster(tiny_model, TWO, engine=engine, tiers=tiers) as cluster:
-        tokens = prompt(rng, 12)
+        tokens = prompt_of(rng, 12)
         await ask(cluster, "a", tokens)
         for number in range(4):
-            await ask(cluster, "a", prompt(rng, 14), request_id=f"flood {number}")
+            await ask(cluster, "a", prompt_of(rng, 14), request_id=f"flood {number}")
         await eventually(lambda: not cluster.worker("a").parts.cache.is_busy)
         answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 12))
         assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
         assert cluster.worker("b").parts.cache.fetcher.stats().num_loaded_blocks["peer"] >= 10
         assert cluster.worker("a").parts.cache.tiers[0].tier.stats().num_hits >= 10
-        other = tokens[: 4 * BLOCK_SIZE] + prompt(rng, 6)  # the reader asks from its own fifth block on
+        other = tokens[: 4 * BLOCK_SIZE] + prompt_of(rng, 6)  # the reader asks from its own fifth block on
         await ask(cluster, "a", other, request_id="other")
         for number in range(4):
-            await ask(cluster, "a", prompt(rng, 14), request_id=f"flood again {number}")
+            await ask(cluster, "a", prompt_of(rng, 14), request_id=f"flood again {number}")
         await eventually(lambda: not cluster.worker("a").parts.cache.is_busy)
         parents: list[bytes | None] = []
         pool = cluster.worker("a").parts.engine.pool
@@ -217,14 +207,14 @@ async def test_a_prompt_is_read_from_the_host_memory_of_a_peer(
 async def test_a_peer_with_less_than_was_said_gives_what_it_has(tiny_model: Path, oracle: Oracle) -> None:
     rng = random.Random(3)
     async with running_cluster(tiny_model, TWO) as cluster:
-        tokens = prompt(rng, 28)
+        tokens = prompt_of(rng, 28)
         await ask(cluster, "a", tokens[: 22 * BLOCK_SIZE])
         answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
         assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
         assert outcomes(cluster, "b") == ["failed", "loaded"]
         # The answer of "a" was not that of the prompt, so its last full block is not of this prompt.
         assert cluster.worker("b").parts.cache.fetcher.stats().num_loaded_blocks["peer"] >= 15
-        nothing = prompt(rng, 20)
+        nothing = prompt_of(rng, 20)
         answer = await ask(cluster, "b", nothing, KvHolder(cluster.worker("a").address, 20), "nothing")
         assert answer.token_ids == oracle.answer(nothing, max_tokens=6, ignore_eos=True)
         assert outcomes(cluster, "b")[2:] == ["failed"]
@@ -234,7 +224,7 @@ async def test_a_peer_with_less_than_was_said_gives_what_it_has(tiny_model: Path
 async def test_a_peer_that_is_gone_costs_only_time(tiny_model: Path, oracle: Oracle) -> None:
     rng = random.Random(4)
     async with running_cluster(tiny_model, TWO) as cluster:
-        tokens = prompt(rng, 28)
+        tokens = prompt_of(rng, 28)
         await ask(cluster, "a", tokens)
         gone = cluster.worker("a").address
         await asyncio.to_thread(cluster.workers.pop("a").stop)
@@ -246,50 +236,45 @@ async def test_a_peer_that_is_gone_costs_only_time(tiny_model: Path, oracle: Ora
         await cluster.call("b", lambda: cluster.worker("b").check_integrity(idle=True))
 
 
-def only_reads(verdict: Verdict) -> Callable[[InProcessWrite], Verdict]:
+Judge = Callable[[InProcessWrite], Verdict]
+
+
+def only_reads(verdict: Verdict) -> Judge:
     return lambda write: verdict if write.is_read else Verdict.DELIVER
 
 
-@pytest.mark.parametrize("verdict", [Verdict.FAIL, Verdict.LOSE])
+def damage(write: InProcessWrite) -> Verdict:
+    """One block of each read."""
+    if write.is_read:
+        write.receiver.shards[0][write.remote_block_ids[3]] += 1
+    return Verdict.DELIVER
+
+
+FAILING_READS = [only_reads(Verdict.FAIL), only_reads(Verdict.LOSE), damage]
+
+
+@pytest.mark.parametrize("judge", FAILING_READS, ids=["fails", "is lost", "is damaged"])
 @pytest.mark.usefixtures("patient")
-async def test_a_read_that_fails_is_computed(tiny_model: Path, oracle: Oracle, verdict: Verdict) -> None:
+async def test_a_read_that_fails_is_computed(tiny_model: Path, oracle: Oracle, judge: Judge) -> None:
     rng = random.Random(5)
-    async with running_cluster(tiny_model, TWO, judge=only_reads(verdict)) as cluster:
-        tokens = prompt(rng, 28)
+    async with running_cluster(tiny_model, TWO, judge=judge, transfer={"checksums": "all"}) as cluster:
+        tokens = prompt_of(rng, 28)
         await ask(cluster, "a", tokens)
         answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
         assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
         assert outcomes(cluster, "b") == ["failed"]
         cluster.hub.stop_judging()
-        again = prompt(rng, 28)
+        again = prompt_of(rng, 28)
         await ask(cluster, "a", again, request_id="again")
         await ask(cluster, "b", again, KvHolder(cluster.worker("a").address, 28), "again")
         assert outcomes(cluster, "b") == ["failed", "loaded"], "the link comes back"
         await cluster.becomes_idle()
 
 
-@pytest.mark.usefixtures("patient")
-async def test_damaged_blocks_are_not_used(tiny_model: Path, oracle: Oracle) -> None:
-    def flip(write: InProcessWrite) -> Verdict:
-        if write.is_read:
-            write.receiver.shards[0][write.remote_block_ids[3]] += 1
-        return Verdict.DELIVER
-
-    rng = random.Random(6)
-    transfer = {"checksums": "all"}
-    async with running_cluster(tiny_model, TWO, judge=flip, transfer=transfer) as cluster:
-        tokens = prompt(rng, 28)
-        await ask(cluster, "a", tokens)
-        answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
-        assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
-        assert outcomes(cluster, "b") == ["failed"]
-        await cluster.becomes_idle()
-
-
 async def test_a_slow_read_is_overtaken_and_its_blocks_wait_for_it(tiny_model: Path, oracle: Oracle) -> None:
     rng = random.Random(7)
     async with running_cluster(tiny_model, TWO, judge=only_reads(Verdict.HOLD)) as cluster:
-        tokens = prompt(rng, 28)
+        tokens = prompt_of(rng, 28)
         await ask(cluster, "a", tokens)
         answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
         assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
@@ -298,7 +283,7 @@ async def test_a_slow_read_is_overtaken_and_its_blocks_wait_for_it(tiny_model: P
         assert held
         reader = cluster.worker("b")
         for number in range(3):
-            await ask(cluster, "b", prompt(rng, 30), request_id=f"more {number}")
+            await ask(cluster, "b", prompt_of(rng, 30), request_id=f"more {number}")
 
         def take_all() -> list[int]:
             pool = reader.parts.engine.pool
@@ -322,7 +307,7 @@ async def test_blocks_of_a_read_that_cannot_be_cancelled_are_counted_as_lost(
     async with running_cluster(
         tiny_model, TWO, judge=only_reads(Verdict.HOLD), transfer=transfer, tiers=None
     ) as cluster:
-        tokens = prompt(random.Random(9), 28)
+        tokens = prompt_of(random.Random(9), 28)
         await ask(cluster, "a", tokens)
         reader = cluster.worker("b")
         monkeypatch.setattr(reader.parts.transport, "remove_peer", lambda worker_id: None)
@@ -344,7 +329,7 @@ async def test_blocks_of_a_read_that_cannot_be_cancelled_are_counted_as_lost(
 async def test_a_request_that_is_cancelled_while_it_reads_leaves_nothing(tiny_model: Path) -> None:
     rng = random.Random(8)
     async with running_cluster(tiny_model, TWO, judge=only_reads(Verdict.HOLD)) as cluster:
-        tokens = prompt(rng, 28)
+        tokens = prompt_of(rng, 28)
         await ask(cluster, "a", tokens)
         client = Client(cluster.worker("b"))
         try:
@@ -359,15 +344,14 @@ async def test_a_request_that_is_cancelled_while_it_reads_leaves_nothing(tiny_mo
         await cluster.becomes_idle()
 
 
-async def test_the_router_sends_a_prompt_to_an_idle_worker_that_reads_it_from_the_busy_one(
+@pytest.mark.usefixtures("patient")
+async def test_an_idle_worker_reads_a_prompt_from_the_busy_one(
     tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait_for_loads(monkeypatch)
     monkeypatch.setattr("tandem.scheduling.cost_model.StepModel.observe", lambda self, stats: None)
-
     rng = random.Random(9)
     async with running_cluster(tiny_model, TWO, router={"local_prefill": True}) as cluster:
-        tokens = prompt(rng, 30)
+        tokens = prompt_of(rng, 30)
         await cluster.generate(tokens)
         await eventually(lambda: max(map(cluster.index.num_blocks, TWO)) >= 30)
         holder = max(TWO, key=cluster.index.num_blocks)
@@ -469,6 +453,11 @@ class World:
         assert blocks is not None
         self.a.kv.shards[0][blocks] = -1.0
         self.a.pool.release(blocks)
+
+    def open(self, num_blocks: int) -> Any:
+        """Have the leading blocks of the chain read; an opened source."""
+        holder = KvHolder(self.a.address, num_blocks)
+        return self.reader.source(holder).open(self.digests()[:num_blocks], 0, num_blocks, self.now)
 
     def ask(self) -> None:
         digests, start = self.digests(), self.rng.randrange(5)
@@ -606,7 +595,7 @@ def test_a_read_begins_once_the_device_has_done_with_the_blocks_it_lands_in() ->
     world.fill()
     stream = world.b.engine.stream = LateStream(0, share_done=0.0)
     stream.launch(lambda: None)  # it may use blocks that have been freed since
-    opened = world.reader.source(KvHolder(world.a.address, 3)).open(world.digests()[:3], 0, 3, 0.0)
+    opened = world.open(3)
     pieces: list[Any] = [opened.begin(0, 2, 0.0), opened.begin(2, 3, 0.0)]
     world.lender.requested(next(m for _, _, m in world.sent if isinstance(m, ReadRequest)), 0.0)
     world.reader.granted(next(m for _, _, m in world.sent if isinstance(m, ReadGrant)), 0.0)
@@ -630,15 +619,9 @@ def test_a_reader_has_a_copy_only_of_what_it_published(is_published: bool) -> No
     world = World(random.Random(0))
     world.fill()
     digests = world.digests()[:3]
-    opened = world.reader.source(KvHolder(world.a.address, 3)).open(digests, 0, 3, 0.0)
+    opened = world.open(3)
     piece = opened.begin(0, 3, 0.0)
-    while world.sent:
-        _, _, message = world.sent.pop(0)
-        if isinstance(message, ReadRequest):
-            world.lender.requested(message, 0.0)
-        elif isinstance(message, ReadGrant):
-            world.reader.granted(message, 0.0)
-    world.reader.pump(0.0)
+    ask_and_grant(world)
     world.land()
     world.reader.pump(0.0)
     assert piece.is_complete
@@ -658,19 +641,21 @@ def test_no_read_ever_gives_other_bytes_than_were_held() -> None:
     assert run_worlds(400) > 80
 
 
-def test_the_check_above_would_find_a_lease_that_ends_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lender whose deadline ends before the reader's lets go of blocks that are being read."""
+@pytest.mark.parametrize(
+    ("mistake", "value", "num"),
+    [
+        ("tandem.worker.kv.peer_lender._LONGER", 0.2, 300),  # it lets go of blocks before the reader's deadline
+        (f"{__name__}.World.reads_clock_before_it_waits", True, 3000),
+    ],
+    ids=["lease ends too early", "clock is read before a message came"],
+)
+def test_the_check_above_finds_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, mistake: str, value: object, num: int
+) -> None:
     print(f"seed {SEED}")
-    monkeypatch.setattr("tandem.worker.kv.peer_lender._LONGER", 0.2)
+    monkeypatch.setattr(mistake, value)
     with pytest.raises(AssertionError, match="is not what was held"):
-        run_worlds(300)
-
-
-def test_the_check_above_would_find_a_clock_that_is_read_before_a_message_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    print(f"seed {SEED}")
-    monkeypatch.setattr(World, "reads_clock_before_it_waits", True)
-    with pytest.raises(AssertionError, match="is not what was held"):
-        run_worlds(3000)
+        run_worlds(num)
 
 
 def ask_and_grant(world: World) -> None:
@@ -688,7 +673,7 @@ def test_an_end_that_is_seen_after_the_deadline_is_late_whenever_the_turn_began(
     world = World(random.Random(0))
     world.pass_time = lambda: None  # type: ignore[method-assign]
     world.fill()
-    opened = world.reader.source(KvHolder(world.a.address, 3)).open(world.digests()[:3], 0, 3, 0.0)
+    opened = world.open(3)
     piece = opened.begin(0, 3, 0.0)
     ask_and_grant(world)
     assert world.hub.held, "it is being read"
@@ -705,7 +690,7 @@ def test_of_a_dead_peer_nothing_is_asked() -> None:
     world = World(random.Random(0))
     world.fill()
     world.reader.peer_lost(WorkerEpoch("a", 1))
-    opened = world.reader.source(KvHolder(world.a.address, 3)).open(world.digests(), 0, 3, 0.0)
+    opened = world.open(3)
     piece = opened.begin(0, 3, 0.0)
     assert world.sent == []
     world.reader.pump(0.0)
@@ -719,7 +704,7 @@ def test_a_read_lands_only_in_room_that_no_running_sequence_needs(monkeypatch: p
     world = World(random.Random(0))
     world.fill()
     monkeypatch.setattr(PoolAdmission, "num_spare_blocks", 2)
-    opened = world.reader.source(KvHolder(world.a.address, 6)).open(world.digests(), 0, 6, 0.0)
+    opened = world.open(6)
     large, small = opened.begin(2, 6, 0.0), opened.begin(0, 2, 0.0)
     ask_and_grant(world)
     world.land()
@@ -733,7 +718,7 @@ def test_a_read_lands_only_in_room_that_no_running_sequence_needs(monkeypatch: p
 )
 def test_a_grant_of_what_was_not_asked_for_ends_the_read(block_ids: list[int], checksums: list[bytes]) -> None:
     world = World(random.Random(0))
-    opened = world.reader.source(KvHolder(world.a.address, 6)).open(world.digests(), 0, 6, world.now)
+    opened = world.open(6)
     piece = opened.begin(0, 6, world.now)
     grant = ReadGrant(sender=world.a.address, read_id=1, block_ids=block_ids, checksums=checksums)
     world.reader.granted(grant, world.now)
@@ -758,7 +743,7 @@ def test_a_read_that_never_ends_is_given_up_with_its_link() -> None:
 
     world.b.links.reset = reset
     world.fill()
-    opened = world.reader.source(KvHolder(world.a.address, 3)).open(world.digests()[:3], 0, 3, 0.0)
+    opened = world.open(3)
     piece = opened.begin(0, 3, 0.0)
     ask_and_grant(world)
     piece.drop()

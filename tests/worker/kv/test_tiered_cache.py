@@ -24,7 +24,7 @@ from tandem.worker.kv.host_copy import HostCopy
 from tandem.worker.kv.kv_source import LoadPrior
 from tandem.worker.kv.tiered_cache import TieredCache, create_tiers
 from tests.support.answers import Expects
-from tests.support.cluster_harness import BLOCK_BYTES, BLOCK_SIZE, DEADLINE_S, engine_config
+from tests.support.cluster_harness import BLOCK_BYTES, BLOCK_SIZE, DEADLINE_S, engine_config, prompt_of
 from tests.support.late_device import LateDevice
 from tests.support.scheduler_listener import FakeListener
 from tests.support.throttled_store import ThrottledStore
@@ -79,16 +79,12 @@ class Machine:
 
     def flood_unsettled(self, rng: random.Random) -> None:
         for _ in range(3):
-            self.serve(prompt(rng, NUM_BLOCKS // 2))
+            self.serve(prompt_of(rng, NUM_BLOCKS // 2))
 
     def close(self) -> None:
         self.cache.check_integrity(idle=True)
         self.engine.check_integrity(idle=True)
         self.cache.close()
-
-
-def prompt(rng: random.Random, num_blocks: int) -> list[int]:
-    return [rng.randrange(5, 250) for _ in range(num_blocks * BLOCK_SIZE + 3)]
 
 
 def cached_kv(engine: Engine, digests: list[bytes]) -> Tensor:
@@ -109,17 +105,13 @@ def tier_config(kind: str, folder: Path, codec: str = "raw") -> TierConfig:
     fields: dict[str, dict[str, Any]] = {
         "host": {"host_cache_gb": size_gb, "host_cache_codec": codec},
         "disk": {"disk_cache_path": str(folder), "disk_cache_gb": size_gb, "disk_cache_codec": codec},
-        "object": {
-            "object_cache_url": folder.as_uri(),
-            "object_cache_gb": size_gb,
-            "object_cache_codec": codec,
-        },
+        "object": {"object_cache_url": folder.as_uri(), "object_cache_gb": size_gb, "object_cache_codec": codec},
     }
     return TierConfig(**fields[kind])
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def waits_for_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads are waited for, however busy the machine is: what was planned is what happens."""
     monkeypatch.setattr("tandem.worker.kv.fetcher._LATE_SLACK_S", DEADLINE_S)
 
@@ -129,14 +121,14 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("waits_for_loads")
 def test_an_evicted_prompt_comes_back_from_a_tier_with_the_same_tokens(
     kind: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     rng = random.Random(7)
     engine = make_engine(tiny_model)
     machine = Machine(engine, create_tiers(tier_config(kind, tmp_path), engine))
-    first_prompt = prompt(rng, 20)
+    first_prompt = prompt_of(rng, 20)
     first = machine.serve(first_prompt)
     machine.settle()
     machine.flood(rng)
@@ -152,13 +144,13 @@ def test_an_evicted_prompt_comes_back_from_a_tier_with_the_same_tokens(
     machine.close()
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("waits_for_loads")
 def test_what_is_kept_on_disk_outlives_the_worker(tiny_model: Path, tmp_path: Path) -> None:
     rng = random.Random(8)
     config = tier_config("disk", tmp_path)
     engine = make_engine(tiny_model)
     machine = Machine(engine, create_tiers(config, engine))
-    first = machine.serve(first_prompt := prompt(rng, 12))
+    first = machine.serve(first_prompt := prompt_of(rng, 12))
     machine.settle()
     machine.close()
     engine = make_engine(tiny_model)
@@ -169,7 +161,7 @@ def test_what_is_kept_on_disk_outlives_the_worker(tiny_model: Path, tmp_path: Pa
     restarted.close()
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("waits_for_loads")
 @pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
 def test_a_lossy_tier_has_a_chain_of_its_own_and_comes_back_nearly_the_same(
     codec: str, tiny_model: Path, tmp_path: Path
@@ -179,7 +171,7 @@ def test_a_lossy_tier_has_a_chain_of_its_own_and_comes_back_nearly_the_same(
     engine = make_engine(tiny_model, config.codec_identity)
     assert engine.namespace != make_engine(tiny_model).namespace
     machine = Machine(engine, create_tiers(config, engine))
-    first = machine.serve(first_prompt := prompt(rng, 10))
+    first = machine.serve(first_prompt := prompt_of(rng, 10))
     exact = cached_kv(engine, first.digests[:10])
     machine.settle()
     machine.flood(rng)
@@ -218,7 +210,7 @@ def test_a_slow_tier_is_overtaken_then_left_alone_and_comes_back(
     monkeypatch.setattr("tandem.worker.kv.fetcher._PROBE_INTERVAL_S", 0.0)
     rng = random.Random(10)
     throttled = Throttled(tiny_model, learns=True)
-    token_ids = prompt(rng, 20)
+    token_ids = prompt_of(rng, 20)
     throttled.machine.serve(token_ids)
     throttled.machine.settle()
     assert throttled.outcome(token_ids, rng) == "loaded"
@@ -237,7 +229,7 @@ def test_a_slow_tier_is_overtaken_then_left_alone_and_comes_back(
     throttled.machine.close()
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("waits_for_loads")
 @pytest.mark.parametrize("window_blocks", [0.5, 4, 10])
 def test_prompts_share_a_window_of_bytes(
     window_blocks: float, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -248,7 +240,7 @@ def test_prompts_share_a_window_of_bytes(
     engine = make_engine(tiny_model)
     window = TierConfig(load_window_mb=window_blocks * BLOCK_BYTES / 1e6, load_step_mb=BLOCK_BYTES / 1e6)
     machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine), config=window)
-    prompts = [prompt(rng, 10) for _ in range(3)]
+    prompts = [prompt_of(rng, 10) for _ in range(3)]
     expected = [machine.serve(tokens).token_ids for tokens in prompts]
     machine.settle()
     machine.flood(rng)
@@ -270,12 +262,12 @@ def test_prompts_share_a_window_of_bytes(
     machine.close()
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("waits_for_loads")
 def test_a_tier_that_loses_a_block_costs_only_time(tiny_model: Path, tmp_path: Path) -> None:
     rng = random.Random(11)
     engine = make_engine(tiny_model)
     machine = Machine(engine, create_tiers(tier_config("disk", tmp_path), engine))
-    first = machine.serve(first_prompt := prompt(rng, 20))
+    first = machine.serve(first_prompt := prompt_of(rng, 20))
     machine.settle()
     machine.flood(rng)
     for path in tmp_path.rglob(f"{first.digests[7].hex()}*"):
@@ -293,7 +285,7 @@ def test_a_request_that_is_cancelled_while_it_loads_leaves_nothing(tiny_model: P
     rng = random.Random(12)
     throttled = Throttled(tiny_model)
     machine, engine = throttled.machine, throttled.machine.engine
-    machine.serve(token_ids := prompt(rng, 20))
+    machine.serve(token_ids := prompt_of(rng, 20))
     machine.settle()
     machine.flood(rng)
     throttled.store.latency_s = 0.05
@@ -314,7 +306,7 @@ def test_a_received_prompt_goes_down_a_little_at_a_time(
     engine = make_engine(tiny_model)
     machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine))
     (cached,) = machine.cache.tiers
-    alone = engine.make_sequence("r", prompt(rng, 20), GREEDY)
+    alone = engine.make_sequence("r", prompt_of(rng, 20), GREEDY)
     engine.add(alone)
     while alone.num_output_tokens < 2:
         engine.step()
@@ -339,7 +331,7 @@ def test_loaded_blocks_are_published_once_the_device_has_them(
     rng = random.Random(17)
     engine = make_engine(tiny_model)
     machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine))
-    tokens = prompt(rng, 12)
+    tokens = prompt_of(rng, 12)
     expected = machine.serve(tokens).token_ids
     machine.flood(rng)
     device = LateDevice(engine, 0, share_done=0.05)
@@ -368,7 +360,7 @@ def test_blocks_that_are_evicted_before_their_turn_are_not_kept(
     engine = make_engine(tiny_model)
     machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine))
     (cached,) = machine.cache.tiers
-    sequences = [machine.serve(prompt(rng, 20)) for _ in range(6)]
+    sequences = [machine.serve(prompt_of(rng, 20)) for _ in range(6)]
     machine.settle()
     assert cached.tier.stats().num_drops["evicted before its turn"] > 10
     monkeypatch.undo()
@@ -399,7 +391,7 @@ def test_blocks_that_are_still_on_the_device_are_bounded_and_stored_when_they_ar
     engine = make_engine(tiny_model)
     machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine))
     (cached,) = machine.cache.tiers
-    sequence = machine.serve(prompt(rng, 20))
+    sequence = machine.serve(prompt_of(rng, 20))
     assert (len(cached.tier.digests()), machine.cache.is_busy) == (0, True)
     assert cached.tier.stats().num_drops == {"offload queue full": 5}
     exact = cached_kv(engine, sequence.digests[:15])
@@ -418,14 +410,14 @@ def test_blocks_that_are_still_on_the_device_are_bounded_and_stored_when_they_ar
     machine.close()
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("waits_for_loads")
 def test_a_preempted_sequence_comes_back_from_the_tier(tiny_model: Path, tmp_path: Path) -> None:
     rng = random.Random(13)
     engine = make_engine(tiny_model)
     engine.scheduler.admission.lengths = Expects(1)
     machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine))
     long = SamplingParams(max_tokens=8 * BLOCK_SIZE, temperature=0.0, ignore_eos=True)
-    sequences = [engine.make_sequence(f"s{idx}", prompt(rng, 8), long) for idx in range(4)]
+    sequences = [engine.make_sequence(f"s{idx}", prompt_of(rng, 8), long) for idx in range(4)]
     for sequence in sequences:
         engine.add(sequence)
     machine.run_until(lambda: all(sequence.finish_reason for sequence in sequences))
