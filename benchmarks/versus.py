@@ -1,8 +1,8 @@
 """Two checkouts of Tandem side by side: both servers run, and bursts of the same load go to one and to the other.
 
-A shared machine's speed changes within seconds, so each burst is compared with the burst beside it; the tables have the
-medians of these ratios. Without --base this checkout is compared with itself, which shows how far ratios are from 1 by
-chance.
+A shared machine's speed changes within seconds, so each burst is compared with the burst beside it, and starts of one
+checkout may differ by a fifth, so both are started several times. The tables have the medians of the ratios. Without
+--base this checkout is compared with itself, which shows how far ratios are from 1 by chance.
 
 serve: prompts share nothing; both servers take their pool's memory at the start. route: the load of `benchmarks.edge`;
 for one process, requests per second of the router's CPU time.
@@ -50,7 +50,8 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--base", type=Path, default=HERE.folder, help="folder of the other checkout (default: this)")
     parser.add_argument("--parts", default="serve,route", help="what to compare (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--starts", type=int, default=3, help="of both servers")
+    parser.add_argument("--rounds", type=int, default=4, help="of each start, after one that does not count")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--input-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
@@ -58,29 +59,35 @@ def main() -> None:
     parser.add_argument("--prefill-requests", type=int, default=1, help="of a burst, after one that does not count")
     settings = parser.parse_args()
     if settings.quick:
-        settings.rounds, settings.concurrency = 2, [1, 8]
+        settings.starts, settings.rounds, settings.concurrency = 1, 2, [1, 8]
     base = Checkout(settings.base.resolve())
     results: dict[str, Comparison] = {}
     if "serve" in settings.parts:
         for setup in (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS):
             start = partial(serving, setup, settings.model, throughput.POOL)
-            results[setup.name] = _compare(start, base, _serve_speeds(settings), settings.rounds)
+            results[setup.name] = _compare(start, base, _serve_speeds(settings), settings)
         _show("tokens a second", results)
     if "route" in settings.parts:
         speeds = {shape.name: partial(_edge_speed, shape) for shape in edge.SHAPES}
         with mock_engines() as engines:
-            results["tandem route"] = _compare(partial(edge.route, engines, 1), base, speeds, settings.rounds)
+            results["tandem route"] = _compare(partial(edge.route, engines, 1), base, speeds, settings)
         _show("requests a CPU second", {"tandem route": results["tandem route"]})
     write_result("versus", settings, results)
 
 
 def _compare(
-    start: Callable[..., AbstractContextManager[Any]], base: Checkout, speeds: Mapping[str, Speed], num_rounds: int
+    start: Callable[..., AbstractContextManager[Any]],
+    base: Checkout,
+    speeds: Mapping[str, Speed],
+    settings: argparse.Namespace,
 ) -> Comparison:
     """Start the same thing from both checkouts. For each speed: the medians of both, and of the rounds' ratios."""
-    with start(checkout=HERE) as new, start(checkout=base) as other:
-        pairs = run_measured(_measure_in_turn((new, other), speeds, num_rounds))
-    console.print(f"[dim]compared {new.name}[/]")
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in speeds}
+    for _ in range(settings.starts):
+        with start(checkout=HERE) as new, start(checkout=base) as other:
+            for name, found in run_measured(_measure_in_turn((new, other), speeds, settings.rounds)).items():
+                pairs[name] += found
+        console.print(f"[dim]compared {new.name}[/]")
     return {
         name: {
             "new": statistics.median(value for value, _ in found),
