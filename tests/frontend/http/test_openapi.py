@@ -198,6 +198,8 @@ async def test_the_other_answers_have_the_documented_shape(client: Client) -> No
         ("DELETE", "/v1/responses/{response_id}", f"/v1/responses/{stored}", None),
         ("POST", "/v1/pools/check", "", None),
         ("POST", "/v1/pools/migrate", "", {"worker": "d"}),
+        ("POST", "/v1/route/explain", "", {"prompt": "hi"}),
+        ("GET", "/v1/route/decisions", "", None),
         ("GET", "/health", "", None),
         ("GET", "/version", "", None),
     ]

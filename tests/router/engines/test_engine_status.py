@@ -119,7 +119,7 @@ def test_a_model_whose_name_cannot_be_shown_is_not_served(name: Any) -> None:
         served_model({"data": cards[:1]}, "")
 
 
-@pytest.mark.parametrize("found", [{"a": "\ud800"}, {"a": 10**30}, {"a": "b" * 10_000}, ["a"]])
+@pytest.mark.parametrize("found", [{"a": "\ud800"}, {"a": "b" * 10_000}, ["a"]])
 def test_capabilities_that_cannot_be_shown_are_left_out(found: Any) -> None:
     assert served_model({"data": [{"id": "m", "capabilities": found}]}, "").capabilities is None
 
