@@ -30,7 +30,7 @@ from tandem.frontend.relay.attempt import EngineAttempt
 from tandem.frontend.relay.attempts import AttemptLimits, Attempts
 from tandem.frontend.relay.client_request import ClientRequest
 from tandem.frontend.relay.connections import EngineConnections
-from tandem.frontend.relay.prompts import ByteTokenReader, PromptReader, cache_salt_of, priority_of
+from tandem.frontend.relay.prompts import PromptReader, cache_salt_of, priority_of
 from tandem.protocol.digest import token_bytes
 from tandem.protocol.errors import ModelNotFound, NoWorker, RequestError, ServingError
 from tandem.router.engines.bounded_json import is_too_deep
@@ -80,7 +80,7 @@ class Forwarder:
         self._connections = connections
         self._scopes = scopes
         self._readers = readers
-        self._text = ByteTokenReader()
+        self._text = PromptReader()
         self._pool = pool
         self._metrics = metrics
         self._limits = limits
