@@ -10,18 +10,7 @@ from tandem.frontend.http.openapi import CONVERSATION_HEADERS, GENERATION_HEADER
 from tandem.frontend.http.shared_operations import SHARED_OPERATIONS
 from tandem.frontend.messages.answer_shapes import CountedTokens, Message, MessageEvent
 from tandem.frontend.messages.schema import CountTokensRequest, MessagesRequest
-from tandem.frontend.openai.answer_shapes import (
-    ChatChunk,
-    ChatCompletion,
-    Completion,
-    CompletionChunk,
-    Detokenized,
-    PinCard,
-    PinList,
-    PoolCheck,
-    Tokenized,
-    Unpinned,
-)
+from tandem.frontend.openai import answer_shapes as shapes
 from tandem.frontend.openai.other_fields import UNSERVED
 from tandem.frontend.openai.schema import (
     EXACTLY_ONE,
@@ -66,8 +55,8 @@ SERVE_OPERATIONS: Operations = SHARED_OPERATIONS | {
         body=ChatRequest,
         refused=UNSERVED,
         example=_HELLO | {"max_tokens": 64, "stream": False},
-        answer=ChatCompletion,
-        event=ChatChunk,
+        answer=shapes.ChatCompletion,
+        event=shapes.ChatChunk,
         done=_DONE,
         errors=_FAILURES,
         parameters=_HEADERS,
@@ -77,8 +66,8 @@ SERVE_OPERATIONS: Operations = SHARED_OPERATIONS | {
         body=CompletionRequest,
         refused=UNSERVED,
         example={"prompt": "The capital of France is", "max_tokens": 16},
-        answer=Completion,
-        event=CompletionChunk,
+        answer=shapes.Completion,
+        event=shapes.CompletionChunk,
         done=_DONE,
         errors=_FAILURES,
         parameters=_HEADERS,
@@ -132,12 +121,12 @@ SERVE_OPERATIONS: Operations = SHARED_OPERATIONS | {
         body=TokenizeRequest,
         exactly_one=EXACTLY_ONE,
         example={"prompt": "Hello world"},
-        answer=Tokenized,
+        answer=shapes.Tokenized,
         errors=(404,),
         parameters=_TENANT,
     ),
     ("POST", "/detokenize"): Operation(
-        tag="tokens", body=DetokenizeRequest, example={"tokens": [0, 1]}, answer=Detokenized, errors=(404,)
+        tag="tokens", body=DetokenizeRequest, example={"tokens": [0, 1]}, answer=shapes.Detokenized, errors=(404,)
     ),
     ("POST", "/v1/cache/pin"): Operation(
         tag="cache",
@@ -145,15 +134,17 @@ SERVE_OPERATIONS: Operations = SHARED_OPERATIONS | {
         exactly_one=EXACTLY_ONE,
         refused=UNSERVED,
         example={"prompt": "A long text", "ttl_s": 60},
-        answer=PinCard,
+        answer=shapes.PinCard,
         errors=(404, 502),
         parameters=_TENANT,
     ),
-    ("POST", "/v1/cache/unpin"): Operation(tag="cache", body=UnpinFields, answer=Unpinned, errors=(404,)),
-    ("POST", "/v1/cache/prefetch"): Operation(tag="cache", body=PrefetchFields, answer=PinCard, errors=(404, 502)),
-    ("GET", "/v1/cache/pins"): Operation(tag="cache", answer=PinList, parameters=(*_TENANT, _SALT)),
+    ("POST", "/v1/cache/unpin"): Operation(tag="cache", body=UnpinFields, answer=shapes.Unpinned, errors=(404,)),
+    ("POST", "/v1/cache/prefetch"): Operation(
+        tag="cache", body=PrefetchFields, answer=shapes.PinCard, errors=(404, 502)
+    ),
+    ("GET", "/v1/cache/pins"): Operation(tag="cache", answer=shapes.PinList, parameters=(*_TENANT, _SALT)),
     ("POST", "/v1/route/explain"): replace(
         SHARED_OPERATIONS["POST", "/v1/route/explain"], body=_QUESTION, example=_HELLO
     ),
-    ("POST", "/v1/pools/check"): Operation(tag="operations", answer=PoolCheck, errors=(429, 502)),
+    ("POST", "/v1/pools/check"): Operation(tag="operations", answer=shapes.PoolCheck, errors=(429, 502)),
 }
