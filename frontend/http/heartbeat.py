@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from tandem.frontend.http.errors import ClientDisconnected, is_messages_path
 from tandem.frontend.http.response_writer import ResponseWriter
@@ -18,13 +18,6 @@ PING_INTERVAL_S = 10.0
 
 _COMMENT = b": ping\n\n"  # clients drop comments
 _MESSAGES_PING = b'event: ping\ndata: {"type": "ping"}\n\n'  # what Anthropic's API sends
-
-
-class Timer(Protocol):
-    """As `asyncio.TimerHandle`."""
-
-    def cancel(self) -> None:
-        """Do not call back."""
 
 
 class Heartbeat:
@@ -39,7 +32,7 @@ class Heartbeat:
         writer: ResponseWriter,
         headers: list[tuple[bytes, bytes]],
         path: str,
-        call_later: Callable[[float, Callable[[], None]], Timer] | None = None,
+        call_later: Callable[[float, Callable[[], None]], asyncio.TimerHandle] | None = None,
     ) -> None:
         """`headers` are those of a head that goes out before the first event is known. `path` is the request's."""
         self._writer = writer

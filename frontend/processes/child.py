@@ -14,7 +14,6 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -228,7 +227,7 @@ def _counters(settings: FrontendSettings, models: Iterable[str]) -> bytes:
     """What all frontend processes have counted, as Prometheus reads it."""
     from tandem.frontend.http.exposition import exposition
 
-    return exposition(SimpleNamespace(collect=lambda: _merged(settings)), settings.router, models)
+    return exposition(_merged(settings), settings.router, models)
 
 
 def _merged(settings: FrontendSettings) -> Iterable[Metric]:

@@ -108,7 +108,6 @@ class WorkerClient:
         costs: CostModel,
         config: RouterConfig,
         *,
-        router_id: str = "",
         keys: KeyPair | None = None,
         heartbeat_interval_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
@@ -116,7 +115,7 @@ class WorkerClient:
         """`heartbeat_interval_s` is that of the workers."""
         self._registry = registry
         self._config = config
-        self._router_id = router_id or f"router-{uuid.uuid4().hex[:12]}"
+        self._router_id = f"router-{uuid.uuid4().hex[:12]}"
         self._keys = keys or make_keys()
         self._missed_s = _HEARTBEATS_MISSED * heartbeat_interval_s
         self._clock = clock
