@@ -12,6 +12,11 @@ __all__ = ["SHARED_OPERATIONS"]
 _ANY_OBJECT: dict[str, Any] = {"type": "object", "additionalProperties": True}
 _QUESTION = _ANY_OBJECT | {"description": "The body of a generation request."}
 
+
+def _change(body: Any, example: dict[str, Any], errors: tuple[int, ...], *, answer: Any = _ANY_OBJECT) -> Operation:
+    return Operation(tag="operations", body=body, example=example, answer=answer, errors=errors)
+
+
 SHARED_OPERATIONS = {
     ("GET", "/v1/models"): Operation(tag="models", answer=shapes.ModelList),
     ("GET", "/v1/models/{model_id:path}"): Operation(tag="models", answer=shapes.ModelCard, errors=(404,)),
@@ -24,29 +29,13 @@ SHARED_OPERATIONS = {
         tag="operations", answer={"type": "string"}, media_type="text/event-stream", errors=(429,)
     ),
     ("GET", "/v1/dashboard/history"): Operation(tag="operations", answer=_ANY_OBJECT),
-    ("POST", "/v1/pools/roles"): Operation(
-        tag="operations",
-        body=shapes.RoleChange,
-        example={"worker": "prefill-0", "role": "decode"},
-        answer=_ANY_OBJECT,
-        errors=(404, 409, 502),
+    ("POST", "/v1/pools/roles"): _change(shapes.RoleChange, {"worker": "prefill-0", "role": "decode"}, (404, 409, 502)),
+    ("POST", "/v1/pools/drain"): _change(
+        shapes.Drain, {"worker": "decode-0", "grace_s": 30, "restart": True}, (404, 409, 502)
     ),
-    ("POST", "/v1/pools/drain"): Operation(
-        tag="operations",
-        body=shapes.Drain,
-        example={"worker": "decode-0", "grace_s": 30, "restart": True},
-        answer=_ANY_OBJECT,
-        errors=(404, 409, 502),
-    ),
-    ("POST", "/v1/pools/add"): Operation(
-        tag="operations", body=shapes.NewWorker, example={"role": "decode"}, answer=_ANY_OBJECT, errors=(409, 502)
-    ),
-    ("POST", "/v1/pools/migrate"): Operation(
-        tag="operations",
-        body=shapes.Migration,
-        example={"worker": "decode-0", "to": "decode-1"},
-        answer=shapes.Migrated,
-        errors=(404, 501, 502),
+    ("POST", "/v1/pools/add"): _change(shapes.NewWorker, {"role": "decode"}, (409, 502)),
+    ("POST", "/v1/pools/migrate"): _change(
+        shapes.Migration, {"worker": "decode-0", "to": "decode-1"}, (404, 501, 502), answer=shapes.Migrated
     ),
     ("POST", "/v1/route/explain"): Operation(
         tag="operations", body=_QUESTION, answer=shapes.DecisionList, errors=(404, 429, 502)
