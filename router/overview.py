@@ -34,23 +34,8 @@ _REST = "(all others)"
 
 # The fields of a row, in order. Rows of engines have more after them.
 MEMBER_COLUMNS = (
-    "name",
-    "role",
-    "state",
-    "kind",
-    "running",
-    "seats",
-    "prompts",
-    "queued_tokens",
-    "queue_s",
-    "used_blocks",
-    "num_blocks",
-    "cached_blocks",
-    "for_room",
-    "leases",
-    "problems",
-    "preemptions",
-    "tiers",
+    *("name", "role", "state", "kind", "running", "seats", "prompts", "queued_tokens", "queue_s"),
+    *("used_blocks", "num_blocks", "cached_blocks", "for_room", "leases", "problems", "preemptions", "tiers"),
 )
 
 
