@@ -50,8 +50,6 @@ from tandem.text.tokenizer import Tokenizer, TokenizerPool
 if TYPE_CHECKING:
     from tandem.runtime.tracing.tracing import Tracing
 
-__all__ = ["create_app"]
-
 
 def create_app(
     backend: Backend,

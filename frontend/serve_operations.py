@@ -26,8 +26,6 @@ from tandem.frontend.responses.answer_shapes import InputItems, InputTokens, Res
 from tandem.frontend.responses.items import MAX_PAGE_ITEMS
 from tandem.frontend.responses.schema import ResponsesRequest
 
-__all__ = ["SERVE_DESCRIPTION", "SERVE_OPERATIONS"]
-
 SERVE_DESCRIPTION = """\
 The HTTP API of `tandem serve`: OpenAI's API, Anthropic's Messages API, and what operators need.
 

@@ -22,8 +22,6 @@ from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import RegisteredWorker, queue_s
 
-__all__ = ["MEMBER_COLUMNS", "NUM_DECISIONS", "OncePerInterval", "member_row", "overview_of", "workers_overview"]
-
 Json = dict[str, Any]
 
 NUM_DECISIONS = 20

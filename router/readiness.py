@@ -17,8 +17,6 @@ from tandem.router.backend import Backend, GenerateRequest
 from tandem.runtime.background import BackgroundTasks
 from tandem.runtime.backoff import Backoff
 
-__all__ = ["ReadinessCheck", "ReadinessProbe"]
-
 logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 60.0  # the first generation may have to warm the workers up

@@ -15,8 +15,6 @@ from prometheus_client.core import Metric
 from tandem.frontend.dashboard.traffic import Change, Totals, TrafficWindow, totals_of
 from tandem.protocol.errors import ServingError
 
-__all__ = ["COLUMNS", "SHARES", "History", "LongHistory", "num_waiting"]
-
 logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]

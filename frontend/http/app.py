@@ -33,9 +33,6 @@ from tandem.runtime.background import BackgroundTasks
 if TYPE_CHECKING:
     from tandem.runtime.tracing.tracing import Tracing
 
-__all__ = ["RouterApp", "is_head", "json_response"]
-
-
 _DOCS_PAGE = Path(__file__).parent / "static"
 _IS_HEAD = "tandem.is_head"  # in the ASGI scope
 

@@ -21,19 +21,6 @@ from tandem.frontend.http.vllm_names import with_vllm_names
 from tandem.protocol.config import RouterConfig
 from tandem.runtime.shared_call import SharedCall
 
-__all__ = [
-    "CLASSIC",
-    "INTERVAL_S",
-    "OPENMETRICS",
-    "MetricsText",
-    "Scraper",
-    "as_openmetrics",
-    "exposition",
-    "prefers_openmetrics",
-    "registry_text",
-    "shared_metrics",
-]
-
 INTERVAL_S = 0.5
 _TENANT_SAMPLE = re.compile(rb'^.*\b(?:tenant|key_id)=".*\n', re.MULTILINE)
 

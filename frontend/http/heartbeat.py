@@ -11,8 +11,6 @@ from typing import Self
 from tandem.frontend.http.errors import ClientDisconnected, is_messages_path
 from tandem.frontend.http.response_writer import ResponseWriter
 
-__all__ = ["HEAD_AFTER_S", "PING_INTERVAL_S", "Heartbeat"]
-
 HEAD_AFTER_S = 2.0  # an error that comes earlier still has a status of its own
 PING_INTERVAL_S = 10.0
 

@@ -14,8 +14,6 @@ from prometheus_client.core import Metric
 
 from tandem.frontend.keys.limiter import KeyUse
 
-__all__ = ["EdgeMetrics", "RequestClock"]
-
 MAX_BATCH = 32  # deltas of one sequence that are recorded together
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0)

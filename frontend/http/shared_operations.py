@@ -7,8 +7,6 @@ from typing import Any
 from tandem.frontend.http import answer_shapes as shapes
 from tandem.frontend.http.openapi import Operation
 
-__all__ = ["SHARED_OPERATIONS"]
-
 _ANY_OBJECT: dict[str, Any] = {"type": "object", "additionalProperties": True}
 _QUESTION = _ANY_OBJECT | {"description": "The body of a generation request."}
 

@@ -32,8 +32,6 @@ from tandem.protocol.errors import ModelNotFound, RequestError
 from tandem.protocol.messages import Role
 from tandem.router.operator_api import OperatorApi
 
-__all__ = ["add_decision_routes", "add_model_routes", "add_operation_routes", "add_worker_routes", "product_version"]
-
 Json = dict[str, Any]
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -9,8 +9,6 @@ from typing import Protocol
 from tandem.frontend.keys.api_key import ApiKey
 from tandem.scheduling.admission.key_limits import KeyLimiter, KeyUsage
 
-__all__ = ["TEXT_BYTES_PER_TOKEN", "KeyUse", "LimitedUse", "Limiter", "LocalLimiter"]
-
 # What work on requests that are not served costs. A served token takes a thousandth of a second of a worker, or more.
 TEXT_BYTES_PER_TOKEN = 128  # encoding them takes a tenth of a millisecond
 TOKENS_PER_CPU_S = 1000

@@ -11,8 +11,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from tandem.frontend.keys.api_key import KeyState
 from tandem.frontend.keys.api_keys import ApiKeys
 
-__all__ = ["KeyCollector"]
-
 
 class KeyCollector:
     """Shows the keys that this process knows."""

@@ -25,8 +25,6 @@ from tandem.frontend.openai.chat import count_prompt_tokens, plan_conversation
 from tandem.frontend.openai.serving_context import ServingContext, read_body, renamed_fields
 from tandem.protocol.errors import ContextLengthExceeded
 
-__all__ = ["add_messages_routes"]
-
 R = TypeVar("R", bound=CountTokensRequest)
 
 

@@ -25,8 +25,6 @@ from tandem.text.tool_calls.prompt import (
 from tandem.text.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat, detect_reasoning_format
 from tandem.text.tool_calls.response_template import ResponseTemplateParser, load_template
 
-__all__ = ["AnswerFormats", "AnswerParsing", "ContinuedPart", "Parser", "choose_formats"]
-
 PROMPT_END_TOKENS = 64  # tokens at a prompt's end that may open the reasoning
 
 Parser = AnswerParser | ResponseTemplateParser

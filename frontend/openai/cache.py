@@ -20,8 +20,6 @@ from tandem.protocol.digest import CacheScope
 from tandem.protocol.messages import Prefetch
 from tandem.router.backend import PinRequest, PinState
 
-__all__ = ["list_pins", "pin_prefix", "prefetch_pin", "unpin_prefix"]
-
 
 async def pin_prefix(context: ServingContext, request: Request) -> PinCard:
     """Body of `POST /v1/cache/pin`: the pin, and where its blocks are now. Raises a `ServingError`."""

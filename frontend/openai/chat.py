@@ -28,16 +28,6 @@ from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import RequestError
 from tandem.text.structured_output.constraint import Constraint
 
-__all__ = [
-    "continued_part",
-    "create_chat_completion",
-    "plan_chat",
-    "plan_conversation",
-    "template_messages",
-    "template_options",
-    "tokenize_chat",
-]
-
 _TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}
 ConversationFields = ChatRequest | TokenizeRequest | PinFields  # requests with messages
 RESERVED_OPTIONS = {"chat_template", "continue_final_message", "conversation", "messages", "tokenize", "tools"}

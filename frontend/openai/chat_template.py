@@ -11,8 +11,6 @@ from tandem.protocol.errors import RequestError
 from tandem.text.tokenizer import Tokenizer
 from tandem.text.tool_calls.prompt import with_single_calls
 
-__all__ = ["TemplateTraits", "template_traits"]
-
 _OBJECT, _TEXT, _AS_PYTHON = {"city": "Rome"}, '{"city": "Rome"}', "{'city': 'Rome'}"
 
 Message = dict[str, Any]

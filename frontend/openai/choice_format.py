@@ -14,8 +14,6 @@ from tandem.frontend.openai import answer_shapes as shapes
 from tandem.frontend.openai.choice_text import ChoiceDelta
 from tandem.frontend.openai.planned_answer import AnswerEvents, FinishedChoice, PlannedAnswer, TokensUsed
 
-__all__ = ["ChoiceFormat"]
-
 Piece = TypeVar("Piece", bound=shapes.ChatChunkChoice | shapes.CompletionChunkChoice)
 
 DONE_EVENT = b"data: [DONE]\n\n"

@@ -11,8 +11,6 @@ from tandem.frontend.openai.schema import DetokenizeRequest, TokenizeRequest, ch
 from tandem.frontend.openai.serving_context import ServingContext, read_body
 from tandem.frontend.openai.tool_fields import requested_tools
 
-__all__ = ["detokenize", "tokenize"]
-
 
 async def tokenize(context: ServingContext, request: Request) -> Tokenized:
     """Body of `POST /tokenize`: the ids that a request with this prompt or these messages starts from."""

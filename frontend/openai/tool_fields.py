@@ -16,16 +16,6 @@ from tandem.protocol.errors import RequestError, missing_parameter
 from tandem.text.tool_calls.events import TOOL_NAME
 from tandem.text.tool_calls.formats import Tools
 
-__all__ = [
-    "AllowedTools",
-    "FunctionName",
-    "NamedToolChoice",
-    "RequestedTools",
-    "Tool",
-    "ToolFunction",
-    "requested_tools",
-]
-
 MAX_TOOLS_BYTES = 1 << 21  # of all tools as JSON: 1,000 large ones. To check them takes 10 to 20 ms
 
 _NAME = re.compile(TOOL_NAME, re.ASCII)

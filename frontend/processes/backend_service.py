@@ -12,8 +12,6 @@ from tandem.frontend.response_store import LocalResponses, ResponseStore
 from tandem.router.backend import Backend, Pins
 from tandem.router.readiness import ReadinessCheck
 
-__all__ = ["BackendService"]
-
 
 class BackendService:
     """The `DecidingService` of `tandem serve`."""

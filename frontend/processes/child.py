@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from tandem.frontend.processes.remote import Remote
     from tandem.runtime.tracing.tracing import Tracing
 
-__all__ = ["FrontendSettings", "RouteFrontend", "ServeFrontend", "main"]
-
 CLOSING_S = 5.0  # for a process to close, after the time in which answers may end
 METRICS_FOLDER_ENV = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's
 

@@ -29,8 +29,6 @@ from tandem.router.engines.local_dispatcher import LocalDispatcher
 from tandem.router.operator_api import OperatorApi
 from tandem.scheduling.workers.workers import WorkerChange
 
-__all__ = ["DispatchService", "FleetUpdates"]
-
 # What a frontend process may call of its reservations.
 _EVENTS = {
     function.__qualname__: method_of(function)

@@ -14,8 +14,6 @@ from tandem.frontend.processes.deciding_client import DecidingClient
 from tandem.protocol.fault_boundary import undone_on_error
 from tandem.scheduling.admission.key_limits import KeyUsage
 
-__all__ = ["KeyUses", "LocalUses", "RemoteLimiter"]
-
 
 class KeyUses(Protocol):
     """The requests of one frontend process whose keys have limits. `use` is a number that it never uses again."""

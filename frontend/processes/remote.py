@@ -19,8 +19,6 @@ from tandem.router.operator_api import ManagedWorkers, OperatorApi
 from tandem.router.overview import OncePerInterval
 from tandem.runtime.shared_call import SharedCall
 
-__all__ = ["Remote", "RemoteObject", "RemoteWorkers", "asked", "operator_methods"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

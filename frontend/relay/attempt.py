@@ -30,8 +30,6 @@ from tandem.router.engines.dispatcher import EngineReservation, EngineTarget
 from tandem.router.engines.errors import AdapterGone, EngineBusy, EngineFailed, EngineTimeout
 from tandem.router.engines.upstream import Reply
 
-__all__ = ["EngineAttempt"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from tandem.router.engines.dispatcher import EngineTarget
     from tandem.runtime.tracing.tracing import LiveSpan
 
-__all__ = ["AttemptTrace", "Loss"]
-
 _OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/chat/completions": "chat",

@@ -32,8 +32,6 @@ from tandem.protocol.errors import NoWorker
 from tandem.router.engines.dispatcher import Dispatcher, EngineTarget
 from tandem.router.engines.errors import EngineBusy, EngineFailed
 
-__all__ = ["AttemptLimits", "Attempts"]
-
 logger = logging.getLogger(__name__)
 
 

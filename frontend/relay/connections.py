@@ -14,8 +14,6 @@ from tandem.router.engines.tls import engine_tls
 from tandem.router.engines.upstream import AnswerTooLarge, Unreachable, Upstream
 from tandem.runtime.time_slicer import TimeSlicer
 
-__all__ = ["EngineConnection", "EngineConnections", "engine_errors", "in_time"]
-
 # For one iteration of the event loop: long enough for the tokens of a hundred streams, short beside a token's time.
 RELAY_BUDGET_S = 0.004
 

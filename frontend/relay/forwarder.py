@@ -39,8 +39,6 @@ from tandem.router.engines.errors import EngineFailed
 from tandem.scheduling.admission.tenants import CacheScopes
 from tandem.text.tokenizer import TokenizerPool
 
-__all__ = ["Forwarder", "read_object"]
-
 # Fields that tell an engine where KV comes from and which of its ranks computes. Only the router may set them: a client
 # could read the KV of others, or make an engine connect to any host. docs/engines.md has the reason for each.
 _ROUTER_FIELDS = frozenset(

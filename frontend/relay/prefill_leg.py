@@ -21,8 +21,6 @@ from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.errors import EngineTimeout
 from tandem.router.engines.upstream import Reply
 
-__all__ = ["PrefillAnswer", "PrefillLeg", "decode_leg_body", "meeting_of"]
-
 _ROOM_BITS = 63  # SGLang keeps the number in 64 bits, on some devices with a sign
 
 

@@ -25,14 +25,6 @@ from tandem.protocol.errors import ConfigError, RequestError
 from tandem.text.token_lengths import PromptLimit
 from tandem.text.tokenizer import Tokenizer
 
-__all__ = [
-    "PromptReader",
-    "ReadPrompt",
-    "cache_salt_of",
-    "load_readers",
-    "priority_of",
-]
-
 logger = logging.getLogger(__name__)
 
 _BYTES_PER_TOKEN = 4

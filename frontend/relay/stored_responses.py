@@ -22,8 +22,6 @@ from tandem.router.engines.dispatcher import Dispatcher
 from tandem.router.engines.errors import AnswerNotFound, EngineTimeout
 from tandem.router.engines.upstream import Reply
 
-__all__ = ["StoredResponses"]
-
 _ID = re.compile(r"[A-Za-z0-9_-]{1,256}")
 
 

@@ -30,8 +30,6 @@ from tandem.router.engines.errors import EngineFailed, EngineTimeout
 from tandem.router.engines.upstream import QUICK_BYTES, Reply
 from tandem.runtime.idle_timeout import IdleTimeout
 
-__all__ = ["Rewrite", "StreamRelay"]
-
 Rewrite = Callable[[bytes], tuple[bytes, int, int, int]]
 
 MAX_PARSED_AT_ONCE = 64  # events of a stream that are parsed as they arrive, beside those that are only text

@@ -18,8 +18,6 @@ from tandem.frontend.responses.output import OutputItems
 from tandem.frontend.responses.schema import ResponsesRequest
 from tandem.frontend.responses.tools import ResponseTools
 
-__all__ = ["ResponsesFormat"]
-
 _encode = msgspec.json.Encoder().encode
 
 

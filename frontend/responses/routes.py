@@ -38,8 +38,6 @@ from tandem.frontend.responses.schema import ResponsesRequest
 from tandem.frontend.responses.tools import ResponseTools, response_tools
 from tandem.protocol.errors import ContextLengthExceeded, ServingError
 
-__all__ = ["add_responses_routes"]
-
 Json = dict[str, Any]
 
 _NESTED = ("input", "tools", "tool_choice", "conversation", "prompt")  # fields of any JSON

@@ -49,8 +49,6 @@ from tandem.scheduling.request import PlacementRequest
 if TYPE_CHECKING:
     from tandem.runtime.tracing.tracing import Tracing
 
-__all__ = ["KEY_PREFIX", "LocalDispatcher", "LocalReservation"]
-
 # Keys of engines added over HTTP come from variables with this prefix, or from those that the engines file names: an
 # admin of engines must not be able to send any other secret of the process to a URL.
 KEY_PREFIX = "TANDEM_ENGINE_"

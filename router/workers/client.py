@@ -67,8 +67,6 @@ from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 
-__all__ = ["WorkerClient"]
-
 logger = logging.getLogger(__name__)
 
 _HEARTBEATS_MISSED = 2  # one may be late

@@ -13,8 +13,6 @@ from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import RegisteredWorker
 
-__all__ = ["CacheSizingCollector", "LoadCollector", "MoveCollector", "PinCollector", "WorkerCollector"]
-
 # Fixed, so that the series do not depend on the configuration: 256 to 16 million blocks.
 _CAPACITIES = [2**power for power in range(8, 25)]
 

@@ -32,8 +32,6 @@ from tandem.text.tool_calls.tagged_calls import (
     read_tagged_calls,
 )
 
-__all__ = ["TOOL_FORMATS", "ToolFormat", "Tools", "detect_tool_format"]
-
 Tools = Mapping[str, Mapping[str, Any]]  # JSON schemas of the parameters, by the tool's name
 
 DEFAULT_ID_CHARS = 24

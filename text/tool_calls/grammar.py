@@ -26,8 +26,6 @@ from tandem.text.tool_calls.tagged_calls import (
     value_types,
 )
 
-__all__ = ["tool_call_grammar"]
-
 MAX_CALLS = 16  # in one answer: a model that finds no end would write calls until its tokens are used up
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

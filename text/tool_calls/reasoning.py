@@ -9,8 +9,6 @@ from tandem.text.tool_calls.events import EventWriter
 from tandem.text.tool_calls.harmony import HARMONY_MARKERS
 from tandem.text.tool_calls.reader import Markers, Reading, TextReader
 
-__all__ = ["REASONING_FORMATS", "ReasoningFormat", "detect_reasoning_format", "read_reasoning"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tandem.text.tool_calls.formats import detect_tool_format
 from tandem.text.tool_calls.reasoning import detect_reasoning_format
 
