@@ -18,8 +18,13 @@ from tandem.frontend.keys.metrics import KeyCollector
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.engines.metrics import EngineCollector
 from tandem.router.reservation import ReservationContext
-from tandem.router.workers.metrics import CacheSizingCollector, LoadCollector, MoveCollector, WorkerCollector
-from tandem.router.workers.pin_metrics import PinCollector
+from tandem.router.workers.metrics import (
+    CacheSizingCollector,
+    LoadCollector,
+    MoveCollector,
+    PinCollector,
+    WorkerCollector,
+)
 from tandem.runtime.tracing.export import SpanExport
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.workers.registry import Registry

@@ -22,8 +22,13 @@ from tandem.protocol.config import ClusterConfig
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.readiness import ReadinessCheck, ReadinessProbe
 from tandem.router.workers.flow import RequestFlow
-from tandem.router.workers.metrics import CacheSizingCollector, LoadCollector, MoveCollector, WorkerCollector
-from tandem.router.workers.pin_metrics import PinCollector
+from tandem.router.workers.metrics import (
+    CacheSizingCollector,
+    LoadCollector,
+    MoveCollector,
+    PinCollector,
+    WorkerCollector,
+)
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.workers.registry import Registry

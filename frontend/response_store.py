@@ -13,8 +13,6 @@ import msgspec
 from tandem.frontend.http.json_body import check_brackets, collector_paused
 from tandem.protocol.errors import RequestError
 
-__all__ = ["LocalResponses", "ResponseNotFound", "ResponseStore", "StoredResponse"]
-
 MAX_BYTES = 256 << 20
 MAX_AGE_S = 24 * 3600.0
 

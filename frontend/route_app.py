@@ -44,8 +44,6 @@ from tandem.text.tokenizer import TokenizerPool
 if TYPE_CHECKING:
     from tandem.runtime.tracing.tracing import Tracing
 
-__all__ = ["create_engines_app"]
-
 
 class AdminRefused(ServingError):
     """The admin routes are off, or the token is missing or wrong."""

@@ -14,8 +14,6 @@ from tandem.frontend.http.shared_operations import SHARED_OPERATIONS
 from tandem.frontend.openai.schema import CacheSalt, Doc
 from tandem.frontend.relay.apis import APIS, Api
 
-__all__ = ["ROUTE_DESCRIPTION", "ROUTE_OPERATIONS"]
-
 ROUTE_DESCRIPTION = """\
 The HTTP API of `tandem route`, which forwards requests to engines.
 

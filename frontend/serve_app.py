@@ -6,14 +6,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from tandem.frontend.dashboard.routes import add_dashboard
 from tandem.frontend.http.app import RouterApp, json_response
@@ -32,10 +32,9 @@ from tandem.frontend.messages.routes import add_messages_routes
 from tandem.frontend.openai.answer_formats import choose_formats
 from tandem.frontend.openai.answer_shapes import PoolCheck
 from tandem.frontend.openai.cache import list_pins, pin_prefix, prefetch_pin, unpin_prefix
-from tandem.frontend.openai.chat import create_chat_completion
-from tandem.frontend.openai.completions import create_completion
-from tandem.frontend.openai.explain import explain
-from tandem.frontend.openai.serving_context import ServingContext, model_capabilities
+from tandem.frontend.openai.chat import create_chat_completion, plan_chat
+from tandem.frontend.openai.completions import create_completion, plan_completion
+from tandem.frontend.openai.serving_context import ServingContext, model_capabilities, read_body
 from tandem.frontend.openai.tokenization import detokenize, tokenize
 from tandem.frontend.response_store import LocalResponses, ResponseStore
 from tandem.frontend.responses.routes import add_responses_routes
@@ -50,8 +49,6 @@ from tandem.text.tokenizer import Tokenizer, TokenizerPool
 
 if TYPE_CHECKING:
     from tandem.runtime.tracing.tracing import Tracing
-
-__all__ = ["create_app"]
 
 
 def create_app(
@@ -126,7 +123,7 @@ def _add_api_routes(app: RouterApp, context: ServingContext, created_s: int) -> 
     _add_cache_routes(app, context)
     _add_pool_check(app, context.backend)
     add_worker_routes(app, context.backend)
-    add_decision_routes(app, explain=partial(explain, context), decisions=context.backend.decisions)
+    add_decision_routes(app, explain=partial(_explain, context), decisions=context.backend.decisions)
     add_model_routes(
         app,
         names=lambda: [context.backend.model],
@@ -137,18 +134,25 @@ def _add_api_routes(app: RouterApp, context: ServingContext, created_s: int) -> 
 
 
 def _add_generation_routes(app: RouterApp, context: ServingContext) -> None:
-    async def chat_completions(scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a conversation, at once or as a stream of server-sent events."""
-        response = await create_chat_completion(context, Request(scope, receive))
-        await response(scope, receive, send)
+    summary = "at once or as a stream of server-sent events."
+    chat, completions = partial(create_chat_completion, context), partial(create_completion, context)
+    app.add_answers("/v1/chat/completions", f"Answer a conversation, {summary}", chat)
+    app.add_answers("/v1/completions", f"Continue one or many prompts, {summary}", completions)
 
-    async def completions(scope: Scope, receive: Receive, send: Send) -> None:
-        """Continue one or many prompts, at once or as a stream of server-sent events."""
-        response = await create_completion(context, Request(scope, receive))
-        await response(scope, receive, send)
 
-    app.add_raw_route("/v1/chat/completions", chat_completions)
-    app.add_raw_route("/v1/completions", completions)
+class _Kind(msgspec.Struct):
+    """The field by which a chat body differs from a completion body."""
+
+    messages: msgspec.Raw = msgspec.Raw(b"null")
+
+
+async def _explain(context: ServingContext, request: Request) -> list[dict[str, Any]]:
+    """The decision that would be made now for each prompt. Nothing is sent or booked. Raises a `ServingError`."""
+    _, kind = await read_body(request, _Kind)
+    plan = plan_completion if bytes(kind.messages) == b"null" else plan_chat
+    answer = await plan(context, request, time.perf_counter())
+    requests = [choice.request for choice in answer.choices if choice.is_first_sibling]
+    return [await context.backend.explain(one) for one in requests]
 
 
 def _add_tokenizer_routes(app: FastAPI, context: ServingContext) -> None:

@@ -10,18 +10,7 @@ from tandem.frontend.http.openapi import CONVERSATION_HEADERS, GENERATION_HEADER
 from tandem.frontend.http.shared_operations import SHARED_OPERATIONS
 from tandem.frontend.messages.answer_shapes import CountedTokens, Message, MessageEvent
 from tandem.frontend.messages.schema import CountTokensRequest, MessagesRequest
-from tandem.frontend.openai.answer_shapes import (
-    ChatChunk,
-    ChatCompletion,
-    Completion,
-    CompletionChunk,
-    Detokenized,
-    PinCard,
-    PinList,
-    PoolCheck,
-    Tokenized,
-    Unpinned,
-)
+from tandem.frontend.openai import answer_shapes as shapes
 from tandem.frontend.openai.other_fields import UNSERVED
 from tandem.frontend.openai.schema import (
     EXACTLY_ONE,
@@ -36,8 +25,6 @@ from tandem.frontend.openai.schema import (
 from tandem.frontend.responses.answer_shapes import InputItems, InputTokens, ResponseEvent, ResponseObject
 from tandem.frontend.responses.items import MAX_PAGE_ITEMS
 from tandem.frontend.responses.schema import ResponsesRequest
-
-__all__ = ["SERVE_DESCRIPTION", "SERVE_OPERATIONS"]
 
 SERVE_DESCRIPTION = """\
 The HTTP API of `tandem serve`: OpenAI's API, Anthropic's Messages API, and what operators need.
@@ -58,86 +45,59 @@ _PAGE = (
 _FAILURES = (404, 429, 502, 504)
 _DONE = "[DONE]"
 _QUESTION = {"anyOf": [{"$ref": f"#/components/schemas/{one.__name__}"} for one in (ChatRequest, CompletionRequest)]}
+_INPUT = {"input": "What is the capital of France?"}
 _HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
 
+
+def _generation(body: Any, example: dict[str, Any], answer: Any, event: Any, **options: Any) -> Operation:
+    return Operation(
+        tag="generation",
+        body=body,
+        example=example,
+        answer=answer,
+        event=event,
+        errors=_FAILURES,
+        parameters=_HEADERS,
+        **options,
+    )
+
+
+def _read(tag: str, answer: Any, *, parameters: tuple[Parameter, ...] = _TENANT, **options: Any) -> Operation:
+    return Operation(tag=tag, answer=answer, errors=(404,), parameters=parameters, **options)
+
+
 SERVE_OPERATIONS: Operations = SHARED_OPERATIONS | {
-    ("POST", "/v1/chat/completions"): Operation(
-        tag="generation",
-        body=ChatRequest,
-        refused=UNSERVED,
-        example=_HELLO | {"max_tokens": 64, "stream": False},
-        answer=ChatCompletion,
-        event=ChatChunk,
+    ("POST", "/v1/chat/completions"): _generation(
+        ChatRequest,
+        _HELLO | {"max_tokens": 64, "stream": False},
+        shapes.ChatCompletion,
+        shapes.ChatChunk,
         done=_DONE,
-        errors=_FAILURES,
-        parameters=_HEADERS,
-    ),
-    ("POST", "/v1/completions"): Operation(
-        tag="generation",
-        body=CompletionRequest,
         refused=UNSERVED,
-        example={"prompt": "The capital of France is", "max_tokens": 16},
-        answer=Completion,
-        event=CompletionChunk,
+    ),
+    ("POST", "/v1/completions"): _generation(
+        CompletionRequest,
+        {"prompt": "The capital of France is", "max_tokens": 16},
+        shapes.Completion,
+        shapes.CompletionChunk,
         done=_DONE,
-        errors=_FAILURES,
-        parameters=_HEADERS,
+        refused=UNSERVED,
     ),
-    ("POST", "/v1/responses"): Operation(
-        tag="generation",
-        body=ResponsesRequest,
-        example={"input": "What is the capital of France?", "max_output_tokens": 64},
-        answer=ResponseObject,
-        event=ResponseEvent,
-        errors=_FAILURES,
-        parameters=_HEADERS,
+    ("POST", "/v1/responses"): _generation(
+        ResponsesRequest, _INPUT | {"max_output_tokens": 64}, ResponseObject, ResponseEvent
     ),
-    ("POST", "/v1/responses/input_tokens"): Operation(
-        tag="generation",
-        body=ResponsesRequest,
-        example={"input": "What is the capital of France?"},
-        answer=InputTokens,
-        errors=(404,),
-        parameters=_TENANT,
-    ),
-    ("GET", "/v1/responses/{response_id}"): Operation(
-        tag="generation", answer=ResponseObject, errors=(404,), parameters=_TENANT
-    ),
-    ("GET", "/v1/responses/{response_id}/input_items"): Operation(
-        tag="generation", answer=InputItems, errors=(404,), parameters=(*_TENANT, *_PAGE)
-    ),
-    ("DELETE", "/v1/responses/{response_id}"): Operation(
-        tag="generation", answer=Deleted, errors=(404,), parameters=_TENANT
-    ),
-    ("POST", "/v1/messages"): Operation(
-        tag="generation",
-        body=MessagesRequest,
-        example=_HELLO | {"max_tokens": 64},
-        answer=Message,
-        event=MessageEvent,
-        errors=_FAILURES,
-        parameters=_HEADERS,
-    ),
-    ("POST", "/v1/messages/count_tokens"): Operation(
-        tag="generation",
-        body=CountTokensRequest,
-        example=_HELLO,
-        answer=CountedTokens,
-        errors=(404,),
-        parameters=_TENANT,
-    ),
+    ("POST", "/v1/messages"): _generation(MessagesRequest, _HELLO | {"max_tokens": 64}, Message, MessageEvent),
+    ("POST", "/v1/responses/input_tokens"): _read("generation", InputTokens, body=ResponsesRequest, example=_INPUT),
+    ("POST", "/v1/messages/count_tokens"): _read("generation", CountedTokens, body=CountTokensRequest, example=_HELLO),
+    ("GET", "/v1/responses/{response_id}"): _read("generation", ResponseObject),
+    ("GET", "/v1/responses/{response_id}/input_items"): _read("generation", InputItems, parameters=(*_TENANT, *_PAGE)),
+    ("DELETE", "/v1/responses/{response_id}"): _read("generation", Deleted),
     ("POST", "/v1/embeddings"): Operation(tag="generation", status=None, errors=(429, 501)),
-    ("POST", "/tokenize"): Operation(
-        tag="tokens",
-        body=TokenizeRequest,
-        exactly_one=EXACTLY_ONE,
-        example={"prompt": "Hello world"},
-        answer=Tokenized,
-        errors=(404,),
-        parameters=_TENANT,
+    ("POST", "/tokenize"): _read(
+        "tokens", shapes.Tokenized, body=TokenizeRequest, exactly_one=EXACTLY_ONE, example={"prompt": "Hello world"}
     ),
     ("POST", "/detokenize"): Operation(
-        tag="tokens", body=DetokenizeRequest, example={"tokens": [0, 1]}, answer=Detokenized, errors=(404,)
+        tag="tokens", body=DetokenizeRequest, example={"tokens": [0, 1]}, answer=shapes.Detokenized, errors=(404,)
     ),
     ("POST", "/v1/cache/pin"): Operation(
         tag="cache",
@@ -145,15 +105,17 @@ SERVE_OPERATIONS: Operations = SHARED_OPERATIONS | {
         exactly_one=EXACTLY_ONE,
         refused=UNSERVED,
         example={"prompt": "A long text", "ttl_s": 60},
-        answer=PinCard,
+        answer=shapes.PinCard,
         errors=(404, 502),
         parameters=_TENANT,
     ),
-    ("POST", "/v1/cache/unpin"): Operation(tag="cache", body=UnpinFields, answer=Unpinned, errors=(404,)),
-    ("POST", "/v1/cache/prefetch"): Operation(tag="cache", body=PrefetchFields, answer=PinCard, errors=(404, 502)),
-    ("GET", "/v1/cache/pins"): Operation(tag="cache", answer=PinList, parameters=(*_TENANT, _SALT)),
+    ("POST", "/v1/cache/unpin"): Operation(tag="cache", body=UnpinFields, answer=shapes.Unpinned, errors=(404,)),
+    ("POST", "/v1/cache/prefetch"): Operation(
+        tag="cache", body=PrefetchFields, answer=shapes.PinCard, errors=(404, 502)
+    ),
+    ("GET", "/v1/cache/pins"): Operation(tag="cache", answer=shapes.PinList, parameters=(*_TENANT, _SALT)),
     ("POST", "/v1/route/explain"): replace(
         SHARED_OPERATIONS["POST", "/v1/route/explain"], body=_QUESTION, example=_HELLO
     ),
-    ("POST", "/v1/pools/check"): Operation(tag="operations", answer=PoolCheck, errors=(429, 502)),
+    ("POST", "/v1/pools/check"): Operation(tag="operations", answer=shapes.PoolCheck, errors=(429, 502)),
 }

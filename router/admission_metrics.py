@@ -11,8 +11,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from tandem.scheduling.admission.stats import WAIT_BUCKETS_S, TenantStats
 from tandem.scheduling.admission.work import Work
 
-__all__ = ["AdmissionCollector", "AdmissionSource"]
-
 _BOUNDS = [*map(str, WAIT_BUCKETS_S), "+Inf"]
 
 

@@ -21,8 +21,6 @@ from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.request import PlacementRequest
 from tandem.scheduling.workers.registry import Registry
 
-__all__ = ["AdmissionQueue", "AdmittedRequest", "Bookable", "Booked"]
-
 _NUM_OTHERS = 4  # candidates shown beside the chosen one if an explanation is requested
 _TIMER_SLACK_S = 1e-3  # a timer may fire a little early
 

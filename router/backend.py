@@ -15,8 +15,6 @@ from tandem.router.operator_api import OperatorApi
 from tandem.router.streams import Stream
 from tandem.scheduling.request import DEFAULT_CLASS, DEFAULT_TENANT, ServiceClass
 
-__all__ = ["Backend", "GenerateRequest", "PinRequest", "PinState", "Pins"]
-
 
 class Backend(OperatorApi, Protocol):
     """Generates tokens. It registers its own metrics at its construction."""

@@ -12,8 +12,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["CallbackScheduler"]
-
 # Each call takes about 60 us where tokens are turned into text, and an iteration itself 9 us. So each iteration makes
 # several calls while many wait. Otherwise it makes one: a new request waits about four iterations for its first token.
 MIN_CALLS, MAX_CALLS = 1, 8

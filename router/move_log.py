@@ -6,8 +6,6 @@ import asyncio
 import logging
 from collections import Counter
 
-__all__ = ["MoveLog"]
-
 logger = logging.getLogger(__name__)
 
 GATHER_S = 1.0  # moves within this time are logged together

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 from tandem.protocol.errors import AddRefused, DrainRefused, RoleRefused
 from tandem.protocol.messages import Role
 
-__all__ = ["ManagedWorkers", "OperatorApi", "UnmanagedWorkers", "WorkerManager"]
-
 
 class ManagedWorkers(Protocol):
     """The worker processes, as operators may change them."""

@@ -22,8 +22,6 @@ from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import RegisteredWorker, queue_s
 
-__all__ = ["MEMBER_COLUMNS", "NUM_DECISIONS", "OncePerInterval", "member_row", "overview_of", "workers_overview"]
-
 Json = dict[str, Any]
 
 NUM_DECISIONS = 20
@@ -34,23 +32,8 @@ _REST = "(all others)"
 
 # The fields of a row, in order. Rows of engines have more after them.
 MEMBER_COLUMNS = (
-    "name",
-    "role",
-    "state",
-    "kind",
-    "running",
-    "seats",
-    "prompts",
-    "queued_tokens",
-    "queue_s",
-    "used_blocks",
-    "num_blocks",
-    "cached_blocks",
-    "for_room",
-    "leases",
-    "problems",
-    "preemptions",
-    "tiers",
+    *("name", "role", "state", "kind", "running", "seats", "prompts", "queued_tokens", "queue_s"),
+    *("used_blocks", "num_blocks", "cached_blocks", "for_room", "leases", "problems", "preemptions", "tiers"),
 )
 
 

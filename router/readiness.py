@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
 from contextlib import aclosing
 from types import TracebackType
 from typing import Protocol, Self
@@ -17,8 +16,6 @@ from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import Backend, GenerateRequest
 from tandem.runtime.background import BackgroundTasks
 from tandem.runtime.backoff import Backoff
-
-__all__ = ["ReadinessCheck", "ReadinessProbe"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +38,13 @@ class ReadinessProbe:
     It probes while it is entered as a context manager.
     """
 
-    def __init__(self, backend: Backend, token_id: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, backend: Backend, token_id: int) -> None:
         self._backend = backend
         self._token_id = token_id
         self._is_proven = False
         self._reason = ""
         self._has_served = False
-        self._down_since_s = clock()
-        self._clock = clock
+        self._down_since_s = time.monotonic()
         self._background = BackgroundTasks()
 
     async def __aenter__(self) -> Self:
@@ -68,7 +64,7 @@ class ReadinessProbe:
         return None if self._is_proven else self._reason or self._no_workers()
 
     def _no_workers(self) -> str:
-        down_s = f"{self._clock() - self._down_since_s:.0f} s"
+        down_s = f"{time.monotonic() - self._down_since_s:.0f} s"
         if self._has_served:
             return f"No workers are ready: the last one was lost {down_s} ago."
         return f"No workers are ready yet: the first ones have been loading for {down_s}."
@@ -84,7 +80,7 @@ class ReadinessProbe:
                 self._has_served |= self._is_proven
                 num_failures = 0 if self._is_proven else num_failures + 1
             if self._is_proven:
-                self._down_since_s = self._clock()
+                self._down_since_s = time.monotonic()
             await asyncio.sleep(retries.pause_s(num_failures) or POLL_INTERVAL_S)
 
     async def _probe(self, request_id: str) -> bool:

@@ -22,8 +22,6 @@ from tandem.router.move_log import MoveLog
 if TYPE_CHECKING:
     from tandem.runtime.tracing.tracing import Tracing
 
-__all__ = ["MAX_DEATHS", "SHUTTING_DOWN", "PoisonedRequests", "Reservation", "ReservationContext", "fingerprint_of"]
-
 MAX_DEATHS = 3  # workers that may die while they have the same request
 REFUSED_S = 600.0
 MAX_REMEMBERED = 256

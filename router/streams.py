@@ -14,8 +14,6 @@ from typing import Generic, TypeVar
 from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.runtime.idle_timeout import IdleTimeout
 
-__all__ = ["DeltaQueue", "QueueStream", "Stream"]
-
 T = TypeVar("T")
 
 

@@ -10,8 +10,6 @@ from collections.abc import Collection, Sequence
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
-__all__ = ["Detokenizer"]
-
 CONTEXT_TOKENS = 6  # tokens of the prompt: enough for a decoder to know that the answer does not start a text
 MAX_HELD_TOKENS = 32  # more tokens than this without a complete character are not text
 REPLACEMENT = "\ufffd"

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 from tandem.scheduling.admission.fair_queue import FairQueue, QueueEntry
 from tandem.scheduling.admission.work import Work
 
-__all__ = ["FairThreads"]
-
 T = TypeVar("T")
 
 

@@ -24,8 +24,6 @@ from typing import Any, NamedTuple
 from tandem.protocol.digest import CacheScope
 from tandem.text.token_lengths import PromptLimit
 
-__all__ = ["SegmentCache", "SegmentEncoder"]
-
 logger = logging.getLogger(__name__)
 
 # With its share of the ids a character takes about two bytes, if four ASCII letters make a token. Other scripts take up

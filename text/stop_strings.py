@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["StopMatch", "StopMatcher", "StopStrings"]
-
 CHAR_BITS = 21  # of a Unicode code point
 
 

@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 
 from tandem.protocol.errors import ContextLengthExceeded
 
-__all__ = ["ByteShares", "PromptLimit", "TokenLength", "byte_shares", "token_length"]
-
 # Composition makes one character of at most 4, as Unicode guarantees; ASCII characters are never composed.
 _COMPOSING = {"NFC": 4, "NFKC": 4}
 _GROWING = {"NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"}  # normalizers that never make a text shorter

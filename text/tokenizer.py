@@ -20,8 +20,6 @@ from tandem.text.fair_threads import FairThreads
 from tandem.text.segments import SegmentEncoder
 from tandem.text.token_lengths import PromptLimit, byte_shares, token_length
 
-__all__ = ["Tokenizer", "TokenizerPool", "is_short"]
-
 T = TypeVar("T")
 
 MIN_THREAD_BYTES = 2048  # bytes of text: about 500 tokens, encoded within a millisecond

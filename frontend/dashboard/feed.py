@@ -14,8 +14,6 @@ import msgspec
 
 from tandem.protocol.errors import Overloaded, ServingError
 
-__all__ = ["HEARTBEAT", "SnapshotFeed", "TooManyViewers"]
-
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0

@@ -15,8 +15,6 @@ from prometheus_client.core import Metric
 from tandem.frontend.dashboard.traffic import Change, Totals, TrafficWindow, totals_of
 from tandem.protocol.errors import ServingError
 
-__all__ = ["COLUMNS", "SHARES", "History", "LongHistory", "num_waiting"]
-
 logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
@@ -67,23 +65,19 @@ class LongHistory:
         self,
         overview: Callable[[], Awaitable[Json]],
         traffic: Callable[[], Iterable[Metric]],
-        *,
-        step_s: float = _LONG_STEP_S,
-        span_s: float = _LONG_SPAN_S,
     ) -> None:
         """`overview` and `traffic` are as for `SnapshotBuilder`."""
         self._overview = overview
         self._traffic = traffic
-        self._step_s = step_s
-        self._span_s = span_s
-        self._history = History(span_s=span_s, step_s=step_s, point_s=step_s, window_s=2 * step_s)
+        step_s = _LONG_STEP_S
+        self._history = History(span_s=_LONG_SPAN_S, step_s=step_s, point_s=step_s, window_s=2 * step_s)
 
     async def run(self) -> None:
         """Add points for ever."""
         while True:
             with suppress(ServingError):  # the deciding process does not answer: there is no point then
                 await self.add()
-            await asyncio.sleep(self._step_s)
+            await asyncio.sleep(_LONG_STEP_S)
 
     async def add(self) -> None:
         """Add a point for this moment. Raises a `ServingError` if the deciding process does not answer."""
@@ -93,7 +87,7 @@ class LongHistory:
     def to_json(self) -> Json:
         """The points, as the dashboard reads them."""
         rows = [[_rounded(value) for value in row] for row in self._history.rows(time.time())]
-        return {"columns": COLUMNS, "step_s": self._step_s, "span_s": self._span_s, "rows": rows}
+        return {"columns": COLUMNS, "step_s": _LONG_STEP_S, "span_s": _LONG_SPAN_S, "rows": rows}
 
 
 def num_waiting(overview: Json) -> int:

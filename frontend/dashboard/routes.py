@@ -24,8 +24,6 @@ from tandem.frontend.http.pages import PAGE_HEADERS, add_page
 from tandem.frontend.http.request_options import key_of
 from tandem.frontend.keys.api_keys import ApiKeys
 
-__all__ = ["add_dashboard"]
-
 _FOLDER = Path(__file__).parent / "static"
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no", "x-content-type-options": "nosniff"}
 

@@ -12,8 +12,6 @@ from prometheus_client.core import Metric
 from tandem.frontend.dashboard.history import COLUMNS, SHARES, History, num_waiting
 from tandem.frontend.dashboard.traffic import Change, totals_of
 
-__all__ = ["SnapshotBuilder"]
-
 Json = dict[str, Any]
 
 WINDOW_S = 60.0  # window of rates and percentiles

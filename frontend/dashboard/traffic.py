@@ -9,8 +9,6 @@ from itertools import pairwise
 
 from prometheus_client.core import Metric
 
-__all__ = ["Change", "Totals", "TrafficWindow", "totals_of"]
-
 _COUNTERS = {
     "tandem_router_generation_tokens_total": "output_tokens",
     "tandem_router_prompt_tokens_total": "prompt_tokens",

@@ -7,25 +7,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-__all__ = [
-    "DecisionList",
-    "Deleted",
-    "Drain",
-    "Error",
-    "ErrorBody",
-    "Health",
-    "MessagesError",
-    "MessagesErrorBody",
-    "Migrated",
-    "Migration",
-    "ModelCard",
-    "ModelList",
-    "NewWorker",
-    "ReadyStatus",
-    "RoleChange",
-    "Version",
-]
-
 
 class ErrorBody(msgspec.Struct):
     """What is wrong."""

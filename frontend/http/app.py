@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +32,6 @@ from tandem.runtime.background import BackgroundTasks
 
 if TYPE_CHECKING:
     from tandem.runtime.tracing.tracing import Tracing
-
-__all__ = ["RouterApp", "is_head", "json_response"]
-
 
 _DOCS_PAGE = Path(__file__).parent / "static"
 _IS_HEAD = "tandem.is_head"  # in the ASGI scope
@@ -85,6 +82,16 @@ class RouterApp(FastAPI):
         self._raw[path] = EdgeMiddleware(answer, self._settings, path)
         # FastAPI knows the path too: it refuses other methods, and redirects from paths with a slash at their end.
         self.router.routes.append(Route(path, _RawRoute(path, answer), methods=["POST"]))
+
+    def add_answers(self, path: str, summary: str, create: Callable[[Request], Awaitable[Response]]) -> None:
+        """`add_raw_route` by responses. `summary` is for the OpenAPI document."""
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            response = await create(Request(scope, receive))
+            await response(scope, receive, send)
+
+        answer.__doc__ = summary
+        self.add_raw_route(path, answer)
 
     @property
     def is_leaving(self) -> bool:

@@ -13,8 +13,6 @@ from tandem.frontend.keys.api_key import OPERATOR
 from tandem.frontend.keys.audit_log import AuditLog
 from tandem.protocol.errors import ServingError
 
-__all__ = ["ADMIN_TOKEN", "audited", "audited_if_operator"]
-
 ADMIN_TOKEN = "admin-token"  # in place of a key's id: the token for `/v1/engines`
 
 

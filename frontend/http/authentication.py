@@ -18,8 +18,6 @@ from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.frontend.keys.limiter import KeyUse
 from tandem.protocol.errors import RequestError
 
-__all__ = ["OPEN_PATHS", "Authenticator", "OperatorKeyRequired", "check_operator", "visible_tenant"]
-
 logger = logging.getLogger(__name__)
 
 # For load balancers and Prometheus; "/" leads to the dashboard.

@@ -21,8 +21,6 @@ from typing import Any, Protocol
 from tandem.protocol.config import RouterConfig
 from tandem.runtime.time_slicer import TimeSlicer
 
-__all__ = ["ADMIT", "NUM_RESERVED", "Connection", "Connections", "has_left", "network_of"]
-
 logger = logging.getLogger(__name__)
 
 # Extension of ASGI. Its "admit" says that this request is not to be ended for another client's.

@@ -15,8 +15,6 @@ from starlette.types import Message, Receive, Scope
 from tandem.frontend.http.errors import BodyTooLarge, UnsupportedEncoding
 from tandem.protocol.errors import RequestError
 
-__all__ = ["inflating"]
-
 _GZIP, _DEFLATE = ("gzip", "x-gzip"), ("deflate",)
 _WBITS_GZIP, _WBITS_ZLIB, _WBITS_RAW = 31, 15, -15  # zlib's names for the forms
 _MAX_RATIO = 100  # JSON of conversations inflates 3 to 20 times: a running request keeps its body in memory

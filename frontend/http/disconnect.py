@@ -9,8 +9,6 @@ from starlette.types import Receive
 
 from tandem.frontend.http.errors import ClientDisconnected
 
-__all__ = ["cancel_on_disconnect"]
-
 
 class cancel_on_disconnect:  # used and built like asyncio.timeout
     """`async with cancel_on_disconnect(receive):` raises `ClientDisconnected` when the client leaves during the block.

@@ -15,24 +15,6 @@ from starlette.responses import Response
 from tandem.frontend.http.answer_shapes import Error, ErrorBody, ErrorDetails, MessagesError, MessagesErrorBody
 from tandem.protocol.errors import Overloaded, RequestError, ServingError
 
-__all__ = [
-    "BodyTooLarge",
-    "ClientDisconnected",
-    "UnsupportedEncoding",
-    "UnsupportedMediaType",
-    "error_body",
-    "error_response",
-    "http_exception_response",
-    "internal_error_body",
-    "internal_error_response",
-    "is_messages_path",
-    "messages_error_body",
-    "messages_error_type",
-    "serving_error_body",
-    "serving_error_response",
-]
-
-
 _MESSAGES_PATH = "/v1/messages"
 _MESSAGES_TYPES = {
     401: "authentication_error",

@@ -10,9 +10,9 @@ import re
 from collections.abc import Awaitable, Callable, Iterable
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from prometheus_client import disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
@@ -20,20 +20,6 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
 from tandem.frontend.http.vllm_names import with_vllm_names
 from tandem.protocol.config import RouterConfig
 from tandem.runtime.shared_call import SharedCall
-
-__all__ = [
-    "CLASSIC",
-    "INTERVAL_S",
-    "OPENMETRICS",
-    "MetricsText",
-    "Scraper",
-    "as_openmetrics",
-    "exposition",
-    "prefers_openmetrics",
-    "registry_text",
-    "shared_metrics",
-    "shared_scrape",
-]
 
 INTERVAL_S = 0.5
 _TENANT_SAMPLE = re.compile(rb'^.*\b(?:tenant|key_id)=".*\n', re.MULTILINE)
@@ -50,14 +36,7 @@ _MAX_RANGES = 64  # of an `Accept` header that are read
 disable_created_metrics()
 
 
-class Source(Protocol):
-    """A registry, or anything else that has metrics."""
-
-    def collect(self) -> Iterable[Metric]:
-        """All metrics, as they are now."""
-
-
-def exposition(source: Source, config: RouterConfig, models: Iterable[str]) -> bytes:
+def exposition(families: Iterable[Metric], config: RouterConfig, models: Iterable[str]) -> bytes:
     """The metrics in the classic format: with `vllm_metric_names` also under vLLM's names.
 
     `models` are those that the metrics are of. If they are several, `model_name` is empty, as if there were no label:
@@ -65,15 +44,13 @@ def exposition(source: Source, config: RouterConfig, models: Iterable[str]) -> b
     """
     if config.vllm_metric_names:
         names = list(models)
-        families = with_vllm_names(source.collect(), names[0] if len(names) == 1 else "")
-        source = SimpleNamespace(collect=lambda: families)
-    return bytes(generate_latest(source))
+        families = with_vllm_names(families, names[0] if len(names) == 1 else "")
+    return bytes(generate_latest(SimpleNamespace(collect=lambda: families)))
 
 
-async def registry_text(registry: Source, config: RouterConfig, models: Iterable[str]) -> bytes:
+async def registry_text(registry: CollectorRegistry, config: RouterConfig, models: Iterable[str]) -> bytes:
     """As `exposition`. The registry is read here, where what it tells changes; the text is written in a thread."""
-    families = list(registry.collect())
-    return await asyncio.to_thread(exposition, SimpleNamespace(collect=lambda: families), config, list(models))
+    return await asyncio.to_thread(exposition, list(registry.collect()), config, list(models))
 
 
 class MetricsText(NamedTuple):
@@ -81,11 +58,6 @@ class MetricsText(NamedTuple):
 
     everything: bytes
     public: bytes  # without the samples of one tenant or one key
-
-
-def shared_scrape(scrape: Scraper) -> SharedCall[bytes]:
-    """The same for many who ask: it is called once for all who ask meanwhile."""
-    return SharedCall(scrape, INTERVAL_S)
 
 
 def shared_metrics(scrape: Scraper, interval_s: float = INTERVAL_S) -> SharedCall[MetricsText]:

@@ -6,25 +6,16 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from tandem.frontend.http.errors import ClientDisconnected, is_messages_path
 from tandem.frontend.http.response_writer import ResponseWriter
-
-__all__ = ["HEAD_AFTER_S", "PING_INTERVAL_S", "Heartbeat"]
 
 HEAD_AFTER_S = 2.0  # an error that comes earlier still has a status of its own
 PING_INTERVAL_S = 10.0
 
 _COMMENT = b": ping\n\n"  # clients drop comments
 _MESSAGES_PING = b'event: ping\ndata: {"type": "ping"}\n\n'  # what Anthropic's API sends
-
-
-class Timer(Protocol):
-    """As `asyncio.TimerHandle`."""
-
-    def cancel(self) -> None:
-        """Do not call back."""
 
 
 class Heartbeat:
@@ -39,7 +30,7 @@ class Heartbeat:
         writer: ResponseWriter,
         headers: list[tuple[bytes, bytes]],
         path: str,
-        call_later: Callable[[float, Callable[[], None]], Timer] | None = None,
+        call_later: Callable[[float, Callable[[], None]], asyncio.TimerHandle] | None = None,
     ) -> None:
         """`headers` are those of a head that goes out before the first event is known. `path` is the request's."""
         self._writer = writer

@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 from contextvars import ContextVar
 
-__all__ = ["IGNORED_HEADER", "begin_ignored", "ignored_headers", "note_ignored"]
-
 logger = logging.getLogger(__name__)
 
 IGNORED_HEADER = "x-tandem-ignored"

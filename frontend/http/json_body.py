@@ -15,8 +15,6 @@ from tandem.frontend.http.errors import UnsupportedMediaType
 from tandem.frontend.http.wrong_value import wrong_value
 from tandem.protocol.errors import RequestError, missing_parameter
 
-__all__ = ["LARGE_BODY_BYTES", "check_brackets", "collector_paused", "decode_body", "read_json"]
-
 MAX_BRACKETS = 1 << 19  # of a body, and of the arguments of a tool call, which are JSON too
 LARGE_BODY_BYTES = 64 * 1024  # their objects are too many for the garbage collector to walk again and again
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")

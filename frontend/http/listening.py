@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["listening"]
-
 
 @contextlib.contextmanager
 def listening(host: str, port: int, *, is_shared: bool = False) -> Iterator[socket.socket]:

@@ -6,14 +6,13 @@ import time
 from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 
 from tandem.frontend.keys.limiter import KeyUse
-
-__all__ = ["EdgeMetrics", "RequestClock"]
 
 MAX_BATCH = 32  # deltas of one sequence that are recorded together
 
@@ -26,30 +25,22 @@ class EdgeMetrics:
     """The metrics of one app, registered in its registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter(
+        counter, gauge, histogram = (partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram))
+        self.requests = counter(
             "tandem_router_requests",
             "HTTP requests that were answered, by route and status; 499 = the client left",
             ["endpoint", "status"],
-            registry=registry,
         )
-        self.running_requests = Gauge(
+        self.running_requests = gauge(
             "tandem_router_running_requests",
             "Sequences being generated for clients, or waiting for that",
-            registry=registry,
             multiprocess_mode="livesum",
         )
-        self.prompt_tokens = Counter("tandem_router_prompt_tokens", "Prompt tokens of all requests", registry=registry)
-        self.cached_tokens = Counter(
-            "tandem_router_cached_prompt_tokens", "Prompt tokens that were not computed again", registry=registry
-        )
-        self.generation_tokens = Counter(
-            "tandem_router_generation_tokens", "Tokens generated for clients", registry=registry
-        )
-        self.ttft_s = Histogram(
-            "tandem_router_ttft_seconds",
-            "From the request's arrival to its first token",
-            buckets=TTFT_BUCKETS_S,
-            registry=registry,
+        self.prompt_tokens = counter("tandem_router_prompt_tokens", "Prompt tokens of all requests")
+        self.cached_tokens = counter("tandem_router_cached_prompt_tokens", "Prompt tokens that were not computed again")
+        self.generation_tokens = counter("tandem_router_generation_tokens", "Tokens generated for clients")
+        self.ttft_s = histogram(
+            "tandem_router_ttft_seconds", "From the request's arrival to its first token", buckets=TTFT_BUCKETS_S
         )
         self.itl_s = _Histogram(
             "tandem_router_itl_seconds",
@@ -57,33 +48,26 @@ class EdgeMetrics:
             buckets=ITL_BUCKETS_S,
             registry=registry,
         )
-        self.duration_s = Histogram(
+        self.duration_s = histogram(
             "tandem_router_request_duration_seconds",
             "From a generation request's arrival to its last byte",
             buckets=DURATION_BUCKETS_S,
-            registry=registry,
         )
-        self.finished = Counter(
+        self.finished = counter(
             "tandem_router_finished",
             "Sequences that were generated to their end for clients, by finish reason",
             ["reason"],
-            registry=registry,
         )
-        self.client_disconnects = Counter(
-            "tandem_router_client_disconnects", "Clients that left before their answer was complete", registry=registry
+        self.client_disconnects = counter(
+            "tandem_router_client_disconnects", "Clients that left before their answer was complete"
         )
-        self.refused_keys = Counter(
-            "tandem_router_refused_keys",
-            "Requests refused because of their API key",
-            ["key_id", "reason"],
-            registry=registry,
+        self.refused_keys = counter(
+            "tandem_router_refused_keys", "Requests refused because of their API key", ["key_id", "reason"]
         )
-        self.lost_audit_lines = Counter(
-            "tandem_router_lost_audit_lines", "Lines of the audit log that could not be written", registry=registry
+        self.lost_audit_lines = counter(
+            "tandem_router_lost_audit_lines", "Lines of the audit log that could not be written"
         )
-        self.stream_errors = Counter(
-            "tandem_router_stream_errors", "Streams that ended in an error event", registry=registry
-        )
+        self.stream_errors = counter("tandem_router_stream_errors", "Streams that ended in an error event")
 
     def traffic(self) -> Iterable[Metric]:
         """The metrics of requests and tokens, as they are now."""

@@ -40,8 +40,6 @@ from tandem.runtime.time_slicer import TimeSlicer
 if TYPE_CHECKING:
     from tandem.runtime.tracing.tracing import LiveSpan, Tracing
 
-__all__ = ["EdgeMiddleware", "MiddlewareSettings"]
-
 logger = logging.getLogger(__name__)
 
 _FIRST = itemgetter(0)

@@ -23,16 +23,6 @@ from tandem.frontend.http.sessions import CONVERSATION_HEADER, MAX_CONVERSATION_
 from tandem.protocol.errors import ConfigError, ServingError, error_kinds
 from tandem.scheduling.admission.tenants import TENANT_NAME
 
-__all__ = [
-    "CONVERSATION_HEADERS",
-    "GENERATION_HEADERS",
-    "Operation",
-    "Operations",
-    "Parameter",
-    "documented_routes",
-    "openapi_document",
-]
-
 Json = dict[str, Any]
 
 _JSON, _EVENTS = "application/json", "text/event-stream"

@@ -14,8 +14,6 @@ from functools import lru_cache
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import RequestError
 
-__all__ = ["CallerNotAllowed", "check_host_and_origin", "hosts_allowed", "page_refused"]
-
 _LOCALHOST = "localhost"
 _SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}
 _ANY = "*"

@@ -15,8 +15,6 @@ from starlette.responses import Response
 
 from tandem.protocol.errors import RequestError
 
-__all__ = ["PAGE_HEADERS", "PageNotFound", "add_page"]
-
 PAGE_HEADERS = {
     "content-security-policy": (
         "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"

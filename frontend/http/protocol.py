@@ -36,8 +36,6 @@ from tandem.frontend.http.refusals import (
 from tandem.frontend.http.request_id import new_request_id
 from tandem.frontend.http.response_writer import DIRECT_WRITE
 
-__all__ = ["HttpProtocol"]
-
 logger = logging.getLogger(__name__)
 
 MAX_URL_BYTES = 8192

@@ -10,17 +10,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from tandem.frontend.http.errors import error_body
 from tandem.frontend.http.request_id import REQUEST_ID_HEADER
 
-__all__ = [
-    "HeaderTooLarge",
-    "InvalidHttp",
-    "PlainHttp",
-    "Refusal",
-    "RequestTimeout",
-    "TooManyBodies",
-    "TooManyConnections",
-    "UrlTooLong",
-]
-
 
 class Refusal(Exception):
     """Base of these errors. The connection ends after the response."""

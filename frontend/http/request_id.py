@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from starlette.types import Scope
 
-__all__ = ["REQUEST_ID_HEADER", "RequestId", "new_request_id", "note_request_id", "request_id_of"]
-
 REQUEST_ID_HEADER = "x-request-id"
 _HEADER = REQUEST_ID_HEADER.encode()
 _VALID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")  # nothing that could break a log line or another header

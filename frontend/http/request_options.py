@@ -19,23 +19,6 @@ from tandem.scheduling.request import DEFAULT_CLASS, DEFAULT_TENANT, ServiceClas
 if TYPE_CHECKING:
     from tandem.runtime.tracing.tracing import LiveSpan
 
-__all__ = [
-    "EXPLAIN_HEADER",
-    "TENANT_HEADER",
-    "RequestOptions",
-    "check_tenant",
-    "key_of",
-    "key_use_of",
-    "note_key",
-    "note_key_use",
-    "note_span",
-    "note_unserved",
-    "request_options",
-    "span_of",
-    "tenant_of",
-    "trace_headers_of",
-]
-
 TENANT_HEADER = "x-tandem-tenant"
 SLO_HEADER = "x-tandem-ttft-slo-ms"
 EXPLAIN_HEADER = "x-tandem-explain"  # in a request: 1; in a response: the decision as JSON

@@ -10,8 +10,6 @@ from starlette.types import Message, Scope, Send
 
 from tandem.frontend.http.errors import ClientDisconnected
 
-__all__ = ["DIRECT_WRITE", "EagerAwaitable", "ResponseWriter"]
-
 DIRECT_WRITE = "tandem.direct_write"  # extension of ASGI; its "write" is a `(bytes) -> bool`, see HttpProtocol
 
 

@@ -24,8 +24,6 @@ from tandem.protocol.config import RouterConfig
 from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.signals import ServingOrders, wait_for_any
 
-__all__ = ["HttpServer", "http_server", "serve_until"]
-
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 10.0  # how long the app has to notice that its clients disconnected

@@ -9,8 +9,6 @@ from typing import Any
 from tandem.frontend.http.ignored_fields import note_ignored
 from tandem.protocol.errors import RequestError
 
-__all__ = ["CONVERSATION_HEADER", "MAX_CONVERSATION_ID_CHARS", "SESSION_HEADERS", "conversation_named"]
-
 CONVERSATION_HEADER = "x-tandem-conversation"
 # opencode and gateways; Codex, now and before; Claude Code. The first one that a request has counts.
 SESSION_HEADERS = ("x-session-affinity", "x-session-id", "session-id", "session_id", "x-claude-code-session-id")

@@ -12,18 +12,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.frontend.http.answer_shapes import (
-    DecisionList,
-    Drain,
-    Health,
-    Migration,
-    ModelCard,
-    ModelList,
-    NewWorker,
-    ReadyStatus,
-    RoleChange,
-    Version,
-)
+from tandem.frontend.http import answer_shapes as shapes
 from tandem.frontend.http.app import RouterApp, json_response
 from tandem.frontend.http.audit import audited
 from tandem.frontend.http.authentication import check_operator, visible_tenant
@@ -42,8 +31,6 @@ from tandem.frontend.http.json_body import decode_body, read_json
 from tandem.protocol.errors import ModelNotFound, RequestError
 from tandem.protocol.messages import Role
 from tandem.router.operator_api import OperatorApi
-
-__all__ = ["add_decision_routes", "add_model_routes", "add_operation_routes", "add_worker_routes", "product_version"]
 
 Json = dict[str, Any]
 T = TypeVar("T", bound=msgspec.Struct)
@@ -65,7 +52,7 @@ def add_operation_routes(
     @app.get("/health")
     async def health() -> Response:
         """The process answers."""
-        return json_response(Health("ok"))
+        return json_response(shapes.Health("ok"))
 
     @app.get("/ready")
     async def ready() -> Response:
@@ -73,7 +60,7 @@ def add_operation_routes(
         reason = "The server is shutting down." if app.is_leaving else not_ready()
         if reason is not None:
             return error_response(503, error_body(reason, "server_error", code="not_ready"))
-        return json_response(ReadyStatus("ready"))
+        return json_response(shapes.ReadyStatus("ready"))
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
@@ -88,7 +75,7 @@ def add_operation_routes(
     @app.get("/version")
     async def show_version() -> Response:
         """The version of Tandem."""
-        return json_response(Version(product_version()))
+        return json_response(shapes.Version(product_version()))
 
 
 def add_worker_routes(app: FastAPI, operator_api: OperatorApi) -> None:
@@ -100,7 +87,7 @@ def add_worker_routes(app: FastAPI, operator_api: OperatorApi) -> None:
 
         Answers when it serves in its new role; requests of its old role end there. Needs an operator's key.
         """
-        change = await _read(request, RoleChange, '{"worker": NAME, "role": "prefill" or "decode"}')
+        change = await _read(request, shapes.RoleChange, '{"worker": NAME, "role": "prefill" or "decode"}')
         with audited(request, "role.change", f"{change.worker} -> {change.role}"):
             return json_response(await operator_api.manager.set_role(change.worker, Role(change.role)))
 
@@ -110,7 +97,7 @@ def add_worker_routes(app: FastAPI, operator_api: OperatorApi) -> None:
 
         Answers when it has begun; `/v1/pools` tells of its end. Needs an operator's key.
         """
-        drain = await _read(request, Drain, '{"worker": NAME, "grace_s": SECONDS, "restart": true or false}')
+        drain = await _read(request, shapes.Drain, '{"worker": NAME, "grace_s": SECONDS, "restart": true or false}')
         with audited(request, "worker.restart" if drain.restart else "worker.drain", drain.worker):
             return json_response(await operator_api.manager.drain(drain.worker, drain.grace_s, restart=drain.restart))
 
@@ -120,7 +107,7 @@ def add_worker_routes(app: FastAPI, operator_api: OperatorApi) -> None:
 
         Answers when it has begun; `/v1/pools` tells when it serves, or why it was withdrawn. Needs an operator's key.
         """
-        added = await _read(request, NewWorker, '{"role": "prefill" or "decode"}')
+        added = await _read(request, shapes.NewWorker, '{"role": "prefill" or "decode"}')
         with audited(request, "worker.add", added.role) as done:
             record = await operator_api.manager.add_worker(Role(added.role))
             done.target = str(record.get("worker", added.role))
@@ -133,7 +120,7 @@ def add_worker_routes(app: FastAPI, operator_api: OperatorApi) -> None:
         Their KV is copied while they are decoded on. Answers at once. Needs an operator's key.
         """
         migration = await _read(
-            request, Migration, '{"worker": NAME}, and "to" or "request_id" if only some should move'
+            request, shapes.Migration, '{"worker": NAME}, and "to" or "request_id" if only some should move'
         )
         with audited(request, "answers.migrate", f"{migration.worker} -> {migration.to or 'any'}"):
             return json_response(await operator_api.migrate(migration.worker, migration.to, migration.request_id))
@@ -160,12 +147,12 @@ def add_decision_routes(
     @app.post("/v1/route/explain")
     async def explain_route(request: Request) -> Response:
         """What would be decided now for each prompt of a chat or completion body. Nothing is sent or booked."""
-        return json_response(DecisionList("list", await explain(request)))
+        return json_response(shapes.DecisionList("list", await explain(request)))
 
     @app.get("/v1/route/decisions")
     async def list_decisions(request: Request) -> Response:
         """The latest decisions, newest first. A tenant's key gets its own only."""
-        return json_response(DecisionList("list", _visible_decisions(await decisions(), request)))
+        return json_response(shapes.DecisionList("list", _visible_decisions(await decisions(), request)))
 
 
 def add_model_routes(
@@ -184,8 +171,8 @@ def add_model_routes(
 
     created_at = datetime.fromtimestamp(created_s, UTC).isoformat().replace("+00:00", "Z")
 
-    def card(name: str, base: str | None = None) -> ModelCard:
-        return ModelCard(
+    def card(name: str, base: str | None = None) -> shapes.ModelCard:
+        return shapes.ModelCard(
             id=name,
             object="model",
             type="model",
@@ -203,7 +190,7 @@ def add_model_routes(
     async def list_models() -> Response:
         """The served models, with their context length and what they can do. An adapter names its base as `parent`."""
         cards = [*map(card, names()), *(card(name, base) for name, base in adapters().items())]
-        return json_response(ModelList("list", cards))
+        return json_response(shapes.ModelList("list", cards))
 
     @app.get("/v1/models/{model_id:path}")
     async def retrieve_model(model_id: str) -> Response:

@@ -11,8 +11,6 @@ from tandem.frontend.http.disconnect import cancel_on_disconnect
 from tandem.frontend.http.request_options import key_use_of, tenant_of
 from tandem.text.tokenizer import TokenizerPool, is_short
 
-__all__ = ["work_on_text"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ from tandem.runtime.certificates import NamedFile, exposure_of, load_ca, load_id
 from tandem.runtime.followed_tls import FollowedTls, LoadedTls
 from tandem.runtime.time_slicer import TimeSlicer
 
-__all__ = ["HandshakeFailure", "ServerTls", "TlsMetrics", "check_server_tls", "scheme_of"]
-
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 4096  # at once: a client can update its keys 150 times with it, each of which takes us 20 us

@@ -24,8 +24,6 @@ from tandem.frontend.http.tls import HandshakeFailure, ServerTls
 from tandem.protocol.fault_boundary import undone_on_error
 from tandem.runtime.time_slicer import TimeSlicer
 
-__all__ = ["TlsConnection"]
-
 logger = logging.getLogger(__name__)
 
 _RECORD_BYTES = 16 * 1024  # the most content of a record

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-__all__ = ["VLLM_SOURCES", "with_vllm_names"]
-
 # Families by vLLM's name, and the family of ours that has the same values.
 _SAME = {
     "vllm:prompt_tokens": "tandem_router_prompt_tokens",

@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import inspect
 
-__all__ = ["members", "shown", "wrong_value"]
-
 _MAX_SHOWN = 50  # characters of a value
 _MAX_READ_BYTES = 1 << 20  # in a list or an object: reading the millions of items of a larger one takes too long
 _STEP = re.compile(r"\[(\.\.\.|\d+)\]|([^.\[\]]+)")

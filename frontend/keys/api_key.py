@@ -18,8 +18,6 @@ from tandem.protocol.errors import RequestError
 from tandem.scheduling.admission.key_limits import NO_LIMITS, KeyLimits
 from tandem.scheduling.admission.tenants import TENANT_NAME
 
-__all__ = ["MAX_NAME_CHARS", "OPERATOR", "ApiKey", "InvalidApiKey", "KeyState", "Priority", "key_digest", "new_secret"]
-
 OPERATOR = "*"  # stands for a tenant in an operator's key, which may name any tenant and sees all of them
 MAX_NAME_CHARS = 100
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from tandem.frontend.keys.api_key import ApiKey, KeyState, key_digest
 from tandem.frontend.keys.limiter import KeyUse, Limiter, LocalLimiter
 
-__all__ = ["ApiKeys"]
-
 Listener = Callable[[], None]
 
 

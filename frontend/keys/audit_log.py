@@ -19,8 +19,6 @@ import msgspec
 
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["AuditLog", "append_line", "audit_line", "check_audit_log"]
-
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 10_000  # lines

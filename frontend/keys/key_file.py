@@ -15,8 +15,6 @@ from tandem.protocol.errors import ConfigError
 from tandem.runtime.background import BackgroundTasks
 from tandem.runtime.file_signature import Signature, signature_of
 
-__all__ = ["KeyFile", "changes_of"]
-
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.5

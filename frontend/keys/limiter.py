@@ -9,8 +9,6 @@ from typing import Protocol
 from tandem.frontend.keys.api_key import ApiKey
 from tandem.scheduling.admission.key_limits import KeyLimiter, KeyUsage
 
-__all__ = ["TEXT_BYTES_PER_TOKEN", "KeyUse", "LimitedUse", "Limiter", "LocalLimiter"]
-
 # What work on requests that are not served costs. A served token takes a thousandth of a second of a worker, or more.
 TEXT_BYTES_PER_TOKEN = 128  # encoding them takes a tenth of a millisecond
 TOKENS_PER_CPU_S = 1000
@@ -45,10 +43,6 @@ class LocalLimiter:
 
     async def begin(self, key: ApiKey) -> LocalUse:
         """A request begins. Raises `RateLimitExceeded`."""
-        return self.begin_now(key)
-
-    def begin_now(self, key: ApiKey) -> LocalUse:
-        """`begin` without `await`."""
         return LocalUse(self, self.limiter.begin(key.id, key.limits, self.clock()))
 
     def keep(self, key_ids: Container[str]) -> None:
@@ -65,10 +59,6 @@ class LocalUse:
 
     async def charge(self, num_prompt_tokens: int, num_answers: int, max_tokens: int) -> None:
         """As `KeyLimiter.charge`."""
-        self.charge_now(num_prompt_tokens, num_answers, max_tokens)
-
-    def charge_now(self, num_prompt_tokens: int, num_answers: int, max_tokens: int) -> None:
-        """`charge` without `await`."""
         self._owner.limiter.charge(self._usage, num_prompt_tokens, num_answers, max_tokens, self._owner.clock())
 
     def end(self, num_prompt_tokens: int, num_output_tokens: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,20 +11,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from tandem.frontend.keys.api_key import KeyState
 from tandem.frontend.keys.api_keys import ApiKeys
 
-__all__ = ["KeyCollector"]
-
 
 class KeyCollector:
     """Shows the keys that this process knows."""
 
-    def __init__(self, api_keys: ApiKeys, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, api_keys: ApiKeys) -> None:
         self._api_keys = api_keys
-        self._now = now
 
     def collect(self) -> Iterator[Metric]:
         """The samples now."""
         keys = GaugeMetricFamily("tandem_api_keys", "API keys in the file, by state", labels=["state"])
-        num_by_state = self._api_keys.num_by_state(self._now())
+        num_by_state = self._api_keys.num_by_state(time.time())
         for state in get_args(KeyState):
             keys.add_metric([state], num_by_state[state])
         yield keys

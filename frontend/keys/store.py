@@ -21,8 +21,6 @@ from tandem.protocol.errors import ConfigError
 from tandem.runtime.file_signature import Signature, open_at_once, signature_of_status
 from tandem.scheduling.admission.key_limits import NO_LIMITS, KeyLimits
 
-__all__ = ["StoredKeys", "create_key", "read_keys", "revoke_key", "write_keys"]
-
 MAX_FILE_BYTES = 16 << 20  # 40,000 keys
 _LOCK_TIMEOUT_S = 10.0
 _LOCK_POLL_S = 0.02

@@ -15,8 +15,6 @@ from tandem.frontend.messages.schema import BILLING_HEADER, ContentBlock, InputM
 from tandem.frontend.openai.schema import ChatMessage, ContentPart
 from tandem.protocol.errors import RequestError
 
-__all__ = ["chat_messages", "num_blocks", "system_content"]
-
 T = TypeVar("T")
 
 _MISPLACED = {"thinking", "tool_use", "tool_result"}  # each of them is for one role

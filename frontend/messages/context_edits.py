@@ -13,8 +13,6 @@ import msgspec
 from tandem.frontend.http.ignored_fields import note_ignored
 from tandem.frontend.messages.schema import ContentBlock, ContextEdit, CountTokensRequest, InputMessage, Quantity
 
-__all__ = ["CLEARED", "Edited", "edited", "known_edits", "least_trigger"]
-
 CLEARED = "[Old tool result content cleared]"  # in the place of a result; Claude Code writes the same
 TOOL_USES, THINKING = "clear_tool_uses_20250919", "clear_thinking_20251015"
 DEFAULT_TRIGGER, DEFAULT_TOOL_USES, DEFAULT_TURNS = 100_000, 3, 1  # as in Anthropic's API

@@ -22,8 +22,6 @@ from tandem.frontend.openai.request_limits import check_num_parts
 from tandem.frontend.openai.schema import ChatMessage, ChatRequest, JsonSchemaFormat, ResponseFormat, check_cache_salt
 from tandem.protocol.errors import RequestError
 
-__all__ = ["FIELD_NAMES", "chat_prompt", "chat_request"]
-
 # Names of fields in checks of the chat request -> names here.
 FIELD_NAMES = {
     "continue_final_message": "messages",

@@ -17,8 +17,6 @@ from tandem.frontend.openai.choice_text import ChoiceDelta
 from tandem.frontend.openai.planned_answer import AnswerEvents, FinishedChoice, PlannedAnswer, TokensUsed
 from tandem.text.tool_calls.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 
-__all__ = ["MessagesFormat"]
-
 _STOP_REASONS: dict[str | None, shapes.StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
 _encode = msgspec.json.Encoder().encode
 

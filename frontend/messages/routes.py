@@ -6,13 +6,13 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from tandem.frontend.http.app import RouterApp, json_response
 from tandem.frontend.messages.answer_shapes import CountedTokens, UneditedTokens
@@ -25,20 +25,13 @@ from tandem.frontend.openai.chat import count_prompt_tokens, plan_conversation
 from tandem.frontend.openai.serving_context import ServingContext, read_body, renamed_fields
 from tandem.protocol.errors import ContextLengthExceeded
 
-__all__ = ["add_messages_routes"]
-
 R = TypeVar("R", bound=CountTokensRequest)
 
 
 def add_messages_routes(app: RouterApp, context: ServingContext) -> None:
     """Add both routes."""
-
-    async def messages(scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer as Anthropic's Messages API, at once or as a stream of events."""
-        response = await _create_message(context, Request(scope, receive))
-        await response(scope, receive, send)
-
-    app.add_raw_route("/v1/messages", messages)
+    summary = "Answer as Anthropic's Messages API, at once or as a stream of events."
+    app.add_answers("/v1/messages", summary, partial(_create_message, context))
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:

@@ -20,24 +20,6 @@ from tandem.frontend.openai.schema import (
 )
 from tandem.protocol.sampling import MAX_COUNT
 
-__all__ = [
-    "BILLING_HEADER",
-    "UNSERVED_FIELDS",
-    "ContentBlock",
-    "ContextEdit",
-    "ContextManagement",
-    "CountTokensRequest",
-    "InputMessage",
-    "MessageTool",
-    "MessageToolChoice",
-    "MessagesRequest",
-    "OutputConfig",
-    "OutputFormat",
-    "Quantity",
-    "Thinking",
-    "Thread",
-]
-
 # A system block with this beginning changes with every request, which would prevent all caching. vLLM drops it too.
 BILLING_HEADER = "x-anthropic-billing-header"
 UNSERVED_FIELDS = ("compaction",)

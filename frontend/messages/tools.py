@@ -15,8 +15,6 @@ from tandem.frontend.messages.schema import MessageTool, MessageToolChoice
 from tandem.frontend.openai.tool_fields import FunctionName, NamedToolChoice, Tool, ToolFunction
 from tandem.protocol.errors import RequestError, missing_parameter
 
-__all__ = ["chat_tools", "tool_choice"]
-
 _TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
 _VIEW_RANGE = {"type": "array", "items": _NUMBER, "description": "First and last line to view; -1 is the end."}
 _EDIT_COMMANDS = ["view", "create", "str_replace", "insert"]

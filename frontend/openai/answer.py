@@ -30,8 +30,6 @@ from tandem.router.backend import Backend
 from tandem.router.streams import Stream
 from tandem.text.tokenizer import Tokenizer
 
-__all__ = ["answer_request"]
-
 logger = logging.getLogger(__name__)
 
 LONG_ENTRIES = 256  # log probabilities of this many tokens take 20 ms to turn into JSON

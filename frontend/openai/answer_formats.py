@@ -13,8 +13,7 @@ from tandem.frontend.openai.tool_fields import RequestedTools
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import RequestError
 from tandem.text.tokenizer import Tokenizer
-from tandem.text.tool_calls.detection import detect_reasoning_format, detect_tool_format
-from tandem.text.tool_calls.formats import TOOL_FORMATS, ToolFormat
+from tandem.text.tool_calls.formats import TOOL_FORMATS, ToolFormat, detect_tool_format
 from tandem.text.tool_calls.grammar import tool_call_grammar
 from tandem.text.tool_calls.parser import AnswerParser
 from tandem.text.tool_calls.prompt import (
@@ -23,10 +22,8 @@ from tandem.text.tool_calls.prompt import (
     with_system_as_user,
     with_tools_as_text,
 )
-from tandem.text.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat
+from tandem.text.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat, detect_reasoning_format
 from tandem.text.tool_calls.response_template import ResponseTemplateParser, load_template
-
-__all__ = ["AnswerFormats", "AnswerParsing", "ContinuedPart", "Parser", "choose_formats"]
 
 PROMPT_END_TOKENS = 64  # tokens at a prompt's end that may open the reasoning
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 from starlette.requests import Request
 
 from tandem.frontend.http.audit import audited_if_operator
 from tandem.frontend.http.authentication import visible_tenant
 from tandem.frontend.http.request_options import key_of, tenant_of
 from tandem.frontend.openai.answer_shapes import PinCard, PinList, Unpinned
-from tandem.frontend.openai.chat import continued_part, template_kwargs, tokenize_chat
+from tandem.frontend.openai.chat import continued_part, tokenize_chat
 from tandem.frontend.openai.completions import check_prompt, tokenize_prompt
 from tandem.frontend.openai.schema import PinFields, PrefetchFields, UnpinFields, check_cache_salt, check_exactly_one
 from tandem.frontend.openai.serving_context import ServingContext, read_body
@@ -18,8 +19,6 @@ from tandem.frontend.openai.tool_fields import requested_tools
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.messages import Prefetch
 from tandem.router.backend import PinRequest, PinState
-
-__all__ = ["list_pins", "pin_prefix", "prefetch_pin", "unpin_prefix"]
 
 
 async def pin_prefix(context: ServingContext, request: Request) -> PinCard:
@@ -78,7 +77,7 @@ async def _token_ids(
     context: ServingContext, request: Request, fields: PinFields, scope: CacheScope, num_bytes: int
 ) -> list[int]:
     """Token ids of the prefix, as a request with this prompt or these messages would have them."""
-    tokenizer, tools = context.tokenizer, requested_tools(fields)
+    tokenizer, tools = context.tokenizer, requested_tools(fields.tools, fields.tool_choice)
     if fields.prompt is not None:
         prompt, add_special_tokens = fields.prompt, fields.add_special_tokens is not False
         limit = context.prompt_limit("prompt")
@@ -88,23 +87,12 @@ async def _token_ids(
             lambda: tokenize_prompt(prompt, tokenizer, limit, add_special_tokens=add_special_tokens),
             num_bytes,
         )
-    given = fields.messages or []
-    # After a system message or an answer the next message is the client's, so the answer is not opened.
-    opens_answer = fields.add_generation_prompt
-    if opens_answer is None:
-        opens_answer = given[-1].role in ("user", "tool")
-    return await tokenize_chat(
-        context,
-        request,
-        given,
-        template_kwargs(fields),
-        opens_answer,
-        scope,
-        tools=tools,
-        add_special_tokens=bool(fields.add_special_tokens),
-        continued=continued_part(fields),
-        num_bytes=num_bytes,
-    )
+    continued = continued_part(fields)
+    if fields.add_generation_prompt is None:
+        # After a system message or an answer the next message is the client's, so the answer is not opened.
+        opens_answer = (fields.messages or [])[-1].role in ("user", "tool")
+        fields = msgspec.structs.replace(fields, add_generation_prompt=opens_answer)
+    return await tokenize_chat(context, request, fields, scope, tools=tools, continued=continued, num_bytes=num_bytes)
 
 
 def _card(pin: PinState) -> PinCard:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from pydantic_core import from_json
@@ -21,25 +21,15 @@ from tandem.frontend.openai.legacy_functions import function_field_names, with_t
 from tandem.frontend.openai.planned_answer import AnswerFormat, PlannedAnswer
 from tandem.frontend.openai.planning import PreparedRequest, Prompt, conversation_of, plan_answer
 from tandem.frontend.openai.request_limits import check_fields, check_grammar, check_messages
-from tandem.frontend.openai.schema import ROLES, ChatMessage, ChatRequest, check_cache_salt
+from tandem.frontend.openai.schema import ROLES, ChatMessage, ChatRequest, PinFields, TokenizeRequest, check_cache_salt
 from tandem.frontend.openai.serving_context import ServingContext, read_body, renamed_fields
 from tandem.frontend.openai.tool_fields import RequestedTools, requested_tools
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import RequestError
 from tandem.text.structured_output.constraint import Constraint
 
-__all__ = [
-    "continued_part",
-    "create_chat_completion",
-    "plan_chat",
-    "plan_conversation",
-    "template_kwargs",
-    "template_messages",
-    "template_options",
-    "tokenize_chat",
-]
-
 _TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}
+ConversationFields = ChatRequest | TokenizeRequest | PinFields  # requests with messages
 RESERVED_OPTIONS = {"chat_template", "continue_final_message", "conversation", "messages", "tokenize", "tools"}
 
 
@@ -78,7 +68,7 @@ async def plan_conversation(
     """
     context.check_model(fields.model)
     continued = continued_part(fields)
-    tools = requested_tools(fields, parallel=fields.parallel_tool_calls is not False)
+    tools = requested_tools(fields.tools, fields.tool_choice, parallel=fields.parallel_tool_calls is not False)
     context.formats.check_tools(tools)
     num_logprobs = _num_logprobs(fields)
     check_fields(fields, 1, num_logprobs)
@@ -86,16 +76,7 @@ async def plan_conversation(
     grammar = await context.grammar_of(fields, request)
     scope = context.scopes.of(options.service_class.tenant, fields.cache_salt or "")
     token_ids = await tokenize_chat(
-        context,
-        request,
-        fields.messages,
-        template_kwargs(fields),
-        fields.add_generation_prompt,
-        scope,
-        tools=tools,
-        add_special_tokens=bool(fields.add_special_tokens),
-        continued=continued,
-        num_bytes=num_bytes,
+        context, request, fields, scope, tools=tools, continued=continued, num_bytes=num_bytes
     )
     if not token_ids:
         raise RequestError("The messages make an empty prompt.", param="messages")
@@ -122,39 +103,29 @@ async def plan_conversation(
 async def count_prompt_tokens(context: ServingContext, request: Request, fields: ChatRequest, num_bytes: int) -> int:
     """Tokens of a conversation's prompt, without answering it. Raises a `ServingError`."""
     context.check_model(fields.model)
-    tools = requested_tools(fields)
+    tools = requested_tools(fields.tools, fields.tool_choice)
     context.formats.check_tools(tools)
-    token_ids = await tokenize_chat(
-        context,
-        request,
-        fields.messages,
-        template_kwargs(fields),
-        fields.add_generation_prompt,
-        context.cache_scope(request, fields.cache_salt),
-        tools=tools,
-        add_special_tokens=bool(fields.add_special_tokens),
-        continued=continued_part(fields),
-        num_bytes=num_bytes,
+    scope = context.cache_scope(request, fields.cache_salt)
+    continued = continued_part(fields)
+    return len(
+        await tokenize_chat(context, request, fields, scope, tools=tools, continued=continued, num_bytes=num_bytes)
     )
-    return len(token_ids)
 
 
 async def tokenize_chat(
     context: ServingContext,
     request: Request,
-    messages: Sequence[ChatMessage],
-    template_kwargs: dict[str, Any] | None,
-    add_generation_prompt: bool | None,
+    fields: ConversationFields,
     scope: CacheScope,
     *,
     tools: RequestedTools | None,
-    add_special_tokens: bool,
-    continued: ContinuedPart | None = None,
+    continued: ContinuedPart | None,
     num_bytes: int,
 ) -> list[int]:
     """Token ids of a conversation with these tools; `num_bytes` is the size of its body. Raises `RequestError`."""
-    check_messages(messages, template_kwargs)
-    options = template_options(template_kwargs, add_generation_prompt)
+    messages, kwargs = fields.messages or (), _template_kwargs(fields)
+    check_messages(messages, kwargs)
+    options = template_options(kwargs, fields.add_generation_prompt)
     if continued is not None:
         options |= {"add_generation_prompt": False, "continue_final_message": continued.field}
 
@@ -168,38 +139,14 @@ async def tokenize_chat(
             rendered,
             options | tool_options,
             scope,
-            add_special_tokens=add_special_tokens,
+            add_special_tokens=bool(fields.add_special_tokens),
             limit=context.prompt_limit("messages"),
         )
 
     return await context.work_on_text(request, encode, num_bytes)
 
 
-class ConversationFields(Protocol):
-    """A request with messages."""
-
-    @property
-    def messages(self) -> Sequence[ChatMessage] | None:
-        """The conversation."""
-
-    @property
-    def add_generation_prompt(self) -> bool | None:
-        """Whether the template opens the answer."""
-
-    @property
-    def reasoning_effort(self) -> str | None:
-        """How much the model should reason."""
-
-    @property
-    def chat_template_kwargs(self) -> dict[str, Any] | None:
-        """Variables of the template."""
-
-    @property
-    def continue_final_message(self) -> bool | None:
-        """Whether the answer continues the last message."""
-
-
-def template_kwargs(fields: ConversationFields) -> dict[str, Any]:
+def _template_kwargs(fields: ConversationFields) -> dict[str, Any]:
     """Variables of the chat template that a request's fields set; those that the client sets itself win."""
     effort = fields.reasoning_effort
     set_by_effort: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}

@@ -9,10 +9,7 @@ from typing import Any
 
 from tandem.protocol.errors import RequestError
 from tandem.text.tokenizer import Tokenizer
-from tandem.text.tool_calls.detection import renders_calls, renders_tools
 from tandem.text.tool_calls.prompt import with_single_calls
-
-__all__ = ["TemplateTraits", "template_traits"]
 
 _OBJECT, _TEXT, _AS_PYTHON = {"city": "Rome"}, '{"city": "Rome"}', "{'city': 'Rome'}"
 
@@ -42,8 +39,8 @@ def template_traits(tokenizer: Tokenizer) -> TemplateTraits:
     template = tokenizer.chat_template
     shown = _ShownCalls(tokenizer)
     return TemplateTraits(
-        shows_tools=renders_tools(template),
-        shows_calls=renders_calls(template) and shown.has_calls(),
+        shows_tools="tools" in template,
+        shows_calls="tool_calls" in template and shown.has_calls(),
         refuses_roles="raise_exception" in template,
         shows_later_system=_shows_later_system(tokenizer),
         takes_argument_texts=shown.takes_argument_texts(),

@@ -10,20 +10,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tandem.frontend.http.answer_shapes import Error
-from tandem.frontend.openai.answer_shapes import (
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    Completion,
-    CompletionChunk,
-    CompletionChunkChoice,
-)
+from tandem.frontend.openai import answer_shapes as shapes
 from tandem.frontend.openai.choice_text import ChoiceDelta
 from tandem.frontend.openai.planned_answer import AnswerEvents, FinishedChoice, PlannedAnswer, TokensUsed
 
-__all__ = ["ChoiceFormat"]
-
-Piece = TypeVar("Piece", bound=ChatChunkChoice | CompletionChunkChoice)
+Piece = TypeVar("Piece", bound=shapes.ChatChunkChoice | shapes.CompletionChunkChoice)
 
 DONE_EVENT = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -45,13 +36,15 @@ class ChoiceFormat(ABC, Generic[Piece]):
         """Streamed pieces of a choice, at least one."""
 
     @abstractmethod
-    def chunk(self, answer: PlannedAnswer, created: int, pieces: list[Piece]) -> ChatChunk | CompletionChunk:
+    def chunk(
+        self, answer: PlannedAnswer, created: int, pieces: list[Piece]
+    ) -> shapes.ChatChunk | shapes.CompletionChunk:
         """An event of a stream. `created` is the Unix time of its first one."""
 
     @abstractmethod
     def body(
         self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: TokensUsed
-    ) -> ChatCompletion | Completion:
+    ) -> shapes.ChatCompletion | shapes.Completion:
         """A plain answer."""
 
     def events(self, answer: PlannedAnswer) -> AnswerEvents:
@@ -94,7 +87,7 @@ class _ChoiceEvents(Generic[Piece]):
         if delta.token_ids is not None:
             first = pieces[0]
             first.token_ids = delta.token_ids
-            if is_new and isinstance(first, CompletionChunkChoice):
+            if is_new and isinstance(first, shapes.CompletionChunkChoice):
                 first.prompt_token_ids = self._prompt_ids(delta)
         for piece in pieces:
             events += self._event(piece)
@@ -117,7 +110,7 @@ class _ChoiceEvents(Generic[Piece]):
         if not is_explained and not self._answer.has_running_usage and prompt_ids is UNSET:
             return self._opening + _encode(piece) + self._closing
         chunk = self._chunk([piece])
-        if isinstance(chunk, ChatChunk):
+        if isinstance(chunk, shapes.ChatChunk):
             chunk.prompt_token_ids = prompt_ids
         if self._answer.has_usage and self._answer.has_running_usage:
             chunk.usage = self._usage.shown()
@@ -125,7 +118,7 @@ class _ChoiceEvents(Generic[Piece]):
             chunk.tandem_explain = self._decision or UNSET
         return _event(chunk)
 
-    def _chunk(self, pieces: list[Piece]) -> ChatChunk | CompletionChunk:
+    def _chunk(self, pieces: list[Piece]) -> shapes.ChatChunk | shapes.CompletionChunk:
         chunk = self._format.chunk(self._answer, self._created, pieces)
         chunk.usage = None if self._answer.has_usage else UNSET
         return chunk

@@ -18,8 +18,6 @@ from tandem.text.tokenizer import Tokenizer
 from tandem.text.tool_calls.events import Event, content_events, joined_events
 from tandem.text.tool_calls.parser import AnswerParser
 
-__all__ = ["ChoiceDelta", "ChoicePlan", "ChoiceText"]
-
 
 @dataclass(frozen=True, slots=True)
 class ChoicePlan:

@@ -16,8 +16,6 @@ from tandem.router.backend import Backend
 from tandem.router.streams import DeltaQueue, Stream
 from tandem.text.tokenizer import Tokenizer
 
-__all__ = ["run_choices"]
-
 NO_REASON = "The generation ended without a reason."
 MAX_QUEUED_DELTAS = 64  # for all choices of one request: a client that reads slower holds its backend back
 

@@ -23,8 +23,6 @@ from tandem.protocol.errors import RequestError
 from tandem.text.token_lengths import PromptLimit
 from tandem.text.tokenizer import Tokenizer
 
-__all__ = ["create_completion", "plan_completion", "tokenize_prompt"]
-
 DEFAULT_MAX_TOKENS = 16
 
 

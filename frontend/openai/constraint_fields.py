@@ -11,8 +11,6 @@ from tandem.frontend.openai.schema import ABSENT, GenerationFields, ResponseForm
 from tandem.protocol.errors import RequestError, missing_parameter
 from tandem.text.structured_output.constraint import ANY_OBJECT, Constraint
 
-__all__ = ["constraint_of"]
-
 # Fields of other servers -> what they constrain the answer to. Front ends send them empty if their user set nothing.
 _OTHER_NAMES = {
     "guided_json": "json",

@@ -18,8 +18,6 @@ from tandem.frontend.openai.logprobs import ScoredPrompt, TokenEntry, completion
 from tandem.frontend.openai.planned_answer import FinishedChoice, PlannedAnswer, TokensUsed
 from tandem.text.tool_calls.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 
-__all__ = ["BestOfFormat", "ChatFormat", "CompletionFormat"]
-
 
 class ChatFormat(ChoiceFormat[shapes.ChatChunkChoice]):
     """`POST /v1/chat/completions`."""

@@ -17,8 +17,6 @@ from tandem.frontend.openai.schema import ChatMessage, ChatRequest
 from tandem.frontend.openai.tool_fields import FunctionName, NamedToolChoice, Tool
 from tandem.protocol.errors import RequestError
 
-__all__ = ["function_field_names", "with_function_call", "with_tool_calls", "with_tools"]
-
 Part = TypeVar("Part", bound=AssistantMessage | MessageDelta)
 
 

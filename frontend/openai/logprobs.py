@@ -12,8 +12,6 @@ from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import PromptLogprobs
 from tandem.text.tokenizer import Tokenizer
 
-__all__ = ["MIN_LOGPROB", "ScoredPrompt", "TokenEntry", "completion_logprobs", "joined_logprobs", "token_entry"]
-
 MIN_LOGPROB = -9999.0  # stands for -inf, which JSON cannot express
 LONG_PROMPT = 4096  # log probabilities that take 5 ms to turn into text
 

@@ -22,8 +22,6 @@ from tandem.frontend.http.wrong_value import members, shown
 from tandem.frontend.openai.schema import ABSENT, ChatMessage, ChatRequest, GenerationFields, PinFields, TokenizeRequest
 from tandem.protocol.errors import RequestError
 
-__all__ = ["PASSED_OVER", "UNSERVED", "check_other_fields", "unsupported"]
-
 MAX_NEUTRAL_BYTES = 256  # in a value that asks for nothing
 # Similarity of two names (difflib's ratio) from which one is taken for a misspelling of the other. `max_token` and
 # `max_tokens` have 0.95, `temprature` and `temperature` 0.95, `max_new_tokens` (another API's) and `max_tokens` 0.83.

@@ -15,8 +15,6 @@ from tandem.frontend.openai.choice_text import ChoiceDelta, ChoicePlan
 from tandem.frontend.openai.logprobs import TokenEntry
 from tandem.text.tool_calls.events import Event, content_events
 
-__all__ = ["AnswerEvents", "AnswerFormat", "FinishedChoice", "PlannedAnswer", "TokensUsed"]
-
 
 @dataclass(slots=True)
 class TokensUsed:

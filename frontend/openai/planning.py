@@ -25,8 +25,6 @@ from tandem.protocol.digest import CacheScope
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest
 
-__all__ = ["PreparedRequest", "Prompt", "conversation_of", "plan_answer"]
-
 
 class Prompt(NamedTuple):
     """A tokenized prompt, with the text to repeat before the answer, and its log probabilities."""

@@ -10,18 +10,6 @@ from collections.abc import Iterable, Sequence
 from tandem.frontend.openai.schema import ChatMessage, GenerationFields
 from tandem.protocol.errors import RequestError
 
-__all__ = [
-    "check_echo",
-    "check_fields",
-    "check_grammar",
-    "check_held_logprobs",
-    "check_messages",
-    "check_num_parts",
-    "check_prompt_tokens",
-    "check_scored_prompts",
-    "check_stops",
-]
-
 MAX_SEQUENCES = 2048  # prompts times n
 MAX_STOPS = 1024  # OpenAI: 4
 MAX_STOP_CHARS = 4096  # of one stop string

@@ -14,16 +14,6 @@ from tandem.protocol.errors import ContextLengthExceeded, RequestError
 from tandem.protocol.sampling import MAX_COUNT, SamplingParams
 from tandem.text.stop_strings import StopStrings
 
-__all__ = [
-    "UNKNOWN_CONTEXT_TOKENS",
-    "check_token_ids",
-    "max_tokens_for",
-    "other_prompt",
-    "sampling_params",
-    "sibling_seed",
-    "stop_strings",
-]
-
 MIN_TOP_P = 1e-6  # top_p 0 is allowed and means that only the most likely token counts
 UNKNOWN_CONTEXT_TOKENS = 1 << 20  # while no worker has reported its context; the worker enforces the real one
 

@@ -23,41 +23,6 @@ from tandem.protocol.sampling import (
     MIN_REPETITION_PENALTY,
 )
 
-__all__ = [
-    "ABSENT",
-    "EXACTLY_ONE",
-    "CacheSalt",
-    "ChatMessage",
-    "ChatRequest",
-    "CompletionRequest",
-    "ContentPart",
-    "Conversation",
-    "ConversationId",
-    "Count",
-    "DetokenizeRequest",
-    "Doc",
-    "GenerationFields",
-    "JsonSchemaFormat",
-    "Model",
-    "PinFields",
-    "PrefetchFields",
-    "Probability",
-    "PromptCacheKey",
-    "QueuePriority",
-    "ReasoningEffort",
-    "ResponseFormat",
-    "StopString",
-    "StreamOptions",
-    "Structure",
-    "StructuredOutputs",
-    "TemplateKwargs",
-    "TokenizeRequest",
-    "UnpinFields",
-    "absent",
-    "check_cache_salt",
-    "check_exactly_one",
-]
-
 MAX_CHOICES = 128  # for one prompt, as in OpenAI's API
 MAX_CACHE_SALT_CHARS = 256
 

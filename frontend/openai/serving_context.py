@@ -31,8 +31,6 @@ from tandem.text.structured_output.constraint import Constraint
 from tandem.text.token_lengths import PromptLimit
 from tandem.text.tokenizer import Tokenizer, TokenizerPool
 
-__all__ = ["ServingContext", "model_capabilities", "read_body", "renamed_fields"]
-
 _STRUCTURED = ("json_object", "json_schema", "structural_tag", "regex", "choice", "grammar")
 
 R = TypeVar("R", bound=msgspec.Struct)

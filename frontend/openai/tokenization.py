@@ -5,13 +5,11 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from tandem.frontend.openai.answer_shapes import Detokenized, Tokenized
-from tandem.frontend.openai.chat import continued_part, template_kwargs, tokenize_chat
+from tandem.frontend.openai.chat import continued_part, tokenize_chat
 from tandem.frontend.openai.sampling import check_token_ids
 from tandem.frontend.openai.schema import DetokenizeRequest, TokenizeRequest, check_exactly_one
 from tandem.frontend.openai.serving_context import ServingContext, read_body
 from tandem.frontend.openai.tool_fields import requested_tools
-
-__all__ = ["detokenize", "tokenize"]
 
 
 async def tokenize(context: ServingContext, request: Request) -> Tokenized:
@@ -21,7 +19,7 @@ async def tokenize(context: ServingContext, request: Request) -> Tokenized:
     scope = context.cache_scope(request, None)
     tokenizer = context.tokenizer
     check_exactly_one(fields, "prompt")
-    tools = requested_tools(fields)
+    tools = requested_tools(fields.tools, fields.tool_choice)
     if fields.prompt is not None:
         prompt = fields.prompt
         add_special_tokens = fields.add_special_tokens is not False
@@ -31,17 +29,9 @@ async def tokenize(context: ServingContext, request: Request) -> Tokenized:
             request, lambda: tokenizer.encode(prompt, add_special_tokens=add_special_tokens, limit=limit), len(body)
         )
     else:
+        continued = continued_part(fields)
         ids = await tokenize_chat(
-            context,
-            request,
-            fields.messages or (),
-            template_kwargs(fields),
-            fields.add_generation_prompt,
-            scope,
-            tools=tools,
-            add_special_tokens=bool(fields.add_special_tokens),
-            continued=continued_part(fields),
-            num_bytes=len(body),
+            context, request, fields, scope, tools=tools, continued=continued, num_bytes=len(body)
         )
     strings = None
     if fields.return_token_strs:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -15,17 +15,6 @@ from tandem.frontend.http.ignored_fields import note_ignored
 from tandem.protocol.errors import RequestError, missing_parameter
 from tandem.text.tool_calls.events import TOOL_NAME
 from tandem.text.tool_calls.formats import Tools
-
-__all__ = [
-    "AllowedTools",
-    "FunctionName",
-    "NamedToolChoice",
-    "RequestedTools",
-    "Tool",
-    "ToolFields",
-    "ToolFunction",
-    "requested_tools",
-]
 
 MAX_TOOLS_BYTES = 1 << 21  # of all tools as JSON: 1,000 large ones. To check them takes 10 to 20 ms
 
@@ -73,18 +62,6 @@ class NamedToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
     allowed_tools: Annotated[AllowedTools | None, Meta(description="The tools that the model sees.")] = None
 
 
-class ToolFields(Protocol):
-    """A request with tools."""
-
-    @property
-    def tools(self) -> Sequence[Tool] | None:
-        """The tools."""
-
-    @property
-    def tool_choice(self) -> str | NamedToolChoice | None:
-        """What the model may or must do with them."""
-
-
 @dataclass(frozen=True, slots=True)
 class RequestedTools:
     """The tools that the model may call, at least one. `tools` are as chat templates expect them."""
@@ -95,9 +72,11 @@ class RequestedTools:
     max_calls: int | None
 
 
-def requested_tools(fields: ToolFields, *, parallel: bool = True) -> RequestedTools | None:
+def requested_tools(
+    given: Sequence[Tool] | None, choice: str | NamedToolChoice | None, *, parallel: bool = True
+) -> RequestedTools | None:
     """The tools that the model may call, if any. Raises `RequestError` for fields that are wrong."""
-    tools, choice = _functions(fields.tools or ()), fields.tool_choice
+    tools = _functions(given or ())
     by_name = {tool.name: tool for tool in tools}
     shown = _checked(tools, by_name)
     named = None

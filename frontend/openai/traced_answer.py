@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from tandem.frontend.openai.planned_answer import PlannedAnswer
     from tandem.runtime.tracing.tracing import LiveSpan
 
-__all__ = ["TracedAnswer"]
-
 
 class TracedAnswer(Stream["ChoiceDelta"]):
     """The deltas of an answer, whose numbers are added to the request's span when they end."""

@@ -14,7 +14,6 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from tandem.frontend.processes.deciding_client import JoinSettings
     from tandem.frontend.processes.remote import Remote
     from tandem.runtime.tracing.tracing import Tracing
-
-__all__ = ["FrontendSettings", "RouteFrontend", "ServeFrontend", "main"]
 
 CLOSING_S = 5.0  # for a process to close, after the time in which answers may end
 METRICS_FOLDER_ENV = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's
@@ -228,7 +225,7 @@ def _counters(settings: FrontendSettings, models: Iterable[str]) -> bytes:
     """What all frontend processes have counted, as Prometheus reads it."""
     from tandem.frontend.http.exposition import exposition
 
-    return exposition(SimpleNamespace(collect=lambda: _merged(settings)), settings.router, models)
+    return exposition(_merged(settings), settings.router, models)
 
 
 def _merged(settings: FrontendSettings) -> Iterable[Metric]:

@@ -22,8 +22,6 @@ from tandem.protocol.fault_boundary import error_of
 from tandem.runtime.background import BackgroundTasks
 from tandem.runtime.idle_timeout import IdleClock, answered_in_time
 
-__all__ = ["DecidingClient", "JoinSettings"]
-
 logger = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 30.0  # long, because the integrity check waits for every worker

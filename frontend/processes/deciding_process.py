@@ -28,8 +28,6 @@ from tandem.protocol.fault_boundary import async_error_of, error_of, outcome_of
 from tandem.router.streams import Stream
 from tandem.runtime.background import BackgroundTasks
 
-__all__ = ["DecidingProcess", "DecidingService", "LastingCall"]
-
 logger = logging.getLogger(__name__)
 
 INTERNAL_ERROR = wire.WireError("ServingError", "Internal server error.", None, "internal_error", 0.0)

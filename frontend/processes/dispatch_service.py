@@ -13,7 +13,7 @@ import msgspec
 from tandem.frontend.http.exposition import Scraper
 from tandem.frontend.processes.deciding_process import DecidingProcess, LastingCall
 from tandem.frontend.processes.methods import MethodTable, NotCallable, method_of
-from tandem.frontend.processes.operator_api import operator_methods
+from tandem.frontend.processes.remote import operator_methods
 from tandem.frontend.processes.remote_dispatcher import (
     Aborted,
     EngineAdded,
@@ -28,8 +28,6 @@ from tandem.router.engines.dispatcher import Dispatcher, DispatchRequest, Engine
 from tandem.router.engines.local_dispatcher import LocalDispatcher
 from tandem.router.operator_api import OperatorApi
 from tandem.scheduling.workers.workers import WorkerChange
-
-__all__ = ["DispatchService", "FleetUpdates"]
 
 # What a frontend process may call of its reservations.
 _EVENTS = {

@@ -9,11 +9,10 @@ from typing import Protocol
 
 from tandem.frontend.keys.api_key import ApiKey, InvalidApiKey
 from tandem.frontend.keys.api_keys import ApiKeys
-from tandem.frontend.keys.limiter import LocalLimiter, LocalUse
+from tandem.frontend.keys.limiter import LocalLimiter
 from tandem.frontend.processes.deciding_client import DecidingClient
 from tandem.protocol.fault_boundary import undone_on_error
-
-__all__ = ["KeyUses", "LocalUses", "RemoteLimiter"]
+from tandem.scheduling.admission.key_limits import KeyUsage
 
 
 class KeyUses(Protocol):
@@ -35,23 +34,24 @@ class LocalUses:
     def __init__(self, api_keys: ApiKeys, limiter: LocalLimiter) -> None:
         self._api_keys = api_keys
         self._limiter = limiter
-        self._uses: dict[int, LocalUse] = {}
+        self._uses: dict[int, KeyUsage] = {}
 
     def begin(self, use: int, key_id: str) -> None:
         """As `KeyUses.begin`. Raises `InvalidApiKey` too."""
         key = self._api_keys.get(key_id)
         if key is None:  # the frontend process does not know yet that the key is gone
             raise InvalidApiKey(f"The API key {key_id} is removed.")
-        self._uses[use] = self._limiter.begin_now(key)
+        self._uses[use] = self._limiter.limiter.begin(key.id, key.limits, self._limiter.clock())
 
     def charge(self, use: int, num_prompt_tokens: int, num_answers: int, max_tokens: int) -> None:
         """As `KeyUses.charge`."""
-        self._uses[use].charge_now(num_prompt_tokens, num_answers, max_tokens)
+        usage, now = self._uses[use], self._limiter.clock()
+        self._limiter.limiter.charge(usage, num_prompt_tokens, num_answers, max_tokens, now)
 
     def end(self, use: int, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """As `KeyUses.end`."""
         if (ended := self._uses.pop(use, None)) is not None:
-            ended.end(num_prompt_tokens, num_output_tokens)
+            self._limiter.limiter.end(ended, num_prompt_tokens, num_output_tokens, self._limiter.clock())
 
     def close(self) -> None:
         """The frontend process has ended, and its requests with it."""

@@ -14,8 +14,6 @@ from typing import cast
 from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.frames import Frames, framed
 
-__all__ = ["MessageLink"]
-
 logger = logging.getLogger(__name__)
 
 

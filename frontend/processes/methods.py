@@ -17,8 +17,6 @@ import msgspec
 from tandem.frontend.processes.wire import Invocation
 from tandem.protocol.decoding import safe_decoder
 
-__all__ = ["Binding", "Method", "MethodTable", "NotCallable", "invocation", "method_of"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -26,8 +26,6 @@ from tandem.runtime.process_group import ProcessGroup
 from tandem.runtime.temporary_folder import make_temporary_folder
 from tandem.scheduling.admission.tenants import Tenants
 
-__all__ = ["FrontendProcesses", "frontend_processes"]
-
 
 @contextlib.asynccontextmanager
 async def frontend_processes(

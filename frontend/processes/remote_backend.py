@@ -13,8 +13,6 @@ from tandem.router.backend import Backend, GenerateRequest, Pins
 from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.streams import DeltaQueue, QueueStream, Stream
 
-__all__ = ["BackendState", "RemoteBackend"]
-
 
 class BackendState(msgspec.Struct, frozen=True, array_like=True):
     """The state update: what every request needs to know about the backend."""

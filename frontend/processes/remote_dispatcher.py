@@ -23,17 +23,6 @@ from tandem.router.engines.dispatcher import (
     EngineTarget,
 )
 
-__all__ = [
-    "Aborted",
-    "EngineAdded",
-    "EngineRemoved",
-    "FleetState",
-    "FleetUpdate",
-    "RemoteDispatcher",
-    "RemoteReservation",
-    "Reservations",
-]
-
 P = ParamSpec("P")
 
 

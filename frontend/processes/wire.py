@@ -21,27 +21,6 @@ from tandem.protocol.decoding import safe_decoder
 from tandem.protocol.errors import Overloaded, ServingError, error_kinds
 from tandem.protocol.fault_boundary import outcome_of
 
-__all__ = [
-    "Answered",
-    "Batch",
-    "Call",
-    "Cancel",
-    "Events",
-    "Failed",
-    "Invocation",
-    "Join",
-    "Keys",
-    "Results",
-    "StateUpdate",
-    "Tell",
-    "WireError",
-    "decode_call",
-    "decoder_of",
-    "encode",
-    "error_of",
-    "wire_error",
-]
-
 T = TypeVar("T")
 
 

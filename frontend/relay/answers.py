@@ -13,8 +13,6 @@ from tandem.protocol.sampling import MAX_COUNT
 from tandem.router.engines.bounded_json import NotJson, loads
 from tandem.router.engines.errors import EngineBusy, EngineFailed
 
-__all__ = ["as_count", "as_dict", "error_text", "parse_answer"]
-
 DEFAULT_RETRY_AFTER_S = 1.0
 MAX_ERROR_CHARS = 500  # how much of an engine's own message is shown
 MAX_DATE_CHARS = 64

@@ -32,8 +32,6 @@ from tandem.frontend.relay.usage import (
 from tandem.router.engines.bounded_json import LARGE
 from tandem.router.engines.errors import EngineFailed
 
-__all__ = ["APIS", "CHAT", "COMPLETIONS", "RESPONSES", "Api"]
-
 Json = dict[str, Any]
 
 _KEEP_KV: Json = {

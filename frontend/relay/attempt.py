@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from tandem.frontend.http.metrics import EdgeMetrics
 from tandem.frontend.http.response_writer import ResponseWriter
 from tandem.frontend.relay.answers import error_text, parse_answer
-from tandem.frontend.relay.attempt_trace import Loss, attempt_trace
+from tandem.frontend.relay.attempt_trace import AttemptTrace, Loss
 from tandem.frontend.relay.client_request import ClientRequest
-from tandem.frontend.relay.connections import EngineConnection, EngineConnections
-from tandem.frontend.relay.engine_errors import engine_errors
+from tandem.frontend.relay.connections import EngineConnection, EngineConnections, engine_errors
 from tandem.frontend.relay.observer import AttemptObserver
 from tandem.frontend.relay.prefill_leg import PrefillLeg, decode_leg_body, meeting_of
 from tandem.frontend.relay.stream_ledger import StreamLedger
@@ -31,16 +30,7 @@ from tandem.router.engines.dispatcher import EngineReservation, EngineTarget
 from tandem.router.engines.errors import AdapterGone, EngineBusy, EngineFailed, EngineTimeout
 from tandem.router.engines.upstream import Reply
 
-__all__ = ["EngineAttempt", "StreamMove"]
-
 T = TypeVar("T")
-
-
-class StreamMove(NamedTuple):
-    """The history of a stream that comes to an attempt after tokens of it were shown."""
-
-    observer: AttemptObserver  # the observer of the attempts before
-    loss: Loss
 
 
 class EngineAttempt:
@@ -59,12 +49,14 @@ class EngineAttempt:
         number: int = 0,
         ledger: StreamLedger | None = None,
         rewrite: Rewrite | None = None,
-        move: StreamMove | None = None,
+        former: AttemptObserver | None = None,
+        loss: Loss | None = None,
     ) -> None:
         """`timeout_s` is the longest silence of an engine. `now` is the clock of the reservation.
 
         `number` counts the attempts of the request. With a `ledger` its stream may go on elsewhere: the engine is asked
-        for token ids, and `rewrite` turns its events into those of the stream. `move`: tokens of it were shown already.
+        for token ids, and `rewrite` turns its events into those of the stream. `former` and `loss` are those of the
+        attempts before, if tokens of it were shown already.
         """
         self.status = 200
         self.content: bytes | None = None  # a plain answer, or the client's own error; None for a stream
@@ -86,10 +78,10 @@ class EngineAttempt:
         self._waits_for = self._engine
         self._timeout: asyncio.Timeout | None = None  # for the current wait
         self._aborted: EngineFailed | None = None
-        self._trace = attempt_trace(request, target, number, None if move is None else move.loss)
+        span = request.span
+        self._trace = None if span is None else AttemptTrace(span, request, target, number, loss)
         trace_headers = request.trace_headers if self._trace is None else self._trace.headers
         self._headers = {**trace_headers, **request.conversation_headers}
-        former = None if move is None else move.observer
         self.observer = AttemptObserver(reservation, request, metrics, now, self._trace, former)
 
     async def open(self) -> None:

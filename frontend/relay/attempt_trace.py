@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from tandem.router.engines.dispatcher import EngineTarget
     from tandem.runtime.tracing.tracing import LiveSpan
 
-__all__ = ["AttemptTrace", "Loss", "attempt_trace"]
-
 _OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/chat/completions": "chat",
@@ -32,16 +30,6 @@ class Loss(NamedTuple):
     num_tokens: int  # tokens before it
 
 
-def attempt_trace(
-    request: ClientRequest, target: EngineTarget, number: int, loss: Loss | None = None
-) -> AttemptTrace | None:
-    """The trace of a request's attempt on a target; None if it is not traced.
-
-    `number` counts from 0. `loss`: the attempt goes on with a stream.
-    """
-    return None if request.span is None else AttemptTrace(request.span, request, target, number, loss)
-
-
 class AttemptTrace:
     """Its owner calls `end` on every path."""
 
@@ -53,6 +41,7 @@ class AttemptTrace:
         number: int,
         loss: Loss | None = None,
     ) -> None:
+        """`number` counts the request's attempts from 0. `loss`: the attempt goes on with a stream."""
         operation = _OPERATIONS.get(request.api.path, request.api.path.removeprefix("/").replace("/", "."))
         attributes: Attributes = {
             "gen_ai.operation.name": operation,

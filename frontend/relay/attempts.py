@@ -6,7 +6,6 @@ Otherwise it ends with the engine's error, which says why it did not go on.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import time
@@ -19,21 +18,19 @@ from tandem.frontend.http.metrics import EdgeMetrics
 from tandem.frontend.http.response_writer import ResponseWriter
 from tandem.frontend.relay.answers import parse_answer
 from tandem.frontend.relay.apis import CHAT, COMPLETIONS
-from tandem.frontend.relay.attempt import EngineAttempt, StreamMove
+from tandem.frontend.relay.attempt import EngineAttempt
 from tandem.frontend.relay.attempt_trace import Loss
 from tandem.frontend.relay.client_request import ClientRequest
-from tandem.frontend.relay.connections import EngineConnections
+from tandem.frontend.relay.connections import EngineConnections, in_time
 from tandem.frontend.relay.continuation import continued_body, obstacle, stops_of
-from tandem.frontend.relay.engine_errors import engine_errors
 from tandem.frontend.relay.joint import CannotContinue, ContinuedStream, Joint, find_joint
+from tandem.frontend.relay.observer import AttemptObserver
 from tandem.frontend.relay.stream_ledger import StreamLedger
 from tandem.frontend.relay.stream_relay import Rewrite
 from tandem.protocol.digest import token_bytes
 from tandem.protocol.errors import NoWorker
 from tandem.router.engines.dispatcher import Dispatcher, EngineTarget
 from tandem.router.engines.errors import EngineBusy, EngineFailed
-
-__all__ = ["AttemptLimits", "Attempts"]
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +134,8 @@ class Attempts:
         request: ClientRequest,
         ledger: StreamLedger | None,
         rewrite: Rewrite | None,
-        move: StreamMove | None = None,
+        former: AttemptObserver | None = None,
+        loss: Loss | None = None,
     ) -> EngineAttempt:
         attempt = self._attempt = EngineAttempt(
             self._reservation,
@@ -150,7 +148,8 @@ class Attempts:
             number=next(self._numbers),
             ledger=ledger,
             rewrite=rewrite,
-            move=move,
+            former=former,
+            loss=loss,
         )
         if self._aborted is not None:
             attempt.abort(*self._aborted)
@@ -188,9 +187,9 @@ class Attempts:
                 target = await self._reservation.go_on(failure.cause, prompt, num_tokens)
             except (NoWorker, EngineBusy) as exc:
                 raise failure.because(exc.message) from exc
-            move = StreamMove(former.observer, Loss(lost_s, failure.cause, num_tokens))
+            loss = Loss(lost_s, failure.cause, num_tokens)
             try:
-                return await self._continued(target, ledger, move)
+                return await self._continued(target, ledger, former.observer, loss)
             except CannotContinue as exc:
                 raise failure.because(str(exc)) from exc
             except EngineFailed as exc:
@@ -212,7 +211,9 @@ class Attempts:
             raise failure.because(why) from failure
         return ledger
 
-    async def _continued(self, target: EngineTarget, ledger: StreamLedger, move: StreamMove) -> EngineAttempt:
+    async def _continued(
+        self, target: EngineTarget, ledger: StreamLedger, former: AttemptObserver, loss: Loss
+    ) -> EngineAttempt:
         """The attempt on `target`, whose answer has begun. Raises `EngineFailed`, `EngineBusy`, `CannotContinue`."""
         request, rewrite = self._request, ledger.follow
         if ledger.output_ids:
@@ -226,7 +227,7 @@ class Attempts:
             request = replace(request, api=COMPLETIONS, body=body)
         else:
             ledger.restart()
-        attempt = self._attempt_on(target, request, ledger, rewrite, move)
+        attempt = self._attempt_on(target, request, ledger, rewrite, former, loss)
         await attempt.open()
         if attempt.content is not None:
             self._reservation.failed(target.decode)
@@ -247,17 +248,13 @@ class Attempts:
         """The text of token ids, as the engine decodes them. Raises `EngineFailed` or `EngineBusy`."""
         timeout_s = self._limits.probe_timeout_s
         content = msgspec.json.encode({"model": self._request.routing.model, "tokens": token_ids})
-        try:
-            async with asyncio.timeout(timeout_s):
-                with engine_errors(engine):
-                    request_id = self._request.routing.request_id
-                    reply = await self._connections[engine].upstream.post("/detokenize", content, request_id)
-                    try:
-                        answer_bytes = await reply.read_all()
-                    finally:
-                        reply.close()
-        except TimeoutError as exc:
-            raise EngineFailed(engine, f"decoded no tokens within {timeout_s:g} s") from exc
+        async with in_time(timeout_s, EngineFailed(engine, f"decoded no tokens within {timeout_s:g} s")):
+            request_id = self._request.routing.request_id
+            reply = await self._connections[engine].upstream.post("/detokenize", content, request_id)
+            try:
+                answer_bytes = await reply.read_all()
+            finally:
+                reply.close()
         answer = parse_answer(engine, reply.status, reply.headers, answer_bytes, lambda found: "prompt" in found)
         text = answer.get("prompt")
         if reply.status != 200 or not isinstance(text, str):

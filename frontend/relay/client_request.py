@@ -17,8 +17,6 @@ from tandem.router.engines.dispatcher import DispatchRequest
 if TYPE_CHECKING:
     from tandem.runtime.tracing.tracing import LiveSpan
 
-__all__ = ["ClientRequest"]
-
 _PROMPT_FIELDS = ("messages", "input", "prompt", "tools")
 _KINDS_WITH_STREAM_USAGE = {"vllm", "sglang", "llamacpp"}  # they know stream_options.include_usage
 

@@ -1,16 +1,18 @@
-"""The connections of this process to all engines of the fleet."""
+"""The connections of this process to all engines of the fleet, and what their errors mean."""
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from tandem.protocol.config import ExternalEnginesConfig
 from tandem.router.engines.addresses import public_addresses
 from tandem.router.engines.config import EngineSpec
-from tandem.router.engines.errors import EngineFailed
+from tandem.router.engines.errors import AnswerRefused, EngineFailed
 from tandem.router.engines.tls import engine_tls
-from tandem.router.engines.upstream import Upstream
+from tandem.router.engines.upstream import AnswerTooLarge, Unreachable, Upstream
 from tandem.runtime.time_slicer import TimeSlicer
-
-__all__ = ["EngineConnection", "EngineConnections"]
 
 # For one iteration of the event loop: long enough for the tokens of a hundred streams, short beside a token's time.
 RELAY_BUDGET_S = 0.004
@@ -64,3 +66,31 @@ class EngineConnections:
         """Close all connections. The fleet may live on and go on reporting its engines."""
         for connection in self._connections.values():
             connection.upstream.close()
+
+
+@contextmanager
+def engine_errors(engine: str) -> Iterator[None]:
+    """Translate errors of an HTTP request into `EngineFailed` with the engine's name."""
+    try:
+        yield
+    except AnswerTooLarge as exc:
+        raise AnswerRefused(f"engine {engine}: {exc}") from exc
+    except Unreachable as exc:
+        raise EngineFailed(engine, f"cannot be reached ({_text(exc)})", is_absent=True) from exc
+    except OSError as exc:
+        raise EngineFailed(engine, f"broke the connection ({_text(exc)})", is_lost=True) from exc
+
+
+@asynccontextmanager
+async def in_time(timeout_s: float, late: EngineFailed) -> AsyncIterator[None]:
+    """`engine_errors`, and `late` for work that takes longer than `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            with engine_errors(late.engine):
+                yield
+    except TimeoutError as exc:
+        raise late from exc
+
+
+def _text(exc: Exception) -> str:
+    return str(exc) or type(exc).__name__

@@ -13,8 +13,6 @@ from typing import Any
 from tandem.frontend.relay.answers import as_count
 from tandem.frontend.relay.apis import CHAT, COMPLETIONS, Api
 
-__all__ = ["continued_body", "obstacle", "stops_of"]
-
 Json = dict[str, Any]
 
 _DEFAULT_MAX_TOKENS = 16  # default of /v1/completions, as in OpenAI's API

@@ -30,7 +30,7 @@ from tandem.frontend.relay.attempt import EngineAttempt
 from tandem.frontend.relay.attempts import AttemptLimits, Attempts
 from tandem.frontend.relay.client_request import ClientRequest
 from tandem.frontend.relay.connections import EngineConnections
-from tandem.frontend.relay.prompts import ByteTokenReader, PromptReader, cache_salt_of, priority_of
+from tandem.frontend.relay.prompts import PromptReader, cache_salt_of, priority_of
 from tandem.protocol.digest import token_bytes
 from tandem.protocol.errors import ModelNotFound, NoWorker, RequestError, ServingError
 from tandem.router.engines.bounded_json import is_too_deep
@@ -38,8 +38,6 @@ from tandem.router.engines.dispatcher import Dispatcher, DispatchRequest, Engine
 from tandem.router.engines.errors import EngineFailed
 from tandem.scheduling.admission.tenants import CacheScopes
 from tandem.text.tokenizer import TokenizerPool
-
-__all__ = ["Forwarder", "read_object"]
 
 # Fields that tell an engine where KV comes from and which of its ranks computes. Only the router may set them: a client
 # could read the KV of others, or make an engine connect to any host. docs/engines.md has the reason for each.
@@ -80,7 +78,7 @@ class Forwarder:
         self._connections = connections
         self._scopes = scopes
         self._readers = readers
-        self._text = ByteTokenReader()
+        self._text = PromptReader()
         self._pool = pool
         self._metrics = metrics
         self._limits = limits

@@ -17,8 +17,6 @@ from tandem.frontend.relay.sse import PORTION_BYTES, end_of_event, split_events
 from tandem.frontend.relay.stream_ledger import StreamLedger, body_of
 from tandem.text.stop_strings import StopMatcher, StopStrings
 
-__all__ = ["CannotContinue", "ContinuedStream", "Joint", "find_joint"]
-
 Json = dict[str, Any]
 
 _NUM_CONTEXT_TOKENS = 16  # tokens of the prompt that are decoded too: a token's text may depend on those before it

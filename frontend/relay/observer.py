@@ -12,8 +12,6 @@ from tandem.frontend.relay.attempt_trace import AttemptTrace
 from tandem.frontend.relay.client_request import ClientRequest
 from tandem.router.engines.dispatcher import EngineReservation
 
-__all__ = ["AttemptObserver"]
-
 
 class AttemptObserver:
     """Follows one attempt to its end. The attempt calls `close` on every path."""

@@ -16,13 +16,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tandem.frontend.relay.answers import parse_answer
-from tandem.frontend.relay.connections import EngineConnection
-from tandem.frontend.relay.engine_errors import engine_errors
+from tandem.frontend.relay.connections import EngineConnection, in_time
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.errors import EngineTimeout
 from tandem.router.engines.upstream import Reply
-
-__all__ = ["PrefillAnswer", "PrefillLeg", "decode_leg_body", "meeting_of"]
 
 _ROOM_BITS = 63  # SGLang keeps the number in 64 bits, on some devices with a sign
 
@@ -67,13 +64,10 @@ class PrefillLeg:
     ) -> PrefillAnswer:
         """Raises `EngineFailed` or `EngineBusy`."""
         name = self.engine.name
-        try:
-            async with asyncio.timeout(timeout_s):
-                with engine_errors(name):
-                    reply = self._reply = await self.engine.upstream.post(path, content, request_id, trace)
-                    content = await reply.read_all()
-        except TimeoutError as exc:
-            raise EngineTimeout(name, f"did not end the prompt within request_timeout_s={timeout_s:g}") from exc
+        late = EngineTimeout(name, f"did not end the prompt within request_timeout_s={timeout_s:g}")
+        async with in_time(timeout_s, late):
+            reply = self._reply = await self.engine.upstream.post(path, content, request_id, trace)
+            content = await reply.read_all()
         reply.close()
         answer = parse_answer(name, reply.status, reply.headers, content, bool)
         return PrefillAnswer(reply.status, answer, content)

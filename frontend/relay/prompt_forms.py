@@ -12,8 +12,6 @@ import msgspec
 
 from tandem.frontend.messages.schema import BILLING_HEADER
 
-__all__ = ["PromptForm", "chat_form", "input_form", "messages_form", "no_form", "pairs_form", "responses_form"]
-
 Json = dict[str, Any]
 
 # Fields of a chat or a completion that change its prompt in a way that is not followed here.

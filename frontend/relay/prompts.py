@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import struct
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,16 +24,6 @@ from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import ConfigError, RequestError
 from tandem.text.token_lengths import PromptLimit
 from tandem.text.tokenizer import Tokenizer
-
-__all__ = [
-    "ByteTokenReader",
-    "PromptReader",
-    "ReadPrompt",
-    "TokenReader",
-    "cache_salt_of",
-    "load_readers",
-    "priority_of",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -50,90 +40,31 @@ class ReadPrompt(NamedTuple):
     is_exact: bool
 
 
-class PromptReader(Protocol):
+class PromptReader:
     """Reads the prompt of a request. Does not raise for a bad body: the engine answers that."""
+
+    def __init__(self, tokenizer: Tokenizer | None = None) -> None:
+        """The tokenizer is that of the model; without one, four bytes of text are a token."""
+        self._tokenizer = tokenizer
 
     def read(self, form: PromptForm, scope: CacheScope, max_tokens: int) -> ReadPrompt:
         """The prompt's tokens. This may take long for a long prompt: call it off the event loop.
 
         Only requests of the same scope share what is cached of a prompt's encoding. No engine takes a prompt longer
-        than `max_tokens`, so of such a prompt only the first `max_tokens + 1` tokens are read.
+        than `max_tokens`, so of such a prompt only the first `max_tokens + 1` tokens are read. As the engine does it,
+        completions get special tokens, and chats go through the model's template. It is an estimate where the tokens
+        are not known: the chat template cannot render the messages (for example images), or a field changes the prompt
+        in a way that is not followed here. So it is for more tokens than any engine takes: the engine refuses those.
         """
-
-
-class ByteTokenReader:
-    """Tokens of four bytes, for models without a tokenizer."""
-
-    def read(self, form: PromptForm, scope: CacheScope, max_tokens: int) -> ReadPrompt:
-        """As `PromptReader`. A shorter tail counts as one token."""
-        body, max_bytes = form.body, (max_tokens + 1) * _BYTES_PER_TOKEN
-        prompt = body.get("prompt")
-        if isinstance(prompt, list):
-            if ids := _token_ids(prompt, max_tokens):
-                return ReadPrompt(ids, form.is_exact)
-            prompt = next((item for item in prompt if isinstance(item, str)), "")
-        if isinstance(prompt, str):
-            return ReadPrompt(_text_tokens(prompt[:max_bytes].encode(errors="replace")[:max_bytes]), False)
-        # A conversation grows at its end, so the parts that stay come first: tools, then messages.
-        text = bytearray()
-        for part in (body.get("tools"), *_as_list(body.get("messages"))):
-            if part is not None:
-                text += (b"\n" if text else b"") + _message_bytes(part)
-            if len(text) > max_bytes:
-                break
-        return ReadPrompt(_text_tokens(bytes(text[:max_bytes])), False)
-
-
-class TokenReader:
-    """The model's own tokens.
-
-    Falls back to `ByteTokenReader` where the tokens are not known: the chat template cannot render the messages (for
-    example images), or a field changes the prompt in a way that is not followed here. It also does so for more tokens
-    than any engine takes: the engine refuses those.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._text = ByteTokenReader()
-
-    def read(self, form: PromptForm, scope: CacheScope, max_tokens: int) -> ReadPrompt:
-        """As the engine does it: completions with special tokens, chats through the model's template."""
-        body = form.body
-        if form.is_exact:
+        if form.is_exact and self._tokenizer is not None:
             try:
-                if "messages" in body:
-                    return ReadPrompt(self._chat(body, scope, PromptLimit(max_tokens, "messages")), True)
-                return ReadPrompt(self._completion(body, PromptLimit(max_tokens, "prompt")), True)
+                if "messages" in form.body:
+                    limit = PromptLimit(max_tokens, "messages")
+                    return ReadPrompt(_chat(self._tokenizer, form.body, scope, limit), True)
+                return ReadPrompt(_completion(self._tokenizer, form.body, PromptLimit(max_tokens, "prompt")), True)
             except RequestError as exc:
                 logger.debug("a prompt could not be tokenized here: %s", exc)
-        return self._text.read(form, scope, max_tokens)
-
-    def _completion(self, body: dict[str, Any], limit: PromptLimit) -> list[int]:
-        prompt = body.get("prompt")
-        if isinstance(prompt, list):
-            if ids := _token_ids(prompt, limit.max_tokens):
-                return ids
-            prompt = prompt[0] if prompt else ""
-        if not isinstance(prompt, str):
-            raise RequestError("not a text")
-        add_special_tokens = body.get("add_special_tokens") is not False
-        return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens, limit=limit)
-
-    def _chat(self, body: dict[str, Any], scope: CacheScope, limit: PromptLimit) -> list[int]:
-        fields = decode_body(msgspec.json.encode(body), ChatRequest)
-        check_messages(fields.messages, fields.chat_template_kwargs)
-        messages = template_messages(fields.messages)
-        for message, given in zip(messages, body["messages"], strict=True):
-            reasoning = given.get("reasoning") or given.get("reasoning_content")
-            if isinstance(reasoning, str):  # templates know one name or the other
-                message["reasoning"] = message["reasoning_content"] = reasoning
-        options = template_options(fields.chat_template_kwargs, fields.add_generation_prompt)
-        if isinstance(effort := body.get("reasoning_effort"), str):
-            options = {"enable_thinking": effort != "none", "reasoning_effort": effort} | options
-        if body.get("tools"):
-            options["tools"] = _rendered_tools(body["tools"])
-        add_special_tokens = bool(fields.add_special_tokens)
-        return self._tokenizer.encode_chat(messages, options, scope, add_special_tokens=add_special_tokens, limit=limit)
+        return _estimate(form, max_tokens)
 
 
 def load_readers(tokenizers: dict[str, str]) -> dict[str, PromptReader]:
@@ -141,7 +72,7 @@ def load_readers(tokenizers: dict[str, str]) -> dict[str, PromptReader]:
     readers: dict[str, PromptReader] = {}
     for model, folder in tokenizers.items():
         try:
-            readers[model] = TokenReader(Tokenizer(folder))
+            readers[model] = PromptReader(Tokenizer(folder))
         except (OSError, ValueError) as exc:
             reason = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
             raise ConfigError(f"tokenizers: {model!r} = {folder!r} cannot be loaded: {reason}") from exc
@@ -166,6 +97,55 @@ def priority_of(body: dict[str, Any]) -> int | None:
     if value is None:
         return None
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**31 else 0
+
+
+def _estimate(form: PromptForm, max_tokens: int) -> ReadPrompt:
+    """Tokens of four bytes each. A shorter tail counts as one token."""
+    body, max_bytes = form.body, (max_tokens + 1) * _BYTES_PER_TOKEN
+    prompt = body.get("prompt")
+    if isinstance(prompt, list):
+        if ids := _token_ids(prompt, max_tokens):
+            return ReadPrompt(ids, form.is_exact)
+        prompt = next((item for item in prompt if isinstance(item, str)), "")
+    if isinstance(prompt, str):
+        return ReadPrompt(_text_tokens(prompt[:max_bytes].encode(errors="replace")[:max_bytes]), False)
+    # A conversation grows at its end, so the parts that stay come first: tools, then messages.
+    text = bytearray()
+    for part in (body.get("tools"), *_as_list(body.get("messages"))):
+        if part is not None:
+            text += (b"\n" if text else b"") + _message_bytes(part)
+        if len(text) > max_bytes:
+            break
+    return ReadPrompt(_text_tokens(bytes(text[:max_bytes])), False)
+
+
+def _completion(tokenizer: Tokenizer, body: dict[str, Any], limit: PromptLimit) -> list[int]:
+    prompt = body.get("prompt")
+    if isinstance(prompt, list):
+        if ids := _token_ids(prompt, limit.max_tokens):
+            return ids
+        prompt = prompt[0] if prompt else ""
+    if not isinstance(prompt, str):
+        raise RequestError("not a text")
+    add_special_tokens = body.get("add_special_tokens") is not False
+    return tokenizer.encode(prompt, add_special_tokens=add_special_tokens, limit=limit)
+
+
+def _chat(tokenizer: Tokenizer, body: dict[str, Any], scope: CacheScope, limit: PromptLimit) -> list[int]:
+    fields = decode_body(msgspec.json.encode(body), ChatRequest)
+    check_messages(fields.messages, fields.chat_template_kwargs)
+    messages = template_messages(fields.messages)
+    for message, given in zip(messages, body["messages"], strict=True):
+        reasoning = given.get("reasoning") or given.get("reasoning_content")
+        if isinstance(reasoning, str):  # templates know one name or the other
+            message["reasoning"] = message["reasoning_content"] = reasoning
+    options = template_options(fields.chat_template_kwargs, fields.add_generation_prompt)
+    if isinstance(effort := body.get("reasoning_effort"), str):
+        options = {"enable_thinking": effort != "none", "reasoning_effort": effort} | options
+    if body.get("tools"):
+        options["tools"] = _rendered_tools(body["tools"])
+    add_special_tokens = bool(fields.add_special_tokens)
+    return tokenizer.encode_chat(messages, options, scope, add_special_tokens=add_special_tokens, limit=limit)
 
 
 def _rendered_tools(tools: Any) -> list[dict[str, Any]]:

@@ -14,18 +14,6 @@ from typing import Any, Protocol
 from tandem.frontend.relay.usage import chat_pair_usage
 from tandem.router.engines.bounded_json import NotJson, dumps, loads
 
-__all__ = [
-    "PORTION_BYTES",
-    "ChunkEvents",
-    "EventFormat",
-    "EventSplitter",
-    "SseEvent",
-    "data_of",
-    "end_of_event",
-    "first_event",
-    "split_events",
-]
-
 MAX_EVENT_BYTES = 8 * 1024 * 1024
 MAX_EVENT_LINES = 4096
 PORTION_BYTES = 1024  # of events that may have to be parsed; those after them wait for a time slice

@@ -5,10 +5,9 @@ Nothing is computed, so these requests wait in no queue and are booked on no eng
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from urllib.parse import urlencode
 
 from starlette.requests import Request
@@ -18,13 +17,10 @@ from starlette.types import Scope
 from tandem.frontend.http.request_id import request_id_of
 from tandem.frontend.http.request_options import tenant_of, trace_headers_of
 from tandem.frontend.relay.answers import parse_answer
-from tandem.frontend.relay.connections import EngineConnection, EngineConnections
-from tandem.frontend.relay.engine_errors import engine_errors
+from tandem.frontend.relay.connections import EngineConnection, EngineConnections, in_time
 from tandem.router.engines.dispatcher import Dispatcher
 from tandem.router.engines.errors import AnswerNotFound, EngineTimeout
 from tandem.router.engines.upstream import Reply
-
-__all__ = ["StoredResponses"]
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,256}")
 
@@ -49,7 +45,7 @@ class StoredResponses:
         if reply.is_event_stream:
             return StreamingResponse(self._parts(engine, reply), reply.status, media_type="text/event-stream")
         try:
-            async with _in_time(engine.name, self._timeout_s):
+            async with self._in_time(engine):
                 content = await reply.read_all()
         finally:
             reply.close()
@@ -58,14 +54,14 @@ class StoredResponses:
 
     async def _send(self, engine: EngineConnection, method: str, path: str, scope: Scope) -> Reply:
         request_id, trace = request_id_of(scope).unique, trace_headers_of(scope)
-        async with _in_time(engine.name, self._timeout_s):
+        async with self._in_time(engine):
             return await engine.upstream.send(method, path, b"", request_id, trace)
 
     async def _parts(self, engine: EngineConnection, reply: Reply) -> AsyncIterator[bytes]:
         """The bytes of a stream. An error breaks the connection to the client, which sees that the end is missing."""
         try:
             while True:
-                async with _in_time(engine.name, self._timeout_s):
+                async with self._in_time(engine):
                     part = await reply.read()
                 if not part:
                     return
@@ -73,13 +69,6 @@ class StoredResponses:
         finally:
             reply.close()
 
-
-@asynccontextmanager
-async def _in_time(engine: str, timeout_s: float) -> AsyncIterator[None]:
-    """Translate the errors of a connection, and of waiting too long, into `EngineFailed`."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            with engine_errors(engine):
-                yield
-    except TimeoutError as exc:
-        raise EngineTimeout(engine, f"sent nothing within request_timeout_s={timeout_s:g}") from exc
+    def _in_time(self, engine: EngineConnection) -> AbstractAsyncContextManager[None]:
+        timeout_s = self._timeout_s
+        return in_time(timeout_s, EngineTimeout(engine.name, f"sent nothing within request_timeout_s={timeout_s:g}"))

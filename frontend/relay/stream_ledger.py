@@ -17,8 +17,6 @@ from tandem.frontend.relay.answers import as_dict
 from tandem.frontend.relay.sse import PORTION_BYTES, data_of, end_of_event, split_events
 from tandem.router.engines.bounded_json import NotJson, Outline, dumps, loads
 
-__all__ = ["DONE", "StreamLedger", "body_of"]
-
 Json = dict[str, Any]
 
 DONE = b"data: [DONE]\n\n"

@@ -10,11 +10,12 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from tandem.frontend.http.response_writer import ResponseWriter
 from tandem.frontend.relay.answers import error_text
-from tandem.frontend.relay.engine_errors import engine_errors
+from tandem.frontend.relay.connections import engine_errors
+from tandem.frontend.relay.observer import AttemptObserver
 from tandem.frontend.relay.sse import (
     PORTION_BYTES,
     EventFormat,
@@ -29,27 +30,9 @@ from tandem.router.engines.errors import EngineFailed, EngineTimeout
 from tandem.router.engines.upstream import QUICK_BYTES, Reply
 from tandem.runtime.idle_timeout import IdleTimeout
 
-__all__ = ["Rewrite", "StreamObserver", "StreamRelay"]
-
 Rewrite = Callable[[bytes], tuple[bytes, int, int, int]]
 
 MAX_PARSED_AT_ONCE = 64  # events of a stream that are parsed as they arrive, beside those that are only text
-
-
-class StreamObserver(Protocol):
-    """Gets to know what a stream contains."""
-
-    def saw_tokens(self, count: int) -> None:
-        """Tokens came just now."""
-
-    def saw_usage(self, usage: dict[str, Any], *, is_total: bool) -> None:
-        """The engine reported usage, of the answer so far or in total."""
-
-    def held(self, *, is_held: bool) -> None:
-        """The client has stopped reading the stream, or reads it again."""
-
-    def ended(self) -> None:
-        """The answer is complete."""
 
 
 class StreamRelay:
@@ -59,7 +42,7 @@ class StreamRelay:
         self,
         engine: str,
         reply: Reply,
-        observer: StreamObserver,
+        observer: AttemptObserver,
         events: EventFormat,
         *,
         shows_usage: bool,

@@ -21,8 +21,6 @@ from tandem.frontend.relay.usage import (
 )
 from tandem.router.engines.bounded_json import NotJson, dumps, loads
 
-__all__ = ["MessageEvents", "ResponseEvents"]
-
 Json = dict[str, Any]
 
 # NOTE: line ends are escaped in JSON strings, so the text of an answer cannot contain these patterns.

@@ -14,15 +14,6 @@ from typing import Any
 
 from tandem.frontend.relay.answers import as_count, as_dict
 
-__all__ = [
-    "chat_pair_usage",
-    "messages_pair_usage",
-    "messages_usage",
-    "num_cached_tokens",
-    "responses_pair_usage",
-    "responses_usage",
-]
-
 Json = dict[str, Any]
 
 

@@ -18,8 +18,6 @@ from tandem.frontend.responses.schema import ResponsesRequest, TextFormat
 from tandem.frontend.responses.tools import ResponseTools, custom_arguments, shown_name
 from tandem.protocol.errors import RequestError, missing_parameter
 
-__all__ = ["FIELD_NAMES", "chat_request", "input_messages", "refuse_unserved", "turn_starts", "wants_opaque_reasoning"]
-
 _UNSERVED = ("background", "conversation", "prompt", "top_logprobs")
 _OPAQUE_REASONING, _LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 # Items of tools that OpenAI's servers run, and what only those servers can read: the model does not see them.

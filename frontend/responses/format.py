@@ -12,25 +12,11 @@ import msgspec
 from tandem.frontend.http.answer_shapes import Error
 from tandem.frontend.openai.choice_text import ChoiceDelta
 from tandem.frontend.openai.planned_answer import AnswerEvents, FinishedChoice, PlannedAnswer, TokensUsed
-from tandem.frontend.responses.answer_shapes import (
-    ErrorEvent,
-    InputTokensDetails,
-    OutputItem,
-    OutputTokensDetails,
-    ResponseCompleted,
-    ResponseCreated,
-    ResponseEvent,
-    ResponseIncomplete,
-    ResponseInProgress,
-    ResponseObject,
-    ResponseUsage,
-)
+from tandem.frontend.responses import answer_shapes as shapes
 from tandem.frontend.responses.conversation import wants_opaque_reasoning
 from tandem.frontend.responses.output import OutputItems
 from tandem.frontend.responses.schema import ResponsesRequest
 from tandem.frontend.responses.tools import ResponseTools
-
-__all__ = ["ResponsesFormat"]
 
 _encode = msgspec.json.Encoder().encode
 
@@ -42,14 +28,14 @@ class ResponsesFormat:
     prompt_field = "input"
 
     def __init__(
-        self, request: ResponsesRequest, tools: ResponseTools, keep: Callable[[ResponseObject], Awaitable[None]]
+        self, request: ResponsesRequest, tools: ResponseTools, keep: Callable[[shapes.ResponseObject], Awaitable[None]]
     ) -> None:
         self._request = request
         self._tools = tools
         self.keep = keep
-        self.plain_body: ResponseObject | None = None  # the answer's body if it was not streamed
+        self.plain_body: shapes.ResponseObject | None = None  # the answer's body if it was not streamed
 
-    def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: TokensUsed) -> ResponseObject:
+    def body(self, answer: PlannedAnswer, choices: list[FinishedChoice], usage: TokensUsed) -> shapes.ResponseObject:
         """The response object of a plain answer."""
         choice, items = choices[0], self.new_items(answer, itertools.count())
         is_cut = choice.finish_reason == "length"
@@ -74,13 +60,13 @@ class ResponsesFormat:
         answer: PlannedAnswer,
         created_at: int,
         status: Literal["in_progress", "completed", "incomplete"],
-        output: list[OutputItem],
+        output: list[shapes.OutputItem],
         usage: TokensUsed | None,
-    ) -> ResponseObject:
+    ) -> shapes.ResponseObject:
         """The response object."""
         request = self._request
         text = {"type": "text"} if request.text is None or request.text.format is None else request.text.format
-        return ResponseObject(
+        return shapes.ResponseObject(
             id=answer.answer_id,
             object="response",
             created_at=created_at,
@@ -136,32 +122,34 @@ class _ResponseEvents:
         await self._format.keep(body)
         number = next(self._numbers)
         return data + _event(
-            ResponseIncomplete(body, sequence_number=number)
+            shapes.ResponseIncomplete(body, sequence_number=number)
             if self._is_cut
-            else ResponseCompleted(body, sequence_number=number)
+            else shapes.ResponseCompleted(body, sequence_number=number)
         )
 
     def error(self, body: Error) -> bytes:
         """The error as an event of its own; clients raise it."""
         error = body.error
-        return _event(ErrorEvent(error.code, error.message, error.param, sequence_number=next(self._numbers)))
+        return _event(shapes.ErrorEvent(error.code, error.message, error.param, sequence_number=next(self._numbers)))
 
     def _begin(self) -> bytes:
         self._has_begun = True
         body = self._format.response(self._answer, self._created_at, "in_progress", [], None)
-        created = _event(ResponseCreated(body, sequence_number=next(self._numbers)))
-        return created + _event(ResponseInProgress(body, sequence_number=next(self._numbers)))
+        created = _event(shapes.ResponseCreated(body, sequence_number=next(self._numbers)))
+        return created + _event(shapes.ResponseInProgress(body, sequence_number=next(self._numbers)))
 
 
-def _event(event: ResponseEvent) -> bytes:
+def _event(event: shapes.ResponseEvent) -> bytes:
     return b"event: " + str(event.__struct_config__.tag).encode() + b"\ndata: " + _encode(event) + b"\n\n"
 
 
-def _usage(usage: TokensUsed) -> ResponseUsage:
-    return ResponseUsage(
+def _usage(usage: TokensUsed) -> shapes.ResponseUsage:
+    return shapes.ResponseUsage(
         input_tokens=usage.num_prompt_tokens,
-        input_tokens_details=InputTokensDetails(usage.num_cached_tokens, usage.cached_by_tier, cache_write_tokens=0),
+        input_tokens_details=shapes.InputTokensDetails(
+            usage.num_cached_tokens, usage.cached_by_tier, cache_write_tokens=0
+        ),
         output_tokens=usage.num_completion_tokens,
-        output_tokens_details=OutputTokensDetails(usage.num_reasoning_tokens),
+        output_tokens_details=shapes.OutputTokensDetails(usage.num_reasoning_tokens),
         total_tokens=usage.num_prompt_tokens + usage.num_completion_tokens,
     )

@@ -15,19 +15,6 @@ from tandem.frontend.response_store import ResponseNotFound, ResponseStore
 from tandem.frontend.responses.answer_shapes import InputItems
 from tandem.protocol.errors import RequestError
 
-__all__ = [
-    "MAX_PAGE_ITEMS",
-    "as_items",
-    "check_kept_bytes",
-    "check_nesting",
-    "input_page",
-    "item_id",
-    "opaque_reasoning",
-    "read_reasoning",
-    "resolved",
-    "with_ids",
-]
-
 Json = dict[str, Any]
 
 MAX_REFERENCED_RESPONSES = 1024  # by one request: each is looked up

@@ -13,8 +13,6 @@ from tandem.frontend.responses.items import item_id, opaque_reasoning
 from tandem.frontend.responses.tools import ResponseTools, custom_input
 from tandem.text.tool_calls.events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 
-__all__ = ["OutputItems"]
-
 
 class OutputItems:
     """Builds the items. A message, reasoning or call is open while its text grows; one is open at a time."""

@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from tandem.frontend.http.answer_shapes import Deleted
 from tandem.frontend.http.app import RouterApp, json_response
@@ -38,8 +38,6 @@ from tandem.frontend.responses.schema import ResponsesRequest
 from tandem.frontend.responses.tools import ResponseTools, response_tools
 from tandem.protocol.errors import ContextLengthExceeded, ServingError
 
-__all__ = ["add_responses_routes"]
-
 Json = dict[str, Any]
 
 _NESTED = ("input", "tools", "tool_choice", "conversation", "prompt")  # fields of any JSON
@@ -49,13 +47,8 @@ logger = logging.getLogger(__name__)
 
 def add_responses_routes(app: RouterApp, context: ServingContext) -> None:
     """Add the routes."""
-
-    async def responses(scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer as OpenAI's Responses API, at once or as a stream of events."""
-        response = await _create(context, Request(scope, receive))
-        await response(scope, receive, send)
-
-    app.add_raw_route("/v1/responses", responses)
+    summary = "Answer as OpenAI's Responses API, at once or as a stream of events."
+    app.add_answers("/v1/responses", summary, partial(_create, context))
 
     @app.post("/v1/responses/input_tokens")
     async def count_input_tokens(request: Request) -> Response:

@@ -21,17 +21,6 @@ from tandem.frontend.openai.schema import (
     absent,
 )
 
-__all__ = [
-    "CustomFormat",
-    "CustomTool",
-    "FunctionTool",
-    "NamespaceTool",
-    "ReasoningOptions",
-    "ResponsesRequest",
-    "TextFormat",
-    "TextOptions",
-]
-
 
 class FunctionTool(msgspec.Struct, frozen=True):
     """A function that the model may call."""

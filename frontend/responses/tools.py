@@ -20,8 +20,6 @@ from tandem.frontend.openai.tool_fields import FunctionName, NamedToolChoice, To
 from tandem.frontend.responses.schema import CustomFormat, CustomTool, FunctionTool, NamespaceTool
 from tandem.protocol.errors import RequestError, missing_parameter
 
-__all__ = ["CalledTool", "ResponseTools", "custom_arguments", "custom_input", "response_tools", "shown_name"]
-
 Json = dict[str, Any]
 S = TypeVar("S", bound=msgspec.Struct)
 

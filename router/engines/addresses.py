@@ -17,8 +17,6 @@ from urllib.parse import urlsplit
 from tandem.protocol.errors import ConfigError
 from tandem.router.engines.config import EngineSpec
 
-__all__ = ["AddressRefused", "Resolve", "check_addresses", "is_local", "public_addresses"]
-
 Resolve = Callable[[str, int], Awaitable[list[str]]]  # host, port -> numeric addresses; raises `OSError`
 
 # Metadata services of clouds, which hand out credentials to the machine; their other addresses are link-local.

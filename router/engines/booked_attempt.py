@@ -11,8 +11,6 @@ from tandem.scheduling.cost_model import StepModel
 from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.request import PlacementRequest
 
-__all__ = ["BookedAttempt"]
-
 MIN_TRANSFER_S = 1e-4
 
 

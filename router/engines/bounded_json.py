@@ -11,8 +11,6 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ["LARGE", "MAX_DEPTH", "NotJson", "Outline", "dumps", "is_too_deep", "loads"]
-
 WHOLE_BYTES = 64 * 1024  # a text up to here is always read whole, in a millisecond or two
 OUTLINED_BYTES = 8 * 1024 * 1024  # a text from here on is never read whole
 MAX_BRACKETS = 1 << 15  # lists and objects of others that are read whole, brackets within strings included

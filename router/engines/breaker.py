@@ -15,8 +15,6 @@ import enum
 
 from tandem.runtime.backoff import Backoff
 
-__all__ = ["Breaker", "BreakerState"]
-
 
 class BreakerState(enum.StrEnum):
     """Which requests the breaker lets through."""

@@ -16,8 +16,6 @@ from tandem.router.engines.simulated_cache import SimulatedCache
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 
-__all__ = ["CacheView"]
-
 
 class CacheView:
     """The router's view of one engine's prefix cache. Empty between `stop` and the next `start`."""

@@ -22,17 +22,6 @@ from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role
 from tandem.protocol.toml_file import checked_as, read_toml
 
-__all__ = [
-    "EngineKind",
-    "EngineSpec",
-    "FleetFile",
-    "check_fleet",
-    "check_tokenizer",
-    "load_fleet",
-    "ranks_of",
-    "spec_from",
-]
-
 EngineKind = Literal["openai", "vllm", "sglang", "llamacpp"]
 
 # Errors quote the description of each type: what a value must be.

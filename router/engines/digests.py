@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from tandem.protocol.digest import CacheScope, packed_digests, root_digest
 from tandem.protocol.messages import WorkerCard
 
-__all__ = ["EngineDigests", "digest_root"]
-
 
 def digest_root(model: str, block_size: int, *, is_exact: bool = True) -> bytes:
     """Namespace of the digests by which engines of one model are compared.

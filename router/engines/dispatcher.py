@@ -20,16 +20,6 @@ from tandem.router.engines.config import EngineSpec
 from tandem.router.operator_api import OperatorApi
 from tandem.scheduling.request import ServiceClass
 
-__all__ = [
-    "GAP_INTERVAL_S",
-    "Abort",
-    "DispatchRequest",
-    "Dispatcher",
-    "EngineListener",
-    "EngineReservation",
-    "EngineTarget",
-]
-
 Abort = Callable[[str, str], None]  # ends a request with an error, which names the lost engine and the reason
 GAP_INTERVAL_S = 0.1  # the deciding side uses one gap between tokens for each engine and interval
 

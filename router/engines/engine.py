@@ -31,8 +31,6 @@ from tandem.runtime.time_slicer import TimeSlicer
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 
-__all__ = ["RemoteEngine", "RunningRequest"]
-
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_SIMULATED_BLOCKS = 8192  # cache of an engine that does not report its size
 DEFAULT_NUM_BLOCKS = 1 << 16

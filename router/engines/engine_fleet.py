@@ -28,8 +28,6 @@ from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 
-__all__ = ["EngineFleet", "stall_limit_s"]
-
 logger = logging.getLogger(__name__)
 
 _DRAIN_POLL_S = 0.05

@@ -25,8 +25,6 @@ from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.worker_table import WorkerTable
 from tandem.scheduling.workers.workers import RegisteredWorker
 
-__all__ = ["EnginePlacer", "ModelWorkers"]
-
 
 class ModelWorkers:
     """The engines of one model, taken from the registry of all engines."""

@@ -17,8 +17,6 @@ import enum
 
 from tandem.router.engines.engine_status import EngineReport, WorkCounter
 
-__all__ = ["EngineProgress"]
-
 
 class _Phase(enum.Enum):
     SENT = enum.auto()  # its first token may take any time

@@ -11,21 +11,6 @@ from prometheus_client.samples import Sample
 
 from tandem.router.engines.bounded_json import NotJson, dumps, loads
 
-__all__ = [
-    "CacheSize",
-    "EngineReport",
-    "ReportedLoad",
-    "ServedModel",
-    "WorkCounter",
-    "WorkDone",
-    "parse_cache_size",
-    "parse_load",
-    "parse_report",
-    "parse_work",
-    "served_model",
-    "vllm_gives_token_ids",
-]
-
 # Names in order of preference. The values of all label sets (for example of data-parallel ranks) are added up.
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred")

@@ -15,16 +15,6 @@ from __future__ import annotations
 
 from tandem.protocol.errors import Overloaded, RequestError, WorkerError
 
-__all__ = [
-    "AdapterGone",
-    "AnswerNotFound",
-    "AnswerRefused",
-    "EngineBusy",
-    "EngineFailed",
-    "EngineNotFound",
-    "EngineTimeout",
-]
-
 
 class EngineFailed(WorkerError):
     """An engine failed the request; so did the others that were tried.

@@ -10,8 +10,6 @@ from tandem.scheduling.workers.bookings import Booking
 from tandem.scheduling.workers.load import RequestLoad
 from tandem.scheduling.workers.registry import Registry
 
-__all__ = ["ForeignLoad", "MeanLengths"]
-
 MAX_FOREIGN_BOOKINGS = 512  # per engine
 FIRST_GUESS_TOKENS = 256.0  # length of a prompt until prompts have been seen
 

@@ -25,8 +25,6 @@ from zmq.error import ZMQError
 from tandem.protocol.decoding import safe_decoder
 from tandem.protocol.digest import block_digests, root_digest
 
-__all__ = ["BlockChange", "BlockTranslator", "KvEventFeed", "decode_batch"]
-
 logger = logging.getLogger(__name__)
 
 REPLAY_TIMEOUT_S = 5.0

@@ -49,8 +49,6 @@ from tandem.scheduling.request import PlacementRequest
 if TYPE_CHECKING:
     from tandem.runtime.tracing.tracing import Tracing
 
-__all__ = ["KEY_PREFIX", "LocalDispatcher", "LocalReservation"]
-
 # Keys of engines added over HTTP come from variables with this prefix, or from those that the engines file names: an
 # admin of engines must not be able to send any other secret of the process to a URL.
 KEY_PREFIX = "TANDEM_ENGINE_"
@@ -81,6 +79,7 @@ class LocalDispatcher:
         `manager` runs the servers. `settings` are shown to operators.
         """
         self.fleet = fleet
+        self.max_model_len, self.capabilities, self.now = fleet.max_model_len, fleet.capabilities, fleet.clock
         self.queues = Queues(fleet)
         self.reservations = ReservationContext(now=fleet.clock, tracing=tracing, poisoned=PoisonedRequests("engines"))
         self.num_retries = 0
@@ -146,18 +145,6 @@ class LocalDispatcher:
         now = self.now()
         reasons = ", ".join(f"{engine.name} ({engine.refusal(now)})" for engine in self.fleet.engines)
         return f"No engine is ready: {reasons or 'none is registered'}."
-
-    def max_model_len(self, model: str) -> int | None:
-        """Longest context of the model's engines; None while it is not known."""
-        return self.fleet.max_model_len(model)
-
-    def capabilities(self, model: str) -> dict[str, Any] | None:
-        """What all engines of the model that tell it can do; None if none does."""
-        return self.fleet.capabilities(model)
-
-    def now(self) -> float:
-        """The fleet's clock."""
-        return self.fleet.clock()
 
     def reserve(self, request: DispatchRequest, abort: Abort) -> LocalReservation:
         """A reservation that holds nothing yet. `abort` is called when one of its engines is gone."""

@@ -11,8 +11,6 @@ from tandem.protocol.messages import WorkerState
 from tandem.router.engines.breaker import BreakerState
 from tandem.router.engines.engine_fleet import EngineFleet
 
-__all__ = ["EngineCollector"]
-
 
 class EngineCollector:
     """State, circuit breaker and failures of every engine, and the number of retries."""

@@ -10,8 +10,6 @@ from tandem.router.engines.engine import RemoteEngine
 from tandem.router.engines.engine_fleet import EngineFleet
 from tandem.router.overview import MEMBER_COLUMNS, member_row, overview_of
 
-__all__ = ["fleet_overview"]
-
 _NUM_MODELS = 20
 _MAX_CHARS = 200
 _COLUMNS = (*MEMBER_COLUMNS, "model", "circuit", "openings", "foreign", "requests", "failures", "refusal")

@@ -14,8 +14,6 @@ from tandem.runtime.followed_tls import FollowedTls
 from tandem.runtime.idle_timeout import answered_in_time
 from tandem.runtime.time_slicer import TimeSlicer
 
-__all__ = ["ProbeAnswer", "ProbeClient", "ProbeFailed"]
-
 MAX_ANSWER_BYTES = 8 * 1024 * 1024  # answer to a health check, `/metrics` or the list of models
 _CONNECT_TIMEOUT_S = 3600.0  # the deadline of the probe is shorter
 _REQUEST_ID = "probe"

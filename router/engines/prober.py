@@ -29,8 +29,6 @@ from tandem.router.engines.server_metrics import ServerMetrics
 from tandem.router.engines.step_check import StepCheck, StepVerdict
 from tandem.scheduling.workers.registry import Registry
 
-__all__ = ["EngineProber"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -24,8 +24,6 @@ from tandem.scheduling.decisions import MAX_DECISIONS
 from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.request import PlacementRequest
 
-__all__ = ["ModelQueue", "Queues"]
-
 
 class ModelQueue:
     """The queue of one model."""

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from tandem.router.engines.engine import RemoteEngine
 from tandem.router.engines.probe_client import ProbeFailed
 
-__all__ = ["MetricsReading", "ServerMetrics"]
-
 
 class MetricsReading(NamedTuple):
     """What one reading found."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-__all__ = ["SimulatedCache"]
-
 
 class SimulatedCache:
     """An LRU of `capacity` blocks, each of which expires when it was not used for `ttl_s`."""

@@ -11,8 +11,6 @@ from tandem.protocol.messages import WorkerState
 from tandem.router.engines.engine import RemoteEngine
 from tandem.runtime.idle_timeout import CHECKS, IdleClock
 
-__all__ = ["StallWatch"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_INTERVAL_S = 1.0

@@ -14,8 +14,6 @@ from tandem.router.engines.bounded_json import NotJson, loads
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.probe_client import ProbeClient, ProbeFailed
 
-__all__ = ["StepCheck", "StepVerdict"]
-
 _CANNOT_ASK = frozenset({400, 404, 405, 422, 501})
 
 

@@ -21,8 +21,6 @@ from tandem.protocol.messages import StepStats
 from tandem.router.engines.dispatcher import GAP_INTERVAL_S
 from tandem.scheduling.cost_model import prefill_attention
 
-__all__ = ["StepTiming"]
-
 SAME_STEP_S = 0.004  # first tokens this close come from one step
 _MIN_GAP_S = 0.0005  # a shorter gap is a burst of the network, not a step
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-__all__ = ["StoredAnswers"]
-
 MAX_STORED_ANSWERS = 32_768  # older ones are forgotten; with their ids they take 10 MB
 MAX_ID_CHARS = 256
 

@@ -14,8 +14,6 @@ from tandem.router.engines.config import EngineSpec
 from tandem.runtime.certificates import NamedFile, load_ca, load_identity
 from tandem.runtime.followed_tls import FollowedTls, LoadedTls
 
-__all__ = ["check_engine_tls", "engine_tls", "tls_reason"]
-
 
 def engine_tls(spec: EngineSpec, config: ExternalEnginesConfig) -> FollowedTls | None:
     """The context for connections to this engine, which follows its files; None if it speaks plain HTTP.

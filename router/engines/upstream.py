@@ -29,8 +29,6 @@ from tandem.router.streams import DeltaQueue
 from tandem.runtime.followed_tls import FollowedTls
 from tandem.runtime.time_slicer import TimeSlicer
 
-__all__ = ["AnswerTooLarge", "Reply", "Unreachable", "Upstream"]
-
 # Shorter than the 5 s after which uvicorn closes an idle connection, which would lose the request on it.
 _MAX_IDLE_S = 2.0
 _NO_TRACE: Mapping[str, str] = {}

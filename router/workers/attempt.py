@@ -14,8 +14,6 @@ from tandem.router.workers.link import Leg
 from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.workers.bookings import Booking
 
-__all__ = ["Attempt", "DeltaOrder", "kv_holder"]
-
 
 class Attempt:
     """Legs are the parts of the request that its workers do: prefill and decode, or all of it.

@@ -67,8 +67,6 @@ from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 
-__all__ = ["WorkerClient"]
-
 logger = logging.getLogger(__name__)
 
 _HEARTBEATS_MISSED = 2  # one may be late
@@ -108,7 +106,6 @@ class WorkerClient:
         costs: CostModel,
         config: RouterConfig,
         *,
-        router_id: str = "",
         keys: KeyPair | None = None,
         heartbeat_interval_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
@@ -116,7 +113,7 @@ class WorkerClient:
         """`heartbeat_interval_s` is that of the workers."""
         self._registry = registry
         self._config = config
-        self._router_id = router_id or f"router-{uuid.uuid4().hex[:12]}"
+        self._router_id = f"router-{uuid.uuid4().hex[:12]}"
         self._keys = keys or make_keys()
         self._missed_s = _HEARTBEATS_MISSED * heartbeat_interval_s
         self._clock = clock

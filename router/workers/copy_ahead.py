@@ -17,8 +17,6 @@ from tandem.router.streams import DeltaQueue
 from tandem.router.workers.client import WorkerClient
 from tandem.scheduling.workers.bookings import Booking
 
-__all__ = ["StandbyCopies", "copy_ahead", "copy_kv", "is_worthwhile"]
-
 logger = logging.getLogger(__name__)
 
 MakeQueue = Callable[[], DeltaQueue[SequenceDelta]]

@@ -13,8 +13,6 @@ from tandem.protocol.fault_boundary import async_error_of
 from tandem.router.admission_queue import AdmittedRequest
 from tandem.scheduling.workers.bookings import Booking
 
-__all__ = ["Departure", "LeavesWorkers"]
-
 
 class LeavesWorkers(Exception):
     """Raised when a request leaves its workers for others, where its place is booked. Its text is the cause."""

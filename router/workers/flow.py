@@ -38,8 +38,6 @@ from tandem.scheduling.workers.workers import WorkerChange
 if TYPE_CHECKING:
     from tandem.runtime.tracing.tracing import Tracing
 
-__all__ = ["UNMANAGED", "RequestFlow"]
-
 HUB_CALLS = 64  # requests whose new tokens go to the edge processes together, which turn them into text
 
 UNMANAGED = UnmanagedWorkers(

@@ -29,8 +29,6 @@ from tandem.router.workers.worker_reservation import WorkerReservation, WorkerRe
 from tandem.runtime.idle_timeout import IdleTimeout
 from tandem.scheduling.workers.workers import RegisteredWorker, can_decode
 
-__all__ = ["Generation", "GenerationContext"]
-
 logger = logging.getLogger(__name__)
 
 

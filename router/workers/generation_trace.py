@@ -28,8 +28,6 @@ from tandem.scheduling.placement.placement import Placement
 if TYPE_CHECKING:
     from tandem.router.backend import GenerateRequest
 
-__all__ = ["GenerationTrace", "admission_node", "placement_node"]
-
 
 class _Told(NamedTuple):
     """A worker's report about a sequence: when things happened, on the router's clock, and how many."""

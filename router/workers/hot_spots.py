@@ -12,8 +12,6 @@ from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.workers.hot_spots import HotSpot, find_hot_spot
 from tandem.scheduling.workers.registry import Registry
 
-__all__ = ["HotSpotRelief"]
-
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5

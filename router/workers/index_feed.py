@@ -9,8 +9,6 @@ from tandem.router.workers.link import Link
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 
-__all__ = ["IndexFeed"]
-
 
 class IndexFeed:
     """Feeds an index. A store that several workers share is reported by one of them, which the registry names."""

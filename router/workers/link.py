@@ -23,8 +23,6 @@ from tandem.router.streams import DeltaQueue
 from tandem.runtime.dropped import DroppedMessages
 from tandem.runtime.message_socket import MessageSocket
 
-__all__ = ["Leg", "Link", "Stopped"]
-
 
 class Stopped(Exception):
     """A worker has stopped its part of a request, as it was asked to; all its tokens came before this."""

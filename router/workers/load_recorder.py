@@ -9,8 +9,6 @@ from tandem.protocol.messages import Heartbeat, LinkLoad, StepOutput
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.workers.registry import Registry
 
-__all__ = ["LEARN_INTERVAL_S", "LoadRecorder"]
-
 # Time between two steps of one kind of worker that are learned from. 500 steps a second teach five coefficients as well
 # as thousands do, and learning from a step costs more than everything else done with it.
 LEARN_INTERVAL_S = 2e-3

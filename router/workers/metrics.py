@@ -1,4 +1,4 @@
-"""Prometheus metrics of the workers, and of the hit ratios that caches of other sizes would have."""
+"""Prometheus metrics of the workers and their pins, and of the hit ratios that caches of other sizes would have."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from tandem.protocol.messages import WorkerCard, WorkerLoad
 from tandem.router.reservation import ReservationContext
+from tandem.router.workers.pins import PinService
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import RegisteredWorker
-
-__all__ = ["CacheSizingCollector", "LoadCollector", "MoveCollector", "WorkerCollector"]
 
 # Fixed, so that the series do not depend on the configuration: 256 to 16 million blocks.
 _CAPACITIES = [2**power for power in range(8, 25)]
@@ -120,14 +119,11 @@ class MoveCollector:
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as they are now."""
-        moves = CounterMetricFamily(
-            "tandem_request_moves",
-            "Times that a request went on with other workers or engines, by the error, or why it left the former ones",
-            labels=["cause"],
+        text = (
+            "Times that a request went on with other workers or engines, by the error, or why it left the former ones"
         )
-        for cause, count in sorted(self._reservations.moves.num_moves.items()):
-            moves.add_metric([cause], count)
-        yield moves
+        moves = dict(sorted(self._reservations.moves.num_moves.items()))
+        yield _by_key(CounterMetricFamily, "tandem_request_moves", text, ["cause"], [([], moves)])
         yield CounterMetricFamily(
             "tandem_poisoned_requests",
             "Requests that were given up because several workers or engines died while they had them",
@@ -143,25 +139,42 @@ class CacheSizingCollector:
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as they are now."""
-        ratios = GaugeMetricFamily(
-            "tandem_cache_hit_ratio_predicted",
-            "Share of prompt tokens that one cache of this size would have found",
-            labels=["capacity_blocks"],
-        )
-        for capacity, ratio in zip(_CAPACITIES, self._sizing.hit_ratios(_CAPACITIES), strict=True):
-            ratios.add_metric([str(capacity)], ratio)
-        yield ratios
-        capacities = GaugeMetricFamily(
-            "tandem_cache_capacity_blocks", "Blocks that fit into all workers together", labels=["level"]
-        )
-        for level, num_blocks in self._sizing.levels().items():
-            capacities.add_metric([level], num_blocks)
-        yield capacities
+        text = "Share of prompt tokens that one cache of this size would have found"
+        ratios = dict(zip(map(str, _CAPACITIES), self._sizing.hit_ratios(_CAPACITIES), strict=True))
+        yield _by_key(GaugeMetricFamily, "tandem_cache_hit_ratio_predicted", text, ["capacity_blocks"], [([], ratios)])
+        text, levels = "Blocks that fit into all workers together", self._sizing.levels()
+        yield _by_key(GaugeMetricFamily, "tandem_cache_capacity_blocks", text, ["level"], [([], levels)])
         yield CounterMetricFamily(
             "tandem_cache_observed_tokens",
             "Prompt tokens that the predictions are based on",
             value=self._sizing.num_tokens,
         )
+
+
+class PinCollector:
+    """Live pins, refused pins, and the blocks that each worker keeps for pins."""
+
+    def __init__(self, service: PinService, registry: Registry) -> None:
+        self._service = service
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, as they are now."""
+        pins = self._service.summary()
+        yield GaugeMetricFamily("tandem_router_pins", "Pins that have not ended", value=pins.num_pins)
+        yield GaugeMetricFamily(
+            "tandem_router_pinned_blocks", "Blocks that pins cover, cached or not", value=pins.num_blocks
+        )
+        yield GaugeMetricFamily("tandem_router_max_pinned_blocks", "Blocks that pins may cover", value=pins.max_blocks)
+        name, text = "tandem_router_refused_pins", "Pins refused, by quota"
+        yield _by_key(CounterMetricFamily, name, text, ["reason"], [([], pins.num_refused)])
+        reports = [([worker.worker_id], worker.pins) for worker in self._registry if worker.pins is not None]
+        labels, kept = ["worker", "place"], [(worker, report.num_blocks) for worker, report in reports]
+        text = "Blocks that the worker keeps for pins, by place"
+        yield _by_key(GaugeMetricFamily, "tandem_pinned_blocks", text, labels, kept)
+        brought = [(worker, report.num_prefetched) for worker, report in reports]
+        text = "Blocks brought up for pins, by where to"
+        yield _by_key(CounterMetricFamily, "tandem_prefetched_blocks", text, labels, brought)
 
 
 def _loads(workers: list[RegisteredWorker]) -> list[tuple[list[str], WorkerLoad]]:
@@ -177,29 +190,19 @@ def _tier_metrics(workers: list[RegisteredWorker]) -> Iterator[Metric]:
     yield from _fields(GaugeMetricFamily, "tier", _TIER_GAUGES, ["worker", "tier"], tiers)
     yield from _fields(CounterMetricFamily, "tier", _TIER_COUNTERS, ["worker", "tier"], tiers)
     for name, text in _TIER_REASONS.items():
-        counter = CounterMetricFamily(f"tandem_tier_{_plain(name)}", text, labels=["worker", "tier", "reason"])
-        for labels, tier in tiers:
-            for reason, count in getattr(tier, name).items():
-                counter.add_metric([*labels, reason], count)
-        yield counter
+        rows = [(labels, getattr(tier, name)) for labels, tier in tiers]
+        yield _by_key(CounterMetricFamily, f"tandem_tier_{_plain(name)}", text, ["worker", "tier", "reason"], rows)
 
 
 def _fetch_metrics(workers: list[RegisteredWorker]) -> Iterator[Metric]:
     fetches = [([worker.worker_id], worker.fetches) for worker in workers if worker.fetches is not None]
-    outcomes = CounterMetricFamily(
-        "tandem_fetch_prompts", "Prompts whose KV was in a tier, by outcome", labels=["worker", "outcome"]
+    text, rows = "Prompts whose KV was in a tier, by outcome", [(labels, one.num_prompts) for labels, one in fetches]
+    yield _by_key(CounterMetricFamily, "tandem_fetch_prompts", text, ["worker", "outcome"], rows)
+    text, rows = (
+        "Blocks of prompts that came from a tier or a peer",
+        [(labels, one.num_loaded_blocks) for labels, one in fetches],
     )
-    for labels, stats in fetches:
-        for outcome, count in stats.num_prompts.items():
-            outcomes.add_metric([*labels, outcome], count)
-    yield outcomes
-    loaded = CounterMetricFamily(
-        "tandem_fetch_loaded_blocks", "Blocks of prompts that came from a tier or a peer", labels=["worker", "source"]
-    )
-    for labels, stats in fetches:
-        for source, count in stats.num_loaded_blocks.items():
-            loaded.add_metric([*labels, source], count)
-    yield loaded
+    yield _by_key(CounterMetricFamily, "tandem_fetch_loaded_blocks", text, ["worker", "source"], rows)
     yield from _fields(CounterMetricFamily, "fetch", _FETCH_COUNTERS, ["worker"], fetches)
 
 
@@ -209,16 +212,28 @@ def _link_metrics(workers: list[RegisteredWorker]) -> Iterator[Metric]:
 
 
 def _dropped_metric(workers: list[RegisteredWorker]) -> Metric:
-    dropped = CounterMetricFamily(
-        "tandem_dropped_messages",
-        "Messages and connections that a worker or the router did not act upon",
-        labels=["worker", "at", "reason"],
-    )
-    for worker in workers:
-        for at, counts in (("worker", worker.num_dropped_there), ("router", worker.num_dropped_here)):
-            for reason, count in counts.items():
-                dropped.add_metric([worker.worker_id, at, reason], count)
-    return dropped
+    text = "Messages and connections that a worker or the router did not act upon"
+    rows = [
+        ([worker.worker_id, at], counts)
+        for worker in workers
+        for at, counts in (("worker", worker.num_dropped_there), ("router", worker.num_dropped_here))
+    ]
+    return _by_key(CounterMetricFamily, "tandem_dropped_messages", text, ["worker", "at", "reason"], rows)
+
+
+def _by_key(
+    family: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    rows: Iterable[tuple[list[str], Mapping[str, float]]],
+) -> Metric:
+    """A metric from mappings: each key is the value of the last label, behind the label values of its row."""
+    metric = family(name, text, labels=labels)
+    for values, numbers in rows:
+        for key, number in numbers.items():
+            metric.add_metric([*values, key], number)
+    return metric
 
 
 def _fields(

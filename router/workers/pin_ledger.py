@@ -12,8 +12,6 @@ from tandem.protocol.errors import PinNotFound, PinQuotaExceeded, RequestError
 from tandem.protocol.messages import Prefetch
 from tandem.scheduling.admission.tenants import PinQuotas
 
-__all__ = ["Conversations", "PinLedger", "PinOwner", "PinnedChain"]
-
 MAX_CONVERSATION_BYTES = 32 << 20  # for all conversations: 2 M blocks, less the fixed cost of short ones
 CONVERSATION_BYTES = 512  # about what one conversation takes besides its digests
 

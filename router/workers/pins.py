@@ -23,8 +23,6 @@ from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import RegisteredWorker, WorkerChange, can_decode, can_prefill
 
-__all__ = ["PinService", "PinSummary", "max_pinned_blocks"]
-
 DEFAULT_TTL_S = 300.0
 REPORT_TIMEOUT_S = 2.0  # a worker answers between two steps
 _SHARED_PLACES = {"disk", "object"}  # blocks that one worker stores there can be read by all others

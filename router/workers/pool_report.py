@@ -9,8 +9,6 @@ import msgspec
 from tandem.scheduling.cost_model import StepModel
 from tandem.scheduling.workers.workers import RegisteredWorker, queue_s
 
-__all__ = ["worker_report"]
-
 
 def worker_report(
     worker: RegisteredWorker, steps: StepModel, *, num_cached_blocks: int, now: float

@@ -28,8 +28,6 @@ from tandem.scheduling.request import CommonDigests, PlacementRequest
 from tandem.scheduling.workers.bookings import Booking
 from tandem.scheduling.workers.registry import Registry
 
-__all__ = ["WorkerReservation", "WorkerReservationContext"]
-
 logger = logging.getLogger(__name__)
 
 

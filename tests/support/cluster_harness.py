@@ -28,8 +28,7 @@ from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
-from tandem.router.workers.metrics import LoadCollector, WorkerCollector
-from tandem.router.workers.pin_metrics import PinCollector
+from tandem.router.workers.metrics import LoadCollector, PinCollector, WorkerCollector
 from tandem.runtime.curve import KeyPair, connect_to_worker, make_keys
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cache_sizing import CacheSizing

@@ -20,8 +20,6 @@ from tandem.protocol.sampling import MAX_GRAMMAR_CHARS
 from tandem.text.structured_output.compile_process import MAX_CPU_S, Compiled, Question
 from tandem.text.structured_output.constraint import Constraint
 
-__all__ = ["GrammarChecker"]
-
 MAX_WAITING = 32  # new constraints of one tenant
 MAX_ALL_WAITING = 256  # new constraints of all tenants
 MAX_KEPT_CHARS = 1 << 24  # characters of kept constraints and their grammars

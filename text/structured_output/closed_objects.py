@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["closed_objects"]
-
 _OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties"}  # say what else is allowed
 _COMBINING = {"$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"}
 _ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")

@@ -34,8 +34,6 @@ from tandem.text.structured_output.closed_objects import closed_objects
 from tandem.text.structured_output.lark_rules import check_pattern, lark_of, quoted
 from tandem.text.structured_output.structural_tag import structural_tag_grammar
 
-__all__ = ["MAX_CPU_S", "Compiled", "Question", "answer_of_fork", "make_grammar"]
-
 MAX_CPU_S = 1.0  # for one grammar
 MAX_MEMORY_BYTES = 16 << 20  # for one grammar: a worker keeps those of all its requests
 # Signals by which a grammar ends its process. Others, such as SIGKILL for lack of memory, say nothing about a grammar.
@@ -64,6 +62,7 @@ class Compiled(msgspec.Struct):
 
 
 def main() -> None:
+    """Answer questions until the end of stdin."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the router; this process ends with its stdin
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a router that was killed needs no answer, and no traceback
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ANY_OBJECT", "Constraint"]
-
 ANY_OBJECT = '{"type": "object"}'
 
 

@@ -12,8 +12,6 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from tandem.protocol.sampling import MAX_GRAMMAR_CHARS
 from tandem.text.structured_output.closed_objects import closed_objects
 
-__all__ = ["ANY_TEXT", "LarkRules", "check_pattern", "lark_of", "one_of", "quoted", "regex", "row"]
-
 ANY_TEXT = "/(?s:.*)/"
 
 

@@ -15,8 +15,6 @@ from msgspec import UNSET, Meta, UnsetType
 
 from tandem.text.structured_output.lark_rules import ANY_TEXT, LarkRules, lark_of, one_of, quoted, regex
 
-__all__ = ["structural_tag_grammar"]
-
 Text = Annotated[str, Meta(min_length=1)]
 
 

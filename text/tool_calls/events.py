@@ -8,19 +8,6 @@ import string
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
-__all__ = [
-    "TOOL_NAME",
-    "Content",
-    "Event",
-    "EventWriter",
-    "Reasoning",
-    "ToolCallArguments",
-    "ToolCallBegin",
-    "content_events",
-    "joined_events",
-    "new_call_id",
-]
-
 TOOL_NAME = r"[\w.:/-]{1,256}"
 _NAME = re.compile(TOOL_NAME, re.ASCII)
 

@@ -32,8 +32,6 @@ from tandem.text.tool_calls.tagged_calls import (
     read_tagged_calls,
 )
 
-__all__ = ["TOOL_FORMATS", "ToolFormat", "Tools"]
-
 Tools = Mapping[str, Mapping[str, Any]]  # JSON schemas of the parameters, by the tool's name
 
 DEFAULT_ID_CHARS = 24
@@ -182,3 +180,8 @@ _ALL = (
     ),
 )
 TOOL_FORMATS = {format.name: format for format in _ALL}
+
+
+def detect_tool_format(chat_template: str) -> ToolFormat | None:
+    """The format in which a model with this template writes tool calls; None if it is not known."""
+    return next((one for one in TOOL_FORMATS.values() if re.search(one.template_mark, chat_template)), None)

@@ -26,8 +26,6 @@ from tandem.text.tool_calls.tagged_calls import (
     value_types,
 )
 
-__all__ = ["tool_call_grammar"]
-
 MAX_CALLS = 16  # in one answer: a model that finds no end would write calls until its tokens are used up
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -98,7 +96,7 @@ def _calls(rules: LarkRules, form: _CallForm, tools: Tools, max_calls: int | Non
 
 def _form(tool_format: ToolFormat, special_ids: Mapping[str, int]) -> _CallForm:
     if tool_format.name == "mistral" and "[ARGS]" in special_ids:  # a vocabulary of the later form
-        return _CallForm(_mistral_call)
+        return _CallForm(partial(_json_call, "[TOOL_CALLS]NAME[ARGS]", ""))
     return _FORMS[tool_format.name]
 
 
@@ -144,43 +142,15 @@ def _properties(tool: str, schema: Schema) -> list[tuple[str, Schema, bool]]:
 # -- formats
 
 
-def _hermes_call(rules: LarkRules, name: str, schema: Schema) -> str:
-    opening = rules.text(f'<tool_call>\n{{"name": "{name}", "arguments": ')
-    return row(opening, rules.json(schema), rules.text("}\n</tool_call>"))
-
-
-def _llama3_json_call(rules: LarkRules, name: str, schema: Schema) -> str:
-    return row(rules.text(f'{{"name": "{name}", "parameters": '), rules.json(schema), rules.text("}"))
-
-
-def _mistral_object(rules: LarkRules, name: str, schema: Schema) -> str:
-    return row(rules.text(f'{{"name": "{name}", "arguments": '), rules.json(schema), rules.text("}"))
-
-
-def _mistral_call(rules: LarkRules, name: str, schema: Schema) -> str:
-    return row(rules.text(f"[TOOL_CALLS]{name}[ARGS]"), rules.json(schema))
-
-
-def _harmony_call(rules: LarkRules, name: str, schema: Schema) -> str:
-    header = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
-    return row(rules.text(header), rules.json(schema))
+def _json_call(opening: str, closing: str, rules: LarkRules, name: str, schema: Schema) -> str:
+    """A call with its arguments as JSON. `NAME` in the text before them is the tool's."""
+    return row(rules.text(opening.replace("NAME", name)), rules.json(schema), rules.text(closing))
 
 
 def _kimi_k2_call(rules: LarkRules, name: str, schema: Schema) -> str:
     marks = KIMI_K2_MARKS
     header = row(rules.text(f"{marks.call}functions.{name}:"), "/[0-9]{1,3}/", rules.text(marks.separator))
     return row(header, rules.json(schema), rules.text(marks.call_end))
-
-
-def _deepseek_v3_call(rules: LarkRules, name: str, schema: Schema) -> str:
-    marks = DEEPSEEK_V3_MARKS
-    header = rules.text(f"{marks.call}function{marks.separator}{name}\n```json\n")
-    return row(header, rules.json(schema), rules.text(f"\n```{marks.call_end}"))
-
-
-def _deepseek_v31_call(rules: LarkRules, name: str, schema: Schema) -> str:
-    marks = DEEPSEEK_V3_MARKS
-    return row(rules.text(f"{marks.call}{name}{marks.separator}"), rules.json(schema), rules.text(marks.call_end))
 
 
 def _pythonic_call(rules: LarkRules, name: str, schema: Schema) -> str:
@@ -263,18 +233,26 @@ def _section(tags: Tags) -> _CallForm:
     return _CallForm(call, f"{tags.opening}\n", "", tags.closing)
 
 
+_V3 = DEEPSEEK_V3_MARKS
+_V3_CALL = partial(_json_call, f"{_V3.call}function{_V3.separator}NAME\n```json\n", f"\n```{_V3.call_end}")
+_V31_CALL = partial(_json_call, f"{_V3.call}NAME{_V3.separator}", _V3.call_end)
+_HARMONY_CALL = partial(_json_call, "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "")
+_HERMES_CALL = partial(_json_call, '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>")
+_LLAMA3_CALL = partial(_json_call, '{"name": "NAME", "parameters": ', "}")
+_MISTRAL_CALL = partial(_json_call, '{"name": "NAME", "arguments": ', "}")
+
 _FORMS = {
-    "deepseek_v3": _CallForm(_deepseek_v3_call, DEEPSEEK_V3_MARKS.opening, "\n", DEEPSEEK_V3_MARKS.closing),
-    "deepseek_v31": _CallForm(_deepseek_v31_call, DEEPSEEK_V3_MARKS.opening, "", DEEPSEEK_V3_MARKS.closing),
+    "deepseek_v3": _CallForm(_V3_CALL, _V3.opening, "\n", _V3.closing),
+    "deepseek_v31": _CallForm(_V31_CALL, _V3.opening, "", _V3.closing),
     "deepseek_v32": _section(DEEPSEEK_V3_2_TAGS),
     "deepseek_v4": _section(DEEPSEEK_V4_TAGS),
     "glm45": _CallForm(partial(_tagged_call, GLM45_TAGS), separator="\n"),
-    "harmony": _CallForm(_harmony_call, max_calls=1),  # a call ends the answer
-    "hermes": _CallForm(_hermes_call, separator="\n"),
+    "harmony": _CallForm(_HARMONY_CALL, max_calls=1),  # a call ends the answer
+    "hermes": _CallForm(_HERMES_CALL, separator="\n"),
     "kimi_k2": _CallForm(_kimi_k2_call, KIMI_K2_MARKS.opening, "", KIMI_K2_MARKS.closing),
-    "llama3_json": _CallForm(_llama3_json_call, separator="; "),
+    "llama3_json": _CallForm(_LLAMA3_CALL, separator="; "),
     "minimax_m2": _section(MINIMAX_M2_TAGS),
-    "mistral": _CallForm(_mistral_object, "[TOOL_CALLS][", ", ", "]"),
+    "mistral": _CallForm(_MISTRAL_CALL, "[TOOL_CALLS][", ", ", "]"),
     "pythonic": _CallForm(_pythonic_call, "[", ", ", "]"),
     "qwen3_coder": _CallForm(partial(_wrapped_call, QWEN3_CODER_TAGS), separator="\n"),
     "seed_oss": _CallForm(partial(_wrapped_call, SEED_OSS_TAGS), separator="\n"),

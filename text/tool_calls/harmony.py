@@ -15,8 +15,6 @@ from typing import Any
 from tandem.text.tool_calls.events import EventWriter
 from tandem.text.tool_calls.reader import Markers, Reading, TextReader
 
-__all__ = ["HARMONY_MARKERS", "read_harmony"]
-
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 HARMONY_MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)

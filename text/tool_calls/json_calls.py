@@ -13,8 +13,6 @@ from collections.abc import Callable
 from tandem.text.tool_calls.events import EventWriter
 from tandem.text.tool_calls.reader import Reading, TextReader, ignore
 
-__all__ = ["read_json_arguments", "read_json_calls"]
-
 NAME_KEYS = ("name", "function")
 ARGUMENTS_KEYS = ("arguments", "parameters")
 OTHER_KEYS = ("type", "id")  # which models write without being asked

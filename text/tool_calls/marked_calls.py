@@ -13,8 +13,6 @@ from tandem.text.tool_calls.events import EventWriter
 from tandem.text.tool_calls.json_calls import read_json_arguments
 from tandem.text.tool_calls.reader import Markers, Reading, TextReader
 
-__all__ = ["DEEPSEEK_V3_MARKS", "KIMI_K2_MARKS", "Marks", "read_marked_call", "read_marked_calls"]
-
 _HEADER = re.compile(r"[\w.:/-]+", re.ASCII)
 _KIMI_ID = re.compile(r"(?P<function>functions\.)?(?P<name>.+?)(?P<number>:\d+)?", re.ASCII)
 

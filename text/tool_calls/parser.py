@@ -15,8 +15,6 @@ from tandem.text.tool_calls.formats import TOOL_FORMATS, ToolFormat, Tools
 from tandem.text.tool_calls.reader import Markers, Reading, TextReader
 from tandem.text.tool_calls.reasoning import REASONING_FORMATS, ReasoningFormat, read_reasoning
 
-__all__ = ["AnswerParser"]
-
 _NOTHING = Markers()
 _HARMONY = TOOL_FORMATS["harmony"]
 

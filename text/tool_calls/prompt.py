@@ -10,8 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["TEXT_FORMATS", "with_calls_as_text", "with_single_calls", "with_system_as_user", "with_tools_as_text"]
-
 Message = dict[str, Any]
 
 _INSTRUCTIONS = """\

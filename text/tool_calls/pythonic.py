@@ -13,8 +13,6 @@ import unicodedata
 from tandem.text.tool_calls.events import EventWriter
 from tandem.text.tool_calls.reader import Reading, TextReader
 
-__all__ = ["read_pythonic_call"]
-
 MAX_DEPTH = 100  # nested brackets
 MAX_NUMBER_CHARS = 4300  # Python has the same limit
 

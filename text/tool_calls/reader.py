@@ -15,8 +15,6 @@ from typing import TypeVar
 
 from tandem.text.tool_calls.events import EventWriter
 
-__all__ = ["SPACE", "Markers", "Reading", "TextReader", "ignore", "markers_of"]
-
 T = TypeVar("T")
 Reading = Generator[None, None, T]  # returns a result, and may have to wait for text
 

@@ -9,8 +9,6 @@ from tandem.text.tool_calls.events import EventWriter
 from tandem.text.tool_calls.harmony import HARMONY_MARKERS
 from tandem.text.tool_calls.reader import Markers, Reading, TextReader
 
-__all__ = ["REASONING_FORMATS", "ReasoningFormat", "read_reasoning"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
@@ -78,3 +76,9 @@ _ALL = (
     _between("kimi", "◁think▷", "◁/think▷"),
 )
 REASONING_FORMATS = {format.name: format for format in _ALL}  # in the order in which templates are searched
+
+
+def detect_reasoning_format(chat_template: str) -> ReasoningFormat | None:
+    """The format in which a model with this template writes its reasoning; None if it has no known one."""
+    formats = REASONING_FORMATS.values()
+    return next((one for one in formats if any(mark in chat_template for mark in one.template_marks)), None)

@@ -16,8 +16,6 @@ from typing import Any
 from tandem.protocol.errors import ConfigError
 from tandem.text.tool_calls.events import Event, EventWriter, new_call_id
 
-__all__ = ["ResponseTemplateParser", "load_template"]
-
 MAX_HELD_CHARS = 1024
 NUM_ID_CHARS = 24
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")

@@ -17,19 +17,6 @@ from typing import Any
 from tandem.text.tool_calls.events import EventWriter
 from tandem.text.tool_calls.reader import SPACE, Markers, Reading, TextReader, markers_of
 
-__all__ = [
-    "DEEPSEEK_V3_2_TAGS",
-    "DEEPSEEK_V4_TAGS",
-    "DSML",
-    "GLM45_TAGS",
-    "MINIMAX_M2_TAGS",
-    "QWEN3_CODER_TAGS",
-    "SEED_OSS_TAGS",
-    "Tags",
-    "read_tagged_calls",
-    "value_types",
-]
-
 _NAME = re.compile(r'[^<>"\n]+')
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}  # chat templates show some values as Python does
 DSML = "｜DSML｜"

@@ -90,7 +90,7 @@ def values_of(text: str, parse: Callable[[str], Iterable[Metric]] = parse_classi
 def test_openmetrics_is_what_the_library_would_have_written(config: RouterConfig) -> None:
     metrics = busy_server()
     families = list(metrics.collect())
-    text = exposition(metrics, config, ['m"\\\n# TYPE n_total counter'])
+    text = exposition(metrics.collect(), config, ['m"\\\n# TYPE n_total counter'])
     if not config.vllm_metric_names:
         assert as_openmetrics(text) == library_openmetrics(SimpleNamespace(collect=lambda: families))
     parsed = samples_of(parse_openmetrics(as_openmetrics(text).decode()))
@@ -156,7 +156,7 @@ async def test_a_tenants_key_gets_openmetrics_too(tokenizer: Tokenizer) -> None:
 
 
 def test_vllms_names_have_the_same_values() -> None:
-    value = values_of(exposition(busy_server(), WITH_NAMES, ["m"]).decode())
+    value = values_of(exposition(busy_server().collect(), WITH_NAMES, ["m"]).decode())
     of = {"model_name": "m", "engine": "0"}
     assert value("vllm:num_requests_running", **of) == 9
     assert value("vllm:num_requests_waiting", **of) == 6 + 11, "on workers, and in the router for both tenants"
@@ -178,7 +178,7 @@ def test_vllms_names_have_the_same_values() -> None:
 
 
 def test_their_types_are_those_of_vllm() -> None:
-    families = list(parse_openmetrics(as_openmetrics(exposition(busy_server(), WITH_NAMES, ["m"])).decode()))
+    families = list(parse_openmetrics(as_openmetrics(exposition(busy_server().collect(), WITH_NAMES, ["m"])).decode()))
     kinds = {one.name: one.type for one in families if one.name.startswith("vllm:")}
     assert kinds.keys() == VLLM_SOURCES.keys()
     counters = {"prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"}
@@ -190,12 +190,12 @@ def test_their_types_are_those_of_vllm() -> None:
 
 
 def test_they_are_off_by_default() -> None:
-    assert b"vllm:" not in exposition(busy_server(), PLAIN, ["m"])
+    assert b"vllm:" not in exposition(busy_server().collect(), PLAIN, ["m"])
 
 
 @pytest.mark.parametrize("models", [[], ["m", "n"]])
 def test_sums_over_several_models_are_of_no_model(models: list[str]) -> None:
-    value = values_of(exposition(busy_server(), WITH_NAMES, models).decode())
+    value = values_of(exposition(busy_server().collect(), WITH_NAMES, models).decode())
     assert value("vllm:num_requests_running", model_name="", engine="0") == 9
 
 
@@ -204,14 +204,14 @@ def test_a_name_without_its_source_is_not_there() -> None:
     metrics = CollectorRegistry()
     metrics.register(LoadCollector(Registry()))
     metrics.register(AdmissionCollector(SimpleNamespace(stats={}, queued=dict)))
-    text = exposition(metrics, WITH_NAMES, ["m"]).decode()
+    text = exposition(metrics.collect(), WITH_NAMES, ["m"]).decode()
     assert {family.name for family in parse_classic(text) if family.name.startswith("vllm:")} == {
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
     }
     edge = CollectorRegistry()
     EdgeMetrics(edge)
-    assert b"num_requests" not in exposition(edge, WITH_NAMES, ["m"])
+    assert b"num_requests" not in exposition(edge.collect(), WITH_NAMES, ["m"])
 
 
 async def test_a_router_of_engines_has_them_too(tmp_path: Path) -> None:

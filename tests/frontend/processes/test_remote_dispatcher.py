@@ -16,7 +16,7 @@ from tandem.frontend.processes.methods import invocation
 from tandem.frontend.processes.remote_dispatcher import RemoteDispatcher, Reservations
 from tandem.frontend.relay.connections import EngineConnections
 from tandem.frontend.relay.prompt_forms import chat_form
-from tandem.frontend.relay.prompts import ByteTokenReader
+from tandem.frontend.relay.prompts import PromptReader
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.digest import EVERYONE, token_bytes
 from tandem.protocol.errors import NoWorker
@@ -51,7 +51,7 @@ def num_retries(hub: Hub) -> float:
 
 
 def routing_request(prompt: str = "a b c d") -> DispatchRequest:
-    tokens = ByteTokenReader().read(chat_form({"prompt": prompt}), EVERYONE, 1 << 20).token_ids
+    tokens = PromptReader().read(chat_form({"prompt": prompt}), EVERYONE, 1 << 20).token_ids
     return DispatchRequest(
         request_id="r",
         model="fake-model",

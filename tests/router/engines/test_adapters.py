@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.frontend.relay.prompts import ByteTokenReader
+from tandem.frontend.relay.prompts import PromptReader
 from tandem.protocol.config import RouterConfig
 from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, routing_by_hub, spec_of
 from tests.support.fake_openai import MODEL, FakeServer
@@ -86,7 +86,7 @@ async def test_hits_are_predicted_per_adapter_and_salt(fake_a: FakeServer) -> No
         others = [b"chat-%d" % i for i in range(2)]
         chat = stored(0, 2, lora_name="chat", extra_keys=[["chat"]] * 2, block_hashes=others)
         await publisher.publish(chat, is_lost=True)
-        async with routing(spec, readers={MODEL: ByteTokenReader()}) as router:
+        async with routing(spec, readers={MODEL: PromptReader()}) as router:
             await eventually(lambda: router.fleet.index.num_blocks("a") == 5)
 
             async def expected(model: str, **fields: Any) -> int:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.frontend.relay.apis import APIS
-from tandem.frontend.relay.prompts import ByteTokenReader, TokenReader
+from tandem.frontend.relay.prompts import PromptReader
 from tandem.protocol.digest import EVERYONE
 from tandem.text.tokenizer import Tokenizer
 
@@ -39,7 +39,7 @@ BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6)
 @given(BODIES)
 def test_no_body_breaks_what_is_read_of_it(body: dict[str, Any]) -> None:
     for api in APIS:
-        prompt = ByteTokenReader().read(api.form(body), EVERYONE, 1000)
+        prompt = PromptReader().read(api.form(body), EVERYONE, 1000)
         assert all(0 <= token < 2**32 for token in prompt.token_ids)
         assert api.max_tokens(body) is None or api.max_tokens(body)
         assert api.can_hand_over(body) in (True, False)
@@ -50,7 +50,7 @@ def test_no_body_breaks_what_is_read_of_it(body: dict[str, Any]) -> None:
 @given(BODIES)
 def test_no_body_breaks_its_tokenization(tokenizer: Tokenizer, body: dict[str, Any]) -> None:
     for api in APIS:
-        prompt = TokenReader(tokenizer).read(api.form(body), EVERYONE, 1000)
+        prompt = PromptReader(tokenizer).read(api.form(body), EVERYONE, 1000)
         assert all(0 <= token < 2**32 for token in prompt.token_ids)
 
 

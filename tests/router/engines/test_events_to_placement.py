@@ -10,7 +10,7 @@ import pytest
 from fastapi.responses import JSONResponse
 
 from tandem.frontend.relay.prompt_forms import chat_form
-from tandem.frontend.relay.prompts import ByteTokenReader, TokenReader
+from tandem.frontend.relay.prompts import PromptReader
 from tandem.protocol.digest import EVERYONE
 from tandem.text.tokenizer import Tokenizer
 from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of
@@ -30,7 +30,7 @@ async def expected_tokens(router: Router, **fields: Any) -> int:
 async def test_the_index_follows_the_engine(fake_a: FakeServer) -> None:
     async with publishing(fake_a, keeps=2) as (publisher, spec):
         await publisher.publish(stored(0, 3), is_lost=True)  # before the router came
-        async with routing(spec, readers={"fake-model": ByteTokenReader()}) as router:
+        async with routing(spec, readers={"fake-model": PromptReader()}) as router:
             index = router.fleet.index
             await eventually(lambda: index.num_blocks("a") == 3)
             assert await expected_tokens(router) == 48
@@ -49,7 +49,7 @@ async def test_a_cleared_cache_costs_only_its_own_blocks(fake_a: FakeServer, mon
     """To follow a worker anew would take a pass over the blocks of all engines."""
     async with (
         publishing(fake_a, has_replay=False) as (publisher, spec),
-        routing(spec, readers={"fake-model": ByteTokenReader()}) as router,
+        routing(spec, readers={"fake-model": PromptReader()}) as router,
     ):
         index = router.fleet.index
         await publish_until(publisher, lambda: index.num_blocks("a") == 3, stored(0, 3))
@@ -66,7 +66,7 @@ async def test_a_cleared_cache_costs_only_its_own_blocks(fake_a: FakeServer, mon
 async def test_a_malformed_batch_leaves_nothing_and_the_next_counts(fake_a: FakeServer, wrong: dict[str, Any]) -> None:
     async with (
         publishing(fake_a, has_replay=False) as (publisher, spec),
-        routing(spec, readers={"fake-model": ByteTokenReader()}) as router,
+        routing(spec, readers={"fake-model": PromptReader()}) as router,
     ):
         index = router.fleet.index
         await publish_until(publisher, lambda: index.num_blocks("a") == 3, stored(0, 3))
@@ -89,7 +89,7 @@ def image_chat(data: str) -> dict[str, Any]:
 async def test_prompts_with_images_and_of_text_share_no_blocks(fake_a: FakeServer, tokenizer: Tokenizer) -> None:
     """The engine's blocks contain the same token ids in each case."""
     fake_a.replies[CHAT] = lambda *_: JSONResponse({"choices": [{}]})
-    reader = TokenReader(tokenizer)
+    reader = PromptReader(tokenizer)
     guessed = reader.read(chat_form(image_chat("a")), EVERYONE, 4096).token_ids
     num_blocks = len(guessed) // 16
     async with publishing(fake_a) as (publisher, spec), routing(spec, readers={"fake-model": reader}) as router:
@@ -121,7 +121,7 @@ async def publish_until(publisher: Publisher, condition: Callable[[], bool], eve
 
 async def test_a_simulated_cache_tells_images_apart(fake_a: FakeServer, tokenizer: Tokenizer) -> None:
     fake_a.replies[CHAT] = lambda *_: JSONResponse({"choices": [{}]})
-    async with routing(spec_of(fake_a, "a"), readers={"fake-model": TokenReader(tokenizer)}) as router:
+    async with routing(spec_of(fake_a, "a"), readers={"fake-model": PromptReader(tokenizer)}) as router:
         expected = []
         for data in ("a", "b", "a"):
             response = await router.client.post(CHAT, json=image_chat(data))

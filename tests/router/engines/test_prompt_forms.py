@@ -15,7 +15,7 @@ from tandem.frontend.relay.prompt_forms import (
     pairs_form,
     responses_form,
 )
-from tandem.frontend.relay.prompts import MEDIA_TOKENS, ByteTokenReader, TokenReader
+from tandem.frontend.relay.prompts import MEDIA_TOKENS, PromptReader
 from tandem.protocol.digest import EVERYONE
 from tandem.text.tokenizer import Tokenizer
 
@@ -104,7 +104,7 @@ def test_a_response_whose_prompt_is_not_known_here_is_an_estimate(fields: dict[s
     form = responses_form({"input": "hello"} | fields)
     # Nothing given is an empty conversation, which the engine refuses.
     assert not form.is_exact or fields == {"input": None}
-    ByteTokenReader().read(form, EVERYONE, 100)
+    PromptReader().read(form, EVERYONE, 100)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_tools_and_effort_of_a_message() -> None:
 def test_a_message_whose_prompt_is_not_known_here_is_an_estimate(fields: dict[str, Any]) -> None:
     form = messages_form({"messages": [USER]} | fields)
     assert not form.is_exact
-    ByteTokenReader().read(form, EVERYONE, 100)
+    PromptReader().read(form, EVERYONE, 100)
 
 
 def test_other_routes() -> None:
@@ -188,12 +188,12 @@ def test_other_routes() -> None:
     assert not input_form({"input": ["a", "b"]}).is_exact
     assert not input_form({"messages": [USER]}).is_exact
     long = {"query": "q" * 400, "documents": ["d" * 400, "e" * 400]}
-    assert 300 < len(ByteTokenReader().read(pairs_form(long), EVERYONE, 1000).token_ids) < 320
-    assert ByteTokenReader().read(no_form(long), EVERYONE, 1000) == ([], False)
+    assert 300 < len(PromptReader().read(pairs_form(long), EVERYONE, 1000).token_ids) < 320
+    assert PromptReader().read(no_form(long), EVERYONE, 1000) == ([], False)
 
 
 def test_all_routes_have_the_tokens_of_the_same_chat(tokenizer: Tokenizer) -> None:
-    reader = TokenReader(tokenizer)
+    reader = PromptReader(tokenizer)
     chat = reader.read(chat_form({"messages": [SYSTEM, USER]}), EVERYONE, 1000)
     assert (chat.is_exact, len(chat.token_ids) > 8) == (True, True)
     assert reader.read(responses_form({"input": "hello", "instructions": "be kind"}), EVERYONE, 1000) == chat
@@ -213,7 +213,7 @@ def test_all_routes_have_the_tokens_of_the_same_chat(tokenizer: Tokenizer) -> No
     ],
 )
 def test_fields_that_change_the_prompt_make_it_an_estimate(fields: dict[str, Any], tokenizer: Tokenizer) -> None:
-    prompt = TokenReader(tokenizer).read(chat_form({"messages": [USER]} | fields), EVERYONE, 1000)
+    prompt = PromptReader(tokenizer).read(chat_form({"messages": [USER]} | fields), EVERYONE, 1000)
     assert not prompt.is_exact
 
 
@@ -243,14 +243,14 @@ def test_a_prompt_with_an_image_is_an_estimate_on_each_route(part: dict[str, Any
         messages_form({"messages": [message]}),
         responses_form({"input": [message]}),
     ):
-        prompt = TokenReader(tokenizer).read(form, EVERYONE, 5000)
+        prompt = PromptReader(tokenizer).read(form, EVERYONE, 5000)
         assert not prompt.is_exact
         assert MEDIA_TOKENS < len(prompt.token_ids) < MEDIA_TOKENS + 50
 
 
 def test_the_size_of_an_image_file_is_not_its_length_in_tokens() -> None:
     small, large = (
-        ByteTokenReader().read(chat_form(with_image(data)), EVERYONE, 100_000) for data in ("a", "a" * 1_000_000)
+        PromptReader().read(chat_form(with_image(data)), EVERYONE, 100_000) for data in ("a", "a" * 1_000_000)
     )
     assert len(small.token_ids) == len(large.token_ids)
     assert small.token_ids != large.token_ids

@@ -6,7 +6,7 @@ import pytest
 
 from tandem.frontend.relay.apis import CHAT
 from tandem.frontend.relay.prompt_forms import chat_form
-from tandem.frontend.relay.prompts import ByteTokenReader, PromptReader, ReadPrompt, TokenReader
+from tandem.frontend.relay.prompts import PromptReader, ReadPrompt
 from tandem.protocol.digest import EVERYONE
 from tandem.text.tokenizer import Tokenizer
 
@@ -26,11 +26,11 @@ def turn(*contents: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_without_a_tokenizer_a_longer_conversation_keeps_its_prefix() -> None:
-    first = read(ByteTokenReader(), turn("hello " * 20))
-    second = read(ByteTokenReader(), turn("hello " * 20, "hi", "more"))
+    first = read(PromptReader(), turn("hello " * 20))
+    second = read(PromptReader(), turn("hello " * 20, "hi", "more"))
     assert second[: len(first) - 1] == first[:-1]
-    assert read(ByteTokenReader(), turn("hello " * 20, tools=[{"type": "function"}]))[:4] != first[:4]
-    assert len(read(ByteTokenReader(), {"prompt": "x" * 41})) == 11
+    assert read(PromptReader(), turn("hello " * 20, tools=[{"type": "function"}]))[:4] != first[:4]
+    assert len(read(PromptReader(), {"prompt": "x" * 41})) == 11
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,11 @@ def test_without_a_tokenizer_a_longer_conversation_keeps_its_prefix() -> None:
     [([1, 2, 3], [1, 2, 3]), ([[4, 5], [6]], [4, 5]), ([1, -2], []), ([], []), (None, []), (["ab"], [0x6261])],
 )
 def test_prompts_of_token_ids_are_used_unchanged(prompt: Any, expected: list[int]) -> None:
-    assert read(ByteTokenReader(), {"prompt": prompt}) == expected
+    assert read(PromptReader(), {"prompt": prompt}) == expected
 
 
 def test_with_the_tokenizer_prompts_are_the_tokens_the_engine_computes(tokenizer: Tokenizer) -> None:
-    reader = TokenReader(tokenizer)
+    reader = PromptReader(tokenizer)
     assert read(reader, {"prompt": "hello"}, 1000) == tokenizer.encode("hello")
     assert read(reader, {"prompt": [7, 8]}, 1000) == [7, 8]
     messages = [{"role": "user", "content": "hello"}]
@@ -64,7 +64,7 @@ def test_with_the_tokenizer_prompts_are_the_tokens_the_engine_computes(tokenizer
     ],
 )
 def test_what_cannot_be_rendered_is_left_to_the_engine(body: dict[str, Any], tokenizer: Tokenizer) -> None:
-    assert read(TokenReader(tokenizer), body) == read(ByteTokenReader(), body)
+    assert read(PromptReader(tokenizer), body) == read(PromptReader(), body)
 
 
 def test_the_limit_of_an_answer() -> None:
@@ -84,6 +84,6 @@ def test_the_limit_of_an_answer() -> None:
     ],
 )
 def test_a_prompt_too_long_for_any_engine_is_read_in_part(tokenizer: Tokenizer, body: dict[str, Any]) -> None:
-    for reader in (ByteTokenReader(), TokenReader(tokenizer)):
+    for reader in (PromptReader(), PromptReader(tokenizer)):
         assert len(read(reader, body, 1000)) == 1001
         assert read(reader, body, 1000) == read(reader, body, 2000)[:1001]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from zmq.asyncio import Context
 
-from tandem.frontend.relay.prompts import ByteTokenReader
+from tandem.frontend.relay.prompts import PromptReader
 from tandem.protocol.config import RouterConfig
 from tandem.router.engines.config import EngineSpec, ranks_of
 from tandem.router.engines.probe_client import ProbeFailed
@@ -97,7 +97,7 @@ async def test_each_ranks_events_are_its_own(fake_a: FakeServer) -> None:
     ]
     try:
         await publishers[1].publish(stored(0, 3), is_lost=True)
-        async with routing(*specs, readers={"fake-model": ByteTokenReader()}) as router:
+        async with routing(*specs, readers={"fake-model": PromptReader()}) as router:
             await eventually(lambda: router.fleet.index.num_blocks("a.dp1") == 3)
             assert router.fleet.index.num_blocks("a.dp0") == 0
             response = await ask(router, [*IDS, 1, 2, 3])

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tandem.frontend.relay.prompts import ByteTokenReader
+from tandem.frontend.relay.prompts import PromptReader
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import cache_scope
 from tandem.router.engines.engine import MAX_HELD_BACK
@@ -137,7 +137,7 @@ async def test_events_of_a_tenants_blocks_count_for_this_tenant_only(fake_a: Fak
     async with publishing(fake_a, "x") as (publisher, spec):
         salted = stored(0, 4, extra_keys=[[cache_scope("", "a")], None, None, None])
         await publisher.publish(salted, is_lost=True)
-        async with routing(spec, readers={"fake-model": ByteTokenReader()}, **KEYED) as router:
+        async with routing(spec, readers={"fake-model": PromptReader()}, **KEYED) as router:
             await eventually(lambda: router.fleet.index.num_blocks("x") == 4)
             assert [await expected_tokens(router, key) for key in ("sk-b", "sk-c", "sk-a")] == [0, 0, 64]
 

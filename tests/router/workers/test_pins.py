@@ -25,8 +25,8 @@ from tandem.protocol.messages import (
     WorkerState,
 )
 from tandem.router.backend import GenerateRequest, PinRequest
+from tandem.router.workers.metrics import PinCollector
 from tandem.router.workers.pin_ledger import CONVERSATION_BYTES, Conversations, PinLedger, PinnedChain, PinOwner
-from tandem.router.workers.pin_metrics import PinCollector
 from tandem.router.workers.pins import max_pinned_blocks
 from tandem.scheduling.admission.tenants import PinQuotas, Tenants
 from tandem.scheduling.workers.registry import Registry

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.text.tool_calls.detection import detect_reasoning_format, detect_tool_format, renders_tools
+from tandem.text.tool_calls.formats import detect_tool_format
+from tandem.text.tool_calls.reasoning import detect_reasoning_format
 
 # Characteristic parts of the chat templates of model families.
 TEMPLATES = [
@@ -43,8 +44,3 @@ def test_formats_are_found_in_the_chat_template(template: str, tools: str | None
     tool_format, reasoning_format = detect_tool_format(template), detect_reasoning_format(template)
     assert (tool_format and tool_format.name) == tools
     assert (reasoning_format and reasoning_format.name) == reasoning
-
-
-def test_a_template_without_the_word_does_not_show_tools() -> None:
-    assert not renders_tools("{% for message in messages %}{{ message.content }}{% endfor %}")
-    assert renders_tools("{% if tools %}{{ tools | tojson }}{% endif %}")
