@@ -32,9 +32,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.cli.version import commit, machine, product_version
-from tandem.cluster.model_store import DEFAULT_MODEL, served_name
+from tandem.cluster.model_store import served_name
 from tandem.loadtest.client import MeasuringClient, StreamTiming, run_measured
 from tandem.loadtest.prompts import random_prompts
+from tandem.protocol.config import DEFAULT_MODEL
 from tandem.protocol.fault_boundary import undone_on_error
 from tandem.runtime.ports import free_ports
 from tandem.runtime.signals import restore_child_signals

@@ -30,8 +30,6 @@ from tandem.loadtest.chaos.trial import ChaosRun, run_chaos
 from tandem.loadtest.stats import Distribution, minutes_of
 from tandem.protocol.errors import ConfigError, ServingError
 
-__all__ = ["chaos"]
-
 _SERVING = re.compile(r"Serving (\S+) on (http://\S+)")
 _START_S = 600.0
 _STOP_S = 60.0

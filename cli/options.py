@@ -19,21 +19,6 @@ from rich.table import Table
 from tandem.cli.version import commit, machine, product_version
 from tandem.protocol.errors import ConfigError
 
-__all__ = [
-    "ApiKey",
-    "Output",
-    "Report",
-    "ServedModel",
-    "ServerUrl",
-    "check_writable",
-    "no_server",
-    "print_whole",
-    "printable",
-    "without_controls",
-    "write_report",
-    "write_result",
-]
-
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 ServerUrl = Annotated[

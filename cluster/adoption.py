@@ -20,8 +20,6 @@ from tandem.cluster.process_end import ProcessIdentity, until_gone
 from tandem.protocol.errors import ConfigError, ServingError, WorkerError
 from tandem.protocol.messages import WIRE_VERSION
 
-__all__ = ["adopt_orphans", "give_to_members", "kill_all", "renew_leases"]
-
 logger = logging.getLogger(__name__)
 
 _CLAIM_TIMEOUT_S = 10.0

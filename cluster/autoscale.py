@@ -26,8 +26,6 @@ from tandem.scheduling.autoscaling.policy import DEFAULT_POLICY, AutoscalerPolic
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.workers.registry import Registry
 
-__all__ = ["Autoscale", "policy_of"]
-
 logger = logging.getLogger(__name__)
 
 # Grace for answers that cannot move. It ends before the move's deadline, so that no removal under way is withdrawn.

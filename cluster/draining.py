@@ -17,8 +17,6 @@ from tandem.protocol.errors import DrainRefused, ServingError, WorkerNotFound
 from tandem.protocol.messages import Role
 from tandem.runtime.background import BackgroundTasks
 
-__all__ = ["Drains"]
-
 logger = logging.getLogger(__name__)
 
 _NUM_REMEMBERED = 20

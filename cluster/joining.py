@@ -11,8 +11,6 @@ from tandem.cluster.member import Member
 from tandem.protocol.errors import AddRefused
 from tandem.protocol.messages import Role
 
-__all__ = ["Joins"]
-
 _NUM_REMEMBERED = 20
 
 

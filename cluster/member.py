@@ -42,17 +42,6 @@ from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import PeerAddress, Role
 from tandem.runtime.idle_timeout import answered_in_time
 
-__all__ = [
-    "Death",
-    "Member",
-    "MemberState",
-    "Requests",
-    "call",
-    "first_line",
-    "kind_of",
-    "member_of",
-]
-
 logger = logging.getLogger(__name__)
 
 _PLACE_TIMEOUT_S = 600.0  # a cluster may have to start a machine

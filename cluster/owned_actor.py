@@ -23,8 +23,6 @@ from tandem.cluster.process_end import ProcessIdentity, own_identity
 from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.messages import WIRE_VERSION, Role
 
-__all__ = ["WATCH_S", "OrphanedWorker", "OwnedActor", "WatchNews", "WorkerClaim"]
-
 logger = logging.getLogger(__name__)
 
 WATCH_S = 1.0  # how often a blocking `watch` looks for news

@@ -17,8 +17,6 @@ from tandem.protocol.messages import Role
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.autoscaling.moves import Flip
 
-__all__ = ["RoleFlips"]
-
 logger = logging.getLogger(__name__)
 
 _NUM_REMEMBERED_FLIPS = 20

@@ -44,8 +44,6 @@ from tandem.scheduling.admission.tenants import Tenants
 if TYPE_CHECKING:
     from tandem.router.readiness import ReadinessCheck
 
-__all__ = ["print_welcome", "serve"]
-
 _READY_TIMEOUT_S = 120.0
 
 

@@ -39,8 +39,6 @@ from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import WorkerChange
 
-__all__ = ["Supervisor"]
-
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 15.0

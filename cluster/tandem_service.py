@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from tandem.router.readiness import ReadinessCheck
     from tandem.text.tokenizer import Tokenizer
 
-__all__ = ["TandemService"]
-
 
 class TandemService:
     """As `cluster.serve.Service`. Make it in the event loop that will use it."""

@@ -42,8 +42,6 @@ from tandem.protocol.messages import (
 )
 from tandem.protocol.timeline import Timeline
 
-__all__ = ["DecodeRole"]
-
 logger = logging.getLogger(__name__)
 
 _REMIND_S = 1.0  # between two messages to a sender about prompts in line, and about leases whose end it must confirm

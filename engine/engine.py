@@ -21,13 +21,14 @@ from tandem.engine.graphs.capture import MakeRecorder, record_graphs, required_b
 from tandem.engine.graphs.recorder import make_recorder
 from tandem.engine.kv_pool import paged_view
 from tandem.engine.model_runner import LateTokens
+from tandem.engine.number_tokens import TokenMask
 from tandem.engine.prompt_scores import PromptScores
 from tandem.engine.sampling.prompt_scoring import LaunchedScores
 from tandem.engine.sampling.sampler import LaunchedSample, SampledToken, Sampler
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Phase, ScheduledChunk, Sequence
 from tandem.engine.sequence_blocks import ComputedBlocks
-from tandem.engine.structured_output import StructuredOutput, TokenMask
+from tandem.engine.structured_output import StructuredOutput
 from tandem.engine.tensor_parallel.group import RanksLost
 from tandem.engine.tensor_parallel.ranks import make_ranks
 from tandem.protocol.config import EngineConfig
@@ -36,8 +37,6 @@ from tandem.protocol.errors import ContextLengthExceeded, RequestError
 from tandem.protocol.fault_boundary import error_of, outcome_of, undone_on_error
 from tandem.protocol.messages import FinishReason, StepStats, TokenLogprobs, WorkerLoad, WorkerPriority
 from tandem.protocol.sampling import SamplingParams
-
-__all__ = ["Engine", "SequenceFailure", "SequenceOutput", "StepResult"]
 
 logger = logging.getLogger(__name__)
 

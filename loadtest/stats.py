@@ -9,8 +9,6 @@ from typing import Any
 
 from tandem.loadtest.client import StreamTiming
 
-__all__ = ["Distribution", "LoadSummary", "minutes_of", "percentile", "summarize"]
-
 
 @dataclass(frozen=True, slots=True)
 class Distribution:

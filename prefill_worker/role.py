@@ -34,8 +34,6 @@ from tandem.protocol.messages import (
 )
 from tandem.protocol.timeline import Timeline
 
-__all__ = ["PrefillRole"]
-
 _CONFIRM_INTERVAL_S = 1.0  # between two looks at leases with lost writes
 
 

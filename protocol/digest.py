@@ -18,22 +18,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, NewType
 
-__all__ = [
-    "DIGEST_BYTES",
-    "EVERYONE",
-    "IS_COMPILED",
-    "TOKEN_BYTES",
-    "CacheScope",
-    "block_digests",
-    "cache_scope",
-    "chain_digests",
-    "extend_digests",
-    "namespace_digest",
-    "packed_digests",
-    "root_digest",
-    "token_bytes",
-]
-
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
 _NAMESPACE_KEY = b"tandem.namespace.v1"

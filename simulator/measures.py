@@ -13,18 +13,6 @@ import numpy.typing as npt
 from tandem.simulator.simulation import Gaps, Outcome
 from tandem.simulator.worker import Job
 
-__all__ = [
-    "MeasuredTimeline",
-    "Slo",
-    "Summary",
-    "gap_distribution",
-    "quantile",
-    "summarize",
-    "timeline",
-    "tpot_s",
-    "ttft_s",
-]
-
 Vector = npt.NDArray[np.float64]
 
 _MAX_POINTS = 16  # points that represent the gaps of one run of steps

@@ -27,8 +27,6 @@ from tandem.simulator.fleet import SimulatedFleet, make_card
 from tandem.simulator.measures import quantile
 from tandem.simulator.prefix_cache import PrefixCache
 
-__all__ = ["REFERENCE_POLICIES", "ReferenceResult", "route"]
-
 UTILISATION = 0.7
 _KIND = "reference"
 _UNLIMITED_TOKENS = 1 << 60

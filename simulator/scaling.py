@@ -23,8 +23,6 @@ from tandem.scheduling.cost_model import CostModel, prefill_attention
 from tandem.scheduling.workers.registry import Registry
 from tandem.simulator.worker import Job
 
-__all__ = ["DynamoPlanner", "LlmdRules", "Scaler", "ScalingPlan", "Scene", "TandemScaler", "Threshold"]
-
 _P, _D = Role.PREFILL, Role.DECODE
 
 

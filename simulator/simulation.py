@@ -26,8 +26,6 @@ from tandem.simulator.scaling import ScalingPlan, Scene
 from tandem.simulator.steps import Run
 from tandem.simulator.worker import Job, SimulatedWorker
 
-__all__ = ["Gaps", "Outcome", "simulate"]
-
 _MAX_OUTPUT_TOKENS = 1 << 20  # traces do not say what a client would have allowed
 
 

@@ -35,8 +35,6 @@ from tandem.worker.assembly import WorkerParts
 from tandem.worker.handoff_messages import HandoffMessages
 from tandem.worker.reporter import StatusReporter
 
-__all__ = ["MessageDispatcher"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -22,8 +22,6 @@ from tandem.protocol.messages import (
 from tandem.worker.assembly import WorkerParts
 from tandem.worker.status import WorkerStatus
 
-__all__ = ["StatusReporter"]
-
 logger = logging.getLogger(__name__)
 
 _REPORT_S = 0.5  # between two looks at tiers and links

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from tandem.protocol.messages import Role, WorkerLoad
 
-__all__ = ["WorkerStatus"]
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:

@@ -29,8 +29,6 @@ from tandem.runtime.cleanup import private_run
 from tandem.runtime.log_format import show_warnings
 from tandem.runtime.ports import bracketed, free_ports
 
-__all__ = ["EngineActor", "EngineEnd", "EngineStarted"]
-
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 2.0  # between two looks at the server's progress

@@ -20,8 +20,6 @@ import psutil
 from tandem.protocol.errors import WorkerError
 from tandem.router.engines.engine_status import EngineReport, parse_report
 
-__all__ = ["ServerProcess"]
-
 logger = logging.getLogger(__name__)
 
 _TAIL_LINES = 60

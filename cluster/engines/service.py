@@ -21,8 +21,6 @@ from tandem.router.engines.local_dispatcher import LocalDispatcher
 from tandem.runtime.tracing.setup import begin_tracing, close_tracing, tracing_of
 from tandem.scheduling.admission.tenants import Tenants
 
-__all__ = ["EngineService"]
-
 
 class EngineService:
     """As `cluster.serve.Service`. Make it in the event loop that will use it."""

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["TierCounters", "TierStats"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:

@@ -21,8 +21,6 @@ from tandem.kv_transfer.tiers.block_index import BlockIndex, StoredBlock
 from tandem.kv_transfer.tiers.io_threads import IoThreads, ReadJob, ReadResult, ScanResult, WriteJob, WriteResult
 from tandem.kv_transfer.tiers.stats import TierCounters, TierStats
 
-__all__ = ["Tier", "TierRead", "TierWrite"]
-
 logger = logging.getLogger(__name__)
 
 MAX_PAUSE_S = 60.0

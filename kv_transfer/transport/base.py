@@ -19,19 +19,6 @@ from tandem.protocol.messages import WorkerEpoch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "BlockRun",
-    "Notification",
-    "PoolShape",
-    "Transfer",
-    "TransferState",
-    "Transport",
-    "block_runs",
-    "check_block_ids",
-    "is_loopback",
-    "pool_shape",
-]
-
 
 class TransferState(enum.Enum):
     """The state of a write or a read.

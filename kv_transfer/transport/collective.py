@@ -35,8 +35,6 @@ from tandem.kv_transfer.transport.stream import MessageStream, connect, listen
 from tandem.protocol.decoding import safe_decoder
 from tandem.protocol.errors import ConfigError, IncompatiblePeer, PeerLost, TransferError
 
-__all__ = ["CollectiveTransport"]
-
 logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 1.0  # in `close`, for all threads together

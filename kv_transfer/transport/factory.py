@@ -11,8 +11,6 @@ from tandem.kv_transfer.transport.in_process import InProcessHub
 from tandem.kv_transfer.transport.shards import shards_of
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["create_transport"]
-
 
 def create_transport(
     name: str,

@@ -22,8 +22,6 @@ from tandem.kv_transfer.transport.base import Notification, Transfer, TransferSt
 from tandem.protocol.errors import PeerLost, TransferError
 from tandem.protocol.faults import Fault, parse_faults
 
-__all__ = ["FaultyTransport", "with_faults"]
-
 _MAX_DELAY_S = 2.0
 
 

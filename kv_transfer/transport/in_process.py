@@ -26,8 +26,6 @@ from tandem.kv_transfer.transport.base import (
 from tandem.kv_transfer.transport.shards import byte_pieces, num_pieces, piece_ids, shards_of
 from tandem.protocol.errors import PeerLost, TransferError
 
-__all__ = ["InProcessHub", "InProcessTransport", "InProcessWrite"]
-
 
 @dataclass(eq=False, slots=True)
 class InProcessWrite:

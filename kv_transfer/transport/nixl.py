@@ -54,8 +54,6 @@ from tandem.kv_transfer.transport.shards import num_pieces, piece_ids, shards_of
 from tandem.protocol.decoding import safe_decoder
 from tandem.protocol.errors import IncompatiblePeer, PeerLost, TransferError
 
-__all__ = ["NixlTransport"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -12,22 +12,6 @@ from tandem.protocol.messages.fields import WIRE_VERSION, Digests, Name, Names, 
 from tandem.protocol.messages.worker import KvHolder, PeerAddress
 from tandem.protocol.sampling import SamplingParams
 
-__all__ = [
-    "Cancel",
-    "CopyKv",
-    "Decode",
-    "Generate",
-    "Hello",
-    "Introduce",
-    "Pin",
-    "PinQuery",
-    "Prefetch",
-    "Prefill",
-    "SnapshotRequest",
-    "Unpin",
-    "WorkerPriority",
-]
-
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """First message of a router. The worker answers `Welcome` and sends its events to this router from then on."""

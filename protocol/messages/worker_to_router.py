@@ -12,21 +12,6 @@ from tandem.protocol.messages.places import POOL_PLACE, holder_name
 from tandem.protocol.messages.worker import StepStats, WorkerCard, WorkerLoad
 from tandem.protocol.timeline import Ages
 
-__all__ = [
-    "CANCELLED",
-    "INVALID_REQUEST",
-    "BlockEvents",
-    "BlockSnapshot",
-    "FinishReason",
-    "PinReport",
-    "PromptLogprobs",
-    "RequestFailed",
-    "SequenceDelta",
-    "StepOutput",
-    "TokenLogprobs",
-    "Welcome",
-]
-
 INVALID_REQUEST = "invalid_request"  # `RequestFailed.code` of a request that no worker could serve
 CANCELLED = "cancelled"  # `RequestFailed.code` that confirms a `Cancel`
 

@@ -15,8 +15,6 @@ from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tandem.scheduling.autoscaling.prediction import Prediction
 from tandem.scheduling.autoscaling.traffic import Traffic
 
-__all__ = ["AutoscalerState", "InFlight", "Pause", "calm", "follow", "forget_spare", "is_in_flight", "note_spare"]
-
 MAX_LOOK_INTERVALS = 3.0  # one look counts for at most this many intervals: the router may have been stopped
 
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from tandem.protocol.messages import Role
 from tandem.scheduling.autoscaling.prediction import Prediction
 
-__all__ = ["Add", "Flip", "Move", "Reason", "Remove", "ScalingDecision"]
-
 
 @dataclass(frozen=True, slots=True)
 class Flip:

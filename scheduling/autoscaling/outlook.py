@@ -13,8 +13,6 @@ from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tandem.scheduling.autoscaling.prediction import LOST_S, Pools, Prediction, Sizing, predict
 from tandem.scheduling.autoscaling.traffic import Traffic
 
-__all__ = ["Neighbour", "Outlook"]
-
 # How far predictions look ahead: at least `_SOON_S`, and `_STARTS` times the start of a worker, so that an added worker
 # can pay off.
 _SOON_S = 120.0

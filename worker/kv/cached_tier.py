@@ -16,8 +16,6 @@ from tandem.kv_transfer.tiers import Tier, TierRead
 from tandem.worker.kv.host_buffers import HostBuffers
 from tandem.worker.kv.kv_source import KvSource, LoadCost, LoadPrior, OpenSource, Piece
 
-__all__ = ["CachedTier"]
-
 
 class CachedTier(KvSource):
     """A tier, the codec of its blocks and the learned cost of its loads.

@@ -21,8 +21,6 @@ from tandem.worker.kv.cached_tier import CachedTier
 from tandem.worker.kv.host_copy import HostCopy
 from tandem.worker.kv.tiered_cache import TieredCache
 
-__all__ = ["HostBlocks", "Prefetcher"]
-
 _PIECE_BYTES = 8 << 20  # at most this much is in flight; copying it between two steps takes a few ms
 _RETRY_S = 1.0  # pause after a failed load or store
 

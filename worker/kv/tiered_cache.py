@@ -32,8 +32,6 @@ from tandem.worker.kv.offload import MAX_IN_FLIGHT_BYTES, Offloader
 from tandem.worker.kv.peer_reader import PeerReader
 from tandem.worker.kv.tier_check import store_key_path
 
-__all__ = ["TieredCache", "create_tiers"]
-
 logger = logging.getLogger(__name__)
 
 _PRIORS = {
