@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from tandem.cluster.adoption import adopt_orphans, give_to_members, kill_all, renew_leases
 from tandem.cluster.autoscale import Autoscale
 from tandem.cluster.bundles import Bundle, WorkerBundles
-from tandem.cluster.draining import Drains
+from tandem.cluster.draining import Drains, Timing
 from tandem.cluster.joining import Joins
 from tandem.cluster.member import Death, Member, MemberState, first_line
 from tandem.cluster.node_requests import NodeRequests, has_left_request
@@ -25,7 +25,6 @@ from tandem.cluster.ownership import owner_of
 from tandem.cluster.process_end import ProcessIdentity, until_gone
 from tandem.cluster.quarantine_watch import watch_quarantines
 from tandem.cluster.role_flips import RoleFlips
-from tandem.cluster.timing import Timing
 from tandem.cluster.worker_layout import needs_of
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import AddRefused, ConfigError, DrainRefused, ServingError, WorkerError
@@ -137,12 +136,8 @@ class Supervisor:
     @property
     def autoscaler_status(self) -> dict[str, object]:
         """The autoscaler's latest decision, and the latest flips, drains and joins."""
-        moves = {
-            "flips": self.flips.latest,
-            "departures": self.drains.latest,
-            "arrivals": self.joins.latest,
-        }
-        return self.autoscale.decision | moves
+        latest = {"flips": self.flips.latest, "departures": self.drains.latest, "arrivals": self.joins.latest}
+        return self.autoscale.decision | {kind: list(records) for kind, records in latest.items()}
 
     async def set_role(self, worker: str, role: Role) -> dict[str, object]:
         """As `ManagedWorkers.set_role`."""

@@ -17,10 +17,10 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from tandem.cluster import process_end, quarantine_watch
+from tandem.cluster.draining import Timing
 from tandem.cluster.member import MemberState, first_line
 from tandem.cluster.owned_actor import OrphanedWorker, WatchNews
 from tandem.cluster.process_end import ProcessIdentity
-from tandem.cluster.timing import Timing
 from tandem.cluster.worker_member import WorkerMember
 from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.messages import PeerAddress, Quarantine, Role, WorkerCard, WorkerState

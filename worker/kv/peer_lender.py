@@ -18,7 +18,7 @@ from torch import Tensor
 from tandem.engine.device import Mark
 from tandem.engine.engine import Engine
 from tandem.kv_transfer.links import PeerLinks
-from tandem.kv_transfer.tiers import TierRead
+from tandem.kv_transfer.tiers.tier import TierRead
 from tandem.kv_transfer.transport.checksum import block_checksums
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.messages import PeerAddress, ReadDone, ReadGrant, ReadRequest, WorkerEpoch

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.engine import Engine
-from tandem.kv_transfer.tiers import TierRead
+from tandem.kv_transfer.tiers.tier import TierRead
 from tandem.protocol.messages import Prefetch
 from tandem.worker.kv.cached_tier import CachedTier
 from tandem.worker.kv.host_copy import HostCopy
