@@ -14,7 +14,6 @@ from tandem.cluster.member import Member, MemberState, Requests, first_line, mem
 from tandem.protocol.errors import RoleRefused, ServingError, WorkerError
 from tandem.protocol.messages import Role
 from tandem.runtime.background import BackgroundTasks
-from tandem.scheduling.autoscaling.moves import Flip
 
 logger = logging.getLogger(__name__)
 
@@ -27,18 +26,16 @@ class RoleFlips:
         self._background = background
         self.latest: list[dict[str, object]] = []
 
-    def flip(self, flip: Flip, reason: str) -> asyncio.Task[None]:
+    def flip(self, worker_id: str, role: Role, reason: str) -> asyncio.Task[None]:
         """Begin to give a worker another role; its cache stays. The task ends with the requests of its old role.
 
         It gets nothing more of its old role, serves in the new one within milliseconds, and finishes its old requests
         beside that: any worker can do both, and placement counts what it delays there.
         """
-        member = member_of(self._members, flip.worker_id)
+        member = member_of(self._members, worker_id)
         if member is not None:
-            member.plan_flip(flip.to_role)
-        return self._background.start(
-            f"the flip of {flip.worker_id}", partial(self._flip, member, flip.to_role, reason)
-        )
+            member.plan_flip(role)
+        return self._background.start(f"the flip of {worker_id}", partial(self._flip, member, role, reason))
 
     async def set_role(self, worker: str, role: Role) -> dict[str, object]:
         """As `ManagedWorkers.set_role`: a flip that an operator asks for."""

@@ -33,7 +33,6 @@ from tandem.protocol.messages import PeerAddress, Role, WorkerState
 from tandem.runtime.background import BackgroundTasks
 from tandem.runtime.daemon_threads import in_daemon_thread
 from tandem.runtime.signals import wait_for_any
-from tandem.scheduling.autoscaling.moves import Flip
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import WorkerChange
@@ -394,8 +393,8 @@ class Supervisor:
         is_missed = any(member.role is not Role.PREFILL and member.has_been_up for member in down)
         if up and not decoders and up[0].can_cover and (is_missed or not is_one_coming):
             up[0].cover()
-            flip = Flip(up[0].worker_id, Role.DECODE)
-            self.flips.flip(flip, "no decode worker is left: it serves alone until one is back")
+            why = "no decode worker is left: it serves alone until one is back"
+            self.flips.flip(up[0].worker_id, Role.DECODE, why)
         is_home_new = any(member.role is Role.PREFILL and not member.has_been_up for member in coming)
         for covering in [] if is_home_new else [member for member in decoders if member.home_role is not None]:
             if len(decoders) == 1:
@@ -403,8 +402,7 @@ class Supervisor:
             home = covering.end_cover()
             if len(decoders) == len(up) or not self._config.autoscale:
                 decoders.remove(covering)
-                flip = Flip(covering.worker_id, home)
-                self.flips.flip(flip, f"a decode worker is back: it is a {home} worker again")
+                self.flips.flip(covering.worker_id, home, f"a decode worker is back: it is a {home} worker again")
 
     async def _tell_of_death(self, address: PeerAddress, gone: asyncio.Task[None]) -> None:
         # Workers that start later never had anything to do with it.

@@ -35,8 +35,18 @@ from tandem.protocol.config import EngineConfig
 from tandem.protocol.digest import namespace_digest, root_digest
 from tandem.protocol.errors import ContextLengthExceeded, RequestError
 from tandem.protocol.fault_boundary import error_of, outcome_of, undone_on_error
-from tandem.protocol.messages import FinishReason, StepStats, TokenLogprobs, WorkerLoad, WorkerPriority
+from tandem.protocol.messages import (
+    Decode,
+    FinishReason,
+    Generate,
+    Prefill,
+    StepStats,
+    TokenLogprobs,
+    WorkerLoad,
+    WorkerPriority,
+)
 from tandem.protocol.sampling import SamplingParams
+from tandem.protocol.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +185,20 @@ class Engine:
     def is_computing(self) -> bool:
         """Whether the device may still compute a step."""
         return bool(self._launched)
+
+    def sequence_of(self, request: Generate | Prefill | Decode, now: float, phase: Phase = Phase.WHOLE) -> Sequence:
+        """The sequence of a router's request, not queued yet. Raises RequestError, as `make_sequence`."""
+        sequence = self.make_sequence(
+            request.request_id,
+            request.token_ids,
+            request.sampling,
+            output_ids=request.output_ids,
+            cache_salt=request.cache_salt,
+            phase=phase,
+            priority=request.priority,
+        )
+        sequence.timeline = Timeline(now) if request.is_traced else None
+        return sequence
 
     def make_sequence(
         self,

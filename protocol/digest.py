@@ -101,7 +101,8 @@ def python_chain_digests(parent: bytes, data: bytes, block_bytes: int, /) -> lis
 
 
 try:
-    from tandem.protocol._digest import chain_digests, token_bytes
+    from tandem.protocol._digest import chain_digests
+    from tandem.protocol._digest import token_bytes as token_bytes
 
     IS_COMPILED = True
 except ImportError:  # not built, because there was no compiler: the same result in 2.5 times the time
