@@ -33,13 +33,15 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.common import console, print_table, write_result
 from tandem.loadtest.traces import TraceRequest, read_trace
 from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tandem.simulator.arrivals import spread
 from tandem.simulator.cluster import Cluster
 from tandem.simulator.machine import MACHINES
-from tandem.simulator.measures import Slo, quantile, ttft_s
+from tandem.simulator.measures import Slo, ttft_s
 from tandem.simulator.scaling import DynamoPlanner, LlmdRules, Scaler, ScalingPlan, TandemScaler, Threshold
 from tandem.simulator.simulation import simulate
 
@@ -96,7 +98,7 @@ class Cell:
             name=self.scaler or f"static {self.num_prefill}P{self.num_decode}D",
             attainment=sum(_SLO.is_met(job) for job in outcome.jobs) / len(outcome.jobs),
             worker_hours=outcome.worker_s / 3600,
-            ttft_p99_s=quantile(sorted(ttft_s(job) for job in outcome.jobs), 0.99),
+            ttft_p99_s=float(np.quantile([ttft_s(job) for job in outcome.jobs], 0.99)),
             moves_per_hour=outcome.num_moves / hours,
             seed=self.seed,
         )

@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import datetime
-import json
 import math
 import multiprocessing
 import os
@@ -31,10 +29,11 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from tandem.cli.version import commit, machine, product_version
-from tandem.cluster.model_store import DEFAULT_MODEL, served_name
+from tandem.cli import options
+from tandem.cluster.model_store import served_name
 from tandem.loadtest.client import MeasuringClient, StreamTiming, run_measured
 from tandem.loadtest.prompts import random_prompts
+from tandem.protocol.config import DEFAULT_MODEL
 from tandem.protocol.fault_boundary import undone_on_error
 from tandem.runtime.ports import free_ports
 from tandem.runtime.signals import restore_child_signals
@@ -110,6 +109,17 @@ class Server:
         if timing.error:
             raise RuntimeError(f"{self.name}: {timing.error}")
         return timing
+
+    async def until_replaced(self, victims: Sequence[dict[str, Any]], timeout_s: float) -> None:
+        """Wait until successors of these workers, as `/v1/pools` shows them, are ready."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                pools = await self.client.request_json("GET", "/v1/pools")
+                ready = [one for workers in pools["roles"].values() for one in workers if one["state"] == "ready"]
+                epochs = {one["worker_id"]: one["epoch"] for one in ready}
+                if all(epochs.get(one["worker_id"], one["epoch"]) != one["epoch"] for one in victims):
+                    return
+                await asyncio.sleep(0.2)
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -322,23 +332,6 @@ def write_result(name: str, settings: argparse.Namespace, results: object) -> Pa
     """Write bench-results/NAME.json with everything needed to repeat the run; NaN becomes null."""
     path = _ROOT / "bench-results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    report = {
-        "command": shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "version": product_version(),
-        "commit": commit(),
-        "machine": machine(),
-        "settings": vars(settings),
-        "results": results,
-    }
-    path.write_text(json.dumps(_plain(report), indent=2, default=str) + "\n")
+    options.write_result(path, {"settings": vars(settings), "results": results}, f"python -m benchmarks.{name}")
     console.print(f"written to {path.relative_to(_ROOT)}")
     return path
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value

@@ -44,6 +44,7 @@ from benchmarks.common import (
 )
 from benchmarks.mock_engine import MODEL, expected_text
 from tandem.loadtest.client import run_measured
+from tandem.loadtest.stats import Distribution
 
 CONCURRENCY = 64
 _WARM_UP_S, _MEASURED_S = 1.5, 4.0
@@ -93,11 +94,11 @@ class Measured:
 
     def to_json(self) -> dict[str, Any]:
         """The figures of the table, with the raw counts."""
-        first, gap = sorted(self.first_s), sorted(self.gap_s)
+        first, gap = Distribution.of(self.first_s), Distribution.of(self.gap_s)
         return {
-            "p50_s": _at(first, 0.5),
-            "p99_s": _at(first, 0.99),
-            "gap_p50_s": _at(gap, 0.5),
+            "p50_s": first.p50,
+            "p99_s": first.p99,
+            "gap_p50_s": gap.p50,
             "requests_per_s": ratio(self.num_answers, self.seconds),
             "chunks_per_s": ratio(self.num_chunks, self.seconds),
             "requests_per_cpu_s": ratio(self.num_answers, self.cpu_s),
@@ -319,10 +320,6 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
             rows,
             f"ms to the first bytes, added to those of '{_DIRECT}'; gap: longest pause of a stream",
         )
-
-
-def _at(values: list[float], quantile: float) -> float:
-    return values[min(len(values) - 1, int(quantile * len(values)))] if values else math.nan
 
 
 def main() -> None:

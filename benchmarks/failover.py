@@ -95,7 +95,7 @@ async def measure(server: Server, case: Case, settings: argparse.Namespace) -> d
     timings = await asyncio.gather(*streams)
     decisions = await server.client.request_json("GET", "/v1/route/decisions")
     num_moved = sum(decision["outcome"] == "moved" for decision in decisions["data"])
-    await _until_replaced(server, victims)
+    await server.until_replaced(victims, _READY_S)
     again = [await send(number) for number in range(settings.streams)]
     _, held = await until_idle(server, _READY_S)
     pauses_s = sorted((pause for timing in timings if (pause := _pause_s(timing, killed_s)) is not None), reverse=True)
@@ -107,16 +107,6 @@ async def measure(server: Server, case: Case, settings: argparse.Namespace) -> d
         "held": held,
         "pause_s": Distribution.of(pauses_s[:num_moved]),  # those that moved paused longest
     }
-
-
-async def _until_replaced(server: Server, victims: list[dict[str, Any]]) -> None:
-    async with asyncio.timeout(_READY_S):
-        while True:
-            pools = await server.client.request_json("GET", "/v1/pools")
-            epochs = {worker["worker_id"]: worker["epoch"] for workers in pools["roles"].values() for worker in workers}
-            if all(epochs.get(victim["worker_id"], victim["epoch"]) != victim["epoch"] for victim in victims):
-                return
-            await asyncio.sleep(0.2)
 
 
 def _pause_s(timing: StreamTiming, killed_s: float) -> float | None:

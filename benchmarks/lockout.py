@@ -45,6 +45,7 @@ from benchmarks.common import (
     write_result,
 )
 from benchmarks.mock_engine import MODEL
+from tandem.loadtest.stats import Distribution
 from tests.support.certificates import Authority
 from tests.support.keys import make_key_file
 
@@ -113,15 +114,15 @@ class _Seen:
 
     def row(self) -> list[object]:
         """A row of the table."""
-        gap_s = sorted(self.gap_s)
+        gap = Distribution.of(self.gap_s)
         return [
             self.attack,
             max(self.health_s, default=math.nan),
             self.num_refused["/health"],
             max(self.answer_s, default=math.nan),
             self.num_refused["answer"],
-            1e3 * gap_s[len(gap_s) * 99 // 100] if gap_s else math.nan,
-            1e3 * max(gap_s, default=math.nan),
+            1e3 * gap.p99,
+            1e3 * gap.max,
             self.num_refused["stream"],
             f"{self.memory_mb[0]:.0f} -> {self.memory_mb[1]:.0f}",
         ]

@@ -128,10 +128,6 @@ def main() -> int:
     return 0
 
 
-def _run(cell: ReferenceCell | FullCell, num_requests: int | None) -> ReferenceResult | Summary:
-    return cell.run(num_requests)
-
-
 def _reference(settings: argparse.Namespace, pool: ProcessPoolExecutor) -> list[dict[str, object]]:
     capacities = {"mooncake_synthetic_a": (4000,)} if settings.quick else CAPACITIES
     cells = [
@@ -141,8 +137,8 @@ def _reference(settings: argparse.Namespace, pool: ProcessPoolExecutor) -> list[
         for capacity in capacities[trace]
         for policy in REFERENCE_POLICIES
     ]
-    run = functools.partial(_run, num_requests=_QUICK_REQUESTS if settings.quick else None)
-    measured = [result for result in pool.map(run, cells) if isinstance(result, ReferenceResult)]
+    run = functools.partial(ReferenceCell.run, num_requests=_QUICK_REQUESTS if settings.quick else None)
+    measured = list(pool.map(run, cells))
     rows = [
         [
             f"{cell.trace}, N={cell.num_workers}, C={cell.capacity}",
@@ -167,9 +163,8 @@ def _full(settings: argparse.Namespace, pool: ProcessPoolExecutor) -> list[dict[
         for load in loads
         for policy in policies
     ]
-    run = functools.partial(_run, num_requests=_QUICK_REQUESTS if settings.quick else None)
-    measured = [result for result in pool.map(run, cells) if isinstance(result, Summary)]
-    results = dict(zip(cells, measured, strict=True))
+    run = functools.partial(FullCell.run, num_requests=_QUICK_REQUESTS if settings.quick else None)
+    results = dict(zip(cells, pool.map(run, cells), strict=True))
     for setup in setups:
         _print_setup(settings, setup, loads, policies, results)
     return [{**asdict(cell), **result.as_dict()} for cell, result in results.items()]

@@ -9,8 +9,6 @@ from collections.abc import Hashable
 
 from tandem.kv_transfer.eviction.base import EvictionPolicy, Node
 
-__all__ = ["S3FIFO"]
-
 _SMALL, _MAIN = 0, 1
 _SMALL_SHARE = 0.1
 _MAX_USES = 3

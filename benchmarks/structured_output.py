@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jsonschema  # type: ignore[import-untyped]
+import numpy as np
 import torch
 
 from benchmarks.common import arguments, console, print_table, ratio, write_result
@@ -103,7 +104,7 @@ def main() -> int:
     folder = resolve_model(settings.model, report=console.print)
     engine = Engine(EngineConfig(model=str(folder), device="cpu", num_threads=1))
     masks = {kind: measure_masks(engine, settings, kind) for kind in _KINDS}
-    rows = [(kind, len(us), statistics.median(us), _p99(us), max(us)) for kind, us in masks.items()]
+    rows = [(kind, len(us), statistics.median(us), float(np.percentile(us, 99)), max(us)) for kind, us in masks.items()]
     print_table("A mask, after the token before it", ["", "masks", "median us", "p99 us", "most us"], rows)
     streams = [measure_streams(engine, settings, kind, num) for kind in list(_KINDS)[1:3] for num in (1, 8)]
     headings = ["", "streams", "plain tok/s", "structured tok/s", "ratio"]
@@ -239,10 +240,6 @@ def _worst_step_s(engine: Engine, grammar: str) -> float:
         engine.step()
         worst = max(worst, time.perf_counter() - begun)
     return worst
-
-
-def _p99(values: list[float]) -> float:
-    return sorted(values)[int(0.99 * (len(values) - 1))]
 
 
 if __name__ == "__main__":

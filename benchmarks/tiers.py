@@ -14,17 +14,13 @@ Stands behind README's "out of host memory takes 1/48 of computing it again".
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import signal
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from benchmarks.common import ONE_PAIR_ALWAYS, Server, Setup, arguments, ms, print_table, ratio, serving, write_result
 from tandem.loadtest.client import run_measured
@@ -88,20 +84,10 @@ async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any
 
 async def _replace_prefill_worker(server: Server) -> None:
     """Kill the prefill worker's process and wait for its successor."""
-
-    async def worker(client: httpx.AsyncClient) -> dict[str, Any] | None:
-        roles = (await client.get(f"{server.url}/v1/pools")).json()["roles"]
-        return next((w for w in roles["prefill"] if w["state"] == "ready"), None)
-
-    async with httpx.AsyncClient(timeout=10.0, trust_env=False) as client:
-        former = await worker(client)
-        assert former is not None
-        os.kill(former["pid"], signal.SIGKILL)
-        deadline = time.monotonic() + _RESTART_TIMEOUT_S
-        while (present := await worker(client)) is None or present["pid"] == former["pid"]:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"the prefill worker was not replaced within {_RESTART_TIMEOUT_S:.0f} s")
-            await asyncio.sleep(0.2)
+    pools = await server.client.request_json("GET", "/v1/pools")
+    [former] = pools["roles"]["prefill"]
+    os.kill(former["pid"], signal.SIGKILL)
+    await server.until_replaced([former], _RESTART_TIMEOUT_S)
 
 
 async def _ttft(server: Server, prompt: list[int]) -> _Timed:

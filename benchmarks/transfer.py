@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import arguments, ms, print_table, write_result
-from tandem.kv_transfer.transport import Transfer, TransferState, Transport, create_transport
+from tandem.kv_transfer.transport.base import Transfer, TransferState, Transport
+from tandem.kv_transfer.transport.factory import create_transport
 
 _WITH_PORT = "nixl with a port"  # as between machines; without a port as between workers of one machine
 _TRANSPORTS = ("nixl", _WITH_PORT, "nccl")

@@ -18,12 +18,12 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
-import psutil
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
 from benchmarks.common import Server, free_port, launched
+from tandem.cluster.engines.process import pin
 from tandem.cluster.model_store import resolve_model, served_name
 
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
@@ -90,19 +90,6 @@ def vllm_environment(cores: list[int]) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_NO_USAGE_STATS": "1",
     }
-
-
-def pin(pid: int, cores: list[int]) -> None:
-    """Give these cores, and no others, to all threads of a server.
-
-    Its NIXL connector moves the main thread of each worker to the last core of the machine, whatever it was told:
-    with few cores both workers end up on the same one.
-    """
-    process = psutil.Process(pid)
-    for member in [process, *process.children(recursive=True)]:
-        for thread in member.threads():
-            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
-                os.sched_setaffinity(thread.id, cores)
 
 
 def _cores() -> list[int]:

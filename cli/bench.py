@@ -38,8 +38,6 @@ from tandem.loadtest.prompts import random_prompts
 from tandem.loadtest.stats import Distribution, LoadSummary
 from tandem.protocol.errors import ConfigError, ServingError
 
-__all__ = ["BenchSettings", "bench", "measure", "print_summaries"]
-
 Dataset = Literal["random", "chat"]
 Concurrency = Annotated[
     str, typer.Option(help="Requests at once; several numbers, separated by commas, make one run each.")

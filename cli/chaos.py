@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -29,8 +28,6 @@ from tandem.loadtest.chaos.requests import NUM_REQUESTS, chaos_client, sample_re
 from tandem.loadtest.chaos.trial import ChaosRun, run_chaos
 from tandem.loadtest.stats import Distribution, minutes_of
 from tandem.protocol.errors import ConfigError, ServingError
-
-__all__ = ["chaos"]
 
 _SERVING = re.compile(r"Serving (\S+) on (http://\S+)")
 _START_S = 600.0
@@ -108,8 +105,11 @@ def chaos(
         phases.begin("starting the server", lambda: _last_line(log_path))
         with _serving([*flags, *(serve_flags or [])], log_path) as (process, name, url):
             say(f"the server is up after {minutes_of(time.monotonic() - began_s)}")
-            trial = _StartedTrial(psutil.Process(process.pid), name, folder / "kv", kinds, seed, minutes * 60, streams)
-            run = asyncio.run(trial.run(url, max_tokens, phases))
+            trial = _run(
+                psutil.Process(process.pid), name, url, disk_folder=folder / "kv", kinds=kinds, seed=seed,
+                duration_s=minutes * 60, num_streams=streams, max_tokens=max_tokens, phases=phases,
+            )  # fmt: skip
+            run = asyncio.run(trial)
             phases.begin("stopping the server")
         run.num_tracebacks = log_path.read_text(errors="replace").count("Traceback (most recent call last)")
         say(f"the trial took {minutes_of(time.monotonic() - began_s)}")
@@ -141,34 +141,18 @@ def _last_line(log: Path) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class _StartedTrial:
-    """What the user asked for, and the server that was started for it."""
-
-    process: psutil.Process
-    model: str
-    disk_folder: Path
-    kinds: list[str]
-    seed: int
-    duration_s: float
-    num_streams: int
-
-    async def run(self, url: str, max_tokens: int, phases: Phases) -> ChaosRun:
-        async with chaos_client(url) as client:
-            cards = (await client.get("/v1/models")).raise_for_status().json()["data"]
-            requests = sample_requests(self.seed, self.model, max_tokens, cards[0]["max_model_len"])
-            return await run_chaos(
-                client,
-                self.process,
-                requests,
-                plan(self.seed, self.duration_s, self.kinds),
-                duration_s=self.duration_s,
-                num_streams=self.num_streams,
-                seed=self.seed,
-                disk_folder=self.disk_folder,
-                say=phases.say,
-                begin=phases.begin,
-            )
+async def _run(
+    process: psutil.Process, model: str, url: str, *, disk_folder: Path, kinds: list[str], seed: int, duration_s: float,
+    num_streams: int, max_tokens: int, phases: Phases,
+) -> ChaosRun:  # fmt: skip
+    """The trial of a server that was started for it."""
+    async with chaos_client(url) as client:
+        cards = (await client.get("/v1/models")).raise_for_status().json()["data"]
+        requests = sample_requests(seed, model, max_tokens, cards[0]["max_model_len"])
+        return await run_chaos(
+            client, process, requests, plan(seed, duration_s, kinds), duration_s=duration_s, num_streams=num_streams,
+            seed=seed, disk_folder=disk_folder, say=phases.say, begin=phases.begin,
+        )  # fmt: skip
 
 
 def _share_of_cores(num_workers: int) -> float:

@@ -20,8 +20,6 @@ from tandem.cli.http_client import error_message, server_client
 from tandem.cli.options import ApiKey, ServedModel, ServerUrl, printable, without_controls
 from tandem.protocol.errors import ConfigError, ServingError
 
-__all__ = ["Conversation", "chat"]
-
 _READ_TIMEOUT_S = 600.0  # a queued prompt gets no bytes for long
 _LEAVE = {"/exit", "/quit"}
 _COMMAND = re.compile(r"/\w+")

@@ -17,8 +17,6 @@ from tandem.protocol.settings import Field, checked, settings_of
 from tandem.protocol.toml_file import read_toml
 from tandem.protocol.user_file import expanded
 
-__all__ = ["Values", "fields_by_panel", "read_config_file", "with_settings"]
-
 Values = dict[str, Any]  # settings by name
 
 _CONFIG_HELP = "TOML file of settings: docs/configuration.md. A flag wins over the file."

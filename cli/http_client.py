@@ -11,8 +11,6 @@ import httpx
 from tandem.cli.options import no_server
 from tandem.protocol.errors import ConfigError, ServingError
 
-__all__ = ["error_message", "server_client"]
-
 _CONNECT_TIMEOUT_S = 5.0
 
 

@@ -27,8 +27,6 @@ from tandem.scheduling.admission.key_limits import MAX_LIMIT, KeyLimits
 from tandem.scheduling.admission.tenants import TENANT_NAME
 from tandem.scheduling.request import DEFAULT_TENANT
 
-__all__ = ["app"]
-
 app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True, rich_markup_mode="rich")
 
 KeyFileOption = Annotated[str, typer.Option("--file", help="File of the keys, as in --api-key-file.", metavar="FILE")]

@@ -19,8 +19,6 @@ from tandem.protocol.settings import rule_of
 from tandem.runtime.no_torch import keep_torch_out
 from tandem.runtime.signals import restore_child_signals
 
-__all__ = ["app", "main", "run"]
-
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 _MAX_MESSAGE = 1500  # characters

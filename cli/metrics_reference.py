@@ -29,8 +29,6 @@ from tandem.runtime.tracing.export import SpanExport
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.workers.registry import Registry
 
-__all__ = ["MetricDefinition", "exported_metrics", "metrics_page"]
-
 _UNITS = ("seconds", "bytes", "tokens", "blocks", "ratio")
 _INTRODUCTION = """# Metrics
 

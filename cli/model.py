@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tandem.cluster.model_store import DEFAULT_MODEL, resolve_model
+from tandem.cluster.model_store import resolve_model
+from tandem.protocol.config import DEFAULT_MODEL
 
 app = typer.Typer(help="Fetch models.", no_args_is_help=True, rich_markup_mode="rich")
 

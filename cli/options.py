@@ -17,22 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from tandem.cli.version import commit, machine, product_version
+from tandem.loadtest.stats import without_nan
 from tandem.protocol.errors import ConfigError
-
-__all__ = [
-    "ApiKey",
-    "Output",
-    "Report",
-    "ServedModel",
-    "ServerUrl",
-    "check_writable",
-    "no_server",
-    "print_whole",
-    "printable",
-    "without_controls",
-    "write_report",
-    "write_result",
-]
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -72,16 +58,16 @@ def check_writable(*paths: Path | None) -> None:
             path.unlink()
 
 
-def write_result(output: Path, content: Mapping[str, Any]) -> None:
+def write_result(output: Path, content: Mapping[str, Any], program: str = "tandem") -> None:
     """Write a result as JSON, headed by what is needed to repeat the run and to compare it with another."""
     head = {
-        "command": shlex.join(["tandem", *sys.argv[1:]]),
+        "command": shlex.join([*program.split(), *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "version": product_version(),
         "commit": commit(),
         "machine": machine(),
     }
-    output.write_text(json.dumps({**head, **content}, indent=2) + "\n")
+    output.write_text(json.dumps(without_nan({**head, **content}), indent=2, default=str) + "\n")
 
 
 def write_report(path: Path, page: str) -> None:

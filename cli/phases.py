@@ -13,8 +13,6 @@ from rich.text import Text
 
 from tandem.loadtest.stats import minutes_of
 
-__all__ = ["Phases"]
-
 _LINE_S = 10.0  # between two lines if nobody watches a terminal
 
 

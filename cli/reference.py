@@ -22,8 +22,6 @@ from tandem.protocol.config import (
 )
 from tandem.protocol.settings import Field, range_of, settings_of
 
-__all__ = ["HELM_COMPONENTS", "configuration_page", "values_schema"]
-
 _CHART_DECIDES = {"ray_address"}  # settings that are no helm values
 HELM_COMPONENTS: dict[str, list[Field]] = {
     component: [

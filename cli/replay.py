@@ -29,8 +29,6 @@ from tandem.simulator.reference import REFERENCE_POLICIES, ReferenceResult, rout
 from tandem.simulator.report import COLUMNS, html_report
 from tandem.simulator.simulation import Outcome, simulate
 
-__all__ = ["replay"]
-
 _ALL = "all"
 Run = TypeVar("Run")
 

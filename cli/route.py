@@ -21,8 +21,6 @@ from tandem.router.engines.config import FleetFile, load_fleet
 from tandem.router.engines.tls import check_engine_tls
 from tandem.scheduling.admission.tenants import load_tenants
 
-__all__ = ["ADMIN_TOKEN_ENV", "ROUTE_FIELDS", "route"]
-
 ADMIN_TOKEN_ENV = "TANDEM_ADMIN_TOKEN"
 
 

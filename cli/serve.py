@@ -28,8 +28,6 @@ from tandem.runtime.tracing.setup import check_tracing
 from tandem.scheduling.admission.tenants import load_tenants
 from tandem.worker.kv.tier_check import check_tiers
 
-__all__ = ["SERVE_FIELDS", "build_config", "serve"]
-
 SERVE_FIELDS = fields_by_panel(
     "serve", EngineConfig, ManagedEngineConfig, ClusterConfig, TransferConfig, TierConfig, RouterConfig, RouterFiles
 )

@@ -20,8 +20,6 @@ from tandem.cli.options import ApiKey, ServerUrl
 from tandem.cli.top_view import render
 from tandem.protocol.errors import ServingError
 
-__all__ = ["top"]
-
 Json = dict[str, Any]
 Sort = Annotated[Literal["queue", "running", "pool", "errors"], typer.Option(help="Which workers are shown first.")]
 Once = Annotated[

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-__all__ = ["SORT_KEYS", "render"]
-
 Json = dict[str, Any]
 
 _BARS = "▁▂▃▄▅▆▇█"

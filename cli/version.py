@@ -11,8 +11,6 @@ from pathlib import Path
 import psutil
 import typer
 
-__all__ = ["commit", "machine", "print_and_leave", "product_version", "version"]
-
 
 def version() -> int:
     """Print the version, the commit if it is known, and the version of Python."""

@@ -14,8 +14,6 @@ from tandem.cli.http_client import error_message, server_client
 from tandem.cli.options import ApiKey, ServerUrl
 from tandem.protocol.errors import ConfigError, ServingError
 
-__all__ = ["add", "drain", "restart"]
-
 Json = dict[str, Any]
 Grace = Annotated[
     float,

@@ -26,8 +26,6 @@ from tandem.worker.status import WorkerStatus
 if TYPE_CHECKING:
     from tandem.worker.loop import Worker
 
-__all__ = ["WorkerActor"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -13,14 +13,12 @@ import ray
 from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
-from tandem.cluster.member import Member, first_line
-from tandem.cluster.owned_actor import OrphanedWorker, WorkerClaim
+from tandem.cluster.member import Member, end_actor, first_line
+from tandem.cluster.owned_actor import OrphanedWorker, WorkerClaim, names_in
 from tandem.cluster.ownership import LEASE_S, RENEW_S, Owner
 from tandem.cluster.process_end import ProcessIdentity, until_gone
 from tandem.protocol.errors import ConfigError, ServingError, WorkerError
 from tandem.protocol.messages import WIRE_VERSION
-
-__all__ = ["adopt_orphans", "give_to_members", "kill_all", "renew_leases"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +26,7 @@ _CLAIM_TIMEOUT_S = 10.0
 _GONE_TIMEOUT_S = 10.0
 _WAIT_FOR_LEASE_S = LEASE_S + 4.0
 _ASK_AGAIN_S = 0.5
+_ITS_NAME = "a worker of an earlier server"
 _NAMESPACE = b"tandem"  # in Ray's key-value store
 
 
@@ -37,7 +36,7 @@ async def adopt_orphans(owner: Owner, router_key: str, orphans: list[OrphanedWor
     Raises ConfigError if another server holds them and still lives.
     """
     sign = await asyncio.to_thread(_sign_of_life, owner)
-    names = sorted(await asyncio.to_thread(_names_in, owner.namespace))
+    names = sorted(await asyncio.to_thread(names_in, owner.namespace))
     # Two servers meet at the first one, and only one of them goes on.
     for some in (names[:1], names[1:]):
         takings = (_take(name, owner, router_key, sign, orphans) for name in some)
@@ -107,7 +106,7 @@ def _why_of_no_use(claim: WorkerClaim, member: Member | None, members: Collectio
 async def _discard(orphan: OrphanedWorker, why: str) -> None:
     """End a worker that is of no use here, and wait until its resources are free."""
     logger.warning("worker %s of an earlier server is ended: %s", orphan.claim.config.worker_id, why)
-    _kill(orphan.actor)
+    end_actor(orphan.actor, _ITS_NAME)
     await _until_gone(orphan.claim.process)
 
 
@@ -129,7 +128,7 @@ async def _claimed(actor: Any, name: str, owner: Owner, router_key: str, sign: b
             late = f"it did not answer in {_CLAIM_TIMEOUT_S:g} s, like one that waits for room"
             why = late if isinstance(exc, TimeoutError) else first_line(exc)
             logger.warning("worker %s of an earlier server cannot be taken over and is ended: %s", name, why)
-            _kill(actor)
+            end_actor(actor, _ITS_NAME)
             return None
         if isinstance(claim, WorkerClaim):
             return claim
@@ -172,11 +171,6 @@ async def _until_gone(process: ProcessIdentity) -> None:
         logger.warning("process %d of an earlier server is not known to be gone", process.process.pid)
 
 
-def _names_in(namespace: str) -> list[str]:
-    actors: list[dict[str, str]] = ray.util.list_named_actors(all_namespaces=True)
-    return [actor["name"] for actor in actors if actor["namespace"] == namespace]
-
-
 def _actor_named(name: str, namespace: str) -> Any:
     """The handle of an actor; None if it has ended just now."""
     try:
@@ -188,11 +182,4 @@ def _actor_named(name: str, namespace: str) -> Any:
 def kill_all(orphans: Sequence[OrphanedWorker]) -> None:
     """End workers that were claimed. Those that have ended are no error."""
     for orphan in orphans:
-        _kill(orphan.actor)
-
-
-def _kill(actor: Any) -> None:
-    try:
-        ray.kill(actor, no_restart=True)
-    except (RayError, ValueError) as exc:
-        logger.warning("Ray could not end a worker of an earlier server: %s", exc)
+        end_actor(orphan.actor, _ITS_NAME)

@@ -20,13 +20,11 @@ from tandem.protocol.messages import Role
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.autoscaling.autoscaler import decide
 from tandem.scheduling.autoscaling.in_flight import AutoscalerState
-from tandem.scheduling.autoscaling.moves import Add, Remove, ScalingDecision
+from tandem.scheduling.autoscaling.moves import Move, ScalingDecision
 from tandem.scheduling.autoscaling.observation import Fleet, observe
 from tandem.scheduling.autoscaling.policy import DEFAULT_POLICY, AutoscalerPolicy
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.workers.registry import Registry
-
-__all__ = ["Autoscale", "policy_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -106,21 +104,21 @@ class Autoscale:
     def _begin(self, decision: ScalingDecision) -> str:
         """Begin what was decided, without waiting for it. Returns the reason to show, with what was refused."""
         reason, refusals = decision.reason, []
-        if decision.withdrawn is not None and decision.withdrawn.add is not None:
+        if decision.withdrawn is not None and decision.withdrawn.num_added:
             self._withdraw(reason)
         if (move := decision.move) is None:
             return reason
-        for flip in move.flips:
-            member = member_of(self._members, flip.worker_id)
+        for worker_id in move.worker_ids if move.kind == "flip" else ():
+            member = member_of(self._members, worker_id)
             if member is not None and member.fixed_role:
                 refusals.append(member.fixed_role)
             else:
-                self._flips.flip(flip, reason)
-        if move.add is not None:
+                self._flips.flip(worker_id, move.role, reason)
+        if move.num_added:
             self._forget_move()
-            self._background.start(str(move), partial(self._add, move.add, reason))
-        for remove in move.removes:
-            self._remove(remove, reason)
+            self._background.start(str(move), partial(self._add, move, reason))
+        for worker_id in move.worker_ids if move.kind == "remove" else ():
+            self._remove(worker_id, reason)
         return f"{reason}, but {refusals[0]}" if refusals else reason
 
     def _withdraw(self, reason: str) -> None:
@@ -131,28 +129,28 @@ class Autoscale:
                 member.give_up(reason)
         self._forget_move()
 
-    def _remove(self, remove: Remove, reason: str) -> None:
+    def _remove(self, worker_id: str, reason: str) -> None:
         """Begin to drain a worker, so its answers move to others."""
         self._forget_move()
         try:
-            self._check(remove)
-            self._drains.begin(remove.worker_id, _GRACE_S, restart=False, reason=reason)
+            self._check(worker_id)
+            self._drains.begin(worker_id, _GRACE_S, restart=False, reason=reason)
         except (DrainRefused, WorkerNotFound) as exc:
             self._refused = str(exc)
 
-    async def _add(self, add: Add, reason: str) -> None:
+    async def _add(self, move: Move, reason: str) -> None:
         try:
-            for _ in range(add.num_workers):
-                self._added.append(await self._begin_to_add(add.role, reason))
+            for _ in range(move.num_added):
+                self._added.append(await self._begin_to_add(move.role, reason))
         except (AddRefused, RayError) as exc:
             self._refused = first_line(exc)
 
-    def _check(self, remove: Remove) -> None:
+    def _check(self, worker_id: str) -> None:
         """Raise DrainRefused for the last worker of its role, even if others could cover for it."""
-        role = self._members[remove.worker_id].role if remove.worker_id in self._members else None
-        others = [one for one in self._members.values() if one.role is role and one.worker_id != remove.worker_id]
+        role = self._members[worker_id].role if worker_id in self._members else None
+        others = [one for one in self._members.values() if one.role is role and one.worker_id != worker_id]
         if role is not None and not any(one.state is MemberState.UP for one in others):
-            raise DrainRefused(f"{remove.worker_id} is the last {role} worker by now.")
+            raise DrainRefused(f"{worker_id} is the last {role} worker by now.")
 
     def _forget_move(self) -> None:
         self._added, self._refused = [], ""

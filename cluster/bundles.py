@@ -19,8 +19,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tandem.cluster.ownership import Owner, Place
 
-__all__ = ["Bundle", "WorkerBundles"]
-
 _ROUNDING = 1e-3  # Ray counts shares of cores and GPUs to four decimals
 
 

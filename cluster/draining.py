@@ -5,23 +5,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from ray.exceptions import RayError
 
-from tandem.cluster.member import Member, MemberState, first_line
-from tandem.cluster.timing import Timing
-from tandem.protocol.errors import DrainRefused, ServingError, WorkerNotFound
+from tandem.cluster.member import Member, MemberState, first_line, named, remember
+from tandem.protocol.errors import DrainRefused, ServingError
 from tandem.protocol.messages import Role
 from tandem.runtime.background import BackgroundTasks
 
-__all__ = ["Drains"]
-
 logger = logging.getLogger(__name__)
 
-_NUM_REMEMBERED = 20
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """What the supervisor and drains wait for."""
+
+    ray_s: float = 5.0  # Ray needs milliseconds to end its workers, unless it is about to end itself
+    gone_s: float = 5.0  # a replacement waits so long for the memory that a dead worker's process may still take
+    leave_s: float = 15.0  # a drained worker has so long to end its process
+    drain_poll_s: float = 0.1
+    # A worker must have been idle for this long: an answer that has just left may be about to read its KV from here.
+    quiet_s: float = 0.5
 
 
 class Drains:
@@ -41,18 +48,11 @@ class Drains:
         self._timing = timing
         self._cover = cover
         self._num_begun = 0
-        self._latest: deque[dict[str, object]] = deque(maxlen=_NUM_REMEMBERED)
-
-    @property
-    def latest(self) -> list[dict[str, object]]:
-        """The latest drains, oldest first, as `/v1/pools` shows them."""
-        return list(self._latest)
+        self.latest: list[dict[str, object]] = []
 
     def begin(self, worker: str, grace_s: float, *, restart: bool, reason: str) -> dict[str, object]:
         """Begin to let a worker leave; returns the drain as JSON. Raises `WorkerNotFound` or `DrainRefused`."""
-        member = self._members.get(worker)
-        if member is None:
-            raise WorkerNotFound(f"There is no worker '{worker[:100]}'; there are: {', '.join(self._members)}.")
+        member = named(self._members, worker)
         self._check(member, restart=restart)
         self._num_begun += 1
         record: dict[str, object] = {
@@ -63,7 +63,7 @@ class Drains:
             "reason": reason,
             "began": round(time.time(), 3),  # Unix time
         }
-        self._latest.append(record)
+        remember(self.latest, record)
         if member.is_up:
             member.drain(restart=restart)
             leave = partial(self._drain, member, grace_s, record)
@@ -75,7 +75,7 @@ class Drains:
 
     def note_up(self, member: Member) -> None:
         """Note, in the drain that asked for a restart, that the worker serves again."""
-        for record in self._latest:
+        for record in self.latest:
             if record["worker"] == member.worker_id and record["restart"]:
                 record.setdefault("back_after_s", round(time.time() - float(str(record["began"])), 3))
 

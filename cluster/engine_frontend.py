@@ -34,8 +34,6 @@ from tandem.scheduling.workers.registry import Registry
 if TYPE_CHECKING:
     from tandem.runtime.tracing.export import SpanExport
 
-__all__ = ["RouterSetup", "make_fleet", "serve_engines_http", "show_num_processes"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSetup:

@@ -9,8 +9,6 @@ from typing import Any, Protocol
 from tandem.protocol.config import RouterConfig
 from tandem.runtime.signals import StopSignals, wait_for_any
 
-__all__ = ["HttpFrontend", "drain", "stop_serving"]
-
 _FINAL_EVENTS_S = 2.0  # for clients to read how their answer ended
 
 

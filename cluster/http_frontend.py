@@ -37,8 +37,6 @@ from tandem.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tandem.runtime.tracing.tracing import Tracing
 
-__all__ = ["metrics_of", "serve_http"]
-
 
 @contextlib.asynccontextmanager
 async def serve_http(

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 
-from tandem.cluster.member import Member
+from tandem.cluster.member import Member, remember
 from tandem.protocol.errors import AddRefused
 from tandem.protocol.messages import Role
-
-__all__ = ["Joins"]
-
-_NUM_REMEMBERED = 20
 
 
 class Joins:
@@ -23,17 +18,12 @@ class Joins:
         """`supervise` starts the first member and looks after it; it needs what the second one needs."""
         self._members = members
         self._supervise = supervise
-        self._latest: deque[dict[str, object]] = deque(maxlen=_NUM_REMEMBERED)
-
-    @property
-    def latest(self) -> list[dict[str, object]]:
-        """The latest joins, oldest first, as `/v1/pools` shows them."""
-        return list(self._latest)
+        self.latest: list[dict[str, object]] = []
 
     def begin(self, role: Role, *, reason: str) -> dict[str, object]:
         """Begin to start one more worker; returns the join as JSON. Raises `AddRefused`."""
         like = self.like(role)
-        used = {*self._members, *(str(record["worker"]) for record in self._latest)}
+        used = {*self._members, *(str(record["worker"]) for record in self.latest)}
         name = next(name for number in itertools.count() if (name := f"{role}-{number}") not in used)
         record: dict[str, object] = {
             "worker": name,
@@ -42,7 +32,7 @@ class Joins:
             "began": round(time.time(), 3),  # Unix time
         }
         self._supervise(like.another(name, role), like)
-        self._latest.append(record)
+        remember(self.latest, record)
         return record
 
     def note_up(self, member: Member) -> None:
@@ -63,4 +53,4 @@ class Joins:
         return min(members, key=lambda member: member.role is not role)
 
     def _record_of(self, member: Member) -> dict[str, object] | None:
-        return next((record for record in self._latest if record["worker"] == member.worker_id), None)
+        return next((record for record in self.latest if record["worker"] == member.worker_id), None)

@@ -16,8 +16,6 @@ from tandem.cluster.roles import ranks_of, roles_of
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["check_cores", "check_machine", "check_model_fits"]
-
 # Each process takes ten seconds of a core before it serves. With more of them on a core, starting takes minutes.
 _MAX_PROCESSES_PER_CORE = 10
 # A worker of our engine with the smallest model takes 0.7 GB, weights and buffers included.

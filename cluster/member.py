@@ -38,20 +38,9 @@ from tandem.cluster.owned_actor import OrphanedWorker, WatchNews, WorkerClaim
 from tandem.cluster.ownership import LeaseTerms, Owner
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.restarts import RestartBudget
-from tandem.protocol.errors import WorkerError
+from tandem.protocol.errors import WorkerError, WorkerNotFound
 from tandem.protocol.messages import PeerAddress, Role
 from tandem.runtime.idle_timeout import answered_in_time
-
-__all__ = [
-    "Death",
-    "Member",
-    "MemberState",
-    "Requests",
-    "call",
-    "first_line",
-    "kind_of",
-    "member_of",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +57,7 @@ _CALL_TIMEOUT_S = 15.0
 _DRAIN_TIMEOUT_S = 120.0
 _DRAIN_POLL_S = 0.1
 _ACTOR_THREADS = 8
+_NUM_REMEMBERED = 20  # flips, drains and joins, of each
 
 Requests = frozenset[Any]  # the requests of one worker at one time, by whatever identifies them there
 
@@ -399,12 +389,8 @@ class Member(ABC):
 
     def kill(self) -> None:
         """Let Ray end the process."""
-        if self.actor is None:
-            return
-        try:
-            ray.kill(self.actor, no_restart=True)
-        except (RayError, ValueError) as exc:  # Ray may know nothing of it any more
-            logger.warning("Ray could not kill %s: %s", self.worker_id, first_line(exc))
+        if self.actor is not None:
+            end_actor(self.actor, self.worker_id)
 
     async def _first_process(
         self, options: dict[str, Any], terms: LeaseTerms | None, needs: str, on_no_room: Callable[[str], None]
@@ -476,6 +462,27 @@ def kind_of(role: Role) -> Role:
 def member_of(members: Mapping[str, Member], worker_id: str) -> Member | None:
     """The member of a worker that the router knows by this name. NAME.dp1 is a data-parallel rank of member NAME."""
     return members.get(worker_id) or members.get(worker_id.rpartition(".dp")[0])
+
+
+def named(members: Mapping[str, Member], worker: str) -> Member:
+    """The member of this name. Raises `WorkerNotFound`."""
+    if worker not in members:
+        raise WorkerNotFound(f"There is no worker '{worker[:100]}'; there are: {', '.join(members)}.")
+    return members[worker]
+
+
+def remember(latest: list[dict[str, object]], record: dict[str, object]) -> None:
+    """Add a record to the latest of its kind, oldest first, as `/v1/pools` shows them."""
+    latest.append(record)
+    del latest[:-_NUM_REMEMBERED]
+
+
+def end_actor(actor: Any, name: str) -> None:
+    """Let Ray end an actor's process."""
+    try:
+        ray.kill(actor, no_restart=True)
+    except (RayError, ValueError) as exc:  # Ray may know nothing of it any more
+        logger.warning("Ray could not end %s: %s", name, first_line(exc))
 
 
 async def call(method: Any, *args: Any, timeout_s: float = _CALL_TIMEOUT_S) -> Any:

@@ -25,8 +25,6 @@ from tandem.protocol.errors import ConfigError
 from tandem.protocol.python_module import module_command, module_environment
 from tandem.protocol.user_file import expanded
 
-__all__ = ["DEFAULT_MODEL", "PackagedModel", "check_model", "is_path", "resolve_model", "served_name"]
-
 Report = Callable[[str], None]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

@@ -10,8 +10,6 @@ from tandem.protocol.config import WorkerConfig
 from tandem.protocol.errors import ConfigError
 from tandem.worker.kv.tier_check import check_tiers
 
-__all__ = ["config_on_node", "model_on_node", "name_for_nodes"]
-
 
 def name_for_nodes(model: str) -> str:
     """The name under which every node looks for the model itself.

@@ -17,8 +17,6 @@ from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_exists, _internal_kv_put
 
-__all__ = ["NodeRequests", "Resources", "has_left_request", "withdraw_left_request"]
-
 logger = logging.getLogger(__name__)
 
 Resources = dict[str, float]

@@ -23,8 +23,6 @@ from tandem.cluster.process_end import ProcessIdentity, own_identity
 from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.messages import WIRE_VERSION, Role
 
-__all__ = ["WATCH_S", "OrphanedWorker", "OwnedActor", "WatchNews", "WorkerClaim"]
-
 logger = logging.getLogger(__name__)
 
 WATCH_S = 1.0  # how often a blocking `watch` looks for news
@@ -162,10 +160,15 @@ class OwnedActor(ABC):
         os._exit(0)
 
 
+def names_in(namespace: str) -> list[str]:
+    """The names of the actors in a namespace of Ray."""
+    actors: list[dict[str, str]] = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in actors if actor["namespace"] == namespace]
+
+
 def _is_any_held(namespace: str) -> bool:
     """Whether a server looks after one of a service's workers. One that does not answer is not held."""
-    names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == namespace]
-    for name in names:
+    for name in names_in(namespace):
         with suppress(RayError, ValueError):  # it has ended meanwhile, or is late
             if ray.get(ray.get_actor(name, namespace=namespace).is_held.remote(), timeout=_ASK_TIMEOUT_S):
                 return True

@@ -17,8 +17,6 @@ from typing import NamedTuple
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import WorkerError
 
-__all__ = ["LEASE_S", "RENEW_S", "LeaseTerms", "Owner", "Ownership", "Place", "owner_of"]
-
 RENEW_S = 2.0
 LEASE_S = 8.0
 

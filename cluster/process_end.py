@@ -24,8 +24,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tandem.protocol.process import ProcessId, has_ended, own_process
 from tandem.runtime.backoff import Backoff
 
-__all__ = ["ProcessIdentity", "end_process", "own_identity", "until_gone"]
-
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 5.0  # one wait for the end; then the kill is repeated

@@ -12,8 +12,6 @@ from tandem.cluster.member import Member
 from tandem.protocol.errors import DrainRefused
 from tandem.scheduling.workers.registry import Registry
 
-__all__ = ["watch_quarantines"]
-
 logger = logging.getLogger(__name__)
 
 # A sender is replaced when its lost writes keep this share of a peer's pool in quarantine for this long.

@@ -32,8 +32,6 @@ from tandem.runtime.cleanup import RAY_FOLDER
 from tandem.runtime.daemon_threads import in_daemon_thread
 from tandem.runtime.signals import defer_stop, ignore_keyboard_interrupt
 
-__all__ = ["RayDaemon", "daemons_watched", "probe_address", "ray_running"]
-
 _OBJECT_STORE_BYTES = 100 * 1024 * 1024  # about the least that Ray accepts: nothing of ours goes through it
 _RAY_AUTH_MODE = "RAY_AUTH_MODE"
 _RAY_LOGS = {"logging_level": logging.ERROR, "log_to_driver": True, "configure_logging": True}

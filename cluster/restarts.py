@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from tandem.runtime.backoff import Backoff
 
-__all__ = ["RestartBudget"]
-
 WINDOW_S = 300.0
 BACKOFF = Backoff(1.0, 60.0)
 

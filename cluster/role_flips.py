@@ -5,23 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Mapping
 from functools import partial
 
 from ray.exceptions import RayError
 
-from tandem.cluster.member import Member, MemberState, Requests, first_line, member_of
-from tandem.protocol.errors import RoleRefused, ServingError, WorkerError, WorkerNotFound
+from tandem.cluster.member import Member, MemberState, Requests, first_line, member_of, named, remember
+from tandem.protocol.errors import RoleRefused, ServingError, WorkerError
 from tandem.protocol.messages import Role
 from tandem.runtime.background import BackgroundTasks
-from tandem.scheduling.autoscaling.moves import Flip
-
-__all__ = ["RoleFlips"]
 
 logger = logging.getLogger(__name__)
-
-_NUM_REMEMBERED_FLIPS = 20
 
 
 class RoleFlips:
@@ -30,31 +24,22 @@ class RoleFlips:
     def __init__(self, members: Mapping[str, Member], background: BackgroundTasks) -> None:
         self._members = members
         self._background = background
-        self._flips: deque[dict[str, object]] = deque(maxlen=_NUM_REMEMBERED_FLIPS)
+        self.latest: list[dict[str, object]] = []
 
-    @property
-    def latest(self) -> list[dict[str, object]]:
-        """The latest flips, oldest first, as `/v1/pools` shows them."""
-        return list(self._flips)
-
-    def flip(self, flip: Flip, reason: str) -> asyncio.Task[None]:
+    def flip(self, worker_id: str, role: Role, reason: str) -> asyncio.Task[None]:
         """Begin to give a worker another role; its cache stays. The task ends with the requests of its old role.
 
         It gets nothing more of its old role, serves in the new one within milliseconds, and finishes its old requests
         beside that: any worker can do both, and placement counts what it delays there.
         """
-        member = member_of(self._members, flip.worker_id)
+        member = member_of(self._members, worker_id)
         if member is not None:
-            member.plan_flip(flip.to_role)
-        return self._background.start(
-            f"the flip of {flip.worker_id}", partial(self._flip, member, flip.to_role, reason)
-        )
+            member.plan_flip(role)
+        return self._background.start(f"the flip of {worker_id}", partial(self._flip, member, role, reason))
 
     async def set_role(self, worker: str, role: Role) -> dict[str, object]:
         """As `ManagedWorkers.set_role`: a flip that an operator asks for."""
-        member = self._members.get(worker)
-        if member is None:
-            raise WorkerNotFound(f"There is no worker '{worker[:100]}'; there are: {', '.join(self._members)}.")
+        member = named(self._members, worker)
         self._check(member, role)
         async with member.flipping(role):
             record = self._record(member, role, "an operator asked for it")
@@ -109,7 +94,7 @@ class RoleFlips:
             "reason": reason,
             "began": round(time.time(), 3),  # Unix time
         }
-        self._flips.append(record)
+        remember(self.latest, record)
         return record
 
     async def _switch(self, member: Member, role: Role, record: dict[str, object]) -> Requests | None:

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.messages import Role
 
-__all__ = ["ranks_of", "roles_of", "worker_ids_of"]
-
 
 def roles_of(config: ClusterConfig) -> list[Role]:
     """The roles with which the workers start."""

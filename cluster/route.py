@@ -24,8 +24,6 @@ from tandem.runtime.signals import stop_signals, wait_for_any
 from tandem.runtime.status_console import StatusConsole
 from tandem.runtime.tracing.setup import begin_tracing, closing_tracing, tracing_of
 
-__all__ = ["serve_engines"]
-
 
 def serve_engines(setup: RouterSetup, key_file: KeyFile) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code. Raises `ConfigError` for what the user can correct."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import uvloop
 from rich.console import Console
@@ -41,11 +41,6 @@ from tandem.runtime.signals import exit_on_sigterm, stop_signals, unless, wait_f
 from tandem.runtime.status_console import StatusConsole
 from tandem.scheduling.admission.tenants import Tenants
 
-if TYPE_CHECKING:
-    from tandem.router.readiness import ReadinessCheck
-
-__all__ = ["print_welcome", "serve"]
-
 _READY_TIMEOUT_S = 120.0
 
 
@@ -65,8 +60,8 @@ class Service(Protocol):
 
     def serve_http(
         self, listener: socket.socket, api_keys: ApiKeys
-    ) -> contextlib.AbstractAsyncContextManager[tuple[HttpFrontend, ReadinessCheck]]:
-        """Serve HTTP while the block runs."""
+    ) -> contextlib.AbstractAsyncContextManager[tuple[HttpFrontend, Callable[[], str | None]]]:
+        """Serve HTTP while the block runs. The function tells why requests should not be sent here now; None = send."""
 
     def shut_down(self) -> None:
         """End every request with an error and refuse new ones: the server stops."""
@@ -134,10 +129,10 @@ async def _serve(
             return 0
         async with (
             key_file.followed() as api_keys,
-            service.serve_http(listener, api_keys) as (frontend, readiness),
+            service.serve_http(listener, api_keys) as (frontend, unready),
         ):
             ends = (frontend.serving, supervisor.failure)
-            if await unless(stop, _first_generation(frontend, readiness, ends), say_stopping):
+            if await unless(stop, _first_generation(frontend, unready, ends), say_stopping):
                 freeze_startup_heap()
                 progress("the first generation succeeded")
                 print_welcome(config, listener.getsockname()[1], console, needs_key=api_keys.is_required)
@@ -156,14 +151,14 @@ def _raise_failures(ends: Iterable[asyncio.Future[Any]]) -> None:
 
 
 async def _first_generation(
-    frontend: HttpFrontend, readiness: ReadinessCheck, ends: Iterable[asyncio.Future[Any]]
+    frontend: HttpFrontend, unready: Callable[[], str | None], ends: Iterable[asyncio.Future[Any]]
 ) -> None:
     """Wait until the readiness probe has generated a token and HTTP is served."""
     deadline = time.monotonic() + _READY_TIMEOUT_S
-    while readiness.reason is not None or not frontend.is_serving:
+    while unready() is not None or not frontend.is_serving:
         _raise_failures(ends)
         if time.monotonic() > deadline:
-            raise WorkerError(f"no token was generated in {_READY_TIMEOUT_S:.0f} s: {readiness.reason}")
+            raise WorkerError(f"no token was generated in {_READY_TIMEOUT_S:.0f} s: {unready()}")
         await asyncio.sleep(0.02)
 
 

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from tandem.cluster.adoption import adopt_orphans, give_to_members, kill_all, renew_leases
 from tandem.cluster.autoscale import Autoscale
 from tandem.cluster.bundles import Bundle, WorkerBundles
-from tandem.cluster.draining import Drains
+from tandem.cluster.draining import Drains, Timing
 from tandem.cluster.joining import Joins
 from tandem.cluster.member import Death, Member, MemberState, first_line
 from tandem.cluster.node_requests import NodeRequests, has_left_request
@@ -25,7 +25,6 @@ from tandem.cluster.ownership import owner_of
 from tandem.cluster.process_end import ProcessIdentity, until_gone
 from tandem.cluster.quarantine_watch import watch_quarantines
 from tandem.cluster.role_flips import RoleFlips
-from tandem.cluster.timing import Timing
 from tandem.cluster.worker_layout import needs_of
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import AddRefused, ConfigError, DrainRefused, ServingError, WorkerError
@@ -34,12 +33,9 @@ from tandem.protocol.messages import PeerAddress, Role, WorkerState
 from tandem.runtime.background import BackgroundTasks
 from tandem.runtime.daemon_threads import in_daemon_thread
 from tandem.runtime.signals import wait_for_any
-from tandem.scheduling.autoscaling.moves import Flip
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import WorkerChange
-
-__all__ = ["Supervisor"]
 
 logger = logging.getLogger(__name__)
 
@@ -139,12 +135,8 @@ class Supervisor:
     @property
     def autoscaler_status(self) -> dict[str, object]:
         """The autoscaler's latest decision, and the latest flips, drains and joins."""
-        moves = {
-            "flips": self.flips.latest,
-            "departures": self.drains.latest,
-            "arrivals": self.joins.latest,
-        }
-        return self.autoscale.decision | moves
+        latest = {"flips": self.flips.latest, "departures": self.drains.latest, "arrivals": self.joins.latest}
+        return self.autoscale.decision | {kind: list(records) for kind, records in latest.items()}
 
     async def set_role(self, worker: str, role: Role) -> dict[str, object]:
         """As `ManagedWorkers.set_role`."""
@@ -401,8 +393,8 @@ class Supervisor:
         is_missed = any(member.role is not Role.PREFILL and member.has_been_up for member in down)
         if up and not decoders and up[0].can_cover and (is_missed or not is_one_coming):
             up[0].cover()
-            flip = Flip(up[0].worker_id, Role.DECODE)
-            self.flips.flip(flip, "no decode worker is left: it serves alone until one is back")
+            why = "no decode worker is left: it serves alone until one is back"
+            self.flips.flip(up[0].worker_id, Role.DECODE, why)
         is_home_new = any(member.role is Role.PREFILL and not member.has_been_up for member in coming)
         for covering in [] if is_home_new else [member for member in decoders if member.home_role is not None]:
             if len(decoders) == 1:
@@ -410,8 +402,7 @@ class Supervisor:
             home = covering.end_cover()
             if len(decoders) == len(up) or not self._config.autoscale:
                 decoders.remove(covering)
-                flip = Flip(covering.worker_id, home)
-                self.flips.flip(flip, f"a decode worker is back: it is a {home} worker again")
+                self.flips.flip(covering.worker_id, home, f"a decode worker is back: it is a {home} worker again")
 
     async def _tell_of_death(self, address: PeerAddress, gone: asyncio.Task[None]) -> None:
         # Workers that start later never had anything to do with it.

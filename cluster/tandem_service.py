@@ -28,10 +28,7 @@ from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 
 if TYPE_CHECKING:
-    from tandem.router.readiness import ReadinessCheck
     from tandem.text.tokenizer import Tokenizer
-
-__all__ = ["TandemService"]
 
 
 class TandemService:
@@ -97,7 +94,7 @@ class TandemService:
     @contextlib.asynccontextmanager
     async def serve_http(
         self, listener: socket.socket, api_keys: ApiKeys
-    ) -> AsyncIterator[tuple[HttpFrontend, ReadinessCheck]]:
+    ) -> AsyncIterator[tuple[HttpFrontend, Callable[[], str | None]]]:
         """As `Service.serve_http`. It is ready once a token has been generated."""
         assert self._http is not None, "it has been loaded"
         http, tokenizer = self._http
@@ -106,8 +103,8 @@ class TandemService:
             self._export.register(metrics)
         async with http.serve_http(
             self._flow, tokenizer, metrics, self._config, listener, api_keys, self._tenants, tracing_of(self._export)
-        ) as served:
-            yield served
+        ) as (frontend, readiness):
+            yield frontend, lambda: readiness.reason
 
     def shut_down(self) -> None:
         """As `Service.shut_down`."""

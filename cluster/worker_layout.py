@@ -15,8 +15,6 @@ from tandem.cluster.roles import ranks_of, roles_of, worker_ids_of
 from tandem.protocol.config import GPU_MEMORY_SHARE, ClusterConfig, WorkerConfig
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["cores_of", "needs_of", "preload_of", "resolve", "worker_configs"]
-
 # Tokens of a step by (has a GPU, colocated). A chunk of a prompt delays the sequences that decode beside it by its
 # whole duration, so a worker that always does both takes smaller ones.
 _STEP_TOKENS = {(False, False): 512, (False, True): 256, (True, False): 8192, (True, True): 2048}

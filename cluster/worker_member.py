@@ -25,8 +25,6 @@ from tandem.router.workers.client import WorkerClient
 from tandem.scheduling.workers.registry import Registry
 from tandem.worker.status import WorkerStatus
 
-__all__ = ["WorkerMember"]
-
 logger = logging.getLogger(__name__)
 
 _TELL_AGAIN_S = 1.0  # until a worker that did not answer is told again

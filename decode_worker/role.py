@@ -40,9 +40,6 @@ from tandem.protocol.messages import (
     WriteMessage,
     decode_write_message,
 )
-from tandem.protocol.timeline import Timeline
-
-__all__ = ["DecodeRole"]
 
 logger = logging.getLogger(__name__)
 
@@ -135,16 +132,8 @@ class DecodeRole:
         sender = request.prefill_worker
         if sender.process in self._dead:
             raise PeerLost(f"prefill worker {sender.worker_id} died")
-        sequence = self._engine.make_sequence(
-            request.request_id,
-            request.token_ids,
-            request.sampling,
-            output_ids=request.output_ids,
-            cache_salt=request.cache_salt,
-            priority=request.priority,
-        )
+        sequence = self._engine.sequence_of(request, now)
         sequence.prompt_scores = None  # the prefill worker has them
-        sequence.timeline = Timeline(now) if request.is_traced else None
         extend_digests(sequence.digests, sequence.root, sequence.token_ids, self._engine.config.block_size)
         self._links.remember(sender)
         deadline = now + self._config.handoff_timeout_s

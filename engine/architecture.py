@@ -16,8 +16,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["load_config", "model_class", "text_config"]
-
 _SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _ELSEWHERE = "choose another model, or serve this one by vLLM or SGLang behind `tandem route`"
 

@@ -22,8 +22,6 @@ from tandem.engine.kv_pool import paged_view
 from tandem.engine.loader import LoadedModel
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["LAYER_IDX", "AttentionCall", "Pages", "check_attention", "largest_error", "make_step"]
-
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}  # relative, for each row
 LAYER_IDX, _NUM_LAYERS = 1, 2  # a pool of two layers, so that views of one have gaps
 _MAX_WINDOW = 100  # longer ones would need longer contexts to matter

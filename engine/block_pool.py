@@ -23,8 +23,6 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["BlockPool"]
-
 _NONE: Mapping[int, int] = {}
 
 

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-__all__ = ["CudaStream", "DeviceStream", "HostStream", "Mark", "make_stream", "to_device", "to_host", "to_pinned"]
-
 Mark = Any  # a point in the order of a stream's work; only that stream can read it
 
 

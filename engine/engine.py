@@ -21,23 +21,32 @@ from tandem.engine.graphs.capture import MakeRecorder, record_graphs, required_b
 from tandem.engine.graphs.recorder import make_recorder
 from tandem.engine.kv_pool import paged_view
 from tandem.engine.model_runner import LateTokens
+from tandem.engine.number_tokens import TokenMask
 from tandem.engine.prompt_scores import PromptScores
 from tandem.engine.sampling.prompt_scoring import LaunchedScores
 from tandem.engine.sampling.sampler import LaunchedSample, SampledToken, Sampler
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Phase, ScheduledChunk, Sequence
 from tandem.engine.sequence_blocks import ComputedBlocks
-from tandem.engine.structured_output import StructuredOutput, TokenMask
+from tandem.engine.structured_output import StructuredOutput
 from tandem.engine.tensor_parallel.group import RanksLost
 from tandem.engine.tensor_parallel.ranks import make_ranks
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.digest import namespace_digest, root_digest
 from tandem.protocol.errors import ContextLengthExceeded, RequestError
 from tandem.protocol.fault_boundary import error_of, outcome_of, undone_on_error
-from tandem.protocol.messages import FinishReason, StepStats, TokenLogprobs, WorkerLoad, WorkerPriority
+from tandem.protocol.messages import (
+    Decode,
+    FinishReason,
+    Generate,
+    Prefill,
+    StepStats,
+    TokenLogprobs,
+    WorkerLoad,
+    WorkerPriority,
+)
 from tandem.protocol.sampling import SamplingParams
-
-__all__ = ["Engine", "SequenceFailure", "SequenceOutput", "StepResult"]
+from tandem.protocol.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +185,20 @@ class Engine:
     def is_computing(self) -> bool:
         """Whether the device may still compute a step."""
         return bool(self._launched)
+
+    def sequence_of(self, request: Generate | Prefill | Decode, now: float, phase: Phase = Phase.WHOLE) -> Sequence:
+        """The sequence of a router's request, not queued yet. Raises RequestError, as `make_sequence`."""
+        sequence = self.make_sequence(
+            request.request_id,
+            request.token_ids,
+            request.sampling,
+            output_ids=request.output_ids,
+            cache_salt=request.cache_salt,
+            phase=phase,
+            priority=request.priority,
+        )
+        sequence.timeline = Timeline(now) if request.is_traced else None
+        return sequence
 
     def make_sequence(
         self,

@@ -16,8 +16,6 @@ from transformers import AttentionInterface
 from tandem.engine.attention.interface import ATTENTION_NAME, LayerAttention
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["FORWARD_ERRORS", "KvGeometry", "measure_kv"]
-
 # What a model that does not fit raises in the middle of its forward.
 FORWARD_ERRORS = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
 

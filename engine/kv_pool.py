@@ -14,8 +14,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["KvPool", "paged_view"]
-
 
 class KvPool:
     """All KV memory of a worker. It belongs to rank 0's process, on every rank's device."""

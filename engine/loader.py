@@ -26,8 +26,6 @@ from tandem.engine.weights import load_weights
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["LoadedModel", "load_model", "model_revision", "resolve_device", "resolve_dtype"]
-
 logger = logging.getLogger(__name__)
 
 _SAMPLE_STRIDE_BYTES, _SAMPLE_BYTES = 1 << 20, 4096

@@ -27,8 +27,6 @@ from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.sampling import SamplingParams
 
-__all__ = ["check_model", "make_checked_backend", "row_errors", "tolerance"]
-
 logger = logging.getLogger(__name__)
 
 _LENGTHS = (9, 21, 14, 17, 6)  # prompts computed side by side, each in two chunks

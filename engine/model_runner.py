@@ -15,8 +15,6 @@ from tandem.engine.device import to_device
 from tandem.engine.loader import LoadedModel
 from tandem.engine.sequence import PENDING_TOKEN, ScheduledChunk, Sequence
 
-__all__ = ["DeviceBatch", "LateInputs", "LateTokens", "ModelRunner", "PackedBatch", "StepGraph", "StepGraphs"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -13,8 +13,6 @@ from typing import Any
 import llguidance
 import numpy as np
 
-__all__ = ["NumberTokens", "TokenMask", "mask_without", "writes_json"]
-
 TokenMask = np.ndarray[Any, Any]  # [ceil(vocab / 32)], int32; bit i of word w allows token 32 w + i
 
 MAX_NUMBER_CHARS = 100  # an integer of 256 bits has 78 digits, and no float needs more than 17

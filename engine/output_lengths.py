@@ -6,8 +6,6 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from operator import neg
 
-__all__ = ["OutputLengths"]
-
 _NUM_REMEMBERED = 256  # answers
 _MIN_LONGER = 8  # remembered answers that must be longer than the current one before they predict its length
 _FIRST_GUESS_TOKENS = 2048  # answers that end soon correct a guess that is too long; one too short costs preemptions

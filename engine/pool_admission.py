@@ -14,8 +14,6 @@ from tandem.engine.queues import SequenceQueues
 from tandem.engine.sequence import Sequence
 from tandem.engine.sequence_blocks import SequenceBlocks
 
-__all__ = ["PoolAdmission"]
-
 # A preempted sequence comes back once there is room for this many steps. Its stream stands still until then, and would
 # soon do so again if the others ran longer than the room allows. A tenant that holds less than others needs no more
 # either: they give way later, too.

@@ -20,8 +20,6 @@ import math
 from bisect import insort
 from typing import NamedTuple
 
-__all__ = ["BlockDemand", "PoolForecast"]
-
 
 class BlockDemand(NamedTuple):
     """What one sequence takes of the pool."""

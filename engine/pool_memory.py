@@ -14,15 +14,6 @@ from tandem.engine.loader import LoadedModel
 from tandem.protocol.config import GPU_MEMORY_SHARE, EngineConfig
 from tandem.protocol.errors import ConfigError
 
-__all__ = [
-    "allocate_pool",
-    "default_cpu_pool_bytes",
-    "default_gpu_pool_bytes",
-    "max_model_len",
-    "num_blocks",
-    "shard_block_shape",
-]
-
 logger = logging.getLogger(__name__)
 
 # A CPU's memory is shared with all other processes: a laptop of 8 GB gives 0.5 GB to each worker, and machines of 32 GB

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-__all__ = ["PromptScores", "ScorePiece"]
-
 
 class ScorePiece(NamedTuple):
     """Scores of n consecutive tokens, each with the k likeliest tokens at its place."""

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from tandem.engine.sequence import Sequence
 
-__all__ = ["ReceivingPrompt", "SequenceQueues", "queue_position"]
-
 
 class ReceivingPrompt(NamedTuple):
     """What is reserved for a prompt while its KV arrives, in addition to a seat."""

@@ -12,8 +12,6 @@ from tandem.engine.sequence import Sequence
 from tandem.engine.sequence_blocks import SequenceBlocks
 from tandem.engine.tenant_room import LOOK_STEPS, TenantRoom
 
-__all__ = ["ReceiveQueue", "Reservation"]
-
 _MAX_PASSED = 8  # prompts without room that later ones may pass: each is looked at every time
 _NUM_LEADS = 32  # latest leases that predict how long the next one takes
 

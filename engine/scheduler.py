@@ -30,8 +30,6 @@ from tandem.engine.tenant_room import TenantRoom
 from tandem.protocol.digest import extend_digests
 from tandem.protocol.messages import WorkerPriority
 
-__all__ = ["Scheduler"]
-
 _MAX_PASSED = 8  # waiting sequences without room or prefix that others may pass: each is looked at every time
 
 

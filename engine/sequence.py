@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-__all__ = ["PENDING_TOKEN", "Onboarding", "Phase", "ScheduledChunk", "Sequence", "SequenceStatus"]
-
 PENDING_TOKEN = -1  # stands for a token that is still on the device
 
 

@@ -13,8 +13,6 @@ from tandem.engine.block_pool import BlockPool
 from tandem.engine.sequence import ScheduledChunk, Sequence
 from tandem.protocol.digest import extend_digests
 
-__all__ = ["ComputedBlocks", "SchedulerListener", "SequenceBlocks"]
-
 
 class SchedulerListener(Protocol):
     """Something that keeps KV beyond the pool. Its methods are called within a step and must not wait."""

@@ -38,8 +38,6 @@ from tandem.protocol.grammar import (
     num_forced_bytes,
 )
 
-__all__ = ["GrammarMatcher", "MaskBudget", "StructuredOutput", "TokenMask"]
-
 MAX_COMPILED = 64  # grammars that are kept: requests of one application share theirs
 _MAX_THREADS = 8  # threads that compute masks
 _MAX_RUN_BYTES = 512  # of a forced text whose tokens are looked for one by one: each time the rest of it is cut anew

@@ -21,9 +21,6 @@ from tandem.engine.queues import SequenceQueues, queue_position
 from tandem.engine.sequence import Sequence
 from tandem.engine.sequence_blocks import SequenceBlocks
 
-__all__ = ["LOOK_STEPS", "TenantRoom", "TenantShares"]
-
-
 _MAX_REFUSED = 8  # sequences in line for which there is no room, and which others may pass
 LOOK_STEPS = 16  # between two looks while nothing comes or goes: tenants come to hold more as their sequences grow
 

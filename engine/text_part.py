@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["dropping_idle_parts"]
-
 
 @contextmanager
 def dropping_idle_parts(module: nn.Module) -> Iterator[None]:

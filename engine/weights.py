@@ -21,8 +21,6 @@ from tandem.engine.tensor_parallel.layers import localize
 from tandem.engine.tensor_parallel.loading import sharded
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["load_weights"]
-
 # Scales of a quantized KV cache, and of quantized activations: neither is quantized here, unless the quantizer does it.
 _UNUSED = re.compile(r"\.([kv]_scale|input_scale|input_zero_point|input_global_scale)$")
 # Without a GPU transformers turns these into plain weights. It looks for a GPU, and not for the device it loads to.

@@ -27,8 +27,6 @@ from typing_extensions import override
 
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["CODEC_NAMES", "Codec", "create_codec"]
-
 _PARAMETER = torch.bfloat16
 _SMALLEST_NORMAL = 2.0**-126  # a subnormal scale's reciprocal may be infinite
 # Blocks are processed in float32 slabs of this size, or one by one if they are larger. On a CPU a slab should fit the

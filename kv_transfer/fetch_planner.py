@@ -18,8 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["FetchPlan", "FetchSource", "LoadRange", "plan_fetch"]
-
 # A plan must save at least this share of recomputing: predictions are not that exact, and a load that only breaks even
 # takes bandwidth from others.
 _MIN_GAIN = 0.05

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from tandem.protocol.messages import WIRE_VERSION
 
-__all__ = ["compatibility_fields", "differences", "differing_fields"]
-
 
 def compatibility_fields(
     *,

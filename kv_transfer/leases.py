@@ -21,8 +21,6 @@ from typing import NamedTuple
 
 from tandem.protocol.messages import WorkerEpoch
 
-__all__ = ["Lease", "LeaseFenced", "LeaseReceived", "LeaseReleased", "LeaseTable"]
-
 
 @dataclass(frozen=True, slots=True)
 class Lease:

@@ -18,8 +18,6 @@ from tandem.kv_transfer.transport.base import Transport
 from tandem.protocol.errors import TransferError
 from tandem.protocol.messages import Message, PeerAddress, PeerHello, PeerRefused, WorkerEpoch
 
-__all__ = ["LinkChange", "LinkState", "PeerLinks"]
-
 logger = logging.getLogger(__name__)
 
 

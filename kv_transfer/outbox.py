@@ -21,8 +21,6 @@ from tandem.kv_transfer.transport.base import TransferState
 from tandem.protocol.errors import TransferError
 from tandem.protocol.messages import HandoffDone, WorkerEpoch
 
-__all__ = ["HandoffEnded", "LeaseEnded", "Outbox"]
-
 # Ended generations are remembered, so that a grant that comes late or twice revives none of them. Handoffs that ended
 # without a grant are remembered too: a grant that comes late is answered at once. Links are ordered, so a few would do.
 _NUM_REMEMBERED = 4096

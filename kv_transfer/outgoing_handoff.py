@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from tandem.protocol.messages import ChunkArrived, HandoffDone, WorkerEpoch
 
-__all__ = ["BlockWrite", "GrantedBlocks", "HandoffKey", "LeaseKey", "OutgoingHandoff"]
-
 
 class LeaseKey(NamedTuple):
     """Names a receiver's lease."""

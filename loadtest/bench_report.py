@@ -16,8 +16,6 @@ from tandem.loadtest.stats import LoadSummary, summarize
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["BenchRun", "bench_report"]
-
 _PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")  # Okabe and Ito's
 _NUM_WINDOWS = 60  # in a timeline
 

@@ -19,8 +19,6 @@ import httptools
 import msgspec
 import uvloop
 
-__all__ = ["CUT", "MeasuringClient", "StreamTiming", "run_measured"]
-
 Result = TypeVar("Result")
 
 CUT = "cut by the client"  # error of a stream that the client cut on purpose

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from tandem.loadtest.client import MeasuringClient, StreamTiming
 from tandem.loadtest.prompts import random_messages
 
-__all__ = ["ChatLoad", "LoadRun", "run_chats", "run_completions"]
-
 
 class LoadRun(NamedTuple):
     """The streams of one run, in the order in which they ended, and the run's duration."""

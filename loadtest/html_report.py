@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-__all__ = ["Draw", "check_plots", "html_page", "png_plots"]
-
 Draw = Callable[["Axes"], None]
 
 # A phone shows a plot 9 cm wide: its letters are large for its size, and the legend takes no width.

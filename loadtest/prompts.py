@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 from tandem.loadtest.client import MeasuringClient
 
-__all__ = ["random_messages", "random_prompts", "random_text"]
-
 _VOCABULARY = (
     "river stone window paper garden market engine letter winter summer bridge copper silver forest island mountain "
     "station village harbour lantern mirror kitchen pencil button circle corner number signal shadow morning evening "

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tandem.loadtest.client import StreamTiming
+import numpy as np
 
-__all__ = ["Distribution", "LoadSummary", "minutes_of", "percentile", "summarize"]
+from tandem.loadtest.client import StreamTiming
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Distribution:
         ordered = sorted(values)
         if not ordered:
             return cls(0, math.nan, math.nan, math.nan, math.nan, math.nan)
-        p50, p90, p99 = (_percentile_of_sorted(ordered, q) for q in (50, 90, 99))
+        p50, p90, p99 = np.percentile(ordered, (50, 90, 99)).tolist()
         return cls(len(ordered), math.fsum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
 
 
@@ -60,9 +60,9 @@ class LoadSummary:
         return (self.num_requests - self.num_errors) / self.duration_s
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields and rates, ready for JSON: NaN, which means no sample, becomes None."""
+        """All fields and rates, ready for JSON."""
         rates = {"output_tokens_per_s": self.output_tokens_per_s, "requests_per_s": self.requests_per_s}
-        plain: dict[str, Any] = _without_nan(asdict(self) | rates)
+        plain: dict[str, Any] = without_nan(asdict(self) | rates)
         return plain
 
 
@@ -85,22 +85,12 @@ def summarize(timings: Sequence[StreamTiming], *, concurrency: int, duration_s: 
     )
 
 
-def percentile(values: Iterable[float], q: float) -> float:
-    """The q-th percentile (0 to 100), linear between neighbours like numpy's default; NaN without values."""
-    ordered = sorted(values)
-    return _percentile_of_sorted(ordered, q) if ordered else math.nan
-
-
-def _percentile_of_sorted(ordered: Sequence[float], q: float) -> float:
-    position = (len(ordered) - 1) * q / 100
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-
-
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """The value ready for JSON: NaN, which means no sample, becomes null."""
     if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
+        return {str(key): without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(item) for item in value]
     return None if isinstance(value, float) and math.isnan(value) else value
 
 

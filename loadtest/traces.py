@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["TRACE_BLOCK_SIZE", "TraceRequest", "read_trace"]
-
 TRACE_BLOCK_SIZE = 512  # tokens per block id
 
 

@@ -16,8 +16,6 @@ from tandem.protocol.config import TransferConfig
 from tandem.protocol.errors import PeerLost, TransferError
 from tandem.protocol.messages import ChunkArrived, LinkLoad, PeerAddress, WorkerEpoch, encode_message
 
-__all__ = ["BlockWrites", "LinkTotals", "RecentPace", "SettledWrite"]
-
 logger = logging.getLogger(__name__)
 
 _STUCK_FACTOR = 20.0  # times the usual duration for so many bytes; a write that takes longer is not merely slow

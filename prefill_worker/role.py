@@ -32,9 +32,6 @@ from tandem.protocol.messages import (
     Prefill,
     WorkerEpoch,
 )
-from tandem.protocol.timeline import Timeline
-
-__all__ = ["PrefillRole"]
 
 _CONFIRM_INTERVAL_S = 1.0  # between two looks at leases with lost writes
 
@@ -113,17 +110,8 @@ class PrefillRole:
         receiver = request.decode_worker
         if receiver.process in self._dead:
             raise PeerLost(f"decode worker {receiver.worker_id} died")
-        sequence = self._engine.make_sequence(
-            request.request_id,
-            request.token_ids,
-            request.sampling,
-            output_ids=request.output_ids,
-            cache_salt=request.cache_salt,
-            phase=Phase.PREFILL_ONLY,
-            priority=request.priority,
-        )
+        sequence = self._engine.sequence_of(request, now, Phase.PREFILL_ONLY)
         sequence.kv_holder, sequence.kv_receiver = request.kv_holder, receiver
-        sequence.timeline = Timeline(now) if request.is_traced else None
         self._links.connect(receiver, now)
         num_blocks = self._engine.scheduler.blocks.num_needed(sequence)
         self._outbox.open(request.request_id, receiver.process, num_blocks=num_blocks)

@@ -8,8 +8,6 @@ from typing import Any
 import msgspec
 from typing_extensions import Buffer
 
-__all__ = ["safe_decoder"]
-
 
 def safe_decoder(kind: Any) -> Callable[[Buffer], Any]:
     """A decoder of MessagePack into this type. It raises only `msgspec.DecodeError`."""

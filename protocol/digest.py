@@ -18,22 +18,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, NewType
 
-__all__ = [
-    "DIGEST_BYTES",
-    "EVERYONE",
-    "IS_COMPILED",
-    "TOKEN_BYTES",
-    "CacheScope",
-    "block_digests",
-    "cache_scope",
-    "chain_digests",
-    "extend_digests",
-    "namespace_digest",
-    "packed_digests",
-    "root_digest",
-    "token_bytes",
-]
-
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
 _NAMESPACE_KEY = b"tandem.namespace.v1"
@@ -117,7 +101,8 @@ def python_chain_digests(parent: bytes, data: bytes, block_bytes: int, /) -> lis
 
 
 try:
-    from tandem.protocol._digest import chain_digests, token_bytes
+    from tandem.protocol._digest import chain_digests
+    from tandem.protocol._digest import token_bytes as token_bytes
 
     IS_COMPILED = True
 except ImportError:  # not built, because there was no compiler: the same result in 2.5 times the time

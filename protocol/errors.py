@@ -31,36 +31,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-__all__ = [
-    "AddRefused",
-    "ConfigError",
-    "ContextLengthExceeded",
-    "DeadlineUnmet",
-    "DrainRefused",
-    "IncompatiblePeer",
-    "InternalError",
-    "ModelNotFound",
-    "NoWorker",
-    "NotServed",
-    "Overloaded",
-    "PeerLost",
-    "PinNotFound",
-    "PinQuotaExceeded",
-    "PoisonedRequest",
-    "RateLimitExceeded",
-    "RequestError",
-    "RoleRefused",
-    "ServingError",
-    "TransferError",
-    "TransferTimeout",
-    "WorkerError",
-    "WorkerLost",
-    "WorkerNotFound",
-    "WorkerTimeout",
-    "error_kinds",
-    "missing_parameter",
-]
-
 
 class ServingError(Exception):
     """Base of every error that this product raises on purpose.

@@ -10,8 +10,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
-__all__ = ["async_error_of", "error_of", "outcome_of", "undone_on_error"]
-
 T = TypeVar("T")
 
 

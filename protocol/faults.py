@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["Fault", "parse_faults"]
-
 
 class Fault(enum.Enum):
     """The faults of a write."""

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, BinaryIO
 if TYPE_CHECKING:
     from asyncio import StreamReader
 
-__all__ = ["FrameTooLong", "Frames", "framed", "next_frame", "read_frame"]
-
 _HEAD_BYTES = 4
 _MAX_BYTES = 2**32 - 1  # what a head can tell
 

@@ -12,16 +12,6 @@ import llguidance
 
 from tandem.protocol.errors import RequestError
 
-__all__ = [
-    "GrammarError",
-    "check_matcher",
-    "compile_grammar",
-    "compile_probe",
-    "grammar_errors_only",
-    "make_grammar_tokenizer",
-    "num_forced_bytes",
-]
-
 MAX_FORCED_BYTES = (
     4096  # each mask within them cuts those that are left into tokens: a millisecond for each 1,000 or so
 )

@@ -11,8 +11,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-__all__ = ["ProcessId", "has_ended", "own_process", "process_of"]
-
 
 class ProcessId(msgspec.Struct, frozen=True, array_like=True):
     """One process among all that ever ran on any machine: the kernel may give its number to another one later."""

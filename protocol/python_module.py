@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-__all__ = ["module_command", "module_environment"]
-
 
 def module_command(module: str, *arguments: str) -> list[str]:
     """The command that runs a module, without the current folder in its path, which may have a user's random.py."""

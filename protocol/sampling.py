@@ -6,17 +6,6 @@ import math
 
 import msgspec
 
-__all__ = [
-    "MAX_COUNT",
-    "MAX_GRAMMAR_CHARS",
-    "MAX_LOGIT_BIASES",
-    "MAX_LOGPROBS",
-    "MAX_REPETITION_PENALTY",
-    "MAX_STOP_TOKEN_IDS",
-    "MIN_REPETITION_PENALTY",
-    "SamplingParams",
-]
-
 MAX_COUNT = 2**31 - 1  # the largest number of tokens, and the largest token id
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024

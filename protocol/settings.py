@@ -16,19 +16,6 @@ import msgspec
 
 from tandem.protocol.errors import ConfigError
 
-__all__ = [
-    "Field",
-    "Setting",
-    "bounds_of",
-    "changed_settings",
-    "check_settings",
-    "checked",
-    "from_values",
-    "range_of",
-    "require",
-    "settings_of",
-]
-
 Config = TypeVar("Config")
 
 _NOUNS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}

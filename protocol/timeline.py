@@ -11,8 +11,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-__all__ = ["Ages", "Timeline"]
-
 _Name = Annotated[str, Meta(max_length=64)]
 _Age = Annotated[float, Meta(ge=0, lt=1e9)]
 _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]

@@ -11,8 +11,6 @@ import msgspec
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.user_file import read_text
 
-__all__ = ["checked_as", "read_toml"]
-
 
 def read_toml(flag: str, path: str | Path) -> dict[str, Any]:
     """The content of a file that this flag names. Raises `ConfigError` for one that is missing or no TOML."""

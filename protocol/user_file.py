@@ -7,8 +7,6 @@ from pathlib import Path
 
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["expanded", "read_text"]
-
 _MAX_CHARS = 16 << 20  # a device such as /dev/zero has no end, and would fill the memory
 
 

@@ -14,8 +14,6 @@ from typing import Any
 from tandem.protocol.fault_boundary import async_error_of
 from tandem.runtime.backoff import Backoff
 
-__all__ = ["BackgroundTasks"]
-
 logger = logging.getLogger(__name__)
 
 CALM_S = 60.0  # work that ran this long has recovered: the pauses start from the beginning

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Backoff"]
-
 _MAX_DOUBLINGS = 62  # beyond every `most_s`
 
 

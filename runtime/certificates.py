@@ -17,8 +17,6 @@ from tandem.runtime.file_signature import open_at_once
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
-__all__ = ["NamedFile", "exposure_of", "load_ca", "load_identity"]
-
 MAX_FILE_BYTES = 1 << 20
 _EXPOSED_MODE = stat.S_IWGRP | stat.S_IRWXO
 _BEGIN_KEY = b"PRIVATE KEY-----"

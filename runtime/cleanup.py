@@ -29,8 +29,6 @@ from pathlib import Path
 from tandem.protocol.process import has_ended
 from tandem.protocol.python_module import module_command, module_environment
 
-__all__ = ["RAY_FOLDER", "clean_up", "private_run"]
-
 RAY_FOLDER = "ray"  # within a run's folder: a process that writes into its files is one of Ray's
 _MARK = "TANDEM_RUN"
 _DONE = b"done"  # to the guard

@@ -25,8 +25,6 @@ from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import PeerAddress
 from tandem.runtime.dropped import DroppedMessages, DropReason
 
-__all__ = ["KeyAuthenticator", "KeyPair", "bind", "connect_to_worker", "listening_socket", "make_keys"]
-
 # The longest message is the snapshot of a large tier: 18 bytes for each of up to some 60 million blocks. A prompt of a
 # million tokens has 5 MB. Without a bound, a length field of a few bytes could make the receiver allocate any size.
 _MAX_MESSAGE_BYTES = 1 << 30

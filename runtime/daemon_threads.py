@@ -8,8 +8,6 @@ from concurrent.futures import Future
 
 from tandem.protocol.fault_boundary import error_of
 
-__all__ = ["in_daemon_thread"]
-
 
 def in_daemon_thread(call: Callable[[], object]) -> Future[None]:
     """Begin a call in a thread of its own. The future ends with it, or fails with the exception that it raises.

@@ -7,8 +7,6 @@ import time
 from collections import Counter
 from enum import StrEnum
 
-__all__ = ["DropReason", "DroppedMessages"]
-
 logger = logging.getLogger(__name__)
 
 _LOG_INTERVAL_S = 10.0  # between two log lines of one reason, so that a flood of messages does not fill a disk

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["Signature", "open_at_once", "signature_of", "signature_of_status"]
-
 Signature = tuple[int, ...]  # differs after each change of a file
 
 

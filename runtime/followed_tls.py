@@ -19,8 +19,6 @@ from tandem.runtime.background import BackgroundTasks
 from tandem.runtime.certificates import NamedFile
 from tandem.runtime.file_signature import Signature, signature_of
 
-__all__ = ["FollowedTls", "LoadedTls"]
-
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 1.0

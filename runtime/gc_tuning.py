@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 
-__all__ = ["freeze_startup_heap"]
-
 YOUNG_OBJECTS = 10_000  # threshold of the youngest generation; the default of 700 costs a busy router 2 % more
 
 

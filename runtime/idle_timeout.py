@@ -11,8 +11,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["IdleClock", "IdleTimeout", "answered_in_time"]
-
 LATE_SHARE = 1 / 4  # share of the timeout: a check this late shows that our own process stood still
 CHECKS = 8  # within a timeout
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["show_warnings"]
-
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 

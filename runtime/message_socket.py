@@ -16,8 +16,6 @@ from zmq.error import Again
 
 from tandem.protocol.fault_boundary import error_of
 
-__all__ = ["MessageSocket"]
-
 logger = logging.getLogger(__name__)
 
 MAX_RECEIVED = 256  # messages received before other callbacks of the loop run

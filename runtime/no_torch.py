@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-__all__ = ["keep_torch_out"]
-
 
 def keep_torch_out() -> None:
     """Make `import torch` fail in this process from here on, unless torch is loaded already.

@@ -8,8 +8,6 @@ import socket
 
 from tandem.protocol.errors import WorkerError
 
-__all__ = ["bracketed", "free_ports"]
-
 _PORTS = range(20_000, 32_000)  # below the ephemeral ports: no connection takes one until the server listens on it
 _ATTEMPTS = 100
 

@@ -25,8 +25,6 @@ from tandem.runtime.backoff import Backoff
 from tandem.runtime.idle_timeout import answered_in_time
 from tandem.runtime.signals import ServingOrders, stop_signals, unless, wait_for_any
 
-__all__ = ["ParentPipe", "ProcessGroup"]
-
 logger = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 60.0

@@ -8,8 +8,6 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-__all__ = ["SharedCall"]
-
 T = TypeVar("T")
 
 

@@ -9,18 +9,6 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, NamedTuple
 
-__all__ = [
-    "ServingOrders",
-    "StopSignals",
-    "defer_stop",
-    "exit_on_sigterm",
-    "ignore_keyboard_interrupt",
-    "restore_child_signals",
-    "stop_signals",
-    "unless",
-    "wait_for_any",
-]
-
 
 async def wait_for_any(*awaited: asyncio.Future[Any] | asyncio.Event, timeout_s: float | None = None) -> None:
     """Return when a future is done, an event is set, or the time is over. Cancels and raises nothing."""

@@ -7,8 +7,6 @@ from typing import Any
 from rich.console import Console
 from typing_extensions import override
 
-__all__ = ["StatusConsole"]
-
 
 class StatusConsole(Console):
     """Prints on stderr. If that is gone, because a pipe's reader or a terminal has ended, it prints nothing more.

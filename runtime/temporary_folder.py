@@ -8,8 +8,6 @@ import tempfile
 
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["MIN_FREE_BYTES", "make_temporary_folder"]
-
 MIN_FREE_BYTES = 16 << 20  # sockets and Ray's logs take under 1 MiB at the start, and the logs grow
 
 

@@ -12,8 +12,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import TypeAlias
 
-__all__ = ["SlicedWork", "TimeSlicer"]
-
 BUDGET_S = 0.001  # for one iteration of the event loop, by default; the piece of work that exceeds it is the last
 
 SlicedWork: TypeAlias = Callable[[float], object]  # its argument is the time at which it must stop

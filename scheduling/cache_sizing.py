@@ -15,8 +15,6 @@ from tandem.scheduling.miss_ratio import MissRatioCurve
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import RegisteredWorker
 
-__all__ = ["CacheSizing", "tier_owner"]
-
 # The last hour's traffic has half the weight in the curve: long enough for conversations to return, short enough to
 # follow the day. Counts fade at most once a minute and only while requests arrive, so that the first request after a
 # quiet night does not outweigh everything before it.

@@ -18,20 +18,6 @@ import numpy.typing as npt
 from tandem.protocol.messages import StepStats
 from tandem.scheduling.lru_dict import LruDict
 
-__all__ = [
-    "CostModel",
-    "LinearModel",
-    "Mask",
-    "Number",
-    "Rows",
-    "StepCosts",
-    "StepModel",
-    "TransferCosts",
-    "TransferModel",
-    "Vector",
-    "prefill_attention",
-]
-
 Vector = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.intp]

@@ -14,8 +14,6 @@ from tandem.scheduling.admission.forecast import Forecast
 from tandem.scheduling.placement.placement import Candidate, Placement
 from tandem.scheduling.request import ServiceClass
 
-__all__ = ["MAX_DECISIONS", "DecisionLog", "RoutingDecision"]
-
 MAX_DECISIONS = 256
 
 

@@ -29,8 +29,6 @@ from numpy.typing import NDArray
 
 from tandem.protocol.digest import DIGEST_BYTES
 
-__all__ = ["OTHER_TENANTS", "MissRatioCurve"]
-
 OTHER_TENANTS = "(others)"
 
 _NUM_SEGMENTS = 512

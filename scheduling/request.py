@@ -9,16 +9,6 @@ import msgspec
 
 from tandem.protocol.messages import WorkerCard
 
-__all__ = [
-    "DEFAULT_CLASS",
-    "DEFAULT_TENANT",
-    "NO_DIGESTS",
-    "CommonDigests",
-    "PlacementRequest",
-    "PromptDigests",
-    "ServiceClass",
-]
-
 DEFAULT_TENANT = "default"  # the tenant of requests that name none
 
 

@@ -12,8 +12,6 @@ from tandem.scheduling.cost_model import prefill_attention
 from tandem.simulator.cluster import Cluster
 from tandem.simulator.machine import Machine
 
-__all__ = ["at_load", "load_of", "spread"]
-
 MAX_SPREAD_S = 3.0  # the grid of Mooncake's conversation trace
 
 

@@ -6,8 +6,6 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Clock"]
-
 
 class Clock:
     """The one clock of a simulation. `now` is in seconds and never goes back."""

@@ -10,8 +10,6 @@ from tandem.protocol.messages import Role, WorkerCard
 from tandem.simulator.fleet import NAMESPACE, make_card
 from tandem.simulator.machine import Machine
 
-__all__ = ["Cluster"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:

@@ -24,8 +24,6 @@ from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import RegisteredWorker, can_decode
 
-__all__ = ["SimulatedFleet", "make_card"]
-
 NAMESPACE = b"simulated worker"
 _EPOCH = 1
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from tandem.loadtest.traces import TRACE_BLOCK_SIZE
 from tandem.scheduling.cost_model import StepCosts
 
-__all__ = ["MACHINES", "Machine"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:

@@ -13,18 +13,6 @@ import numpy.typing as npt
 from tandem.simulator.simulation import Gaps, Outcome
 from tandem.simulator.worker import Job
 
-__all__ = [
-    "MeasuredTimeline",
-    "Slo",
-    "Summary",
-    "gap_distribution",
-    "quantile",
-    "summarize",
-    "timeline",
-    "tpot_s",
-    "ttft_s",
-]
-
 Vector = npt.NDArray[np.float64]
 
 _MAX_POINTS = 16  # points that represent the gaps of one run of steps
@@ -112,8 +100,8 @@ def summarize(outcome: Outcome, slo: Slo) -> Summary:
         num_refused=outcome.num_refused,
         duration_s=duration_s,
         ttft_mean_s=sum(ttfts) / len(ttfts),
-        ttft_p50_s=quantile(ttfts, 0.5),
-        ttft_p99_s=quantile(ttfts, 0.99),
+        ttft_p50_s=float(np.quantile(ttfts, 0.5)),
+        ttft_p99_s=float(np.quantile(ttfts, 0.99)),
         tpot_mean_s=sum(tpots) / len(tpots) if tpots else math.nan,
         itl_p50_s=_at_share(gaps_s, shares, 0.5),
         itl_p99_s=_at_share(gaps_s, shares, 0.99),
@@ -160,16 +148,6 @@ def gap_distribution(gaps: Sequence[Gaps]) -> tuple[Vector, Vector]:
     order = np.argsort(values)
     shares = np.cumsum(np.array(weights)[order])
     return np.array(values)[order], shares / shares[-1] if len(shares) else shares
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """The value below which `share` of the ordered values lie, interpolated linearly; NaN without values."""
-    if not ordered:
-        return math.nan
-    position = share * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
 
 
 def _at_share(values: Vector, shares: Vector, share: float) -> float:

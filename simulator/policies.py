@@ -21,8 +21,6 @@ from tandem.scheduling.request import CommonDigests, PlacementRequest
 from tandem.scheduling.workers.workers import RegisteredWorker, can_decode, can_prefill
 from tandem.simulator.fleet import SimulatedFleet
 
-__all__ = ["POLICIES", "Policy", "RoutingChoice", "RoutingRequest"]
-
 Hits = Mapping[str, int]  # leading cached blocks, by worker id
 UNLIMITED_TOKENS = 1 << 60  # no policy refuses a request: all serve the same requests
 

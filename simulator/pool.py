@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from tandem.kv_transfer.eviction.lru import LRU
 
-__all__ = ["Allocation", "Pool"]
-
 
 @dataclass(eq=False, slots=True)
 class Allocation:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from tandem.kv_transfer.eviction.lru import LRU
 
-__all__ = ["PrefixCache"]
-
 
 class PrefixCache:
     """`capacity` blocks. The least recently used leaf is evicted first, so a prefix of every chain remains."""

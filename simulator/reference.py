@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import Role, WorkerCard
@@ -24,10 +26,7 @@ from tandem.scheduling.request import CommonDigests, PlacementRequest
 from tandem.scheduling.workers.bookings import Booking
 from tandem.scheduling.workers.load import RequestLoad
 from tandem.simulator.fleet import SimulatedFleet, make_card
-from tandem.simulator.measures import quantile
 from tandem.simulator.prefix_cache import PrefixCache
-
-__all__ = ["REFERENCE_POLICIES", "ReferenceResult", "route"]
 
 UTILISATION = 0.7
 _KIND = "reference"
@@ -202,15 +201,14 @@ def route(
         num_hit_blocks += num_hits
         num_hit_tokens += num_cached
         waits_s.append(worker.queued_tokens / tokens_per_s)
-    waits_s.sort()
     return ReferenceResult(
         block_hit_ratio=num_hit_blocks / sum(len(request.block_ids) for request in requests),
         token_hit_ratio=num_hit_tokens / num_prompt_tokens,
         imbalance=_max_over_mean([worker.num_assigned_tokens for worker in workers]),
         request_imbalance=_max_over_mean([worker.num_requests for worker in workers]),
         wait_mean_s=statistics.fmean(waits_s),
-        wait_p50_s=quantile(waits_s, 0.5),
-        wait_p99_s=quantile(waits_s, 0.99),
+        wait_p50_s=float(np.quantile(waits_s, 0.5)),
+        wait_p99_s=float(np.quantile(waits_s, 0.99)),
         tokens_per_s=tokens_per_s,
     )
 

@@ -15,8 +15,6 @@ from tandem.simulator.simulation import Outcome
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["COLUMNS", "html_report", "plots"]
-
 # Okabe and Ito's colours, which most colour-blind readers can tell apart; ours stands out by width too.
 _COLORS = {
     "tandem": "#D55E00",

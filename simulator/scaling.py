@@ -15,15 +15,13 @@ from typing import NamedTuple, Protocol
 from tandem.protocol.messages import Role, WorkerState
 from tandem.scheduling.autoscaling.autoscaler import decide
 from tandem.scheduling.autoscaling.in_flight import AutoscalerState
-from tandem.scheduling.autoscaling.moves import Add, Move, Remove
+from tandem.scheduling.autoscaling.moves import Move
 from tandem.scheduling.autoscaling.observation import Observation, observe
 from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tandem.scheduling.autoscaling.traffic import Traffic
 from tandem.scheduling.cost_model import CostModel, prefill_attention
 from tandem.scheduling.workers.registry import Registry
 from tandem.simulator.worker import Job
-
-__all__ = ["DynamoPlanner", "LlmdRules", "Scaler", "ScalingPlan", "Scene", "TandemScaler", "Threshold"]
 
 _P, _D = Role.PREFILL, Role.DECODE
 
@@ -85,13 +83,13 @@ class _Resizing:
         num = min(max(num, 1), len(pool) + self.max_workers - len(list(scene.registry)))
         if num > len(pool):
             self.last_s[role, True] = scene.now
-            return [Move("add", role, add=Add(role, num - len(pool)))]
+            return [Move("add", role, num_added=num - len(pool))]
         ready = sorted((one for one in pool if one.state == WorkerState.READY), key=lambda one: one.num_booked_seqs)
         gone = ready[: min(len(pool) - num, len(ready) - 1)]
         if not gone:
             return []
         self.last_s[role, False] = scene.now
-        return [Move("remove", role, removes=tuple(Remove(one.worker_id) for one in gone))]
+        return [Move("remove", role, tuple(one.worker_id for one in gone))]
 
     def _since(self, scene: Scene, role: Role, *, grew: bool) -> float:
         return scene.now - self.last_s.get((role, grew), -math.inf)

@@ -26,8 +26,6 @@ from tandem.simulator.scaling import ScalingPlan, Scene
 from tandem.simulator.steps import Run
 from tandem.simulator.worker import Job, SimulatedWorker
 
-__all__ = ["Gaps", "Outcome", "simulate"]
-
 _MAX_OUTPUT_TOKENS = 1 << 20  # traces do not say what a client would have allowed
 
 
@@ -171,11 +169,12 @@ class _Simulation:
         scene = Scene(registry, self._fleet.costs, self._lengths.mean_tokens, now, tuple(self._jobs_done))
         for move in plan.scaler.decide(scene):
             self._num_moves += 1
-            for flip in move.flips:
-                registry.set_role(flip.worker_id, flip.to_role)
-            for remove in move.removes:
-                registry.set_state(remove.worker_id, WorkerState.DRAINING, "the scaler removes it")
-            for _ in range(move.add.num_workers if move.add else 0):
+            for worker_id in move.worker_ids:
+                if move.kind == "flip":
+                    registry.set_role(worker_id, move.role)
+                else:
+                    registry.set_state(worker_id, WorkerState.DRAINING, "the scaler removes it")
+            for _ in range(move.num_added):
                 self._start_worker(move.role, plan.start_s)
         self._jobs_done.clear()
         if now + plan.interval_s <= self._end_s:

@@ -17,8 +17,6 @@ from typing import NamedTuple
 from tandem.protocol.messages import StepStats
 from tandem.scheduling.cost_model import StepCosts, prefill_attention
 
-__all__ = ["Chunk", "Run"]
-
 
 class Chunk(NamedTuple):
     """New tokens of one prompt in a step, after `num_context` tokens whose KV is computed."""

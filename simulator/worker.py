@@ -19,8 +19,6 @@ from tandem.simulator.machine import Machine
 from tandem.simulator.pool import Allocation, Pool
 from tandem.simulator.steps import Chunk, Run
 
-__all__ = ["Job", "SimulatedWorker", "WorkerListener"]
-
 
 @dataclass(eq=False, slots=True)
 class Job:

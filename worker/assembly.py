@@ -33,8 +33,6 @@ from tandem.worker.kv.tiered_cache import TieredCache, create_tiers
 from tandem.worker.replies import RouterReplies
 from tandem.worker.sockets import HeartbeatThread, WorkerSockets, socket_endpoint
 
-__all__ = ["WorkerParts", "assemble"]
-
 logger = logging.getLogger(__name__)
 
 

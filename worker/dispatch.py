@@ -29,13 +29,10 @@ from tandem.protocol.messages import (
     SnapshotRequest,
     Unpin,
 )
-from tandem.protocol.timeline import Timeline
 from tandem.runtime.dropped import DropReason
 from tandem.worker.assembly import WorkerParts
 from tandem.worker.handoff_messages import HandoffMessages
 from tandem.worker.reporter import StatusReporter
-
-__all__ = ["MessageDispatcher"]
 
 logger = logging.getLogger(__name__)
 
@@ -160,16 +157,8 @@ class MessageDispatcher:
             replies.fail(request_id, exc.message, exc.code or "")
 
     def _generate(self, request: Generate, now: float) -> None:
-        sequence = self._parts.engine.make_sequence(
-            request.request_id,
-            request.token_ids,
-            request.sampling,
-            output_ids=request.output_ids,
-            cache_salt=request.cache_salt,
-            priority=request.priority,
-        )
+        sequence = self._parts.engine.sequence_of(request, now)
         sequence.kv_holder = request.kv_holder
-        sequence.timeline = Timeline(now) if request.is_traced else None
         self._parts.engine.add(sequence)
 
     def _cancel(self, request_id: str) -> None:

@@ -20,8 +20,6 @@ from tandem.protocol.messages import (
     PeerRefused,
 )
 
-__all__ = ["HandoffMessages"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -28,8 +28,6 @@ from tandem.worker.dispatch import MessageDispatcher
 from tandem.worker.reporter import StatusReporter
 from tandem.worker.status import WorkerStatus
 
-__all__ = ["Worker"]
-
 _IDLE_POLL_MS = 200
 _TRANSFER_POLL_MS = 1  # NIXL has no file descriptor to wait on
 _LINK_EXPIRY_S = 1.0

@@ -27,8 +27,6 @@ from tandem.protocol.messages import (
 )
 from tandem.worker.sockets import WorkerSockets
 
-__all__ = ["RouterReplies"]
-
 
 class RouterReplies:
     """The routers that are connected, and which of them sent each request."""

@@ -22,8 +22,6 @@ from tandem.protocol.messages import (
 from tandem.worker.assembly import WorkerParts
 from tandem.worker.status import WorkerStatus
 
-__all__ = ["StatusReporter"]
-
 logger = logging.getLogger(__name__)
 
 _REPORT_S = 0.5  # between two looks at tiers and links
@@ -79,14 +77,11 @@ class StatusReporter:
         """Load and open business."""
         parts = self._parts
         return WorkerStatus(
-            worker_id=parts.config.worker_id,
-            role=self.role,
             load=self.load(),
             num_open_handoffs=parts.prefill.num_open + parts.decode.num_open,
             num_open_leases=parts.decode.num_leases,
             num_open_reads=parts.lender.num_open,
             num_used_blocks=parts.engine.pool.num_used,
-            num_preemptions=parts.engine.scheduler.num_preemptions,
             request_ids=parts.replies.request_ids,
         )
 

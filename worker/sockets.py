@@ -34,8 +34,6 @@ from tandem.runtime.curve import KeyAuthenticator, KeyPair, bind, connect_to_wor
 from tandem.runtime.dropped import DroppedMessages, DropReason
 from tandem.runtime.ports import bracketed
 
-__all__ = ["HeartbeatThread", "WorkerSockets", "socket_endpoint"]
-
 logger = logging.getLogger(__name__)
 
 # Messages kept for a peer that does not read. Later ones are dropped: the loop never waits for a peer.

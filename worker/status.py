@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.protocol.messages import Role, WorkerLoad
-
-__all__ = ["WorkerStatus"]
+from tandem.protocol.messages import WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """Load and open business of one worker, for the supervisor and for tests."""
 
-    worker_id: str
-    role: Role
     load: WorkerLoad
     num_open_handoffs: int  # sent and received
     num_open_leases: int
     num_open_reads: int  # reads of its blocks by peers
     num_used_blocks: int
-    num_preemptions: int
     request_ids: frozenset[str]  # of requests this worker still has something to say about

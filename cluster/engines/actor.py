@@ -17,7 +17,7 @@ from pathlib import Path
 import ray
 
 from tandem.cluster.engines.dialect import dialect_of
-from tandem.cluster.engines.process import ServerProcess
+from tandem.cluster.engines.process import ServerProcess, pin
 from tandem.cluster.engines.server import EngineServer, Sockets
 from tandem.cluster.engines.stall import ServerStallWatch
 from tandem.cluster.node_config import model_on_node
@@ -28,8 +28,6 @@ from tandem.protocol.messages import Role
 from tandem.runtime.cleanup import private_run
 from tandem.runtime.log_format import show_warnings
 from tandem.runtime.ports import bracketed, free_ports
-
-__all__ = ["EngineActor", "EngineEnd", "EngineStarted"]
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +138,7 @@ class EngineActor(OwnedActor):
         deadline_s = time.monotonic() + server.start_timeout_s
         process.wait_until_healthy(f"{url}/health", deadline_s, self._is_stopping)
         if server.cpu_cores:
-            process.pin(server.cpu_cores)
+            pin(process.pid, server.cpu_cores)
         fields = {"model": server.served_model_name} | dialect_of(server.kind).first_request(server)
         process.generate(url, fields, server.api_key, deadline_s)
         if not server.num_gpus:

@@ -9,8 +9,6 @@ from tandem.cluster.engines import sglang, vllm
 from tandem.cluster.engines.server import EngineServer, Parallelism, Sockets
 from tandem.protocol.config.managed import EngineKindName
 
-__all__ = ["Dialect", "dialect_of"]
-
 
 class Dialect(Protocol):
     """How the servers of one engine are started."""

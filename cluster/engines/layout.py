@@ -20,8 +20,6 @@ from tandem.protocol.config.managed import ManagedEngineConfig
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role
 
-__all__ = ["check_engine", "engine_facts", "engine_servers", "parallelism_of"]
-
 _KEY_BYTES = 24
 _IS_MISSING = 3  # exit code
 # A server shows less of its progress than our workers do: one that computes a long prompt shows none.

@@ -25,8 +25,6 @@ from tandem.router.engines.config import EngineSpec, ranks_of
 from tandem.router.engines.engine import RemoteEngine
 from tandem.router.engines.engine_fleet import EngineFleet
 
-__all__ = ["EngineFacts", "EngineMember"]
-
 logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 60.0  # for the router's first probes of a server that has generated a token

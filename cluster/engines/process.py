@@ -20,8 +20,6 @@ import psutil
 from tandem.protocol.errors import WorkerError
 from tandem.router.engines.engine_status import EngineReport, parse_report
 
-__all__ = ["ServerProcess"]
-
 logger = logging.getLogger(__name__)
 
 _TAIL_LINES = 60
@@ -126,18 +124,6 @@ class ServerProcess:
             return f"{self._name} was ended by signal {-code}" + (f"; its last error: {error}" if error else "")
         return f"{self._name} ended with code {code}: {self._error_line() or self._last_line()}"
 
-    def pin(self, cores: Sequence[int]) -> None:
-        """Give these cores, and no others, to all threads of the tree.
-
-        vLLM's NIXL connector moves the main thread of each worker to the last core of the machine, whatever it has been
-        told: with few cores, those of all servers end up on the same one.
-        """
-        for process in self._tree():
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
-                for thread in process.threads():
-                    with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
-                        os.sched_setaffinity(thread.id, cores)
-
     def lower_spinning_threads(self) -> None:
         """Lower the priority of threads that run although the server has nothing to do. Takes half a second.
 
@@ -155,29 +141,22 @@ class ServerProcess:
     def _thread_times(self) -> dict[int, float]:
         """Seconds of CPU time by thread, without the first thread of each process: that one computes."""
         times: dict[int, float] = {}
-        for process in self._tree():
+        for process in _tree_of(self.pid):
             with contextlib.suppress(psutil.Error):
                 times |= {one.id: one.user_time + one.system_time for one in process.threads() if one.id != process.pid}
         return times
 
     def stop(self) -> None:
         """End the whole tree: by SIGTERM to the server, then by force. Later calls change nothing."""
-        tree = self._tree()
+        tree = _tree_of(self.pid)
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_TIMEOUT_S)
-        for process in {*tree, *self._tree()}:
+        for process in {*tree, *_tree_of(self.pid)}:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._process.wait()
         self._client.close()
-
-    def _tree(self) -> list[psutil.Process]:
-        try:
-            process = psutil.Process(self._process.pid)
-            return [process, *process.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
 
     def _read(self, output: IO[bytes], log_file: Path | None) -> None:
         with output, open(log_file or os.devnull, "ab", buffering=0) as log:
@@ -195,3 +174,25 @@ class ServerProcess:
             if found := _ERROR.search(line):
                 return found[0].strip()
         return ""
+
+
+def pin(pid: int, cores: Sequence[int]) -> None:
+    """Give these cores, and no others, to all threads of a server.
+
+    vLLM's NIXL connector moves the main thread of each worker to the last core of the machine, whatever it has been
+    told: with few cores, those of all servers end up on the same one.
+    """
+    for process in _tree_of(pid):
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+            for thread in process.threads():
+                with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                    os.sched_setaffinity(thread.id, cores)
+
+
+def _tree_of(pid: int) -> list[psutil.Process]:
+    """The process and all below it; none if it has ended."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []

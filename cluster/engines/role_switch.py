@@ -12,8 +12,6 @@ from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import Role
 from tandem.router.engines.config import EngineSpec
 
-__all__ = ["RoleIsLost", "switch_role"]
-
 _SWITCH_TIMEOUT_S = 120.0  # it may capture CUDA graphs
 _IDLE_TIMEOUT_S = 10.0  # for what the server still does after our requests have ended
 _AGAIN_S = 0.2

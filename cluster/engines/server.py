@@ -11,22 +11,6 @@ from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role
 from tandem.runtime.ports import bracketed
 
-__all__ = [
-    "ADDRESS_IS_OURS",
-    "CONFIG_IS_OURS",
-    "KEY_IS_OURS",
-    "MACHINES_ARE_YOURS",
-    "MODEL_IS_OURS",
-    "NAME_IS_OURS",
-    "OTHER_SERVER",
-    "EngineServer",
-    "Parallelism",
-    "Sockets",
-    "check_arguments",
-    "flags_of",
-    "number_of",
-]
-
 MAX_RANKS = 4096
 # What to do instead of giving a flag that Tandem sets.
 ADDRESS_IS_OURS = "its address is chosen on its machine: leave it out"

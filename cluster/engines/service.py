@@ -21,8 +21,6 @@ from tandem.router.engines.local_dispatcher import LocalDispatcher
 from tandem.runtime.tracing.setup import begin_tracing, close_tracing, tracing_of
 from tandem.scheduling.admission.tenants import Tenants
 
-__all__ = ["EngineService"]
-
 
 class EngineService:
     """As `cluster.serve.Service`. Make it in the event loop that will use it."""
@@ -69,11 +67,11 @@ class EngineService:
     @contextlib.asynccontextmanager
     async def serve_http(
         self, listener: socket.socket, api_keys: ApiKeys
-    ) -> AsyncIterator[tuple[HttpFrontend, _FleetReadiness]]:
+    ) -> AsyncIterator[tuple[HttpFrontend, Callable[[], str | None]]]:
         """As `Service.serve_http`. Each server has generated a token before it joins the fleet."""
         setup = replace(self._setup, api_keys=api_keys)
         async with serve_engines_http(self._dispatcher, setup, listener) as frontend:
-            yield frontend, _FleetReadiness(self._dispatcher)
+            yield frontend, lambda: self._dispatcher.unready
 
     def shut_down(self) -> None:
         """As `Service.shut_down`."""
@@ -83,15 +81,3 @@ class EngineService:
         """As `Service.close`."""
         await self._dispatcher.fleet.aclose()
         await close_tracing(self._setup.export)
-
-
-class _FleetReadiness:
-    """As `ReadinessCheck`."""
-
-    def __init__(self, dispatcher: LocalDispatcher) -> None:
-        self._dispatcher = dispatcher
-
-    @property
-    def reason(self) -> str | None:
-        """Why requests should not be sent here now; None if they should."""
-        return self._dispatcher.unready

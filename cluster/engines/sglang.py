@@ -28,19 +28,6 @@ from tandem.cluster.engines.server import (
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role
 
-__all__ = [
-    "OUR_FLAGS",
-    "check",
-    "command",
-    "config",
-    "defaults",
-    "environment",
-    "first_request",
-    "fixed_role",
-    "parallelism",
-    "remedy",
-]
-
 _MODE = "it follows from the roles of tandem serve: leave it out"
 OUR_FLAGS = {
     "--host": ADDRESS_IS_OURS,

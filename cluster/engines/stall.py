@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tandem.router.engines.engine_status import EngineReport, WorkCounter, WorkDone
 
-__all__ = ["ServerStallWatch"]
-
 SILENT_S = 60.0  # a server that answers nothing for this long is replaced
 _MAX_GAP_S = 30.0  # between two looks; after a longer one this process itself had stopped
 _NOTHING_DONE = WorkDone(0.0, is_of_each_step=False)  # SGLang shows its counters once it has computed

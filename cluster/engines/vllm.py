@@ -24,19 +24,6 @@ from tandem.cluster.engines.server import (
 from tandem.cluster.worker_layout import preload_of
 from tandem.protocol.config import GPU_MEMORY_SHARE
 
-__all__ = [
-    "OUR_FLAGS",
-    "check",
-    "command",
-    "config",
-    "defaults",
-    "environment",
-    "first_request",
-    "fixed_role",
-    "parallelism",
-    "remedy",
-]
-
 _KV = "every server hands KV over with NixlConnector and publishes KV events: leave it out"
 OUR_FLAGS = {
     "--host": ADDRESS_IS_OURS,

@@ -11,8 +11,6 @@ import torch
 from tandem.engine.attention.interface import AttentionBackend, LayerAttention
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["Device", "choose_backend", "make_backend", "read_device"]
-
 _OLDEST_GPU = (8, 0)  # Ampere: the first with bfloat16
 _HOPPER = 9
 _FA3_MAX_HEAD_DIM = 256

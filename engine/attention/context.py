@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["StepContext"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepContext:

@@ -14,8 +14,6 @@ from torch import Tensor
 from tandem.engine.attention.context import StepContext
 from tandem.engine.cpu.library import load_kernels
 
-__all__ = ["CpuAttention"]
-
 MAX_HEAD_DIM = 512
 
 

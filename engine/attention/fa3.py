@@ -11,8 +11,6 @@ from torch.nn.attention.varlen import varlen_attn_out
 
 from tandem.engine.attention.context import StepContext
 
-__all__ = ["Fa3Attention"]
-
 
 class Fa3Attention:
     """Writes new KV by indexing, then attends over strided per-layer views of the pool."""

@@ -17,8 +17,6 @@ from transformers import AttentionInterface
 
 from tandem.engine.attention.context import StepContext
 
-__all__ = ["ATTENTION_NAME", "AttentionBackend", "LayerAttention", "PagedStep", "register"]
-
 ATTENTION_NAME = "tandem_paged"
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tandem.engine.attention.context import StepContext
 
-__all__ = ["ReferenceAttention"]
-
 
 class ReferenceAttention:
     """Gathers each sequence's KV and attends in float32, one sequence at a time."""

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from tandem.engine.attention.context import StepContext
 
-__all__ = ["MAX_HEAD_DIM", "Tile", "TritonAttention", "split_tokens", "tile_of"]
-
 MAX_HEAD_DIM = 256
 _SMALLEST_SPLIT, _MOST_SPLITS = 512, 64
 _MAX_DECODING = 512  # sequences whose splits one program counts

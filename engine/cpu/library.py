@@ -15,8 +15,6 @@ from pathlib import Path
 
 from tandem.protocol.config import cache_folder
 
-__all__ = ["KernelBuildError", "load_kernels"]
-
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tandem.engine.cpu.library import load_kernels
 
-__all__ = ["make_rms_norm", "make_rotate", "make_silu_multiply"]
-
 _POINTER, _INT64, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 

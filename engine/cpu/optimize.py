@@ -21,8 +21,6 @@ from transformers.pytorch_utils import Conv1D
 
 from tandem.engine.cpu.ops import make_rms_norm, make_rotate, make_silu_multiply
 
-__all__ = ["PackedLinear", "optimize"]
-
 logger = logging.getLogger(__name__)
 
 # Linear layers that transformers' attention blocks apply to the same input.

@@ -19,8 +19,6 @@ from tandem.engine.model_runner import ModelRunner, PackedBatch
 from tandem.engine.pool_memory import shard_block_shape
 from tandem.protocol.config import EngineConfig
 
-__all__ = ["MakeRecorder", "record_graphs", "required_bytes"]
-
 logger = logging.getLogger(__name__)
 
 MakeRecorder = Callable[[torch.device], GraphRecorder | None]

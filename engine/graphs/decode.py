@@ -21,8 +21,6 @@ from tandem.engine.model_runner import DeviceBatch, ModelRunner, PackedBatch
 
 Launch = Callable[[DeviceBatch], Tensor | None]  # of a batch; its logits
 
-__all__ = ["DecodeGraph", "DecodeGraphs", "batch_sizes"]
-
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
     """The batch sizes to record, ascending: few rows are wasted, and small batches waste none."""

@@ -18,8 +18,6 @@ from typing_extensions import override
 
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["CudaGraphRecorder", "DeviceGraph", "GraphRecorder", "NotRecordable", "make_recorder"]
-
 # What CUDA keeps for one graph of some hundred kernels, beside its tensors: an allowance, which was never measured.
 _GRAPH_BYTES = 8 << 20
 

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from tandem.engine.device import to_device
+from tandem.engine.number_tokens import TokenMask
 from tandem.engine.sampling.row_plan import Edit, RowPlan
-from tandem.engine.structured_output import TokenMask
-
-__all__ = ["Choice", "adjust", "choose", "top_values"]
 
 # Most nuclei are far smaller than this; only flat distributions need the full sort of the vocabulary.
 _NUCLEUS_GUESS, _FEWEST = 512, 64

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-__all__ = ["philox", "uniform_draw"]
-
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _NUM_ROUNDS = 10

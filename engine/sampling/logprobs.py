@@ -10,8 +10,6 @@ from torch import Tensor
 from tandem.engine.device import to_host
 from tandem.engine.sampling.distribution import top_values
 
-__all__ = ["MIN_LOGPROB", "RowLogprobs", "slabs"]
-
 MIN_LOGPROB = -9999.0  # stands for log(0), which JSON cannot express
 _MORE_CANDIDATES = 16  # than log probabilities are asked for: tokens may be equally likely
 # Float32 logits that are worked on together, at least one row. On a CPU temporaries of this size come from memory that

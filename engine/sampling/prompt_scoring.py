@@ -14,8 +14,6 @@ from tandem.engine.sampling.logprobs import MIN_LOGPROB, RowLogprobs, slabs
 from tandem.engine.sequence import ScheduledChunk, Sequence
 from tandem.protocol.fault_boundary import outcome_of
 
-__all__ = ["LaunchedScores", "ScoredRows", "split_logits"]
-
 
 class ScoredRows(NamedTuple):
     """Logits that score consecutive tokens of a prompt."""

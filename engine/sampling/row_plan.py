@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tandem.engine.number_tokens import TokenMask
 from tandem.engine.sampling.draw import uniform_draw
 from tandem.engine.sequence import Sequence
-from tandem.engine.structured_output import TokenMask
-
-__all__ = ["NO_EDITS", "Edit", "RowPlan", "plan_row"]
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
 

@@ -19,16 +19,14 @@ import torch
 from torch import Tensor
 
 from tandem.engine.device import to_device, to_host
+from tandem.engine.number_tokens import TokenMask
 from tandem.engine.sampling.distribution import adjust, choose
 from tandem.engine.sampling.logprobs import MIN_LOGPROB, RowLogprobs, slabs
 from tandem.engine.sampling.prompt_scoring import LaunchedScores, split_logits
 from tandem.engine.sampling.row_plan import NO_EDITS, RowPlan, plan_row
 from tandem.engine.sequence import ScheduledChunk, Sequence
-from tandem.engine.structured_output import TokenMask
 from tandem.protocol.fault_boundary import outcome_of
 from tandem.protocol.messages import TokenLogprobs
-
-__all__ = ["LaunchedSample", "SamplePlan", "SampledToken", "Sampler"]
 
 _NO_MASKS: Mapping[Sequence, TokenMask | Exception] = {}
 

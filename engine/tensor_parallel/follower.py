@@ -38,8 +38,6 @@ from tandem.engine.tensor_parallel.shared_pool import map_shard
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.fault_boundary import error_of
 
-__all__ = ["RESYNC_TIMEOUT_S", "main"]
-
 logger = logging.getLogger(__name__)
 
 RESYNC_TIMEOUT_S = 10.0  # for all ranks to notice that a step failed, if it failed on all

@@ -16,8 +16,6 @@ from tandem.protocol.errors import WorkerError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["RankGroup", "RanksLost"]
-
 _TIMEOUT = timedelta(seconds=60)  # for the slowest rank to reach a collective: a step's largest product, and a pause
 
 

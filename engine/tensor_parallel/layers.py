@@ -17,8 +17,6 @@ from transformers.distributed.parallel_utils import replace_layer_number_by_wild
 from tandem.engine.tensor_parallel.group import RankGroup
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["localize", "sum_experts"]
-
 _EXPERTS = "moe_tp_experts"  # each rank has a part of every expert
 # Styles that change no forward: parts that need the next layer's sum, whole copies, and what only gradients need.
 _UNCHANGED = frozenset(

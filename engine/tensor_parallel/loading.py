@@ -18,8 +18,6 @@ from tandem.engine.kv_geometry import KvGeometry
 from tandem.engine.tensor_parallel.group import RankGroup
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["check_config", "check_heads", "sharded"]
-
 _ELSEWHERE = "use tensor_parallel_size=1, or serve it by vLLM or SGLang (`--engine vllm`)"
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _lock = threading.Lock()  # transformers looks at this process's default group, and there is one

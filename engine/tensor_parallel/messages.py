@@ -8,8 +8,6 @@ from tandem.engine.model_runner import PackedBatch
 from tandem.engine.tensor_parallel.shared_pool import ShardHandle
 from tandem.protocol.config import EngineConfig
 
-__all__ = ["ComputeStep", "Connect", "Load", "Loaded", "MapPool", "Message", "RankFailed", "Ready", "Resync"]
-
 
 class Load(NamedTuple):
     """To a follower: load your shard."""

@@ -15,8 +15,6 @@ from tandem.engine.pool_memory import allocate_pool
 from tandem.engine.tensor_parallel.team import Team
 from tandem.protocol.config import EngineConfig
 
-__all__ = ["Ranks", "SingleRank", "make_ranks"]
-
 
 class Ranks(Protocol):
     """Load the model on every rank, share the pool among them, and run steps on all of them."""

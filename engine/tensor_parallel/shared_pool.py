@@ -18,8 +18,6 @@ from torch import Tensor
 
 from tandem.engine.kv_pool import KvPool
 
-__all__ = ["ShardHandle", "allocate_shared", "map_shard"]
-
 
 class ShardHandle(NamedTuple):
     """What another rank needs to map its shard. It travels between processes that trust each other."""

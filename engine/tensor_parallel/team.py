@@ -40,8 +40,6 @@ from tandem.protocol.errors import ConfigError
 from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.python_module import module_command, module_environment
 
-__all__ = ["LeadingRunner", "Team"]
-
 _LOAD_TIMEOUT_S = 600.0
 _CHECK_TIMEOUT_S = 300.0
 _RESYNC_TIMEOUT_S = 12.0  # a little longer than a follower waits

@@ -8,8 +8,6 @@ from tandem.kv_transfer.eviction.base import EvictionPolicy
 from tandem.kv_transfer.eviction.hit_density import HitDensity
 from tandem.kv_transfer.eviction.lru import LRU
 
-__all__ = ["POLICIES", "EvictionPolicy"]
-
 # What makes the policy of a tier of so many keys, by `TierConfig.eviction_policy`.
 POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "hit-density": HitDensity,

@@ -20,8 +20,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-__all__ = ["EvictionPolicy", "LeafQueue", "Node"]
-
 
 class Node:
     """A resident key. Each policy defines the meaning of `rank`, `queue`, `num_uses` and `run`."""

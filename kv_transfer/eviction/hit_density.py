@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from tandem.kv_transfer.eviction.base import EvictionPolicy, Node
 
-__all__ = ["HitDensity"]
-
 _NUM_TURNS = 6  # turns that are distinguished; later turns count as the last
 _FORK = _NUM_TURNS  # the group of keys where many chains branch, such as the end of a system prompt
 _NUM_GROUPS = _NUM_TURNS + 1

@@ -6,8 +6,6 @@ from collections.abc import Hashable
 
 from tandem.kv_transfer.eviction.base import EvictionPolicy, Node
 
-__all__ = ["LRU"]
-
 
 class LRU(EvictionPolicy):
     """The least recently used leaf.

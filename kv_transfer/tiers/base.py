@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from tandem.protocol.digest import DIGEST_BYTES
 
-__all__ = ["Block", "BlockName", "BlockStore", "StoreFailure", "file_name", "parents_first", "parse_file_name"]
-
 Block: TypeAlias = npt.NDArray[np.uint8]  # [block_bytes], contiguous; `Tensor.numpy()` shares a host tensor's memory
 
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from tandem.kv_transfer.eviction.base import EvictionPolicy
 from tandem.kv_transfer.tiers.base import BlockName
 
-__all__ = ["BlockIndex", "StoredBlock"]
-
 _RECONCILED_AT_ONCE = 512  # blocks of a scan that are compared with the index in one go: at most a few milliseconds
 
 

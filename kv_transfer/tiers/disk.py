@@ -34,8 +34,6 @@ from tandem.kv_transfer.tiers.key import StoreKey
 from tandem.kv_transfer.tiers.seal import FOOTER_BYTES, Part, make_seal
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["DiskStore", "folder_id", "make_private"]
-
 logger = logging.getLogger(__name__)
 
 _SHARD = re.compile(r"[0-9a-f]{2}")

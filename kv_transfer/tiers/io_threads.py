@@ -15,9 +15,6 @@ import numpy as np
 
 from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure, parents_first
 
-__all__ = ["IoResult", "IoThreads", "ReadJob", "ReadResult", "ScanResult", "WriteJob", "WriteResult"]
-
-
 DELETE_PAUSE_S = 10.0  # without deletes, after one that the store did not answer
 
 

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["StoreKey", "load_key"]
-
 _MIN_BYTES = 32
 _MAX_BYTES = 4096
 

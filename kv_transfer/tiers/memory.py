@@ -17,8 +17,6 @@ from typing_extensions import override
 from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["MemoryStore"]
-
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it yet
 
 

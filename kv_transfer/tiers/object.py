@@ -19,8 +19,6 @@ from tandem.kv_transfer.tiers.key import StoreKey
 from tandem.kv_transfer.tiers.seal import FOOTER_BYTES, make_seal
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["ObjectStore", "check_url"]
-
 logger = logging.getLogger(__name__)
 
 MAX_LISTED = 1 << 24

@@ -19,8 +19,6 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from tandem.kv_transfer.tiers.base import Block, BlockName
 from tandem.kv_transfer.tiers.key import StoreKey
 
-__all__ = ["FOOTER_BYTES", "BlockAuthenticator", "BlockEncryptor", "BlockSeal", "make_seal"]
-
 Part: TypeAlias = memoryview | bytes | bytearray  # of a stored block; the parts follow each other
 
 _NAME = struct.Struct("<16s16sQ")  # digest, parent, number of bytes before the footer

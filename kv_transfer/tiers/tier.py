@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
@@ -19,9 +21,7 @@ from tandem.kv_transfer.eviction.base import EvictionPolicy
 from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure
 from tandem.kv_transfer.tiers.block_index import BlockIndex, StoredBlock
 from tandem.kv_transfer.tiers.io_threads import IoThreads, ReadJob, ReadResult, ScanResult, WriteJob, WriteResult
-from tandem.kv_transfer.tiers.stats import TierCounters, TierStats
-
-__all__ = ["Tier", "TierRead", "TierWrite"]
+from tandem.protocol.messages import TierLoad
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,19 @@ class TierRead(ReadJob):
         """Give up what has not arrived. The next `poll` at which no thread writes to its buffers makes it done."""
         self.failure = self.failure or "abandoned"
         self._deadline = self._begun_at
+
+
+@dataclass(eq=False, slots=True)
+class _TierCounters:
+    """The counts of a running tier."""
+
+    misses: Counter[str] = field(default_factory=Counter)
+    drops: Counter[str] = field(default_factory=Counter)
+    hits: int = 0
+    stored: int = 0
+    bytes_out: int = 0
+    seconds_in: float = 0.0
+    seconds_out: float = 0.0
 
 
 class TierWrite(WriteJob):
@@ -100,7 +113,7 @@ class Tier:
         self._index = BlockIndex(policy, capacity_blocks)
         self._writes: dict[bytes, TierWrite] = {}
         self._live: list[TierRead] = []
-        self._counts = TierCounters()
+        self._counts = _TierCounters()
         self._paused_until = float("-inf")
         self._num_pauses = 0  # because of reads, since the store last read a block
         self._scan_at = float("inf")
@@ -233,10 +246,11 @@ class Tier:
         """(stored, removed) digests since the last call, disjoint: each digest is listed as it is now."""
         return self._index.take_events()
 
-    def stats(self) -> TierStats:
-        """What has happened so far."""
+    def stats(self) -> TierLoad:
+        """Its state now, and what has happened since the start. The cost of its loads is left out."""
         counts, block_bytes = self._counts, self._store.block_bytes
-        return TierStats(
+        return TierLoad(
+            name=self.name,
             num_blocks=len(self._index),
             capacity_blocks=self.capacity_blocks,
             num_queued_loads=self.num_queued_loads,

@@ -10,27 +10,17 @@ import abc
 import enum
 import ipaddress
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
+from tandem.protocol.decoding import safe_decoder
 from tandem.protocol.errors import TransferError
 from tandem.protocol.messages import WorkerEpoch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = [
-    "BlockRun",
-    "Notification",
-    "PoolShape",
-    "Transfer",
-    "TransferState",
-    "Transport",
-    "block_runs",
-    "check_block_ids",
-    "is_loopback",
-    "pool_shape",
-]
 
 
 class TransferState(enum.Enum):
@@ -145,7 +135,6 @@ class Transport(abc.ABC):
         it always answers False: then those blocks wait for the end of this process.
         """
 
-    @abc.abstractmethod
     def write_blocks(
         self,
         worker_id: str,
@@ -163,8 +152,8 @@ class Transport(abc.ABC):
         Raises `PeerLost` for an unknown or lost peer, and `TransferError` for ids that are outside either pool, not
         paired, or repeated at the receiver; then nothing was written. If the peer is found dead the transfer is LOST.
         """
+        return self._copy(worker_id, local_block_ids, remote_block_ids, notification, is_read=False)
 
-    @abc.abstractmethod
     def read_blocks(self, worker_id: str, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> Transfer:
         """Start copying `remote_block_ids[i]` of the peer's pool over `local_block_ids[i]` of ours.
 
@@ -173,6 +162,19 @@ class Transport(abc.ABC):
 
         Raises the same errors as `write_blocks`, with our pool as the receiver.
         """
+        return self._copy(worker_id, local_block_ids, remote_block_ids, b"", is_read=True)
+
+    @abc.abstractmethod
+    def _copy(
+        self,
+        worker_id: str,
+        local_block_ids: Sequence[int],
+        remote_block_ids: Sequence[int],
+        notification: bytes,
+        *,
+        is_read: bool,
+    ) -> Transfer:
+        """Start a write, or a read."""
 
     @abc.abstractmethod
     def poll(self) -> list[Notification]:
@@ -184,6 +186,25 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Release all peers and the pool; open transfers become LOST. Closing twice is fine."""
+
+
+def metadata_decoder(kind: Any) -> Callable[[bytes], Any]:
+    """Decodes a peer's metadata into this type. Raises `TransferError` if they cannot be read."""
+    decode = safe_decoder(kind)
+
+    def decode_metadata(metadata: bytes) -> Any:
+        try:
+            return decode(metadata)
+        except msgspec.MsgspecError as exc:
+            raise TransferError(f"transport metadata cannot be read: {exc}") from exc
+
+    return decode_metadata
+
+
+def check_described(theirs: Any, worker_id: str, epoch: int) -> None:
+    """Raise `TransferError` unless these metadata describe this process."""
+    if (theirs.worker_id, theirs.epoch) != (worker_id, epoch):
+        raise TransferError(f"metadata of {worker_id} epoch {epoch} describes {theirs.worker_id} epoch {theirs.epoch}")
 
 
 def pool_shape(shards: Sequence[Tensor]) -> PoolShape:

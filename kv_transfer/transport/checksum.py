@@ -13,8 +13,6 @@ from torch import Tensor
 
 from tandem.kv_transfer.transport.shards import shards_of
 
-__all__ = ["append_checksum", "block_checksums", "strip_checksum", "wrong_blocks"]
-
 _CHECKSUM_BYTES = 8
 _HOST, _DEVICE = b"h", b"d"
 _SLAB_BYTES = 64 << 20  # bytes of blocks whose words a device widens at a time

@@ -26,16 +26,15 @@ from tandem.kv_transfer.transport.base import (
     Transfer,
     Transport,
     check_block_ids,
+    check_described,
+    metadata_decoder,
     pool_shape,
 )
 from tandem.kv_transfer.transport.pair import PairChannel
 from tandem.kv_transfer.transport.pair_link import IncomingLink, LinkAdmission, LinkHello, OutgoingLink, PairLink
 from tandem.kv_transfer.transport.shards import num_pieces, shards_of
 from tandem.kv_transfer.transport.stream import MessageStream, connect, listen
-from tandem.protocol.decoding import safe_decoder
 from tandem.protocol.errors import ConfigError, IncompatiblePeer, PeerLost, TransferError
-
-__all__ = ["CollectiveTransport"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class _CollectiveMetadata(msgspec.Struct, frozen=True, array_like=True):
     num_shards: int
 
 
-_decode_metadata = safe_decoder(_CollectiveMetadata)
+_decode_metadata = metadata_decoder(_CollectiveMetadata)
 
 
 class CollectiveTransport(Transport):
@@ -103,10 +102,7 @@ class CollectiveTransport(Transport):
     def add_peer(self, worker_id: str, epoch: int, metadata: bytes) -> None:
         if self._is_closed:
             raise PeerLost(f"{worker_id} cannot be added: this transport is closed")
-        try:
-            theirs: _CollectiveMetadata = _decode_metadata(metadata)
-        except msgspec.MsgspecError as exc:
-            raise TransferError(f"transport metadata cannot be read: {exc}") from exc
+        theirs: _CollectiveMetadata = _decode_metadata(metadata)
         shape = PoolShape(theirs.num_blocks, theirs.block_bytes, theirs.num_shards)
         pieces = self._check_peer(worker_id, epoch, theirs, shape)
         known = self._opened.get(worker_id)
@@ -140,20 +136,6 @@ class CollectiveTransport(Transport):
     def is_quiet(self, worker_id: str) -> bool:
         link = self._opened.get(worker_id)
         return link is not None and not link.is_closed and link.is_welcome
-
-    @override
-    def write_blocks(
-        self,
-        worker_id: str,
-        local_block_ids: Sequence[int],
-        remote_block_ids: Sequence[int],
-        notification: bytes = b"",
-    ) -> Transfer:
-        return self._copy(worker_id, local_block_ids, remote_block_ids, notification)
-
-    @override
-    def read_blocks(self, worker_id: str, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> Transfer:
-        return self._copy(worker_id, local_block_ids, remote_block_ids, is_read=True)
 
     @override
     def poll(self) -> list[Notification]:
@@ -190,23 +172,21 @@ class CollectiveTransport(Transport):
 
     def _check_peer(self, worker_id: str, epoch: int, theirs: _CollectiveMetadata, shape: PoolShape) -> int:
         """The pieces of each block on a link to this peer. Raises TransferError if there can be none."""
-        if (theirs.worker_id, theirs.epoch) != (worker_id, epoch):
-            raise TransferError(
-                f"metadata of {worker_id} epoch {epoch} describes {theirs.worker_id} epoch {theirs.epoch}"
-            )
+        check_described(theirs, worker_id, epoch)
         device_type = self._shards[0].device.type
         if theirs.device_type != device_type:
             raise IncompatiblePeer(f"device: {device_type} here, {theirs.device_type} at {worker_id}")
         return num_pieces(self._shape, shape, worker_id)
 
+    @override
     def _copy(
         self,
         worker_id: str,
         local_block_ids: Sequence[int],
         remote_block_ids: Sequence[int],
-        notification: bytes = b"",
+        notification: bytes,
         *,
-        is_read: bool = False,
+        is_read: bool,
     ) -> Transfer:
         link = self._opened.get(worker_id)
         if link is None or link.is_closed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -10,8 +10,6 @@ from tandem.kv_transfer.transport.base import Transport
 from tandem.kv_transfer.transport.in_process import InProcessHub
 from tandem.kv_transfer.transport.shards import shards_of
 from tandem.protocol.errors import ConfigError
-
-__all__ = ["create_transport"]
 
 
 def create_transport(
@@ -32,37 +30,18 @@ def create_transport(
     that holds the mailboxes of all peers: they are all on this machine, so `nixl` needs no port that others could
     reach.
     """
-    if name not in _FACTORIES:
-        raise ConfigError(f"transport={name!r} is unknown; choose one of {', '.join(sorted(_FACTORIES))}")
-    return _FACTORIES[name](worker_id, epoch, shards_of(pool), hub, host, mailbox)
+    shards = shards_of(pool)
+    match name:
+        case "nixl":
+            from tandem.kv_transfer.transport.nixl import NixlTransport
 
+            return NixlTransport(worker_id, epoch, shards, host, mailbox)
+        case "nccl":
+            from tandem.kv_transfer.transport.collective import CollectiveTransport
 
-def _create_in_process(
-    worker_id: str, epoch: int, shards: Sequence[Tensor], hub: InProcessHub | None, host: str, mailbox: str
-) -> Transport:
-    if hub is None:
-        raise ConfigError("transport='in_process' needs the hub that joins the transports of this process")
-    return hub.join(worker_id, epoch, shards)
-
-
-def _create_nccl(
-    worker_id: str, epoch: int, shards: Sequence[Tensor], hub: InProcessHub | None, host: str, mailbox: str
-) -> Transport:
-    from tandem.kv_transfer.transport.collective import CollectiveTransport
-
-    return CollectiveTransport(worker_id, epoch, shards, host)
-
-
-def _create_nixl(
-    worker_id: str, epoch: int, shards: Sequence[Tensor], hub: InProcessHub | None, host: str, mailbox: str
-) -> Transport:
-    from tandem.kv_transfer.transport.nixl import NixlTransport
-
-    return NixlTransport(worker_id, epoch, shards, host, mailbox)
-
-
-_FACTORIES: dict[str, Callable[[str, int, Sequence[Tensor], InProcessHub | None, str, str], Transport]] = {
-    "in_process": _create_in_process,
-    "nccl": _create_nccl,
-    "nixl": _create_nixl,
-}
+            return CollectiveTransport(worker_id, epoch, shards, host)
+        case "in_process":
+            if hub is None:
+                raise ConfigError("transport='in_process' needs the hub that joins the transports of this process")
+            return hub.join(worker_id, epoch, shards)
+    raise ConfigError(f"transport={name!r} is unknown; choose one of in_process, nccl, nixl")

@@ -22,8 +22,6 @@ from tandem.kv_transfer.transport.base import Notification, Transfer, TransferSt
 from tandem.protocol.errors import PeerLost, TransferError
 from tandem.protocol.faults import Fault, parse_faults
 
-__all__ = ["FaultyTransport", "with_faults"]
-
 _MAX_DELAY_S = 2.0
 
 
@@ -105,15 +103,19 @@ class FaultyTransport(Transport):
         return self._inner.is_quiet(worker_id) and not is_mirroring and not has_strays
 
     @override
-    def write_blocks(
+    def _copy(
         self,
         worker_id: str,
         local_block_ids: Sequence[int],
         remote_block_ids: Sequence[int],
-        notification: bytes = b"",
+        notification: bytes,
+        *,
+        is_read: bool,
     ) -> Transfer:
         if worker_id in self._lost:
             raise PeerLost(f"the link to {worker_id} is down")
+        if is_read:
+            return self._inner.read_blocks(worker_id, remote_block_ids, local_block_ids)
         write = _Write(worker_id, list(local_block_ids), list(remote_block_ids), notification)
         fault = self._draw(write)
         queue = self._queues.get(worker_id)
@@ -124,12 +126,6 @@ class FaultyTransport(Transport):
         held = _Held(write, Transfer(len(local_block_ids) * self._block_bytes), self._clock() + delay_s, fault)
         self._queues.setdefault(worker_id, deque()).append(held)
         return held.transfer
-
-    @override
-    def read_blocks(self, worker_id: str, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> Transfer:
-        if worker_id in self._lost:
-            raise PeerLost(f"the link to {worker_id} is down")
-        return self._inner.read_blocks(worker_id, remote_block_ids, local_block_ids)
 
     @override
     def poll(self) -> list[Notification]:

@@ -21,12 +21,12 @@ from tandem.kv_transfer.transport.base import (
     TransferState,
     Transport,
     check_block_ids,
+    check_described,
+    metadata_decoder,
     pool_shape,
 )
 from tandem.kv_transfer.transport.shards import byte_pieces, num_pieces, piece_ids, shards_of
-from tandem.protocol.errors import PeerLost, TransferError
-
-__all__ = ["InProcessHub", "InProcessTransport", "InProcessWrite"]
+from tandem.protocol.errors import PeerLost
 
 
 @dataclass(eq=False, slots=True)
@@ -91,6 +91,9 @@ class _InProcessMetadata(msgspec.Struct, frozen=True, array_like=True):
     num_shards: int
 
 
+_decode_metadata = metadata_decoder(_InProcessMetadata)
+
+
 class InProcessTransport(Transport):
     """A worker's end of the hub."""
 
@@ -111,11 +114,8 @@ class InProcessTransport(Transport):
 
     @override
     def add_peer(self, worker_id: str, epoch: int, metadata: bytes) -> None:
-        theirs = _decode_metadata(metadata)
-        if (theirs.worker_id, theirs.epoch) != (worker_id, epoch):
-            raise TransferError(
-                f"metadata of {worker_id} epoch {epoch} describes {theirs.worker_id} epoch {theirs.epoch}"
-            )
+        theirs: _InProcessMetadata = _decode_metadata(metadata)
+        check_described(theirs, worker_id, epoch)
         num_pieces(self.shape, PoolShape(theirs.num_blocks, theirs.block_bytes, theirs.num_shards), worker_id)
         known = self._peers.get(worker_id)
         if known is not None and known.epoch == epoch:
@@ -135,20 +135,6 @@ class InProcessTransport(Transport):
         return True  # bytes move inside calls only
 
     @override
-    def write_blocks(
-        self,
-        worker_id: str,
-        local_block_ids: Sequence[int],
-        remote_block_ids: Sequence[int],
-        notification: bytes = b"",
-    ) -> Transfer:
-        return self._copy(worker_id, local_block_ids, remote_block_ids, notification)
-
-    @override
-    def read_blocks(self, worker_id: str, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> Transfer:
-        return self._copy(worker_id, local_block_ids, remote_block_ids, is_read=True)
-
-    @override
     def poll(self) -> list[Notification]:
         arrived: list[Notification] = []
         while self.arrived:  # popleft is atomic, so senders on other threads need no lock here
@@ -164,14 +150,15 @@ class InProcessTransport(Transport):
         self._peers.clear()
         self.arrived.clear()
 
+    @override
     def _copy(
         self,
         worker_id: str,
         local_block_ids: Sequence[int],
         remote_block_ids: Sequence[int],
-        notification: bytes = b"",
+        notification: bytes,
         *,
-        is_read: bool = False,
+        is_read: bool,
     ) -> Transfer:
         peer = self._peers.get(worker_id)
         if peer is None or self._hub.find(worker_id, peer.epoch) is not peer:
@@ -181,13 +168,6 @@ class InProcessTransport(Transport):
         local_block_ids, remote_block_ids = list(local_block_ids), list(remote_block_ids)
         self._hub.submit(InProcessWrite(self, peer, local_block_ids, remote_block_ids, notification, transfer, is_read))
         return transfer
-
-
-def _decode_metadata(metadata: bytes) -> _InProcessMetadata:
-    try:
-        return msgspec.msgpack.decode(metadata, type=_InProcessMetadata)
-    except msgspec.MsgspecError as exc:
-        raise TransferError(f"transport metadata cannot be read: {exc}") from exc
 
 
 def _copy_blocks(write: InProcessWrite) -> None:

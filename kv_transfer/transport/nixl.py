@@ -38,6 +38,7 @@ from tandem.kv_transfer.transport.base import (
     TransferState,
     Transport,
     check_block_ids,
+    metadata_decoder,
     pool_shape,
 )
 from tandem.kv_transfer.transport.nixl_agent import (
@@ -51,10 +52,7 @@ from tandem.kv_transfer.transport.nixl_agent import (
 from tandem.kv_transfer.transport.notification_order import NotificationReceiver, agent_name, number_notification
 from tandem.kv_transfer.transport.one_machine import Mailbox, MailboxAddress, MailboxSender
 from tandem.kv_transfer.transport.shards import num_pieces, piece_ids, shards_of
-from tandem.protocol.decoding import safe_decoder
 from tandem.protocol.errors import IncompatiblePeer, PeerLost, TransferError
-
-__all__ = ["NixlTransport"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +76,7 @@ class _NixlMetadata(msgspec.Struct, frozen=True, array_like=True):
         return PoolMemory(shards, self.memory_type, PoolShape(self.num_blocks, self.block_bytes, len(shards)))
 
 
-_decode_metadata = safe_decoder(_NixlMetadata)
+_decode_metadata = metadata_decoder(_NixlMetadata)
 
 
 class _NixlTransfer(Transfer):
@@ -154,10 +152,7 @@ class NixlTransport(Transport):
     def add_peer(self, worker_id: str, epoch: int, metadata: bytes) -> None:
         if self._is_closed:
             raise PeerLost(f"{worker_id} cannot be added: this transport is closed")
-        try:
-            theirs: _NixlMetadata = _decode_metadata(metadata)
-        except msgspec.MsgspecError as exc:
-            raise TransferError(f"transport metadata cannot be read: {exc}") from exc
+        theirs: _NixlMetadata = _decode_metadata(metadata)
         memory = theirs.memory
         pieces = num_pieces(self._shape, memory.shape, worker_id)
         known = self._peers.get(worker_id)
@@ -189,20 +184,6 @@ class NixlTransport(Transport):
         receiver's memory would not stop them either: UCX checks none over TCP.
         """
         return self._mailbox is not None and all(copy.worker_id != worker_id for copy in self._stuck)
-
-    @override
-    def write_blocks(
-        self,
-        worker_id: str,
-        local_block_ids: Sequence[int],
-        remote_block_ids: Sequence[int],
-        notification: bytes = b"",
-    ) -> Transfer:
-        return self._copy("WRITE", worker_id, local_block_ids, remote_block_ids, notification)
-
-    @override
-    def read_blocks(self, worker_id: str, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> Transfer:
-        return self._copy("READ", worker_id, local_block_ids, remote_block_ids)
 
     @override
     def poll(self) -> list[Notification]:
@@ -248,18 +229,19 @@ class NixlTransport(Transport):
             )
         return None if self._mailbox is None or theirs is None else self._mailbox.open(theirs)
 
+    @override
     def _copy(
         self,
-        operation: Literal["WRITE", "READ"],
         worker_id: str,
         local_block_ids: Sequence[int],
         remote_block_ids: Sequence[int],
-        notification: bytes = b"",
+        notification: bytes,
+        *,
+        is_read: bool,
     ) -> Transfer:
         peer = self._peers.get(worker_id)
         if peer is None or peer.is_lost:
             raise PeerLost(f"{worker_id} is unknown or gone")
-        is_read = operation == "READ"
         check_block_ids(local_block_ids, remote_block_ids, self._shape, peer.shape, is_read=is_read)
         num_bytes = len(local_block_ids) * self._shape.block_bytes
         copy = _NixlTransfer(worker_id, num_bytes, notification, is_read=is_read)
@@ -269,6 +251,7 @@ class NixlTransport(Transport):
             if local_block_ids:
                 local = piece_ids(local_block_ids, self._shape, peer.pieces)
                 remote = piece_ids(remote_block_ids, peer.shape, peer.pieces)
+                operation = "READ" if is_read else "WRITE"
                 copy.handle = self._agent.prepare(operation, local, peer.blocks, remote, peer.pieces)
                 self._agent.begin(copy.handle)
             self._progress(peer)

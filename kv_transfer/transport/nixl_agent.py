@@ -19,8 +19,6 @@ from tandem.kv_transfer.transport.base import PoolShape, is_loopback
 from tandem.kv_transfer.transport.one_machine import UCX_TLS, can_copy_between_processes
 from tandem.protocol.errors import ConfigError, PeerLost, TransferError
 
-__all__ = ["BlockList", "NixlAgent", "PoolMemory", "ShardAddress", "TransferHandle", "needs_no_port"]
-
 logger = logging.getLogger(__name__)
 
 TransferHandle: TypeAlias = Any  # NIXL's, of one transfer

@@ -15,17 +15,6 @@ from dataclasses import dataclass, field
 from tandem.kv_transfer.transport.base import Notification
 from tandem.kv_transfer.transport.checksum import append_checksum, strip_checksum
 
-__all__ = [
-    "HEADER_BYTES",
-    "MAX_AHEAD",
-    "MAX_EARLY",
-    "NotificationReceiver",
-    "NotificationSequencer",
-    "agent_name",
-    "number_notification",
-    "worker_of",
-]
-
 logger = logging.getLogger(__name__)
 
 MAX_EARLY = 1024  # notifications of a link that wait for an earlier one; what is missing by then will not arrive

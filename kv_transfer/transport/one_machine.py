@@ -26,8 +26,6 @@ from zmq.error import Again
 from tandem.protocol.errors import PeerLost, TransferError
 from tandem.protocol.process import ProcessId, has_ended, own_process
 
-__all__ = ["UCX_TLS", "Mailbox", "MailboxAddress", "MailboxSender", "can_copy_between_processes"]
-
 UCX_TLS = "^tcp,sysv"
 
 _MAX_QUEUED = 10_000  # notifications, at each end

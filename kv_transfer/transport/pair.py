@@ -27,8 +27,6 @@ from tandem.protocol.errors import ConfigError, TransferError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["SHARD_GAP", "LocalRun", "PairChannel", "PairCopy"]
-
 _DATA_TAG, _UNUSED_TAG = 0, 1
 _COMPLETION_POLL_S = 0.0002
 SHARD_GAP = 1  # unused piece numbers between two shards, so that no run of neighbouring pieces spans both

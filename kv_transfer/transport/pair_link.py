@@ -26,8 +26,6 @@ from tandem.kv_transfer.transport.stream import MessageStream
 from tandem.protocol.decoding import safe_decoder
 from tandem.protocol.errors import PeerLost, TransferError
 
-__all__ = ["IncomingLink", "LinkAdmission", "LinkHello", "OutgoingLink", "PairLink"]
-
 
 class LinkHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """The opener's first message."""

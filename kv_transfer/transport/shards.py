@@ -16,8 +16,6 @@ from torch import Tensor
 from tandem.kv_transfer.transport.base import PoolShape
 from tandem.protocol.errors import IncompatiblePeer
 
-__all__ = ["byte_pieces", "num_pieces", "piece_ids", "shards_of"]
-
 _MAX_SHARDS = 256  # each block becomes as many descriptors: a peer must not make that any number
 
 

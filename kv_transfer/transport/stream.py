@@ -11,8 +11,6 @@ import socket
 from tandem.protocol.errors import PeerLost
 from tandem.protocol.frames import Frames, FrameTooLong, framed
 
-__all__ = ["MessageStream", "connect", "listen"]
-
 _MAX_MESSAGE_BYTES = 64 << 20  # no transport sends more
 _READ_BYTES = 1 << 18
 _KEEPALIVE = (

@@ -16,8 +16,6 @@ import psutil
 from tandem.loadtest.chaos.plan import ChaosEvent
 from tandem.loadtest.chaos.server import TrialServer, chosen, has_ended
 
-__all__ = ["ChaosFaults"]
-
 _DISK_LOST_S = 5.0
 
 

@@ -14,8 +14,6 @@ import httpx
 from tandem.loadtest.chaos.plan import ChaosEvent
 from tandem.loadtest.chaos.server import TrialServer, TrialWorker, chosen, has_ended
 
-__all__ = ["OperationFailed", "OperationRefused", "Operations"]
-
 Json = dict[str, Any]
 
 _POLL_S = 0.2

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["FAULTS", "OPERATIONS", "ChaosEvent", "kinds_of", "plan"]
-
 _MEAN_GAP_S = 10.0  # between two faults, and between two operations
 # How often a kind is drawn, relative to the others.
 FAULTS = {"kill": 5, "stop-3": 2, "stop-20": 2, "kill-router": 1, "lose-disk": 1}

@@ -11,8 +11,6 @@ from typing import Any
 
 import httpx
 
-__all__ = ["HUNG_S", "NUM_REQUESTS", "Answer", "ChaosRequest", "ask", "chaos_client", "sample_requests"]
-
 Json = dict[str, Any]
 
 NUM_REQUESTS = 24  # of a trial

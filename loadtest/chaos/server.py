@@ -12,8 +12,6 @@ from typing import Any
 import httpx
 import psutil
 
-__all__ = ["TrialServer", "TrialWorker", "chosen", "has_ended"]
-
 Json = dict[str, Any]
 
 _LOST_WITH_ROUTER_S = 5.0

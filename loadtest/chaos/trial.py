@@ -22,8 +22,6 @@ from tandem.loadtest.chaos.server import TrialServer
 from tandem.loadtest.stats import minutes_of
 from tandem.protocol.errors import ServingError
 
-__all__ = ["ChaosRun", "TrialError", "run_chaos"]
-
 Json = dict[str, Any]
 Begin = Callable[[str, Callable[[], str]], None]  # a phase by its name, and how far it has come
 Expected = tuple[ChaosRequest, object]  # with the content of its answer

@@ -24,23 +24,6 @@ from tandem.protocol.config.worker import (
 )
 from tandem.protocol.user_file import expanded
 
-__all__ = [
-    "DEFAULT_MODEL",
-    "GPU_MEMORY_SHARE",
-    "PANELS",
-    "ClusterConfig",
-    "EngineConfig",
-    "EvictionPolicyName",
-    "ExternalEnginesConfig",
-    "ManagedEngineConfig",
-    "RouterConfig",
-    "RouterFiles",
-    "TierConfig",
-    "TransferConfig",
-    "WorkerConfig",
-    "cache_folder",
-]
-
 
 def cache_folder() -> Path:
     """Folder of everything Tandem fetches: TANDEM_CACHE, else ~/.cache/tandem. Raises `ConfigError`."""

@@ -14,8 +14,6 @@ from tandem.protocol.config.router import RouterConfig
 from tandem.protocol.config.worker import EngineConfig, TierConfig, TransferConfig
 from tandem.protocol.settings import Setting, check_settings, require
 
-__all__ = ["ClusterConfig"]
-
 _RAY_ADDRESS = re.compile(r"(ray://)?[^\s/:@]+:\d{1,5}|(ray://)?\[[0-9a-fA-F:.]+\]:\d{1,5}|auto")
 
 _SERVICE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")

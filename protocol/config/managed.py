@@ -9,8 +9,6 @@ from typing import Annotated, Literal
 from tandem.protocol.config.panels import MANAGED
 from tandem.protocol.settings import Setting, check_settings, require
 
-__all__ = ["EngineKindName", "ManagedEngineConfig"]
-
 EngineKindName = Literal["tandem", "vllm", "sglang"]
 
 

@@ -6,30 +6,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-__all__ = [
-    "DAY_S",
-    "ENGINE",
-    "ENGINES",
-    "HTTP",
-    "LIMITS",
-    "MANAGED",
-    "MAX_COUNT",
-    "MODEL",
-    "PANELS",
-    "PINS",
-    "QUEUES",
-    "TIERS",
-    "TRANSFER",
-    "WORKERS",
-    "Count",
-    "CountOrZero",
-    "Gigabytes",
-    "NumWorkers",
-    "Seconds",
-    "UnitsPerWorker",
-    "__all__",
-]
-
 MODEL = "Model"
 WORKERS = "Workers"
 MANAGED = "vLLM or SGLang as workers"

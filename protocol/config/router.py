@@ -22,8 +22,6 @@ from tandem.protocol.config.panels import (
 )
 from tandem.protocol.settings import Setting, check_settings, require
 
-__all__ = ["ExternalEnginesConfig", "RouterConfig", "RouterFiles"]
-
 _HOST = re.compile(r"\[[0-9a-fA-F:.]+\](:\d+)?|[^\s/:@*,\[\]]+(:\d+)?|[0-9a-fA-F:.]+")
 _ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://([^\s/@*,\[\]]+|\[[0-9a-fA-F:.]+\](:\d+)?)")
 

@@ -22,16 +22,6 @@ from tandem.protocol.faults import parse_faults
 from tandem.protocol.messages import Role
 from tandem.protocol.settings import Setting, check_settings, require
 
-__all__ = [
-    "DEFAULT_MODEL",
-    "GPU_MEMORY_SHARE",
-    "EngineConfig",
-    "EvictionPolicyName",
-    "TierConfig",
-    "TransferConfig",
-    "WorkerConfig",
-]
-
 DEFAULT_MODEL = "smollm2-135m"
 _HEARTBEATS_PER_LEASE = 10
 GPU_MEMORY_SHARE = 0.9  # what workers take; the rest is for temporaries of steps, CUDA itself and fragmentation

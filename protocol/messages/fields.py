@@ -8,23 +8,6 @@ from msgspec import Meta
 
 from tandem.protocol.digest import DIGEST_BYTES
 
-__all__ = [
-    "WIRE_VERSION",
-    "BlockIds",
-    "Checksums",
-    "Digest",
-    "Digests",
-    "Lifetime",
-    "Measure",
-    "Name",
-    "Names",
-    "Number",
-    "Packed",
-    "Seconds",
-    "Text",
-    "TokenIds",
-]
-
 WIRE_VERSION = 14  # changes with the meaning of any field and of digests; peers with another version are refused
 
 _MAX_INT = 2**63 - 1

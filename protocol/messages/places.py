@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["HOST_TIER", "POOL_PLACE", "holder_name", "is_readable", "worker_of"]
-
 POOL_PLACE = "pool"  # the paged cache on the worker's device; the other places are tiers, by name
 HOST_TIER = "host"  # host memory: the one tier that peers can read from
 

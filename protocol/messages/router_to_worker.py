@@ -12,22 +12,6 @@ from tandem.protocol.messages.fields import WIRE_VERSION, Digests, Name, Names, 
 from tandem.protocol.messages.worker import KvHolder, PeerAddress
 from tandem.protocol.sampling import SamplingParams
 
-__all__ = [
-    "Cancel",
-    "CopyKv",
-    "Decode",
-    "Generate",
-    "Hello",
-    "Introduce",
-    "Pin",
-    "PinQuery",
-    "Prefetch",
-    "Prefill",
-    "SnapshotRequest",
-    "Unpin",
-    "WorkerPriority",
-]
-
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """First message of a router. The worker answers `Welcome` and sends its events to this router from then on."""
@@ -54,8 +38,8 @@ class WorkerPriority(msgspec.Struct, frozen=True, omit_defaults=True):
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0  # of the tenant: its share of the room, as of worker seconds
 
 
-class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Do the whole request on this worker: prefill and decode.
+class _ToCompute(msgspec.Struct, frozen=True, kw_only=True):
+    """A request, and how to compute it.
 
     `output_ids` is the beginning of the answer if another worker has already given it: the answer continues as it would
     have there. Offsets, penalties, `min_tokens`, `max_tokens`, draws and the grammar count it as output.
@@ -66,36 +50,27 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampling: SamplingParams
     output_ids: TokenIds = []
     cache_salt: str = ""
-    kv_holder: KvHolder | None = None  # another worker that has more of the prompt, if there is one
     priority: WorkerPriority = WorkerPriority()
     is_traced: bool = False  # the first tokens tell what was done for them, and when
 
 
-class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Generate(_ToCompute, frozen=True, kw_only=True, tag=True):
+    """Do the whole request on this worker: prefill and decode."""
+
+    kv_holder: KvHolder | None = None  # another worker that has more of the prompt, if there is one
+
+
+class Prefill(_ToCompute, frozen=True, kw_only=True, tag=True):
     """Compute prompt and known output, send the next token to the router and the KV to `decode_worker`."""
 
-    request_id: Name
-    token_ids: TokenIds
-    sampling: SamplingParams
-    output_ids: TokenIds = []  # as in `Generate`
     decode_worker: PeerAddress
-    cache_salt: str = ""
     kv_holder: KvHolder | None = None
-    priority: WorkerPriority = WorkerPriority()
-    is_traced: bool = False  # the first tokens tell what was done for them, and when
 
 
-class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Decode(_ToCompute, frozen=True, kw_only=True, tag=True):
     """Reserve room for the KV of prompt and known output, let `prefill_worker` fill it, then decode."""
 
-    request_id: Name
-    token_ids: TokenIds
-    sampling: SamplingParams
-    output_ids: TokenIds = []  # as in `Generate`
     prefill_worker: PeerAddress
-    cache_salt: str = ""
-    priority: WorkerPriority = WorkerPriority()
-    is_traced: bool = False  # the first tokens tell what was done for them, and when
 
 
 class CopyKv(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -9,23 +9,6 @@ import msgspec
 
 from tandem.protocol.messages.fields import Digest, Measure, Name, Names, Number, Seconds
 
-__all__ = [
-    "FetchStats",
-    "Heartbeat",
-    "KvHolder",
-    "LinkLoad",
-    "PeerAddress",
-    "PinLoad",
-    "Quarantine",
-    "Role",
-    "StepStats",
-    "TierLoad",
-    "WorkerCard",
-    "WorkerEpoch",
-    "WorkerLoad",
-    "WorkerState",
-]
-
 
 class Role(enum.StrEnum):
     """What a worker is used for now. Any engine can play any role; the role is a policy."""

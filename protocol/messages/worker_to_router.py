@@ -12,21 +12,6 @@ from tandem.protocol.messages.places import POOL_PLACE, holder_name
 from tandem.protocol.messages.worker import StepStats, WorkerCard, WorkerLoad
 from tandem.protocol.timeline import Ages
 
-__all__ = [
-    "CANCELLED",
-    "INVALID_REQUEST",
-    "BlockEvents",
-    "BlockSnapshot",
-    "FinishReason",
-    "PinReport",
-    "PromptLogprobs",
-    "RequestFailed",
-    "SequenceDelta",
-    "StepOutput",
-    "TokenLogprobs",
-    "Welcome",
-]
-
 INVALID_REQUEST = "invalid_request"  # `RequestFailed.code` of a request that no worker could serve
 CANCELLED = "cancelled"  # `RequestFailed.code` that confirms a `Cancel`
 
@@ -110,35 +95,31 @@ class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     grammar_s: Seconds = 0.0  # CPU time that the sender took for its grammar
 
 
-class BlockEvents(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Blocks added to and removed from a place. `sequence` counts the messages of a place in an epoch, from 1."""
+class _OfPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """About the blocks in one place. `sequence` counts the events of a place in an epoch, from 1."""
 
     worker_id: Name
     epoch: Number
     sequence: Number
+    place: Name = POOL_PLACE
+
+    @property
+    def holder(self) -> str:
+        """Name of the place in the prefix index."""
+        return holder_name(self.worker_id, self.place)
+
+
+class BlockEvents(_OfPlace, frozen=True, kw_only=True, tag=True):
+    """Blocks added to and removed from a place."""
+
     stored: Digests
     removed: Digests
-    place: Name = POOL_PLACE
-
-    @property
-    def holder(self) -> str:
-        """Name of the place in the prefix index."""
-        return holder_name(self.worker_id, self.place)
 
 
-class BlockSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class BlockSnapshot(_OfPlace, frozen=True, kw_only=True, tag=True):
     """All digests in a place now. It includes the events up to and including `sequence`."""
 
-    worker_id: Name
-    epoch: Number
-    sequence: Number
     digests: Digests
-    place: Name = POOL_PLACE
-
-    @property
-    def holder(self) -> str:
-        """Name of the place in the prefix index."""
-        return holder_name(self.worker_id, self.place)
 
 
 class PinReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):

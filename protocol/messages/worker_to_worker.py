@@ -21,23 +21,6 @@ from tandem.protocol.messages.fields import (
 )
 from tandem.protocol.messages.worker import PeerAddress
 
-__all__ = [
-    "FINISHED_EARLY",
-    "ChunkArrived",
-    "HandoffDone",
-    "LeaseClosed",
-    "LeaseGrant",
-    "LeaseQueued",
-    "LeaseRefused",
-    "LeaseRequest",
-    "LeaseRevoked",
-    "PeerHello",
-    "PeerRefused",
-    "ReadDone",
-    "ReadGrant",
-    "ReadRequest",
-]
-
 # `LeaseClosed.reason` of a request that ended with its first token: there is nothing to hand over, and nothing failed.
 FINISHED_EARLY = "finished with the first token"
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["client_trace_headers"]
-
 MAX_TRACESTATE_BYTES = 512  # a longer one is dropped, as the standard allows
 
 # Only later versions may have more after the flags. Identifiers of only zeros and the version ff are invalid.

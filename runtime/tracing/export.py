@@ -22,8 +22,6 @@ from prometheus_client import CollectorRegistry, Counter
 from tandem.protocol.errors import ConfigError
 from tandem.runtime.tracing.tracing import Tracing
 
-__all__ = ["SpanExport"]
-
 _CLOSE_S = 2.0  # for the last spans to be sent
 _LOG_INTERVAL_S = 60.0  # between two lines about batches that could not be sent
 _QUEUE_SIZE = "OTEL_BSP_MAX_QUEUE_SIZE"

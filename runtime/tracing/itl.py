@@ -7,8 +7,6 @@ from collections import deque
 
 from tandem.runtime.tracing.span_node import Attributes
 
-__all__ = ["ItlSummary"]
-
 _MAX_GAPS = 4096  # gaps of one sequence that are kept for the percentiles
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from tandem.runtime.tracing.export import SpanExport
     from tandem.runtime.tracing.tracing import Tracing
 
-__all__ = ["begin_tracing", "check_tracing", "close_tracing", "closing_tracing", "tracing_of"]
-
 
 def check_tracing(*, is_on: bool) -> None:
     """Raise `ConfigError` if tracing could not begin: OpenTelemetry is missing, or its variables cannot be used."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from tandem.protocol.errors import ServingError
 
-__all__ = ["Attributes", "SpanNode", "error_message", "error_type"]
-
 Attributes = dict[str, str | bool | int | float | Sequence[str]]
 
 

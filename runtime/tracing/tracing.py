@@ -26,8 +26,6 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from tandem.runtime.tracing.client_context import client_trace_headers
 from tandem.runtime.tracing.span_node import Attributes, SpanNode, error_message, error_type
 
-__all__ = ["LiveSpan", "Tracing"]
-
 _MAX_TEXT = 500  # characters of a client's text in an attribute
 _METHODS = {"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"}
 _W3C = TraceContextTextMapPropagator()

@@ -37,8 +37,6 @@ from tandem.scheduling.request import PlacementRequest, PromptDigests, ServiceCl
 from tandem.scheduling.workers.demand import DemandMeter
 from tandem.scheduling.workers.worker_table import Workers
 
-__all__ = ["Admission", "Dispatch", "Drop"]
-
 SHORT_STEP_LOSS = 0.1  # share of a short step's duration that is the fixed cost of a step
 MAX_PLACED = 8  # requests placed again in one decision
 PLACEMENT_AGE_S = 0.05  # younger placements are not renewed, except for the first request in the queue

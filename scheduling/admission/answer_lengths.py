@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tandem.scheduling.lru_dict import LruDict
 
-__all__ = ["NEWEST_WEIGHT", "AnswerLengths"]
-
 FIRST_GUESS_TOKENS = 128.0
 NEWEST_WEIGHT = 0.05  # weight of the newest answer in the moving means
 MAX_TENANTS = 4096  # tenants whose mean is remembered: clients may name any number of them

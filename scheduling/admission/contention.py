@@ -7,8 +7,6 @@ import math
 from tandem.scheduling.lru_dict import LruDict
 from tandem.scheduling.request import ServiceClass
 
-__all__ = ["Contention"]
-
 MEMORY_S = 60.0  # contention lasts this long after the latest request that showed it
 MAX_TENANTS = 4096  # tenants whose latest priority is remembered: clients may name any number of them
 

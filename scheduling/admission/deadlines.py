@@ -8,8 +8,6 @@ from collections.abc import Collection
 
 from tandem.scheduling.admission.queued_request import QueuedRequest
 
-__all__ = ["Deadlines"]
-
 MAX_STALE = 64  # heap entries of requests that left, beyond a few times the number that waits
 
 

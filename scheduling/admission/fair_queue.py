@@ -21,8 +21,6 @@ from typing import Generic, TypeVar
 
 from tandem.scheduling.admission.work import NO_WORK, Work
 
-__all__ = ["FairQueue", "QueueEntry"]
-
 # Once a tenant's oldest request has waited this long, it goes first every fourth time, however urgent the others are.
 # So no request starves, and a backlog of low priority delays urgent requests by no more than that.
 MAX_OVERTAKEN_S = 30.0

@@ -8,8 +8,6 @@ from tandem.protocol.errors import ServingError
 from tandem.scheduling.admission.work import Work
 from tandem.scheduling.placement.placement import Placement
 
-__all__ = ["Forecast"]
-
 
 class Forecast(NamedTuple):
     """The prediction for a request that arrives now. All times are in seconds."""

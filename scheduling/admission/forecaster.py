@@ -20,8 +20,6 @@ from tandem.scheduling.placement.placer import Placer
 from tandem.scheduling.request import PlacementRequest
 from tandem.scheduling.workers.worker_table import Workers
 
-__all__ = ["LEAD_S", "MAX_SCANNED", "Forecaster", "fill_level", "work_of"]
-
 LEAD_S = 10.0  # an under-served tenant's prompt may overtake prompts that arrived up to this much earlier
 MAX_SCANNED = 64  # waiting requests examined for one that a free worker is best for
 NUM_ROUNDS = 2  # refinements of a forecast

@@ -8,8 +8,6 @@ from collections.abc import Collection, Mapping
 from tandem.scheduling.admission.queued_request import QueuedRequest, held_by
 from tandem.scheduling.placement.placement import Held
 
-__all__ = ["HeldWork"]
-
 _NOTHING: Mapping[str, Held] = {}
 
 

@@ -16,8 +16,6 @@ from msgspec import Meta
 from tandem.protocol.errors import RateLimitExceeded
 from tandem.scheduling.admission.answer_lengths import AnswerLengths
 
-__all__ = ["MAX_LIMIT", "NO_LIMITS", "KeyLimiter", "KeyLimits", "KeyUsage"]
-
 MAX_LIMIT = 10**12
 MINUTE_S = 60.0
 FIRST_DURATION_S = 1.0  # expected duration of a key's first requests

@@ -11,8 +11,6 @@ from tandem.scheduling.admission.forecast import Forecast
 from tandem.scheduling.placement.placement import Held, Placement
 from tandem.scheduling.request import PlacementRequest
 
-__all__ = ["QueuedRequest", "held_by"]
-
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class QueuedRequest(QueueEntry):

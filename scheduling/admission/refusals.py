@@ -12,8 +12,6 @@ from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.workers.worker_table import Workers
 from tandem.scheduling.workers.workers import queue_s
 
-__all__ = ["Refusals", "too_late"]
-
 MAX_QUEUED_REQUESTS = 16_384  # each holds a connection and its prompt, even if few of its tokens are new
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from tandem.protocol.errors import ServingError
 from tandem.scheduling.admission.tenants import Tenants
 
-__all__ = ["WAIT_BUCKETS_S", "AdmissionStats", "TenantStats"]
-
 WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 

@@ -30,8 +30,6 @@ from tandem.protocol.errors import ConfigError
 from tandem.protocol.toml_file import checked_as, read_toml
 from tandem.scheduling.request import DEFAULT_TENANT
 
-__all__ = ["OTHER_TENANTS", "TENANT_NAME", "CacheScopes", "PinQuotas", "TenantPolicy", "Tenants", "load_tenants"]
-
 OTHER_TENANTS = "other"  # the label in metrics of all tenants that the file does not name: their number is unbounded
 TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SHARED_CACHE = ""  # stands for all tenants that share their caches; no tenant has this name

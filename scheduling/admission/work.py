@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["NO_WORK", "Work"]
-
 
 class Work(msgspec.Struct, frozen=True):
     """What a number of requests is predicted to take. A struct, because several are made for each request."""

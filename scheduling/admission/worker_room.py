@@ -11,8 +11,6 @@ from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.workers.worker_table import Workers
 from tandem.scheduling.workers.workers import RegisteredWorker, can_prefill, queue_s
 
-__all__ = ["WorkerRoom"]
-
 # Full prompt steps up to which a worker is still given requests: short prompts fill a step together, and
 # the worker does not run dry. Other tenants' requests overtake what is queued there.
 ROOM_STEPS = 2.0

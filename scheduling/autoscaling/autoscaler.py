@@ -25,8 +25,6 @@ from tandem.scheduling.autoscaling.outlook import Neighbour, Outlook
 from tandem.scheduling.autoscaling.policy import DEFAULT_POLICY, AutoscalerPolicy
 from tandem.scheduling.autoscaling.prediction import Prediction
 
-__all__ = ["decide"]
-
 # How an operator lets a move happen that the autoscaler may not make, by the move's kind.
 _REMEDIES = {
     "flip": "move the worker with tandem restart --role",

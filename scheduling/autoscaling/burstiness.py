@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Burstiness"]
-
 _MAX_SCALE_S = 80.0  # longer bursts are changes of the level, which the forecast follows
 _NUM_SCALES = 8
 _MEMORY_S = 1800.0

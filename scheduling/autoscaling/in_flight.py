@@ -15,8 +15,6 @@ from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tandem.scheduling.autoscaling.prediction import Prediction
 from tandem.scheduling.autoscaling.traffic import Traffic
 
-__all__ = ["AutoscalerState", "InFlight", "Pause", "calm", "follow", "forget_spare", "is_in_flight", "note_spare"]
-
 MAX_LOOK_INTERVALS = 3.0  # one look counts for at most this many intervals: the router may have been stopped
 
 
@@ -65,9 +63,8 @@ def follow(
         why = "Ray has found no room" if fleet.num_unplaced else "it is not done"
         return _withdraw(outlook, hold, state, flight, f"{why} by its deadline")
     told = f"{move}, {left_s:.0f} s are left; {outlook.describe(hold)}"
-    if not (
-        move.add and fleet.num_unplaced and outlook.with_headroom.predict(outlook.pools).least >= outlook.policy.target
-    ):
+    is_unplaced = move.num_added and fleet.num_unplaced
+    if not is_unplaced or outlook.with_headroom.predict(outlook.pools).least < outlook.policy.target:
         return ScalingDecision(Reason.IN_FLIGHT, told, hold), calm(state)
     wanted = ("unwanted", move.role)
     num_wanted = state.num_wanted + 1 if state.wanted == wanted else 1
@@ -111,10 +108,10 @@ def forget_spare(state: AutoscalerState) -> AutoscalerState:
 def is_in_flight(flight: InFlight, observation: Observation) -> bool:
     """Whether a part of the move is still under way. Nothing is under way for a worker that is gone."""
     move, there = flight.move, by_server(observation.workers)
-    if move.add is not None:
+    if move.num_added:
         new = [ranks for name, ranks in there.items() if name not in flight.before]
-        return sum(all(view.is_ready for view in ranks) for ranks in new) < move.add.num_workers
-    if move.removes:
-        return any(remove.worker_id in there for remove in move.removes)
-    views = [view for flip in move.flips for view in there.get(flip.worker_id, ())]
+        return sum(all(view.is_ready for view in ranks) for ranks in new) < move.num_added
+    if move.kind == "remove":
+        return any(worker_id in there for worker_id in move.worker_ids)
+    views = [view for worker_id in move.worker_ids for view in there.get(worker_id, ())]
     return any(not (view.role == move.role and view.is_ready) for view in views)

@@ -9,52 +9,24 @@ from typing import NamedTuple
 from tandem.protocol.messages import Role
 from tandem.scheduling.autoscaling.prediction import Prediction
 
-__all__ = ["Add", "Flip", "Move", "Reason", "Remove", "ScalingDecision"]
-
-
-@dataclass(frozen=True, slots=True)
-class Flip:
-    """Move this worker to another role."""
-
-    worker_id: str
-    to_role: Role
-
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    """Start `num_workers` workers of this role."""
-
-    role: Role
-    num_workers: int
-
-
-@dataclass(frozen=True, slots=True)
-class Remove:
-    """Let this worker leave; what it runs moves to others."""
-
-    worker_id: str
-
 
 class Move(NamedTuple):
     """Changes of one kind that are made at once."""
 
     kind: str  # "flip", "add" or "remove"
     role: Role  # the role that grows, or that shrinks by a removal
-    flips: tuple[Flip, ...] = ()
-    add: Add | None = None
-    removes: tuple[Remove, ...] = ()
+    worker_ids: tuple[str, ...] = ()  # of those that flip to the role; or that leave, while what they run moves
+    num_added: int = 0  # workers of the role to start
 
     @property
     def num_workers(self) -> int:
         """Workers that it moves."""
-        return len(self.flips) + len(self.removes) + (self.add.num_workers if self.add else 0)
+        return len(self.worker_ids) + self.num_added
 
     def __str__(self) -> str:
-        if self.flips:
-            return f"flip {', '.join(flip.worker_id for flip in self.flips)} to {self.role}"
-        if self.removes:
-            return f"remove {', '.join(remove.worker_id for remove in self.removes)}"
-        return f"add {self.num_workers} {self.role} worker{'s' * (self.num_workers > 1)}"
+        if self.num_added:
+            return f"add {self.num_added} {self.role} worker{'s' * (self.num_added > 1)}"
+        return f"{self.kind} {', '.join(self.worker_ids)}" + (f" to {self.role}" if self.kind == "flip" else "")
 
 
 class Reason(StrEnum):

@@ -13,18 +13,6 @@ from tandem.scheduling.workers.demand import Demand
 from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.workers import RegisteredWorker
 
-__all__ = [
-    "Fleet",
-    "Observation",
-    "Server",
-    "WorkerView",
-    "by_server",
-    "cheapest_servers",
-    "observe",
-    "pool_of",
-    "server_of",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:

@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tandem.protocol.messages import Role
-from tandem.scheduling.autoscaling.moves import Add, Flip, Move, Remove
+from tandem.scheduling.autoscaling.moves import Move
 from tandem.scheduling.autoscaling.observation import Observation, Server, cheapest_servers, pool_of
 from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tandem.scheduling.autoscaling.prediction import LOST_S, Pools, Prediction, Sizing, predict
 from tandem.scheduling.autoscaling.traffic import Traffic
-
-__all__ = ["Neighbour", "Outlook"]
 
 # How far predictions look ahead: at least `_SOON_S`, and `_STARTS` times the start of a worker, so that an added worker
 # can pay off.
@@ -99,11 +97,10 @@ class Outlook:
             if not least and not servers:
                 continue
             for num in _sizes(min(num_free, max(self.num_alive // 4, 1))):
-                flips = tuple(Flip(server.name, grow) for server in servers[:num])
                 num_ranks = sum(server.num_ranks for server in servers[:num])
                 lost_s = self._lost_cache_s(num_ranks) if shrink == Role.PREFILL else 0.0
                 after = self.predict(self._with(grow, num_ranks, shrink), lost_s=lost_s)
-                yield Neighbour(Move("flip", grow, flips=flips), after)
+                yield Neighbour(Move("flip", grow, tuple(server.name for server in servers[:num])), after)
 
     def adds(self) -> Iterator[Neighbour]:
         """Predictions with added workers, which serve once they have started."""
@@ -111,7 +108,7 @@ class Outlook:
             for num in _sizes(min(self.policy.max_workers - self.num_alive, 2 * self.num_alive)):
                 later = self._with(role, num * self._num_ranks(role))
                 after = self.predict(self.pools, later=later, later_s=self.policy.start_s)
-                yield Neighbour(Move("add", role, add=Add(role, num)), after)
+                yield Neighbour(Move("add", role, num_added=num), after)
 
     def removes(self) -> Iterator[Neighbour]:
         """Predictions with fewer workers, for more traffic than forecast. What the leaving ones run is computed again.
@@ -131,8 +128,7 @@ class Outlook:
                 if roomier.predict(pools).least < self.policy.target:
                     continue
                 after = roomier.predict(pools, extra_s=moved_s, lost_s=lost_s)
-                removes = tuple(Remove(server.name) for server in gone)
-                yield Neighbour(Move("remove", role, removes=removes), after)
+                yield Neighbour(Move("remove", role, tuple(server.name for server in gone)), after)
 
     @property
     def with_headroom(self) -> Outlook:

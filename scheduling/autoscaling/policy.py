@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["DEFAULT_POLICY", "AutoscalerPolicy"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscalerPolicy:

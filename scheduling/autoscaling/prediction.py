@@ -21,8 +21,6 @@ from tandem.scheduling.autoscaling.waits import Queue
 from tandem.scheduling.cost_model import StepCosts, prefill_attention
 from tandem.scheduling.workers.demand import Bucket
 
-__all__ = ["LOST_S", "Backlog", "Capacity", "Pools", "Prediction", "Sizing", "predict"]
-
 _TIMES_S = (2.0, 5.0, 10.0, 20.0, 40.0, 70.0, 110.0, 160.0, 240.0, 360.0, 600.0, 900.0)
 _PART_CREDIT = 0.25  # credit for one SLO without the other: where both pools are short, a worker for either is a gain
 _LATE_CREDIT = 0.5  # credit for an answer just beyond its SLO; it falls with the wait, so that overload has a slope

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from tandem.scheduling.autoscaling.burstiness import Burstiness
 from tandem.scheduling.workers.demand import NUM_BUCKETS, Bucket, Demand
 
-__all__ = ["Traffic"]
-
 DAY_S = 86_400.0
 NUM_SEASONS = 48  # half hours
 # Time constants of smoothing.

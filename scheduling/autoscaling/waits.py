@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from tandem.scheduling.autoscaling.burstiness import Burstiness
 
-__all__ = ["Queue"]
-
 _LEAST_S = 1e-12  # shorter waits are none; to divide by them could overflow
 _MAX_LOAD = 0.97  # load at which waits by chance are capped; above it the fluid queue predicts the wait
 _LEAST_EXCESS = 0.05  # dispersion beyond 1 that counts as a burst

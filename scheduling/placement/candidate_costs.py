@@ -14,8 +14,6 @@ from tandem.scheduling.placement.placement import Candidate, Held, Holder, Terms
 from tandem.scheduling.request import PlacementRequest
 from tandem.scheduling.workers.worker_table import WorkerTable
 
-__all__ = ["CandidateCosts", "preference"]
-
 _ROUNDING = 1 + 1e-12  # sums that are equal in theory may differ by this factor
 _FETCH_GAIN = 0.95  # a fetch must save this share, because predictions are not more exact
 

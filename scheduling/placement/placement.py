@@ -8,8 +8,6 @@ from typing import NamedTuple
 from tandem.scheduling.workers.load import RequestLoad
 from tandem.scheduling.workers.workers import RegisteredWorker
 
-__all__ = ["Candidate", "Held", "Holder", "Placement", "Terms"]
-
 
 class Terms(NamedTuple):
     """The predicted cost of a placement, term by term, in seconds."""

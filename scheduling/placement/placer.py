@@ -21,8 +21,6 @@ from tandem.scheduling.request import PlacementRequest
 from tandem.scheduling.workers.worker_table import Workers, WorkerTable
 from tandem.scheduling.workers.workers import can_decode, can_prefill
 
-__all__ = ["Placer"]
-
 _MAX_HOLDERS = 4  # workers whose readable blocks are counted exactly
 _NOTHING_HELD: Mapping[str, Held] = {}
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from tandem.protocol.messages import BlockEvents, BlockSnapshot
 
-__all__ = ["PrefixIndex"]
-
 SPECULATIVE_TTL_S = 2.0
 MAX_KNOWN_MASKS = 65_536  # few masks occur: most blocks are held by one worker or by the two of a handoff
 

@@ -9,8 +9,6 @@ from tandem.scheduling.cost_model import prefill_attention
 from tandem.scheduling.workers.load import RequestLoad
 from tandem.scheduling.workers.workers import BookedPrompt, RegisteredWorker, TenantLoad
 
-__all__ = ["Booking"]
-
 
 class Booking:
     """The load of one request on one or two workers. The holder releases it on every path."""

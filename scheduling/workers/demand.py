@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["DEFAULT_ITL_S", "DEFAULT_TTFT_S", "NUM_BUCKETS", "Bucket", "Demand", "DemandMeter"]
-
 # Used where no SLO is set: what feels prompt to a person who reads along.
 DEFAULT_TTFT_S = 2.0
 DEFAULT_ITL_S = 0.1

@@ -14,8 +14,6 @@ from typing import NamedTuple
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.workers.workers import RegisteredWorker, can_decode
 
-__all__ = ["HotSpot", "HotSpotCause", "find_hot_spot"]
-
 _MIN_RATIO = 1.3  # duration of the steps here / that of the steps that the answer would have there
 _MIN_GAIN_S = 0.002  # per step; a move costs its client a pause of a few steps
 _MIN_FREE_SHARE = 0.25  # share of the other worker's memory that is free after the move

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["RequestLoad"]
-
 
 class RequestLoad(msgspec.Struct, frozen=True, array_like=True):
     """Work and memory that one request needs, on a prefill and a decode worker, or on one worker that does both."""

@@ -30,8 +30,6 @@ from tandem.scheduling.workers.load import RequestLoad
 from tandem.scheduling.workers.worker_table import WorkerTable
 from tandem.scheduling.workers.workers import RegisteredWorker, WorkerChange
 
-__all__ = ["Registry"]
-
 logger = logging.getLogger(__name__)
 
 _TRANSITIONS: dict[WorkerState, frozenset[WorkerState]] = {

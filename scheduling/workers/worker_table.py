@@ -16,8 +16,6 @@ from tandem.protocol.messages import Role, WorkerCard, WorkerState, holder_name
 from tandem.scheduling.cost_model import CostModel, Mask, Rows, StepCosts, Vector
 from tandem.scheduling.workers.workers import RegisteredWorker, can_decode, can_prefill, wait_s
 
-__all__ = ["Pace", "TierCosts", "WorkerTable", "Workers"]
-
 Key = TypeVar("Key", bound=Hashable)
 NO_REPORTERS: Mapping[str, str] = {}
 

@@ -20,17 +20,6 @@ from tandem.protocol.messages import (
 )
 from tandem.scheduling.cost_model import StepModel
 
-__all__ = [
-    "BookedPrompt",
-    "RegisteredWorker",
-    "TenantLoad",
-    "WorkerChange",
-    "can_decode",
-    "can_prefill",
-    "queue_s",
-    "wait_s",
-]
-
 
 class BookedPrompt(Protocol):
     """A prompt that a worker has to compute."""

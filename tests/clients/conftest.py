@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.model_store import DEFAULT_MODEL, resolve_model, served_name
+from tandem.cluster.model_store import resolve_model, served_name
+from tandem.protocol.config import DEFAULT_MODEL
 from tests.clients.agents import AGENTS, Agent, installed_version
 from tests.clients.forcing_proxy import ForcingProxy
 from tests.support.keys import make_key_file

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.model_store import DEFAULT_MODEL, resolve_model
+from tandem.cluster.model_store import resolve_model
+from tandem.protocol.config import DEFAULT_MODEL
 from tests.clients.agents import AGENTS, FOLDER, SECRET, Agent, Place, run_agent
 from tests.clients.conftest import KEY, ClientPage
 from tests.clients.forcing_proxy import ForcingProxy, forcing_proxy

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.model_store import DEFAULT_MODEL, resolve_model, served_name
+from tandem.cluster.model_store import resolve_model, served_name
+from tandem.protocol.config import DEFAULT_MODEL
 from tests.clients.conftest import KEY, PYTHON
 from tests.clients.lm_eval_task import TASK, compare, evaluate, make_items
 from tests.support.server import Server

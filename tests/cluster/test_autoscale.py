@@ -12,7 +12,7 @@ from tandem.cluster.autoscale import policy_of
 from tandem.protocol.config import ClusterConfig, EngineConfig
 from tandem.protocol.messages import Role
 from tandem.scheduling.autoscaling.in_flight import AutoscalerState
-from tandem.scheduling.autoscaling.moves import Add, Flip, Move, Reason, Remove, ScalingDecision
+from tandem.scheduling.autoscaling.moves import Move, Reason, ScalingDecision
 from tandem.scheduling.autoscaling.observation import Observation
 from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tests.support.supervised import supervised
@@ -20,7 +20,7 @@ from tests.support.waiting import eventually
 
 TICKS: dict[str, Any] = {"autoscale": True, "autoscale_interval_s": 0.002}
 BOUNDS: dict[str, Any] = TICKS | {"min_workers": 2, "max_workers": 4}
-ADD = Move("add", Role.DECODE, add=Add(Role.DECODE, 1))
+ADD = Move("add", Role.DECODE, num_added=1)
 CORE = {"CPU": 1.0}
 
 
@@ -63,7 +63,7 @@ async def test_workers_are_added_and_removed_as_decided(monkeypatch: pytest.Monk
         (arrival,) = cluster.supervisor.joins.latest
         assert arrival["reason"] == "add 1 decode worker: why"
         await eventually(lambda: not script.seen[-1].fleet.coming)
-        script.move(Move("remove", Role.DECODE, removes=(Remove("decode-0"),)))
+        script.move(Move("remove", Role.DECODE, ("decode-0",)))
         await eventually(lambda: "decode-0" not in cluster.supervisor.members)
         (departure,) = cluster.supervisor.drains.latest
         assert (departure["reason"], departure["finished"]) == ("remove decode-0: why", True)
@@ -77,13 +77,13 @@ async def test_the_last_worker_of_a_role_is_not_removed_though_others_could_cove
 ) -> None:
     async with supervised(monkeypatch, num_prefill=2, num_decode=2, **BOUNDS) as cluster:
         await cluster.supervisor.drain("decode-1", 60, restart=False)  # by hand, in the same moment
-        script.move(Move("remove", Role.DECODE, removes=(Remove("decode-0"),)))
+        script.move(Move("remove", Role.DECODE, ("decode-0",)))
         await eventually(lambda: script.setback == "decode-0 is the last decode worker by now.")
-        script.move(Move("remove", Role.PREFILL, removes=(Remove("prefill-1"),)))
+        script.move(Move("remove", Role.PREFILL, ("prefill-1",)))
         await eventually(lambda: "prefill-1" not in cluster.supervisor.members)
-        script.move(Move("remove", Role.PREFILL, removes=(Remove("prefill-0"),)))
+        script.move(Move("remove", Role.PREFILL, ("prefill-0",)))
         await eventually(lambda: script.setback == "prefill-0 is the last prefill worker by now.")
-        script.move(Move("remove", Role.PREFILL, removes=(Remove("prefill-1"),)))
+        script.move(Move("remove", Role.PREFILL, ("prefill-1",)))
         await eventually(lambda: script.setback.startswith("There is no worker 'prefill-1'"))
         assert cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
 
@@ -158,12 +158,11 @@ async def test_a_fixed_role_is_told_and_only_the_other_worker_flips(
 ) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=3, **TICKS) as cluster:
         cluster.supervisor.members["decode-1"].fixed_role = "its server cannot"
-        flips = (Flip("decode-1", Role.PREFILL), Flip("decode-2", Role.PREFILL))
-        script.move(Move("flip", Role.PREFILL, flips=flips))
+        script.move(Move("flip", Role.PREFILL, ("decode-1", "decode-2")))
         await eventually(lambda: cluster.roles()["decode-2"] is Role.PREFILL)
         (flip,) = cluster.supervisor.flips.latest
         assert (flip["worker"], flip["reason"]) == ("decode-2", "flip decode-1, decode-2 to prefill: why")
-        script.usual = ScalingDecision(Reason.FLIP, "why", move=Move("flip", Role.PREFILL, flips=flips[:1]))
+        script.usual = ScalingDecision(Reason.FLIP, "why", move=Move("flip", Role.PREFILL, ("decode-1",)))
         told = "flip decode-1 to prefill: why, but its server cannot"
         await eventually(lambda: cluster.supervisor.autoscaler_status.get("reason") == told)
         assert len(cluster.supervisor.flips.latest) == 1

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from ray.exceptions import RayActorError
 
 from tandem.cluster import adoption
@@ -128,12 +129,9 @@ class Actors:
         self.answers = answers
         self.killed: list[str] = []
         listed = [{"name": name, "namespace": "tandem/s"} for name in answers] + [{"name": "x", "namespace": "other"}]
-        fake = SimpleNamespace(
-            util=SimpleNamespace(list_named_actors=lambda all_namespaces: listed),
-            get_actor=self._get_actor,
-            kill=lambda actor, no_restart: self.killed.append(actor.name),
-        )
-        monkeypatch.setattr(adoption, "ray", fake)
+        monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: listed)
+        monkeypatch.setattr(ray, "get_actor", self._get_actor)
+        monkeypatch.setattr(ray, "kill", lambda actor, no_restart: self.killed.append(actor.name))
         self.store: dict[str, bytes] = {}  # Ray's
         monkeypatch.setattr(adoption, "_internal_kv_get", lambda key, **_: self.store.get(key))
         monkeypatch.setattr(adoption, "_internal_kv_put", lambda key, value, **_: self.store.update({key: value}))

@@ -17,15 +17,14 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from tandem.cluster import process_end, quarantine_watch
+from tandem.cluster.draining import Timing
 from tandem.cluster.member import MemberState, first_line
 from tandem.cluster.owned_actor import OrphanedWorker, WatchNews
 from tandem.cluster.process_end import ProcessIdentity
-from tandem.cluster.timing import Timing
 from tandem.cluster.worker_member import WorkerMember
 from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.messages import PeerAddress, Quarantine, Role, WorkerCard, WorkerState
 from tandem.runtime.backoff import Backoff
-from tandem.scheduling.autoscaling.moves import Flip
 from tests.support.builders import make_card
 from tests.support.supervised import FakeWorkers, Supervised, supervised
 from tests.support.waiting import eventually
@@ -383,7 +382,7 @@ async def test_end_of_a_flip_gives_no_work_to_a_worker_to_be_replaced(monkeypatc
     async with supervised(monkeypatch, num_prefill=2, num_decode=1) as cluster:
         actor = cluster.ray.latest("prefill-0")
         actor.status_ = SimpleNamespace(request_ids=frozenset({"r"}))
-        flip = cluster.supervisor.flips.flip(Flip("prefill-0", Role.DECODE), "a test")
+        flip = cluster.supervisor.flips.flip("prefill-0", Role.DECODE, "a test")
         await eventually(lambda: role_and_state(cluster, "prefill-0") == (Role.DECODE, WorkerState.READY))
         cluster.registry.set_state("prefill-0", WorkerState.DRAINING, "it is to be replaced")
         actor.status_ = SimpleNamespace(request_ids=frozenset())
@@ -397,7 +396,7 @@ async def test_flip_that_serves_but_is_not_drained_in_time_is_told_as_that(
     monkeypatch.setattr("tandem.cluster.member._DRAIN_TIMEOUT_S", 0.0)
     async with supervised(monkeypatch, num_prefill=2, num_decode=1) as cluster:
         cluster.ray.latest("prefill-0").status_ = SimpleNamespace(request_ids=frozenset({"r"}))
-        await cluster.supervisor.flips.flip(Flip("prefill-0", Role.DECODE), "a test")
+        await cluster.supervisor.flips.flip("prefill-0", Role.DECODE, "a test")
         assert role_and_state(cluster, "prefill-0") == (Role.DECODE, WorkerState.READY)
         [flip] = cluster.supervisor.flips.latest
         assert flip.keys() == {"worker", "from", "to", "reason", "began", "serving_after_s", "not_drained"}
@@ -414,7 +413,7 @@ async def test_flip_that_the_worker_refuses_has_failed(
             raise WorkerError("it did not answer in 10 s")
 
         monkeypatch.setattr(cluster.ray.latest("prefill-0"), "set_role", SimpleNamespace(remote=set_role))
-        await cluster.supervisor.flips.flip(Flip("prefill-0", Role.DECODE), "a test")
+        await cluster.supervisor.flips.flip("prefill-0", Role.DECODE, "a test")
         assert role_and_state(cluster, "prefill-0") == (Role.PREFILL, WorkerState.READY)
         [flip] = cluster.supervisor.flips.latest
         assert flip["failed"] == "it did not answer in 10 s"

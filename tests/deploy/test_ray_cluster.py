@@ -8,9 +8,9 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from tandem.cluster.model_store import DEFAULT_MODEL
 from tandem.frontend.keys.api_key import OPERATOR
 from tandem.frontend.keys.key_file import KeyFile
+from tandem.protocol.config import DEFAULT_MODEL
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants, load_tenants
 from tests.support.commands import accept, tandem_commands
 

@@ -19,7 +19,8 @@ import psutil
 import pytest
 
 from benchmarks.common import free_port, launched
-from tandem.cluster.model_store import DEFAULT_MODEL, served_name
+from tandem.cluster.model_store import served_name
+from tandem.protocol.config import DEFAULT_MODEL
 from tests.support.vllm_servers import STORY, Fleet, measure_answers, measure_turns
 from tests.support.waiting import until
 

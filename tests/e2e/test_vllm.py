@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tandem.cluster.model_store import DEFAULT_MODEL
+from tandem.protocol.config import DEFAULT_MODEL
 from tests.support.vllm_servers import measure_answers, measure_turns, routed
 
 VLLM_PYTHON = os.environ.get("TANDEM_VLLM_PYTHON", "")

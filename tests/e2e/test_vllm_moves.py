@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tandem.cluster.model_store import DEFAULT_MODEL
+from tandem.protocol.config import DEFAULT_MODEL
 from tests.support.vllm_servers import Fleet, routed
 
 VLLM_PYTHON = os.environ.get("TANDEM_VLLM_PYTHON", "")

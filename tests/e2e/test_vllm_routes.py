@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tandem.cluster.model_store import DEFAULT_MODEL, resolve_model
+from tandem.cluster.model_store import resolve_model
+from tandem.protocol.config import DEFAULT_MODEL
 from tests.support.vllm_servers import Fleet, routed
 
 VLLM_PYTHON = os.environ.get("TANDEM_VLLM_PYTHON", "")

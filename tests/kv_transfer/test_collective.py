@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from tandem.kv_transfer.transport import Notification, TransferState, Transport
+from tandem.kv_transfer.transport.base import Notification, TransferState, Transport
 from tandem.kv_transfer.transport.collective import CollectiveTransport
 from tandem.kv_transfer.transport.stream import MessageStream, connect, listen
 from tandem.protocol.errors import IncompatiblePeer, PeerLost

@@ -16,13 +16,14 @@ import pytest
 import torch
 import zmq
 
-from tandem.kv_transfer.transport import Transport, create_transport
+from tandem.kv_transfer.transport.base import Transport
+from tandem.kv_transfer.transport.factory import create_transport
 from tandem.kv_transfer.transport.notification_order import number_notification
 from tandem.protocol.errors import IncompatiblePeer, PeerLost, TransferError
 
 LISTENERS = """
 import sys, os, psutil, torch
-from tandem.kv_transfer.transport import create_transport
+from tandem.kv_transfer.transport.factory import create_transport
 host, mailbox = sys.argv[1:]
 transport = create_transport(
     "nixl", worker_id="a", epoch=1, pool=torch.zeros(4, 1024), host=host, mailbox=mailbox

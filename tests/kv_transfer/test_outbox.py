@@ -4,7 +4,7 @@ import pytest
 
 from tandem.kv_transfer.outbox import HandoffEnded, LeaseEnded, Outbox
 from tandem.kv_transfer.outgoing_handoff import BlockWrite
-from tandem.kv_transfer.transport import TransferState
+from tandem.kv_transfer.transport.base import TransferState
 from tandem.protocol.errors import TransferError
 from tandem.protocol.messages import FINISHED_EARLY, ChunkArrived, HandoffDone, WorkerEpoch
 

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tandem.kv_transfer.transport import Notification, Transfer, TransferState, Transport, base, create_transport
-from tandem.kv_transfer.transport.base import BlockRun, block_runs
+from tandem.kv_transfer.transport import base
+from tandem.kv_transfer.transport.base import BlockRun, Notification, Transfer, TransferState, Transport, block_runs
+from tandem.kv_transfer.transport.factory import create_transport
 from tandem.kv_transfer.transport.in_process import InProcessHub
 from tandem.protocol.errors import ConfigError, IncompatiblePeer, PeerLost, TransferError
 

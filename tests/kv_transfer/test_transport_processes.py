@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.kv_transfer.transport import Notification, Transfer, TransferState, Transport, create_transport
+from tandem.kv_transfer.transport.base import Notification, Transfer, TransferState, Transport
+from tandem.kv_transfer.transport.factory import create_transport
 from tandem.kv_transfer.transport.one_machine import MailboxSender
 from tandem.protocol.errors import PeerLost
 from tests.support.addresses import has_ipv6_loopback

@@ -80,16 +80,14 @@ class World:
         raise AssertionError(f"not in {num_ticks} ticks: {self.moves}")
 
     def _carry_out(self, move: Move) -> None:
-        for flip in move.flips:
-            for name in [name for name in self.views if server_of(name) == flip.worker_id]:
-                self.views[name] = replace(self.views[name], role=flip.to_role)
-        for remove in move.removes:
-            for name in [name for name in self.views if server_of(name) == remove.worker_id]:
+        for name in [name for name in self.views if server_of(name) in move.worker_ids]:
+            if move.kind == "flip":
+                self.views[name] = replace(self.views[name], role=move.role)
+            else:
                 del self.views[name]
-        if move.add is not None and self.can_place:
-            for _ in range(move.add.num_workers):
-                name = f"n{len(self.moves)}-{len(self.views)}"
-                self.views[name] = WorkerView(worker_id=name, role=move.add.role)
+        for _ in range(move.num_added if self.can_place else 0):
+            name = f"n{len(self.moves)}-{len(self.views)}"
+            self.views[name] = WorkerView(worker_id=name, role=move.role)
 
 
 def check(decision: ScalingDecision) -> None:
@@ -132,7 +130,7 @@ class TestMoves:
             world.views[name] = replace(world.views[name], num_running=num)
         world.backlog = Backlog(20_000)
         world.until(1.0, lambda: bool(world.moves))
-        assert world.moves[0].flips[0].worker_id == "w2"
+        assert world.moves[0].worker_ids[0] == "w2"
 
     def test_one_move_is_in_flight_at_a_time(self) -> None:
         world = World(1, 5)
@@ -145,7 +143,7 @@ class TestMoves:
     def test_a_worker_that_dies_while_moving_does_not_block_the_next_move(self) -> None:
         world = World(1, 5)
         world.backlog = Backlog(50_000)
-        world._carry_out = lambda move: [world.views.pop(f.worker_id) for f in move.flips]  # type: ignore
+        world._carry_out = lambda move: [world.views.pop(name) for name in move.worker_ids]  # type: ignore
         world.until(1.5, lambda: bool(world.moves))
         assert world.tick(1.5).code is not Reason.IN_FLIGHT
 
@@ -204,7 +202,7 @@ class TestServers:
             for _ in range(100):
                 named = world.tick(rate)
                 for move in (named.move, named.advice):
-                    moved = [one.worker_id for one in (*move.flips, *move.removes)] if move else []
+                    moved = move.worker_ids if move else ()
                     assert not {name.partition(".")[0] for name in moved} & {"only"}, move
 
     def test_all_ranks_go_at_once_and_count_as_one(self) -> None:
@@ -241,7 +239,7 @@ class TestBounds:
         world = World(1, 3, ALL)
         world.fleet = Fleet(spared=frozenset({"w0", "w1", "w2"}))
         world.until(0.0, lambda: bool(world.moves))
-        assert [remove.worker_id for remove in world.moves[0].removes] == ["w3"]
+        assert world.moves[0].worker_ids == ("w3",)
 
 
 class TestWithdrawal:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 import re
 
 import pytest
@@ -12,7 +11,7 @@ from tandem.loadtest.traces import TraceRequest
 from tandem.protocol.errors import ConfigError
 from tandem.simulator.cluster import Cluster
 from tandem.simulator.machine import MACHINES
-from tandem.simulator.measures import Slo, gap_distribution, quantile, summarize, timeline
+from tandem.simulator.measures import Slo, gap_distribution, summarize, timeline
 from tandem.simulator.report import html_report, plots
 from tandem.simulator.simulation import Gaps, Outcome, simulate
 from tandem.simulator.worker import Job
@@ -62,12 +61,6 @@ def test_gaps_that_grow_are_spread_evenly() -> None:
     assert shares[0] == pytest.approx(0.5)
     assert sum(values[1:]) / len(values[1:]) == pytest.approx(1.5)
     assert shares[-1] == pytest.approx(1.0)
-
-
-def test_quantiles_are_interpolated() -> None:
-    assert quantile([1.0, 2.0, 4.0], 0.5) == 2.0
-    assert quantile([1.0, 2.0, 4.0], 0.75) == 3.0
-    assert math.isnan(quantile([], 0.5))
 
 
 def test_a_timeline_has_each_request_in_the_window_of_its_arrival() -> None:

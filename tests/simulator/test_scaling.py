@@ -8,7 +8,7 @@ import pytest
 
 from tandem.loadtest.traces import TraceRequest
 from tandem.protocol.messages import Role, WorkerState
-from tandem.scheduling.autoscaling.moves import Add, Flip, Move, Remove
+from tandem.scheduling.autoscaling.moves import Move
 from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tandem.simulator.cluster import Cluster
 from tandem.simulator.machine import MACHINES
@@ -50,9 +50,9 @@ class Script:
 def test_moves_take_effect_and_no_request_is_lost() -> None:
     script = Script(
         {
-            10.0: Move("flip", Role.PREFILL, flips=(Flip("d1", Role.PREFILL),)),
-            20.0: Move("add", Role.DECODE, add=Add(Role.DECODE, 1)),
-            60.0: Move("remove", Role.PREFILL, removes=(Remove("p0"),)),
+            10.0: Move("flip", Role.PREFILL, ("d1",)),
+            20.0: Move("add", Role.DECODE, num_added=1),
+            60.0: Move("remove", Role.PREFILL, ("p0",)),
         }
     )
     requests = make_requests(0.5, 120.0)

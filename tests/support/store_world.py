@@ -15,19 +15,13 @@ import obstore
 from obstore.store import from_url
 
 from tandem.kv_transfer.eviction.lru import LRU
-from tandem.kv_transfer.tiers import (
-    Block,
-    BlockName,
-    BlockStore,
-    DiskStore,
-    MemoryStore,
-    ObjectStore,
-    StoreFailure,
-    StoreKey,
-    Tier,
-)
-from tandem.kv_transfer.tiers.base import file_name
+from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure, file_name
+from tandem.kv_transfer.tiers.disk import DiskStore
+from tandem.kv_transfer.tiers.key import StoreKey
+from tandem.kv_transfer.tiers.memory import MemoryStore
+from tandem.kv_transfer.tiers.object import ObjectStore
 from tandem.kv_transfer.tiers.seal import make_seal
+from tandem.kv_transfer.tiers.tier import Tier
 from tests.support.waiting import poll_until
 
 KINDS = ["memory", "disk", "object-file", "object-s3", "disk-encrypted", "object-s3-encrypted"]

@@ -17,12 +17,12 @@ import pytest
 from ray.exceptions import RayActorError
 
 from tandem.cluster.bundles import Bundle
+from tandem.cluster.draining import Timing
 from tandem.cluster.owned_actor import OrphanedWorker, WatchNews, WorkerClaim
 from tandem.cluster.ownership import Place
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.restarts import RestartBudget
 from tandem.cluster.supervisor import Supervisor
-from tandem.cluster.timing import Timing
 from tandem.cluster.worker_layout import worker_configs
 from tandem.cluster.worker_member import WorkerMember
 from tandem.protocol.config import ClusterConfig, EngineConfig, WorkerConfig

@@ -19,7 +19,8 @@ from typing import Any
 import httpx
 
 from benchmarks.common import free_port, launched
-from benchmarks.vllm import CONNECTOR, pin, vllm_command, vllm_environment
+from benchmarks.vllm import CONNECTOR, vllm_command, vllm_environment
+from tandem.cluster.engines.process import pin
 from tandem.cluster.model_store import resolve_model, served_name
 from tandem.runtime.ports import free_ports
 

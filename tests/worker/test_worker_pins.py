@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tandem.kv_transfer.tiers import DiskStore
+from tandem.kv_transfer.tiers.disk import DiskStore
 from tandem.protocol.config import TierConfig
 from tandem.protocol.digest import EVERYONE, block_digests, root_digest
 from tandem.protocol.messages import Pin, Prefetch, Role, TierLoad

@@ -12,11 +12,9 @@ from tandem.engine.kv_pool import KvPool
 from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.codec import Codec
 from tandem.kv_transfer.fetch_planner import FetchSource
-from tandem.kv_transfer.tiers import Tier, TierRead
+from tandem.kv_transfer.tiers.tier import Tier, TierRead
 from tandem.worker.kv.host_buffers import HostBuffers
 from tandem.worker.kv.kv_source import KvSource, LoadCost, LoadPrior, OpenSource, Piece
-
-__all__ = ["CachedTier"]
 
 
 class CachedTier(KvSource):

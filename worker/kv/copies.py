@@ -13,8 +13,6 @@ from tandem.protocol.messages import CopyKv
 from tandem.worker.kv.peer_read import PeerPiece, PeerRead
 from tandem.worker.kv.peer_reader import PeerReader
 
-__all__ = ["KvCopies"]
-
 _PIECE_BYTES = 12 << 20  # per read: a few ms from memory
 
 

@@ -23,8 +23,6 @@ from tandem.scheduling.cost_model import StepModel
 from tandem.worker.kv.kv_source import KvSource, OpenSource, Piece
 from tandem.worker.kv.peer_reader import PeerReader
 
-__all__ = ["FetchRecord", "Fetcher"]
-
 logger = logging.getLogger(__name__)
 
 # Limits are in bytes: a large model's block has a hundred times the bytes of a small one's. All round up to a block.

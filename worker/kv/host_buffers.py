@@ -21,8 +21,6 @@ from typing_extensions import override
 from tandem.engine.device import DeviceStream, Mark
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["CudaPages", "HostBuffers", "PageLocker", "PinnedBuffers"]
-
 _ALIGNMENT = 256
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU of the process
 

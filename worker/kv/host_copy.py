@@ -11,8 +11,6 @@ from torch import Tensor
 from tandem.engine.device import DeviceStream, Mark
 from tandem.worker.kv.host_buffers import HostBuffers
 
-__all__ = ["HostCopy"]
-
 
 class HostCopy:
     """A copy in host memory of `data` [n, bytes], which work of this stream computes. On a CPU it is `data` itself.

@@ -11,8 +11,6 @@ from tandem.engine.kv_pool import KvPool
 from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.fetch_planner import FetchSource
 
-__all__ = ["KvSource", "LoadCost", "LoadPrior", "OpenSource", "Piece"]
-
 _MIN_BLOCK_S = 1e-7
 
 

@@ -22,8 +22,6 @@ from tandem.worker.kv.host_copy import HostCopy
 if TYPE_CHECKING:
     from tandem.worker.kv.cached_tier import CachedTier
 
-__all__ = ["MAX_IN_FLIGHT_BYTES", "Offloader"]
-
 # Copied between two steps: 4 MiB (a ms on a CPU), or a share of the backlog if that is more. glibc serves buffers of
 # this size from memory it has; larger ones are fresh pages, which take five times as long to write.
 _BATCH_BYTES = 4 << 20

@@ -18,13 +18,11 @@ from torch import Tensor
 from tandem.engine.device import Mark
 from tandem.engine.engine import Engine
 from tandem.kv_transfer.links import PeerLinks
-from tandem.kv_transfer.tiers import TierRead
+from tandem.kv_transfer.tiers.tier import TierRead
 from tandem.kv_transfer.transport.checksum import block_checksums
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.messages import PeerAddress, ReadDone, ReadGrant, ReadRequest, WorkerEpoch
 from tandem.worker.kv.cached_tier import CachedTier
-
-__all__ = ["PeerLender"]
 
 _LONGER = 1.01  # multiplies the reader's ttl: the rates of two clocks may differ by a hundredth
 _MAX_LENT_SHARE = 0.25  # share of the pool that readers may keep from eviction at one time

@@ -40,8 +40,6 @@ from tandem.protocol.errors import PeerLost, TransferError
 from tandem.protocol.messages import PeerAddress, ReadGrant
 from tandem.worker.kv.kv_source import LoadCost, OpenSource, Piece
 
-__all__ = ["PeerPiece", "PeerRead", "ReadContext"]
-
 logger = logging.getLogger(__name__)
 
 

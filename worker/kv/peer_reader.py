@@ -19,8 +19,6 @@ from tandem.protocol.messages import KvHolder, PeerAddress, ReadDone, ReadGrant,
 from tandem.worker.kv.kv_source import KvSource, LoadCost, LoadPrior, OpenSource
 from tandem.worker.kv.peer_read import PeerRead, ReadContext
 
-__all__ = ["PeerReader"]
-
 _PRIOR = LoadPrior(latency_s=5e-3, bytes_per_s=1e9)
 
 

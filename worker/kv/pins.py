@@ -18,8 +18,6 @@ from tandem.protocol.messages import POOL_PLACE, Pin, PinLoad, PinReport
 from tandem.worker.kv.prefetch import Prefetcher
 from tandem.worker.kv.tiered_cache import TieredCache
 
-__all__ = ["KeptBlocks", "PinnableCache", "WorkerPinTable", "WorkerPins"]
-
 _MAX_PINS = 4096  # a router may send more; they are not kept
 _REVIEW_S = 1.0  # longest delay until blocks that came or went change what is kept
 

@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from tandem.engine.engine import Engine
-from tandem.kv_transfer.tiers import TierRead
+from tandem.kv_transfer.tiers.tier import TierRead
 from tandem.protocol.messages import Prefetch
 from tandem.worker.kv.cached_tier import CachedTier
 from tandem.worker.kv.host_copy import HostCopy
 from tandem.worker.kv.tiered_cache import TieredCache
-
-__all__ = ["HostBlocks", "Prefetcher"]
 
 _PIECE_BYTES = 8 << 20  # at most this much is in flight; copying it between two steps takes a few ms
 _RETRY_S = 1.0  # pause after a failed load or store

@@ -12,8 +12,6 @@ from tandem.protocol.config import TierConfig, cache_folder
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.user_file import expanded
 
-__all__ = ["check_tiers", "store_key_path"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -11,16 +11,21 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.codec import create_codec
 from tandem.kv_transfer.eviction import POLICIES
-from tandem.kv_transfer.tiers import BlockStore, DiskStore, MemoryStore, ObjectStore, StoreKey, Tier, load_key
-from tandem.kv_transfer.tiers.disk import folder_id
+from tandem.kv_transfer.tiers.base import BlockStore
+from tandem.kv_transfer.tiers.disk import DiskStore, folder_id
+from tandem.kv_transfer.tiers.key import StoreKey, load_key
+from tandem.kv_transfer.tiers.memory import MemoryStore
+from tandem.kv_transfer.tiers.object import ObjectStore
+from tandem.kv_transfer.tiers.tier import Tier
 from tandem.protocol.config import TierConfig
 from tandem.protocol.messages import POOL_PLACE, StepStats, TierLoad
 from tandem.scheduling.cost_model import StepModel
@@ -31,8 +36,6 @@ from tandem.worker.kv.kv_source import LoadPrior
 from tandem.worker.kv.offload import MAX_IN_FLIGHT_BYTES, Offloader
 from tandem.worker.kv.peer_reader import PeerReader
 from tandem.worker.kv.tier_check import store_key_path
-
-__all__ = ["TieredCache", "create_tiers"]
 
 logger = logging.getLogger(__name__)
 
@@ -98,11 +101,10 @@ class TieredCache:
     def loads(self) -> list[TierLoad]:
         """State of the tiers, for the heartbeat."""
         return [
-            TierLoad(
-                name=cached.name,
+            msgspec.structs.replace(
+                cached.tier.stats(),
                 latency_s=cached.cost.latency_s,
                 block_s=math.inf if cached.tier.is_paused else cached.cost.block_s,
-                **asdict(cached.tier.stats()),
             )
             for cached in self.tiers
         ]

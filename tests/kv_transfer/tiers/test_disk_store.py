@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.kv_transfer.tiers import DiskStore, StoreFailure
-from tandem.kv_transfer.tiers.disk import folder_id
+from tandem.kv_transfer.tiers.base import StoreFailure
+from tandem.kv_transfer.tiers.disk import DiskStore, folder_id
 from tandem.protocol.errors import ConfigError
 from tests.support.store_world import (
     BLOCK_BYTES,
@@ -42,7 +42,7 @@ WRITER = f"""
 import sys
 from pathlib import Path
 from tests.support.store_world import KEY, NAMESPACE, content, name_of
-from tandem.kv_transfer.tiers import DiskStore
+from tandem.kv_transfer.tiers.disk import DiskStore
 store = DiskStore(Path(sys.argv[1]), NAMESPACE, {LARGE_BYTES}, KEY)
 for number in range(int(sys.argv[2]), int(sys.argv[3])):
     name = name_of(number)

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tandem.kv_transfer.tiers import Block, BlockName, StoreKey, load_key
+from tandem.kv_transfer.tiers.base import Block, BlockName
+from tandem.kv_transfer.tiers.key import StoreKey, load_key
 from tandem.kv_transfer.tiers.seal import FOOTER_BYTES, BlockSeal, make_seal
 from tandem.protocol.errors import ConfigError
 from tests.support.store_world import KEY, NAMESPACE, content, name_of

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.kv_transfer.tiers import ObjectStore, StoreFailure
+from tandem.kv_transfer.tiers.base import StoreFailure
+from tandem.kv_transfer.tiers.object import ObjectStore
 from tandem.protocol.errors import ConfigError
 from tests.support.hostile_s3 import Answer, answers_nothing, hostile_s3, lists_without_end, one_byte_at_a_time
 from tests.support.store_world import (

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.kv_transfer.tiers import BlockName, MemoryStore, StoreFailure, StoreKey
+from tandem.kv_transfer.tiers.base import BlockName, StoreFailure
+from tandem.kv_transfer.tiers.key import StoreKey
+from tandem.kv_transfer.tiers.memory import MemoryStore
 from tandem.kv_transfer.tiers.seal import FOOTER_BYTES, make_seal
 from tandem.protocol.errors import ConfigError
 from tests.support.store_world import BLOCK_BYTES, KEY, KINDS, PERSISTENT, World, chain, content, name_of, read

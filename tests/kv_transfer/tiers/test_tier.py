@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
-from tandem.kv_transfer.tiers import Block, BlockName, MemoryStore, StoreFailure, Tier, TierRead
-from tandem.kv_transfer.tiers.tier import MAX_PAUSE_S
+from tandem.kv_transfer.tiers.base import Block, BlockName, StoreFailure
+from tandem.kv_transfer.tiers.memory import MemoryStore
+from tandem.kv_transfer.tiers.tier import MAX_PAUSE_S, Tier, TierRead
 from tests.support.store_world import (
     BLOCK_BYTES,
     DEADLINE_S,

@@ -15,7 +15,8 @@ from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence
 from tandem.kv_transfer.codec import create_codec
 from tandem.kv_transfer.eviction import POLICIES
-from tandem.kv_transfer.tiers import MemoryStore, Tier
+from tandem.kv_transfer.tiers.memory import MemoryStore
+from tandem.kv_transfer.tiers.tier import Tier
 from tandem.protocol.config import TierConfig
 from tandem.protocol.sampling import SamplingParams
 from tandem.scheduling.cost_model import CostModel
