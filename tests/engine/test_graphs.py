@@ -163,7 +163,7 @@ def test_a_graph_reads_nothing_that_may_change_or_go(
         assert not graph._graph.foreign(stays)  # type: ignore[union-attr]
 
 
-def test_a_model_that_reads_on_the_host_decodes_without_graphs_and_says_why(
+def test_a_model_that_reads_on_the_host_decodes_without_graphs(
     build_engine: BuildEngine, build_graphed: BuildEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

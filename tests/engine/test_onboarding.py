@@ -33,7 +33,7 @@ def waiting_for_40(hold_at: int | None) -> tuple[Scheduler, Sequence]:
     return scheduler, sequence
 
 
-def test_held_while_a_fast_load_is_on_its_way_then_only_the_tail_is_computed() -> None:
+def test_a_sequence_is_held_for_a_fast_load_and_computes_only_its_tail() -> None:
     scheduler, sequence = waiting_for_40(hold_at=0)
     assert step(scheduler) == []
     assert scheduler.blocks.onboard(sequence, 20, 40, "host")

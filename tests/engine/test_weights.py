@@ -272,7 +272,7 @@ def test_compressed_tensors_are_served_as_plain_weights(tmp_path: Path) -> None:
         pytest.param(BITNET, as_ternary, {"PackedLinear", "BitLinear"}, id="bitnet", marks=pytest.mark.slow),
     ],
 )
-def test_dequantized_weights_are_packed_and_those_of_a_quantizer_are_left_alone(
+def test_dequantized_weights_are_packed_and_a_quantizers_left_alone(
     settings: dict[str, Any], quantize: Callable[[Tensor], dict[str, Tensor]], kinds: set[str], tmp_path: Path
 ) -> None:
     engine, _ = greedy(save_quantized(tmp_path / "model", settings, quantize))

@@ -137,7 +137,7 @@ def test_a_delayed_write_holds_up_the_link_and_keeps_its_order() -> None:
     assert (link.landed, link.arrived()) == ([1, 2], [b"1", b"2"])
 
 
-def test_a_lost_link_is_down_until_it_is_opened_again_and_its_blocks_land_late() -> None:
+def test_a_lost_link_is_down_until_it_is_opened_and_its_blocks_land_late() -> None:
     link = Link({Fault.LOSE: 1.0}, seed=1)
     assert link.sender.write_blocks("d", [1, 2, 3], [1, 2, 3], b"x").state is TransferState.LOST
     assert link.landed == []

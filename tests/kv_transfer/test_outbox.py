@@ -107,7 +107,7 @@ def test_a_revoked_lease_is_confirmed_only_after_its_writes_have_settled() -> No
     ]
 
 
-def test_a_receiver_that_missed_the_last_word_is_told_the_first_token_when_it_asks() -> None:
+def test_a_receiver_that_missed_the_last_word_is_told_it_when_it_asks() -> None:
     outbox, write = writing_outbox()
     outbox.blocks_computed("r", [10, 11, 12, 13])
     outbox.first_token("r", 42)
@@ -262,7 +262,7 @@ def test_a_second_lease_of_a_granted_request_is_given_back() -> None:
     assert outbox.take_ended() == [LeaseEnded(D, "r", 6, "the request has another lease")]
 
 
-def test_finding_the_handoffs_of_a_request_does_not_take_longer_for_those_of_others() -> None:
+def test_handoffs_of_a_request_are_found_without_looking_at_others() -> None:
     num_compared = 0
 
     class RequestId(str):

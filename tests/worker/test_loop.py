@@ -581,7 +581,7 @@ def long_steps(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     side.worker.close()
 
 
-def test_a_holder_counts_from_after_a_request_came_however_long_it_waited_for_it(long_steps: LongSteps) -> None:
+def test_a_holder_counts_from_the_arrival_of_a_request(long_steps: LongSteps) -> None:
     worker = long_steps.worker
     receive = worker.parts.sockets.receive
 

@@ -150,26 +150,23 @@ async def test_a_first_token_can_be_the_last(
         await cluster.becomes_idle()
 
 
-@pytest.mark.parametrize("num_blocks", [8, 12])
-async def test_a_small_decode_pool_makes_prompts_queue_and_serves_them_all(
-    tiny_model: Path, oracle: Oracle, num_blocks: int
+@pytest.mark.parametrize(
+    ("pools", "num_tokens", "max_tokens"),
+    [
+        # Prompts of whole blocks: each received sequence needs one more block for its second token at once.
+        ({"d": 8}, 2 * BLOCK_SIZE, 40),
+        ({"d": 12}, 2 * BLOCK_SIZE, 40),
+        ({"p": 9, "d": 16}, 3 * BLOCK_SIZE + 5, 8),
+    ],
+)
+async def test_a_small_pool_makes_prompts_queue_and_serves_them_all(
+    tiny_model: Path, oracle: Oracle, pools: dict[str, int], num_tokens: int, max_tokens: int
 ) -> None:
-    # Prompts of whole blocks: each received sequence needs one more block for its second token at once.
-    prompts = [make_prompt(2 * BLOCK_SIZE, seed=seed) for seed in range(12)]
-
-    async with running_cluster(tiny_model, overrides={"d": {"num_blocks": num_blocks}}) as cluster:
-        answers = await asyncio.gather(*(cluster.generate(prompt, max_tokens=40) for prompt in prompts))
-        for prompt, answer in zip(prompts, answers, strict=True):
-            assert answer.token_ids == oracle.answer(prompt, max_tokens=40)
-        await cluster.becomes_idle()
-
-
-async def test_a_small_prefill_pool_makes_prompts_queue_and_serves_them_all(tiny_model: Path, oracle: Oracle) -> None:
-    prompts = [make_prompt(3 * BLOCK_SIZE + 5, seed=seed) for seed in range(12)]
-
-    async with running_cluster(tiny_model, overrides={"p": {"num_blocks": 9}, "d": {"num_blocks": 16}}) as cluster:
-        answers = await asyncio.gather(*(cluster.generate(prompt) for prompt in prompts))
-        assert [a.token_ids for a in answers] == [oracle.answer(prompt) for prompt in prompts]
+    prompts = [make_prompt(num_tokens, seed=seed) for seed in range(12)]
+    overrides = {worker_id: {"num_blocks": num_blocks} for worker_id, num_blocks in pools.items()}
+    async with running_cluster(tiny_model, overrides=overrides) as cluster:
+        answers = await asyncio.gather(*(cluster.generate(prompt, max_tokens=max_tokens) for prompt in prompts))
+        assert [a.token_ids for a in answers] == [oracle.answer(p, max_tokens=max_tokens) for p in prompts]
         await cluster.becomes_idle()
 
 

@@ -89,7 +89,7 @@ def test_a_new_epoch_forgets_the_old_one() -> None:
     assert index.longest_prefix(blocks, now=0.0) == {"w0": 1}
 
 
-def test_a_worker_that_leaves_takes_everything_with_it_and_its_bit_is_reused() -> None:
+def test_a_worker_that_leaves_takes_all_with_it_and_its_bit_is_reused() -> None:
     index = make_index("w0", "w1")
     blocks = chain("a", 3)
     index.apply(make_events(1, stored=blocks))

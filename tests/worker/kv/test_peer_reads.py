@@ -629,7 +629,7 @@ def test_only_a_copy_at_the_reader_makes_the_holders_one_too_many(has_copy: bool
     assert (b"older" in pool) is has_copy
 
 
-def test_a_read_begins_once_the_device_has_done_with_the_blocks_it_lands_in() -> None:
+def test_a_read_begins_once_the_device_is_done_with_its_blocks() -> None:
     world = World(random.Random(0))
     world.fill()
     stream = world.b.engine.stream = LateStream(0, share_done=0.0)
@@ -708,7 +708,7 @@ def ask_and_grant(world: World) -> None:
     world.reader.pump(0.0)
 
 
-def test_an_end_that_is_seen_after_the_deadline_is_late_whenever_the_turn_began() -> None:
+def test_an_end_seen_after_the_deadline_is_late_whenever_the_turn_began() -> None:
     world = World(random.Random(0))
     world.pass_time = lambda: None  # type: ignore[method-assign]
     world.fill()

@@ -146,7 +146,7 @@ def test_an_evicted_prompt_comes_back_from_a_tier_with_the_same_tokens(
 
 @pytest.mark.usefixtures("waits_for_loads")
 @pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
-def test_a_lossy_tier_has_a_chain_of_its_own_and_comes_back_nearly_the_same(
+def test_a_lossy_tier_has_its_own_chain_and_comes_back_nearly_the_same(
     codec: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     rng = random.Random(9)
@@ -364,7 +364,7 @@ class SlowCopy(HostCopy):
         return SlowCopy.arrived
 
 
-def test_blocks_that_are_still_on_the_device_are_bounded_and_stored_when_they_arrive(
+def test_blocks_still_on_the_device_are_bounded_and_stored_as_they_arrive(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.worker.kv.offload.HostCopy", SlowCopy)
