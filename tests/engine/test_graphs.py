@@ -233,24 +233,6 @@ def test_a_host_graph_repeats_work_and_no_code() -> None:
         HostGraphRecorder().record(lambda: target.fill_(source.sum().item()))
 
 
-def test_a_sequence_that_is_aborted_leaves_the_others_as_they_are(
-    build_engine: BuildEngine, build_graphed: BuildEngine
-) -> None:
-    prompts = [make_prompt(20), make_prompt(31, seed=1), make_prompt(9, seed=2)]
-    expected = generate(build_engine(), prompts, max_tokens=12)
-    engine = build_graphed()
-    sequences = [add(engine, str(i), prompt, max_tokens=12) for i, prompt in enumerate(prompts)]
-    for _ in range(4):
-        engine.step()
-    engine.abort("1")
-    while engine.has_work:
-        engine.step()
-        engine.check_integrity()
-    engine.check_integrity(idle=True)
-    for i in (0, 2):
-        assert sequences[i].token_ids[len(prompts[i]) :] == expected[i]
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_a_gpu_replays_compute_what_plain_steps_do(dtype: str, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from tandem.protocol.messages import (
     decode_message,
 )
 from tandem.protocol.sampling import SamplingParams
-from tests.support.fault_world import Faults, run, save_tiny_model
+from tests.support.fault_world import Faults, run, save_model
 from tests.support.late_device import LateDevice, LateStream
 
 pytestmark = pytest.mark.cluster
@@ -53,7 +53,7 @@ BLOCK_SIZE = 8
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+    return save_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(autouse=True)

@@ -738,10 +738,10 @@ def test_any_walk_through_a_busy_world_comes_to_rest(choices: list[int]) -> None
 
 def test_random_walks_through_a_busy_world_see_success_and_come_to_rest() -> None:
     num_received = 0
-    for seed in range(300):
+    for seed in range(100):
         print(f"seed {seed}")
         num_received += walk(random.Random(seed).choices(range(1000), k=200)).num_received
-    assert num_received > 100
+    assert num_received > 40
 
 
 class FreesAtFencing(LeaseTable):

@@ -19,7 +19,6 @@ from tandem.protocol.messages import FinishReason, Role
 from tests.support.cluster_harness import (
     BLOCK_BYTES,
     BLOCK_SIZE,
-    PAIR,
     Cluster,
     Oracle,
     hold_steps,
@@ -378,21 +377,6 @@ async def cancel_at(cluster: Cluster, prompt: list[int], random_: random.Random)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(random_.uniform(0.0, 0.15)):
             await cluster.generate(prompt, max_tokens=400, ignore_eos=True)
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-async def test_clients_may_leave_at_any_moment(tiny_model: Path, oracle: Oracle, seed: int) -> None:
-    random_ = random.Random(seed)
-    prompts = [make_prompt(random_.randint(1, 90), seed=random_.randint(0, 4)) for _ in range(40)]
-
-    roles = PAIR | {"d2": Role.DECODE}
-    async with running_cluster(tiny_model, roles, engine={"num_blocks": 40}) as cluster:
-        stay = [asyncio.create_task(cluster.generate(prompt)) for prompt in prompts[::2]]
-        leave = [asyncio.create_task(cancel_at(cluster, prompt, random_)) for prompt in prompts[1::2]]
-        answers = await asyncio.gather(*stay)
-        await asyncio.gather(*leave)
-        assert [a.token_ids for a in answers] == [oracle.answer(prompt) for prompt in prompts[::2]]
-        await cluster.becomes_idle()
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])

@@ -207,14 +207,6 @@ def test_nothing_is_read_from_a_worker_with_fewer_or_speculative_blocks() -> Non
     assert pool.place(2048, digests=chain(128)).best.holder is None
 
 
-def test_nothing_is_read_where_the_link_is_slower_than_computing() -> None:
-    pool = make_pair(batch=4)
-    pool.cache("d", chain(100))
-    for _ in range(200):
-        pool.costs.transfer("cpu-1", "cpu-1").observe(1e6, 5.0)
-    assert pool.place(2048, digests=chain(128)).best.holder is None
-
-
 def test_an_idle_decode_worker_saves_the_handoff_of_a_short_prompt_only() -> None:
     assert chosen(make_pair().place(4)) == ("d", "d")
     assert chosen(make_pair().place(512)) == ("p", "d"), "it would stall the next request"
@@ -282,13 +274,6 @@ def test_a_worker_without_a_free_seat_is_avoided(role: Role) -> None:
     (wait_s,) = {other.terms.memory_s for other in placement.others if other.decode.worker_id == "full"}
     lifetime_s = 100 * pool.costs.steps("cpu-1").costs.step_s(2, 400)
     assert wait_s == pytest.approx(lifetime_s / 2), "one of two sequences ends after half a lifetime"
-
-
-def test_the_number_of_seats_may_be_unknown() -> None:
-    pool = colocated("a")
-    for _ in range(1000):
-        pool.book("a", "a", kv=20, done=True)
-    assert pool.place(100).best.terms.memory_s == 0
 
 
 def test_without_a_usable_worker_the_error_says_why() -> None:
