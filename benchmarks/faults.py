@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.common import console, print_table, write_result
-from tests.support.fault_world import DEADLINE_S, Faults, Report, run, save_tiny_model
+from tests.support.fault_world import DEADLINE_S, Faults, Report, run, save_model
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def main() -> int:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         report = run(
-            save_tiny_model(Path(folder)),
+            save_model(Path(folder)),
             handoffs=settings.handoffs,
             seed=settings.seed,
             faults=Faults(),

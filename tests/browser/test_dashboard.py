@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import pytest
 from playwright.sync_api import Page, expect
+from prometheus_client import CollectorRegistry
 
 from tandem.frontend.dashboard.feed import MAX_VIEWERS
+from tandem.frontend.dashboard.routes import add_dashboard
+from tandem.frontend.http.app import RouterApp
+from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.server import http_server
+from tandem.frontend.keys.api_keys import ApiKeys
+from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import WorkerState
 from tests.browser.conftest import Windows
 from tests.cluster.test_route import fakes, routing
-from tests.support.dashboard_server import dashboard_server
 from tests.support.dashboard_world import DashboardWorld
 from tests.support.keys import api_keys_of, make_key_file
 from tests.support.server import started
@@ -31,6 +38,54 @@ LEAST_CONTRAST = 4.5
 CONTRAST = (Path(__file__).parents[1] / "support" / "page_checks.js").read_text()
 HOSTILE = '<img src=x onerror="window.hacked=1">'
 SCHEMES = ("light", "dark")
+
+
+START_S = 20.0
+
+
+class World(Protocol):
+    """What the dashboard is of."""
+
+    @property
+    def metrics(self) -> EdgeMetrics:
+        """The metrics of its requests."""
+
+    async def overview(self) -> dict[str, Any]:
+        """As `OperatorApi.overview`."""
+
+
+@contextmanager
+def dashboard_server(world: World, api_keys: ApiKeys | None = None, *, port: int = 0) -> Iterator[str]:
+    """Serve the world's dashboard while the block runs; the URL of the server."""
+    listener = socket.create_server(("127.0.0.1", port))
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    has_started = threading.Event()
+    thread = threading.Thread(
+        target=lambda: loop.run_until_complete(_serve(world, api_keys or ApiKeys(), listener, has_started.set, stop))
+    )
+    thread.start()
+    try:
+        assert has_started.wait(START_S), "the server did not start"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(START_S)
+        loop.close()
+        listener.close()
+
+
+async def _serve(
+    world: World, api_keys: ApiKeys, listener: socket.socket, on_started: Callable[[], None], stop: asyncio.Event
+) -> None:
+    app = RouterApp(RouterConfig(), EdgeMetrics(CollectorRegistry()), api_keys, version="1.2.3")
+    add_dashboard(app, overview=world.overview, traffic=world.metrics.traffic, api_keys=api_keys)
+    async with (
+        app.router.lifespan_context(app),
+        http_server(app, RouterConfig(), listener, CollectorRegistry(), on_drain=app.drain) as server,
+    ):
+        await server.has_started.wait()
+        on_started()
+        await stop.wait()
 
 
 class LiveWorld(DashboardWorld):

@@ -72,7 +72,7 @@ async def test_workers_are_added_and_removed_as_decided(monkeypatch: pytest.Monk
         assert script.setback == ""
 
 
-async def test_the_last_worker_of_a_role_is_not_removed_though_others_could_cover(
+async def test_the_last_worker_of_a_role_stays_though_others_could_cover(
     monkeypatch: pytest.MonkeyPatch, script: Script
 ) -> None:
     async with supervised(monkeypatch, num_prefill=2, num_decode=2, **BOUNDS) as cluster:
@@ -168,7 +168,7 @@ async def test_a_fixed_role_is_told_and_only_the_other_worker_flips(
         assert len(cluster.supervisor.flips.latest) == 1
 
 
-async def test_the_start_of_the_latest_worker_is_what_the_next_one_is_expected_to_take(
+async def test_the_next_worker_is_expected_to_start_as_fast_as_the_latest_one(
     monkeypatch: pytest.MonkeyPatch, script: Script
 ) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, **TICKS) as cluster:

@@ -57,7 +57,7 @@ OWNER = Owner(service="s", orphan_timeout_s=60.0)
 CORE = (1.0, 0.0)
 
 
-def test_the_groups_of_an_earlier_server_are_used_again_and_others_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_an_earlier_server_are_used_again_or_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     one = {"CPU": 1.0}
     groups = Groups(
         monkeypatch,

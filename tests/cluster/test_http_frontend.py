@@ -67,11 +67,11 @@ def test_answers_that_do_not_end_in_time_end_with_an_error(
     assert "Traceback" not in caplog.text
 
 
-async def test_edge_processes_end_before_requests_do_though_the_hub_runs_none() -> None:
-    """An edge process may still read a request, or send the end of an answer, of which the hub knows nothing."""
+async def test_frontend_processes_end_before_requests_do() -> None:
+    """A frontend process may still read a request, or end an answer, of which the deciding process knows nothing."""
     happened: list[str] = []
 
-    class Edges:
+    class Frontends:
         is_serving, num_running = True, 0
 
         def __init__(self) -> None:
@@ -79,14 +79,14 @@ async def test_edge_processes_end_before_requests_do_though_the_hub_runs_none() 
 
         def drain(self) -> None:
             def end() -> None:
-                happened.append("edges ended")
+                happened.append("frontends ended")
                 self.serving.set_result(None)
 
             asyncio.get_running_loop().call_later(0.05, end)
 
     flow: Any = SimpleNamespace(shut_down=lambda: happened.append("flow ended"))
-    await drain(Edges(), asyncio.Event(), flow.shut_down, 20.0, happened.append)
-    assert happened == ["stopping", "edges ended", "flow ended"]
+    await drain(Frontends(), asyncio.Event(), flow.shut_down, 20.0, happened.append)
+    assert happened == ["stopping", "frontends ended", "flow ended"]
 
 
 @pytest.mark.parametrize(

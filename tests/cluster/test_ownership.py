@@ -41,7 +41,7 @@ def test_a_worker_is_anothers_only_once_the_lease_has_run_out() -> None:
     assert ownership.claim("b", 2 * LEASE_S + 0.2) == "", "an owner may claim again"
 
 
-def test_a_lease_that_ran_out_is_renewed_while_nobody_else_has_claimed_the_worker() -> None:
+def test_a_lease_that_ran_out_is_renewed_unless_another_has_the_worker() -> None:
     ownership = Ownership("a", 0.0)
     assert ownership.orphaned_s(LEASE_S + 5.0) == 5.0
     assert ownership.renew("a", LEASE_S + 5.0)
@@ -88,7 +88,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     signal.signal(signal.SIGTERM, former)
 
 
-def test_a_second_sigterm_ends_a_worker_at_once_though_its_server_heard_the_first(exits: list[int]) -> None:
+def test_a_second_sigterm_ends_a_worker_at_once(exits: list[int]) -> None:
     actor = PlainActor(None)
     signal.raise_signal(signal.SIGTERM)
     assert actor.news("") is WatchNews.ASKED_TO_LEAVE
@@ -262,7 +262,7 @@ def member(config: WorkerConfig) -> WorkerMember:
     return WorkerMember(config, RestartBudget(1), unused, unused)
 
 
-async def test_a_member_goes_on_with_a_worker_of_its_name_that_is_as_it_would_start_it(
+async def test_a_member_adopts_a_worker_of_its_name_that_is_as_it_would_start_it(
     monkeypatch: pytest.MonkeyPatch, ended: list[ProcessIdentity]
 ) -> None:
     actors = Actors(monkeypatch)
@@ -289,7 +289,7 @@ async def test_a_member_goes_on_with_a_worker_of_its_name_that_is_as_it_would_st
     assert len(ended) == 5
 
 
-async def test_a_server_lets_go_of_workers_that_were_claimed_but_not_of_those_that_are_late(
+async def test_a_server_lets_go_of_claimed_workers_but_not_of_late_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(adoption, "RENEW_S", 0.01)

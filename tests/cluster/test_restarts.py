@@ -3,7 +3,7 @@ from __future__ import annotations
 from tandem.cluster.restarts import WINDOW_S, RestartBudget
 
 
-def test_deaths_in_quick_succession_use_the_budget_up_and_restarts_become_rare() -> None:
+def test_deaths_in_quick_succession_use_the_budget_up() -> None:
     budget, seen = RestartBudget(max_restarts=2), []
     for _ in range(10):
         budget.died(lived_s=1.0)

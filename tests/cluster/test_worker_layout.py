@@ -50,7 +50,7 @@ def test_every_workers_share_of_the_cores_is_on_one_node(
     assert resolved.engine.num_threads == max(1, int(share))
 
 
-def test_workers_of_one_machine_share_folders_and_those_of_several_have_ports_and_names() -> None:
+def test_workers_of_one_machine_share_folders_and_others_have_ports() -> None:
     engine = replace(CONFIG.engine, model="/here/m", num_threads=1)
     for address, told in (("", ("/private", "127.0.0.1", "key", "/here/m")), ("auto", ("", "", "key", "org/m"))):
         config = replace(CONFIG, engine=engine, ray_address=address)
@@ -114,7 +114,7 @@ def test_ranks_on_a_cpu_share_the_cores_of_their_worker(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("address", "share"), [("", 1.0), ("auto", 2.0)])
-def test_workers_that_may_be_added_have_a_share_of_a_machine_that_does_not_grow(
+def test_workers_that_may_be_added_have_a_share_of_the_machine(
     address: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     have_nodes(monkeypatch, 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -11,22 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.deploy.test_setup import load_script
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def generated_files() -> dict[Path, Callable[[], str]]:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "scripts" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    files: dict[Path, Callable[[], str]] = module.FILES
-    return files
+FILES: dict[Path, Callable[[], str]] = load_script("generate").FILES
 
 
-@pytest.mark.parametrize("path", generated_files(), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_a_committed_file_is_what_the_code_generates(path: Path) -> None:
-    assert path.read_text() == generated_files()[path](), "run: make generated"
+    assert path.read_text() == FILES[path](), "run: make generated"
 
 
 def test_bounds_are_written_alike_whoever_annotated_a_type_first() -> None:

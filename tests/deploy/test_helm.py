@@ -339,7 +339,7 @@ def test_the_head_starts_a_server_that_was_killed_again(tmp_path: Path, serve: s
 
 
 @pytest.mark.parametrize("values", [GROWING, EVERYTHING | GROWING], ids=["plain", "everything"])
-def test_rays_autoscaler_reads_the_bounds_of_the_server_from_the_raycluster(values: Json) -> None:
+def test_rays_autoscaler_reads_the_servers_bounds_from_the_raycluster(values: Json) -> None:
     """KubeRay's operator gives Ray's autoscaler the whole resource; what Ray makes of it is Ray's own code."""
     manifests = render(values)
     assert not [one for one in manifests if one["kind"] == "StatefulSet"]

@@ -81,7 +81,7 @@ def test_keys_and_tenants_reach_the_head_as_files(file: Path) -> None:
     assert any("chmod 600" in line and f"{SECRETS}/*" in line for line in config["setup_commands"])
 
 
-def test_secrets_are_made_once_only_their_owner_reads_them_and_the_server_takes_them(tmp_path: Path) -> None:
+def test_secrets_are_made_once_and_only_their_owner_reads_them(tmp_path: Path) -> None:
     token, folder = tmp_path / ".ray" / "auth_token", tmp_path / ".config" / "tandem"
     paths = [token, folder / "api-keys", folder / "tenants.toml"]
 

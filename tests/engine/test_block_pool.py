@@ -41,39 +41,6 @@ def test_fresh_blocks_come_in_order() -> None:
     pool.check_integrity()
 
 
-@pytest.mark.parametrize(("wanted", "is_granted"), [(0, True), (1, True), (4, True), (5, False)])
-def test_allocation_is_all_or_nothing(wanted: int, is_granted: bool) -> None:
-    pool = BlockPool(4)
-    blocks = pool.try_allocate(wanted)
-    assert (blocks is not None) is is_granted
-    assert pool.num_used == (wanted if is_granted else 0)
-    pool.check_integrity()
-
-
-def test_a_block_is_shared_until_its_last_user_leaves() -> None:
-    pool = BlockPool(2)
-    blocks = chain(pool, 1, 2)
-    assert pool.acquire_cached([digest(1), digest(2)]) == blocks
-    pool.release(blocks)
-    assert (pool.num_used, pool.num_available) == (2, 0)
-    pool.release(blocks)
-    assert (pool.num_used, pool.num_available) == (0, 2)
-    pool.check_integrity(idle=True)
-
-
-def test_a_hit_ends_at_the_first_missing_block() -> None:
-    pool = BlockPool(4)
-    blocks = chain(pool, 1, 2, 4)
-    wanted = [digest(1), digest(2), digest(3), digest(4)]
-    assert pool.count_cached(wanted) == 2
-    assert pool.acquire_cached(wanted) == blocks[:2]
-    assert pool.acquire_cached([digest(9), digest(1)]) == []
-    assert pool.count_cached([]) == 0
-    pool.release(blocks[:2])
-    pool.release(blocks)
-    pool.check_integrity(idle=True)
-
-
 def test_evicts_tail_blocks_first_and_the_oldest_chain_before() -> None:
     pool = BlockPool(6)
     old, new = chain(pool, 1, 2, 3), chain(pool, 4, 5, 6)
@@ -89,49 +56,6 @@ def test_a_hit_makes_a_chain_recent_again() -> None:
     pool.release(new)
     pool.release(pool.acquire_cached([digest(1), digest(2)]))
     assert evicted_order(pool) == [3, 6, 5, 4, 2, 1]
-
-
-def test_unpublished_blocks_are_reused_before_any_is_evicted() -> None:
-    pool = BlockPool(4)
-    cached, private = chain(pool, 1, 2), pool.try_allocate(2)
-    assert private is not None
-    pool.release(cached)
-    pool.release(private)
-    assert pool.try_allocate(2) == private
-    assert pool.take_events() == ([digest(1), digest(2)], [])
-    pool.check_integrity()
-
-
-def test_used_blocks_are_never_evicted() -> None:
-    pool = BlockPool(3)
-    chain(pool, 1, 2)
-    assert pool.try_allocate(2) is None
-    assert pool.count_cached([digest(1), digest(2)]) == 2
-    pool.check_integrity()
-
-
-def test_a_duplicate_stays_private() -> None:
-    pool = BlockPool(2)
-    first, second = chain(pool, 1), chain(pool, 1)
-    assert pool.take_events() == ([digest(1)], [])
-    pool.release(second)
-    assert pool.acquire_cached([digest(1)]) == first
-    assert pool.try_allocate(1) == second
-    pool.release(first)
-    pool.release(first)
-    pool.release(second)
-    pool.check_integrity(idle=True)
-
-
-def test_events_are_net() -> None:
-    pool = BlockPool(1)
-    pool.release(chain(pool, 1))
-    assert pool.take_events() == ([digest(1)], [])
-    pool.release(chain(pool, 2))  # evicts 1
-    pool.release(chain(pool, 1))  # evicts 2 again: 2 came and went between two calls
-    assert pool.take_events() == ([digest(1)], [digest(2)])
-    assert pool.take_events() == ([], [])
-    assert pool.cached_digests() == [digest(1)]
 
 
 @pytest.mark.parametrize("misuse", ["release", "publish"])
@@ -189,15 +113,6 @@ def test_an_unpinned_block_is_the_most_recent_one() -> None:
     assert evicted_order(pool) == [3, 2, 1]
 
 
-def test_a_demoted_chain_goes_first_and_leaves_before_what_they_hang_from() -> None:
-    pool = BlockPool(6)
-    pool.release(chain(pool, 1, 2, 3))
-    pool.release(chain(pool, 4, 5, 6))
-    pool.demote(digest(6))
-    assert pool.count_cached([digest(4), digest(5), digest(6)]) == 3
-    assert evicted_order(pool) == [6, 5, 4, 3, 2, 1]
-
-
 def test_a_block_from_which_another_chain_hangs_is_not_demoted() -> None:
     pool = BlockPool(6)
     pool.release([*chain(pool, 1, 2), *chain(pool, 3, after=2)])
@@ -206,16 +121,6 @@ def test_a_block_from_which_another_chain_hangs_is_not_demoted() -> None:
     pool.demote(digest(2))  # followed by others
     pool.demote(digest(5))
     assert evicted_order(pool) == [5, 4, 3, 2, 1, 6]
-
-
-def test_an_evicted_branch_holds_nothing_back() -> None:
-    pool = BlockPool(4)
-    pool.release([*chain(pool, 1), *chain(pool, 2, after=1)])
-    pool.release([*pool.acquire_cached([digest(1)]), *chain(pool, 3, after=1)])
-    pool.release(chain(pool, 4))
-    pool.release(pool.try_allocate(1) or [])  # evicts 2
-    pool.demote(digest(3))
-    assert evicted_order(pool) == [3, 1, 4]
 
 
 @pytest.mark.parametrize("keep", ["use", "pin"])

@@ -90,25 +90,6 @@ def test_few_steps_are_launched_ahead(build_engine: BuildEngine) -> None:
     assert engine.has_work
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 3])
-@pytest.mark.parametrize("phase", Phase)
-def test_what_is_aborted_while_it_is_computed_is_not_published(
-    num_steps: int, phase: Phase, build_engine: BuildEngine
-) -> None:
-    engine = build_engine(max_num_batched_tokens=16, num_blocks=8)
-    device = make_late(engine)
-    add(engine, "aborted", make_prompt(100), phase=phase)
-    for _ in range(num_steps):
-        engine.step()
-    engine.abort("aborted")
-    prompt = make_prompt(90, seed=1)
-    sequence = add(engine, "other", prompt)  # it gets the same blocks
-    finish(engine)
-    assert device.stream.num_late >= 2
-    engine.check_integrity(idle=True)
-    assert [output(sequence)] == generate(build_engine(), [prompt])
-
-
 def test_a_prompt_that_fails_half_way_ends_alone(build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine(max_num_batched_tokens=16)
     make_late(engine)

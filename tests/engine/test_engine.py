@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from tandem.engine.engine import Engine, SequenceFailure
 from tandem.engine.sampling.sampler import Sampler
@@ -76,19 +75,6 @@ def test_greedy_tokens_equal_transformers(
         with torch.inference_mode():
             logits = plain(torch.tensor([prompt + tokens]), use_cache=False).logits[0]
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
-
-
-def test_tokens_equal_transformers_own_generate(build_engine: BuildEngine, model_folder: Callable[[str], Path]) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32)
-    prompts = [make_prompt(length, seed=1) for length in EDGE_LENGTHS]
-    expected = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        out = plain.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False, eos_token_id=-1
-        )
-        expected.append(out[0, len(prompt) :].tolist())
-    assert generate(build_engine(), prompts) == expected
 
 
 # Refusals.
@@ -269,24 +255,6 @@ def test_received_blocks_continue_exactly(length: int, dtype: str, build_engine:
     receiver.check_integrity(idle=True)
 
 
-def test_a_prefilled_prompt_keeps_its_blocks_until_released(build_engine: BuildEngine) -> None:
-    engine = build_engine(num_blocks=8)
-    sequence = add(engine, "r", make_prompt(40), phase=Phase.PREFILL_ONLY)
-    drain(engine)
-    kv = prompt_kv(engine, sequence.blocks, 40)
-    use_the_rest_of_the_pool(engine)
-    assert torch.equal(prompt_kv(engine, sequence.blocks, 40), kv)
-    engine.scheduler.blocks.release(sequence)
-    engine.check_integrity(idle=True)
-
-
-def use_the_rest_of_the_pool(engine: Engine) -> None:
-    """Overwrite every unused block several times."""
-    for i in range(4):
-        add(engine, f"filler{i}", make_prompt(60, seed=10 + i))
-        drain(engine)
-
-
 # Ends.
 
 
@@ -306,18 +274,6 @@ def test_abort_in_any_phase_frees_everything(num_steps: int, phase: Phase, build
     assert not engine.abort("r")
     drain(engine)
     assert [output(other)] == generate(build_engine(), [make_prompt(5)])
-    engine.check_integrity(idle=True)
-
-
-def test_abort_of_a_preempted_sequence_frees_everything(build_engine: BuildEngine) -> None:
-    engine = build_engine(num_blocks=5)
-    engine.scheduler.admission.lengths = Expects(1)
-    for name in "ab":
-        add(engine, name, make_prompt(16), max_tokens=60)
-    while not engine.scheduler.waiting or not engine.scheduler.num_preemptions:
-        assert engine.step()
-    assert engine.abort(engine.scheduler.waiting[0].request_id)
-    drain(engine)
     engine.check_integrity(idle=True)
 
 

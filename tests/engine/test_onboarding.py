@@ -33,7 +33,7 @@ def waiting_for_40(hold_at: int | None) -> tuple[Scheduler, Sequence]:
     return scheduler, sequence
 
 
-def test_held_while_a_fast_load_is_on_its_way_then_only_the_tail_is_computed() -> None:
+def test_a_sequence_is_held_for_a_fast_load_and_computes_only_its_tail() -> None:
     scheduler, sequence = waiting_for_40(hold_at=0)
     assert step(scheduler) == []
     assert scheduler.blocks.onboard(sequence, 20, 40, "host")
@@ -85,14 +85,6 @@ def test_of_a_piece_that_computing_runs_into_only_the_rest_counts() -> None:
     assert scheduler.blocks.onboard(sequence, 20, 32, "peer")
     assert step(scheduler) == [("a", 16, 4)]
     assert (sequence.num_cached_tokens, sequence.num_loaded_tokens) == (20, {"host": 8, "peer": 12})
-
-
-def test_a_load_that_brings_nothing_costs_nothing() -> None:
-    scheduler, sequence = waiting_for_40(hold_at=0)
-    step(scheduler)
-    scheduler.blocks.end_onboarding(sequence)
-    assert [step(scheduler) for _ in range(3)] == [[("a", 0, 16)], [("a", 16, 16)], [("a", 32, 10)]]
-    assert sequence.num_cached_tokens == 0
 
 
 def test_loaded_blocks_are_published_in_their_order_and_found_by_the_next() -> None:

@@ -34,13 +34,6 @@ def test_what_grows_is_counted_until_it_ends() -> None:
     assert room(10).num_spare == 10
 
 
-def test_who_is_alone_may_use_all_that_is_free() -> None:
-    assert room(10).try_take(BlockDemand(1000, 10))
-    assert not room(10).try_take(BlockDemand(1, 11))
-    assert not room(10, held_by_others=1).try_take(BlockDemand(1, 10))
-    assert not room(10, (4, 1)).try_take(BlockDemand(1000, 5)), "it would not get far beside the other"
-
-
 def test_those_let_in_count_for_those_behind_them() -> None:
     pool = room(10, (4, 1))
     assert pool.try_take(BlockDemand(4, 3))

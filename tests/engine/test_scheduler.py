@@ -437,15 +437,6 @@ def test_a_received_sequence_computes_its_newest_token_only(num_prompt_tokens: i
     assert len(scheduler.pool.cached_digests()) == (num_prompt_tokens + 2) // SIZE
 
 
-def test_received_blocks_behind_the_head_cannot_block_it_for_ever() -> None:
-    # Both need a block for their next token and the pool is full of what they received.
-    scheduler = make_scheduler(num_blocks=4)
-    for name in "ab":
-        scheduler.add(make_received(scheduler, 8, name=name, max_tokens=3))
-    assert step(scheduler) == [("a", 8, 1)]
-    drain(scheduler)
-
-
 def test_blocks_are_reclaimed_from_the_tail_and_stay_findable() -> None:
     scheduler = make_scheduler(num_blocks=7)
     sizes = {"a": 8, "b": 8, "c": 12}
@@ -466,19 +457,6 @@ def test_blocks_held_outside_leave_the_head_waiting() -> None:
     assert scheduler.schedule() == []
     scheduler.pool.release(leased)
     assert step(scheduler) == [("a", 0, 8)]
-    scheduler.pool.check_integrity(idle=True)
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
-def test_removing_a_sequence_in_any_phase_frees_its_blocks(num_steps: int) -> None:
-    scheduler = make_scheduler()
-    sequence = make_sequence(20)
-    scheduler.add(sequence)
-    for _ in range(num_steps):
-        step(scheduler)
-    scheduler.remove(sequence)
-    assert not scheduler.running
-    assert not scheduler.waiting
     scheduler.pool.check_integrity(idle=True)
 
 

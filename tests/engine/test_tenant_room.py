@@ -195,7 +195,7 @@ def test_a_tenant_gives_way_while_it_still_holds_more(held: dict[str, int], num_
     assert [victim.request_id for victim in victims] == [f"a{held['a'] - 1 - idx}" for idx in range(num_victims)]
 
 
-def test_the_poorest_tenant_takes_its_turn_first_and_equals_in_the_order_of_the_line() -> None:
+def test_the_poorest_tenant_takes_its_turn_first_and_equals_in_order() -> None:
     shares = shares_of(a=3, b=1)
     line = [sequence(A, "a-1"), sequence(C, "c-1"), sequence(B, "b-1"), sequence(C, "c-2"), sequence(C, "c-3")]
     names = []
@@ -294,9 +294,7 @@ def test_turns_follow_what_others_give_up_meanwhile() -> None:
 
 @pytest.mark.parametrize("num_seats", [3, 16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_that_must_wait_for_others_to_end_does_not_keep_smaller_ones_waiting(
-    kind: str, num_seats: int
-) -> None:
+def test_a_prompt_that_waits_for_others_to_end_lets_smaller_ones_pass(kind: str, num_seats: int) -> None:
     """A third tenant passes it, and still takes room back."""
     world = World(num_blocks=400, max_num_seqs=num_seats)
     world.scheduler.admission.lengths = Expects(100)

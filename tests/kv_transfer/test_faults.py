@@ -42,7 +42,7 @@ from tandem.protocol.messages import (
     decode_message,
 )
 from tandem.protocol.sampling import SamplingParams
-from tests.support.fault_world import Faults, run, save_tiny_model
+from tests.support.fault_world import Faults, run, save_model
 from tests.support.late_device import LateDevice, LateStream
 
 pytestmark = pytest.mark.cluster
@@ -53,7 +53,7 @@ BLOCK_SIZE = 8
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+    return save_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +137,7 @@ def test_a_delayed_write_holds_up_the_link_and_keeps_its_order() -> None:
     assert (link.landed, link.arrived()) == ([1, 2], [b"1", b"2"])
 
 
-def test_a_lost_link_is_down_until_it_is_opened_again_and_its_blocks_land_late() -> None:
+def test_a_lost_link_is_down_until_it_is_opened_and_its_blocks_land_late() -> None:
     link = Link({Fault.LOSE: 1.0}, seed=1)
     assert link.sender.write_blocks("d", [1, 2, 3], [1, 2, 3], b"x").state is TransferState.LOST
     assert link.landed == []

@@ -4,7 +4,8 @@ The world is one request of a few blocks that may be granted and sent twice, a p
 may die. Breadth first, each state is expanded by everything that can happen in it: control messages are delivered in
 any order, repeated or dropped; writes succeed, fail or are lost with their link and may land at any time after;
 notifications are repeated or dropped; leases run out; either side cancels, dies and comes back. States are told apart
-by a canonical snapshot with times relative to now, so the walk ends by itself.
+by a canonical snapshot with times relative to now, so the walk ends by itself. In a world with more of everything
+random walks are taken instead.
 
 That nothing leaks is checked for every state: from each, the quiet schedule (no more faults, everything under way
 arrives, time passes, the dead are reported) has to lead to a world at rest.
@@ -14,14 +15,17 @@ from __future__ import annotations
 
 import functools
 import gc
+import random
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.kv_transfer.leases import LeaseFenced, LeaseReceived, LeaseReleased, LeaseTable
 from tandem.kv_transfer.outbox import HandoffEnded, LeaseEnded, Outbox
@@ -82,6 +86,7 @@ class Bounds(NamedTuple):
     cancels: int = 1  # on either side
     sender_deaths: int = 1
     receiver_deaths: int = 1
+    give_ups: int = 0  # times the receiver gives up a sender that runs on
     repeats: int = 1  # of control messages and notifications
     can_vouch: bool = True  # the transport knows when nothing that was lost can land any more
 
@@ -128,7 +133,11 @@ class World:
 
     def actions(self) -> list[tuple[str, Callable[[World], None]]]:
         """All events that can happen now. The quiet schedule takes the first; faults and clients come after it."""
-        return [*self._quiet_actions(), *self._client_actions(), *self._fault_actions()]
+        return [*self.calm_actions(), *self.fault_actions()]
+
+    def calm_actions(self) -> list[tuple[str, Callable[[World], None]]]:
+        """Those without a fault."""
+        return [*self._quiet_actions(), *self._client_actions()]
 
     def _quiet_actions(self) -> list[tuple[str, Callable[[World], None]]]:
         actions: list[tuple[str, Callable[[World], None]]] = []
@@ -180,7 +189,7 @@ class World:
             actions.append(("receiver cancels", World.cancel_at_receiver))
         return actions
 
-    def _fault_actions(self) -> list[tuple[str, Callable[[World], None]]]:
+    def fault_actions(self) -> list[tuple[str, Callable[[World], None]]]:
         actions: list[tuple[str, Callable[[World], None]]] = []
         for message in sorted(self.network):
             actions.append((f"drop {message}", lambda world, message=message: world.drop(message)))
@@ -199,6 +208,8 @@ class World:
             actions.append(("link is back", World.restore_link))
         if self._may("sender_deaths") and self.is_sender_death_known:
             actions.append(("sender dies", World.kill_sender))
+        if self._may("give_ups") and self.is_sender_death_known:
+            actions.append(("sender is given up", World.give_up_sender))
         if self._may("receiver_deaths") and self.is_receiver_death_known:
             actions.append(("receiver dies", World.kill_receiver))
         return actions
@@ -398,6 +409,11 @@ class World:
         self.is_sender_death_known = True
         for released in self.table.sender_lost(sender_of(self.sender_epoch - 1)):
             self._end(released)
+
+    def give_up_sender(self) -> None:
+        self._use("give_ups")
+        for fenced in self.table.give_up_sender(sender_of(self.sender_epoch)):
+            self._end(fenced)
 
     def kill_receiver(self) -> None:
         """The process, its memory and its leases are gone; a new one starts with a new pool."""
@@ -622,8 +638,8 @@ def _trace(parents: list[tuple[int, str]], state: int) -> list[str]:
     return names[::-1]
 
 
-@pytest.fixture(autouse=True)
-def _no_garbage_collection() -> Iterator[None]:
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
     """A walk makes many objects but no cycles; collecting garbage would take half of its time."""
     gc.disable()
     yield
@@ -634,6 +650,7 @@ NO_FAULTS = Bounds(grants=1, opens=1, cancels=0, sender_deaths=0, receiver_death
 SMALL = [
     NO_FAULTS._replace(can_vouch=False),
     NO_FAULTS._replace(cancels=1, sender_deaths=1),
+    NO_FAULTS._replace(give_ups=1, sender_deaths=1),
     NO_FAULTS._replace(cancels=1, receiver_deaths=1),
     NO_FAULTS._replace(num_blocks=2, num_pool_blocks=2, repeats=1),
     NO_FAULTS._replace(grants=2),
@@ -663,21 +680,79 @@ def explore_all(bounds: Bounds) -> Explored:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_no_interleaving_breaks_a_lease() -> None:
     assert sum(explore_all(bounds).num_states for bounds in SMALL) > 20_000
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize("bounds", LARGER.values(), ids=LARGER)
 def test_no_interleaving_of_a_larger_world_breaks_a_lease(bounds: Bounds) -> None:
     assert explore_all(bounds).num_states > 10_000
+
+
+BUSY = Bounds(
+    num_blocks=3,
+    num_pool_blocks=6,
+    queues=3,
+    grants=8,
+    opens=8,
+    cancels=3,
+    sender_deaths=2,
+    receiver_deaths=2,
+    give_ups=2,
+    repeats=6,
+)
+
+
+def walk(choices: Iterable[int]) -> World:
+    """A busy world after these events, of which one in ten is a fault or lets time pass; then it has come to rest."""
+    world = World(BUSY)
+
+    def act(event: Callable[[World], object]) -> None:
+        event(world)
+        world.collect()
+        world.check()
+
+    for choice in choices:
+        calm = [event for _, event in world.calm_actions() if event is not World.tick]
+        events = calm if choice % 10 else [World.tick, *(event for _, event in world.fault_actions())]
+        act(events[choice // 10 % len(events)])
+    for _ in range(500):
+        if world.is_at_rest:
+            return world
+        before = world.snapshot()
+        for _, event in world.actions():
+            act(event)
+            if world.snapshot() != before:
+                break
+    raise Broken("the quiet schedule never comes to rest")
+
+
+@given(st.lists(st.integers(0, 1000), max_size=200))
+def test_any_walk_through_a_busy_world_comes_to_rest(choices: list[int]) -> None:
+    walk(choices)
+
+
+def test_random_walks_through_a_busy_world_see_success_and_come_to_rest() -> None:
+    num_received = 0
+    for seed in range(100):
+        print(f"seed {seed}")
+        num_received += walk(random.Random(seed).choices(range(1000), k=200)).num_received
+    assert num_received > 40
 
 
 class FreesAtFencing(LeaseTable):
     def _fence(self, entry: Any, reason: str) -> Any:
         super()._fence(entry, reason)
         return self._release(entry, reason)
+
+
+class FreesAtGivingUp(LeaseTable):
+    def give_up_sender(self, sender: WorkerEpoch) -> Any:
+        return [self._release(self._entries[fenced.lease.generation], "") for fenced in super().give_up_sender(sender)]
 
 
 class TakesAnyGeneration(LeaseTable):
@@ -752,6 +827,7 @@ class ForgetsItsLeaseInLine(Outbox):
     ("broken", "bounds", "violation"),
     [
         (FreesAtFencing, NO_FAULTS, "is freed while a write|writes to block"),
+        (FreesAtGivingUp, NO_FAULTS._replace(give_ups=1), "is freed while a write|writes to block"),
         (FreesLateLeases, NO_FAULTS, "is freed while a write|writes to block"),
         (TakesAnyGeneration, NO_FAULTS._replace(num_pool_blocks=2, grants=2), "received|is freed|writes to block"),
         (RepeatsGenerations, NO_FAULTS._replace(grants=2, receiver_deaths=1), "is used again"),
@@ -767,6 +843,7 @@ class ForgetsItsLeaseInLine(Outbox):
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_the_walk_finds_what_is_broken(broken: type[LeaseTable] | type[Outbox], bounds: Bounds, violation: str) -> None:
     world = World(bounds, table_type=broken) if issubclass(broken, LeaseTable) else World(bounds, outbox_type=broken)
     explored = explore(world)

@@ -143,9 +143,7 @@ def test_a_sender_that_gives_up_releases_a_live_lease(table: LeaseTable) -> None
 
 
 @pytest.mark.parametrize("is_given_up", [False, True])
-def test_leases_of_a_sender_are_fenced_when_it_is_given_up_and_end_when_it_dies(
-    table: LeaseTable, is_given_up: bool
-) -> None:
+def test_leases_are_fenced_when_their_sender_is_given_up_end_when_it_dies(table: LeaseTable, is_given_up: bool) -> None:
     live, fenced = grant(table, "a", (1,)), grant(table, "b", (2,))
     table.grant("c", [3], first_block=0, sender=WorkerEpoch("p", 2), now=0, ttl_s=10)
     table.cancel("b")

@@ -40,7 +40,7 @@ def test_any_order_becomes_the_senders_order() -> None:
 
 
 @pytest.mark.parametrize("byte", range(HEADER_BYTES))
-def test_a_flipped_bit_in_number_or_link_loses_one_notification_and_no_more(byte: int) -> None:
+def test_a_flipped_bit_in_number_or_link_loses_one_notification_only(byte: int) -> None:
     for bit in range(8):
         damaged = bytearray(make_message(2))
         damaged[byte] ^= 1 << bit
@@ -65,7 +65,7 @@ def test_a_link_that_was_added_anew_counts_from_the_beginning() -> None:
     assert take(sequencer, make_message(1, link=2), make_message(3), make_message(0, link=2)) == [0, 1]
 
 
-def test_a_notification_that_never_comes_holds_up_a_bounded_number_of_others() -> None:
+def test_a_notification_that_never_comes_holds_up_a_bounded_number() -> None:
     sequencer = NotificationSequencer()
     ready = [take(sequencer, make_message(sequence)) for sequence in range(1, MAX_EARLY + 2)]
     assert ready == [[]] * MAX_EARLY + [list(range(1, MAX_EARLY + 2))]
@@ -73,7 +73,7 @@ def test_a_notification_that_never_comes_holds_up_a_bounded_number_of_others() -
     assert take(sequencer, make_message(0), make_message(MAX_EARLY + 2)) == [MAX_EARLY + 2]
 
 
-def test_early_notifications_are_bounded_in_bytes_and_in_how_far_ahead_they_are() -> None:
+def test_early_notifications_are_bounded_in_bytes_and_in_distance() -> None:
     sequencer = NotificationSequencer(max_early_bytes=1000)
     for sequence in random.Random(1).sample(range(1, 10_000), 5000):
         list(sequencer.take(number_notification(1, sequence, b"x" * 100)))

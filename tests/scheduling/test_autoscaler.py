@@ -159,7 +159,7 @@ class TestMoves:
         world.until(1.5, lambda: bool(world.moves))
         assert world.moves[0].kind == "flip"
 
-    def test_more_traffic_than_all_can_serve_adds_workers_and_less_removes_them(self) -> None:
+    def test_more_traffic_than_all_can_serve_adds_workers_less_removes_them(self) -> None:
         world = World(2, 2, ALL)
         world.tick(5.0, num_ticks=200)
         most = len(world.views)
@@ -257,7 +257,7 @@ class TestWithdrawal:
                 return decision
         raise AssertionError("it is in flight for ever")
 
-    def test_one_without_room_is_withdrawn_at_its_deadline_and_the_reason_says_so(self) -> None:
+    def test_one_without_room_is_withdrawn_at_its_deadline_with_the_reason(self) -> None:
         world = self.adding()
         began_s = world.now
         decision = self.until_over(world, 5.0)

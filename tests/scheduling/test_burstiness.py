@@ -45,7 +45,7 @@ def test_a_steady_rise_is_no_burst_and_a_change_of_the_level_hardly_is() -> None
     assert changed.dispersion(64.0) < 20
 
 
-def test_one_client_that_waits_for_its_answers_arrives_more_evenly_than_chance() -> None:
+def test_a_client_that_waits_for_answers_arrives_more_evenly_than_chance() -> None:
     rng, arrivals, now = random.Random(3), [0] * 300, 0.0
     while now < 600.0:
         arrivals[int(now / 2.0)] += 1

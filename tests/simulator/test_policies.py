@@ -121,9 +121,7 @@ def test_dynamo_charges_prompts_that_wait() -> None:
 
 
 @pytest.mark.parametrize(("num_cached", "expected"), [(6, "w1"), (7, "w0")])
-def test_llm_d_gives_up_a_queue_score_of_two_for_more_than_two_thirds_of_the_prompt(
-    num_cached: int, expected: str
-) -> None:
+def test_llm_d_gives_up_a_queue_score_of_two_for_most_of_the_prompt(num_cached: int, expected: str) -> None:
     fleet = make_fleet(2)
     cache(fleet, "w0", num_cached)
     book(fleet, "w0")  # the only request: queue score 0 against 1

@@ -75,7 +75,7 @@ def test_the_slower_of_two_equal_prompts_keeps_its_blocks_private() -> None:
     pool.check_integrity()
 
 
-def test_blocks_that_a_peer_has_read_are_evicted_first_unless_another_chain_continues_them() -> None:
+def test_blocks_that_a_peer_read_go_first_unless_another_chain_needs_them() -> None:
     pool = Pool(8)
     shared = chain("s", 2)
     a, b = shared + chain("a", 2), shared + chain("b", 2)

@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tandem.decode_worker.role import DecodeRole
 from tandem.engine.engine import Engine, SequenceOutput
@@ -48,8 +46,9 @@ from tandem.protocol.sampling import SamplingParams
 from tandem.worker.handoff_messages import HandoffMessages
 from tests.support.judged_hub import JudgedHub, Verdict
 from tests.support.late_device import LateDevice, touched_early
+from tests.support.tiny_llama import save_tiny_model
 
-__all__ = ["DEADLINE_S", "Faults", "Report", "run", "save_tiny_model"]
+__all__ = ["DEADLINE_S", "Faults", "Report", "run", "save_model"]
 
 _PREFILL, _DECODE = ("p0", "p1"), ("d0", "d1")
 _BLOCK_SIZE = 8
@@ -566,23 +565,6 @@ def _kind_of(reason: str) -> str:
     return next((kind for part, kind in _REASONS.items() if part in reason), reason)
 
 
-def save_tiny_model(folder: Path) -> Path:
-    """A Llama of random weights whose step takes a millisecond and whose output depends on every token before it."""
-    config = LlamaConfig(
-        vocab_size=_VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,
-        initializer_range=0.3,
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+def save_model(folder: Path) -> Path:
+    """The model of every worker, whose block is `block_bytes` of `make_engine` long."""
+    return save_tiny_model(folder, vocab_size=_VOCAB_SIZE, hidden_size=32, max_model_len=256)

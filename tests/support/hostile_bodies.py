@@ -1,4 +1,4 @@
-"""Bodies that a hostile or broken client may send to the HTTP edge. The same seed gives the same ones."""
+"""Bodies that a hostile or broken client may send over HTTP. The same seed gives the same ones."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def check_trace(server: Server, collector: Collector, key: str) -> None:
     spans = collector.wait_for(1, "generate")
     assert_connected(spans)
     assert {span.service for span in spans} == {"our-tandem"}
-    assert len({span.instance for span in spans}) == 2, "the hub exports its own spans"
+    assert len({span.instance for span in spans}) == 2, "the deciding process exports its own spans"
     by_name = {span.name: span for span in spans}
     assert by_name[f"POST {PATH}"].attributes["tandem.request_id"] == "e2e"
     assert by_name["generate"].attributes["gen_ai.usage.output_tokens"] == 8

@@ -17,13 +17,13 @@ __all__ = ["EOS_TOKEN_ID", "MAX_MODEL_LEN", "VOCAB_SIZE", "save_tiny_model", "sa
 
 
 def save_tiny_model(
-    folder: Path, *, vocab_size: int = VOCAB_SIZE, max_model_len: int = MAX_MODEL_LEN, seed: int = 0
+    folder: Path, *, vocab_size: int = VOCAB_SIZE, hidden_size: int = 64, max_model_len: int = MAX_MODEL_LEN
 ) -> Path:
-    """Weights from `seed` alone; large enough that greedy output depends on every token before it."""
+    """The same weights each time; large enough that greedy output depends on every token before it."""
     config = LlamaConfig(
         vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -35,7 +35,7 @@ def save_tiny_model(
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 

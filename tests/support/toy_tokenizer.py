@@ -1,4 +1,4 @@
-"""A tiny byte-level tokenizer with a chat template: no model folder is needed to test the edge."""
+"""A tiny byte-level tokenizer with a chat template: no model folder is needed to test the frontend."""
 
 from __future__ import annotations
 

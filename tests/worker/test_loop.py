@@ -439,23 +439,6 @@ def test_a_broken_or_stuck_link_heals_and_shows_in_the_metrics(tiny_model: Path,
     asyncio.run(scenario())
 
 
-async def test_a_silent_sender_costs_its_lease_and_the_request_in_bounded_time(tiny_model: Path) -> None:
-    transfer = {"lease_ttl_s": 0.5, "handoff_timeout_s": 1.0}
-    async with running_cluster(tiny_model, transfer=transfer, judge=lambda _: Verdict.HOLD) as cluster:
-        request = asyncio.create_task(cluster.generate(make_prompt(100)))
-        await eventually(lambda: cluster.hub.held)
-        prefill = cluster.worker("p")
-        prefill.parts.heartbeats.close()  # as if the process were suspended
-        # Of the sender's patience with its write and the receiver's with the sender, either may end first.
-        with pytest.raises(ServingError, match=r"did not arrive in time|a write to d took over 1\.0 s"):
-            await request
-        decode = cluster.worker("d")
-        assert (await cluster.call("d", decode.status)).num_open_leases == 1, "in quarantine: it may still land"
-        cluster.hub.stop_judging()
-        cluster.hub.release_held()
-        await cluster.becomes_idle()
-
-
 async def test_heartbeats_keep_a_lease_through_a_step_longer_than_it(tiny_model: Path, oracle: Oracle) -> None:
     go_on, is_stuck = threading.Event(), threading.Event()
 
@@ -598,7 +581,7 @@ def long_steps(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     side.worker.close()
 
 
-def test_a_holder_counts_from_after_a_request_came_however_long_it_waited_for_it(long_steps: LongSteps) -> None:
+def test_a_holder_counts_from_the_arrival_of_a_request(long_steps: LongSteps) -> None:
     worker = long_steps.worker
     receive = worker.parts.sockets.receive
 

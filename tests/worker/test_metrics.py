@@ -76,7 +76,7 @@ async def test_each_internal_error_of_a_worker_is_counted(tiny_model: Path, monk
         await cluster.becomes_idle()
 
 
-async def test_messages_that_nobody_acts_upon_are_counted_where_they_were_dropped(tiny_model: Path) -> None:
+async def test_dropped_messages_are_counted_where_they_were_dropped(tiny_model: Path) -> None:
     async with running_cluster(tiny_model) as cluster:
         worker = cluster.worker("d")
         with contextlib.closing(Client(worker)) as client:

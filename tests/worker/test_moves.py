@@ -91,23 +91,6 @@ async def test_the_death_of_the_decode_worker_at_any_token_changes_none(
         await cluster.becomes_idle()
 
 
-@pytest.mark.parametrize("num_seeds", [3, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", SAMPLING)
-async def test_several_deaths_of_either_side_change_no_token(
-    tiny_model: Path, oracle: Oracle, name: str, num_seeds: int
-) -> None:
-    sampling = {"max_tokens": NUM_TOKENS, "ignore_eos": True} | SAMPLING[name]
-    async with running_cluster(tiny_model, ROLES, router={"max_moves": 9}) as cluster:
-        deaths = Deaths(cluster)
-        for seed in range(num_seeds):
-            rng = random.Random(seed)
-            prompt = make_prompt(rng.choice([5, 16, 70, 200]), seed)
-            plan = {rng.randrange(1, NUM_TOKENS): rng.choice(["decode", "prefill"]) for _ in range(2)}
-            answer = await deaths.answer(prompt, plan, **sampling)
-            assert answer.token_ids == oracle.answer(prompt, **sampling), f"seed {seed}: deaths {plan}"
-        await cluster.becomes_idle()
-
-
 @pytest.mark.parametrize(
     ("roles", "copy_kv_tokens"),
     [(ROLES, 0), ({"c": Role.COLOCATED, "c2": Role.COLOCATED}, 0), (ROLES, 16)],

@@ -13,7 +13,7 @@ from tandem.protocol.config import TierConfig
 from tandem.protocol.messages import Role
 from tests.support.cluster_harness import BLOCK_BYTES, PAIR, Oracle, make_prompt, running_cluster
 from tests.support.judged_hub import Verdict
-from tests.worker.test_roles import LENGTHS, num_recomputed
+from tests.worker.test_roles import LENGTHS, garbling, num_recomputed
 
 pytestmark = pytest.mark.cluster
 
@@ -46,12 +46,8 @@ async def test_scores_are_those_of_one_engine_whatever_is_cached(
 
 
 async def test_a_prompt_that_is_computed_again_keeps_its_scores(tiny_model: Path, oracle: Oracle) -> None:
-    def judge(write: InProcessWrite) -> Verdict:
-        write.notification = bytes([write.notification[0] ^ 1, *write.notification[1:]])
-        return Verdict.DELIVER
-
     transfer = {"lease_ttl_s": 0.6, "handoff_timeout_s": 2.0}
-    async with running_cluster(tiny_model, judge=judge, transfer=transfer) as cluster:
+    async with running_cluster(tiny_model, judge=garbling(), transfer=transfer) as cluster:
         prompts = [make_prompt(length) for length in (40, 65, 200)]
         answers = await asyncio.gather(*(cluster.generate(p, num_prompt_logprobs=NUM_TOP) for p in prompts))
         assert [answer.prompt_logprobs for answer in answers] == [oracle.scores(p, NUM_TOP) for p in prompts]

@@ -16,7 +16,7 @@ from tests.support.cluster_harness import PAIR, Oracle, running_cluster
 from tests.support.judged_hub import Verdict
 from tests.support.structured_requests import random_sampling
 from tests.support.tiny_llama import save_tiny_text_model
-from tests.worker.test_roles import make_prompt, num_recomputed
+from tests.worker.test_roles import garbling, make_prompt, num_recomputed
 
 pytestmark = pytest.mark.cluster
 
@@ -34,17 +34,12 @@ def oracle(text_model: Path) -> Oracle:
     return Oracle(text_model, max_run=1)
 
 
-def garble(write: InProcessWrite) -> Verdict:
-    write.notification = bytes([write.notification[0] ^ 1, *write.notification[1:]])
-    return Verdict.DELIVER
-
-
 @pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 12))])
 @pytest.mark.parametrize(
     ("roles", "judge", "engine"),
     [
         (PAIR, None, {}),
-        (PAIR, garble, {}),
+        (PAIR, garbling(), {}),
         (PAIR, None, {"num_blocks": 60}),
         (COLOCATED, None, {}),
     ],
@@ -70,6 +65,6 @@ async def test_answers_are_those_of_one_engine(
         answers = await asyncio.gather(*(cluster.generate(prompt, **sampling) for prompt, sampling in requests))
         for answer, (prompt, sampling) in zip(answers, requests, strict=True):
             assert answer.token_ids == oracle.answer(prompt, **sampling), (len(prompt), sampling)
-        if judge is garble:
+        if judge is not None:
             assert await num_recomputed(cluster) > 0
         await cluster.becomes_idle()

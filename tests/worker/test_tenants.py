@@ -86,7 +86,7 @@ class Server:
 
 @asynccontextmanager
 async def serving(model: Path, folder: Path | None = None, *, keys: dict[str, str] = KEYS) -> AsyncIterator[Server]:
-    """A server of one worker; with a `folder`, HTTP is answered through a hub, as an edge process does."""
+    """A server of one worker; with a `folder`, HTTP is answered by a frontend process."""
     config, metrics = RouterConfig(), CollectorRegistry()
     api_keys = api_keys_of(keys)
     workers, router = {"c": Role.COLOCATED}, {"local_prefill": True}
@@ -99,36 +99,38 @@ async def serving(model: Path, folder: Path | None = None, *, keys: dict[str, st
                 yield Server(client, tokenizer)
             return
         service = BackendService(cluster.flow, Always(), lambda: registry_text(shown, RouterConfig(), []))
-        hub = DecidingProcess(service, f"{folder}/hub", api_keys)
-        await hub.start()
-        hub.expect("edge")
-        edge = RemoteBackend(JoinSettings(f"{folder}/hub", "edge", lambda: None, 20.0, api_keys.is_required))
+        deciding = DecidingProcess(service, f"{folder}/deciding", api_keys)
+        await deciding.start()
+        deciding.expect("frontend")
+        frontend = RemoteBackend(
+            JoinSettings(f"{folder}/deciding", "frontend", lambda: None, 20.0, api_keys.is_required)
+        )
         try:
-            await edge.start()
+            await frontend.start()
             app = create_app(
-                edge,
+                frontend,
                 tokenizer,
                 config,
                 metrics,
-                readiness=edge,
-                scrape=edge.scrape,
-                api_keys=edge.api_keys,
+                readiness=frontend,
+                scrape=frontend.scrape,
+                api_keys=frontend.api_keys,
                 tenants=TENANTS,
             )
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
                 yield Server(client, tokenizer)
         finally:
-            await edge.close()
-            await hub.close()
+            await frontend.close()
+            await deciding.close()
 
 
-@pytest.fixture(params=["one process", "through a hub"])
-def hub_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
-    return tmp_path if request.param == "through a hub" else None
+@pytest.fixture(params=["one process", "two processes"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    return tmp_path if request.param == "two processes" else None
 
 
-async def test_a_prompt_that_one_tenant_sent_is_cached_for_no_other(text_model: Path, hub_folder: Path | None) -> None:
-    async with serving(text_model, hub_folder) as server:
+async def test_a_prompt_that_one_tenant_sent_is_cached_for_no_other(text_model: Path, folder: Path | None) -> None:
+    async with serving(text_model, folder) as server:
         assert await server.cached("sk-a") == 0
         own = await server.cached("sk-a")
         assert own >= 256
@@ -141,8 +143,8 @@ async def test_a_prompt_that_one_tenant_sent_is_cached_for_no_other(text_model: 
         assert (await server.cached("sk-c"), await server.cached("sk-d")) == (0, own)  # these two share
 
 
-async def test_no_salt_leads_to_the_blocks_of_another_tenant(text_model: Path, hub_folder: Path | None) -> None:
-    async with serving(text_model, hub_folder) as server:
+async def test_no_salt_leads_to_the_blocks_of_another_tenant(text_model: Path, folder: Path | None) -> None:
+    async with serving(text_model, folder) as server:
         assert await server.cached("sk-a", cache_salt="salt") == 0
         assert await server.cached("sk-a") == 0  # a salt divides the tenant's own
         assert min(await server.cached("sk-a", cache_salt="salt"), await server.cached("sk-a")) >= 256
@@ -188,8 +190,8 @@ async def test_without_keys_all_share_and_the_tenant_header_divides_nothing(text
         assert 'tenant="' in (await server.ask("GET", "/metrics", "")).text
 
 
-async def test_a_pin_exists_for_its_tenant_only(text_model: Path, hub_folder: Path | None) -> None:
-    async with serving(text_model, hub_folder) as server:
+async def test_a_pin_exists_for_its_tenant_only(text_model: Path, folder: Path | None) -> None:
+    async with serving(text_model, folder) as server:
         of_a = (await server.post("/v1/cache/pin", "sk-a", {"prompt": PROMPT, "ttl_s": 60}))["id"]
         of_c = (await server.post("/v1/cache/pin", "sk-c", {"prompt": PROMPT, "ttl_s": 60, "cache_salt": "s"}))["id"]
         assert (await server.pins("sk-a"), await server.pins("sk-a2")) == ([of_a], [of_a])
@@ -229,8 +231,8 @@ async def test_a_conversation_of_the_same_name_is_another_tenants_own(text_model
         assert 0 < shown[1] < shown[0]
 
 
-async def test_a_tenant_is_shown_its_own_and_an_operator_everything(text_model: Path, hub_folder: Path | None) -> None:
-    async with serving(text_model, hub_folder) as server:
+async def test_a_tenant_is_shown_its_own_and_an_operator_everything(text_model: Path, folder: Path | None) -> None:
+    async with serving(text_model, folder) as server:
         for key in ("sk-a", "sk-b", "sk-a2"):
             await server.cached(key)
 

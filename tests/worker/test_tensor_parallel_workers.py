@@ -12,12 +12,12 @@ import pytest
 
 from tandem.protocol.config import TierConfig
 from tandem.protocol.messages import KvHolder, Role
-from tests.support.cluster_harness import BLOCK_BYTES, BLOCK_SIZE, Oracle, running_cluster, wait_for_loads
+from tests.support.cluster_harness import BLOCK_BYTES, BLOCK_SIZE, Oracle, running_cluster
 from tests.support.thread_ranks import thread_ranks
 from tests.support.waiting import eventually
 from tests.worker.kv.test_peer_reads import TWO, ask
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("patient")]
 
 RANKS = [(2, 1), (1, 2), (2, 2)]
 
@@ -26,12 +26,6 @@ RANKS = [(2, 1), (1, 2), (2, 2)]
 def _thread_ranks() -> Iterator[None]:
     with thread_ranks():
         yield
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny model computes faster than anything loads: believe in a slow one, and wait for its loads."""
-    wait_for_loads(monkeypatch)
 
 
 def prompt(rng: random.Random, num_tokens: int) -> list[int]:

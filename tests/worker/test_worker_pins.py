@@ -26,6 +26,7 @@ from tests.support.cluster_harness import (
     DEADLINE_S,
     Cluster,
     Oracle,
+    prompt_of,
     running_cluster,
     wait_for_loads,
 )
@@ -45,17 +46,13 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for_loads(monkeypatch, probes=False)
 
 
-def prompt(rng: random.Random, num_blocks: int) -> list[int]:
-    return [rng.randrange(5, 250) for _ in range(num_blocks * BLOCK_SIZE + 3)]
-
-
 def chain(worker: Worker, token_ids: list[int]) -> list[bytes]:
     return block_digests(root_digest(worker.card.namespace), token_ids, BLOCK_SIZE)
 
 
 async def flood(cluster: Cluster, rng: random.Random, num_prompts: int = 6) -> None:
     for _ in range(num_prompts):
-        await cluster.generate(prompt(rng, 12))
+        await cluster.generate(prompt_of(rng, 12))
     await cluster.becomes_idle()
 
 
@@ -80,7 +77,7 @@ def alone(model: Path, tiers: TierConfig | None = None, **engine: Any) -> Any:
 async def test_a_pinned_prefix_outlives_pressure_in_the_pool_and_expires(tiny_model: Path, oracle: Oracle) -> None:
     rng = random.Random(1)
     async with alone(tiny_model) as cluster:
-        pinned, other = prompt(rng, 8), prompt(rng, 8)
+        pinned, other = prompt_of(rng, 8), prompt_of(rng, 8)
         worker = cluster.worker("c")
         assert worker.card.max_pinned_blocks == {"pool": NUM_BLOCKS // 4}
         for tokens in (pinned, other):
@@ -105,12 +102,12 @@ async def test_a_request_that_needs_the_room_of_pins_gets_it(tiny_model: Path, o
 
     rng = random.Random(2)
     async with alone(tiny_model, tiers, num_blocks=34) as cluster:
-        pinned = prompt(rng, 28)
+        pinned = prompt_of(rng, 28)
         await cluster.generate(pinned)
         worker = cluster.worker("c")
         await pin(cluster, "c", Pin(pin_id="a", digests=chain(worker, pinned), ttl_s=LONG_S))
         assert await held(cluster, "c", "a") == {"pool": 28}
-        large = prompt(rng, 30)
+        large = prompt_of(rng, 30)
         assert (await cluster.generate(large)).token_ids == oracle.answer(large)
         assert (await held(cluster, "c", "a"))["pool"] == 3
         await cluster.becomes_idle()
@@ -121,7 +118,7 @@ async def test_with_host_memory_pins_keep_blocks_there_and_not_in_the_pool(tiny_
 
     rng = random.Random(3)
     async with alone(tiny_model, tiers) as cluster:
-        pinned, other = prompt(rng, 12), prompt(rng, 12)
+        pinned, other = prompt_of(rng, 12), prompt_of(rng, 12)
         worker = cluster.worker("c")
         assert worker.card.max_pinned_blocks == {"host": 15}
         # Before anything of it is cached: the pin waits for it.
@@ -141,6 +138,13 @@ async def test_with_host_memory_pins_keep_blocks_there_and_not_in_the_pool(tiny_
         assert worker.parts.pins.load().num_blocks == {"host": 0}
 
 
+async def store(model: Path, tiers: TierConfig, tokens: list[int]) -> None:
+    """Have a worker that ends then compute this prompt and store it."""
+    async with alone(model, tiers) as cluster:
+        await cluster.generate(tokens)
+        await eventually(lambda: not cluster.worker("c").parts.cache.is_busy)
+
+
 def hold_disk_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Reads from disk wait until the event is set."""
     gate, read = threading.Event(), DiskStore.read
@@ -151,6 +155,23 @@ def hold_disk_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(DiskStore, "read", wait_and_read)
     return gate
+
+
+def make_machine(model: Path, tiers: TierConfig) -> Machine:
+    engine = make_engine(model)
+    return Machine(engine, create_tiers(tiers, engine))
+
+
+def restarted(model: Path, tiers: TierConfig, *prompts: list[int]) -> Machine:
+    """A machine whose tiers have these prompts of an earlier one."""
+    former = make_machine(model, tiers)
+    for tokens in prompts:
+        former.serve(tokens)
+        former.settle()
+    former.close()
+    machine = make_machine(model, tiers)
+    machine.settle()
+    return machine
 
 
 def follow(pins: WorkerPins, cache: TieredCache) -> None:
@@ -165,69 +186,51 @@ def disk_and_host(folder: Path, **more: Any) -> TierConfig:
 
 
 @pytest.mark.parametrize("host_codec", ["raw", "int8"])
-def test_after_a_restart_a_pinned_session_is_served_from_host_memory(
+async def test_after_a_restart_a_pinned_session_is_served_from_host_memory(
     host_codec: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     tiers = disk_and_host(tmp_path, host_cache_codec=host_codec)
-    tokens = prompt(random.Random(4), 12)
-
-    async def fill() -> None:
-        async with alone(tiny_model, tiers) as cluster:
-            await cluster.generate(tokens)
-            await eventually(lambda: not cluster.worker("c").parts.cache.is_busy)
-
-    async def come_back() -> None:
-        async with alone(tiny_model, tiers) as cluster:
-            worker = cluster.worker("c")
-            pinned = Pin(pin_id="a", digests=chain(worker, tokens), ttl_s=LONG_S, prefetch=Prefetch.HOST)
-            await pin(cluster, "c", pinned)
-            await eventually(lambda: worker.parts.pins.load().num_blocks["host"] == 12)
-            assert await held(cluster, "c", "a") == {"pool": 0, "host": 12, "disk": 12}
-            assert worker.parts.pins.load().num_prefetched == {"host": 12}
-            num_disk_reads = (await tier(cluster, "c", "disk")).num_hits
-            again = await cluster.generate(tokens)
-            assert again.num_cached_tokens == 12 * BLOCK_SIZE
-            assert (await tier(cluster, "c", "host")).num_hits == 12
-            assert (await tier(cluster, "c", "disk")).num_hits == num_disk_reads
-            await cluster.call("c", lambda: worker.parts.pins.unpin("a"))
-            await cluster.becomes_idle()
-
-    asyncio.run(fill())
-    asyncio.run(come_back())
+    tokens = prompt_of(random.Random(4), 12)
+    await store(tiny_model, tiers, tokens)
+    async with alone(tiny_model, tiers) as cluster:
+        worker = cluster.worker("c")
+        pinned = Pin(pin_id="a", digests=chain(worker, tokens), ttl_s=LONG_S, prefetch=Prefetch.HOST)
+        await pin(cluster, "c", pinned)
+        await eventually(lambda: worker.parts.pins.load().num_blocks["host"] == 12)
+        assert await held(cluster, "c", "a") == {"pool": 0, "host": 12, "disk": 12}
+        assert worker.parts.pins.load().num_prefetched == {"host": 12}
+        num_disk_reads = (await tier(cluster, "c", "disk")).num_hits
+        again = await cluster.generate(tokens)
+        assert again.num_cached_tokens == 12 * BLOCK_SIZE
+        assert (await tier(cluster, "c", "host")).num_hits == 12
+        assert (await tier(cluster, "c", "disk")).num_hits == num_disk_reads
+        await cluster.call("c", lambda: worker.parts.pins.unpin("a"))
+        await cluster.becomes_idle()
 
 
-def test_no_more_is_brought_up_than_pins_may_keep(
+async def test_no_more_is_brought_up_than_pins_may_keep(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.worker.kv.prefetch._PIECE_BYTES", 2 * BLOCK_BYTES)  # three pieces
     tiers = disk_and_host(tmp_path)
-    tokens = prompt(random.Random(11), 12)
-
-    async def fill() -> None:
-        async with alone(tiny_model, tiers) as cluster:
-            await cluster.generate(tokens)
-            await eventually(lambda: not cluster.worker("c").parts.cache.is_busy)
-
-    async def come_back() -> None:
-        small = replace(tiers, host_cache_gb=20.5 * BLOCK_BYTES / 1e9)
-        async with alone(tiny_model, small) as cluster:
-            worker = cluster.worker("c")
-            pinned = Pin(pin_id="a", digests=chain(worker, tokens), ttl_s=LONG_S, prefetch=Prefetch.HOST)
-            await pin(cluster, "c", pinned)
-            await eventually(lambda: worker.parts.pins.load().num_blocks["host"] == 5)
-            await eventually(lambda: not worker.parts.cache.is_busy and not worker.parts.pins.is_prefetching)
-            assert (await tier(cluster, "c", "host")).num_blocks == 5
-            assert (await tier(cluster, "c", "disk")).num_hits == 5
-            assert await held(cluster, "c", "a") == {"pool": 0, "host": 5, "disk": 12}
-            await cluster.becomes_idle()
-
-    asyncio.run(fill())
-    asyncio.run(come_back())
+    tokens = prompt_of(random.Random(11), 12)
+    await store(tiny_model, tiers, tokens)
+    small = replace(tiers, host_cache_gb=20.5 * BLOCK_BYTES / 1e9)
+    async with alone(tiny_model, small) as cluster:
+        worker = cluster.worker("c")
+        pinned = Pin(pin_id="a", digests=chain(worker, tokens), ttl_s=LONG_S, prefetch=Prefetch.HOST)
+        await pin(cluster, "c", pinned)
+        await eventually(lambda: worker.parts.pins.load().num_blocks["host"] == 5)
+        await eventually(lambda: not worker.parts.cache.is_busy and not worker.parts.pins.is_prefetching)
+        assert (await tier(cluster, "c", "host")).num_blocks == 5
+        assert (await tier(cluster, "c", "disk")).num_hits == 5
+        assert await held(cluster, "c", "a") == {"pool": 0, "host": 5, "disk": 12}
+        await cluster.becomes_idle()
 
 
 def test_a_pin_without_prefetch_brings_nothing_up(tiny_model: Path, tmp_path: Path) -> None:
     tiers = disk_and_host(tmp_path)
-    tokens = prompt(random.Random(5), 4)
+    tokens = prompt_of(random.Random(5), 4)
 
     async def run(*, is_cached: bool) -> None:
         async with alone(tiny_model, tiers) as cluster:
@@ -246,40 +249,31 @@ def test_a_pin_without_prefetch_brings_nothing_up(tiny_model: Path, tmp_path: Pa
     asyncio.run(run(is_cached=True))
 
 
-def test_a_pinned_session_is_brought_into_free_blocks_of_the_pool(
-    tiny_model: Path, tmp_path: Path, oracle: Oracle
+@pytest.mark.parametrize("num_blocks", [NUM_BLOCKS, 16])
+async def test_a_pinned_session_is_brought_into_free_blocks_of_the_pool(
+    tiny_model: Path, tmp_path: Path, oracle: Oracle, num_blocks: int
 ) -> None:
     tiers = TierConfig(disk_cache_path=str(tmp_path), disk_cache_gb=500 * BLOCK_BYTES / 1e9)
-    tokens = prompt(random.Random(6), 12)
-
-    async def fill() -> None:
-        async with alone(tiny_model, tiers) as cluster:
-            await cluster.generate(tokens)
-            await eventually(lambda: not cluster.worker("c").parts.cache.is_busy)
-
-    async def come_back(num_blocks: int) -> None:
-        async with alone(tiny_model, tiers, num_blocks=num_blocks) as cluster:
-            worker = cluster.worker("c")
-            await eventually(lambda: not worker.parts.cache.is_busy)
-            blocker = prompt(random.Random(7), 5)
-            await cluster.generate(blocker)  # five blocks stay cached and are not to be evicted
+    tokens = prompt_of(random.Random(6), 12)
+    await store(tiny_model, tiers, tokens)
+    async with alone(tiny_model, tiers, num_blocks=num_blocks) as cluster:
+        worker = cluster.worker("c")
+        await eventually(lambda: not worker.parts.cache.is_busy)
+        blocker = prompt_of(random.Random(7), 5)
+        await cluster.generate(blocker)  # five blocks stay cached and are not to be evicted
+        await cluster.becomes_idle()
+        num_free = worker.parts.engine.pool.num_free
+        pinned = Pin(pin_id="a", digests=chain(worker, tokens), ttl_s=LONG_S, prefetch=Prefetch.POOL)
+        await pin(cluster, "c", pinned)
+        num_brought = min(12, num_free)
+        await eventually(lambda: worker.parts.pins.load().num_prefetched.get("pool") == num_brought)
+        assert (await held(cluster, "c", "a"))["pool"] == num_brought
+        assert worker.parts.engine.pool.count_cached(chain(worker, blocker)) == 5
+        await cluster.becomes_idle()
+        if num_brought == 12:
+            again = await cluster.generate(tokens)
+            assert (again.token_ids, again.num_cached_tokens) == (oracle.answer(tokens), 12 * BLOCK_SIZE)
             await cluster.becomes_idle()
-            num_free = worker.parts.engine.pool.num_free
-            pinned = Pin(pin_id="a", digests=chain(worker, tokens), ttl_s=LONG_S, prefetch=Prefetch.POOL)
-            await pin(cluster, "c", pinned)
-            num_brought = min(12, num_free)
-            await eventually(lambda: worker.parts.pins.load().num_prefetched.get("pool") == num_brought)
-            assert (await held(cluster, "c", "a"))["pool"] == num_brought
-            assert worker.parts.engine.pool.count_cached(chain(worker, blocker)) == 5
-            await cluster.becomes_idle()
-            if num_brought == 12:
-                again = await cluster.generate(tokens)
-                assert (again.token_ids, again.num_cached_tokens) == (oracle.answer(tokens), 12 * BLOCK_SIZE)
-                await cluster.becomes_idle()
-
-    asyncio.run(fill())
-    asyncio.run(come_back(NUM_BLOCKS))
-    asyncio.run(come_back(16))
 
 
 async def test_a_pinned_conversation_survives_with_its_answers(tiny_model: Path, oracle: Oracle) -> None:
@@ -291,7 +285,7 @@ async def test_a_pinned_conversation_survives_with_its_answers(tiny_model: Path,
         wanted = PinRequest(token_ids=None, cache_scope=EVERYONE, conversation_id="chat", ttl_s=LONG_S)
         asked = await pins.pin(wanted)
         assert (asked.num_blocks, set(asked.held)) == (0, {"p", "d"})
-        first = prompt(rng, 3)
+        first = prompt_of(rng, 3)
         request = replace(cluster.request(first, max_tokens=40, ignore_eos=True), conversation_id="chat")
         answer = await cluster.serve(request)
         await flood(cluster, rng)
@@ -299,7 +293,7 @@ async def test_a_pinned_conversation_survives_with_its_answers(tiny_model: Path,
         num_blocks = (len(first) + 39) // BLOCK_SIZE
         assert (state.num_blocks, state.num_tokens) == (num_blocks, num_blocks * BLOCK_SIZE)
         assert state.held == {"p": {"pool": 3}, "d": {"pool": num_blocks}}
-        second = [*first, *answer.token_ids, *prompt(rng, 1)]
+        second = [*first, *answer.token_ids, *prompt_of(rng, 1)]
         again = await cluster.serve(replace(cluster.request(second), conversation_id="chat"))
         assert again.token_ids == oracle.answer(second)
         assert again.num_cached_tokens == 3 * BLOCK_SIZE  # as the worker that computes the prompt sees it
@@ -315,17 +309,9 @@ def test_a_request_goes_before_what_is_brought_up_for_a_pin(
 ) -> None:
     """With the disk held up in the middle of a piece, a prompt's own loads begin at once and the piece starts anew."""
     tiers = disk_and_host(tmp_path)
-    pinned, asked = prompt(random.Random(9), 12), prompt(random.Random(10), 12)
-    engine = make_engine(tiny_model)
-    machine = Machine(engine, create_tiers(tiers, engine))
-    for tokens in (pinned, asked):
-        machine.serve(tokens)
-        machine.settle()
-    machine.close()
-
-    engine = make_engine(tiny_model)
-    cache = (machine := Machine(engine, create_tiers(tiers, engine))).cache
-    machine.settle()
+    pinned, asked = prompt_of(random.Random(9), 12), prompt_of(random.Random(10), 12)
+    machine = restarted(tiny_model, tiers, pinned, asked)
+    engine, cache = machine.engine, machine.cache
     pins = WorkerPins(engine, cache, share=0.25)
     gate = hold_disk_reads(monkeypatch)
     digests = block_digests(root_digest(engine.namespace), pinned, BLOCK_SIZE)
@@ -360,13 +346,8 @@ def test_what_is_brought_up_for_a_pin_is_used_once_the_device_has_it(
     tiny_model: Path, tmp_path: Path, target: Prefetch
 ) -> None:
     tiers = replace(disk_and_host(tmp_path), disk_cache_codec="int8")
-    tokens = prompt(random.Random(13), 6)
-    engine = make_engine(tiny_model)
-    machine = Machine(engine, create_tiers(tiers, engine))
-    machine.serve(tokens)
-    machine.settle()
-    machine.close()
-
+    tokens = prompt_of(random.Random(13), 6)
+    restarted(tiny_model, tiers, tokens).close()
     engine = make_engine(tiny_model)
     device = LateDevice(engine, 0, share_done=0.0)
     cache = (machine := Machine(engine, create_tiers(tiers, engine))).cache
@@ -408,16 +389,9 @@ def test_what_is_under_way_for_a_chain_that_changed_is_given_up(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiers = disk_and_host(tmp_path)
-    tokens = prompt(random.Random(12), 6)
-    engine = make_engine(tiny_model)
-    machine = Machine(engine, create_tiers(tiers, engine))
-    machine.serve(tokens)
-    machine.settle()
-    machine.close()
-
-    engine = make_engine(tiny_model)
-    cache = (machine := Machine(engine, create_tiers(tiers, engine))).cache
-    machine.settle()
+    tokens = prompt_of(random.Random(12), 6)
+    machine = restarted(tiny_model, tiers, tokens)
+    engine, cache = machine.engine, machine.cache
     pins = WorkerPins(engine, cache, share=0.25)
     digests = block_digests(root_digest(engine.namespace), tokens, BLOCK_SIZE)
     gate = hold_disk_reads(monkeypatch)

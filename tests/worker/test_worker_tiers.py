@@ -17,29 +17,19 @@ from tests.support.cluster_harness import (
     BLOCK_SIZE,
     Cluster,
     Oracle,
+    prompt_of,
     running_cluster,
-    wait_for_loads,
 )
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("patient")]
 
 NUM_BLOCKS = 48
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny model computes faster than anything loads: believe in a slow one, and wait for its loads."""
-    wait_for_loads(monkeypatch)
-
-
-def prompt(rng: random.Random, num_blocks: int) -> list[int]:
-    return [rng.randrange(5, 250) for _ in range(num_blocks * BLOCK_SIZE + 3)]
-
-
 async def flood(cluster: Cluster, rng: random.Random) -> None:
     for _ in range(5):
-        await cluster.generate(prompt(rng, 12))
+        await cluster.generate(prompt_of(rng, 12))
     await cluster.becomes_idle()
 
 
@@ -50,7 +40,7 @@ async def test_the_router_knows_what_is_in_host_memory(tiny_model: Path, oracle:
     async with running_cluster(
         tiny_model, {"c": Role.COLOCATED}, engine={"num_blocks": NUM_BLOCKS}, tiers=tiers
     ) as cluster:
-        first = await cluster.generate(tokens := prompt(rng, 12))
+        first = await cluster.generate(tokens := prompt_of(rng, 12))
         await flood(cluster, rng)
         await eventually(lambda: cluster.index.num_blocks("c/host") > NUM_BLOCKS)
         assert cluster.index.num_blocks("c") <= NUM_BLOCKS
@@ -74,7 +64,7 @@ def test_a_pair_shares_what_is_on_disk_and_finds_it_after_a_restart(
 ) -> None:
     tiers = TierConfig(disk_cache_path=str(tmp_path), disk_cache_gb=500 * BLOCK_BYTES / 1e9, kv_encryption=encryption)
     rng = random.Random(2)
-    tokens = prompt(rng, 12)
+    tokens = prompt_of(rng, 12)
 
     async def run(*, is_cached: bool) -> None:
         async with running_cluster(tiny_model, engine={"num_blocks": NUM_BLOCKS}, tiers=tiers) as cluster:

@@ -126,7 +126,7 @@ time.sleep(600)
 """
 
 
-def test_threads_that_spin_while_the_server_is_idle_give_way_to_those_that_compute(tmp_path: Path) -> None:
+def test_threads_that_spin_in_an_idle_server_give_way_to_others(tmp_path: Path) -> None:
     with ServerProcess("vllm", [sys.executable, "-c", SPINS], {}, None) as process:
         until(lambda: bool(process.tail), TIMEOUT_S)
         spinning, sleeping = map(int, process.tail[0].split())

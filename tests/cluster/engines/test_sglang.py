@@ -40,23 +40,14 @@ def options(**fields: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--model", "x"],
-        ["--model-path=x"],
-        ["--model_path", "x"],
-        ["--port", "1"],
-        ["--disaggregation-mode", "prefill"],
-        ["--disaggregation-boot", "1"],
-        ["--kv_events_config={}"],
-        ["--api-key", "x"],
-        ["--config", "x.yaml"],
-        ["--nccl-init-addr", "h:1"],
-        ["--device", "cuda"],
+        *("--model x", "--model-path=x", "--model_path x", "--port 1", "--api-key x", "--config x.yaml"),
+        *("--disaggregation-mode prefill", "--disaggregation-boot 1", "--kv_events_config={}"),
+        *("--nccl-init-addr h:1", "--device cuda"),
     ],
-    ids=" ".join,
 )
-def test_flags_that_tandem_sets_are_refused_by_name(arguments: list[str]) -> None:
+def test_flags_that_tandem_sets_are_refused_by_name(arguments: str) -> None:
     with pytest.raises(ConfigError, match=r"engine_args: --\S+ is set by Tandem for each SGLang server; "):
-        sglang.check(arguments)
+        sglang.check(arguments.split())
 
 
 def test_other_flags_are_passed_on_as_they_are() -> None:

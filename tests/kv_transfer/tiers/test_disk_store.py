@@ -368,16 +368,6 @@ def test_a_block_cannot_be_read_and_is_ours(world: World) -> None:
     assert read(store, name_of(1)) in ((True,) if os.geteuid() == 0 else (StoreFailure.CORRUPT,))  # root reads anything
 
 
-def test_a_huge_file_under_a_blocks_name_is_read_as_far_as_a_block_goes(world: World) -> None:
-    store = world.open()
-    store.write(name_of(1), content(name_of(1)))
-    with world.path(name_of(1)).open("r+b") as file:
-        file.write(b"x")
-        file.truncate(10**12)
-    assert read(store, name_of(1)) is StoreFailure.CORRUPT
-    assert read(store, name_of(1)) is StoreFailure.ABSENT
-
-
 def test_those_who_share_a_folder_know_it_by_the_same_name_and_no_others(tmp_path: Path) -> None:
     """Whatever the hosts' names: two hosts may have the same name and the same path without sharing a disk."""
     with ThreadPoolExecutor(8) as threads:

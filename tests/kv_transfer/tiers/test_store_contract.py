@@ -114,9 +114,11 @@ def test_namespaces_do_not_mix(world: World) -> None:
 
 
 @every_persistent_kind
-def test_a_store_of_another_key_is_another_store(world: World) -> None:
+@pytest.mark.parametrize("differs", ["key", "encryption"])
+def test_a_store_of_another_key_or_encryption_is_another_store(world: World, differs: str) -> None:
     """A worker deletes only blocks of its own key: two hosts with different keys would empty each other's store."""
-    store, other = world.open(), world.open(key=StoreKey(bytes(32), world.key.encrypts))
+    secret, encrypts = (bytes(32), world.key.encrypts) if differs == "key" else (KEY.secret, not world.key.encrypts)
+    store, other = world.open(), world.open(key=StoreKey(secret, encrypts))
     store.write(name_of(1), content(name_of(1)))
     assert read(other, name_of(1)) is StoreFailure.ABSENT
     assert other.scan() == []
@@ -146,13 +148,15 @@ def test_an_encrypted_store_shows_neither_blocks_nor_names(world: World) -> None
     assert seen == [not world.key.encrypts] * len(seen)
 
 
-@every_persistent_kind
-def test_a_store_with_and_one_without_encryption_do_not_mix(world: World) -> None:
-    store, other = world.open(), world.open(key=StoreKey(KEY.secret, not world.key.encrypts))
+@pytest.mark.parametrize("world", ["disk", "object-file"], indirect=True)
+def test_a_huge_file_under_a_blocks_name_is_not_brought_into_memory(world: World) -> None:
+    store = world.open()
     store.write(name_of(1), content(name_of(1)))
-    assert read(other, name_of(1)) is StoreFailure.ABSENT
-    assert other.scan() == []
-    assert read(store, name_of(1)) is True
+    with world.path(name_of(1)).open("r+b") as file:
+        file.write(b"x")
+        file.truncate(10**12)
+    assert read(store, name_of(1)) is StoreFailure.CORRUPT
+    assert read(store, name_of(1)) is StoreFailure.ABSENT
 
 
 def flip(position: int) -> Callable[[bytes], bytes]:

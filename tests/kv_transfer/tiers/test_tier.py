@@ -210,7 +210,7 @@ def test_a_load_is_whole_or_says_why_not() -> None:
     tier.close()
 
 
-def test_an_abandoned_load_is_done_at_once_and_never_touches_its_buffers_again() -> None:
+def test_an_abandoned_load_is_done_at_once_and_leaves_its_buffers() -> None:
     store = ScriptedStore()
     tier = make_tier(store)
     put(tier, chain(1, 2))
@@ -407,7 +407,7 @@ def test_an_unreachable_store_is_left_alone_for_a_while() -> None:
     tier.close()
 
 
-def test_a_store_that_lists_but_does_not_read_is_left_alone_longer_each_time() -> None:
+def test_a_store_that_lists_but_cannot_read_is_left_alone_ever_longer() -> None:
     clock, store = Clock(), ScriptedStore()
     tier = make_tier(store, clock=clock, pause_s=1.0)
     put(tier, chain(1, 2))

@@ -120,7 +120,7 @@ def test_requests_of_one_priority_wait_at_the_worker_a_little_longer(tenant: str
     assert len(desk.decide()) == 2, "two full steps; priorities of different tenants are not compared"
 
 
-def test_workers_get_less_while_priorities_differ_and_for_a_minute_after_that() -> None:
+def test_workers_get_less_while_priorities_differ_and_a_minute_after() -> None:
     desk = make_desk(one_priority=True)
     desk.enter()
     desk.enter(priority=-1)
@@ -174,7 +174,7 @@ def beside_decoding(**options: Any) -> Desk:
     return desk
 
 
-def test_a_request_with_a_deadline_goes_to_an_idle_worker_not_behind_a_step_in_progress() -> None:
+def test_a_request_with_a_deadline_goes_to_an_idle_worker() -> None:
     desk = beside_decoding()
     desk.enter(2048, now=20.0)
     (decided,) = desk.decide(20.0)
@@ -186,7 +186,7 @@ def test_a_request_with_a_deadline_goes_to_an_idle_worker_not_behind_a_step_in_p
 
 
 @pytest.mark.parametrize("ttft_slo_s", [None, 1.0])
-def test_prompts_that_wait_for_prefill_workers_do_not_delay_prompts_for_decode_workers(
+def test_prompts_for_prefill_workers_do_not_delay_those_for_decode_workers(
     ttft_slo_s: float | None,
 ) -> None:
     desk = beside_decoding()
@@ -235,7 +235,7 @@ def no_room(desk: Desk) -> QueuedRequest:
     return waiting
 
 
-def test_a_request_with_a_deadline_is_dispatched_where_only_its_order_has_room() -> None:
+def test_a_request_with_a_deadline_goes_where_only_its_order_has_room() -> None:
     desk = make_desk()
     first = no_room(desk)
     hurried = desk.enter(ttft_slo_s=5.0, now=20.0)
@@ -315,7 +315,7 @@ def test_a_tenant_that_holds_less_is_sent_where_another_one_has_the_seats(
     assert sum(load.num_seqs for worker in desk.registry for load in worker.tenants.values()) == 4
 
 
-def test_prompts_that_may_be_overtaken_take_short_steps_while_tenants_compete() -> None:
+def test_prompts_that_may_be_overtaken_take_short_steps_among_tenants() -> None:
     desk = make_desk(one_priority=True)
     two_tenants(desk)
     (modest,) = desk.decide(20.0)
@@ -460,7 +460,7 @@ def test_one_tenant_cannot_fill_the_queue() -> None:
     assert desk.admission.report()["tenants"]["a"]["rejected"] == {"tenant_queue_full": 1}  # type: ignore[index]
 
 
-def test_a_deadline_that_cannot_be_met_is_refused_with_prediction_and_deadline() -> None:
+def test_a_deadline_that_cannot_be_met_is_refused_with_the_prediction() -> None:
     desk = make_desk(tenants={"a": TenantPolicy(ttft_slo_s=2.0)})
     for _ in range(10):
         desk.enter()
@@ -495,7 +495,7 @@ def test_a_tenant_refused_because_of_others_is_expected_to_go_first_later(slo_s:
     assert (start_s() > before_s) is is_foreseen, "a request that would be late on its own is never admitted"
 
 
-def test_admitted_requests_meet_their_deadlines_at_twice_the_capacity_with_many_tenants() -> None:
+def test_admitted_requests_meet_their_deadlines_at_twice_the_capacity() -> None:
     admitted = []
     for seed in range(3):
         print(f"seed {seed}")

@@ -24,7 +24,7 @@ def refusal(limiter: KeyLimiter, limits: KeyLimits, now: float) -> RateLimitExce
 
 
 @pytest.mark.parametrize("limit", [1, 7, 60, 1001])
-def test_a_full_minute_of_requests_is_served_at_once_and_the_next_exactly_when_told(limit: int) -> None:
+def test_a_minute_of_requests_is_served_at_once_and_the_next_when_told(limit: int) -> None:
     limiter, limits = KeyLimiter(), KeyLimits(requests_per_minute=limit)
     for _ in range(limit):
         limiter.begin(KEY, limits, 5.0)
@@ -104,7 +104,7 @@ def test_an_answer_is_charged_as_expected_and_corrected_at_its_end() -> None:
     refusal(limiter, limits, 0.0)
 
 
-def test_a_request_above_the_limit_waits_for_a_full_bucket_and_leaves_a_debt() -> None:
+def test_a_request_above_the_limit_waits_for_a_full_bucket_and_owes() -> None:
     limiter, limits = KeyLimiter(), KeyLimits(tokens_per_minute=100)
     usage = charged(limiter, limits, 250, 0, 0.0)
     limiter.end(usage, 250, 0, 0.0)
@@ -173,7 +173,7 @@ def test_a_limit_that_changes_counts_at_once_and_what_was_used_stays_used() -> N
     refusal(limiter, KeyLimits(requests_per_minute=1), 1000.0)
 
 
-def test_a_clock_that_goes_back_gives_nothing_away_and_blocks_nobody_for_ever() -> None:
+def test_a_clock_that_goes_back_gives_nothing_away_and_blocks_nobody() -> None:
     limiter, limits = KeyLimiter(), KeyLimits(requests_per_minute=1)
     limiter.begin(KEY, limits, 1e6)
     assert refusal(limiter, limits, 5.0).retry_after_s == pytest.approx(60.0)

@@ -33,17 +33,6 @@ def make_index(*worker_ids: str) -> PrefixIndex:
     return index
 
 
-def test_finds_the_longest_prefix_of_every_worker() -> None:
-    index = make_index("w0", "w1", "w2")
-    prompt = chain("a", 7)
-    index.apply(make_events(1, stored=prompt[:3]))
-    index.apply(make_events(1, stored=prompt, worker_id="w1"))
-    assert index.longest_prefix(prompt, now=0.0) == {"w0": 3, "w1": 7}
-    assert index.longest_prefix(prompt[:2], now=0.0) == {"w0": 2, "w1": 2}
-    assert index.longest_prefix(chain("b", 2), now=0.0) == {}
-    assert index.longest_prefix([], now=0.0) == {}
-
-
 def test_speculative_blocks_are_not_held() -> None:
     index = make_index("w0", "w1")
     prompt = chain("a", 7)
@@ -89,7 +78,7 @@ def test_a_new_epoch_forgets_the_old_one() -> None:
     assert index.longest_prefix(blocks, now=0.0) == {"w0": 1}
 
 
-def test_a_worker_that_leaves_takes_everything_with_it_and_its_bit_is_reused() -> None:
+def test_a_worker_that_leaves_takes_all_with_it_and_its_bit_is_reused() -> None:
     index = make_index("w0", "w1")
     blocks = chain("a", 3)
     index.apply(make_events(1, stored=blocks))

@@ -116,7 +116,7 @@ def test_a_booking_outlives_its_worker_harmlessly() -> None:
     assert registry.queued_prompt_tokens == 0
 
 
-def test_the_table_follows_bookings_and_tells_a_restarted_worker_from_its_predecessor() -> None:
+def test_the_table_follows_bookings_and_knows_a_restarted_worker() -> None:
     registry = make_registry("p", "d")
     booking = reserve(registry, "p", "d", new=1000)
     assert registry.table.uncomputed_tokens.tolist() == [1000, 0]

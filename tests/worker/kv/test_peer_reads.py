@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,7 @@ from tandem.scheduling.workers.load import RequestLoad
 from tandem.worker.kv.kv_source import Piece
 from tandem.worker.kv.peer_lender import PeerLender
 from tandem.worker.kv.peer_reader import PeerReader
+from tandem.worker.loop import Worker
 from tests.support.cluster_harness import (
     BLOCK_BYTES,
     BLOCK_SIZE,
@@ -52,7 +54,7 @@ from tests.support.cluster_harness import (
     running_cluster,
 )
 from tests.support.judged_hub import JudgedHub, Verdict
-from tests.support.late_device import LateStream
+from tests.support.late_device import LateDevice, LateStream, touched_early
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.cluster
@@ -200,6 +202,43 @@ async def test_a_prompt_is_read_from_the_host_memory_of_a_peer(
         await ask(cluster, "b", other, KvHolder(cluster.worker("a").address, 10), "asked from the middle")
         assert parents, "blocks were brought up"
         assert None not in parents
+        await cluster.becomes_idle()
+
+
+def replace_device(worker: Worker, seed: int) -> LateDevice:
+    """Let the worker's device run behind its caller, as a GPU does."""
+    device = LateDevice(worker.parts.engine, seed)
+    for cached in worker.parts.cache.tiers:
+        device.make_late(cached.codec)
+    return device
+
+
+async def test_what_a_peer_may_read_has_been_brought_up_by_a_late_device(
+    tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.worker.kv.fetcher._LATE_FACTOR", 1e6)  # what a tier or a peer has is always loaded
+    monkeypatch.setattr("tandem.worker.kv.fetcher.Fetcher.after_step", lambda self, stats: None)
+    devices: dict[str, LateDevice] = {}
+
+    def judge(write: InProcessWrite) -> Verdict:
+        complaint = touched_early(write, lambda transport: devices.get(transport.worker_id))
+        assert not complaint, complaint
+        return Verdict.DELIVER
+
+    tiers, engine = TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9), {"num_blocks": NUM_BLOCKS}
+    async with running_cluster(tiny_model, TWO, engine=engine, tiers=tiers, judge=judge) as cluster:
+        for seed, name in enumerate(TWO):
+            devices[name] = await cluster.call(name, partial(replace_device, cluster.worker(name), seed))
+        rng = random.Random(2)
+        tokens = prompt_of(rng, 12)
+        await ask(cluster, "a", tokens)
+        for number in range(4):
+            await ask(cluster, "a", prompt_of(rng, 14), request_id=f"flood {number}")
+            await eventually(lambda: not cluster.worker("a").parts.cache.is_busy)
+        before = devices["a"].stream.num_late
+        answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 12))
+        assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
+        assert devices["a"].stream.num_late > before, "blocks came up from the host tier"
         await cluster.becomes_idle()
 
 
@@ -590,7 +629,7 @@ def test_only_a_copy_at_the_reader_makes_the_holders_one_too_many(has_copy: bool
     assert (b"older" in pool) is has_copy
 
 
-def test_a_read_begins_once_the_device_has_done_with_the_blocks_it_lands_in() -> None:
+def test_a_read_begins_once_the_device_is_done_with_its_blocks() -> None:
     world = World(random.Random(0))
     world.fill()
     stream = world.b.engine.stream = LateStream(0, share_done=0.0)
@@ -669,7 +708,7 @@ def ask_and_grant(world: World) -> None:
     world.reader.pump(0.0)
 
 
-def test_an_end_that_is_seen_after_the_deadline_is_late_whenever_the_turn_began() -> None:
+def test_an_end_seen_after_the_deadline_is_late_whenever_the_turn_began() -> None:
     world = World(random.Random(0))
     world.pass_time = lambda: None  # type: ignore[method-assign]
     world.fill()

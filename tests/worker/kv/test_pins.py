@@ -43,39 +43,6 @@ class Cache:
         self.table.pin(pin_id, digests(*chain), ttl_s, now)
 
 
-def test_a_pin_keeps_what_is_there_and_what_comes_later() -> None:
-    cache = Cache()
-    cache.store(1, 2)
-    cache.pin("a", 1, 2, 3)
-    assert cache.kept == [1, 2]
-    cache.store(3, 9)
-    assert cache.kept == [1, 2, 3]
-
-
-def test_of_too_long_a_chain_the_leading_blocks_are_kept_and_older_pins_come_first() -> None:
-    cache = Cache()
-    cache.store(1, 2, 3, 4, 5, 6)
-    cache.store(11, 12, 13)
-    cache.pin("a", 1, 2, 3, 4, 5, 6)
-    assert cache.kept == [1, 2, 3, 4]
-    cache.pin("a", 1, 2, 3)
-    cache.pin("b", 11, 12, 13)
-    assert cache.kept == [1, 2, 3, 11]
-    cache.table.unpin("a")
-    assert cache.kept == [11, 12, 13]
-
-
-def test_a_shared_prefix_counts_once_and_is_kept_until_its_last_pin_ends() -> None:
-    cache = Cache()
-    cache.store(1, 2, 3)
-    cache.store(4)
-    cache.pin("a", 1, 2, 3)
-    cache.pin("b", 1, 2, 4)
-    assert cache.kept == [1, 2, 3, 4]
-    cache.table.unpin("a")
-    assert cache.kept == [1, 2, 4]
-
-
 def test_a_pin_expires_by_the_workers_clock() -> None:
     cache = Cache()
     cache.store(1, 2)
@@ -91,22 +58,6 @@ def test_a_pin_expires_by_the_workers_clock() -> None:
     cache.table.pump(114.0)
     assert (cache.kept, len(cache.table)) == ([], 0)
     cache.pool.check_integrity(idle=True)
-
-
-def test_blocks_lost_to_a_request_in_need_make_room_for_others() -> None:
-    cache = Cache(num_blocks=6, bound=2)
-    cache.store(1, 2)
-    cache.store(3, 4)
-    cache.pin("a", 1, 2)
-    cache.pin("b", 3, 4)
-    assert cache.kept == [1, 2]
-    blocks = cache.pool.try_allocate(5)  # all but one: pins do not stand in the way
-    assert blocks is not None
-    cache.table.changed("pool", *cache.pool.take_events(), 0.0)
-    assert cache.kept == [1]
-    cache.pool.release(blocks)
-    cache.store(3, 4)
-    assert cache.kept == [1, 3]
 
 
 def test_a_shallower_block_that_comes_late_takes_the_place_of_a_deeper_one() -> None:
