@@ -60,6 +60,9 @@ def server() -> Iterator[FakeServer]:
         yield fake
 
 
+fake_a, fake_b = server, server  # two more, for tests that need several
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.tiny_llama import save_tiny_model  # here: torch takes seconds

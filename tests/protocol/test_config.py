@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -23,19 +22,8 @@ def make_cluster_config(**changes: Any) -> ClusterConfig:
 @pytest.mark.parametrize(
     ("make", "changes"),
     [
-        (make_engine_config, {"block_size": 0}),
         (make_engine_config, {"block_size": 24}),
-        (make_engine_config, {"block_size": 512}),
-        (make_engine_config, {"pool_bytes": -1}),
-        (make_engine_config, {"max_model_len": -1}),
-        (make_engine_config, {"max_num_seqs": 0}),
         (make_engine_config, {"max_num_batched_tokens": 127}),
-        (TransferConfig, {"lease_ttl_s": 0.0}),
-        (RouterConfig, {"port": -1}),
-        (RouterConfig, {"port": 65536}),
-        (RouterConfig, {"max_body_bytes": 0}),
-        *((RouterConfig, {"max_connections": value}) for value in (0, 10**30)),
-        *((RouterConfig, {"keep_alive_timeout_s": value}) for value in (0.0, math.nan, math.inf)),
         *(
             (RouterConfig, {"allowed_hosts": (value,)})
             for value in ("", "http://a", "a/b", "*.a", "a,b", "a b", "[::1", "a@b")
@@ -52,29 +40,18 @@ def make_cluster_config(**changes: Any) -> ClusterConfig:
                 "http://a,http://b",
             )
         ),
-        *((make_engine_config, {name: 10**30}) for name in ("pool_bytes", "max_model_len", "max_num_seqs")),
-        (make_engine_config, {"max_num_batched_tokens": 10**30}),
-        *((TierConfig, {"host_cache_gb": value}) for value in (-1.0, math.nan, math.inf, 1e308)),
-        *((make_cluster_config, {name: 10**9}) for name in ("num_prefill", "num_decode")),
         *((make_cluster_config, {"ray_address": value}) for value in ("head", "local", "http://a", "a b:1", "/a")),
         (make_cluster_config, {"num_prefill": 0}),
         (make_cluster_config, {"num_decode": 0}),
-        *((make_cluster_config, {"num_cpus_per_worker": value}) for value in (-1.0, math.nan, math.inf, 1.5, 1e9)),
-        *((make_cluster_config, {"num_gpus_per_worker": value}) for value in (-0.5, math.nan, math.inf, 2.5)),
-        *((make_cluster_config, {"orphan_timeout_s": value}) for value in (-1.0, math.nan, math.inf)),
-        *((make_cluster_config, {"max_restarts": value}) for value in (-1, 10**9)),
-        *((make_cluster_config, {name: value}) for name in ("min_workers", "max_workers") for value in (-1, 1025)),
+        (make_cluster_config, {"num_cpus_per_worker": 1.5}),
+        (make_cluster_config, {"num_gpus_per_worker": 2.5}),
         (make_cluster_config, {"min_workers": 1}),
         (make_cluster_config, {"min_workers": 3}),  # two are started
         (make_cluster_config, {"max_workers": 1}),
-        *((RouterConfig, {"worker_timeout_s": value}) for value in (0.0, -1.0, math.nan, math.inf)),
-        (RouterConfig, {"request_timeout_s": math.nan}),
-        (RouterConfig, {"drain_timeout_s": -1.0}),
-        (TransferConfig, {"handoff_timeout_s": math.nan}),
-        (TransferConfig, {"lease_ttl_s": math.inf}),
     ],
 )
 def test_a_bad_value_is_named_with_the_field(make: Callable[..., object], changes: dict[str, Any]) -> None:
+    """Values within the bounds of their setting, which test_settings.py has."""
     with pytest.raises(ConfigError) as raised:
         make(**changes)
     [(name, value)] = changes.items()
@@ -102,17 +79,12 @@ def test_bounds_of_the_autoscaler_agree_with_what_is_started(changes: dict[str, 
 @pytest.mark.parametrize(
     ("make", "changes"),
     [
-        (make_engine_config, {"block_size": 1}),
-        (make_engine_config, {"block_size": 256}),
         (make_engine_config, {"max_num_seqs": 512, "max_num_batched_tokens": 512}),
-        (RouterConfig, {"port": 0}),
-        (RouterConfig, {"port": 65535}),
         (make_cluster_config, {"num_prefill": 0, "num_decode": 0, "colocated": True}),
         (make_cluster_config, {"num_cpus_per_worker": 0.5, "num_gpus_per_worker": 0.25, "max_restarts": 0}),
         (make_cluster_config, {"num_cpus_per_worker": 64.0, "num_gpus_per_worker": 8}),
         (make_cluster_config, {"min_workers": 2, "max_workers": 2}),
         (make_cluster_config, {"num_decode": 3, "min_workers": 2}),
-        (make_cluster_config, {"max_workers": 1024}),
         *((make_cluster_config, {"ray_address": value}) for value in ("auto", "head:6379", "ray://[::1]:10001")),
         (RouterConfig, {"allowed_hosts": ("a.example", "Box:80", "10.0.0.7:8000", "[fd00::1]:80", "fd00::1", "*")}),
         (RouterConfig, {"cors_allow_origins": ("http://a", "https://a.b:3000", "http://[::1]:3000", "null", "*")}),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import ssl
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -36,103 +35,70 @@ def test_an_rsa_key_and_one_file_for_both_are_loaded(tmp_path: Path) -> None:
     assert math.isfinite(load(both, both))
 
 
-def missing(folder: Path) -> tuple[Path, Path]:
-    certificate, key = Authority(folder).issue()
-    certificate.unlink()
-    return certificate, key
-
-
-def missing_key(folder: Path) -> tuple[Path, Path]:
-    certificate, key = Authority(folder).issue()
-    key.unlink()
-    return certificate, key
-
-
-def folder_as_key(folder: Path) -> tuple[Path, Path]:
-    return Authority(folder).issue()[0], folder
-
-
-def pipe(folder: Path) -> tuple[Path, Path]:
-    os.mkfifo(folder / "pipe")
-    return folder / "pipe", Authority(folder).issue()[1]
-
-
-def endless(folder: Path) -> tuple[Path, Path]:
-    with open(folder / "endless", "wb") as file:
-        file.truncate(2 << 20)
-    return folder / "endless", Authority(folder).issue()[1]
-
-
-def swapped(folder: Path) -> tuple[Path, Path]:
-    certificate, key = Authority(folder).issue()
-    return key, certificate
-
-
-def garbage(folder: Path) -> tuple[Path, Path]:
-    certificate, key = Authority(folder).issue()
-    certificate.write_bytes(b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
-    return certificate, key
-
-
-def cut_key(folder: Path) -> tuple[Path, Path]:
-    certificate, key = Authority(folder).issue()
-    key.write_bytes(key.read_bytes()[:100])
-    return certificate, key
-
-
-def other_key(folder: Path) -> tuple[Path, Path]:
-    authority = Authority(folder)
-    return authority.issue()[0], authority.issue("other")[1]
-
-
-def key_of_another_kind(folder: Path) -> tuple[Path, Path]:
-    certificate, key = Authority(folder).issue()
-    key.write_bytes(pem_of_key(rsa.generate_private_key(65537, 2048)))
-    return certificate, key
-
-
-def issuer_first(folder: Path) -> tuple[Path, Path]:
+def damaged(folder: Path, how: str) -> tuple[Path, Path]:
+    """A certificate and its key, of which something is wrong."""
     authority = Authority(folder)
     certificate, key = authority.issue()
-    certificate.write_bytes(authority.ca_file.read_bytes() + certificate.read_bytes())
+    match how:
+        case "no certificate":
+            certificate.unlink()
+        case "no key":
+            key.unlink()
+        case "a folder as key":
+            return certificate, folder
+        case "a pipe":
+            os.mkfifo(folder / "pipe")
+            return folder / "pipe", key
+        case "endless":
+            (folder / "endless").touch()
+            os.truncate(folder / "endless", 2 << 20)
+            return folder / "endless", key
+        case "swapped":
+            return key, certificate
+        case "garbage":
+            certificate.write_bytes(b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+        case "half a key":
+            key.write_bytes(key.read_bytes()[:100])
+        case "another key":
+            return certificate, authority.issue("other")[1]
+        case "another kind":
+            key.write_bytes(pem_of_key(rsa.generate_private_key(65537, 2048)))
+        case "issuer first":
+            certificate.write_bytes(authority.ca_file.read_bytes() + certificate.read_bytes())
+        case "expired":
+            return authority.issue(expires_in=-DAY)
+        case "not yet valid":
+            return authority.issue(begins_in=DAY)
+        case "encrypted":
+            return authority.issue(passphrase=b"secret")
+        case "weak":
+            return authority.issue(key=rsa.generate_private_key(65537, 1024))
     return certificate, key
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("how", "message"),
     [
-        (missing, r"tls_cert='.*server.crt' cannot be read: No such file or directory; give a file that exists"),
-        (missing_key, r"tls_key='.*server.key' cannot be read: No such file or directory; give a file that exists"),
-        (folder_as_key, r"tls_key='.*' (is no regular file|cannot be read: Is a directory); give a file"),
-        (pipe, r"tls_cert='.*pipe' is no regular file; give a file in PEM form"),
-        (endless, r"tls_cert='.*endless' has more than 1048576 bytes; give a file"),
-        (swapped, r"tls_cert='.*server.key' has a private key and no certificate .*; give the certificate"),
-        (garbage, r"tls_cert='.*server.crt' has a certificate that cannot be read: .*; give another file"),
-        (cut_key, r"tls_key='.*server.key' has no private key that can be used \(.*\); give the key of tls_cert='.*'"),
-        (other_key, r"tls_key='.*other.key' does not fit the first certificate of tls_cert='.*server.crt'; give"),
-        (key_of_another_kind, r"tls_key='.*server.key' does not fit the first certificate of tls_cert='.*'; give"),
-        (issuer_first, r"tls_key='.*' does not fit .*, and put the certificate itself before those of its issuers"),
-        (
-            lambda folder: Authority(folder).issue(expires_in=-DAY),
-            r"tls_cert='.*server.crt' has expired on 20\d\d-.* UTC; renew the certificate",
-        ),
-        (
-            lambda folder: Authority(folder).issue(begins_in=DAY),
-            r"tls_cert='.*server.crt' is not valid before 20\d\d-.* UTC; correct this machine's clock, or wait",
-        ),
-        (
-            lambda folder: Authority(folder).issue(passphrase=b"secret"),
-            r"tls_key='.*server.key' is encrypted with a passphrase.*: openssl pkey -in FILE -out FILE",
-        ),
-        (
-            lambda folder: Authority(folder).issue(key=rsa.generate_private_key(65537, 1024)),
-            r"tls_cert='.*server.crt' is too weak for TLS today \(EE_KEY_TOO_SMALL\); make one with RSA of 2048",
-        ),
+        ("no certificate", r"tls_cert='.*server.crt' cannot be read: No such file or directory; give a file that"),
+        ("no key", r"tls_key='.*server.key' cannot be read: No such file or directory; give a file that exists"),
+        ("a folder as key", r"tls_key='.*' (is no regular file|cannot be read: Is a directory); give a file"),
+        ("a pipe", r"tls_cert='.*pipe' is no regular file; give a file in PEM form"),
+        ("endless", r"tls_cert='.*endless' has more than 1048576 bytes; give a file"),
+        ("swapped", r"tls_cert='.*server.key' has a private key and no certificate .*; give the certificate"),
+        ("garbage", r"tls_cert='.*server.crt' has a certificate that cannot be read: .*; give another file"),
+        ("half a key", r"tls_key='.*server.key' has no private key that can be used \(.*\); give the key of tls_cert"),
+        ("another key", r"tls_key='.*other.key' does not fit the first certificate of tls_cert='.*server.crt'; give"),
+        ("another kind", r"tls_key='.*server.key' does not fit the first certificate of tls_cert='.*'; give"),
+        ("issuer first", r"tls_key='.*' does not fit .*, and put the certificate itself before those of its issuers"),
+        ("expired", r"tls_cert='.*server.crt' has expired on 20\d\d-.* UTC; renew the certificate"),
+        ("not yet valid", r"tls_cert='.*crt' is not valid before 20\d\d-.* UTC; correct this machine's clock, or wait"),
+        ("encrypted", r"tls_key='.*server.key' is encrypted with a passphrase.*: openssl pkey -in FILE -out FILE"),
+        ("weak", r"tls_cert='.*server.crt' is too weak for TLS today \(EE_KEY_TOO_SMALL\); make one with RSA of 2048"),
     ],
 )
-def test_what_is_wrong_is_said_by_name(tmp_path: Path, make: Callable[[Path], tuple[Path, Path]], message: str) -> None:
+def test_what_is_wrong_is_said_by_name(tmp_path: Path, how: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load(*make(tmp_path))
+        load(*damaged(tmp_path, how))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")

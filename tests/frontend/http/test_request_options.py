@@ -6,14 +6,13 @@ import json
 import math
 from typing import Any
 
-import httpx
-import openai
 import pytest
 
 from tandem.protocol.errors import DeadlineUnmet
 from tandem.scheduling.request import ServiceClass
 from tandem.text.tokenizer import Tokenizer
-from tests.support.fake_backend import Client, FakeBackend, events, make_app
+from tests.support.fake_backend import Client, FakeBackend, events
+from tests.support.openai_sdk import openai_sdk
 
 CHAT, COMPLETIONS, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/route/explain"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -84,27 +83,16 @@ async def test_the_explanation_is_a_header_and_in_the_last_chunk(client: Client,
 
 
 async def test_openais_client_accepts_the_explanation(tokenizer: Tokenizer) -> None:
-    transport = httpx.ASGITransport(make_app(FakeBackend(tokenizer)))
-    async with (
-        httpx.AsyncClient(transport=transport) as http,
-        openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=http) as client,
-    ):
-        arguments: dict[str, Any] = {
-            "model": "org/toy",
-            "messages": MESSAGES,
-            "extra_headers": {"x-tandem-explain": "1"},
-            "extra_body": {"priority": 1},
-        }
-        chunks = [chunk async for chunk in await client.chat.completions.create(stream=True, **arguments)]
+    asked: dict[str, Any] = {"model": "org/toy", "messages": MESSAGES, "extra_headers": {"x-tandem-explain": "1"}}
+    async with openai_sdk(FakeBackend(tokenizer)) as client:
+        async with client.chat.completions.stream(**asked) as stream:
+            chunks = [event.chunk async for event in stream if event.type == "chunk"]
+            assert (await stream.get_final_completion()).choices[0].message.content == "hello world"
         assert chunks[-1].model_extra is not None
         assert chunks[-1].model_extra["tandem_explain"] == DECISION
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "hello world"
-        raw = await client.chat.completions.with_raw_response.create(**arguments)
+        raw = await client.chat.completions.with_raw_response.create(**asked)
         assert json.loads(raw.headers["x-tandem-explain"]) == DECISION
         assert raw.parse().choices[0].message.content == "hello world"
-        del arguments["extra_headers"], arguments["extra_body"]
-        async with client.chat.completions.stream(**arguments, extra_headers={"x-tandem-explain": "1"}) as stream:
-            assert (await stream.get_final_completion()).choices[0].message.content == "hello world"
 
 
 async def test_routes_explain_and_show_decisions(backend: FakeBackend, client: Client) -> None:

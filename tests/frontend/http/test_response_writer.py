@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tandem.frontend.http.errors import ClientDisconnected
-from tandem.frontend.http.response_writer import DIRECT_WRITE, ResponseWriter
+from tandem.frontend.http.response_writer import DIRECT_WRITE, EagerAwaitable, ResponseWriter
+from tests.support.waiting import eventually
 
 
 class Server:
@@ -101,3 +102,27 @@ async def test_the_end_comes_behind_what_waits() -> None:
     server.room.set()
     await ending
     assert server.sent == [b"one", b"last"]
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), None], ids=["an error", "a cancellation"])
+async def test_what_is_awaited_twice_ends_where_it_waits(error: OSError | None) -> None:
+    loop, seen = asyncio.get_running_loop(), list[str]()
+    first, second = loop.create_future(), loop.create_future()
+
+    async def work() -> None:
+        try:
+            seen.append(await first)
+            seen.append(await second)
+        except BaseException as exc:
+            seen.append(type(exc).__name__)
+            raise
+
+    started = EagerAwaitable(work())
+    rest = asyncio.ensure_future(started)
+    first.set_result("a")
+    await eventually(lambda: seen == ["a"])
+    rest.cancel() if error is None else second.set_exception(error)
+    [ended] = await asyncio.gather(rest, return_exceptions=True)
+    assert seen == ["a", type(ended).__name__]
+    assert (ended is error) == (error is not None)
+    assert started.is_done

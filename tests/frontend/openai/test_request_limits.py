@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tandem.frontend.http.json_body import LARGE_BODY_BYTES, decode_body
-from tandem.frontend.openai import request_limits
+from tandem.frontend.openai import request_limits as limits
 from tandem.frontend.openai.schema import CompletionRequest
 from tandem.text.stop_strings import StopStrings
 from tandem.text.tokenizer import Tokenizer
@@ -22,67 +22,37 @@ USER = {"role": "user", "content": "a"}
 TEXT_PART = {"type": "text", "text": "a"}
 
 
+MANY_MESSAGES = {"messages": [USER] * 16385}
+MANY_PARTS = {"messages": [{"role": "user", "content": [TEXT_PART] * 40_000}] * 2}
+MANY_CALLS = {"messages": [{"role": "assistant", "tool_calls": [{}] * 65537}]}
+MANY_OPTIONS = {"messages": [USER], "chat_template_kwargs": {str(i): 1 for i in range(65)}}
+MANY_SCORES = {"prompt": [[5] * 400] * 32, "n": 8, "logprobs": 10, "echo": True}
+OF_EACH = {"prompt": ["a"] * 16, "n": 128}
+BIASED = OF_EACH | {"logit_bias": {str(i): 1 for i in range(33)}}
+LONG_STOPS = {"prompt": "a", "stop": ["é" * 4096] * 5}
+STOPPED = {"prompt": ["a"] * 66, "stop_token_ids": [1] * 1000}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "value", "limit", "param"),
     [
-        (COMPLETIONS, {"prompt": ["a"] * 17, "n": 128}, 2176, request_limits.MAX_SEQUENCES, "n"),
-        (COMPLETIONS, {"prompt": ["a"] * 2049}, 2049, request_limits.MAX_SEQUENCES, "prompt"),
-        (COMPLETIONS, {"prompt": [[1]] * 2049}, 2049, request_limits.MAX_SEQUENCES, "prompt"),
-        (COMPLETIONS, {"prompt": "a", "stop": ["a"] * 1025}, 1025, request_limits.MAX_STOPS, "stop"),
-        (COMPLETIONS, {"prompt": "a", "stop": "a" * 4097}, 4097, request_limits.MAX_STOP_CHARS, "stop"),
-        (COMPLETIONS, {"prompt": "a", "stop": ["é" * 4096] * 5}, 20480, request_limits.MAX_STOPS_CHARS, "stop"),
-        (
-            COMPLETIONS,
-            {"prompt": ["a"] * 16, "n": 128, "logit_bias": {str(i): 1 for i in range(33)}},
-            33 * 2048,
-            request_limits.MAX_TOKEN_RULES,
-            "logit_bias",
+        (COMPLETIONS, {"prompt": ["a"] * 17, "n": 128}, 2176, limits.MAX_SEQUENCES, "n"),
+        (COMPLETIONS, {"prompt": ["a"] * 2049}, 2049, limits.MAX_SEQUENCES, "prompt"),
+        (COMPLETIONS, {"prompt": [[1]] * 2049}, 2049, limits.MAX_SEQUENCES, "prompt"),
+        (COMPLETIONS, {"prompt": "a", "stop": ["a"] * 1025}, 1025, limits.MAX_STOPS, "stop"),
+        (COMPLETIONS, {"prompt": "a", "stop": "a" * 4097}, 4097, limits.MAX_STOP_CHARS, "stop"),
+        (COMPLETIONS, LONG_STOPS, 20480, limits.MAX_STOPS_CHARS, "stop"),
+        (COMPLETIONS, BIASED, 33 * 2048, limits.MAX_TOKEN_RULES, "logit_bias"),
+        (COMPLETIONS, STOPPED, 66_000, limits.MAX_TOKEN_RULES, "stop_token_ids"),
+        (COMPLETIONS, OF_EACH | {"logprobs": 2}, 6144, limits.MAX_STEP_LOGPROBS, "logprobs"),
+        (COMPLETIONS, MANY_SCORES, (32 * 400) * 8 * 11, limits.MAX_SCORED_LOGPROBS, "logprobs"),
+        (CHAT, MANY_PARTS, 80_000, limits.MAX_MESSAGE_PARTS, "messages"),
+        (CHAT, MANY_CALLS, 65537, limits.MAX_MESSAGE_PARTS, "messages"),
+        (CHAT, MANY_OPTIONS, 65, limits.MAX_TEMPLATE_OPTIONS, "chat_template_kwargs"),
+        *(
+            (path, MANY_MESSAGES, 16385, limits.MAX_MESSAGES, "messages")
+            for path in (CHAT, "/tokenize", "/v1/cache/pin")
         ),
-        (
-            COMPLETIONS,
-            {"prompt": ["a"] * 66, "stop_token_ids": [1] * 1000},
-            66_000,
-            request_limits.MAX_TOKEN_RULES,
-            "stop_token_ids",
-        ),
-        (
-            COMPLETIONS,
-            {"prompt": ["a"] * 16, "n": 128, "logprobs": 2},
-            6144,
-            request_limits.MAX_STEP_LOGPROBS,
-            "logprobs",
-        ),
-        (
-            COMPLETIONS,
-            {"prompt": [[5] * 400] * 32, "n": 8, "logprobs": 10, "echo": True},
-            (32 * 400) * 8 * 11,
-            request_limits.MAX_SCORED_LOGPROBS,
-            "logprobs",
-        ),
-        (CHAT, {"messages": [USER] * 16385}, 16385, request_limits.MAX_MESSAGES, "messages"),
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": [TEXT_PART] * 40_000}] * 2},
-            80_000,
-            request_limits.MAX_MESSAGE_PARTS,
-            "messages",
-        ),
-        (
-            CHAT,
-            {"messages": [{"role": "assistant", "tool_calls": [{}] * 65537}]},
-            65537,
-            request_limits.MAX_MESSAGE_PARTS,
-            "messages",
-        ),
-        (
-            CHAT,
-            {"messages": [USER], "chat_template_kwargs": {str(i): 1 for i in range(65)}},
-            65,
-            request_limits.MAX_TEMPLATE_OPTIONS,
-            "chat_template_kwargs",
-        ),
-        ("/tokenize", {"messages": [USER] * 16385}, 16385, request_limits.MAX_MESSAGES, "messages"),
-        ("/v1/cache/pin", {"messages": [USER] * 16385}, 16385, request_limits.MAX_MESSAGES, "messages"),
     ],
 )
 async def test_too_much_is_refused_with_value_limit_and_field(
@@ -112,8 +82,8 @@ async def test_a_request_at_the_limit_is_served(tokenizer: Tokenizer, fields: di
 
 
 async def test_prompts_of_all_sequences_are_bounded_together(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_limits, "MAX_PROMPT_TOKENS", 100)
-    monkeypatch.setattr(request_limits, "MAX_ECHO_CHARS", 50)
+    monkeypatch.setattr(limits, "MAX_PROMPT_TOKENS", 100)
+    monkeypatch.setattr(limits, "MAX_ECHO_CHARS", 50)
     fits = await client.post(COMPLETIONS, json={"prompt": "x" * 24, "n": 4})  # and <s>
     longer = await client.post(COMPLETIONS, json={"prompt": "x" * 25, "n": 4})
     echoed = await client.post(COMPLETIONS, json={"prompt": ["x" * 13, "x" * 13], "n": 2, "echo": True})
@@ -123,7 +93,7 @@ async def test_prompts_of_all_sequences_are_bounded_together(client: Client, mon
 
 
 async def test_log_probabilities_are_bounded_unless_streamed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_limits, "MAX_HELD_LOGPROBS", 59)
+    monkeypatch.setattr(limits, "MAX_HELD_LOGPROBS", 59)
     body = {"messages": [USER], "n": 2, "max_tokens": 10, "logprobs": True, "top_logprobs": 2}
     plain = await client.post(CHAT, json=body)
     streamed = await client.post(CHAT, json=body | {"stream": True})

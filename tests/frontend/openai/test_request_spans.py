@@ -181,15 +181,6 @@ async def test_probes_are_not_traced(tokenizer: Tokenizer) -> None:
     assert kept.all == []
 
 
-async def test_without_tracing_nothing_is_told(tokenizer: Tokenizer) -> None:
-    backend = FakeBackend(tokenizer)
-    transport = httpx.ASGITransport(make_app(backend))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        response = await client.post(PATH, json=CHAT, headers={"traceparent": TRACEPARENT})
-    assert "traceresponse" not in response.headers
-    assert [request.traceparent for request in backend.requests] == [""]
-
-
 SECRET = "a-secret-of-the-prompt"
 HELLO = [{"role": "user", "content": SECRET}]
 QUOTED: list[dict[str, Any]] = [

@@ -159,11 +159,7 @@ def test_prefill_engines_need_a_decode_engine_in_their_group() -> None:
 
 
 @pytest.mark.parametrize(
-    "values",
-    [
-        {"engine_stall_s": -1.0},
-        *({"probe_interval_s": value} for value in (-1.0, math.nan, math.inf)),
-    ],
+    "values", [{"engine_stall_s": -1.0}, *({"probe_interval_s": value} for value in (-1.0, math.nan, math.inf))]
 )
 def test_limits_that_make_no_sense_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(values))):

@@ -16,7 +16,7 @@ import pytest
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import WorkerState
 from tandem.router.engines.config import spec_from
-from tests.router.engines.test_moves import (
+from tests.frontend.relay.test_moves import (
     CHAT_BODY,
     COMPLETION_BODY,
     SCRIPT,

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import ConfigError
 from tandem.runtime.tracing.export import SpanExport
 from tandem.runtime.tracing.setup import begin_tracing, close_tracing, tracing_of
 from tandem.runtime.tracing.span_node import SpanNode
+from tandem.text.tokenizer import Tokenizer
 from tests.support.collector import collecting
 from tests.support.engines_harness import dead_url
+from tests.support.fake_backend import FakeBackend, make_client
 from tests.support.tracing import CLIENT_SPAN, CLIENT_TRACE, TRACEPARENT
 from tests.support.waiting import eventually
 
@@ -124,9 +127,15 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
         begin_tracing("router", is_on=True)
 
 
-async def test_it_can_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert begin_tracing("router", is_on=False) is None
+async def test_tracing_is_off_by_default_and_can_be_off(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> None:
+    assert not RouterConfig().tracing
+    assert begin_tracing("router", is_on=RouterConfig().tracing) is tracing_of(None) is None
+    monkeypatch.setattr("tandem.runtime.tracing.tracing.Tracing.begin_request", lambda *_: pytest.fail("a span began"))
+    backend = FakeBackend(tokenizer)
+    async with make_client(backend) as client:
+        response = await client.post("/v1/completions", json={"prompt": "hi"}, headers={"traceparent": TRACEPARENT})
+    assert "traceresponse" not in response.headers
+    assert [request.traceparent for request in backend.requests] == [""]
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     assert begin_tracing("router", is_on=True) is None
-    assert tracing_of(None) is None
     await close_tracing(None)

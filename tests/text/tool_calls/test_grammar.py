@@ -89,7 +89,7 @@ class Walker(NamedTuple):
 
 
 ENDINGS = [
-    *("</think>", "\n</parameter>\n", "</parameter>\n", "</｜DSML｜parameter>\n", "</arg_value>", "<|end|>", '"'),
+    *("</think>", "\n</parameter>\n", "</parameter>\n", "</｜DSML｜parameter>\n", "</arg_value>", "<|end|>", '"')
 ]  # which a random walk would hardly find
 
 

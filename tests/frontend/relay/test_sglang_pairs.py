@@ -66,22 +66,19 @@ async def test_each_attempt_has_a_room_of_its_own(fake_a: FakeServer, fake_b: Fa
         assert len({request["bootstrap_room"] for request in fake_b.requests}) == 3
 
 
-async def test_a_prefill_engine_that_fails_ends_the_decode_engines_half(fake_a: FakeServer, fake_b: FakeServer) -> None:
-    fake_a.status, fake_a.error = 500, {"message": "out of pages"}
-    fake_b.headers_pause.clear()  # it waits for KV that never comes
+@pytest.mark.parametrize(
+    ("name", "message"), [("p", "out of pages"), ("d", "no slots")], ids=["the prefill engine", "the decode engine"]
+)
+async def test_an_engine_that_fails_ends_the_others_half(
+    fake_a: FakeServer, fake_b: FakeServer, name: str, message: str
+) -> None:
+    failing, other = (fake_a, fake_b) if name == "p" else (fake_b, fake_a)
+    failing.status, failing.error = 500, {"message": message}
+    other.headers_pause.clear()  # a decode engine waits for KV that never comes
     async with routing(*pair(fake_a, fake_b)) as router:
-        assert await error_of(router) == (502, "engine p: answered 500: out of pages")
-        await eventually(lambda: fake_b.num_left == 1)
-        assert (router.engine("p").num_failures, router.engine("d").num_failures) == (1, 0)
-
-
-async def test_a_decode_engine_that_fails_ends_the_prefill_engines_half(fake_a: FakeServer, fake_b: FakeServer) -> None:
-    fake_a.headers_pause.clear()
-    fake_b.status, fake_b.error = 500, {"message": "no slots"}
-    async with routing(*pair(fake_a, fake_b)) as router:
-        assert await error_of(router, stream=True) == (502, "engine d: answered 500: no slots")
-        await eventually(lambda: fake_a.num_left == len(fake_a.requests))
-        assert (router.engine("p").num_failures, router.engine("d").num_failures) == (0, 1)
+        assert await error_of(router, stream=name == "d") == (502, f"engine {name}: answered 500: {message}")
+        await eventually(lambda: other.num_left == len(other.requests))
+        assert [router.engine(one).num_failures for one in "pd"] == [int(one == name) for one in "pd"]
 
 
 async def test_a_refusal_of_the_prompt_is_the_clients_own_error(fake_a: FakeServer, fake_b: FakeServer) -> None:

@@ -9,7 +9,7 @@ import pytest
 from fastapi.responses import JSONResponse, Response
 
 from tandem.frontend.relay.apis import APIS
-from tests.router.engines.recordings import KV, RECORDED, replay
+from tests.frontend.relay.recordings import KV, RECORDED, replay
 from tests.support.engines_harness import PAIRED, completion, pair, routing, spec_of
 from tests.support.fake_openai import FakeServer
 

@@ -9,8 +9,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 
-from tandem.protocol.config import RouterConfig
-from tests.support.engines_harness import COMPLETIONS, completion, routing, routing_by_hub, spec_of
+from tests.support.engines_harness import COMPLETIONS, PAIRED, completion, pair, routing, routing_by_hub, spec_of
 from tests.support.fake_openai import FakeServer
 from tests.support.tracing import CLIENT_TRACE, TRACEPARENT, KeptSpans
 
@@ -51,29 +50,13 @@ async def test_an_engine_is_told_of_the_attempt(fake_a: FakeServer) -> None:
     assert kept.attributes(REQUEST)["gen_ai.usage.output_tokens"] == 4
 
 
-async def test_a_retry_is_a_second_attempt(fake_a: FakeServer, fake_b: FakeServer) -> None:
-    kept = KeptSpans()
-    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b"), tracing=kept.tracing) as router:
-        for fake in (fake_a, fake_b):
-            fake.status = 429
-        response = await router.client.post(COMPLETIONS, json=completion(), headers=HEADERS)
-        assert response.status_code == 429
-    first, second = attempts(kept)
-    assert [(span.attributes or {})["http.request.resend_count"] for span in (first, second)] == [0, 1]
-    assert {(span.attributes or {})["tandem.engine"] for span in (first, second)} == {"a", "b"}
-    assert {span.status.status_code for span in (first, second)} == {StatusCode.ERROR}
-    assert kept.attributes(REQUEST)["http.response.status_code"] == 429
-    assert "error.type" in kept.attributes(REQUEST)
-
-
 async def test_both_engines_of_a_pair_are_told_of_one_attempt(fake_a: FakeServer, fake_b: FakeServer) -> None:
     kept = KeptSpans()
-    specs = [spec_of(fake_a, "a", role="prefill"), spec_of(fake_b, "b", role="decode")]
-    async with routing(*specs, config=RouterConfig(local_prefill=False), tracing=kept.tracing) as router:
+    async with routing(*pair(fake_a, fake_b), config=PAIRED, tracing=kept.tracing) as router:
         response = await router.client.post(COMPLETIONS, json=completion(stream=True), headers=HEADERS)
         assert response.status_code == 200
     (attempt,) = attempts(kept)
-    assert (attempt.attributes or {})["tandem.engine.prefill"] == "a"
+    assert (attempt.attributes or {})["tandem.engine.prefill"] == "p"
     assert kept.tree() == [(REQUEST, ("admission", ("placement",)), (attempt.name, ("prefill",), ("decode",)))]
     for fake in (fake_a, fake_b):
         assert fake.request_headers[-1]["traceparent"] == name_of(attempt)
@@ -103,8 +86,7 @@ HOSTILE_HEADERS = [
 
 
 async def test_without_tracing_engines_get_the_clients_own_context(fake_a: FakeServer, fake_b: FakeServer) -> None:
-    specs = [spec_of(fake_a, "a", role="prefill"), spec_of(fake_b, "b", role="decode")]
-    async with routing(*specs, config=RouterConfig(local_prefill=False)) as router:
+    async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         assert (await router.client.post(COMPLETIONS, json=completion(), headers=HEADERS)).status_code == 200
     for fake in (fake_a, fake_b):
         assert {name: fake.request_headers[0].get(name) for name in HEADERS} == HEADERS
@@ -127,23 +109,30 @@ async def test_a_tracestate_that_is_too_long_is_left_out(fake_a: FakeServer) -> 
     assert "tracestate" not in fake_a.request_headers[0]
 
 
-async def test_a_retried_request_shows_each_placement(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
-    for by_hub in (False, True):
-        kept = KeptSpans()
-        specs = spec_of(fake_a, "a"), spec_of(fake_b, "b")
-        for fake in (fake_a, fake_b):
-            fake.status = 429
-        async with AsyncExitStack() as stack:
-            if by_hub:
-                hub = await stack.enter_async_context(routing_by_hub(tmp_path, *specs, tracing=kept.tracing))
-                client = (await hub.edge("edge")).client
-            else:
-                client = (await stack.enter_async_context(routing(*specs, tracing=kept.tracing))).client
-            assert (await client.post(COMPLETIONS, json=completion(), headers=HEADERS)).status_code == 429
-        first, second = attempts(kept)
-        shown = [("admission", ("placement",)), (first.name,), ("placement",), (second.name,), ("placement",)]
-        assert kept.tree()[0][: len(shown) + 1] == (REQUEST, *shown)
-        placed = sorted((span for span in kept.all if span.name == "placement"), key=lambda span: span.start_time or 0)
-        workers = [(span.attributes or {}).get("tandem.placement.decode_worker") for span in placed]
-        assert workers == [*((span.attributes or {})["tandem.engine"] for span in (first, second)), None]
-        assert placed[-1].status.status_code is StatusCode.ERROR
+@pytest.mark.parametrize("by_hub", [False, True])
+async def test_a_retry_is_a_second_attempt_with_a_placement(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path, by_hub: bool
+) -> None:
+    kept, specs = KeptSpans(), (spec_of(fake_a, "a"), spec_of(fake_b, "b"))
+    for fake in (fake_a, fake_b):
+        fake.status = 429
+    async with AsyncExitStack() as stack:
+        if by_hub:
+            hub = await stack.enter_async_context(routing_by_hub(tmp_path, *specs, tracing=kept.tracing))
+            client = (await hub.edge("edge")).client
+        else:
+            client = (await stack.enter_async_context(routing(*specs, tracing=kept.tracing))).client
+        assert (await client.post(COMPLETIONS, json=completion(), headers=HEADERS)).status_code == 429
+    first, second = attempts(kept)
+    told = [dict(span.attributes or {}) for span in (first, second)]
+    assert [one["http.request.resend_count"] for one in told] == [0, 1]
+    assert {one["tandem.engine"] for one in told} == {"a", "b"}
+    assert {span.status.status_code for span in (first, second)} == {StatusCode.ERROR}
+    assert kept.attributes(REQUEST)["http.response.status_code"] == 429
+    assert "error.type" in kept.attributes(REQUEST)
+    shown = [("admission", ("placement",)), (first.name,), ("placement",), (second.name,), ("placement",)]
+    assert kept.tree()[0][: len(shown) + 1] == (REQUEST, *shown)
+    placed = sorted((span for span in kept.all if span.name == "placement"), key=lambda span: span.start_time or 0)
+    workers = [(span.attributes or {}).get("tandem.placement.decode_worker") for span in placed]
+    assert workers == [*(one["tandem.engine"] for one in told), None]
+    assert placed[-1].status.status_code is StatusCode.ERROR
