@@ -41,6 +41,7 @@ from tandem.runtime.signals import restore_child_signals
 _ROOT = Path(__file__).resolve().parent.parent
 _READY_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 45.0
+_CHILDREN_TIMEOUT_S = 5.0  # after their parent has ended
 _POLL_S = 0.1
 _IDLE_POLL_S = 0.05
 
@@ -281,7 +282,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
                 console.print(f"[red]the server did not stop in {_STOP_TIMEOUT_S:.0f} s: killed[/]")
                 process.kill()
                 process.wait()
-        _, alive = psutil.wait_procs(children, timeout=5.0)
+        _, alive = psutil.wait_procs(children, timeout=_CHILDREN_TIMEOUT_S)
         for child in alive:
             console.print(f"[red]the server left a process behind ({child.pid}): killed[/]")
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,15 @@ settings.register_profile("quick", _UNTIMED, max_examples=50, derandomize=True)
 settings.register_profile("thorough", _UNTIMED, max_examples=1000, print_blob=True)
 settings.load_profile("quick")
 
+# Modules and collected tests are millions of objects that stay to the end. The collector looks at none of them.
+gc.disable()
+
 restore_child_signals()  # tests stop what they start with SIGINT, and may themselves run as a background job
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -40,6 +40,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Ready).serve_forever()
 @pytest.mark.parametrize("how", ["clean", "orphan", "deaf"])
 def test_nothing_a_server_started_is_left(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "_STOP_TIMEOUT_S", 0.5 if how == "deaf" else 10.0)
+    monkeypatch.setattr(common, "_CHILDREN_TIMEOUT_S", 5.0 if how == "clean" else 0.1)
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     port = free_port()
     command = [sys.executable, "-c", SERVER, str(port), how]

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import pytest
 
@@ -68,12 +68,10 @@ async def attack(tokenizer: Tokenizer, inputs: Iterable[Input]) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def settled_heap() -> Iterator[None]:
+def settled_heap() -> None:
     """As in a process that serves: what other tests have made is nothing that the collector looks at."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("every", [pytest.param(1, id="all", marks=pytest.mark.slow), pytest.param(7, id="some")])

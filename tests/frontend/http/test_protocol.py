@@ -28,7 +28,7 @@ from tandem.frontend.http.listening import listening
 from tandem.frontend.http.metrics import EdgeMetrics
 from tandem.frontend.http.protocol import HttpProtocol
 from tandem.frontend.http.response_writer import DIRECT_WRITE, ResponseWriter
-from tandem.frontend.http.server import http_server
+from tandem.frontend.http.server import HttpServer, http_server
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.protocol.config import RouterConfig
 from tandem.runtime.signals import wait_for_any
@@ -106,7 +106,8 @@ class ServerClock:
 
 @pytest.fixture
 def server_clock(monkeypatch: pytest.MonkeyPatch) -> ServerClock:
-    clock = ServerClock()
+    clock, on_tick = ServerClock(), HttpServer.on_tick
+    monkeypatch.setattr(HttpServer, "on_tick", lambda self, _: on_tick(self, 0))  # it looks at its clients each time
     monkeypatch.setattr(http_connections_module, "_MAX_TICK_S", 1e9)
     monkeypatch.setattr(http_connections_module, "time", clock)
     return clock
