@@ -6,9 +6,8 @@ decisions, moves and tenants are cut. Counts of events are since the start; the 
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tandem.router.admission_metrics import AdmissionSource
@@ -35,30 +34,6 @@ MEMBER_COLUMNS = (
     *("name", "role", "state", "kind", "running", "seats", "prompts", "queued_tokens", "queue_s"),
     *("used_blocks", "num_blocks", "cached_blocks", "for_room", "leases", "problems", "preemptions", "tiers"),
 )
-
-
-class OncePerInterval:
-    """Remembers a result for an interval: a deciding process computes it once for all frontend processes."""
-
-    def __init__(
-        self,
-        compute: Callable[[], Awaitable[Json]],
-        interval_s: float = 0.9,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._compute = compute
-        self._interval_s = interval_s
-        self._clock = clock
-        self._result: Json = {}
-        self._computed_s: float | None = None
-
-    async def __call__(self) -> Json:
-        """The result, at most an interval old."""
-        now = self._clock()
-        if self._computed_s is None or now - self._computed_s >= self._interval_s:
-            self._result, self._computed_s = await self._compute(), now
-        return self._result
 
 
 def overview_of(

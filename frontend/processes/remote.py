@@ -16,7 +16,6 @@ from tandem.frontend.processes.deciding_client import DecidingClient, JoinSettin
 from tandem.frontend.processes.key_uses import RemoteLimiter
 from tandem.frontend.processes.methods import MethodTable
 from tandem.router.operator_api import ManagedWorkers, OperatorApi
-from tandem.router.overview import OncePerInterval
 from tandem.runtime.shared_call import SharedCall
 
 P = ParamSpec("P")
@@ -110,11 +109,11 @@ class Remote(RemoteObject, ABC):
 
 
 def operator_methods(operator_api: OperatorApi, scrape: Scraper) -> MethodTable:
-    """The methods. All frontend processes share one overview an interval, and the scrapes that are made at once."""
+    """The methods. All frontend processes share the overviews and the scrapes that are made at once."""
     manager, table = operator_api.manager, MethodTable()
     table.add(OperatorApi.decisions)(operator_api.decisions)
     table.add(OperatorApi.pools)(operator_api.pools)
-    table.add(OperatorApi.overview)(OncePerInterval(operator_api.overview))
+    table.add(OperatorApi.overview)(SharedCall(operator_api.overview, INTERVAL_S))
     table.add(OperatorApi.migrate)(operator_api.migrate)
     table.add(ManagedWorkers.set_role)(manager.set_role)
     table.add(ManagedWorkers.drain)(manager.drain)

@@ -9,7 +9,6 @@ import pytest
 from msgspec.structs import replace
 
 from tandem.frontend.dashboard.snapshot import SnapshotBuilder
-from tandem.router.overview import OncePerInterval
 from tandem.scheduling.admission.stats import TenantStats
 from tests.support.dashboard_world import DashboardWorld
 
@@ -138,22 +137,6 @@ async def test_a_snapshot_is_small(num_workers: int) -> None:
     assert len(data) < MAX_BYTES, len(data)
     assert [tenant["name"] for tenant in snapshot["tenants"]][:1] == ["tenant-79"]
     assert (len(snapshot["tenants"]), snapshot["tenants"][-1]["name"]) == (51, "(all others)")
-
-
-async def test_an_overview_is_computed_once_an_interval() -> None:
-    calls = []
-
-    async def compute() -> dict[str, Any]:
-        calls.append(clock.now)
-        return {"number": len(calls)}
-
-    clock = Clock()
-    overview = OncePerInterval(compute, 0.9, clock=clock)
-    found = []
-    for _ in range(4):
-        found.append((await overview())["number"])
-        clock.now += 0.5
-    assert found == [1, 1, 2, 2]
 
 
 async def test_moves_of_all_kinds_are_shown_with_their_reasons_newest_first() -> None:
