@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 
 from tandem.frontend.http.metrics import RequestClock
 from tandem.frontend.openai.choice_text import ChoiceDelta, ChoicePlan, ChoiceText
 from tandem.frontend.openai.logprobs import ScoredPrompt
 from tandem.protocol.errors import WorkerError
-from tandem.protocol.fault_boundary import async_error_of
 from tandem.protocol.messages import SequenceDelta
 from tandem.router.backend import Backend
 from tandem.router.streams import DeltaQueue, Stream
+from tandem.runtime.background import error_of
 from tandem.text.tokenizer import Tokenizer
 
 __all__ = ["run_choices"]
@@ -159,7 +160,15 @@ class _Choices(Stream[ChoiceDelta]):
             if plan.is_first_sibling:
                 first_token = asyncio.Event()
             run = self._run(choice, starting, first_token, is_first=plan.is_first_sibling)
-            self._tasks.append(asyncio.create_task(run))
+            task = asyncio.create_task(run)
+            task.add_done_callback(partial(self._ended, first_token))
+            self._tasks.append(task)
+
+    def _ended(self, first_token: asyncio.Event, task: asyncio.Task[None]) -> None:
+        """A choice has been read, or could not be: raise its error to the reader."""
+        if (error := error_of(task)) is not None:
+            self._queue.fail(error)
+        first_token.set()  # also after a first sibling that ended without a token
 
     async def _run(
         self, choice: _Choice, starting: asyncio.Lock, first_token: asyncio.Event, *, is_first: bool
@@ -174,19 +183,12 @@ class _Choices(Stream[ChoiceDelta]):
             self._queue.deliver()
             return self._queue.num_items < MAX_QUEUED_DELTAS
 
-        async def read() -> None:
-            if not is_first:
-                await first_token.wait()
-            async with starting:  # one per iteration of the event loop: placing 2,048 at once would take a second
-                await asyncio.sleep(0)
-            async with aclosing(choice):
-                while not await choice.read_into(put):
-                    while self._queue.num_items >= MAX_QUEUED_DELTAS:
-                        self._has_room.clear()
-                        await self._has_room.wait()
-
-        try:
-            if (error := await async_error_of(read())) is not None:
-                self._queue.fail(error)  # raises it to the reader
-        finally:
-            first_token.set()  # also after a first sibling that ended without a token
+        if not is_first:
+            await first_token.wait()
+        async with starting:  # one per iteration of the event loop: placing 2,048 at once would take a second
+            await asyncio.sleep(0)
+        async with aclosing(choice):
+            while not await choice.read_into(put):
+                while self._queue.num_items >= MAX_QUEUED_DELTAS:
+                    self._has_room.clear()
+                    await self._has_room.wait()

@@ -39,11 +39,7 @@ class TracedAnswer(Stream["ChoiceDelta"]):
             self._note(deltas)
             return sink(deltas)
 
-        try:
-            return await self._deltas.read_into(note)
-        except Exception as exc:  # raised again: the span says why the answer failed
-            self._span.fail(exc)
-            raise
+        return await self._deltas.read_into(note)
 
     async def aclose(self) -> None:
         """End the answer, complete or not."""

@@ -12,6 +12,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -36,6 +37,7 @@ from tandem.protocol.messages import (
     INVALID_REQUEST,
     BlockEvents,
     BlockSnapshot,
+    Heartbeat,
     Hello,
     Introduce,
     PeerAddress,
@@ -70,6 +72,8 @@ from tandem.scheduling.workers.registry import Registry
 __all__ = ["WorkerClient"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _HEARTBEATS_MISSED = 2  # one may be late
 
@@ -231,12 +235,16 @@ class WorkerClient:
 
     def receive(self, link: Link, data: bytes) -> None:
         """Handle a message from a worker. One that is malformed or cannot be handled is dropped and counted."""
+        self._take(link, decode_worker_message, self._dispatch, data)
+
+    def _take(self, link: Link, decode: Callable[[bytes], T], handle: Callable[[Link, T], None], data: bytes) -> None:
         try:
-            message = decode_worker_message(data)
+            message = decode(data)
         except msgspec.DecodeError as exc:
             link.dropped.add(DropReason.MALFORMED, f"from {link.worker_id}: {exc}")
             return
-        if (error := error_of(self._dispatch, link, message)) is not None:  # other requests go on
+        # Whatever it raises, other requests go on. After heartbeats that cannot be handled, silence ends the worker.
+        if (error := error_of(handle, link, message)) is not None:
             link.dropped.add(DropReason.FAILED, f"from {link.worker_id}: {error!r}", exc_info=error)
             for delta in message.deltas if isinstance(message, StepOutput) else ():
                 if (leg := link.legs.get(delta.request_id)) is not None:
@@ -321,14 +329,9 @@ class WorkerClient:
         return ""
 
     def _on_heartbeat(self, link: Link, data: bytes) -> None:
-        error = error_of(self._take_heartbeat, link, data)
-        if isinstance(error, msgspec.DecodeError):
-            link.dropped.add(DropReason.MALFORMED, f"a heartbeat of {link.worker_id}: {error}")
-        elif error is not None:  # the reader of the socket goes on; silence then ends the worker
-            link.dropped.add(DropReason.FAILED, f"a heartbeat of {link.worker_id}: {error!r}", exc_info=error)
+        self._take(link, decode_heartbeat, self._handle_heartbeat, data)
 
-    def _take_heartbeat(self, link: Link, data: bytes) -> None:
-        message = decode_heartbeat(data)
+    def _handle_heartbeat(self, link: Link, message: Heartbeat) -> None:
         if link.is_of(message):
             self._recorder.record_heartbeat(message, link.dropped.counts, self._clock())
         else:

@@ -10,11 +10,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from tandem.protocol.fault_boundary import async_error_of
 from tandem.protocol.messages import CopyKv, PeerAddress, SequenceDelta
 from tandem.router.admission_queue import AdmittedRequest
 from tandem.router.streams import DeltaQueue
 from tandem.router.workers.client import WorkerClient
+from tandem.runtime.background import error_of
 from tandem.scheduling.workers.bookings import Booking
 
 __all__ = ["StandbyCopies", "copy_ahead", "copy_kv", "is_worthwhile"]
@@ -98,12 +98,13 @@ class StandbyCopies:
     def begin(self, num_tokens: int, copy: Callable[[], Awaitable[None]]) -> None:
         """Begin a copy. If it fails, the answer goes on without it."""
         self._num_copied = num_tokens
-        self._copying = asyncio.ensure_future(self._run(copy))
+        self._copying = asyncio.ensure_future(copy())
+        self._copying.add_done_callback(self._ended)
 
-    async def _run(self, copy: Callable[[], Awaitable[None]]) -> None:
-        error = await async_error_of(copy())
-        self._copying = None
-        if error is not None:
+    def _ended(self, copying: asyncio.Future[None]) -> None:
+        if self._copying is copying:  # not stopped meanwhile
+            self._copying = None
+        if (error := error_of(copying)) is not None:
             logger.debug("the KV of request %s was not copied: %r", self._request_id, error)
 
     def stop(self) -> None:

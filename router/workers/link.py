@@ -19,14 +19,14 @@ from tandem.protocol.messages import (
     WorkerEpoch,
     encode_message,
 )
-from tandem.router.streams import DeltaQueue
+from tandem.router.streams import DeltaQueue, Interrupted
 from tandem.runtime.dropped import DroppedMessages
 from tandem.runtime.message_socket import MessageSocket
 
 __all__ = ["Leg", "Link", "Stopped"]
 
 
-class Stopped(Exception):
+class Stopped(Interrupted):
     """A worker has stopped its part of a request, as it was asked to; all its tokens came before this."""
 
 
