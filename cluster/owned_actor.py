@@ -38,7 +38,7 @@ class WatchNews(Enum):
     """What `watch` returns for a worker that has not ended."""
 
     ASKED_TO_LEAVE = "it got SIGTERM"
-    CLAIMED = "another server has claimed it"  # ends the `watch` of a dead server, which would block a thread for ever
+    CLAIMED = "another server has claimed it"  # ends the `watch` of a dead server, which would block a thread forever
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
 
-__all__ = ["error_of", "noted_on_error", "outcome_of", "undone_on_error"]
-
 T = TypeVar("T")
 
 

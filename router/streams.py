@@ -16,8 +16,6 @@ from tandem.protocol.fault_boundary import noted_on_error
 from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.runtime.idle_timeout import IdleTimeout
 
-__all__ = ["DeltaQueue", "Interrupted", "QueueStream", "Stream"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from tandem.runtime.backoff import Backoff
 
-__all__ = ["BackgroundTasks", "error_of"]
-
 logger = logging.getLogger(__name__)
 
 CALM_S = 60.0  # work that ran this long has recovered: the pauses start from the beginning

@@ -11,7 +11,7 @@ __all__ = ["WorkerStatus"]
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """Load and open business of one worker, for the supervisor and for tests."""
+    """Current load and unfinished work of one worker, for the supervisor and for tests."""
 
     worker_id: str
     role: Role

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 
+from typing_extensions import override
+
 from tandem.frontend.http.metrics import RequestClock
 from tandem.frontend.openai.choice_text import ChoiceDelta, ChoicePlan, ChoiceText
 from tandem.frontend.openai.logprobs import ScoredPrompt
@@ -46,9 +48,8 @@ class _Choice(Stream[ChoiceDelta]):
         self._deltas: Stream[SequenceDelta] | None = None
         self._has_ended = False
 
+    @override
     async def read_into(self, sink: Callable[[list[ChoiceDelta]], bool]) -> bool:
-        """As for any stream."""
-
         def convert(deltas: list[SequenceDelta]) -> bool:
             return sink(self._converted(deltas)) and not self._has_ended
 
@@ -132,9 +133,8 @@ class _Choices(Stream[ChoiceDelta]):
         self._has_room = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
+    @override
     async def read_into(self, sink: Callable[[list[ChoiceDelta]], bool]) -> bool:
-        """As for any stream."""
-
         def pass_on(deltas: list[ChoiceDelta]) -> bool:
             self._has_room.set()
             self._num_open -= sum(delta.finish_reason is not None for delta in deltas)

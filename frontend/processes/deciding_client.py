@@ -161,7 +161,7 @@ class DecidingClient:
             self._dispatch(data)
 
     def _fail_unhandled(self, _: BaseException) -> None:
-        """A message could not be handled: the call it was for would wait for ever."""
+        """A message could not be handled: the call it was for would wait forever."""
         self._fail_all("a message of the deciding process could not be handled")
 
     def _on_lost(self) -> None:

@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Role(enum.StrEnum):
-    """What a worker is used for now. Any engine can play any role; the role is a policy."""
+    """What a worker is used for now. Any engine can serve in any role; the role is a policy."""
 
     PREFILL = "prefill"
     DECODE = "decode"

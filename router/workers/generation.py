@@ -159,7 +159,7 @@ class Generation(QueueStream[SequenceDelta]):
         departure.limit(late_s, self._queue.fail)
 
     def close(self) -> None:
-        """Release the booking and cancel the legs that still run."""
+        """Release the booking and cancel the sub-requests that still run."""
         self._end_trace()
         self._copies.stop()
         departure, self._departure = self._departure, None
