@@ -1,6 +1,6 @@
 """10,000 handoffs under injected faults: is any token wrong, any block leaked, any wait endless?
 
-The world is in `tests/support/fault_world.py`. Stands behind README's "nothing leaks" and "nothing waits for ever".
+The world is in `tests/support/fault_world.py`. Stands behind README's "nothing leaks" and "nothing waits forever".
 
     python -m benchmarks.faults [--handoffs 10000]
 """

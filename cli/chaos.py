@@ -94,10 +94,7 @@ def chaos(
         Phases(Console(stderr=True, highlight=False)) as phases,
     ):
         say, folder = phases.say, Path(scratch)
-        flags = [f"--prefill={prefill}", f"--decode={decode}", f"--router-processes={router_processes}", *_FLAGS]
-        flags += [f"--num-cpus-per-worker={_share_of_cores(prefill + decode + 1)}"]  # one may be added
-        flags += [f"--disk-cache-path={folder / 'kv'}"]
-        flags += [f"--model={model}"] if model else []
+        flags = [f"--router-processes={router_processes}", *_worker_flags(prefill, decode, model, folder / "kv")]
         flags += [f"--inject-faults=seed={seed},{link_faults}"] if link_faults != "none" else []
         log_path = Path(log) if log else folder / "serve.log"
         say(f"seed {seed}; the server's log: {log_path}")
@@ -119,6 +116,13 @@ def chaos(
     for line in run.lost:
         say(f"lost: {line}")
     return 1 if run.lost else 0
+
+
+def _worker_flags(num_prefill: int, num_decode: int, model: str, cache_folder: Path) -> list[str]:
+    """The server's flags for its workers."""
+    cores = _share_of_cores(num_prefill + num_decode + 1)  # one may be added
+    flags = [f"--prefill={num_prefill}", f"--decode={num_decode}", f"--num-cpus-per-worker={cores}", *_FLAGS]
+    return [*flags, f"--disk-cache-path={cache_folder}", *([f"--model={model}"] if model else [])]
 
 
 def _expected_time(num_workers: int, max_tokens: int, minutes: float) -> str:

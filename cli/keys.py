@@ -98,6 +98,11 @@ def create(
         ),
         "expires": _expiry(expires, datetime.now(UTC)),
     }
+    _make_and_show(file, audit_log, fields)
+    return 0
+
+
+def _make_and_show(file: str, audit_log: str, fields: dict[str, Any]) -> None:
     with _audited("key.create", expanded("audit_log", audit_log)) as targets:
         key, secret = create_key(expanded("file", file), **fields)
         targets.append(key.id)
@@ -106,7 +111,6 @@ def create(
         f"This is the key {escape(_title(key))}. It is shown this once: only its hash is in {escape(file)}.",
         soft_wrap=True,
     )
-    return 0
 
 
 @app.command("list")
@@ -135,7 +139,7 @@ def revoke(
     file: KeyFileOption,
     audit_log: AuditOption = "",
 ) -> int:
-    """Revoke a key for ever. A running server refuses it within about a second; answers that have begun go on."""
+    """Revoke a key forever. A running server refuses it within about a second; answers that have begun go on."""
     with _audited("key.revoke", expanded("audit_log", audit_log)) as targets:
         targets.append(key_id)
         key = revoke_key(expanded("file", file), key_id)

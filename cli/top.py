@@ -118,7 +118,7 @@ def _watch(client: httpx.Client, console: Console, sort: str) -> None:
 
 
 def _snapshots(client: httpx.Client) -> Iterator[Json]:
-    """The snapshots of a server as they come, for ever. Raises `TopError`, `httpx.HTTPError`."""
+    """The snapshots of a server as they come, forever. Raises `TopError`, `httpx.HTTPError`."""
     with client.stream("GET", _PATH) as response:
         if response.status_code != 200:
             raise TopError(_refusal(response.status_code, response.read()))

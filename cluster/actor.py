@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import ray
+from typing_extensions import override
 
 from tandem.cluster.node_config import config_on_node
 from tandem.cluster.owned_actor import WATCH_S, OwnedActor, WatchNews
@@ -66,7 +67,7 @@ class WorkerActor(OwnedActor):
         return "stopped" if self._failure is None else f"failed: {self._failure}"
 
     def status(self) -> WorkerStatus:
-        """Load and open business."""
+        """Current load and unfinished work: handoffs, leases, reads."""
         return self._running.call(self._running.status)
 
     def set_role(self, role: Role) -> None:
@@ -102,8 +103,8 @@ class WorkerActor(OwnedActor):
             raise WorkerError(f"worker {self._config.worker_id} has not been started")
         return self._worker
 
+    @override
     def _obey(self, router_key: str) -> tuple[WorkerConfig, PeerAddress | None, Role]:
-        """As `OwnedActor._obey`."""
         worker = self._worker
         if worker is None:
             return self._config, None, self._config.role

@@ -78,7 +78,7 @@ async def give_to_members(orphans: Sequence[OrphanedWorker], members: Mapping[st
 
 
 async def renew_leases(owner: Owner, members: Mapping[str, Member], let_go: Callable[[WorkerError], None]) -> None:
-    """Show the workers, for ever, that this server lives. If another one has claimed them, call `let_go` and return."""
+    """Show the workers, forever, that this server lives. If another one has claimed them, call `let_go` and return."""
     telling: asyncio.Future[None] | None = None
     for number in itertools.count():
         if telling is None or telling.done():

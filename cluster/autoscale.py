@@ -76,7 +76,7 @@ class Autoscale:
         self.decision: dict[str, object] = {}  # the latest, as `/v1/pools` shows it
 
     async def run(self, mean_output_tokens: Callable[[], float]) -> None:
-        """Decide at intervals, for ever. `mean_output_tokens` is the expected length of an answer."""
+        """Decide at intervals, forever. `mean_output_tokens` is the expected length of an answer."""
         state = AutoscalerState()
         while True:
             await asyncio.sleep(self._interval_s)

@@ -41,7 +41,7 @@ def check_machine(config: ClusterConfig) -> None:
 
 
 def check_cores(config: ClusterConfig, num_cores: float) -> None:
-    """Raise `ConfigError` if this machine has too few cores: a private Ray would wait for them for ever.
+    """Raise `ConfigError` if this machine has too few cores: a private Ray would wait for them forever.
 
     A cluster that was joined may grow until it has them. Who gives `num_cpus_per_worker` may make them thin.
     """

@@ -68,7 +68,7 @@ class NodeRequests:
         self._is_changed.set()
 
     async def run(self) -> None:
-        """Tell Ray of each change, for ever. What did not reach Ray is sent again."""
+        """Tell Ray of each change, forever. What did not reach Ray is sent again."""
         while True:
             await self._is_changed.wait()
             self._is_changed.clear()

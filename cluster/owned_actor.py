@@ -8,9 +8,10 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import ray
@@ -20,7 +21,7 @@ from ray.util.placement_group import remove_placement_group
 from tandem.cluster.node_requests import withdraw_left_request
 from tandem.cluster.ownership import LeaseTerms, Ownership, Place
 from tandem.cluster.process_end import ProcessIdentity, own_identity
-from tandem.protocol.fault_boundary import error_of
+from tandem.protocol.fault_boundary import noted_on_error
 from tandem.protocol.messages import WIRE_VERSION, Role
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class WatchNews(Enum):
     """What `watch` returns for a worker that has not ended."""
 
     ASKED_TO_LEAVE = "it got SIGTERM"
-    CLAIMED = "another server has claimed it"  # ends the `watch` of a dead server, which would block a thread for ever
+    CLAIMED = "another server has claimed it"  # ends the `watch` of a dead server, which would block a thread forever
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,15 +150,20 @@ class OwnedActor(ABC):
         while not self._ownership.end(timeout_s, time.monotonic()):
             time.sleep(_LOOK_S)
         logger.warning("no server has asked for this worker for %g s (orphan_timeout_s): it ends", timeout_s)
-        if (error := error_of(self.stop)) is not None:  # its process ends all the same
-            logger.warning("it did not stop in good order: %s", error)
-        with suppress(RayError, ValueError):
-            group = ray.util.get_current_placement_group()
-            # Its other workers end within seconds, unless a server has come for them just now.
-            if group is not None and not _is_any_held(terms.owner.namespace):
-                withdraw_left_request(service)
-                remove_placement_group(group)
-        os._exit(0)
+        with ExitStack() as stack:  # whatever fails, the last entered first
+            stack.callback(os._exit, 0)
+            stack.callback(_return_bundles, terms.owner.namespace, service)
+            stack.enter_context(noted_on_error(partial(logger.warning, "it did not stop in good order: %s")))
+            self.stop()
+
+
+def _return_bundles(namespace: str, service: str) -> None:
+    """Return a service's bundles to Ray if no server holds one of its workers. Those workers end within seconds."""
+    with suppress(RayError, ValueError):
+        group = ray.util.get_current_placement_group()
+        if group is not None and not _is_any_held(namespace):
+            withdraw_left_request(service)
+            remove_placement_group(group)
 
 
 def names_in(namespace: str) -> list[str]:

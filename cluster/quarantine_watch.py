@@ -1,4 +1,4 @@
-"""Replaces workers whose lost writes keep blocks of their peers in quarantine: the end of their process is proof."""
+"""Restarts workers whose unconfirmed writes keep peers' blocks quarantined: only their exit proves that none lands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REASON = "its lost writes keep too many blocks of its peers in quarantine"
 
 
 async def watch_quarantines(members: Collection[Member], registry: Registry, drains: Drains) -> None:
-    """Look at what the workers report every few seconds, for ever."""
+    """Look at what the workers report every few seconds, forever."""
     while True:
         await asyncio.sleep(_LOOK_S)
         for sender in _senders_to_replace(members, registry):

@@ -61,7 +61,7 @@ class RoleFlips:
             await self._drain(member, left, record)
 
     def _check(self, member: Member, role: Role) -> None:
-        """Raise `RoleRefused` if the worker cannot play this role now."""
+        """Raise `RoleRefused` if the worker cannot switch to this role now."""
         name = member.worker_id
         if not member.is_up:
             raise RoleRefused(f"{name} is not up; ask again when it is.")

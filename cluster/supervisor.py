@@ -28,9 +28,8 @@ from tandem.cluster.role_flips import RoleFlips
 from tandem.cluster.worker_layout import needs_of
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import AddRefused, ConfigError, DrainRefused, ServingError, WorkerError
-from tandem.protocol.fault_boundary import async_error_of
 from tandem.protocol.messages import PeerAddress, Role, WorkerState
-from tandem.runtime.background import BackgroundTasks
+from tandem.runtime.background import BackgroundTasks, error_of
 from tandem.runtime.daemon_threads import in_daemon_thread
 from tandem.runtime.signals import wait_for_any
 from tandem.scheduling.cost_model import CostModel
@@ -293,7 +292,9 @@ class Supervisor:
         try:
             await wait_for_any(death, running)
             if running.done():
-                member.die(running.result())
+                if (error := error_of(running)) is not None:  # a bug; a new process may do better
+                    logger.error("worker %s is given up", member.worker_id, exc_info=error)
+                member.die(running.result() if error is None else first_line(error))
         finally:
             running.cancel()
             await asyncio.wait({running})
@@ -301,19 +302,11 @@ class Supervisor:
 
     async def _run(self, member: Member) -> str:
         """Start the worker and wait for what Ray says of its end; returns that."""
-        reason = ""
-
-        async def run() -> None:
-            nonlocal reason
+        try:
             await self._bring_up(member)
-            reason = await member.ended(partial(self._asked_to_leave, member))
-
-        error = await async_error_of(run())
-        if error is None:
-            return reason
-        if not isinstance(error, (RayError, ServingError, TimeoutError)):  # a bug; a new process may do better
-            logger.error("worker %s is given up", member.worker_id, exc_info=error)
-        return first_line(error)
+            return await member.ended(partial(self._asked_to_leave, member))
+        except (RayError, ServingError, TimeoutError) as exc:
+            return first_line(exc)
 
     async def _bring_up(self, member: Member) -> None:
         await member.start(on_no_room=self._no_room, on_placed=self._request_nodes)

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from typing_extensions import override
 
 from tandem.cluster.actor import WorkerActor
 from tandem.cluster.member import Member, Requests, call, first_line, kind_of
@@ -49,8 +50,8 @@ class WorkerMember(Member):
         config = replace(self._config, worker_id=worker_id, role=role, cpu_cores=())
         return WorkerMember(config, self.restarts.renewed(), self._workers, self._registry)
 
+    @override
     def is_like(self, claim: WorkerClaim) -> bool:
-        """As `Member.is_like`."""
         return bool(self._comparable(self._config) == self._comparable(claim.config))
 
     @staticmethod
@@ -68,14 +69,14 @@ class WorkerMember(Member):
         self.address = started
         self.pid = (await self._workers.add_worker(started)).pid
 
+    @override
     async def leave(self, reason: str) -> None:
-        """As `Member.leave`."""
         if self._registry.get(self.worker_id) is not None:
             self._workers.mark_dead(self.worker_id, reason)
 
     @property
+    @override
     def is_ready(self) -> bool:
-        """As `Member.is_ready`."""
         worker = self._registry.get(self.worker_id)
         return worker is not None and worker.state is WorkerState.READY
 
@@ -113,8 +114,8 @@ class WorkerMember(Member):
         status: WorkerStatus = await call(self.actor.status)
         return status.request_ids
 
+    @override
     async def check_integrity(self) -> str:
-        """As `Member.check_integrity`."""
         return str(await call(self.actor.check_integrity, True))
 
     async def tell(self, address: PeerAddress | None, method: str, peer: PeerAddress) -> None:

@@ -131,6 +131,11 @@ class ModelRunner:
 
     def pack(self, chunks: list[ScheduledChunk], late_tokens: LateTokens | None = None) -> PackedBatch:
         """Lay chunks end to end, as they are now. This is the host's part of a step: it launches nothing."""
+        # A chunk of tokens [start, end) of a sequence, whose KV before `start` is in its blocks:
+        # block_tables[i]      the blocks of [0, end), padded with 0
+        # slot_mapping         where the KV of [start, end) goes: block * size + offset in the block
+        # query_starts[i:i+2]  its rows of the batch; kv_lens[i] = end, up to which the last of its rows attends
+        # logit_rows           its last `num_logits` rows, numbered through the batch
         size = self._block_size
         token_ids: list[int] = []
         positions, slots, rows = [], [], list[int]()

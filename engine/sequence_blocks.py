@@ -126,7 +126,9 @@ class SequenceBlocks:
             for source, num_tokens in onboarding.tokens_by_source(sequence.num_computed_tokens):
                 loaded = sequence.num_loaded_tokens
                 loaded[source] = loaded.get(source, 0) + num_tokens
+            # Of the loaded tokens [start, end), those before `num_computed_tokens` were computed after all.
             num_cached = sequence.num_cached_tokens + onboarding.end - sequence.num_computed_tokens
+            # At least the prompt's last token is computed, for its logits.
             sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens - 1)
         sequence.num_computed_tokens = onboarding.end
         sequence.onboarding = None

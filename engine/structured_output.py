@@ -27,7 +27,6 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from tandem.engine.number_tokens import NumberTokens, TokenMask, mask_without, writes_json
-from tandem.protocol.fault_boundary import outcome_of
 from tandem.protocol.grammar import (
     GrammarError,
     check_matcher,
@@ -89,7 +88,7 @@ class _Waiting(NamedTuple):
 class _PendingMask(NamedTuple):
     """A mask that is being computed: one row of those that are computed together."""
 
-    rows: Future[list[TokenMask | Exception]]
+    rows: Future[list[TokenMask | GrammarError]]
     row: int
 
 
@@ -338,29 +337,31 @@ class StructuredOutput:
         for row, (matcher, _) in enumerate(rows):
             matcher.pending = _PendingMask(masks, row)
 
-    def _compute_masks(self, rows: list[tuple[GrammarMatcher, list[int]]]) -> list[TokenMask | Exception]:
+    def _compute_masks(self, rows: list[tuple[GrammarMatcher, list[int]]]) -> list[TokenMask | GrammarError]:
         masks = np.empty((len(rows), len(self._no_end)), dtype=np.int32)
-        return [
-            outcome_of(matcher.compute_mask, new_ids, mask, self._no_end)
-            for (matcher, new_ids), mask in zip(rows, masks, strict=True)
-        ]
+        return [self._mask_of(matcher, new_ids, mask) for (matcher, new_ids), mask in zip(rows, masks, strict=True)]
+
+    def _mask_of(self, matcher: GrammarMatcher, new_ids: list[int], mask: TokenMask) -> TokenMask | GrammarError:
+        try:
+            return matcher.compute_mask(new_ids, mask, self._no_end)
+        except GrammarError as exc:
+            return exc
 
     def _compile_next(self) -> None:
         compilation = self._waiting.get_nowait().compilation()
         if compilation is None or compilation.compiled.done():  # nobody waits for it, or it was asked for twice
             return
-        compiled = outcome_of(self._compile, compilation.grammar)
-        if isinstance(compiled, Exception):
-            compilation.compiled.set_exception(compiled)
-        else:
-            compilation.compiled.set_result(compiled)
+        try:
+            compilation.compiled.set_result(self._compile(compilation.grammar))
+        except GrammarError as exc:
+            compilation.compiled.set_exception(exc)
         self._compiled.append(compilation)
 
     def _compile(self, grammar: str) -> _Compiled:
-        tokenizer, numbers = self._loaded
         with grammar_errors_only():
+            tokenizer, numbers = self._loaded
             matcher, probe = compile_grammar(tokenizer, grammar), compile_probe(tokenizer, grammar)
-        return _Compiled(matcher, probe, numbers if writes_json(grammar) else None)
+            return _Compiled(matcher, probe, numbers if writes_json(grammar) else None)
 
     def _load_tokenizer(self) -> _GrammarTokenizer:
         tokenizer = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False, local_files_only=True)

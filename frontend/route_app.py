@@ -91,15 +91,6 @@ def create_engines_app(
     )
     forwarder = Forwarder(dispatcher, connections, scopes, readers, pool, metrics, limits)
 
-    @asynccontextmanager
-    async def running() -> AsyncIterator[None]:
-        try:
-            async with dispatcher.running():
-                yield
-        finally:
-            connections.close()
-            pool.close()
-
     app = RouterApp(
         config,
         metrics,
@@ -108,7 +99,7 @@ def create_engines_app(
         description=ROUTE_DESCRIPTION,
         tracing=tracing,
         version=product_version(),
-        running=running,
+        running=partial(_running, dispatcher, connections, pool),
     )
     _add_forwarded_routes(app, forwarder, StoredResponses(dispatcher, connections, config.request_timeout_s))
     add_decision_routes(app, explain=forwarder.explain, decisions=dispatcher.decisions)
@@ -125,6 +116,16 @@ def create_engines_app(
     add_worker_routes(app, dispatcher)
     _add_admin_routes(app, dispatcher, admin_token)
     return app
+
+
+@asynccontextmanager
+async def _running(dispatcher: Dispatcher, connections: EngineConnections, pool: TokenizerPool) -> AsyncIterator[None]:
+    try:
+        async with dispatcher.running():
+            yield
+    finally:
+        connections.close()
+        pool.close()
 
 
 def _add_forwarded_routes(app: RouterApp, forwarder: Forwarder, stored: StoredResponses) -> None:

@@ -70,6 +70,10 @@ def plan_fetch(
     `compute_s(start, end)` is the predicted time to compute tokens [start, end) behind their context. Each block comes
     from the fastest source that has it; loads from different sources run side by side.
     """
+    # [0, first_block)         in the pool
+    # [first_block, meet)      computed from the front, while
+    # [meet, end_block)        is loaded, the last blocks first
+    # [end_block, num_tokens)  computed behind both
     recompute_s = queue_s + compute_s(first_block * block_size, num_tokens)
     best = FetchPlan((), recompute_s, 0.0, recompute_s)
     limit_s = recompute_s * (1 - _MIN_GAIN)
@@ -116,6 +120,8 @@ def _meeting_blocks(
     segments: list[_Segment], first_block: int, end_block: int, front_s: Callable[[int], float]
 ) -> tuple[int, ...]:
     """The blocks around the point where loading from the back and computing from the front take equally long."""
+    # With a later `meet`, `front_s` grows and `_load_s` shrinks. `low` becomes the first block where computing takes at
+    # least as long; the fastest plan meets there or one block before.
     low, high = first_block, end_block
     while low < high:
         middle = (low + high) // 2

@@ -129,6 +129,7 @@ class LeaseTable:
         entry = self._find(request_id, generation, "chunk")
         if entry is None or not self._is_usable(entry, now, "chunk"):
             return
+        # Blocks are counted from the prompt's beginning; the lease has those from `lease.first_block` on.
         lease, end = entry.lease, first_block + num_blocks
         is_inside = lease.first_block <= first_block and end <= lease.first_block + len(lease.block_ids)
         if num_blocks < 0 or not is_inside or len(checksums) not in (0, num_blocks):

@@ -66,6 +66,11 @@ class OutgoingHandoff:
             return []
         request_id, generation = self.key.request_id, self.grant.lease.generation
         writes: list[BlockWrite] = []
+        # blocks of the prompt
+        # [0, first)         not sent: the receiver has them
+        # [first, start)     submitted by earlier calls
+        # [start, end)       computed since then: sent now, into the granted blocks from number `start - first` on
+        # [end, num_blocks)  not computed yet
         start, end = self.num_submitted, len(self.local_block_ids)
         if start < end:
             first = self.grant.first_block

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _STUCK_FACTOR = 20.0  # times the usual duration for so many bytes; a write that takes longer is not merely slow
 _LEAST_STUCK_S = 10.0  # a worker may stand still for less (`worker_timeout_s` is 8), and its link with it
-_KEPT_SHARE = 0.9  # of the weight of older writes, with each new one
+_KEPT_SHARE = 0.9  # with each new write, older ones keep this share of their weight
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +39,7 @@ class LinkTotals:
 
 @dataclass(eq=False, slots=True)
 class RecentPace:
-    """How long a link's latest writes took. Older ones count less and less, for a link may become slow."""
+    """How long a link's latest writes took. Older ones count less, because a link may become slow."""
 
     num_bytes: float = 0.0
     seconds: float = 0.0
@@ -51,7 +51,7 @@ class RecentPace:
 
 
 class SettledWrite(NamedTuple):
-    """A write that the transport will not touch any more."""
+    """A write that has ended: the transport will not touch its blocks again."""
 
     write: BlockWrite
     state: TransferState
@@ -89,7 +89,7 @@ class BlockWrites:
 
     @property
     def num_in_flight(self) -> int:
-        """Writes that are not known to have settled."""
+        """Writes in flight, as far as the last `take_settled` saw."""
         return len(self._in_flight)
 
     @property
@@ -98,7 +98,7 @@ class BlockWrites:
         return [LinkLoad(peer_id=peer_id, **asdict(totals)) for peer_id, totals in self.totals.items()]
 
     def seconds_to_send(self, receiver_id: str, num_blocks: int) -> float:
-        """Predicted seconds to write blocks to a peer; infinite if nothing was written to it yet."""
+        """Predicted seconds to write blocks to a peer; infinite before the first write to it."""
         pace = self.paces.get(receiver_id)
         if pace is None or pace.num_bytes == 0:
             return math.inf
@@ -135,7 +135,7 @@ class BlockWrites:
         return [flight.write for flight in self._in_flight if now >= flight.deadline]
 
     def reset_stuck_links(self, now: float) -> None:
-        """Tear down links whose oldest write has not settled for long: all others would wait behind it for ever."""
+        """Reset links whose oldest write is stuck: all other writes of the link would wait behind it forever."""
         oldest: dict[WorkerEpoch, _Flight] = {}
         for flight in self._in_flight:
             oldest.setdefault(flight.write.receiver, flight)
@@ -150,12 +150,12 @@ class BlockWrites:
                 waited_s = now - write.since
                 logger.warning("nothing moved to %s for %.0f s: the link is reset", receiver.worker_id, waited_s)
                 self._totals_of(receiver.worker_id).num_resets += 1
-                if write.transfer.num_bytes:  # it may have been slow: the next one gets twice the time
+                if write.transfer.num_bytes:  # the link may only be slow: the next write gets twice the time
                     self.paces[receiver.worker_id] = RecentPace(write.transfer.num_bytes, 2 * waited_s / _STUCK_FACTOR)
                 self._links.reset(receiver)
 
     def forget(self, receiver_id: str) -> None:
-        """Drop what is known of the links to a worker that is gone."""
+        """Forget the totals and the pace of a worker that is gone."""
         self.totals.pop(receiver_id, None)
         self.paces.pop(receiver_id, None)
 
@@ -180,9 +180,9 @@ class BlockWrites:
     def _count(self, write: BlockWrite, transfer: Transfer) -> SettledWrite:
         """Add a write to its link's totals.
 
-        Its seconds are the time for which the link was busy: from the start of the write, or from the end of the one
-        before it, to our poll that saw its end and told the receiver. Waiting for the grant, for writes of other
-        handoffs and for the receiver's next step does not count.
+        Its seconds are the time for which it kept the link busy. They begin with the write, or with the end of the
+        write before it, and end with the poll that saw its end. Waiting for the grant, for writes of other handoffs
+        and for the receiver's next step does not count.
         """
         seconds = transfer.seconds or 0.0
         if transfer.state is TransferState.LOST:

@@ -105,7 +105,7 @@ class WorkerNotFound(RequestError):
 
 
 class RoleRefused(RequestError):
-    """The worker cannot play this role now."""
+    """The worker cannot switch to this role now."""
 
     status = 409
     code = "role_refused"

@@ -6,8 +6,8 @@ then ends what the failure concerns and goes on. Cancellation and the end of the
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from types import TracebackType
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -27,19 +27,27 @@ def error_of(function: Callable[..., object], *args: object) -> Exception | None
     return outcome if isinstance(outcome, Exception) else None
 
 
-async def async_error_of(work: Awaitable[object]) -> Exception | None:
-    """Await; return the exception that was raised, if any."""
-    try:
-        await work
-    except Exception as exc:  # the purpose of this module
-        return exc
-    return None
+class _NotedOnError:
+    """Calls a function with the exception that ends the block, and lets the exception pass."""
+
+    def __init__(self, note: Callable[[BaseException], object]) -> None:
+        self._note = note
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._note(error)
 
 
-@contextmanager
-def undone_on_error(undo: Callable[[], object]) -> Iterator[None]:
+def noted_on_error(note: Callable[[BaseException], object]) -> _NotedOnError:
+    """Call `note` with whatever the block raises, a cancellation included, and raise it again."""
+    return _NotedOnError(note)
+
+
+def undone_on_error(undo: Callable[[], object]) -> _NotedOnError:
     """Call `undo` if the block raises anything, a cancellation included, and raise it again."""
-    with ExitStack() as stack:
-        stack.callback(undo)
-        yield
-        stack.pop_all()
+    return _NotedOnError(lambda _: undo())

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.protocol.errors import NoWorker, ServingError
-from tandem.protocol.fault_boundary import undone_on_error
+from tandem.protocol.fault_boundary import noted_on_error, undone_on_error
 from tandem.protocol.messages import WorkerPriority
 from tandem.scheduling.admission.admission import Admission, Drop
 from tandem.scheduling.admission.queued_request import QueuedRequest
@@ -139,13 +139,10 @@ class AdmissionQueue(Generic[B]):
                 self._admission.reject(placement_request.tenant, exc)
             decision.outcome, decision.error = "rejected", exc
             raise
-        try:
+        with noted_on_error(partial(self._leave, queued, waiter)):  # whatever ends the wait frees the place
             self._decide()
             await self._wait(queued, waiter)
             return waiter.admitted.result()
-        except BaseException as exc:  # raised again: whatever ends the wait frees the place
-            self._leave(queued, waiter, exc)
-            raise
 
     async def enter_again(
         self, request: Bookable[B], placement_request: PlacementRequest, former: RoutingDecision

@@ -11,10 +11,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from tandem.protocol.errors import ServingError
+from tandem.protocol.fault_boundary import noted_on_error
 from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.runtime.idle_timeout import IdleTimeout
 
 T = TypeVar("T")
+
+
+class Interrupted(Exception):
+    """What fills a stream stops although nothing failed; something else may go on in its place."""
 
 
 class _Readable(ABC, Generic[T]):
@@ -172,20 +178,18 @@ class QueueStream(Stream[T]):
 
         is_paused = False
         try:
-            if not self._has_begun and not self._has_ended:
-                self._has_begun = True
-                await self._begin()
-            is_read = self._has_ended
-            while not is_read:
-                try:
-                    await self._queue.read_into(convert, self._idle)
-                    is_read = True
-                except Exception as exc:  # raised again unless the subclass can recover from it
-                    await self._recover(exc)
-            is_paused = not self._has_ended
-        except BaseException as exc:  # raised again: a cancellation is noted too
-            self._note_error(exc)
-            raise
+            with noted_on_error(self._note_error):
+                if not self._has_begun and not self._has_ended:
+                    self._has_begun = True
+                    await self._begin()
+                is_read = self._has_ended
+                while not is_read:
+                    try:
+                        await self._queue.read_into(convert, self._idle)
+                        is_read = True
+                    except (ServingError, Interrupted) as exc:
+                        await self._recover(exc)
+                is_paused = not self._has_ended
         finally:
             if not is_paused:  # also after a cancellation, which must leave nothing running
                 await self.aclose()
@@ -196,7 +200,7 @@ class QueueStream(Stream[T]):
         self._has_ended = True
         self.close()
 
-    async def _recover(self, error: Exception) -> None:
+    async def _recover(self, error: ServingError | Interrupted) -> None:
         """Replace the failed queue by one with the items that would have come. Raises if that is impossible."""
         raise error
 

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tandem.protocol.fault_boundary import async_error_of
 from tandem.runtime.backoff import Backoff
 
 logger = logging.getLogger(__name__)
@@ -54,20 +53,30 @@ class BackgroundTasks:
         return task
 
     async def _guarded(self, name: str, work: Work, on_failure: Callable[[Exception], None] | None) -> None:
-        if (error := await async_error_of(work())) is not None:
+        try:
+            await work()
+        except Exception as exc:  # nobody awaits the task: its owner would never learn of it
             self.num_failures += 1
-            logger.error("%s failed", name, exc_info=error)
+            logger.exception("%s failed", name)
             if on_failure is not None:
-                on_failure(error)
+                on_failure(exc)
 
     async def _kept(self, name: str, work: Work) -> None:
         loop, num_failures = asyncio.get_running_loop(), 0  # in a row
         while True:
             began_s = loop.time()
-            if (error := await async_error_of(work())) is None:
+            try:
+                await work()
                 return
-            self.num_failures += 1
-            num_failures = 1 if loop.time() - began_s > CALM_S else num_failures + 1
-            delay_s = self._backoff.pause_s(num_failures)
-            logger.error("%s failed and is restarted in %g s", name, delay_s, exc_info=error)
+            except Exception:  # a loop that serves many things must go on
+                self.num_failures += 1
+                num_failures = 1 if loop.time() - began_s > CALM_S else num_failures + 1
+                delay_s = self._backoff.pause_s(num_failures)
+                logger.exception("%s failed and is restarted in %g s", name, delay_s)
             await asyncio.sleep(delay_s)
+
+
+def error_of(task: asyncio.Future[Any]) -> Exception | None:
+    """What a task that has ended raised; None if it returned or was cancelled."""
+    error = None if task.cancelled() else task.exception()
+    return error if isinstance(error, Exception) else None

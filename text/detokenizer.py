@@ -20,7 +20,7 @@ class Detokenizer:
 
     A token's text depends on its neighbours (a leading space, a character of several byte tokens). `DecodeStream`
     decodes each token with those before it, and holds it back while its last character is incomplete. It would hold
-    back invalid bytes for ever, and decode more of them with each token: those are decoded here.
+    back invalid bytes forever, and decode more of them with each token: those are decoded here.
     """
 
     def __init__(self, fast: FastTokenizer, *, prompt_ids: Sequence[int] = (), skip_ids: Collection[int] = ()) -> None:

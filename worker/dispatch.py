@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from tandem.engine.sequence import Sequence
 from tandem.kv_transfer.links import LinkChange
@@ -47,18 +48,17 @@ class MessageDispatcher:
 
     def take(self, identity: bytes, message: Message, now: float) -> None:
         """Handle one message that came from `identity`."""
-        error = error_of(self._handle, identity, message, now)
-        if error is not None:
-            self._parts.dropped.add(DropReason.FAILED, f"a {type(message).__name__}: {error!r}", exc_info=error)
-            self.give_up(getattr(message, "request_id", ""), error)
+        self._guarded(message, self._handle, identity, message, now)
 
     def take_notification(self, notification: Notification, now: float) -> None:
         """Handle one notification of a peer's write."""
-        error = error_of(self._parts.decode.notified, notification, now)
-        if error is not None:
-            self._reporter.num_errors += 1
-            text = f"a notification of {notification.worker_id}, whose lease will run out: {error!r}"
-            self._parts.dropped.add(DropReason.FAILED, text, exc_info=error)
+        self._guarded(notification, self._parts.decode.notified, notification, now)
+
+    def _guarded(self, cause: Message | Notification, handle: Callable[..., None], *args: object) -> None:
+        """Handle a message or a notification. If that raises, its request ends; a notification's lease runs out."""
+        if (error := error_of(handle, *args)) is not None:
+            self._parts.dropped.add(DropReason.FAILED, f"a {type(cause).__name__}: {error!r}", exc_info=error)
+            self.give_up(getattr(cause, "request_id", ""), error)
 
     def give_up(self, request_id: str, error: Exception, sequence: Sequence | None = None) -> None:
         """End a request that met an error, wherever it is: tell its client, and free its blocks."""

@@ -64,7 +64,7 @@ class Worker:
 
     @property
     def card(self) -> WorkerCard:
-        """What a router has to know about this worker."""
+        """What this worker tells a router about itself."""
         return self.reporter.card
 
     def run(self) -> None:
@@ -114,7 +114,7 @@ class Worker:
     # Called in the loop, through `call`.
 
     def status(self) -> WorkerStatus:
-        """Load and open business."""
+        """Current load and unfinished work: handoffs, leases, reads."""
         return self.reporter.status()
 
     def set_role(self, role: Role) -> None:

@@ -49,7 +49,7 @@ class StatusReporter:
 
     @property
     def card(self) -> WorkerCard:
-        """What a router has to know about this worker."""
+        """What this worker tells a router about itself."""
         parts, engine, config = self._parts, self._parts.engine, self._parts.config
         return WorkerCard(
             address=parts.address,
@@ -74,7 +74,7 @@ class StatusReporter:
         self.role = role
 
     def status(self) -> WorkerStatus:
-        """Load and open business."""
+        """Current load and unfinished work: handoffs, leases, reads."""
         parts = self._parts
         return WorkerStatus(
             load=self.load(),

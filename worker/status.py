@@ -9,7 +9,7 @@ from tandem.protocol.messages import WorkerLoad
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """Load and open business of one worker, for the supervisor and for tests."""
+    """Current load and unfinished work of one worker, for the supervisor and for tests."""
 
     load: WorkerLoad
     num_open_handoffs: int  # sent and received

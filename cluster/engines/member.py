@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from typing_extensions import override
 
 from tandem.cluster.engines.actor import EngineActor, EngineEnd, EngineStarted
 from tandem.cluster.engines.dialect import dialect_of
@@ -94,14 +95,14 @@ class EngineMember(Member):
                 raise WorkerError(f"the router cannot use the server at {started.url}: {late[0].reason}")
             await asyncio.sleep(_JOIN_POLL_S)
 
+    @override
     async def leave(self, reason: str) -> None:
-        """As `Member.leave`."""
         for engine in self._engines():
             await self._fleet.lose(engine.name, reason)
 
     @property
+    @override
     def is_ready(self) -> bool:
-        """As `Member.is_ready`."""
         engines = self._engines()
         return bool(engines) and all(engine.state is WorkerState.READY for engine in engines)
 
@@ -146,12 +147,12 @@ class EngineMember(Member):
             if engine.state is WorkerState.DRAINING:
                 engine.set_state(WorkerState.READY, "")
 
+    @override
     async def running(self) -> Requests:
-        """As `Member.running`."""
         return frozenset(request for engine in self._engines() for request in engine.running)
 
+    @override
     async def check_integrity(self) -> str:
-        """As `Member.check_integrity`."""
         num_running = len(await self.running())
         return f"{num_running} requests run on it" if num_running else ""
 

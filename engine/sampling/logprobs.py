@@ -42,7 +42,7 @@ class RowLogprobs:
         return float(self._chosen[row])
 
     def other(self, row: int, token_id: int) -> float:
-        """That of another token."""
+        """Log probability of another token than the chosen one."""
         return float(self._all[row, token_id])  # sync: only of a rare row
 
     def top(self, row: int, num_top: int) -> tuple[Tensor, Tensor]:

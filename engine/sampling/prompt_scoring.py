@@ -31,6 +31,7 @@ def split_logits(logits: Tensor, chunks: list[ScheduledChunk]) -> tuple[Tensor, 
     for chunk in chunks:
         first, end = end, end + chunk.num_logits
         if chunk.num_scored:
+            # The logits of token i score token i + 1. If the chunk samples, its last row has no token to score.
             place = chunk.start + chunk.num_tokens - chunk.num_logits + 1
             token_ids = chunk.sequence.token_ids[place : place + chunk.num_scored]
             scored.append(ScoredRows(chunk.sequence, logits[first : first + chunk.num_scored], token_ids))

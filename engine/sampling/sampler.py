@@ -55,7 +55,7 @@ class Sampler:
     def plan(
         self, sequences: Seq[Sequence], vocab_size: int, masks: Mapping[Sequence, TokenMask | Exception] = _NO_MASKS
     ) -> list[SamplePlan]:
-        """The host's part, for the next token of each sequence as it is now. `masks` of those that have a grammar."""
+        """Plan on the host how each sequence's next token is sampled. `masks`: of the sequences with a grammar."""
         return [
             None if _is_plain_greedy(sequence) else _outcome_of(self._plan, sequence, vocab_size, masks.get(sequence))
             for sequence in sequences
@@ -135,7 +135,7 @@ class _TopLogprobs:
         self._logprobs = RowLogprobs(raw[index], token_ids[index], max(plan.num_logprobs or 0 for plan in plans))
 
     def read(self, row: int, num_top: int, token_id: int, *, is_first_choice: bool) -> TokenLogprobs:
-        """Those of a row and its token, which is the one that was chosen on the device if `is_first_choice`."""
+        """Log probabilities of one row. `is_first_choice`: its token is the one that the device chose."""
         place = self._place[row]
         values, ids = self._logprobs.top(place, num_top)
         pairs = zip(ids.tolist(), values.tolist(), strict=True)

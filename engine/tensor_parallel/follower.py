@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import sys
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import TypeVar
@@ -56,7 +57,8 @@ def main(connection: Connection, store: str, lifeline: int) -> None:
         # Rank 0 knows more about which rank was lost, and tells the user what to correct.
         if not isinstance(error, RanksLost | ConfigError):
             logger.error("this rank failed", exc_info=error)
-        error_of(connection.send, RankFailed(f"{type(error).__name__}: {error}"))
+        with suppress(OSError):  # rank 0 is gone
+            connection.send(RankFailed(f"{type(error).__name__}: {error}"))
     os._exit(0 if error is None else 1)  # at once: other ranks may wait for this one, and there is nothing to clean up
 
 

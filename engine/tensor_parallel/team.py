@@ -37,7 +37,7 @@ from tandem.engine.tensor_parallel.messages import (
 from tandem.engine.tensor_parallel.shared_pool import allocate_shared
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError
-from tandem.protocol.fault_boundary import error_of
+from tandem.protocol.fault_boundary import error_of, noted_on_error
 from tandem.protocol.python_module import module_command, module_environment
 
 _LOAD_TIMEOUT_S = 600.0
@@ -170,8 +170,10 @@ class Team:
         """Let all compute this batch, with input ids that come by a broadcast."""
         self._send_all(ComputeStep(batch._replace(late_inputs=None)))
 
-    def resync(self) -> None:
-        """After a step raised here: wait until it is over for all, so that the next one begins for all."""
+    def resync_after(self, error: BaseException) -> None:
+        """After a step raised this here: wait until it is over for all, so that the next one begins for all."""
+        if isinstance(error, RanksLost | torch.AcceleratorError) or not isinstance(error, Exception):
+            return  # there is no next step
         self._send_all(Resync())
         for follower in self._followers:
             follower.receive(Ready, _RESYNC_TIMEOUT_S)
@@ -230,17 +232,11 @@ class LeadingRunner(ModelRunner):
             sums_before_attention[0] = group.num_reductions
 
         self._team.announce(batch)
-        try:
-            with self._team.naming():
-                loaded = self.load(batch)
-                self.fill_late_inputs(batch, loaded)
-                group.broadcast(loaded.input_ids)
-                logits = self.compute(loaded, before_attention)
-        except (RanksLost, torch.AcceleratorError):
-            raise
-        except Exception:  # raised again: of any kind, and the ranks must agree on where they are
-            self._team.resync()
-            raise
+        with noted_on_error(self._team.resync_after), self._team.naming():
+            loaded = self.load(batch)
+            self.fill_late_inputs(batch, loaded)
+            group.broadcast(loaded.input_ids)
+            logits = self.compute(loaded, before_attention)
         assert group.num_reductions > sums_before_attention[0], (
             "no sum follows the last layer's KV: marks prove nothing"
         )

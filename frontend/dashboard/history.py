@@ -73,7 +73,7 @@ class LongHistory:
         self._history = History(span_s=_LONG_SPAN_S, step_s=step_s, point_s=step_s, window_s=2 * step_s)
 
     async def run(self) -> None:
-        """Add points for ever."""
+        """Add points forever."""
         while True:
             with suppress(ServingError):  # the deciding process does not answer: there is no point then
                 await self.add()

@@ -107,7 +107,7 @@ class RouterApp(FastAPI):
         self._on_drain.append(end)
 
     def run_along(self, what: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Register `run`, which goes on for ever beside the app. `what` names it in logs."""
+        """Register `run`, which goes on forever beside the app. `what` names it in logs."""
         self._along[what] = run
 
     def drain(self) -> None:
@@ -181,7 +181,7 @@ class _RawRoute:
 
 
 def is_head(scope: Scope) -> bool:
-    """Whether only the head of the answer is wanted: a body that never ends would be dropped for ever."""
+    """Whether only the head of the answer is wanted: a body that never ends would be dropped forever."""
     return bool(scope.get(_IS_HEAD))
 
 

@@ -46,7 +46,7 @@ class Connection(Protocol):
         """Stop counting the unfinished body: the app has it, or it is dropped."""
 
     def refuse_unfinished_body(self) -> None:
-        """Make room for other bodies, if one has begun to arrive here."""
+        """Refuse this connection's unfinished body, if there is one, to free memory for others."""
 
     def shed(self) -> None:
         """Make room for another connection."""

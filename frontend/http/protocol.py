@@ -183,7 +183,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_unfinished_bytes = 0
 
     def refuse_unfinished_body(self) -> None:
-        """Make room for other bodies, if one has begun to arrive here."""
+        """Refuse this connection's unfinished body, if there is one, to free memory for others."""
         if self._num_unfinished_bytes:
             self.refuse(TooManyBodies("Too many bodies arrive at once; try again later."))
 

@@ -134,7 +134,7 @@ async def http_server(
     """The HTTP server, while the block runs. The caller runs the app's lifespan around it.
 
     `on_leave` is called when the server is going to end, for the app to tell its clients. `on_drain` is called when it
-    begins to drain, to end what the app would otherwise send for ever. Raises `ConfigError` if the files of `tls_cert`
+    begins to drain, to end what the app would otherwise send forever. Raises `ConfigError` if the files of `tls_cert`
     cannot be used.
     """
     tls = ServerTls(config, metrics) if config.tls_cert else None

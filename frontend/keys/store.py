@@ -89,7 +89,7 @@ def create_key(
 
 
 def revoke_key(path: str, key_id: str) -> ApiKey:
-    """Revoke a key for ever, and return it; one that is already revoked stays as it is. Raises `ConfigError`."""
+    """Revoke a key forever, and return it; one that is already revoked stays as it is. Raises `ConfigError`."""
     with _locked(path) as real_path:
         keys = read_keys(real_path).keys
         index = next((index for index, key in enumerate(keys) if key.id == key_id), None)

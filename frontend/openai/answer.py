@@ -126,6 +126,8 @@ class _EventStream(Response):
             with Heartbeat(writer, self.raw_headers, scope["path"]):
                 last = await self._send_deltas(writer)
         except Exception as exc:  # whatever it is: if the stream has begun, the client gets an error event
+            if (span := span_of(scope)) is not None:
+                span.fail(exc)
             if not writer.has_started or isinstance(exc, ClientDisconnected):
                 raise
             if not self._has_token:

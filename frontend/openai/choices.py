@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from functools import partial
+
+from typing_extensions import override
 
 from tandem.frontend.http.metrics import RequestClock
 from tandem.frontend.openai.choice_text import ChoiceDelta, ChoicePlan, ChoiceText
 from tandem.frontend.openai.logprobs import ScoredPrompt
 from tandem.protocol.errors import WorkerError
-from tandem.protocol.fault_boundary import async_error_of
 from tandem.protocol.messages import SequenceDelta
 from tandem.router.backend import Backend
 from tandem.router.streams import DeltaQueue, Stream
+from tandem.runtime.background import error_of
 from tandem.text.tokenizer import Tokenizer
 
 NO_REASON = "The generation ended without a reason."
@@ -43,9 +46,8 @@ class _Choice(Stream[ChoiceDelta]):
         self._deltas: Stream[SequenceDelta] | None = None
         self._has_ended = False
 
+    @override
     async def read_into(self, sink: Callable[[list[ChoiceDelta]], bool]) -> bool:
-        """As for any stream."""
-
         def convert(deltas: list[SequenceDelta]) -> bool:
             return sink(self._converted(deltas)) and not self._has_ended
 
@@ -129,9 +131,8 @@ class _Choices(Stream[ChoiceDelta]):
         self._has_room = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
+    @override
     async def read_into(self, sink: Callable[[list[ChoiceDelta]], bool]) -> bool:
-        """As for any stream."""
-
         def pass_on(deltas: list[ChoiceDelta]) -> bool:
             self._has_room.set()
             self._num_open -= sum(delta.finish_reason is not None for delta in deltas)
@@ -157,7 +158,15 @@ class _Choices(Stream[ChoiceDelta]):
             if plan.is_first_sibling:
                 first_token = asyncio.Event()
             run = self._run(choice, starting, first_token, is_first=plan.is_first_sibling)
-            self._tasks.append(asyncio.create_task(run))
+            task = asyncio.create_task(run)
+            task.add_done_callback(partial(self._ended, first_token))
+            self._tasks.append(task)
+
+    def _ended(self, first_token: asyncio.Event, task: asyncio.Task[None]) -> None:
+        """A choice has been read, or could not be: raise its error to the reader."""
+        if (error := error_of(task)) is not None:
+            self._queue.fail(error)
+        first_token.set()  # also after a first sibling that ended without a token
 
     async def _run(
         self, choice: _Choice, starting: asyncio.Lock, first_token: asyncio.Event, *, is_first: bool
@@ -172,19 +181,12 @@ class _Choices(Stream[ChoiceDelta]):
             self._queue.deliver()
             return self._queue.num_items < MAX_QUEUED_DELTAS
 
-        async def read() -> None:
-            if not is_first:
-                await first_token.wait()
-            async with starting:  # one per iteration of the event loop: placing 2,048 at once would take a second
-                await asyncio.sleep(0)
-            async with aclosing(choice):
-                while not await choice.read_into(put):
-                    while self._queue.num_items >= MAX_QUEUED_DELTAS:
-                        self._has_room.clear()
-                        await self._has_room.wait()
-
-        try:
-            if (error := await async_error_of(read())) is not None:
-                self._queue.fail(error)  # raises it to the reader
-        finally:
-            first_token.set()  # also after a first sibling that ended without a token
+        if not is_first:
+            await first_token.wait()
+        async with starting:  # one per iteration of the event loop: placing 2,048 at once would take a second
+            await asyncio.sleep(0)
+        async with aclosing(choice):
+            while not await choice.read_into(put):
+                while self._queue.num_items >= MAX_QUEUED_DELTAS:
+                    self._has_room.clear()
+                    await self._has_room.wait()

@@ -61,7 +61,7 @@ class ServingContext:
             raise ModelNotFound(text, param="model")
 
     async def work_on_text(self, request: Request, work: Callable[[], T], num_bytes: int) -> T:
-        """As `router.http.text_work.work_on_text`."""
+        """As `frontend.http.text_work.work_on_text`, in this app's threads."""
         return await work_on_text(request, self.pool, work, num_bytes)
 
     async def checked_grammar(self, request: Request, constraint: Constraint) -> str:

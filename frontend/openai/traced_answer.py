@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from tandem.router.streams import Stream
 from tandem.runtime.tracing.span_node import Attributes, SpanNode
 
@@ -30,18 +32,13 @@ class TracedAnswer(Stream["ChoiceDelta"]):
         span.record(SpanNode("prepare", answer.arrived_s, time.monotonic()))
         span.set(self._request_attributes())
 
+    @override
     async def read_into(self, sink: Callable[[list[ChoiceDelta]], bool]) -> bool:
-        """As for any stream."""
-
         def note(deltas: list[ChoiceDelta]) -> bool:
             self._note(deltas)
             return sink(deltas)
 
-        try:
-            return await self._deltas.read_into(note)
-        except Exception as exc:  # raised again: the span says why the answer failed
-            self._span.fail(exc)
-            raise
+        return await self._deltas.read_into(note)
 
     async def aclose(self) -> None:
         """End the answer, complete or not."""

@@ -18,7 +18,7 @@ from tandem.frontend.processes import wire
 from tandem.frontend.processes.message_link import MessageLink
 from tandem.frontend.processes.methods import invocation, method_of
 from tandem.protocol.errors import NoWorker, ServingError, WorkerError
-from tandem.protocol.fault_boundary import error_of
+from tandem.protocol.fault_boundary import error_of, noted_on_error
 from tandem.runtime.background import BackgroundTasks
 from tandem.runtime.idle_timeout import IdleClock, answered_in_time
 
@@ -155,9 +155,12 @@ class DecidingClient:
 
     def _on_message(self, data: bytes) -> None:
         self._heard_s, self.is_silent = self._settings.clock(), False
-        if (error := error_of(self._dispatch, data)) is not None:  # the call it was for would wait for ever
-            logger.error("a message of the deciding process could not be handled", exc_info=error)
-            self._fail_all("a message of the deciding process could not be handled")
+        with noted_on_error(self._fail_unhandled):  # `MessageLink` logs the error and goes on
+            self._dispatch(data)
+
+    def _fail_unhandled(self, _: BaseException) -> None:
+        """A message could not be handled: the call it was for would wait forever."""
+        self._fail_all("a message of the deciding process could not be handled")
 
     def _on_lost(self) -> None:
         """The deciding process has ended, or has closed the connection: nothing can be decided any more."""

@@ -24,8 +24,9 @@ from tandem.frontend.processes.key_uses import KeyUses, LocalUses
 from tandem.frontend.processes.message_link import MessageLink
 from tandem.frontend.processes.methods import MethodTable, NotCallable
 from tandem.protocol.errors import ServingError
-from tandem.protocol.fault_boundary import async_error_of, error_of, outcome_of
+from tandem.protocol.fault_boundary import error_of
 from tandem.router.streams import Stream
+from tandem.runtime import background
 from tandem.runtime.background import BackgroundTasks
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ class DecidingProcess:
     async def start(self) -> None:
         """Begin to serve."""
         self._server = await asyncio.get_running_loop().create_unix_server(self._connection, self._path)
-        self._background.keep("status for edge processes", self._send_status)
+        self._background.keep("status for frontend processes", self._send_status)
 
     async def close(self) -> None:
         """Cancel everything and close all connections."""
@@ -165,7 +166,7 @@ class DecidingProcess:
             try:
                 message = wire.decode_call(data)
             except msgspec.DecodeError as exc:  # the frontend process notices, ends, and is replaced
-                logger.error("an edge process sent something that is no message: %s", exc)
+                logger.error("a frontend process sent something that is no message: %s", exc)
                 link.close()
                 self._forget(link, frontend)
                 return
@@ -226,7 +227,7 @@ class _Frontend:
         self.out: wire.Batch[Any] = wire.Batch(link.send, wire.Results, self._unsendable)
         self._methods = methods
         self._uses = uses
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # `_guarded` handles their errors
+        self._tasks: dict[int, asyncio.Task[None]] = {}
         self._all_tasks = all_tasks
 
     def close(self) -> None:
@@ -240,10 +241,10 @@ class _Frontend:
         """Do what a message asks for."""
         match message:
             case wire.Call(number, called):
-                self._call(number, called)
+                self._guarded(number, self._call, called)
             case wire.Events(events):
                 for number, event in events:
-                    self._event(number, event)
+                    self._guarded(number, self._event, event)
             case wire.Cancel(number):
                 if (task := self._tasks.get(number)) is not None:
                     task.cancel()
@@ -253,12 +254,22 @@ class _Frontend:
             case wire.Join():
                 pass
 
+    def _guarded(
+        self,
+        number: int,
+        handle: Callable[[int, wire.Invocation[msgspec.Raw]], None],
+        invoked: wire.Invocation[msgspec.Raw],
+    ) -> None:
+        """Do what is asked for a call. If that raises, only this call fails: events of others may follow."""
+        if (error := error_of(handle, number, invoked)) is not None:
+            self._failed(number, error)
+
     def _call(self, number: int, called: wire.Invocation[msgspec.Raw]) -> None:
         try:
             method, implementation, is_immediate = self._methods[called.method]
             call = method.bind(implementation, called.arguments)
         except msgspec.DecodeError as exc:
-            logger.error("an edge process sent something that is no message: %s", exc)
+            logger.error("a frontend process sent something that is no message: %s", exc)
             self._fail(number, INTERNAL_ERROR)
             return
         if is_immediate:
@@ -267,14 +278,12 @@ class _Frontend:
             self._start(number, partial(self._answer, number, call))
 
     def _call_now(self, number: int, call: partial[Any]) -> None:
-        outcome = outcome_of(call)
+        outcome = call()
         if isinstance(outcome, Stream):
             outcome = _StreamCall(outcome, call.args[0].request_id)
         if isinstance(outcome, LastingCall):
             self.calls[number] = outcome
             self._start(number, partial(outcome.run, partial(self.out.add, number)))
-        elif isinstance(outcome, Exception):
-            self._failed(number, outcome)
         else:
             self._answered(number, outcome)
 
@@ -285,35 +294,29 @@ class _Frontend:
         self.out.send(wire.Answered(number, msgspec.Raw(wire.encode(answer))))
 
     def _event(self, number: int, event: wire.Invocation[msgspec.Raw]) -> None:
-        if (call := self.calls.get(number)) is None:
-            return  # it has ended here
-        if (error := error_of(call.event, event)) is not None:  # events of other calls must still be handled
-            logger.error("a note about request %s could not be handled", call.request_id, exc_info=error)
-            self._fail(number, INTERNAL_ERROR)
+        if (call := self.calls.get(number)) is not None:  # otherwise it has ended here
+            call.event(event)
 
     def _start(self, number: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        task = self._tasks[number] = asyncio.get_running_loop().create_task(self._guarded(number, work))
+        task = self._tasks[number] = asyncio.get_running_loop().create_task(work())
         self._all_tasks.add(task)
 
         def ended(_: asyncio.Task[None]) -> None:
             self._all_tasks.discard(task)
             del self._tasks[number]
+            if (error := background.error_of(task)) is not None:
+                self._failed(number, error)
             self.calls.pop(number, None)
 
         task.add_done_callback(ended)
 
-    async def _guarded(self, number: int, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Do the work, and tell the frontend process if it fails."""
-        if (error := await async_error_of(work())) is not None:
-            self._failed(number, error)
-
     def _failed(self, number: int, error: Exception) -> None:
-        """Tell the frontend process that a call has failed."""
+        """A call has failed: end it, and tell the frontend process, which waits for an answer."""
         if isinstance(error, ServingError):
-            self.out.send(wire.Failed(number, wire.wire_error(error)))
-        else:  # this process goes on, and the frontend process waits for an answer
+            self._fail(number, wire.wire_error(error))
+        else:
             logger.error("%s failed", self._name(number), exc_info=error)
-            self.out.send(wire.Failed(number, INTERNAL_ERROR))
+            self._fail(number, INTERNAL_ERROR)
 
     def _fail(self, number: int, error: wire.WireError) -> None:
         """End a call with an error."""
@@ -322,7 +325,7 @@ class _Frontend:
         self.out.send(wire.Failed(number, error))
 
     def _unsendable(self, number: int, error: Exception) -> None:
-        logger.error("an item of %s cannot be sent", self._name(number), exc_info=error)
+        logger.error("a result of %s cannot be sent", self._name(number), exc_info=error)
         self._fail(number, INTERNAL_ERROR)
 
     def _name(self, number: int) -> str:

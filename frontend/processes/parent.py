@@ -46,7 +46,7 @@ async def frontend_processes(
     folder = make_temporary_folder()
     with contextlib.ExitStack() as at_end:
         at_end.callback(shutil.rmtree, folder, ignore_errors=True)
-        endpoint = f"{folder}/hub"
+        endpoint = f"{folder}/deciding"
         deciding = DecidingProcess(service, endpoint, api_keys)
         # Only now: the bind before must fail if another program has the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -127,7 +127,7 @@ class FrontendProcesses:
 
     def _setup(self, number: int) -> bytes:
         self._num_started += 1
-        frontend_id = self._frontend_ids[number] = f"edge-{number}-{self._num_started}"
+        frontend_id = self._frontend_ids[number] = f"frontend-{number}-{self._num_started}"
         self.deciding.expect(frontend_id)
         return msgspec.json.encode(replace(self._settings, frontend_id=frontend_id, number=number))
 

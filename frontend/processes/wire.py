@@ -19,7 +19,6 @@ from typing_extensions import Buffer
 from tandem.frontend.keys.api_key import ApiKey
 from tandem.protocol.decoding import safe_decoder
 from tandem.protocol.errors import Overloaded, ServingError, error_kinds
-from tandem.protocol.fault_boundary import outcome_of
 
 T = TypeVar("T")
 
@@ -119,6 +118,8 @@ class Answered(_Message, frozen=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
+# For an unknown type, an integer of more than 64 bits, half a surrogate pair, deep nesting, an unset field.
+_ENCODING_ERRORS = (TypeError, ValueError, OverflowError, RecursionError, AttributeError, msgspec.MsgspecError)
 decode_call = safe_decoder(Join | Call[msgspec.Raw] | Events[msgspec.Raw] | Cancel | Tell[msgspec.Raw])
 
 
@@ -159,20 +160,20 @@ class Batch(Generic[T]):
     def _flush(self) -> None:
         if self._items:
             items, self._items = self._items, []
-            data = outcome_of(encode, self._kind(items))
-            if isinstance(data, bytes):
-                self._send(data)
-            else:
-                self._send_each(items)
+            self._send_items(items)
 
-    def _send_each(self, items: list[tuple[int, T]]) -> None:
-        """Send the items one by one, so that an item that cannot be sent fails only its own call."""
-        for item in items:
-            data = outcome_of(encode, self._kind([item]))
-            if isinstance(data, bytes):
-                self._send(data)
+    def _send_items(self, items: list[tuple[int, T]]) -> None:
+        """Send the items in one message. If that is impossible, send each alone: a bad item fails only its own call."""
+        try:
+            data = encode(self._kind(items))
+        except _ENCODING_ERRORS as exc:
+            if len(items) == 1:
+                self._on_unsendable(items[0][0], exc)
             else:
-                self._on_unsendable(item[0], data)
+                for item in items:
+                    self._send_items([item])
+        else:
+            self._send(data)
 
 
 def wire_error(exc: ServingError) -> WireError:

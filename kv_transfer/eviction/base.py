@@ -171,7 +171,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def _choose(self) -> Node | None:
-        """The victim."""
+        """The block to evict next."""
 
     def _on_remove(self, node: Node) -> None:  # noqa: B027  # most policies remember nothing
         """Remember a node that left, if the policy remembers any."""

@@ -141,7 +141,7 @@ class BlockEncryptor:
         return (np.empty(scratch.nbytes + FOOTER_BYTES, np.uint8).data,)
 
     def split(self, content: Block) -> Sequence[Part]:
-        """As it is."""
+        """Return the data unchanged."""
         return (content.data,)
 
     def open(self, name: BlockName, parts: Sequence[Part], scratch: Block) -> Block | None:

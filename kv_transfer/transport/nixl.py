@@ -177,11 +177,11 @@ class NixlTransport(Transport):
 
     @override
     def is_quiet(self, worker_id: str) -> bool:
-        """Between processes of one machine: once every copy is over, which NIXL then knows.
+        """True on one machine once all copies have finished; always False across machines.
 
-        Never elsewhere. NIXL does not know the end of a transfer that it gave up: its release cancels the part that has
-        not begun, but bytes in a network card or in the buffers of a TCP connection still land. New keys for the
-        receiver's memory would not stop them either: UCX checks none over TCP.
+        There, NIXL does not know the end of a transfer that it gave up: its release cancels the part that has not
+        begun, but bytes in a network card or in the buffers of a TCP connection still land. New keys for the receiver's
+        memory would not stop them either: UCX checks none over TCP.
         """
         return self._mailbox is not None and all(copy.worker_id != worker_id for copy in self._stuck)
 

@@ -74,7 +74,7 @@ class NotificationSequencer:
                 self.num_early_bytes -= len(payload)
                 self._next_sequence += 1
                 yield payload
-            elif self._num_damaged:
+            elif self._num_damaged:  # the missing number was that of a damaged one: it will not come
                 self._num_damaged -= 1
                 self._next_sequence += 1
             elif len(self.early) > MAX_EARLY or self.num_early_bytes > self.max_early_bytes:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tandem.kv_transfer.transport.base import is_loopback, pool_shape
 from tandem.kv_transfer.transport.shards import byte_pieces
-from tandem.protocol.errors import ConfigError, TransferError
+from tandem.protocol.errors import ConfigError, ServingError, TransferError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -117,8 +117,10 @@ class PairChannel:
             while not self._is_closed and (copy := self._copies.get()) is not None:
                 group.copy(copy, [self._pieces(run) for run in copy.runs])
                 copy.is_done = not self._is_closed  # an aborted group may return without an error
-        except Exception as exc:  # the thread's outermost frame: the link is lost, and its owner logs why
+        except (RuntimeError, OSError, ServingError) as exc:  # what torch, a socket or `_make_group` raises
             self.error = str(exc).partition("\n")[0] or type(exc).__name__
+        finally:  # the link is lost, whatever ended this thread
+            self.error = self.error or "its thread has ended"
 
     def _pieces(self, run: LocalRun) -> Tensor:
         shard, row = divmod(run.start, len(self._rows[0]) + SHARD_GAP)

@@ -47,6 +47,9 @@ def piece_ids(block_ids: Sequence[int], shape: PoolShape, pieces: int, gap: int 
     """
     if pieces == 1:
         return block_ids
+    # Two shards, blocks A, B, C in four pieces each: numbers of the pieces, without a gap
+    #   shard 0   A0 A1 B0 B1 C0 C1    0 ..  5
+    #   shard 1   A2 A3 B2 B3 C2 C3    6 .. 11
     per_shard = pieces // shape.num_shards
     idx = np.arange(pieces)
     offsets = idx // per_shard * (shape.num_blocks * per_shard + gap) + idx % per_shard

@@ -130,7 +130,7 @@ async def ask(client: httpx.AsyncClient, request: ChaosRequest) -> Answer:
 
 
 def chaos_client(url: str) -> httpx.AsyncClient:
-    """A client whose streams may be silent for a while, but not for ever. No connection outlives its request."""
+    """A client whose streams may be silent for a while, but not forever. No connection outlives its request."""
     timeout = httpx.Timeout(HUNG_S, connect=10.0)
     limits = httpx.Limits(max_keepalive_connections=0)  # the next request may meet another router process
     return httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, trust_env=False)

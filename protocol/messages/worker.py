@@ -11,7 +11,7 @@ from tandem.protocol.messages.fields import Digest, Measure, Name, Names, Number
 
 
 class Role(enum.StrEnum):
-    """What a worker is used for now. Any engine can play any role; the role is a policy."""
+    """What a worker is used for now. Any engine can serve in any role; the role is a policy."""
 
     PREFILL = "prefill"
     DECODE = "decode"

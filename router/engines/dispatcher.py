@@ -1,7 +1,7 @@
 """The seam between relaying a request's bytes and deciding where it goes.
 
-    relaying (relay/)    bodies, connections to engines, streams, retries: any number of processes
-    deciding (fleet/)    fleet, queues, bookings, learned costs: one process
+    relaying (frontend/relay/)    bodies, connections to engines, streams, retries: any number of processes
+    deciding (router/engines/)    fleet, queues, bookings, learned costs: one process
 
 `LocalDispatcher` decides in this process; `RemoteDispatcher` asks the process that does. All times are of
 `time.monotonic`, which is the same clock in all processes of a machine.

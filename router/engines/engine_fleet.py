@@ -295,7 +295,7 @@ def _can_serve(engines: Iterable[RemoteEngine]) -> bool:
 def stall_limit_s(engines: ExternalEnginesConfig, config: RouterConfig) -> float:
     """The silence after which an engine has stalled; 0 = none.
 
-    An edge process that hangs reports no tokens. It is ended before engines are blamed for that.
+    A frontend process that hangs reports no tokens. It is ended before engines are blamed for that.
     """
     stall_s = engines.engine_stall_s
     return max(stall_s, 2 * config.worker_timeout_s) if stall_s and config.router_processes > 1 else stall_s

@@ -91,7 +91,7 @@ class EngineProgress:
         self._since_s = max(self._since_s, now)
 
     def returned(self, now: float) -> None:
-        """It was found to compute again."""
+        """The engine computes again after a stall."""
         self._step(now)
 
     @property

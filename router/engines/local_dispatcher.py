@@ -21,6 +21,7 @@ from tandem.protocol.errors import (
     NoWorker,
     RequestError,
 )
+from tandem.protocol.fault_boundary import noted_on_error
 from tandem.protocol.messages import WorkerPriority
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.admission_queue import AdmittedRequest
@@ -334,15 +335,15 @@ class LocalReservation(Reservation[BookedAttempt]):
     def _traced(self, node_of: Callable[[float, float, BaseException | None], SpanNode]) -> Iterator[None]:
         """Record a span of what is done meanwhile; `node_of` makes it from the start, the end and the error."""
         tracing, parent = self.context.tracing, self._request.traceparent
-        start_s, error = self.context.now(), None
-        try:
-            yield
-        except BaseException as exc:  # raised again: the span says how it ended
-            error = exc
-            raise
-        finally:
+        start_s = self.context.now()
+
+        def record(error: BaseException | None) -> None:
             if tracing is not None and parent:
                 tracing.record(parent, node_of(start_s, self.context.now(), error))
+
+        with noted_on_error(record):
+            yield
+        record(None)
 
     def _able_engines(self) -> tuple[str, ...]:
         """The engines that can go on with its stream and that it may use. Raises `NoWorker`."""

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.messages import WorkerState
 from tandem.router.engines.engine import RemoteEngine
 from tandem.runtime.idle_timeout import CHECKS, IdleClock
@@ -38,8 +37,7 @@ class StallWatch:
         now = self._clock()
         self._silence.check(now, self._interval_s)
         for engine in list(self._engines()):
-            if (error := error_of(self._look_at, engine, now)) is not None:  # the others are still to be looked at
-                logger.error("engine %s has stalled, and its requests could not leave it", engine.name, exc_info=error)
+            self._look_at(engine, now)
 
     def _look_at(self, engine: RemoteEngine, now: float) -> None:
         since_s = engine.progress.silent_since_s

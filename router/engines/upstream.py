@@ -63,7 +63,7 @@ class Upstream:
         resolve: Resolve | None = None,
         tls: FollowedTls | None = None,
     ) -> None:
-        """`resolve` gives the addresses that the host may be connected at; None = any that its name has.
+        """`resolve` returns the allowed addresses of the host; None allows whatever its name resolves to.
 
         `slicer` is shared with connections to other engines; None = it has one of its own. `tls` is given for https://
         only.

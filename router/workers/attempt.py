@@ -10,13 +10,13 @@ from tandem.router.admission_queue import AdmittedRequest
 from tandem.router.backend import GenerateRequest
 from tandem.router.streams import DeltaQueue
 from tandem.router.workers.client import WorkerClient
-from tandem.router.workers.link import Leg
+from tandem.router.workers.link import SubRequest
 from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.workers.bookings import Booking
 
 
 class Attempt:
-    """Legs are the parts of the request that its workers do: prefill and decode, or all of it.
+    """One try to serve a request: a sub-request for each of its workers (prefill and decode, or one that does both).
 
     `output` is the beginning of the answer, from earlier attempts. Workers know the attempt by a name of its own, so
     remains of an earlier one on the same worker are not in its way.
@@ -37,7 +37,7 @@ class Attempt:
         self._queue = queue
         self._number = number
         self._output = output
-        self._legs: list[Leg] = []
+        self._sub_requests: list[SubRequest] = []
         self._awaits_handoff = False
         self._order = DeltaOrder(len(output))
 
@@ -71,18 +71,18 @@ class Attempt:
         }
         holder = kv_holder(self.placement)
         if not best.is_pair:
-            self._open_leg(decode.worker_id, Generate(**common, kv_holder=holder))
+            self._open_sub_request(decode.worker_id, Generate(**common, kv_holder=holder))
             return
-        self._open_leg(prefill.worker_id, Prefill(**common, kv_holder=holder, decode_worker=decode))
-        self._open_leg(decode.worker_id, Decode(**common, prefill_worker=prefill))
+        self._open_sub_request(prefill.worker_id, Prefill(**common, kv_holder=holder, decode_worker=decode))
+        self._open_sub_request(decode.worker_id, Decode(**common, prefill_worker=prefill))
         self._awaits_handoff = True
 
     def take_handoff(self) -> bool:
         """Whether both workers of a pair have sent tokens by now. Returns true only once."""
-        if not self._awaits_handoff or not all(leg.has_delivered for leg in self._legs):
+        if not self._awaits_handoff or not all(sub_request.has_delivered for sub_request in self._sub_requests):
             return False
         self._awaits_handoff = False
-        self._legs[0].close()  # the prefill worker has done its part: its death does not matter any more
+        self._sub_requests[0].close()  # the prefill worker has done its part: its death does not matter any more
         return True
 
     def in_order(self, deltas: list[SequenceDelta]) -> list[SequenceDelta]:
@@ -91,21 +91,21 @@ class Attempt:
 
     def stop(self) -> None:
         """Let its workers stop after the current step; `Stopped` follows their last tokens."""
-        for leg in self._legs:
-            leg.stop()
+        for sub_request in self._sub_requests:
+            sub_request.stop()
 
     def end(self) -> None:
-        """Give the booking back and cancel the legs that still run."""
+        """Give the booking back and cancel the sub-requests that still run."""
         self.admitted.end()
-        for leg in self._legs:
-            leg.cancel()
+        for sub_request in self._sub_requests:
+            sub_request.cancel()
 
-    def _open_leg(self, worker_id: str, part: Generate | Prefill | Decode) -> None:
-        self._legs.append(self._workers.open_leg(worker_id, part, self._queue))
+    def _open_sub_request(self, worker_id: str, part: Generate | Prefill | Decode) -> None:
+        self._sub_requests.append(self._workers.open_sub_request(worker_id, part, self._queue))
 
 
 class DeltaOrder:
-    """Puts the deltas of one request in order of their offsets; both legs may be ahead of each other."""
+    """Puts the deltas of one request in order of their offsets; both sub-requests may be ahead of each other."""
 
     def __init__(self, num_tokens: int = 0) -> None:
         self.num_tokens = num_tokens  # passed on so far

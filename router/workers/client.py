@@ -12,6 +12,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -36,6 +37,7 @@ from tandem.protocol.messages import (
     INVALID_REQUEST,
     BlockEvents,
     BlockSnapshot,
+    Heartbeat,
     Hello,
     Introduce,
     PeerAddress,
@@ -56,7 +58,7 @@ from tandem.protocol.messages import (
 )
 from tandem.router.streams import DeltaQueue
 from tandem.router.workers.index_feed import IndexFeed
-from tandem.router.workers.link import Leg, Link, Stopped
+from tandem.router.workers.link import Link, Stopped, SubRequest
 from tandem.router.workers.load_recorder import LoadRecorder
 from tandem.runtime.background import BackgroundTasks
 from tandem.runtime.curve import KeyPair, connect_to_worker, make_keys
@@ -68,6 +70,8 @@ from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _HEARTBEATS_MISSED = 2  # one may be late
 
@@ -129,9 +133,9 @@ class WorkerClient:
         return self._keys.public
 
     @property
-    def num_open_legs(self) -> int:
+    def num_open_sub_requests(self) -> int:
         """Parts of requests that run on the workers."""
-        return sum(len(link.legs) for link in self._links.values())
+        return sum(len(link.sub_requests) for link in self._links.values())
 
     async def start(self) -> None:
         """Start to watch for silent workers."""
@@ -186,7 +190,7 @@ class WorkerClient:
             async with asyncio.timeout(self._config.drain_timeout_s):
                 await link.idle.wait()
         except TimeoutError:
-            logger.warning("worker %s still runs %d requests after draining", worker_id, len(link.legs))
+            logger.warning("worker %s still runs %d requests after draining", worker_id, len(link.sub_requests))
         self._leave(link, "removed")
 
     def mark_dead(self, worker_id: str, reason: str) -> None:
@@ -194,12 +198,12 @@ class WorkerClient:
         if (link := self._links.get(worker_id)) is not None:
             self._leave(link, reason)
 
-    def open_leg(self, worker_id: str, request: RequestPart, queue: DeltaQueue[SequenceDelta]) -> Leg:
+    def open_sub_request(self, worker_id: str, request: RequestPart, queue: DeltaQueue[SequenceDelta]) -> SubRequest:
         """Send a request's part to a worker; its tokens go to `queue`. Raises `WorkerError` when the worker is gone."""
         link = self._links.get(worker_id)
         if link is None:
             raise WorkerError(f"worker {worker_id} is gone")
-        return link.open_leg(request, queue, self._clock())
+        return link.open_sub_request(request, queue, self._clock())
 
     def send(self, worker_id: str, message: Pin | Unpin) -> None:
         """Send a worker a message that needs no answer, unless the worker is gone. Does not wait."""
@@ -228,16 +232,21 @@ class WorkerClient:
 
     def receive(self, link: Link, data: bytes) -> None:
         """Handle a message from a worker. One that is malformed or cannot be handled is dropped and counted."""
+        self._take(link, decode_worker_message, self._dispatch, data)
+
+    def _take(self, link: Link, decode: Callable[[bytes], T], handle: Callable[[Link, T], None], data: bytes) -> None:
         try:
-            message = decode_worker_message(data)
+            message = decode(data)
         except msgspec.DecodeError as exc:
             link.dropped.add(DropReason.MALFORMED, f"from {link.worker_id}: {exc}")
             return
-        if (error := error_of(self._dispatch, link, message)) is not None:  # other requests go on
+        # Whatever it raises, other requests go on. After heartbeats that cannot be handled, silence ends the worker.
+        if (error := error_of(handle, link, message)) is not None:
             link.dropped.add(DropReason.FAILED, f"from {link.worker_id}: {error!r}", exc_info=error)
+            lost = WorkerError(f"tokens of worker {link.worker_id} could not be handled; see the log")
             for delta in message.deltas if isinstance(message, StepOutput) else ():
-                if (leg := link.legs.get(delta.request_id)) is not None:
-                    leg.fail(WorkerError(f"tokens of worker {link.worker_id} could not be handled; see the log"))
+                if (sub_request := link.sub_requests.get(delta.request_id)) is not None:
+                    sub_request.fail(lost)
 
     def _leave(self, link: Link, reason: str) -> None:
         worker_id = link.worker_id
@@ -270,17 +279,18 @@ class WorkerClient:
                 if report is not None and not report.done():
                     report.set_result(message)
             case RequestFailed():
-                if (leg := link.legs.get(message.request_id)) is not None:
-                    is_stopped = leg.is_stopping and message.code == CANCELLED
-                    leg.fail(Stopped() if is_stopped else _error_of(link.worker_id, message))
+                if (sub_request := link.sub_requests.get(message.request_id)) is not None:
+                    is_stopped = sub_request.is_stopping and message.code == CANCELLED
+                    sub_request.fail(Stopped() if is_stopped else _error_of(link.worker_id, message))
             case Welcome():
                 self._on_welcome(link, message)
 
     def _on_step(self, link: Link, output: StepOutput) -> None:
         self._recorder.record_step(link.worker_id, link.kind, output, self._clock())
         for delta in output.deltas:
-            if (leg := link.legs.get(delta.request_id)) is not None:  # a cancelled request may still get tokens
-                leg.deliver(delta)
+            # A cancelled request may still get tokens.
+            if (sub_request := link.sub_requests.get(delta.request_id)) is not None:
+                sub_request.deliver(delta)
 
     def _on_welcome(self, link: Link, welcome: Welcome) -> None:
         if link.welcome.done():
@@ -318,14 +328,9 @@ class WorkerClient:
         return ""
 
     def _on_heartbeat(self, link: Link, data: bytes) -> None:
-        error = error_of(self._take_heartbeat, link, data)
-        if isinstance(error, msgspec.DecodeError):
-            link.dropped.add(DropReason.MALFORMED, f"a heartbeat of {link.worker_id}: {error}")
-        elif error is not None:  # the reader of the socket goes on; silence then ends the worker
-            link.dropped.add(DropReason.FAILED, f"a heartbeat of {link.worker_id}: {error!r}", exc_info=error)
+        self._take(link, decode_heartbeat, self._handle_heartbeat, data)
 
-    def _take_heartbeat(self, link: Link, data: bytes) -> None:
-        message = decode_heartbeat(data)
+    def _handle_heartbeat(self, link: Link, message: Heartbeat) -> None:
         if link.is_of(message):
             self._recorder.record_heartbeat(message, link.dropped.counts, self._clock())
         else:

@@ -1,7 +1,7 @@
-"""Copies the KV of an answer to another worker while the present one goes on decoding.
+"""Copies the KV of an answer to another worker while its present worker continues to decode it.
 
-Before a move: however long the answer's context is, the client sees only the pause for the last few tokens.
-From time to time, in case the present worker dies: then little is computed again.
+A copy before a move keeps the pause that the client sees short, however long the context is. Standby copies, made from
+time to time, leave little to compute again if the present worker dies.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from tandem.protocol.fault_boundary import async_error_of
 from tandem.protocol.messages import CopyKv, PeerAddress, SequenceDelta
 from tandem.router.admission_queue import AdmittedRequest
 from tandem.router.streams import DeltaQueue
 from tandem.router.workers.client import WorkerClient
+from tandem.runtime.background import error_of
 from tandem.scheduling.workers.bookings import Booking
 
 logger = logging.getLogger(__name__)
@@ -43,10 +43,10 @@ async def copy_ahead(
     make_queue: MakeQueue,
     name: str,
 ) -> None:
-    """Let the next worker get all KV except that of the latest tokens of `output`, which grows meanwhile.
+    """Copy the KV to the next worker, except that of the latest tokens of `output`, which grows meanwhile.
 
-    `digests` gives those of all full blocks so far; names of the copies there begin with `name`. Raises a
-    `ServingError` or `TimeoutError`.
+    `digests` returns the digests of all full blocks so far. Each stage copies what has come since the one before, as a
+    request whose id begins with `name`. Raises a `ServingError` or `TimeoutError`.
     """
     for stage in range(_MAX_STAGES):
         num_tokens = len(output)
@@ -66,22 +66,22 @@ async def copy_kv(
     make_queue: MakeQueue,
     name: str,
 ) -> None:
-    """Let a worker get these blocks, the beginning of a chain, as far as it has room and `source` has them.
+    """Copy these blocks, the beginning of a chain, to a worker, as far as it has room and `source` has them.
 
     Raises a `ServingError` or `TimeoutError`.
     """
     queue = make_queue()
-    leg = workers.open_leg(worker_id, CopyKv(request_id=name, digests=digests, source=source), queue)
+    sub_request = workers.open_sub_request(worker_id, CopyKv(request_id=name, digests=digests, source=source), queue)
     try:
         async with asyncio.timeout(_COPY_TIMEOUT_S):
             while not any(delta.finish_reason for delta in await queue.take()):
                 pass
     finally:
-        leg.cancel()
+        sub_request.cancel()
 
 
 class StandbyCopies:
-    """Copies of one request's KV in case its worker dies: one at a time, each after `every` new tokens. 0 = none."""
+    """Copies one request's KV in case its worker dies: one copy at a time, after each `every` new tokens. 0 = none."""
 
     def __init__(self, every: int, request_id: str) -> None:
         self._every = every
@@ -90,22 +90,23 @@ class StandbyCopies:
         self._copying: asyncio.Future[None] | None = None
 
     def is_due(self, num_tokens: int) -> bool:
-        """Whether a copy should begin, now that prompt and answer have so many tokens."""
+        """Whether a copy should begin. `num_tokens`: of prompt and answer together."""
         return self._every > 0 and self._copying is None and num_tokens - self._num_copied >= self._every
 
     def begin(self, num_tokens: int, copy: Callable[[], Awaitable[None]]) -> None:
-        """Begin a copy. If it fails, the answer goes on without it."""
+        """Begin a copy. If it fails, the answer continues without it."""
         self._num_copied = num_tokens
-        self._copying = asyncio.ensure_future(self._run(copy))
+        self._copying = asyncio.ensure_future(copy())
+        self._copying.add_done_callback(self._ended)
 
-    async def _run(self, copy: Callable[[], Awaitable[None]]) -> None:
-        error = await async_error_of(copy())
-        self._copying = None
-        if error is not None:
+    def _ended(self, copying: asyncio.Future[None]) -> None:
+        if self._copying is copying:  # not stopped meanwhile
+            self._copying = None
+        if (error := error_of(copying)) is not None:
             logger.debug("the KV of request %s was not copied: %r", self._request_id, error)
 
     def stop(self) -> None:
-        """Cancel the copy under way."""
+        """Cancel the copy in progress."""
         copying, self._copying = self._copying, None
         if copying is not None:
             copying.cancel()

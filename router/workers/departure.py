@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from tandem.protocol.fault_boundary import async_error_of
 from tandem.router.admission_queue import AdmittedRequest
+from tandem.router.streams import Interrupted
+from tandem.runtime.background import error_of
 from tandem.scheduling.workers.bookings import Booking
 
 
-class LeavesWorkers(Exception):
+class LeavesWorkers(Interrupted):
     """Raised when a request leaves its workers for others, where its place is booked. Its text is the cause."""
 
 
@@ -30,12 +31,13 @@ class Departure:
     def copy_first(self, copy: Callable[[], Awaitable[None]], then: Callable[[Exception | None], None]) -> None:
         """Begin to copy the KV to the place. `then` is called at the end, with the error if there was one."""
 
-        async def run() -> None:
-            error = await async_error_of(copy())
-            self._copying = None  # the call below may stop or give up this departure
-            then(error)
+        def ended(copying: asyncio.Future[None]) -> None:
+            if self._copying is copying:  # not stopped meanwhile
+                self._copying = None
+                then(error_of(copying))
 
-        self._copying = asyncio.ensure_future(run())
+        self._copying = asyncio.ensure_future(copy())
+        self._copying.add_done_callback(ended)
 
     def limit(self, timeout_s: float, fail: Callable[[Exception], None]) -> None:
         """End the wait for the present worker's last token after this time."""
@@ -44,8 +46,9 @@ class Departure:
 
     def stop(self) -> None:
         """Nothing more happens by itself. The place stays booked."""
-        if self._copying is not None:
-            self._copying.cancel()
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.cancel()
         if self._limit is not None:
             self._limit.cancel()
 

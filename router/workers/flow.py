@@ -38,7 +38,7 @@ from tandem.scheduling.workers.workers import WorkerChange
 if TYPE_CHECKING:
     from tandem.runtime.tracing.tracing import Tracing
 
-HUB_CALLS = 64  # requests whose new tokens go to the edge processes together, which turn them into text
+DECIDING_CALLS = 64  # requests whose new tokens go to the frontend processes together, which turn them into text
 
 UNMANAGED = UnmanagedWorkers(
     role_refusal="The workers are not run by this server, so it cannot change their roles.",
@@ -96,8 +96,8 @@ class RequestFlow:
         )
         self.hot_spots = HotSpotRelief(self.context.running, registry, costs)
         registry.listen(self._on_worker_change)
-        is_hub = config.router_processes > 1
-        self._scheduler = CallbackScheduler(HUB_CALLS, HUB_CALLS) if is_hub else CallbackScheduler()
+        only_decides = config.router_processes > 1  # frontend processes answer HTTP
+        self._scheduler = CallbackScheduler(DECIDING_CALLS, DECIDING_CALLS) if only_decides else CallbackScheduler()
 
     @property
     def model(self) -> str:

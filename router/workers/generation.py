@@ -18,7 +18,7 @@ import msgspec
 from tandem.protocol.errors import ServingError, TransferError, WorkerError, WorkerLost
 from tandem.protocol.messages import FinishReason, SequenceDelta, WorkerState
 from tandem.router.backend import GenerateRequest
-from tandem.router.streams import DeltaQueue, QueueStream
+from tandem.router.streams import DeltaQueue, Interrupted, QueueStream
 from tandem.router.workers.attempt import Attempt
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.copy_ahead import StandbyCopies, copy_ahead, copy_kv, is_worthwhile
@@ -157,7 +157,7 @@ class Generation(QueueStream[SequenceDelta]):
         departure.limit(late_s, self._queue.fail)
 
     def close(self) -> None:
-        """Release the booking and cancel the legs that still run."""
+        """Release the booking and cancel the sub-requests that still run."""
         self._end_trace()
         self._copies.stop()
         departure, self._departure = self._departure, None
@@ -202,7 +202,7 @@ class Generation(QueueStream[SequenceDelta]):
         except WorkerError as exc:
             self._queue.fail(exc)
 
-    async def _recover(self, error: Exception) -> None:
+    async def _recover(self, error: ServingError | Interrupted) -> None:
         """Go on with another attempt, after the tokens that were passed on. Raises the error if that cannot help."""
         if isinstance(error, ServingError) and error.grammar_s:
             self._reservation.note_grammar(error.grammar_s)

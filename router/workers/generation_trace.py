@@ -115,7 +115,7 @@ class GenerationTrace:
         node.attributes["tandem.finish_reason"] = self._finish_reason or ("error" if self._error else "closed")
         self._add_admission(node)
         if self._dispatched_s is not None:
-            self._add_legs(node, self._dispatched_s)
+            self._add_sub_requests(node, self._dispatched_s)
         self._add_moves(node)
         if self._first_token_s is not None:
             node.events.append(("first_token", self._first_token_s))
@@ -144,7 +144,7 @@ class GenerationTrace:
         error = self._error if is_refused else None
         node.children.append(admission_node(self._entered_s, end_s, self._decision, error))
 
-    def _add_legs(self, node: SpanNode, dispatched_s: float) -> None:
+    def _add_sub_requests(self, node: SpanNode, dispatched_s: float) -> None:
         marks = self._first.marks
         end_s = node.end_s if self._first_token_s is None else self._first_token_s
         worker = self._decision.placement.best.prefill.worker_id if self._decision and self._decision.placement else ""

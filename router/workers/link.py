@@ -19,16 +19,16 @@ from tandem.protocol.messages import (
     WorkerEpoch,
     encode_message,
 )
-from tandem.router.streams import DeltaQueue
+from tandem.router.streams import DeltaQueue, Interrupted
 from tandem.runtime.dropped import DroppedMessages
 from tandem.runtime.message_socket import MessageSocket
 
 
-class Stopped(Exception):
+class Stopped(Interrupted):
     """A worker has stopped its part of a request, as it was asked to; all its tokens came before this."""
 
 
-class Leg:
+class SubRequest:
     """One worker's part of a request. It is open until it finishes, fails, or is closed or cancelled here."""
 
     def __init__(self, link: Link, request_id: str, queue: DeltaQueue[SequenceDelta], sent_s: float) -> None:
@@ -47,12 +47,12 @@ class Leg:
     @property
     def is_open(self) -> bool:
         """Whether tokens or an error may still arrive."""
-        return self._link.legs.get(self._request_id) is self
+        return self._link.sub_requests.get(self._request_id) is self
 
     def close(self) -> None:
         """Expect nothing more from the worker, which is done or gone."""
         if self.is_open:
-            self._link.drop_leg(self._request_id)
+            self._link.drop_sub_request(self._request_id)
 
     def stop(self) -> None:
         """Tell the worker to stop after the current step, unless it has finished; `Stopped` follows its tokens."""
@@ -68,24 +68,24 @@ class Leg:
                 self._link.send(Cancel(request_id=self._request_id))
 
     def deliver(self, delta: SequenceDelta) -> None:
-        """Pass tokens on to the request; the last ones close the leg."""
+        """Pass tokens on to the request; the last ones close the sub-request."""
         self.has_delivered = True
         if delta.finish_reason is not None:
             self.close()
         self._queue.put(delta)
 
     def fail(self, error: ServingError | Stopped) -> None:
-        """Close the leg and end the request with this error."""
+        """Close the sub-request and end the request with this error."""
         self.close()
         self._queue.fail(error)
 
 
 class Link:
-    """The sockets to one worker, and the legs open on it."""
+    """The sockets to one worker, and the sub-requests open on it."""
 
     def __init__(self, address: PeerAddress, messages: MessageSocket, heartbeats: MessageSocket) -> None:
         self.address = address
-        self.legs: dict[str, Leg] = {}
+        self.sub_requests: dict[str, SubRequest] = {}
         self.idle = asyncio.Event()
         self.idle.set()
         self.welcome: asyncio.Future[WorkerCard] = asyncio.get_running_loop().create_future()
@@ -108,31 +108,32 @@ class Link:
         """Queue a message. Never blocks: the queue has no limit, and silence ends the link."""
         self._messages.send(encode_message(message))
 
-    def open_leg(self, request: RequestPart, queue: DeltaQueue[SequenceDelta], now: float) -> Leg:
+    def open_sub_request(self, request: RequestPart, queue: DeltaQueue[SequenceDelta], now: float) -> SubRequest:
         """Send the worker its part of a request; its tokens go to `queue`."""
-        assert request.request_id not in self.legs, f"request {request.request_id} is already on {self.worker_id}"
-        leg = self.legs[request.request_id] = Leg(self, request.request_id, queue, now)
+        name = request.request_id
+        assert name not in self.sub_requests, f"request {name} is already on {self.worker_id}"
+        sub_request = self.sub_requests[name] = SubRequest(self, name, queue, now)
         self.idle.clear()
         self.send(request)
-        return leg
+        return sub_request
 
     def is_of(self, message: BlockEvents | BlockSnapshot | Heartbeat) -> bool:
         """Whether the message names this worker and epoch as its sender."""
         return WorkerEpoch(message.worker_id, message.epoch) == self.address.process
 
-    def drop_leg(self, request_id: str) -> None:
-        """Forget an open leg."""
-        del self.legs[request_id]
-        if not self.legs:
+    def drop_sub_request(self, request_id: str) -> None:
+        """Forget an open sub-request."""
+        del self.sub_requests[request_id]
+        if not self.sub_requests:
             self.idle.set()
 
     def fail(self, message: str, silent_since_s: float) -> None:
-        """Close the sockets and give every leg an error of its own. Nothing that was sent in the silence was read."""
+        """Close the sockets and fail every sub-request. Nothing that was sent in the silence was read."""
         self._messages.close()
         self._heartbeats.close()
-        for leg in list(self.legs.values()):
-            may_have_read = leg.sent_s <= silent_since_s
-            leg.fail(WorkerLost(message, worker_id=self.worker_id, may_have_read=may_have_read))
+        for sub_request in list(self.sub_requests.values()):
+            may_have_read = sub_request.sent_s <= silent_since_s
+            sub_request.fail(WorkerLost(message, worker_id=self.worker_id, may_have_read=may_have_read))
         if not self.welcome.done():
             self.welcome.set_exception(WorkerError(message))
         for report in self.pin_reports.values():

@@ -1,4 +1,4 @@
-"""Predicts when the first token of a request would come, given everything that waits and runs already."""
+"""Predicts when a new request would get its first token, from everything that already waits and runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tandem.scheduling.request import PlacementRequest
 from tandem.scheduling.workers.worker_table import Workers
 
 LEAD_S = 10.0  # an under-served tenant's prompt may overtake prompts that arrived up to this much earlier
-MAX_SCANNED = 64  # waiting requests examined for one that a free worker is best for
+MAX_SCANNED = 64  # waiting requests that are examined for one that suits a free worker
 NUM_ROUNDS = 2  # refinements of a forecast
 
 
@@ -60,7 +60,7 @@ class Forecaster:
         terms = placement.best.terms
         ahead = waiting = self._queue.ahead(tenant, priority, now)
         start_s = max(terms.queue_s, self.start_s(tenant, placement, ahead, order))
-        for _ in range(NUM_ROUNDS):  # the longer it waits, the more of others' next requests go first
+        for _ in range(NUM_ROUNDS):  # a longer wait lets more later requests of other tenants go first
             before, ahead = ahead, self._queue.ahead(tenant, priority, now, start_s)
             if ahead == before:
                 break
@@ -71,25 +71,26 @@ class Forecaster:
         return forecast if error is None else forecast._replace(error=error)
 
     def remaining_s(self, queued: QueuedRequest, now: float) -> float:
-        """Predicted seconds until a request like this one would be begun if it arrived now."""
+        """Predicted seconds until a request like this one would start if it arrived now."""
         tenant, priority = queued.tenant, queued.priority
         order = self.order_of(self._queue.start_tag(tenant, priority), queued.forecast.slo_s, now)
         return self.start_s(tenant, queued.placement, self._queue.ahead(tenant, priority, now), order)
 
     def order_of(self, start_tag: float, slo_s: float, now: float) -> float:
-        """The order, at its worker, of a prompt that is sent now. Tenants within their share overtake the others.
+        """The place of a prompt in its worker's queue, as a time: smaller goes first.
 
-        They do not overtake each other, which would shorten no tail latency, nor a request with a deadline, whose first
-        token was promised when it was sent. No prompt is overtaken for ever.
+        A tenant within its share overtakes the others by `LEAD_S`. Tenants within their share do not overtake each
+        other: no tail latency would become shorter. Nobody overtakes a request with a deadline: its first token was
+        promised when it was sent. No prompt can be overtaken forever, because the lead is limited.
         """
         return now - LEAD_S if slo_s < math.inf or self._queue.is_within_share(start_tag) else now
 
     def start_s(self, tenant: str, placement: Placement, ahead: Work, order: float) -> float:
-        """Predicted seconds until the work ahead has been begun, limited by prefill and by memory for answers.
+        """Predicted seconds until all work ahead has started: the later of its prefill and its memory for answers.
 
-        Prompts are modelled as a fluid that the workers of one kind share: it fills the shortest queues first. While
-        some worker has room, requests that wait for workers of the other kind are overtaken by this one. Where no
-        prompt is ahead only memory counts. A worker takes memory from tenants that hold more of it.
+        Prompts are modelled as a fluid that fills the shortest queues of one kind of worker first. While some worker
+        has room, this request overtakes those that wait for the other kind. If no prompt is ahead, only memory counts.
+        A worker takes memory back from tenants that hold more than this one.
         """
         gives_way = placement.best.decode.gives_way_to(tenant, placement.num_kv_tokens)
         memory_s = 0.0 if gives_way else self._memory_s(placement, ahead)
@@ -100,12 +101,12 @@ class Forecaster:
         if prefill_s <= 0:
             return memory_s
         side = table.can_prefill if is_pair else table.can_decode
-        # A worker that covers for others, or drains, is on no side: the work ahead waits for it alone.
+        # A worker that covers for others, or drains, belongs to no side: then its own queue is all that counts.
         queues = table.pace(self._costs, order).wait_s[side].tolist() or [placement.best.terms.queue_s]
         return max(fill_level(queues, prefill_s), memory_s)
 
     def _memory_s(self, placement: Placement, ahead: Work) -> float:
-        """As `Terms.memory_s`, over all workers that decode: running sequences end evenly over one lifetime."""
+        """`Terms.memory_s` over all workers that decode: running sequences end evenly over one lifetime."""
         table = self._workers.table
         decoders = table.can_decode
         booked, num_seqs = float(table.booked_kv_tokens @ decoders), float(table.num_booked_seqs @ decoders)
@@ -117,14 +118,14 @@ class Forecaster:
         return max(tokens / booked, seqs / max(num_seqs, 1.0)) * lifetime_s
 
     def _is_passed(self, ahead: Work) -> bool:
-        """Whether `Admission.next` would reach a request behind this work although none of it can be dispatched."""
+        """Whether `Admission.next` would get to a request behind this work even if none of it can be dispatched."""
         return ahead.num_requests < MAX_SCANNED and self._room.is_anywhere()
 
 
 def work_of(placement: Placement, costs: CostModel) -> Work:
-    """The request's work in worker seconds: its prompt, and its answer of the expected length.
+    """The request's work in worker seconds: its prompt, and an answer of the expected length.
 
-    Seconds of both roles count alike, because workers flip from one role to the other.
+    A second of either role counts the same, because workers change roles.
     """
     prefill_s = placement.best.terms.fetch_s + placement.best.terms.prefill_s
     decode_s = placement.expected_output_tokens * output_token_s(placement, costs)
@@ -141,7 +142,7 @@ def output_token_s(placement: Placement, costs: CostModel) -> float:
 
 
 def fill_level(queues_s: Iterable[float], work_s: float) -> float:
-    """Seconds until workers with these queues have begun `work_s` of work, each taking some when it is free."""
+    """Seconds until workers with these queues have started `work_s` of work, if each takes some when it is free."""
     sum_s = work_s
     level_s = 0.0
     for num, waits_s in enumerate(sorted(queues_s)):

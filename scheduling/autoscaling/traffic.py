@@ -78,14 +78,14 @@ class Traffic:
         """Expected requests per second, without the effect of the time of the day."""
         rate = self.levels[0]
         for level, mean_s in zip(self.levels[1:], LEVELS_S[1:], strict=True):
-            rate += self._news(rate, level, mean_s)
+            rate += self._significant_change(rate, level, mean_s)
         mean_s, noise = LEVELS_S[-1], max(rate, self.levels[-1]) * self.bursts.dispersion(2 * LEVELS_S[-1])
         # The variance of white noise that is smoothed by both time constants and differentiated between.
         trend = _beyond_chance(self.trend, math.sqrt(noise / (2 * mean_s * TREND_S * (mean_s + TREND_S))))
         growth = trend * (mean_s + TREND_REACH_S * (1 - math.exp(-ahead_s / TREND_REACH_S)))
         return min(max(rate + growth, 0.0), MAX_GROWTH * rate)
 
-    def _news(self, rate: float, level: float, mean_s: float) -> float:
+    def _significant_change(self, rate: float, level: float, mean_s: float) -> float:
         """How far a mean over `mean_s` differs from the forecast `rate`, beyond chance."""
         noise = max(rate, level) * self.bursts.dispersion(2 * mean_s)  # variance of arrivals per second
         return _beyond_chance(level - rate, math.sqrt(noise / (2 * mean_s)))

@@ -70,7 +70,7 @@ class Placer:
         The digests are those of the workers that remain, which must all hash alike.
         A worker whose heartbeats are missing is chosen only where no other one can decode.
         Where no worker decodes, a request that `may_cover` goes to a prefill worker. So does a resumed one
-        where none that decodes can take it: its client is in the midst of an answer.
+        where none that decodes can take it: its client has a part of the answer.
         Where no ready worker can take it, a request that `may_fall_back` goes to one that drains.
         Raises `NoWorker` with the reasons when no worker can take the request.
         """

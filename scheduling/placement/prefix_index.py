@@ -141,6 +141,7 @@ class PrefixIndex:
                 middle = (low + high + 1) // 2 if low else 1
                 digest = digests[middle - 1]
                 holding = mask & (masks.get(digest, 0) | young.get(digest, 0) | old.get(digest, 0))
+                # `holding` have [middle, high] leading blocks, the others of `mask` have [low, middle - 1].
                 if holding == mask:
                     low = middle
                     continue

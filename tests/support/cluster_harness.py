@@ -174,8 +174,8 @@ class Cluster:
                 await asyncio.to_thread(worker.call, lambda worker=worker: worker.check_integrity(idle=True))
             except AssertionError as exc:
                 return f"{worker_id}: {exc}"
-        held = f"{self.registry.num_bookings} bookings, {self.client.num_open_legs} open legs"
-        return "" if held == "0 bookings, 0 open legs" else held
+        held = f"{self.registry.num_bookings} bookings, {self.client.num_open_sub_requests} open sub-requests"
+        return "" if held == "0 bookings, 0 open sub-requests" else held
 
 
 @asynccontextmanager

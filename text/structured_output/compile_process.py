@@ -42,7 +42,7 @@ _CAUSES: dict[int, str] = {
     signal.SIGABRT: f"Compiling it takes more than {MAX_MEMORY_BYTES >> 20} MiB.",
     signal.SIGSEGV: "It is nested too deeply.",
 }
-# A model that is unsure may write white space for ever. This much is enough to indent a line.
+# A model that is unsure may write white space forever. This much is enough to indent a line.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 
 

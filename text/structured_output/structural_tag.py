@@ -67,7 +67,7 @@ class Either(_Format, frozen=True, tag="or"):
 
 
 class Optional(_Format, frozen=True, tag="optional"):
-    """It, or nothing."""
+    """The part, zero or one time."""
 
     content: Format
 

@@ -1,7 +1,7 @@
 """Grammars of answers that must call tools: in the model's own format, with arguments that fit the tools' schemas.
 
 They are texts in llguidance's dialect of Lark. All white space is fixed: models are trained on one form, and with a
-free choice white space could go on for ever.
+free choice white space could go on forever.
 """
 
 from __future__ import annotations

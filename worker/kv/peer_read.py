@@ -130,7 +130,7 @@ class PeerRead(OpenSource):
         """Start the waiting pieces, and settle those that are done."""
         if self.is_late:
             self.is_failed = True
-        if self.num_stuck_blocks(now):  # they would wait for ever, and so would the link
+        if self.num_stuck_blocks(now):  # they would wait forever, and so would the link
             self.context.links.reset(self.peer.process)
         is_ready = self.block_ids is not None and self.context.links.is_ready(self.peer)
         for piece in self._pieces:

@@ -231,7 +231,7 @@ async def test_a_replaced_process_has_the_keys_the_tenants_and_the_counts(tmp_pa
         if is_killed:
             os.kill(pid, signal.SIGKILL)
         else:
-            here.processes.deciding.drop("edge-0-1")
+            here.processes.deciding.drop("frontend-0-1")
         await eventually(lambda: here.pids() not in ([], [pid]), START_S)
         await eventually(here.is_listening, START_S)
         assert (await here.chat()).status_code == 200

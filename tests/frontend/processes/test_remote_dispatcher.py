@@ -357,7 +357,7 @@ async def test_an_event_that_cannot_be_handled_ends_its_own_call_only(
             early, answered = invocation(EngineReservation.first_token, 0.0), invocation(EngineReservation.answered)
             edge.send(wire.Events([(2, early), (1, answered)]))
             await eventually(lambda: hub.hub.num_running == 1)
-            assert "a note about request queued-one could not be handled" in caplog.text
+            assert "request queued-one failed" in caplog.text
             assert [request.has_answer for request in hub.engine("a").running] == [True]
             assert num_waiting(hub) == 0
             hub.hub.drop("edge")

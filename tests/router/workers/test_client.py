@@ -47,7 +47,7 @@ def make_queue() -> DeltaQueue[SequenceDelta]:
 def asked(cluster: FakeCluster, request_id: str = "r0", worker_id: str = "d") -> DeltaQueue[SequenceDelta]:
     """What a worker says of a request that it has got."""
     queue = make_queue()
-    cluster.client.open_leg(worker_id, make_generate(request_id), queue)
+    cluster.client.open_sub_request(worker_id, make_generate(request_id), queue)
     return queue
 
 
@@ -141,7 +141,8 @@ async def test_beats_teach_what_handoffs_cost_each_of_them_once() -> None:
 async def test_deltas_reach_the_request_they_belong_to() -> None:
     async with fake_cluster(decode=silent) as cluster:
         queues = {"a": make_queue(), "b": make_queue()}
-        legs = {name: cluster.client.open_leg("d", make_generate(name), queue) for name, queue in queues.items()}
+        send = cluster.client.open_sub_request
+        sub_requests = {name: send("d", make_generate(name), queue) for name, queue in queues.items()}
         worker = cluster.workers["d"]
         await eventually(lambda: len(worker.of_type(Generate)) == 2)
         worker.send_raw(b"this is no message")
@@ -149,9 +150,9 @@ async def test_deltas_reach_the_request_they_belong_to() -> None:
         for request_id, token_id in (("a", 1), ("b", 2)):
             (delta,) = await asyncio.wait_for(queues[request_id].take(), 5)
             assert delta.token_ids == [token_id]
-            legs[request_id].cancel()
-            legs[request_id].cancel()
-        assert cluster.client.num_open_legs == 0
+            sub_requests[request_id].cancel()
+            sub_requests[request_id].cancel()
+        assert cluster.client.num_open_sub_requests == 0
 
 
 async def test_a_worker_speaks_in_its_own_name_only() -> None:
@@ -184,14 +185,15 @@ async def test_a_message_that_cannot_be_handled_ends_its_own_requests(monkeypatc
     async with fake_cluster(decode=silent) as cluster:
         worker = cluster.workers["d"]
         queues = {"a": make_queue(), "b": make_queue()}
-        legs = {name: cluster.client.open_leg("d", make_generate(name), queue) for name, queue in queues.items()}
+        send = cluster.client.open_sub_request
+        sub_requests = {name: send("d", make_generate(name), queue) for name, queue in queues.items()}
         with monkeypatch.context() as patch:
             patch.setattr(cluster.registry, "note_step", lambda *_: 1 / 0)
             worker.output(SequenceDelta("a", 0, [1]))
             await error_of(queues["a"])
         worker.output(SequenceDelta("b", 0, [2]))
         assert await asyncio.wait_for(queues["b"].take(), 5), "the worker goes on"
-        legs["b"].cancel()
+        sub_requests["b"].cancel()
 
 
 async def test_workers_are_introduced_to_each_other() -> None:
@@ -220,9 +222,9 @@ async def test_a_dead_worker_fails_all_its_requests_at_once_and_leaves_nothing()
         errors = [await error_of(queue, 1) for queue in queues]
         assert all("exit code -9" in str(error) for error in errors)
         assert len(set(map(id, errors))) == 3
-        assert (len(cluster.registry), len(cluster.index), cluster.client.num_open_legs) == (0, 0, 0)
+        assert (len(cluster.registry), len(cluster.index), cluster.client.num_open_sub_requests) == (0, 0, 0)
         with pytest.raises(WorkerError, match="worker d is gone"):
-            cluster.client.open_leg("d", make_generate("late"), make_queue())
+            cluster.client.open_sub_request("d", make_generate("late"), make_queue())
         cluster.client.mark_dead("d", "again")
 
 
@@ -288,7 +290,7 @@ def test_requests_end_and_the_watch_goes_on_whatever_raises(
             # Both are silent: the watch outlives the failure of the first.
             errors = [await error_of(queue, 10) for queue in queues]
             assert all("silent for" in str(error) for error in errors)
-            assert (len(cluster.registry), cluster.client.num_open_legs) == (0, 0)
+            assert (len(cluster.registry), cluster.client.num_open_sub_requests) == (0, 0)
             assert heard == [WorkerState.DEAD] * 2, "each listener is called, whatever another one does"
             assert cluster.registry.num_listener_failures == (2 if fails == "a listener" else 0)
             monkeypatch.undo()
@@ -333,13 +335,13 @@ async def test_a_worker_that_does_not_join_is_not_waited_for() -> None:
 async def test_removing_a_worker_waits_for_what_it_runs() -> None:
     async with fake_cluster(decode=silent) as cluster:
         queue = make_queue()
-        leg = cluster.client.open_leg("d", make_generate("r0"), queue)
+        sub_request = cluster.client.open_sub_request("d", make_generate("r0"), queue)
         removing = asyncio.create_task(cluster.client.remove_worker("d"))
         state = cluster.registry.get("d")
         assert state is not None
         await eventually(lambda: state.state == WorkerState.DRAINING)
         assert not removing.done()
-        leg.close()
+        sub_request.close()
         await asyncio.wait_for(removing, 1)
         assert len(cluster.registry) == 0
         assert queue.num_items == 0

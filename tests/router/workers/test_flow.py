@@ -64,7 +64,7 @@ from tests.support.streams import Pulled
 from tests.support.waiting import eventually
 
 
-async def test_both_legs_make_one_stream() -> None:
+async def test_both_sub_requests_make_one_stream() -> None:
     async with fake_cluster(prefill=first_token, decode=remaining_tokens) as cluster:
         deltas = await collect(cluster, make_request())
         assert tokens(deltas) == [100, 101, 102, 103]
@@ -82,8 +82,8 @@ async def test_a_decode_leg_that_is_ahead_waits_for_the_first_token() -> None:
     async with fake_cluster(prefill=silent, decode=remaining_tokens) as cluster:
         prefill = cluster.workers["p"]
         serving = asyncio.create_task(collect(cluster, make_request()))
-        # The whole rest is here (its last delta closed the leg) before the first token is sent.
-        await eventually(lambda: bool(prefill.of_type(Prefill)) and cluster.client.num_open_legs == 1)
+        # The whole rest is here (its last delta closed the sub-request) before the first token is sent.
+        await eventually(lambda: bool(prefill.of_type(Prefill)) and cluster.client.num_open_sub_requests == 1)
         prefill.output(SequenceDelta("r0", 0, [100]))
         assert tokens(await serving) == [100, 101, 102, 103]
 
@@ -96,7 +96,7 @@ async def test_one_worker_serves_alone_when_that_is_cheaper() -> None:
         assert cluster.workers["p"].of_type(Prefill) == []
 
 
-async def test_a_first_token_that_ends_the_request_cancels_the_decode_leg() -> None:
+async def test_a_first_token_that_ends_the_request_cancels_the_decode_part() -> None:
     def only_token(worker: FakeWorker, message: Message) -> None:
         if isinstance(message, Prefill):
             worker.output(SequenceDelta(message.request_id, 0, [7], FinishReason.STOP, stop_token_id=7))
@@ -109,7 +109,7 @@ async def test_a_first_token_that_ends_the_request_cancels_the_decode_leg() -> N
 
 
 @pytest.mark.parametrize("num_tokens_seen", [0, 1, 2])
-async def test_a_client_that_leaves_cancels_both_legs(num_tokens_seen: int) -> None:
+async def test_a_client_that_leaves_cancels_both_sub_requests(num_tokens_seen: int) -> None:
     async with fake_cluster(prefill=silent, decode=silent) as cluster:
         prefill, decode = cluster.workers["p"], cluster.workers["d"]
         stream = Pulled(cluster.flow.serve(make_request()))

@@ -1,4 +1,4 @@
-"""The spans of a sequence on fake workers: the legs, what the workers told, refusals, failures and aborts."""
+"""The spans of a sequence on fake workers: the sub-requests, what the workers told, refusals, failures and aborts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def traced(**fields: Any) -> GenerateRequest:
     )
 
 
-def prefill_leg(worker: FakeWorker, message: Message) -> None:
+def prefill_part(worker: FakeWorker, message: Message) -> None:
     """As a worker that took a while over each part, all of it before the message is sent."""
     if isinstance(message, Prefill):
         assert message.is_traced
@@ -54,7 +54,7 @@ def prefill_leg(worker: FakeWorker, message: Message) -> None:
         worker.output(SequenceDelta(message.request_id, 0, [100], num_cached_tokens=16, timeline=ages))
 
 
-def decode_leg(worker: FakeWorker, message: Message) -> None:
+def decode_part(worker: FakeWorker, message: Message) -> None:
     if isinstance(message, Decode):
         ages = Ages({"received": 5e-4, "lease_granted": 2e-4, "all_blocks": 1e-4, "computing": 5e-5}, {"blocks": 4})
         worker.output(SequenceDelta(message.request_id, 1, [101], timeline=ages))
@@ -69,7 +69,7 @@ async def collect(stream: Any) -> None:
 
 async def test_a_pair_makes_one_tree_of_spans() -> None:
     kept = KeptSpans()
-    async with fake_cluster(prefill=prefill_leg, decode=decode_leg, tracing=kept.tracing) as cluster:
+    async with fake_cluster(prefill=prefill_part, decode=decode_part, tracing=kept.tracing) as cluster:
         await collect(cluster.flow.serve(traced()))
     (tree,) = kept.tree()
     assert tree[0] == "generate"
@@ -184,7 +184,7 @@ async def test_no_worker_is_a_refusal_too() -> None:
 
 async def test_an_abort_ends_the_spans_without_an_error() -> None:
     kept = KeptSpans()
-    async with fake_cluster(prefill=prefill_leg, decode=silent, tracing=kept.tracing) as cluster:
+    async with fake_cluster(prefill=prefill_part, decode=silent, tracing=kept.tracing) as cluster:
         stream = Pulled(cluster.flow.serve(traced()))
         await anext(stream)
         await stream.aclose()

@@ -140,7 +140,7 @@ async def test_without_any_worker_streams_wait_for_the_next_one() -> None:
         cluster.client.mark_dead("p", "exit code -9")
         cluster.client.mark_dead("d", "exit code -9")
         await eventually(lambda: cluster.flow.context.moves.num_moves["worker_lost"] == 8)
-        assert cluster.client.num_open_legs == cluster.registry.num_bookings == 0
+        assert cluster.client.num_open_sub_requests == cluster.registry.num_bookings == 0
         await cluster.add(FakeWorker("d2", Role.DECODE, remaining_tokens))
         assert await asyncio.gather(*readers) == [[102, 103]] * 8
 
@@ -345,7 +345,7 @@ async def test_a_request_that_workers_never_read_is_not_to_blame() -> None:
             await cluster.add(FakeWorker(name, Role.DECODE, silent))
         serving = asyncio.create_task(collect(cluster, make_request()))
         for _ in names:
-            await eventually(lambda: serving.done() or cluster.client.num_open_legs)
+            await eventually(lambda: serving.done() or cluster.client.num_open_sub_requests)
             holder = next(worker.worker_id for worker in cluster.registry if worker.num_booked_seqs)
             cluster.client.mark_dead(holder, "silent for 8.0 s")
         await cluster.add(FakeWorker("last", Role.DECODE, remaining_tokens))
@@ -571,7 +571,7 @@ async def test_kv_is_copied_to_another_worker_as_the_answer_grows() -> None:
         cluster.workers["d"].output(SequenceDelta("r0", 32, list(range(132, 170))))
         assert await take(stream, 1) == list(range(132, 170)), "it does not wait for its copy"
         is_copied(second, copy)
-        await eventually(lambda: cluster.client.num_open_legs == 1)
+        await eventually(lambda: cluster.client.num_open_sub_requests == 1)
         cluster.workers["d"].output(SequenceDelta("r0", 70, [170]))
         assert await take(stream, 1) == [170]
         await is_copying(second, range(100, 171), number=1)

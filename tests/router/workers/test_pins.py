@@ -255,7 +255,7 @@ def test_what_pins_may_cover_is_what_the_decoding_workers_may_keep() -> None:
 
 
 def keeper(worker: FakeWorker, message: Message) -> None:
-    """Say of every pin that two blocks are in the pool, and serve both legs."""
+    """Say of every pin that two blocks are in the pool, and serve both sub-requests."""
     if isinstance(message, PinQuery):
         worker.send(PinReport(query_id=message.query_id, held={pin_id: {"pool": 2} for pin_id in message.pin_ids}))
     (first_token if worker.card.role is Role.PREFILL else remaining_tokens)(worker, message)
