@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tandem.frontend.http.exposition import Scraper
 from tandem.frontend.processes.methods import MethodTable
-from tandem.frontend.processes.remote import operator_methods
+from tandem.frontend.processes.operator_api import operator_methods
 from tandem.frontend.processes.remote_backend import BackendState
 from tandem.frontend.response_store import LocalResponses, ResponseStore
 from tandem.router.backend import Backend, Pins

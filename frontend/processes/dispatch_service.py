@@ -13,7 +13,7 @@ import msgspec
 from tandem.frontend.http.exposition import Scraper
 from tandem.frontend.processes.deciding_process import DecidingProcess, LastingCall
 from tandem.frontend.processes.methods import MethodTable, NotCallable, method_of
-from tandem.frontend.processes.remote import operator_methods
+from tandem.frontend.processes.operator_api import operator_methods
 from tandem.frontend.processes.remote_dispatcher import (
     Aborted,
     EngineAdded,

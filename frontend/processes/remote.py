@@ -1,7 +1,4 @@
-"""What a frontend process has in place of an object of the deciding process: methods that ask for the same method.
-
-What operators may call of the deciding process is the same for `tandem serve` and `tandem route`.
-"""
+"""What a frontend process has in place of an object of the deciding process: methods that ask for the same method."""
 
 from __future__ import annotations
 
@@ -10,13 +7,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from tandem.frontend.http.exposition import INTERVAL_S, Scraper
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.frontend.processes.deciding_client import DecidingClient, JoinSettings
 from tandem.frontend.processes.key_uses import RemoteLimiter
-from tandem.frontend.processes.methods import MethodTable
 from tandem.router.operator_api import ManagedWorkers, OperatorApi
-from tandem.runtime.shared_call import SharedCall
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -106,18 +100,3 @@ class Remote(RemoteObject, ABC):
     @abstractmethod
     def _on_state(self, state: Any) -> None:
         """The state of the deciding process is this now."""
-
-
-def operator_methods(operator_api: OperatorApi, scrape: Scraper) -> MethodTable:
-    """The methods. All frontend processes share the overviews and the scrapes that are made at once."""
-    manager, table = operator_api.manager, MethodTable()
-    table.add(OperatorApi.decisions)(operator_api.decisions)
-    table.add(OperatorApi.pools)(operator_api.pools)
-    table.add(OperatorApi.overview)(SharedCall(operator_api.overview, INTERVAL_S))
-    table.add(OperatorApi.migrate)(operator_api.migrate)
-    table.add(ManagedWorkers.set_role)(manager.set_role)
-    table.add(ManagedWorkers.drain)(manager.drain)
-    table.add(ManagedWorkers.add_worker)(manager.add_worker)
-    table.add(ManagedWorkers.check_integrity)(manager.check_integrity)
-    table.add(DecidingMetrics.scrape)(SharedCall(scrape, INTERVAL_S))
-    return table
