@@ -326,14 +326,17 @@ async def test_a_sender_that_says_nothing_more_of_a_late_prompt_fails_it(tiny_mo
 
 
 async def test_a_write_that_fails_fails_its_request_only(tiny_model: Path, oracle: Oracle) -> None:
-    verdicts = [Verdict.FAIL]
+    is_failing = True
 
-    judge = lambda _: verdicts.pop() if verdicts else Verdict.DELIVER  # noqa: E731
+    def judge(_: InProcessWrite) -> Verdict:
+        return Verdict.FAIL if is_failing else Verdict.DELIVER
+
     async with running_cluster(tiny_model, judge=judge) as cluster:
         with pytest.raises(TransferError, match="KV handoff failed"):
             await cluster.generate(make_prompt(100))
         await cluster.becomes_idle()
         assert await cluster.call("p", lambda: cluster.worker("p").parts.prefill.writes.loads) == [], "none was written"
+        is_failing = False
         prompt = make_prompt(100)
         assert (await cluster.generate(prompt)).token_ids == oracle.answer(prompt)
         await cluster.becomes_idle()

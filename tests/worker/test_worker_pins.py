@@ -296,7 +296,8 @@ async def test_a_pinned_conversation_survives_with_its_answers(tiny_model: Path,
         second = [*first, *answer.token_ids, *prompt_of(rng, 1)]
         again = await cluster.serve(replace(cluster.request(second), conversation_id="chat"))
         assert again.token_ids == oracle.answer(second)
-        assert again.num_cached_tokens == 3 * BLOCK_SIZE  # as the worker that computes the prompt sees it
+        # Of the worker that computes the prompt; it may read the rest from the other one.
+        assert again.num_cached_tokens - sum(again.num_loaded_tokens.values()) == 3 * BLOCK_SIZE
         await pins.unpin(state.pin_id, None)
         for worker_id in ("p", "d"):
             worker = cluster.worker(worker_id)
