@@ -26,7 +26,8 @@ serve: $(STAMP) ## serve the default model on 127.0.0.1:8000 (ARGS='--port 8001 
 # Tests and the processes that they start compile each module once, where an image has told Python not to keep that.
 unexport PYTHONDONTWRITEBYTECODE
 
-ON_EVERY_CORE := -n logical --maxprocesses 4
+# The folders that have targets of their own import much.
+ON_EVERY_CORE := -n logical --maxprocesses 4 --ignore=tests/browser --ignore=tests/clients
 
 test: lint types ## lint, types, and the tests of every commit: one starts a real server, which loses a worker
 	$(BIN)/pytest -m "not cluster and not slow and not clients" $(ON_EVERY_CORE) --dist worksteal

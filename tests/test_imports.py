@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
@@ -54,8 +55,13 @@ def modules_of(package: str) -> dict[str, Path]:
     return {f"tandem.{'.'.join(name.parts)}".removesuffix(".__init__"): path for path, name in sorted(names.items())}
 
 
-def imports_of(path: Path) -> Iterator[str]:
+@functools.cache
+def imports_of(path: Path) -> list[str]:
     """Full names that a file imports, anywhere in it: modules, and what is taken out of them."""
+    return list(_imports_of(path))
+
+
+def _imports_of(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -82,7 +82,7 @@ async def test_a_worker_may_load_its_model_for_long_while_its_process_answers(
             os.kill(slow.process.pid, signal.SIGSTOP)
             await eventually(lambda: len(cluster.ray.actors) == 4)
             await eventually(lambda: slow.is_gone)
-        until = asyncio.get_running_loop().time() + 3 * silent_s
+        until = asyncio.get_running_loop().time() + 1.5 * silent_s
         await eventually(lambda: asyncio.get_running_loop().time() > until)
         cluster.ray.loaded.set()
         await cluster.is_served("prefill-0", 3 if is_stopped else 2)

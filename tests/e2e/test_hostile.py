@@ -12,6 +12,7 @@ from tests.support.hostile_inputs import hostile_inputs
 from tests.support.server import started
 
 
+@pytest.mark.slow  # it makes all of them, and only the test below sends them all
 def test_there_are_over_a_thousand_inputs_each_with_a_name_of_its_own() -> None:
     names = Counter(hostile.name for hostile in hostile_inputs("tiny", SEED))
     assert names.total() >= 1_000

@@ -76,10 +76,17 @@ def test_after_sigterm_load_balancers_leave_first_and_a_long_stream_ends_in_peac
         assert process.wait(30) == 0
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
-@pytest.mark.parametrize("hurry", ["grace is over", "second signal"])
+@pytest.mark.parametrize(
+    ("hurry", "num_processes"),
+    [
+        ("grace is over", 1),
+        ("second signal", 2),
+        pytest.param("grace is over", 2, marks=pytest.mark.slow),
+        pytest.param("second signal", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_stream_that_does_not_end_in_time_is_told_that_the_server_shuts_down(
-    engine: FakeServer, tmp_path: Path, num_processes: int, hurry: str
+    engine: FakeServer, tmp_path: Path, hurry: str, num_processes: int
 ) -> None:
     delays = ("--shutdown-delay-s=600",) if hurry == "second signal" else ("--shutdown-grace-s=0.5",)
     with (

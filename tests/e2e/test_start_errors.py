@@ -60,7 +60,7 @@ def test_a_missing_folder_for_temporary_files_is_told_before_anything_starts(tex
     ("after", "number"),
     [
         pytest.param("starting Ray", signal.SIGINT, marks=pytest.mark.slow),
-        ("starting Ray", signal.SIGTERM),
+        pytest.param("starting Ray", signal.SIGTERM, marks=pytest.mark.slow),
         ("loading tiny", signal.SIGINT),
     ],
 )

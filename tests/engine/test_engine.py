@@ -69,7 +69,7 @@ def test_greedy_tokens_equal_transformers(
     name: str, build_engine: BuildEngine, model_folder: Callable[[str], Path]
 ) -> None:
     prompts = [make_prompt(length) for length in EDGE_LENGTHS]
-    outputs = generate(build_engine(name, max_num_batched_tokens=17), prompts)
+    outputs = generate(build_engine(name, num_blocks=None, max_num_batched_tokens=17), prompts)
     plain = load_plain(model_folder(name))
     for prompt, tokens in zip(prompts, outputs, strict=True):
         with torch.inference_mode():

@@ -70,22 +70,26 @@ def folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.cluster
 def test_in_a_private_folder_it_opens_no_port_and_private_memory(folder: Path) -> None:
     opened = started("127.0.0.1", f"ipc://{folder}/a")
     assert (opened.addresses, opened.modes) == (set(), {"0o600"})
 
 
+@pytest.mark.cluster
 def test_what_forbids_copies_between_processes_leaves_it_its_port(folder: Path) -> None:
     opened = started("127.0.0.1", f"ipc://{folder}/a", UCX_TLS="all")
     assert (opened.devices, opened.addresses) == ("lo", {"127.0.0.1"})
 
 
+@pytest.mark.cluster
 def test_without_a_private_folder_it_listens_at_loopback_alone() -> None:
     opened = started("127.0.0.1")
     assert opened.devices == "lo"
     assert opened.addresses <= {"127.0.0.1", "::1"}
 
 
+@pytest.mark.cluster
 def test_the_operator_and_other_hosts_choose_the_devices() -> None:
     assert started("127.0.0.1", UCX_NET_DEVICES="all").devices == "all"
     assert started("192.0.2.7").devices == "None"

@@ -44,6 +44,7 @@ class World:
         self.moves: list[Move] = []
         self.can_place = True
         self.fleet = Fleet()
+        self.tick_s = TICK_S
 
     def num(self, role: Role) -> int:
         return sum(view.role == role for view in self.views.values())
@@ -62,7 +63,7 @@ class World:
     def tick(self, rate: float = 0.0, prompt: int = 1000, num_ticks: int = 1) -> ScalingDecision:
         """Let time pass while `rate` requests arrive per second."""
         for _ in range(num_ticks):
-            begin, self.now = self.now, self.now + TICK_S
+            begin, self.now = self.now, self.now + self.tick_s
             for _ in range(int(rate * self.now) - int(rate * begin)):
                 self.meter.note(prompt, 0, None, None)
             decision, self.state = decide(self.observation, self.now, self.state, self.policy)
@@ -199,7 +200,7 @@ class TestServers:
         }
         for rate, queued in ((0.0, 0), (3.0, 100_000), (0.0, 0)):
             world.backlog = Backlog(queued, 500 if queued else 0, 500.0 if queued else 0.0)
-            for _ in range(100):
+            for _ in range(50):
                 named = world.tick(rate)
                 for move in (named.move, named.advice):
                     moved = move.worker_ids if move else ()
@@ -275,6 +276,7 @@ class TestWithdrawal:
 
     def test_each_withdrawal_in_a_row_makes_the_pause_longer(self) -> None:
         world = self.adding()
+        world.tick_s = 5 * TICK_S  # pauses are long
         pauses = []
         for _ in range(3):
             world.fleet = Fleet(setback="no room")

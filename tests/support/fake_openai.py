@@ -10,7 +10,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,38 +72,56 @@ class FakeServer:
             event.set()
 
 
+class _Server(uvicorn.Server):
+    """uvicorn without its pauses of a tenth of a second: it starts and ends hundreds of times in the tests."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.port = 0
+        self.has_started = threading.Event()
+
+    async def startup(self, sockets: Any = None) -> None:
+        self._loop, self._is_over = asyncio.get_running_loop(), asyncio.Event()
+        await super().startup(sockets)
+        self.port = self.servers[0].sockets[0].getsockname()[1]
+        self.has_started.set()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self._is_over.wait()
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(0.002)
+
+    def end(self) -> None:
+        """From any thread."""
+        with suppress(RuntimeError):  # the loop is closed: it has ended before
+            self._loop.call_soon_threadsafe(self._is_over.set)
+
+
 @contextmanager
 def fake_openai(port: int = 0, **tls: Any) -> Iterator[FakeServer]:
     """`tls`: options of uvicorn, by which it speaks HTTPS."""
     fake = FakeServer()
     config = uvicorn.Config(_app(fake), host="127.0.0.1", port=port, log_level="critical", lifespan="off", **tls)
-    server = uvicorn.Server(config)
-    started = threading.Event()
-    ports: list[int] = []
-
-    async def run() -> None:
-        startup = server.startup
-
-        async def startup_and_tell(sockets: Any = None) -> None:
-            await startup(sockets)
-            ports.append(server.servers[0].sockets[0].getsockname()[1])
-            started.set()
-
-        server.startup = startup_and_tell
-        await server.serve()
-
-    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    server = _Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
 
     def stop() -> None:
         fake.resume()
-        server.should_exit = True
+        server.end()
         thread.join(10)
 
     fake.stop = stop
     thread.start()
     try:
-        assert started.wait(10), "the fake server did not start"
-        fake.url = f"{'https' if tls else 'http'}://127.0.0.1:{ports[0]}"
+        assert server.has_started.wait(10), "the fake server did not start"
+        fake.url = f"{'https' if tls else 'http'}://127.0.0.1:{server.port}"
         yield fake
     finally:
         stop()

@@ -55,6 +55,7 @@ def failed_start(spec: EngineServer) -> EngineEnd:
     return end
 
 
+@pytest.mark.cluster
 def test_a_server_serves_reports_its_work_and_is_ended_whole(tmp_path: Path) -> None:
     with running(server(tmp_path)) as (actor, started, processes):
         assert len(processes) >= 2
@@ -74,6 +75,7 @@ def test_a_server_serves_reports_its_work_and_is_ended_whole(tmp_path: Path) -> 
     assert "serving toy" in (tmp_path / "logs" / "decode-0.log").read_text()
 
 
+@pytest.mark.cluster
 def test_a_server_that_ignores_sigterm_is_ended_by_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.cluster.engines.process._STOP_TIMEOUT_S", 0.3)
     with running(server(tmp_path, "--fake-deaf")) as (_, _, processes):
@@ -81,6 +83,7 @@ def test_a_server_that_ignores_sigterm_is_ended_by_force(tmp_path: Path, monkeyp
     assert_gone(processes)
 
 
+@pytest.mark.cluster
 def test_the_end_of_a_server_is_told_and_its_children_go_with_it(tmp_path: Path) -> None:
     with running(server(tmp_path)) as (actor, _, processes):
         with ThreadPoolExecutor(1) as pool:

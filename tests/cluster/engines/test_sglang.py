@@ -136,6 +136,7 @@ def running(folder: Path, role: Role) -> Iterator[EngineStarted]:
         actor.stop()
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(("role", "mode"), [(Role.DECODE, "decode"), (Role.COLOCATED, "null")])
 def test_a_server_with_or_without_a_peer_starts(tmp_path: Path, role: Role, mode: str) -> None:
     with running(tmp_path, role) as started:

@@ -25,6 +25,7 @@ from tandem.frontend.serve_app import create_app
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import ConfigError
 from tandem.text.tokenizer import Tokenizer
+from tests.support.audit_writer import append_many
 from tests.support.engines_harness import routing, spec_of
 from tests.support.fake_backend import FakeBackend
 from tests.support.fake_openai import fake_openai
@@ -70,14 +71,9 @@ def test_a_line_is_bounded_and_one_line_whatever_is_in_it() -> None:
     assert len(json.loads(line)["target"]) == 200
 
 
-def _append_many(path: str, name: str, count: int) -> None:
-    for number in range(count):
-        append_line(path, audit_line(name, target="x" * 150 + str(number)))
-
-
 def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
     path = tmp_path / "audit"
-    writers = [SPAWN.Process(target=_append_many, args=(str(path), name, 300)) for name in ("a", "b", "c")]
+    writers = [SPAWN.Process(target=append_many, args=(str(path), name, 300)) for name in ("a", "b", "c")]
     for writer in writers:
         writer.start()
     for writer in writers:
