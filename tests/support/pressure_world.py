@@ -84,7 +84,7 @@ class PressureWorld:
             stream=HostStream(),
             scheduler=self.scheduler,
             pool=self.pool,
-            make_sequence=self.make_sequence,
+            sequence_of=self._sequence_of,
             add=self.add,
         )
         links: Any = SimpleNamespace(me=D, remember=lambda peer: None, send=self._sent)
@@ -101,13 +101,17 @@ class PressureWorld:
         self.is_silent = lambda worker_id: False
         self.output_tokens = 0
 
+    def _sequence_of(self, request: Decode, now: float) -> Sequence:
+        return self.make_sequence(
+            request.request_id, request.token_ids, request.sampling, request.output_ids, request.priority
+        )
+
     def make_sequence(
         self,
         request_id: str,
         token_ids: list[int],
         sampling: SamplingParams,
         output_ids: Seq[int] = (),
-        cache_salt: str = "",
         priority: WorkerPriority = WorkerPriority(),
     ) -> Sequence:
         tokens = [*token_ids, *output_ids]
