@@ -27,7 +27,7 @@ from tests.support.fake_openai import FakeServer
 FLAGS = inspect.signature(route).parameters
 
 
-def test_every_setting_of_the_engines_config_is_a_flag_and_every_flag_a_setting() -> None:
+def test_flags_and_settings_of_the_engines_config_are_the_same() -> None:
     names = {field.name for config in (ExternalEnginesConfig, RouterConfig) for field in settings_of(config)}
     assert {field.name for field in settings_of(ExternalEnginesConfig)} <= FLAGS.keys()
     files = {"engines", "admin_token_file", "tenants", "api_key_file", "config"}  # read at once

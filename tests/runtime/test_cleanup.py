@@ -187,7 +187,7 @@ def test_what_a_server_within_the_run_has_started_is_ended_too(
     assert other.poll() is None
 
 
-def test_a_process_that_overwrote_its_environment_is_known_by_what_it_writes(tmp_path: Path) -> None:
+def test_a_process_without_its_environment_is_known_by_what_it_writes(tmp_path: Path) -> None:
     """As Ray's do. Whoever only reads Ray's files, or writes into others, is not ours."""
     folder = tmp_path / "folder"
     (folder / "ray").mkdir(parents=True)

@@ -69,7 +69,7 @@ def test_allowed_keys_connect_and_their_messages_carry_the_key(context: zmq.Cont
         assert socket.recv_multipart(copy=False)[-1].get("User-Id") == keys.public
 
 
-def test_a_key_allowed_soon_after_is_accepted_and_an_unknown_one_is_counted(context: zmq.Context) -> None:
+def test_a_key_allowed_soon_after_is_accepted_an_unknown_one_counted(context: zmq.Context) -> None:
     dropped = DroppedMessages()
     authenticator = KeyAuthenticator(context, dropped)
     socket, address = listener(context)

@@ -167,7 +167,7 @@ def test_a_replacement_that_hangs_before_it_serves_is_killed_and_replaced(monkey
     run(scenario())
 
 
-def test_a_replacement_that_is_killed_before_it_is_told_anything_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replacement_that_is_killed_at_once_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     start, killed = asyncio.create_subprocess_exec, []
 
     async def start_and_kill_one(*args: Any, **kwargs: Any) -> Any:

@@ -138,7 +138,7 @@ def test_a_second_stop_takes_effect_at_once(number: signal.Signals) -> None:
 
 
 @pytest.mark.usefixtures("raising_signals")
-def test_an_error_in_the_block_comes_before_the_stop_and_ignored_signals_stay_ignored() -> None:
+def test_an_error_comes_before_the_stop_and_ignored_signals_stay_so() -> None:
     with pytest.raises(ValueError, match="within"):
         run_stopped([], signal.SIGTERM, error=ValueError("within"))
     for number in RAISED:

@@ -1,10 +1,12 @@
-"""The apps of both commands, without anything behind them: for tests that read their routes."""
+"""The apps of both commands, without anything behind them, for tests that read their routes; a client of any app."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any, cast
 
+import httpx
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from tandem.frontend.http.app import RouterApp
@@ -14,7 +16,7 @@ from tandem.frontend.route_app import create_engines_app
 from tandem.frontend.serve_app import create_app
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 
-__all__ = ["route_app", "serve_app"]
+__all__ = ["app_client", "route_app", "serve_app"]
 
 
 def serve_app() -> RouterApp:
@@ -39,3 +41,8 @@ def route_app() -> RouterApp:
         scrape=cast(Any, None),
         api_keys=ApiKeys(),
     )
+
+
+def app_client(app: FastAPI) -> httpx.AsyncClient:
+    """A client that calls the app without a network."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")

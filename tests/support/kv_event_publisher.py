@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -68,6 +68,13 @@ class Publisher:
         self._kept.append((number, payload))
         if not is_lost:
             await self._pub.send_multipart([b"kv", number.to_bytes(8, "big"), payload])
+
+    async def publish_until(self, condition: Callable[[], Any], *events: Any) -> None:
+        """Publish events until they are heard: a SUB socket does not tell when its subscription has arrived."""
+        async with asyncio.timeout(10):
+            while not condition():
+                await self.publish(*events)
+                await asyncio.sleep(0.01)
 
     async def send_raw(self, number: int, payload: bytes) -> None:
         await self._pub.send_multipart([b"kv", number.to_bytes(8, "big"), payload])

@@ -17,6 +17,7 @@ from tandem.frontend.http.metrics import EdgeMetrics
 from tandem.frontend.http.request_options import tenant_of
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import NoWorker
+from tests.support.apps import app_client
 from tests.support.fake_backend import Client
 from tests.support.keys import api_keys_of
 
@@ -44,7 +45,7 @@ def app_of(answer: Any, registry: CollectorRegistry | None = None, max_body_byte
 
 
 def client_of(app: RouterApp) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+    return app_client(app)
 
 
 async def tell(request: Request) -> Response:

@@ -22,6 +22,7 @@ from tandem.frontend.http.request_options import request_options, tenant_of
 from tandem.frontend.keys.api_key import InvalidApiKey
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.protocol.config import RouterConfig
+from tests.support.apps import app_client
 from tests.support.keys import api_keys_of, stored_key
 
 ORIGIN = {"origin": "http://page"}
@@ -45,7 +46,7 @@ def client_of(
         await request.body()
         return tells(request)
 
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+    return app_client(app)
 
 
 def bearer(key: str, **headers: str) -> dict[str, str]:

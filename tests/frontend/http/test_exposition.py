@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
@@ -28,6 +27,7 @@ from tandem.scheduling.admission.stats import TenantStats
 from tandem.scheduling.admission.work import Work
 from tandem.scheduling.workers.registry import Registry
 from tandem.text.tokenizer import Tokenizer
+from tests.support.apps import app_client
 from tests.support.builders import add_ready, make_card
 from tests.support.engines_harness import completion, routing, routing_by_hub, spec_of
 from tests.support.fake_backend import FakeBackend, make_client
@@ -147,7 +147,7 @@ async def test_a_server_answers_in_the_format_that_its_scraper_prefers(tokenizer
 async def test_a_tenants_key_gets_openmetrics_too(tokenizer: Tokenizer) -> None:
     keys = api_keys_of({"sk-a": "a"})
     app = create_app(FakeBackend(tokenizer), tokenizer, RouterConfig(), busy_workers(), api_keys=keys)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+    async with app_client(app) as client:
         headers = {"authorization": "Bearer sk-a", "accept": PROMETHEUS_3}
         text = (await client.get("/metrics", headers=headers)).text
     value = values_of(text, parse_openmetrics)

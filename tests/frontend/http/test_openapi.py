@@ -25,7 +25,7 @@ from tandem.frontend.serve_app import create_app
 from tandem.frontend.serve_operations import SERVE_OPERATIONS
 from tandem.protocol.config import RouterConfig
 from tandem.text.tokenizer import Tokenizer
-from tests.support.apps import route_app, serve_app
+from tests.support.apps import app_client, route_app, serve_app
 from tests.support.fake_backend import Client, FakeBackend, closing, make_app
 from tests.support.keys import api_keys_of
 from tests.support.toy_tokenizer import build_tokenizer
@@ -250,7 +250,7 @@ async def test_exactly_one_is_a_rule_of_the_schema_and_of_the_server(name: str, 
 def client_with_keys(tokenizer: Tokenizer) -> httpx.AsyncClient:
     backend: Any = FakeBackend(tokenizer)
     app = create_app(backend, tokenizer, RouterConfig(), CollectorRegistry(), api_keys=api_keys_of({"any": "*"}))
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+    return app_client(app)
 
 
 async def test_the_page_needs_no_key_and_the_document_does(tokenizer: Tokenizer) -> None:

@@ -12,6 +12,7 @@ from tandem.frontend.http.app import RouterApp
 from tandem.frontend.http.metrics import EdgeMetrics
 from tandem.frontend.http.pages import PAGE_HEADERS, add_page
 from tandem.protocol.config import RouterConfig
+from tests.support.apps import app_client
 from tests.support.keys import api_keys_of
 
 PAGE = b"<!doctype html><title>A page</title><script type=module src=dashboard/main.js></script>"
@@ -29,7 +30,7 @@ def client_of(folder: Path) -> httpx.AsyncClient:
     """A server that needs keys, with the page at a path that needs none."""
     app = RouterApp(RouterConfig(), EdgeMetrics(CollectorRegistry()), api_keys_of({"any": "*"}))
     add_page(app, "/dashboard", folder, "What the page shows.")
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+    return app_client(app)
 
 
 @pytest.mark.parametrize(

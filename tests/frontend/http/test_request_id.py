@@ -18,6 +18,7 @@ from tandem.frontend.http.middleware import EdgeMiddleware, MiddlewareSettings
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.protocol.errors import WorkerError
 from tandem.text.tokenizer import Tokenizer
+from tests.support.apps import app_client
 from tests.support.fake_backend import Client, FakeBackend, closing, make_app, make_client
 
 OURS = re.compile(r"req-[0-9a-f]{32}")
@@ -121,7 +122,7 @@ async def test_a_path_forges_no_log_line(caplog: pytest.LogCaptureFixture) -> No
 
     metrics = EdgeMetrics(CollectorRegistry())
     app = EdgeMiddleware(fail, MiddlewareSettings(metrics, Authenticator(ApiKeys(), metrics), 1000, ()))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+    async with app_client(app) as client:
         assert (await client.get("/a%0aERROR%20forged")).status_code == 500
     (record,) = [one for one in caplog.records if one.name.startswith("tandem")]
     assert record.getMessage().endswith(r"to '/a\nERROR forged' failed")

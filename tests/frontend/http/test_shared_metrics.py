@@ -15,6 +15,7 @@ from tandem.frontend.http.exposition import registry_text
 from tandem.frontend.http.metrics import EdgeMetrics
 from tandem.frontend.http.shared_routes import add_operation_routes
 from tandem.protocol.config import RouterConfig
+from tests.support.apps import app_client
 from tests.support.keys import api_keys_of
 
 
@@ -47,7 +48,7 @@ def client_of(registry: CollectorRegistry) -> httpx.AsyncClient:
         pools=no_pools,
         scrape_interval_s=0.0,
     )
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+    return app_client(app)
 
 
 async def test_all_who_ask_at_the_same_time_get_one_text() -> None:

@@ -64,12 +64,6 @@ def pings(monkeypatch: pytest.MonkeyPatch) -> Pings:
     return counted
 
 
-@pytest.fixture
-def engine() -> Any:
-    with fake_openai() as fake:
-        yield fake
-
-
 def waiting_backend(
     tokenizer: Tokenizer, *, fails: bool = False, num_computed_tokens: int = 0
 ) -> tuple[FakeBackend, asyncio.Event]:
@@ -178,24 +172,24 @@ async def test_a_client_that_leaves_during_the_pings_ends_its_generation(tokeniz
 
 @pytest.mark.parametrize("fails", [True, False])
 async def test_a_key_is_charged_for_an_answer_and_not_for_an_error(
-    tokenizer: Tokenizer, engine: FakeServer, pings: Pings, *, fails: bool
+    tokenizer: Tokenizer, server: FakeServer, pings: Pings, *, fails: bool
 ) -> None:
     limiter = LocalLimiter(lambda: 100.0)
     limits = KeyLimits(tokens_per_minute=10_000)
     keys = ApiKeys([stored_key("sk-a", "a", id="k-a", limits=limits)], is_required=True, limiter=limiter)
     backend, may_go_on = waiting_backend(tokenizer, fails=fails)
     app = create_app(backend, tokenizer, RouterConfig(), CollectorRegistry(), api_keys=keys)
-    engine.status = 500 if fails else 200
-    async with routing(spec_of(engine, "a"), api_keys=keys) as router:
+    server.status = 500 if fails else 200
+    async with routing(spec_of(server, "a"), api_keys=keys) as router:
         for one in (app, router.app):
             level_before = limiter.limiter._states["k-a"].tokens.level if one is router.app else 10_000
             may_go_on.clear()
-            engine.headers_pause.clear()
+            server.headers_pause.clear()
             pings.number = 0
             client = RawClient(one, COMPLETIONS, BODIES[COMPLETIONS] | {"stream": True}, authorization="Bearer sk-a")
             await eventually(lambda: pings.number >= 1)
             may_go_on.set()
-            engine.headers_pause.set()
+            server.headers_pause.set()
             await asyncio.wait_for(client.task, 20)
             assert ("error" in stream_of(client)[2]) == fails
             assert (limiter.limiter._states["k-a"].tokens.level == level_before) == fails
@@ -292,13 +286,13 @@ async def test_an_http_1_0_proxy_gets_the_pings_too(tokenizer: Tokenizer, pings:
         writer.close()
 
 
-async def test_an_engine_that_does_not_begin_gets_pings_from_the_router(engine: FakeServer, pings: Pings) -> None:
-    async with routing(spec_of(engine, "a")) as router:
-        engine.headers_pause.clear()
+async def test_an_engine_that_does_not_begin_gets_pings_from_the_router(server: FakeServer, pings: Pings) -> None:
+    async with routing(spec_of(server, "a")) as router:
+        server.headers_pause.clear()
         client = RawClient(router.app, COMPLETIONS, BODIES[COMPLETIONS] | {"stream": True})
         await eventually(lambda: pings.number >= 3)
         assert stream_of(client)[0] == 200
-        engine.headers_pause.set()
+        server.headers_pause.set()
         await asyncio.wait_for(client.task, 20)
         text = without_pings(COMPLETIONS, stream_of(client)[2])[1]
         assert text.startswith("data: {")
@@ -306,13 +300,13 @@ async def test_an_engine_that_does_not_begin_gets_pings_from_the_router(engine: 
 
 
 @pytest.mark.parametrize("status", [500, 400])
-async def test_an_engine_that_fails_late_ends_the_stream(engine: FakeServer, pings: Pings, status: int) -> None:
-    async with routing(spec_of(engine, "a")) as router:
-        engine.headers_pause.clear()
-        engine.status = status
+async def test_an_engine_that_fails_late_ends_the_stream(server: FakeServer, pings: Pings, status: int) -> None:
+    async with routing(spec_of(server, "a")) as router:
+        server.headers_pause.clear()
+        server.status = status
         client = RawClient(router.app, COMPLETIONS, BODIES[COMPLETIONS] | {"stream": True})
         await eventually(lambda: pings.number >= 2)
-        engine.headers_pause.set()
+        server.headers_pause.set()
         await asyncio.wait_for(client.task, 20)
         (event,) = without_pings(COMPLETIONS, stream_of(client)[2])[1].strip().split("\n\n")
         assert "not today" in json.loads(event.removeprefix("data: "))["error"]["message"]
@@ -334,13 +328,13 @@ async def test_a_request_still_goes_elsewhere_after_pings(pings: Pings) -> None:
             assert without_pings(COMPLETIONS, stream_of(client)[2])[1].endswith("data: [DONE]\n\n")
 
 
-async def test_an_engine_that_answers_a_stream_plainly_is_told_of(engine: FakeServer, pings: Pings) -> None:
+async def test_an_engine_that_answers_a_stream_plainly_is_told_of(server: FakeServer, pings: Pings) -> None:
     answer = {"choices": [{"index": 0, "text": "word", "finish_reason": "stop"}]}
-    engine.replies[COMPLETIONS] = lambda *_: JSONResponse(answer)
-    async with routing(spec_of(engine, "a")) as router:
-        engine.headers_pause.clear()
+    server.replies[COMPLETIONS] = lambda *_: JSONResponse(answer)
+    async with routing(spec_of(server, "a")) as router:
+        server.headers_pause.clear()
         client = RawClient(router.app, COMPLETIONS, BODIES[COMPLETIONS] | {"stream": True})
         await eventually(lambda: pings.number >= 1)
-        engine.headers_pause.set()
+        server.headers_pause.set()
         await asyncio.wait_for(client.task, 20)
         assert "answered without a stream" in stream_of(client)[2]

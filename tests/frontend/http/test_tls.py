@@ -374,7 +374,7 @@ async def test_a_client_that_leaves_cancels_its_request(tmp_path: Path) -> None:
         await eventually(lambda: not port.server.server_state.connections)
 
 
-async def test_a_connection_that_ended_leaves_nothing_of_openssl_to_the_garbage_collector(tmp_path: Path) -> None:
+async def test_an_ended_connection_leaves_nothing_of_openssl_behind(tmp_path: Path) -> None:
     """It has tens of KB that the collector does not count; a full collection may be thousands of connections away."""
     async with serving(tmp_path) as port:
         context = port.trusting()

@@ -6,13 +6,13 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
 from tandem.protocol.errors import NoWorker, Overloaded, TransferTimeout, WorkerError, WorkerTimeout
 from tandem.protocol.messages import FinishReason
 from tandem.text.tokenizer import Tokenizer
+from tests.support.apps import app_client
 from tests.support.fake_backend import Client, FakeBackend, RawClient, closing, delta_of, events, make_app
 from tests.support.waiting import eventually
 
@@ -267,7 +267,7 @@ async def test_ready_needs_a_generation_that_succeeded(
     backend.script = lambda _: [NoWorker("Nobody home.")]
     app = make_app(backend)
     async with (
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
+        app_client(app) as client,
         app.router.lifespan_context(app),
     ):
 
@@ -299,7 +299,7 @@ async def test_ready_needs_a_generation_that_succeeded(
 async def test_metrics_count_requests_and_tokens(tokenizer: Tokenizer) -> None:
     registry = CollectorRegistry()
     app = make_app(FakeBackend(tokenizer, "abc", run=2), registry)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+    async with app_client(app) as client:
         await client.post(COMPLETIONS, json={"prompt": "hi"})
         await client.post(COMPLETIONS, json={"prompt": "hi", "stream": True})
         await client.post(COMPLETIONS, json={})

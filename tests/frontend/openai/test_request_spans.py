@@ -13,6 +13,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from tandem.protocol.errors import WorkerError
 from tandem.text.tokenizer import Tokenizer
+from tests.support.apps import app_client
 from tests.support.fake_backend import FakeBackend, RawClient, make_app
 from tests.support.tracing import CLIENT_SPAN, CLIENT_TRACE, TRACEPARENT, KeptSpans
 from tests.support.waiting import eventually
@@ -23,7 +24,7 @@ PATH = "/v1/chat/completions"
 
 def client_of(backend: FakeBackend, kept: KeptSpans, **config: Any) -> httpx.AsyncClient:
     app = make_app(backend, tracing=kept.tracing, **config)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+    return app_client(app)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -25,6 +25,7 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.grammar import GrammarError
 from tandem.scheduling.admission.key_limits import KeyLimits
 from tandem.text.tokenizer import Tokenizer
+from tests.support.apps import app_client
 from tests.support.fake_backend import FakeBackend
 from tests.support.keys import stored_key
 from tests.support.waiting import eventually
@@ -90,7 +91,7 @@ async def serving(tokenizer: Tokenizer, folder: Path, num_processes: int, *keys:
                 server.registry = CollectorRegistry()
                 apps.append(server.app(frontend, frontend.api_keys, readiness=frontend))
         for app in apps:
-            client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+            client = app_client(app)
             server.clients.append(await stack.enter_async_context(client))
         yield server
         await eventually(lambda: not any(server.limiter.limiter.num_running(key.id) for key in keys))

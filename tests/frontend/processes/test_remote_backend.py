@@ -43,6 +43,7 @@ from tandem.router.engines.dispatcher import EngineReservation
 from tandem.router.engines.errors import EngineFailed
 from tandem.router.streams import Stream
 from tandem.text.tokenizer import Tokenizer
+from tests.support.apps import app_client
 from tests.support.deciding_relay import DecidingRelay
 from tests.support.fake_backend import FakeBackend, delta_of, events
 from tests.support.raw_frontend import RawFrontend
@@ -100,7 +101,7 @@ class Line:
             responses=frontend.responses,
             api_keys=frontend.api_keys,
         )
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+        client = app_client(app)
         return await self._stack.enter_async_context(client)
 
 
@@ -138,7 +139,7 @@ async def test_a_frontend_answers_as_the_process_itself_would(
     async with line(tokenizer, tmp_path) as here:
         through = await here.client(await here.frontend())
         app = create_app(here.backend, tokenizer, RouterConfig(), CollectorRegistry(), api_keys=ApiKeys())
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as direct:
+        async with app_client(app) as direct:
             answers = [await client.post(CHAT, json=body) for client in (direct, through)]
         assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
         bare = [_without_ids(events(a) if is_stream else [a.json()]) for a in answers]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from tandem.protocol.digest import EVERYONE
 from tandem.text.tokenizer import Tokenizer
 from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of
 from tests.support.fake_openai import FakeServer
-from tests.support.kv_event_publisher import IDS, Publisher, publishing, removed, stored
+from tests.support.kv_event_publisher import IDS, publishing, removed, stored
 from tests.support.waiting import eventually
 
 PROMPT = [*IDS, 1, 2, 3]
@@ -52,11 +50,11 @@ async def test_a_cleared_cache_costs_only_its_own_blocks(fake_a: FakeServer, mon
         routing(spec, readers={"fake-model": PromptReader()}) as router,
     ):
         index = router.fleet.index
-        await publish_until(publisher, lambda: index.num_blocks("a") == 3, stored(0, 3))
+        await publisher.publish_until(lambda: index.num_blocks("a") == 3, stored(0, 3))
         added: list[str] = []
         monkeypatch.setattr(index, "add_worker", lambda name, _: added.append(name))
-        await publish_until(publisher, lambda: index.num_blocks("a") == 0, {"type": "AllBlocksCleared"})
-        await publish_until(publisher, lambda: index.num_blocks("a") == 2, stored(0, 2))
+        await publisher.publish_until(lambda: index.num_blocks("a") == 0, {"type": "AllBlocksCleared"})
+        await publisher.publish_until(lambda: index.num_blocks("a") == 2, stored(0, 2))
         assert not added
 
 
@@ -69,7 +67,7 @@ async def test_a_malformed_batch_leaves_nothing_and_the_next_counts(fake_a: Fake
         routing(spec, readers={"fake-model": PromptReader()}) as router,
     ):
         index = router.fleet.index
-        await publish_until(publisher, lambda: index.num_blocks("a") == 3, stored(0, 3))
+        await publisher.publish_until(lambda: index.num_blocks("a") == 3, stored(0, 3))
         await publisher.publish(removed(2), stored(0, 1) | wrong)
         await eventually(lambda: index.num_blocks("a") == 0)
         assert "its KV events are malformed" in router.engine("a").reason
@@ -96,8 +94,7 @@ async def test_prompts_with_images_and_of_text_share_no_blocks(fake_a: FakeServe
         # Blocks whose ids are the guess for a prompt with an image, computed as text: a real prompt of these ids.
         names = [b"text-%d" % i for i in range(num_blocks)]
         ids = guessed[: num_blocks * 16]
-        await publish_until(
-            publisher,
+        await publisher.publish_until(
             lambda: router.fleet.index.num_blocks("a") == num_blocks,
             stored(0, num_blocks, block_hashes=names, token_ids=ids),
         )
@@ -109,14 +106,6 @@ async def test_prompts_with_images_and_of_text_share_no_blocks(fake_a: FakeServe
         for _ in range(2):  # the second time the first request is on its way to be cached
             response = await router.client.post(CHAT, json=image_chat("a"))
             assert (response.status_code, response.headers["x-tandem-expected-cached-tokens"]) == (200, "0")
-
-
-async def publish_until(publisher: Publisher, condition: Callable[[], bool], event: dict[str, Any]) -> None:
-    """Publish an event until it is heard: a SUB socket does not tell when its subscription has arrived."""
-    async with asyncio.timeout(10):
-        while not condition():
-            await publisher.publish(event)
-            await asyncio.sleep(0.01)
 
 
 async def test_a_simulated_cache_tells_images_apart(fake_a: FakeServer, tokenizer: Tokenizer) -> None:

@@ -192,19 +192,10 @@ async def feeding(*, has_replay: bool = True, **options: Any) -> AsyncIterator[t
         context.term()
 
 
-async def connected(publisher: Publisher, heard: Heard) -> None:
-    """Publish until the feed receives it: a SUB socket does not tell when its subscription has arrived."""
-    async with asyncio.timeout(10):
-        while not heard:
-            await publisher.publish()
-            await asyncio.sleep(0.01)
-    await eventually(lambda: len(heard) >= 1)
-
-
 async def test_the_feed_requests_earlier_and_lost_batches() -> None:
     async with feeding() as (publisher, feed, heard):
         await publisher.publish(stored(0, 1), is_lost=True)
-        await connected(publisher, heard)
+        await publisher.publish_until(lambda: heard)
         await publisher.publish(stored(1, 1))
         await eventually(lambda: heard.num_blocks == 2)
         lost_from = publisher.number
@@ -219,14 +210,14 @@ async def test_the_feed_requests_earlier_and_lost_batches() -> None:
 async def test_older_versions_replay_without_a_topic() -> None:
     async with feeding(has_topic=False) as (publisher, _, heard):
         await publisher.publish(stored(0, 2), is_lost=True)
-        await connected(publisher, heard)
+        await publisher.publish_until(lambda: heard)
         await eventually(lambda: heard.num_blocks == 1)
 
 
 @pytest.mark.parametrize("options", [{"has_replay": False}, {"keeps": 1}], ids=["no replay", "forgotten"])
 async def test_a_gap_that_no_replay_fills_is_reported(options: dict[str, Any]) -> None:
     async with feeding(**options) as (publisher, feed, heard):
-        await connected(publisher, heard)
+        await publisher.publish_until(lambda: heard)
         gaps = feed.num_gaps
         await publisher.publish(stored(0, 1), is_lost=True)
         await publisher.publish(stored(1, 1))
@@ -238,7 +229,7 @@ async def test_a_gap_that_no_replay_fills_is_reported(options: dict[str, Any]) -
 
 async def test_a_restarted_engine_has_an_empty_cache() -> None:
     async with feeding() as (publisher, _, heard):
-        await connected(publisher, heard)
+        await publisher.publish_until(lambda: heard)
         await publisher.publish(stored(0, 1))
         await eventually(lambda: heard.num_blocks == 1)
         publisher.number = 0
@@ -249,7 +240,7 @@ async def test_a_restarted_engine_has_an_empty_cache() -> None:
 
 async def test_a_malformed_message_is_a_gap_and_the_feed_continues() -> None:
     async with feeding() as (publisher, _, heard):
-        await connected(publisher, heard)
+        await publisher.publish_until(lambda: heard)
         await eventually(lambda: len(heard) >= publisher.number)
         await publisher.send_raw(publisher.number, b"\xc1")
         publisher.number += 1
@@ -351,7 +342,7 @@ def test_no_more_blocks_are_followed_than_fit(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_a_flood_of_events_takes_a_few_blocks_of_each_turn() -> None:
     async with feeding() as (publisher, feed, heard):
-        await connected(publisher, heard)
+        await publisher.publish_until(lambda: heard)
         turns = Turns()
         feed._on_batch = lambda events, is_lost: turns.add(sum(len(one.get("block_hashes") or ()) for one in events))
         await publisher.publish(long_event(5 * PIECE_BLOCKS), *[removed(1)] * 3 * PIECE_BLOCKS)
@@ -365,7 +356,7 @@ async def test_a_flood_of_events_takes_a_few_blocks_of_each_turn() -> None:
 async def test_a_replay_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "REPLAY_TIMEOUT_S", 0.3)
     async with feeding(is_endless=True) as (publisher, _, heard):
-        await connected(publisher, heard)
+        await publisher.publish_until(lambda: heard)
         await publisher.publish(stored(0, 1))
         await eventually(lambda: heard.num_blocks == 1)
 
@@ -375,9 +366,7 @@ async def test_a_replay_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPat
 )
 async def test_frames_that_are_no_message_do_not_end_the_feed(frames: list[bytes]) -> None:
     async with feeding() as (publisher, feed, heard):
-        while feed._last_published < 0:  # until it is subscribed
-            await publisher.publish()
-            await asyncio.sleep(0.01)
+        await publisher.publish_until(lambda: feed._last_published >= 0)
         await publisher._pub.send_multipart(frames)
         publisher.number = 0  # it has restarted
         await publisher.publish(stored(0, 1))

@@ -142,7 +142,7 @@ async def test_an_engine_that_speaks_no_tls_is_not_asked_without(fake_a: FakeSer
     assert not fake_a.requests
 
 
-async def test_an_engine_that_cannot_be_checked_gets_nothing_until_its_ca_is_known(certificates: Certificates) -> None:
+async def test_an_engine_gets_nothing_until_its_certificate_is_known(certificates: Certificates) -> None:
     ca = certificates.folder / "current.pem"
     ca.write_bytes(certificates.engines.ca_file.read_bytes())
     with certificates.engine() as fake:

@@ -247,10 +247,12 @@ class FakeManager:
         return {"p": "", "d": "one lease is open"}
 
 
-async def test_roles_are_changed_by_whoever_runs_the_workers() -> None:
+async def test_whoever_runs_the_workers_changes_roles_and_checks() -> None:
     async with fake_cluster(prefill=first_token, decode=remaining_tokens, manager=FakeManager()) as cluster:
         assert await cluster.flow.manager.set_role("p", Role.DECODE) == {"worker": "p", "to": "decode"}
+        assert await cluster.flow.manager.check_integrity() == {"p": "", "d": "one lease is open"}
     async with fake_cluster(prefill=first_token, decode=remaining_tokens) as cluster:
+        assert await cluster.flow.manager.check_integrity() == {}
         with pytest.raises(RoleRefused, match="not run by this server"):
             await cluster.flow.manager.set_role("p", Role.DECODE)
 
@@ -306,13 +308,6 @@ async def test_a_request_without_an_answer_is_not_seen_by_the_cache_sizing() -> 
         with pytest.raises(PeerLost):
             await collect(cluster, make_request())
         assert cluster.sizing.num_tokens == 0
-
-
-async def test_check_asks_whoever_runs_the_workers() -> None:
-    async with fake_cluster() as cluster:
-        assert await cluster.flow.manager.check_integrity() == {}
-    async with fake_cluster(manager=FakeManager()) as cluster:
-        assert await cluster.flow.manager.check_integrity() == {"p": "", "d": "one lease is open"}
 
 
 SCRIPTS: list[Script] = [silent, first_token, remaining_tokens, one_token, fails]
