@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 from prometheus_client import CollectorRegistry
 
 from tandem.cluster.engine_frontend import show_num_processes
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.tls import TlsMetrics
 from tandem.frontend.http.vllm_names import VLLM_SOURCES
 from tandem.frontend.keys.api_keys import ApiKeys
@@ -149,10 +149,10 @@ def _parts() -> dict[str, list[Any]]:
         AdmissionCollector(cast(Any, SimpleNamespace(stats={}, queued=dict))),
         MoveCollector(ReservationContext(now=time.monotonic)),
         KeyCollector(ApiKeys()),
-        *_registered(EdgeMetrics),
+        *_registered(FrontendMetrics),
         *_registered(TlsMetrics),
         *_registered(SpanExport("router").register),
-        *_registered(SpanExport("hub").register),
+        *_registered(SpanExport("decider").register),
     ]
     serve = [
         WorkerCollector(registry),

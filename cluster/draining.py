@@ -86,7 +86,7 @@ class Drains:
         if restart and not member.is_up:
             raise DrainRefused(f"{name} is not up; ask again when it is.")
         if member.is_up and (member.is_flipping or not member.is_ready):
-            raise DrainRefused(f"{name} is about to play another role; ask again in a moment.")
+            raise DrainRefused(f"{name} is about to change its role; ask again in a moment.")
         if not restart and not self._can_spare(member):  # requests that nothing else can serve wait for a restart
             raise DrainRefused(f"Without {name} nothing could answer: add another worker first, or restart it.")
 

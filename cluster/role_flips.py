@@ -68,7 +68,7 @@ class RoleFlips:
         if member.state is MemberState.DRAINING:
             raise RoleRefused(f"{name} is leaving.")
         if member.is_flipping:
-            raise RoleRefused(f"{name} is about to play another role; ask again in a moment.")
+            raise RoleRefused(f"{name} is about to change its role; ask again in a moment.")
         if member.role is Role.COLOCATED:
             raise RoleRefused(f"{name} does both: start the server with --prefill and --decode for roles.")
         if member.role is role:
@@ -83,7 +83,7 @@ class RoleFlips:
             raise RoleRefused(f"{name} is the only prefill worker, and no other one computes prompts: it stays.")
 
     def _stays_in(self, role: Role, member: Member) -> bool:
-        """Whether a worker serves in this role, and neither leaves nor is about to play another one."""
+        """Whether a worker serves in this role, and neither leaves nor is about to change its role."""
         return member.role is member.role_to_be is role and member.state is MemberState.UP
 
     def _record(self, member: Member, role: Role, reason: str) -> dict[str, object]:

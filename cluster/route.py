@@ -39,7 +39,7 @@ def serve_engines(setup: RouterSetup, key_file: KeyFile) -> int:
 async def _serve(setup: RouterSetup, key_file: KeyFile, listener: socket.socket) -> None:
     signals = stop_signals(signal.SIGINT, signal.SIGTERM)
     fleet, file = make_fleet(setup), setup.fleet_file
-    export = begin_tracing("router" if setup.router.router_processes == 1 else "hub", is_on=setup.router.tracing)
+    export = begin_tracing("router" if setup.router.router_processes == 1 else "decider", is_on=setup.router.tracing)
     dispatcher = LocalDispatcher(
         fleet,
         file.engines,

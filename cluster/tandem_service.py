@@ -44,7 +44,7 @@ class TandemService:
     ) -> None:
         self._config = config
         self._tenants = tenants
-        process = "router" if config.router.router_processes == 1 else "hub"
+        process = "router" if config.router.router_processes == 1 else "decider"
         self._export = begin_tracing(process, is_on=config.router.tracing)
         self._registry, index, costs = Registry(), PrefixIndex(), CostModel()
         self._sizing = CacheSizing(self._registry)

@@ -19,7 +19,7 @@ from tandem.frontend.dashboard.routes import add_dashboard
 from tandem.frontend.http.app import RouterApp, json_response
 from tandem.frontend.http.audit import ADMIN_TOKEN, audited
 from tandem.frontend.http.exposition import Scraper
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.shared_routes import (
     add_decision_routes,
     add_model_routes,
@@ -80,7 +80,7 @@ def create_engines_app(
 
     Without `traffic` the dashboard shows the requests of this app alone.
     """
-    metrics = EdgeMetrics(metrics_registry)
+    metrics = FrontendMetrics(metrics_registry)
     pool = TokenizerPool()
     scopes = CacheScopes(tenants, has_keys=api_keys.is_required)
     limits = AttemptLimits(

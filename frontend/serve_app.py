@@ -19,7 +19,7 @@ from tandem.frontend.dashboard.routes import add_dashboard
 from tandem.frontend.http.app import RouterApp, json_response
 from tandem.frontend.http.authentication import check_operator
 from tandem.frontend.http.exposition import Scraper, registry_text
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.shared_routes import (
     add_decision_routes,
     add_model_routes,
@@ -76,7 +76,7 @@ def create_app(
         backend,
         tokenizer,
         TokenizerPool(),
-        EdgeMetrics(registry),
+        FrontendMetrics(registry),
         CacheScopes(tenants, has_keys=api_keys.is_required),
         choose_formats(config, tokenizer),
         GrammarChecker(tokenizer.to_json),

@@ -29,7 +29,7 @@ class EngineService:
         self, config: ClusterConfig, tenants: Tenants, model: str, _: str, on_progress: Callable[[str], None]
     ) -> None:
         engine = config.engine
-        process = "router" if config.router.router_processes == 1 else "hub"
+        process = "router" if config.router.router_processes == 1 else "decider"
         export = begin_tracing(process, is_on=config.router.tracing)
         self._setup = RouterSetup(
             fleet_file=FleetFile([], {engine.served_model_name: engine.model}),

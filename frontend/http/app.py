@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.frontend.http.authentication import Authenticator
 from tandem.frontend.http.errors import http_exception_response
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.middleware import EdgeMiddleware, MiddlewareSettings
 from tandem.frontend.http.openapi import Operations, openapi_document
 from tandem.frontend.http.origin_checks import hosts_allowed
@@ -43,7 +43,7 @@ class RouterApp(FastAPI):
     def __init__(
         self,
         config: RouterConfig,
-        metrics: EdgeMetrics,
+        metrics: FrontendMetrics,
         api_keys: ApiKeys,
         *,
         operations: Operations = MappingProxyType({}),

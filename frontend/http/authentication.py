@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from tandem.frontend.http.connections import ADMIT
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.request_options import TENANT_HEADER, check_tenant, note_key, note_key_use
 from tandem.frontend.keys.api_key import OPERATOR, ApiKey, InvalidApiKey
 from tandem.frontend.keys.api_keys import ApiKeys
@@ -42,7 +42,7 @@ class Authenticator:
     Refused requests are counted, and logged by the id of their key.
     """
 
-    def __init__(self, api_keys: ApiKeys, metrics: EdgeMetrics) -> None:
+    def __init__(self, api_keys: ApiKeys, metrics: FrontendMetrics) -> None:
         self._api_keys = api_keys
         self._metrics = metrics
         self._logged_s: dict[tuple[str, str], float] = {}  # when a refusal was logged, by the key's id and the reason

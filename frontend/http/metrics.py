@@ -21,7 +21,7 @@ ITL_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 
 DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
-class EdgeMetrics:
+class FrontendMetrics:
     """The metrics of one app, registered in its registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -92,7 +92,7 @@ class RequestClock:
 
     def __init__(
         self,
-        metrics: EdgeMetrics,
+        metrics: FrontendMetrics,
         arrived_s: float,
         use: KeyUse | None = None,
         *,

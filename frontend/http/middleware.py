@@ -28,7 +28,7 @@ from tandem.frontend.http.errors import (
 )
 from tandem.frontend.http.ignored_fields import IGNORED_HEADER, begin_ignored, ignored_headers
 from tandem.frontend.http.json_body import LARGE_BODY_BYTES
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.origin_checks import check_host_and_origin, page_refused
 from tandem.frontend.http.request_id import REQUEST_ID_HEADER, note_request_id
 from tandem.frontend.http.request_options import note_span
@@ -53,7 +53,7 @@ _CLOSE = (b"connection", b"close")
 class MiddlewareSettings:
     """The rules for every request of an app."""
 
-    metrics: EdgeMetrics
+    metrics: FrontendMetrics
     authenticator: Authenticator
     max_body_bytes: int
     allow_origins: Collection[str]

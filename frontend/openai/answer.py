@@ -18,7 +18,7 @@ from tandem.frontend.http.answer_shapes import Error
 from tandem.frontend.http.disconnect import cancel_on_disconnect
 from tandem.frontend.http.errors import ClientDisconnected, internal_error_body, serving_error_body
 from tandem.frontend.http.heartbeat import Heartbeat
-from tandem.frontend.http.metrics import EdgeMetrics, RequestClock
+from tandem.frontend.http.metrics import FrontendMetrics, RequestClock
 from tandem.frontend.http.request_options import EXPLAIN_HEADER, key_use_of, note_unserved, span_of
 from tandem.frontend.http.response_writer import ResponseWriter
 from tandem.frontend.openai.choice_text import ChoiceDelta
@@ -37,7 +37,7 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the latte
 
 
 async def answer_request(
-    request: Request, answer: PlannedAnswer, backend: Backend, tokenizer: Tokenizer, metrics: EdgeMetrics
+    request: Request, answer: PlannedAnswer, backend: Backend, tokenizer: Tokenizer, metrics: FrontendMetrics
 ) -> Response:
     """Generate and respond. A stream generates when it is sent. Raises a `ServingError`."""
     use = key_use_of(request)
@@ -95,7 +95,7 @@ class _EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: PlannedAnswer, deltas: Stream[ChoiceDelta], metrics: EdgeMetrics) -> None:
+    def __init__(self, answer: PlannedAnswer, deltas: Stream[ChoiceDelta], metrics: FrontendMetrics) -> None:
         self._answer = answer
         self._events = answer.format.events(answer)
         self._deltas = deltas

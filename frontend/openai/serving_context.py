@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 
 from tandem.frontend.http.json_body import decode_body, read_json
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.request_options import key_use_of, tenant_of
 from tandem.frontend.http.text_work import work_on_text
 from tandem.frontend.openai.answer_formats import AnswerFormats
@@ -44,7 +44,7 @@ class ServingContext:
     backend: Backend
     tokenizer: Tokenizer
     pool: TokenizerPool
-    metrics: EdgeMetrics
+    metrics: FrontendMetrics
     scopes: CacheScopes
     formats: AnswerFormats
     grammars: GrammarChecker

@@ -1,7 +1,7 @@
 """The routes of engines that are forwarded: what the router must know of the body, the answer and the stream of each.
 
 A pair of vLLM engines hands KV over on the four routes that generate. The prefill engine gets the body with a limit of
-one token, keeps the KV and returns where it is; the decode engine gets the body with that. Each leg must compute the
+one token, keeps the KV and returns where it is; the decode engine gets the body with that. Each engine must compute the
 same prompt, and one request must be one sequence: what is more than that stays on one engine (`can_hand_over`).
 """
 

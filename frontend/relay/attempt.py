@@ -15,14 +15,14 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.response_writer import ResponseWriter
 from tandem.frontend.relay.answers import error_text, parse_answer
 from tandem.frontend.relay.attempt_trace import AttemptTrace, Loss
 from tandem.frontend.relay.client_request import ClientRequest
 from tandem.frontend.relay.connections import EngineConnection, EngineConnections, engine_errors
 from tandem.frontend.relay.observer import AttemptObserver
-from tandem.frontend.relay.prefill_leg import PrefillLeg, decode_leg_body, meeting_of
+from tandem.frontend.relay.prefill_request import PrefillRequest, decode_request_body, meeting_of
 from tandem.frontend.relay.stream_ledger import StreamLedger
 from tandem.frontend.relay.stream_relay import Rewrite, StreamRelay
 from tandem.router.engines.bounded_json import NotJson, Outline, dumps
@@ -42,7 +42,7 @@ class EngineAttempt:
         target: EngineTarget,
         connections: EngineConnections,
         request: ClientRequest,
-        metrics: EdgeMetrics,
+        metrics: FrontendMetrics,
         *,
         timeout_s: float,
         now: Callable[[], float],
@@ -74,7 +74,7 @@ class EngineAttempt:
         self._reply: Reply | None = None
         self._relay: StreamRelay | None = None  # of a stream
         self._prefill_usage: dict[str, Any] | None = None  # of a pair
-        self._prefill_leg: PrefillLeg | None = None  # of SGLang's pair
+        self._prefill_request: PrefillRequest | None = None  # of SGLang's pair
         self._waits_for = self._engine
         self._timeout: asyncio.Timeout | None = None  # for the current wait
         self._aborted: EngineFailed | None = None
@@ -144,8 +144,8 @@ class EngineAttempt:
     def close(self) -> None:
         """End what still runs. Later calls change nothing."""
         self.observer.close()
-        if self._prefill_leg is not None:
-            self._prefill_leg.close()
+        if self._prefill_request is not None:
+            self._prefill_request.close()
         if self._reply is not None:
             self._reply.close(is_ending=self._relay is not None and self._relay.is_done)
         trace, self._trace = self._trace, None
@@ -179,15 +179,15 @@ class EngineAttempt:
         """Send the request to both engines of SGLang's pair; wait as `_open_answer`, or for the prefill to fail."""
         spec, request_id = self._prefill_engine.spec, self._request.routing.request_id
         body = body | meeting_of(spec)
-        leg = self._prefill_leg = PrefillLeg(
+        prefill_request = self._prefill_request = PrefillRequest(
             self._prefill_engine, self._api.path, body, request_id, self._headers, timeout_s=self._timeout_s
         )
-        answering = asyncio.ensure_future(self._open_answer(decode_leg_body(body, spec)))
+        answering = asyncio.ensure_future(self._open_answer(decode_request_body(body, spec)))
         try:
-            await asyncio.wait({leg.task, answering}, return_when=asyncio.FIRST_COMPLETED)
-            if leg.task.done():
-                prefill = leg.task.result()
-                self._check_adapter(leg.engine, prefill.status, prefill.answer)
+            await asyncio.wait({prefill_request.task, answering}, return_when=asyncio.FIRST_COMPLETED)
+            if prefill_request.task.done():
+                prefill = prefill_request.task.result()
+                self._check_adapter(prefill_request.engine, prefill.status, prefill.answer)
                 if prefill.status != 200:
                     self.status, self.content = prefill.status, prefill.content
                     return

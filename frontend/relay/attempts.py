@@ -14,7 +14,7 @@ from functools import partial
 
 import msgspec
 
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.response_writer import ResponseWriter
 from tandem.frontend.relay.answers import parse_answer
 from tandem.frontend.relay.apis import CHAT, COMPLETIONS
@@ -53,7 +53,7 @@ class Attempts:
         dispatcher: Dispatcher,
         connections: EngineConnections,
         request: ClientRequest,
-        metrics: EdgeMetrics,
+        metrics: FrontendMetrics,
         limits: AttemptLimits,
     ) -> None:
         self._dispatcher = dispatcher

@@ -17,7 +17,7 @@ from tandem.frontend.http.disconnect import cancel_on_disconnect
 from tandem.frontend.http.errors import ClientDisconnected, serving_error_body
 from tandem.frontend.http.heartbeat import Heartbeat
 from tandem.frontend.http.json_body import read_json
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.request_options import EXPLAIN_HEADER, key_use_of, request_options, trace_headers_of
 from tandem.frontend.http.response_writer import ResponseWriter
 from tandem.frontend.http.sessions import conversation_named
@@ -71,7 +71,7 @@ class Forwarder:
         scopes: CacheScopes,
         readers: Mapping[str, PromptReader],
         pool: TokenizerPool,
-        metrics: EdgeMetrics,
+        metrics: FrontendMetrics,
         limits: AttemptLimits,
     ) -> None:
         self._dispatcher = dispatcher

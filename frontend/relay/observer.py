@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tandem.frontend.http.metrics import EdgeMetrics, RequestClock
+from tandem.frontend.http.metrics import FrontendMetrics, RequestClock
 from tandem.frontend.relay.answers import as_count, as_dict
 from tandem.frontend.relay.attempt_trace import AttemptTrace
 from tandem.frontend.relay.client_request import ClientRequest
@@ -20,7 +20,7 @@ class AttemptObserver:
         self,
         reservation: EngineReservation,
         request: ClientRequest,
-        metrics: EdgeMetrics,
+        metrics: FrontendMetrics,
         now: Callable[[], float],
         trace: AttemptTrace | None = None,
         former: AttemptObserver | None = None,

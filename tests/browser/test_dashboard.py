@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from tandem.frontend.dashboard.feed import MAX_VIEWERS
 from tandem.frontend.dashboard.routes import add_dashboard
 from tandem.frontend.http.app import RouterApp
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.server import http_server
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.protocol.config import RouterConfig
@@ -47,7 +47,7 @@ class World(Protocol):
     """What the dashboard is of."""
 
     @property
-    def metrics(self) -> EdgeMetrics:
+    def metrics(self) -> FrontendMetrics:
         """The metrics of its requests."""
 
     async def overview(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def dashboard_server(world: World, api_keys: ApiKeys | None = None, *, port: int
 async def _serve(
     world: World, api_keys: ApiKeys, listener: socket.socket, on_started: Callable[[], None], stop: asyncio.Event
 ) -> None:
-    app = RouterApp(RouterConfig(), EdgeMetrics(CollectorRegistry()), api_keys, version="1.2.3")
+    app = RouterApp(RouterConfig(), FrontendMetrics(CollectorRegistry()), api_keys, version="1.2.3")
     add_dashboard(app, overview=world.overview, traffic=world.metrics.traffic, api_keys=api_keys)
     async with (
         app.router.lifespan_context(app),

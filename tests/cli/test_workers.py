@@ -91,7 +91,7 @@ def test_others_are_left_alone_when_one_does_not_come_back(
 
 
 def test_a_worker_that_flips_is_asked_again(server: FakeServer) -> None:
-    server.refusals = [refusal("drain_refused", "decode-0 is about to play another role")] * 3
+    server.refusals = [refusal("drain_refused", "decode-0 is about to change its role")] * 3
     assert run(["restart", "decode-0"]) == 0
     assert len(server.asked) == 1
 

@@ -21,8 +21,6 @@ from tests.clients.forcing_proxy import ForcedCall
 from tests.support.server import REPOSITORY
 from tests.support.terse_llama import MAX_MODEL_LEN
 
-__all__ = ["AGENTS", "FOLDER", "SECRET", "Agent", "Finished", "Place", "installed_version", "run_agent"]
-
 FOLDER = Path(os.environ.get("TANDEM_AGENTS", REPOSITORY / ".venv-agents"))
 NODE = FOLDER / "node" / "node_modules"
 NOTE, SECRET = "note.txt", "The heron is patient."

@@ -20,8 +20,6 @@ import httpx
 
 from tandem.frontend.http.sessions import SESSION_HEADERS
 
-__all__ = ["Exchange", "ForcedCall", "ForcingProxy", "forcing_proxy"]
-
 Json = dict[str, Any]
 IGNORED = "x-tandem-ignored"
 NOT_PASSED = {"host", "connection", "content-length", "transfer-encoding", "accept-encoding", "expect"}

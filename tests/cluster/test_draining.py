@@ -113,11 +113,11 @@ async def test_half_of_a_pair_stays_while_it_is_the_only_one_of_its_kind(monkeyp
 async def test_one_that_is_down_or_flipping_is_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_prefill=2, num_decode=1) as cluster:
         cluster.registry.set_state("prefill-0", WorkerState.DRAINING, "it flips")
-        with pytest.raises(DrainRefused, match="about to play another role"):
+        with pytest.raises(DrainRefused, match="about to change its role"):
             await cluster.supervisor.drain("prefill-0", 60, restart=True)
         cluster.registry.set_state("prefill-0", WorkerState.READY, "it does not")
         async with cluster.supervisor.members["prefill-0"].flipping(Role.DECODE):
-            with pytest.raises(DrainRefused, match="about to play another role"):
+            with pytest.raises(DrainRefused, match="about to change its role"):
                 await cluster.supervisor.drain("prefill-0", 60, restart=True)
         cluster.ray.loaded.clear()
         cluster.die("prefill-1")
@@ -211,7 +211,7 @@ async def test_one_that_gets_sigterm_while_it_flips_leaves_after_it(monkeypatch:
         await eventually(lambda: cluster.supervisor.members["prefill-1"].is_flipping)
         first.news.put_nowait(WatchNews.ASKED_TO_LEAVE)
         await eventually(first.news.empty)
-        with pytest.raises(RoleRefused, match="prefill-1 is about to play another role"):
+        with pytest.raises(RoleRefused, match="prefill-1 is about to change its role"):
             await cluster.supervisor.set_role("prefill-1", Role.DECODE)
         may_flip.set()
         await flip

@@ -256,7 +256,7 @@ RAISED: dict[str, tuple[dict[str, str], str]] = {
     "TandemEngineNotReady": ({'tandem_engine_ready{engine="e"}': "0x60"}, "10m"),
     "TandemTlsFilesDamaged": ({'tandem_engine_tls_files_damaged{engine="e"}': "1x60"}, "10m"),
     "TandemCertificateExpires": ({"tandem_tls_certificate_expiry_timestamp_seconds": "600000x120"}, "90m"),
-    "TandemSpansDropped": ({'tandem_hub_dropped_spans_total{reason="queue_full"}': "0+1x60"}, "40m"),
+    "TandemSpansDropped": ({'tandem_decider_dropped_spans_total{reason="queue_full"}': "0+1x60"}, "40m"),
 }
 # What raises none of them, whenever it is asked: 501 is the model's, and probes get 503 while a server starts.
 HEALTHY = {

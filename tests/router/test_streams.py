@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from tandem.frontend.http.metrics import EdgeMetrics, RequestClock
+from tandem.frontend.http.metrics import FrontendMetrics, RequestClock
 from tandem.frontend.openai.choice_text import ChoiceDelta, ChoicePlan
 from tandem.frontend.openai.choices import run_choices
 from tandem.protocol.digest import EVERYONE
@@ -339,7 +339,7 @@ async def test_an_answer_ended_by_a_stop_string_has_no_error_after_it(tokenizer:
     backend = FakeBackend(tokenizer)
     backend.serve = lambda _: tokens  # type: ignore[method-assign]
     request = GenerateRequest("r", [1], SamplingParams(max_tokens=50), EVERYONE)
-    metrics = EdgeMetrics(CollectorRegistry())
+    metrics = FrontendMetrics(CollectorRegistry())
     deltas = run_choices(
         backend, [ChoicePlan(0, request, StopStrings(["world"]))], tokenizer, lambda: RequestClock(metrics, 0.0)
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import socket
 
-__all__ = ["has_ipv6_loopback"]
-
 
 def has_ipv6_loopback() -> bool:
     """Whether ::1 can be listened at."""

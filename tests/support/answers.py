@@ -2,8 +2,6 @@
 
 from tandem.engine.output_lengths import OutputLengths
 
-__all__ = ["Endless", "Expects"]
-
 
 class Expects(OutputLengths):
     """Expects every answer to get this many more tokens. With 1, each sequence that has room now is admitted."""

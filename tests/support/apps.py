@@ -16,8 +16,6 @@ from tandem.frontend.route_app import create_engines_app
 from tandem.frontend.serve_app import create_app
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 
-__all__ = ["app_client", "route_app", "serve_app"]
-
 
 def serve_app() -> RouterApp:
     """The app of `tandem serve`, without backend and tokenizer: only its routes are read."""

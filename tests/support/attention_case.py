@@ -13,8 +13,6 @@ from tandem.engine.attention.interface import AttentionBackend
 from tandem.engine.attention.reference import ReferenceAttention
 from tandem.engine.kv_pool import paged_view
 
-__all__ = ["NUM_LAYERS", "Case", "assert_agrees"]
-
 NUM_LAYERS = 2
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 

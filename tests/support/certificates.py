@@ -12,8 +12,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
 from cryptography.x509.oid import NameOID
 
-__all__ = ["Authority", "pem_of_key"]
-
 DAY = timedelta(days=1)
 
 

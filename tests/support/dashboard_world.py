@@ -13,7 +13,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.protocol.errors import Overloaded
 from tandem.protocol.messages import FetchStats, LinkLoad, Role, TierLoad, WorkerLoad
 from tandem.router.overview import NUM_DECISIONS, overview_of, workers_overview
@@ -59,7 +59,7 @@ class DashboardWorld:
         self.tenants = Tenants(named={name: TenantPolicy(weight=1.0 + place) for place, name in enumerate(tenants)})
         self.admission = FakeAdmission({name: TenantStats() for name in tenants})
         self.log = DecisionLog()
-        self.metrics = EdgeMetrics(CollectorRegistry())
+        self.metrics = FrontendMetrics(CollectorRegistry())
         self.autoscaler: dict[str, Any] = {}
         self.settings = {
             "--prefill": str(num_workers // 2),

@@ -19,8 +19,6 @@ from tandem.protocol.digest import DIGEST_BYTES
 from tandem.scheduling.miss_ratio import MissRatioCurve
 from tests.support.trace_replay import CAPACITIES
 
-__all__ = ["ExactCurve", "draw_digests", "measure"]
-
 _MEMORY_SHARE = 0.01
 
 

@@ -48,8 +48,6 @@ from tests.support.judged_hub import JudgedHub, Verdict
 from tests.support.late_device import LateDevice, touched_early
 from tests.support.tiny_llama import save_tiny_model
 
-__all__ = ["DEADLINE_S", "Faults", "Report", "run", "save_model"]
-
 _PREFILL, _DECODE = ("p0", "p1"), ("d0", "d1")
 _BLOCK_SIZE = 8
 _NUM_BLOCKS = 56  # a few prompts: requests wait for room, cached blocks are evicted all the time

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["HostReads", "host_read"]
-
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # Untagged ones, as they look in inference mode; the last one is the beginning of `tolist` and `numpy`.
 _NAMES = {"aten::is_nonzero", "aten::_local_scalar_dense", "aten::item", "aten::resolve_neg"}

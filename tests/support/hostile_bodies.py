@@ -8,8 +8,6 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["Input", "large_inputs", "small_inputs"]
-
 _BODY_BYTES = 8 * 1024 * 1024 - 2048  # as large as a body may be
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

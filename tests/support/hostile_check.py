@@ -8,8 +8,6 @@ from benchmarks import common
 from benchmarks.hostile import attack
 from tests.support.server import Server
 
-__all__ = ["SEED", "check_hostile_inputs"]
-
 SEED = 0  # of the inputs; shown with every failure
 
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import chain, product
 
-__all__ = ["HostileInput", "Manner", "describe", "hostile_inputs", "request"]
-
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _MEGABYTE = 1_000_000
 _PROMPT = "a " * 40

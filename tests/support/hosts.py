@@ -19,8 +19,6 @@ from typing import Any
 
 import psutil
 
-__all__ = ["HOME", "Host", "hosts", "why_no_hosts"]
-
 # The home folder and what is mounted in it may be below /tmp, which disappears.
 _INIT = """
 set -e

@@ -13,8 +13,6 @@ from typing_extensions import override
 from tandem.kv_transfer.transport.base import Transfer, TransferState
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport, InProcessWrite
 
-__all__ = ["JudgedHub", "Verdict"]
-
 
 class Verdict(enum.Enum):
     """The fate of a write or a read."""

@@ -27,8 +27,6 @@ from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.codec import Codec
 from tandem.kv_transfer.transport.in_process import InProcessTransport, InProcessWrite
 
-__all__ = ["GARBAGE", "LateDevice", "LateStream", "touched_early"]
-
 GARBAGE = 12345.0
 
 

@@ -14,8 +14,6 @@ import psutil
 from tandem.cluster.engines.server import EngineServer, Parallelism
 from tests.support.server import HTTP, Server, started
 
-__all__ = ["ask", "engine_python", "engine_server", "engines", "flip", "managed", "process_of", "roles"]
-
 BODY: dict[str, Any] = {"model": "toy", "prompt": "a b c " * 40, "max_tokens": 3, "stream": False}
 
 

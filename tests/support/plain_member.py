@@ -12,8 +12,6 @@ from tandem.protocol.messages import PeerAddress, Role
 from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import add_ready, make_card
 
-__all__ = ["PlainMember"]
-
 
 class PlainMember(Member):
     """It is READY in the registry once it has joined, if there is one."""

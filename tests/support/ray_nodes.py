@@ -22,8 +22,6 @@ import psutil
 from tests.support.server import START_S
 from tests.support.waiting import until
 
-__all__ = ["JOIN", "RayNode", "ray_cluster"]
-
 TOKEN = "0123456789abcdef" * 4
 JOIN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}  # in the environment of who joins
 _ADDRESS = re.compile(r"ray start --address='([^']+)'")

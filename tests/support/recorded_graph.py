@@ -22,8 +22,6 @@ from tandem.engine.cpu.library import load_kernels
 from tandem.engine.graphs.recorder import DeviceGraph, GraphRecorder, NotRecordable
 from tests.support.host_reads import host_read
 
-__all__ = ["HostGraph", "HostGraphRecorder", "LateOperations", "patch_kernels"]
-
 GARBAGE = 12345.0
 
 

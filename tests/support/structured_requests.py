@@ -8,8 +8,6 @@ from typing import Any
 
 import llguidance
 
-__all__ = ["FORCING", "GRAMMARS", "json_grammar", "lark_grammar", "random_sampling", "regex_grammar"]
-
 
 def json_grammar(schema: dict[str, Any], **overrides: Any) -> str:
     return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False} | overrides)

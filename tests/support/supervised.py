@@ -35,8 +35,6 @@ from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import add_ready, make_card
 from tests.support.waiting import eventually
 
-__all__ = ["FakeActor", "FakeRay", "FakeWorkers", "Supervised", "supervised"]
-
 
 class FakeRay:
     """Actors whose processes are children of ours. Ray's verdict comes before they are gone."""

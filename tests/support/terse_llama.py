@@ -14,8 +14,6 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-__all__ = ["ANSWER_TEXT", "MAX_MODEL_LEN", "save_terse_model"]
-
 MAX_MODEL_LEN = 131072
 HIDDEN_SIZE = 32
 ANSWER = ("\n", "Done", ".")  # a chat template ends with a line break; each of these is followed by the next one

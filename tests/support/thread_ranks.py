@@ -16,8 +16,6 @@ from tandem.engine.tensor_parallel import follower, team
 from tandem.engine.tensor_parallel.messages import RankFailed
 from tandem.protocol.fault_boundary import error_of
 
-__all__ = ["thread_ranks"]
-
 
 class _ThreadFollower(team._Follower):
     """A follower without a process of its own."""

@@ -10,8 +10,6 @@ from typing_extensions import override
 
 from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure
 
-__all__ = ["ThrottledStore"]
-
 
 class ThrottledStore(BlockStore):
     """Another store whose reads and writes share `bytes_per_s` and each take at least `latency_s`.

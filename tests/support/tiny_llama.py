@@ -13,8 +13,6 @@ VOCAB_SIZE = 256
 MAX_MODEL_LEN = 512
 EOS_TOKEN_ID = 2
 
-__all__ = ["EOS_TOKEN_ID", "MAX_MODEL_LEN", "VOCAB_SIZE", "save_tiny_model", "save_tiny_text_model"]
-
 
 def save_tiny_model(
     folder: Path, *, vocab_size: int = VOCAB_SIZE, hidden_size: int = 64, max_model_len: int = MAX_MODEL_LEN

@@ -9,8 +9,6 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
-__all__ = ["CHAT_TEMPLATE", "build_tokenizer"]
-
 CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages -%}
 {%- if message.content == 'forbidden' %}{{ raise_exception('forbidden words') }}{% endif -%}
 <{{ message.role }}>{{ message.content }}

@@ -17,8 +17,6 @@ from pathlib import Path
 from tandem.kv_transfer.eviction import EvictionPolicy
 from tandem.loadtest.traces import TraceRequest, read_trace
 
-__all__ = ["CAPACITIES", "TRACES", "load", "optimal", "replay"]
-
 TRACES = ("mooncake_conversation_a", "mooncake_synthetic_a", "weka_replay512_a")
 CAPACITIES = (500, 1000, 2000, 4000, 8000, 16_000, 32_000, 64_000, 128_000)
 

@@ -25,8 +25,6 @@ from tandem.scheduling.request import NO_DIGESTS, ServiceClass
 from tandem.scheduling.workers.bookings import Booking
 from tandem.scheduling.workers.registry import Registry
 
-__all__ = ["Arrival", "Job", "VirtualCluster", "poisson"]
-
 CHUNK_TOKENS = 512
 NOISE = 0.1  # standard deviation of the logarithm of a step's duration
 

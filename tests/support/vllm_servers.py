@@ -24,8 +24,6 @@ from tandem.cluster.engines.process import pin
 from tandem.cluster.model_store import resolve_model, served_name
 from tandem.runtime.ports import free_ports
 
-__all__ = ["STORY", "Fleet", "measure_answers", "measure_turns", "routed"]
-
 STORY = "Here is what happened on day {}: the boat went out, the wind turned, and nobody on the pier saw it. "
 _HOST = "127.0.0.1"
 _KV_BYTES_PER_TOKEN = 23_040  # of SmolLM2-135M in bfloat16

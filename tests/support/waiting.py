@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["eventually", "poll_until", "until"]
-
 DEADLINE_S = 30.0  # generous, as the machine may be busy
 
 

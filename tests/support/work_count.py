@@ -7,8 +7,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-__all__ = ["num_lines_run"]
-
 
 def num_lines_run(function: Callable[[], object]) -> int:
     """Lines of Python that a call executes, each turn of a loop counted. Loops inside C functions are not."""

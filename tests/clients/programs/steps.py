@@ -10,8 +10,6 @@ import os
 from collections.abc import Callable
 from importlib.metadata import version
 
-__all__ = ["KEY", "MODEL", "URL", "run"]
-
 URL = os.environ["TANDEM_URL"]
 MODEL = os.environ["TANDEM_MODEL"]
 KEY = os.environ["TANDEM_KEY"]

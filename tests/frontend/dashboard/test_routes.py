@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from tandem.frontend.dashboard.feed import MAX_VIEWERS
 from tandem.frontend.dashboard.routes import add_dashboard
 from tandem.frontend.http.app import RouterApp
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.pages import PAGE_HEADERS
 from tandem.frontend.http.server import HttpServer, http_server
 from tandem.frontend.keys.api_keys import ApiKeys
@@ -33,7 +33,7 @@ OPERATOR = {"authorization": "Bearer operator"}
 async def served(api_keys: ApiKeys) -> AsyncIterator[tuple[httpx.AsyncClient, HttpServer]]:
     """A real HTTP server with the dashboard of a world of two workers."""
     world = DashboardWorld()
-    app = RouterApp(RouterConfig(), EdgeMetrics(CollectorRegistry()), api_keys)
+    app = RouterApp(RouterConfig(), FrontendMetrics(CollectorRegistry()), api_keys)
     add_dashboard(app, overview=world.overview, traffic=world.metrics.traffic, api_keys=api_keys)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tandem.frontend.dashboard.traffic import Change, Totals, TrafficWindow, totals_of
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 
 
 def totals(**counts: float) -> Totals:
@@ -64,7 +64,7 @@ def test_a_percentile_is_linear_within_its_bucket(values: list[float], median: f
 
 
 def test_the_metrics_of_requests_become_totals() -> None:
-    metrics = EdgeMetrics(CollectorRegistry())
+    metrics = FrontendMetrics(CollectorRegistry())
     for status in ("200", "200", "400", "429", "500", "503"):
         metrics.requests.labels("/v1/completions", status).inc()
     metrics.stream_errors.inc()

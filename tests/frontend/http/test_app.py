@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tandem.frontend.http.app import RouterApp
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.request_options import tenant_of
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import NoWorker
@@ -29,7 +29,7 @@ PAGE = {"origin": "http://page.example"}
 def app_of(answer: Any, registry: CollectorRegistry | None = None, max_body_bytes: int = 100) -> RouterApp:
     """An app that answers POSTs to both paths with `answer`, and accepts one key."""
     config = RouterConfig(max_body_bytes=max_body_bytes, cors_allow_origins=("http://page.example",))
-    app = RouterApp(config, EdgeMetrics(registry or CollectorRegistry()), api_keys_of({"ours": "search"}))
+    app = RouterApp(config, FrontendMetrics(registry or CollectorRegistry()), api_keys_of({"ours": "search"}))
 
     async def raw(scope: Scope, receive: Receive, send: Send) -> None:
         await (await answer(Request(scope, receive)))(scope, receive, send)

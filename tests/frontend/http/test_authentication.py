@@ -17,7 +17,7 @@ from tandem.frontend.http import authentication
 from tandem.frontend.http.app import RouterApp
 from tandem.frontend.http.authentication import Authenticator, check_operator, visible_tenant
 from tandem.frontend.http.connections import ADMIT
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.request_options import request_options, tenant_of
 from tandem.frontend.keys.api_key import InvalidApiKey
 from tandem.frontend.keys.api_keys import ApiKeys
@@ -39,7 +39,7 @@ def client_of(
     keys: ApiKeys, tells: Callable[[Request], Any], registry: CollectorRegistry | None = None
 ) -> httpx.AsyncClient:
     config = RouterConfig(cors_allow_origins=("*",))
-    app = RouterApp(config, EdgeMetrics(registry or CollectorRegistry()), keys)
+    app = RouterApp(config, FrontendMetrics(registry or CollectorRegistry()), keys)
 
     @app.api_route("/{path:path}", methods=["GET", "POST"])
     async def tell(request: Request) -> Any:
@@ -212,7 +212,7 @@ def test_the_server_is_told_who_is_no_stranger(keys: dict[str, str], path: str, 
     told = list[bool]()
     headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
     extensions = {ADMIT: {"admit": lambda *, has_key: told.append(has_key)}}
-    authenticator = Authenticator(api_keys_of(keys), EdgeMetrics(CollectorRegistry()))
+    authenticator = Authenticator(api_keys_of(keys), FrontendMetrics(CollectorRegistry()))
     with contextlib.suppress(InvalidApiKey):
         authenticator.authenticate({"type": "http", "path": path, "headers": headers, "extensions": extensions})
     assert told == admitted

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from tandem.frontend.http import content_encoding
 from tandem.frontend.http.app import RouterApp
 from tandem.frontend.http.json_body import read_json
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.protocol.config import RouterConfig
 from tandem.text.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ def raw_deflate(body: bytes) -> bytes:
 
 def client_of(max_bytes: int = MAX_BYTES) -> httpx.AsyncClient:
     """A client of an app that sends JSON bodies back, on a raw route and on one of FastAPI's."""
-    app = RouterApp(RouterConfig(max_body_bytes=max_bytes), EdgeMetrics(CollectorRegistry()), ApiKeys())
+    app = RouterApp(RouterConfig(max_body_bytes=max_bytes), FrontendMetrics(CollectorRegistry()), ApiKeys())
 
     async def raw(scope: Scope, receive: Receive, send: Send) -> None:
         await Response(await read_json(Request(scope, receive)))(scope, receive, send)

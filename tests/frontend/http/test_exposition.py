@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_cla
 
 from tandem.cli.metrics_reference import exported_metrics
 from tandem.frontend.http.exposition import CLASSIC, OPENMETRICS, as_openmetrics, exposition, prefers_openmetrics
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.vllm_names import VLLM_SOURCES
 from tandem.frontend.serve_app import create_app
 from tandem.protocol.config import RouterConfig
@@ -62,7 +62,7 @@ def busy_workers() -> CollectorRegistry:
 def busy_server() -> CollectorRegistry:
     """The same, and what it counts of its requests."""
     metrics = busy_workers()
-    edge = EdgeMetrics(metrics)
+    edge = FrontendMetrics(metrics)
     edge.prompt_tokens.inc(100)
     edge.cached_tokens.inc(40)
     edge.generation_tokens.inc(30)
@@ -210,7 +210,7 @@ def test_a_name_without_its_source_is_not_there() -> None:
         "vllm:num_requests_waiting",
     }
     edge = CollectorRegistry()
-    EdgeMetrics(edge)
+    FrontendMetrics(edge)
     assert b"num_requests" not in exposition(edge.collect(), WITH_NAMES, ["m"])
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
-from tandem.frontend.http.metrics import ITL_BUCKETS_S, MAX_BATCH, EdgeMetrics, RequestClock
+from tandem.frontend.http.metrics import ITL_BUCKETS_S, MAX_BATCH, FrontendMetrics, RequestClock
 
 
 def value(registry: CollectorRegistry, name: str) -> float:
@@ -15,7 +15,7 @@ def value(registry: CollectorRegistry, name: str) -> float:
 @given(st.lists(st.floats(0, 5), max_size=80))
 def test_many_values_at_once_count_as_one_by_one(values: list[float]) -> None:
     registry, other = CollectorRegistry(), CollectorRegistry()
-    EdgeMetrics(registry).itl_s.observe_all(values)
+    FrontendMetrics(registry).itl_s.observe_all(values)
     plain = Histogram("tandem_router_itl_seconds", "", buckets=ITL_BUCKETS_S, registry=other)
     for one in values:
         plain.observe(one)
@@ -32,7 +32,7 @@ def test_deltas_are_recorded_in_batches_and_the_rest_at_the_end() -> None:
     def clock() -> float:
         return now
 
-    one = RequestClock(EdgeMetrics(registry), arrived_s=9.0, now=clock)
+    one = RequestClock(FrontendMetrics(registry), arrived_s=9.0, now=clock)
     one.start()
     assert value(registry, "tandem_router_running_requests") == 1
     one.record(0, 48)  # no tokens, only a number of cached ones

@@ -279,7 +279,7 @@ def test_the_page_names_no_other_host_and_has_nothing_inline() -> None:
 
 
 def test_an_app_without_operations_has_an_empty_document() -> None:
-    from tandem.frontend.http.metrics import EdgeMetrics
+    from tandem.frontend.http.metrics import FrontendMetrics
 
-    app = RouterApp(RouterConfig(), EdgeMetrics(CollectorRegistry()), api_keys_of({}))
+    app = RouterApp(RouterConfig(), FrontendMetrics(CollectorRegistry()), api_keys_of({}))
     assert app.openapi()["paths"] == {}

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tandem.frontend.http.app import RouterApp
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.pages import PAGE_HEADERS, add_page
 from tandem.protocol.config import RouterConfig
 from tests.support.apps import app_client
@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 def client_of(folder: Path) -> httpx.AsyncClient:
     """A server that needs keys, with the page at a path that needs none."""
-    app = RouterApp(RouterConfig(), EdgeMetrics(CollectorRegistry()), api_keys_of({"any": "*"}))
+    app = RouterApp(RouterConfig(), FrontendMetrics(CollectorRegistry()), api_keys_of({"any": "*"}))
     add_page(app, "/dashboard", folder, "What the page shows.")
     return app_client(app)
 

@@ -25,7 +25,7 @@ from tandem.frontend.http import protocol as http_protocol_module
 from tandem.frontend.http import server as http_server_module
 from tandem.frontend.http.app import RouterApp
 from tandem.frontend.http.listening import listening
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.protocol import HttpProtocol
 from tandem.frontend.http.response_writer import DIRECT_WRITE, ResponseWriter
 from tandem.frontend.http.server import HttpServer, http_server
@@ -521,7 +521,7 @@ async def test_an_http_1_0_client_gets_a_stream_without_chunks(headers: bytes) -
 
 async def test_head_gets_the_headers_of_get_and_no_body() -> None:
     with listening("127.0.0.1", 0) as listener:
-        config, metrics = RouterConfig(**Way.config), EdgeMetrics(CollectorRegistry())
+        config, metrics = RouterConfig(**Way.config), FrontendMetrics(CollectorRegistry())
         app = RouterApp(config, metrics, ApiKeys())
 
         @app.get("/page")

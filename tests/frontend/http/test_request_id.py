@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
 from tandem.frontend.http.authentication import Authenticator
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.middleware import EdgeMiddleware, MiddlewareSettings
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.protocol.errors import WorkerError
@@ -120,7 +120,7 @@ async def test_a_path_forges_no_log_line(caplog: pytest.LogCaptureFixture) -> No
     async def fail(scope: Scope, receive: Receive, send: Send) -> None:
         raise ValueError("a bug")
 
-    metrics = EdgeMetrics(CollectorRegistry())
+    metrics = FrontendMetrics(CollectorRegistry())
     app = EdgeMiddleware(fail, MiddlewareSettings(metrics, Authenticator(ApiKeys(), metrics), 1000, ()))
     async with app_client(app) as client:
         assert (await client.get("/a%0aERROR%20forged")).status_code == 500

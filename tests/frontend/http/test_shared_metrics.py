@@ -12,7 +12,7 @@ from prometheus_client.core import GaugeMetricFamily
 
 from tandem.frontend.http.app import RouterApp
 from tandem.frontend.http.exposition import registry_text
-from tandem.frontend.http.metrics import EdgeMetrics
+from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.shared_routes import add_operation_routes
 from tandem.protocol.config import RouterConfig
 from tests.support.apps import app_client
@@ -36,7 +36,7 @@ class Collected:
 def client_of(registry: CollectorRegistry) -> httpx.AsyncClient:
     """A client of an app with these metrics and API keys."""
     keys = api_keys_of({"sk-operator-0123": "*", "sk-tenant-012345": "search"})
-    app = RouterApp(RouterConfig(), EdgeMetrics(registry), keys)
+    app = RouterApp(RouterConfig(), FrontendMetrics(registry), keys)
 
     async def no_pools() -> dict[str, object]:
         return {}

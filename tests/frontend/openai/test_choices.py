@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tandem.frontend.http.metrics import EdgeMetrics, RequestClock
+from tandem.frontend.http.metrics import FrontendMetrics, RequestClock
 from tandem.frontend.openai.choice_text import ChoiceDelta, ChoicePlan
 from tandem.frontend.openai.choices import MAX_QUEUED_DELTAS, run_choices
 from tandem.protocol.digest import EVERYONE
@@ -26,7 +26,7 @@ def run(backend: FakeBackend, max_tokens: int = 10_000) -> Stream[ChoiceDelta]:
         ChoicePlan(i, GenerateRequest(f"r{i}", [1], sampling, EVERYONE), is_first_sibling=i == 0)
         for i in range(NUM_CHOICES)
     ]
-    metrics = EdgeMetrics(CollectorRegistry())
+    metrics = FrontendMetrics(CollectorRegistry())
     return run_choices(backend, plans, backend.tokenizer, lambda: RequestClock(metrics, 0.0))
 
 

@@ -11,8 +11,6 @@ from fastapi.responses import JSONResponse, Response
 
 from tests.support.fake_openai import FakeServer
 
-__all__ = ["KV", "MODEL", "RECORDED", "replay"]
-
 RECORDED: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("recorded").joinpath("vllm_0.32.json").read_text()
 )

@@ -59,7 +59,7 @@ async def test_spans_arrive_as_the_variables_say(monkeypatch: pytest.MonkeyPatch
 async def test_the_service_has_a_name_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     with collecting() as collector:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{collector.url}/v1/traces")
-        export = SpanExport("hub")
+        export = SpanExport("decider")
         record(export, 1)
         await export.close()
         (span,) = collector.wait_for(1, "generate")

@@ -32,7 +32,7 @@ class PrefillAnswer(NamedTuple):
     content: bytes
 
 
-class PrefillLeg:
+class PrefillRequest:
     """Runs from its construction on. Its owner calls `close` on every path."""
 
     def __init__(
@@ -82,7 +82,7 @@ def meeting_of(prefill: EngineSpec) -> dict[str, Any]:
     }
 
 
-def decode_leg_body(body: dict[str, Any], prefill: EngineSpec) -> dict[str, Any]:
+def decode_request_body(body: dict[str, Any], prefill: EngineSpec) -> dict[str, Any]:
     """The decode engine's half: it must know which data-parallel rank computes the prompt."""
     rank = prefill.data_parallel_rank
     return body if rank is None else body | {"disagg_prefill_dp_rank": rank}
