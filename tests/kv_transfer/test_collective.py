@@ -243,5 +243,6 @@ def test_a_connection_that_takes_nothing_does_not_block() -> None:
     for _ in range(40):
         near.put(bytes(1_000_000))
         near.flush()
+    assert len(far.receive()) < 40, "the rest waits at the sender"
     near.close()
     far.close()

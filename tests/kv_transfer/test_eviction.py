@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import random
@@ -227,23 +228,17 @@ def test_hit_density_ranks_by_recency_before_it_has_seen_anything() -> None:
 # On recorded traffic.
 
 
+QUICK = [(TRACES[0], 500), (TRACES[0], 4000), (TRACES[1], 1000), (TRACES[1], 16_000)]
+
+
 @pytest.mark.parametrize(
     ("trace", "capacity"),
     [
-        ("mooncake_conversation_a", 500),
-        ("mooncake_conversation_a", 4000),
-        ("mooncake_synthetic_a", 1000),
-        ("mooncake_synthetic_a", 16_000),
+        one if one in QUICK else pytest.param(*one, marks=pytest.mark.slow)
+        for one in itertools.product(TRACES, CAPACITIES)
     ],
 )
 def test_lru_equals_the_reference(trace: str, capacity: int) -> None:
-    assert round(100 * replay(load(trace), LRU(capacity), capacity), 2) == _reference(trace, capacity)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("trace", TRACES)
-def test_lru_equals_the_reference_everywhere(trace: str, capacity: int) -> None:
     assert round(100 * replay(load(trace), LRU(capacity), capacity), 2) == _reference(trace, capacity)
 
 

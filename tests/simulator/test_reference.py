@@ -65,22 +65,16 @@ def printed(result: ReferenceResult) -> tuple[str, ...]:
     )
 
 
-def check(cell: tuple[str, ...]) -> None:
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "cell",
+    [cell if cell[:2] in QUICK else pytest.param(cell, marks=pytest.mark.slow) for cell in CELLS],
+    ids=map(" ".join, CELLS),
+)
+def test_published_numbers_are_reproduced(cell: tuple[str, ...]) -> None:
     trace, capacity, policy, *published = cell
     result = route(load(trace), policy, num_workers=8, capacity_blocks=int(capacity))
     assert printed(result) == tuple(published)
-
-
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell[:2] in QUICK], ids=" ".join)
-def test_published_numbers_are_reproduced(cell: tuple[str, ...]) -> None:
-    check(cell)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell[:2] not in QUICK], ids=" ".join)
-def test_all_published_numbers_are_reproduced(cell: tuple[str, ...]) -> None:
-    check(cell)
 
 
 @pytest.mark.parametrize("num_workers", [8, 64])
