@@ -23,7 +23,8 @@ def check_tracing(*, is_on: bool) -> None:
 def begin_tracing(process: str, *, is_on: bool) -> SpanExport | None:
     """The export of this process's spans; None if tracing is off. Raises `ConfigError`.
 
-    `process` is part of the names of its metrics: "router" where HTTP is answered, "decider" where other processes do that.
+    `process` is part of the names of its metrics: "router" where HTTP is answered, "decider" where other
+    processes do that.
     """
     if not is_on or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None

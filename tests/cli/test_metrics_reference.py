@@ -57,7 +57,7 @@ async def test_a_router_of_engines_shows_of_their_load_what_engines_report() -> 
     assert {name for name in known("route") if name.startswith(own)} == samples.keys()
 
 
-async def test_the_edge_exports_what_is_documented(tmp_path: Path) -> None:
+async def test_the_frontend_exports_what_is_documented(tmp_path: Path) -> None:
     async with make_client(FakeBackend(Tokenizer(build_tokenizer(tmp_path)))) as client:
         await client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 3})
         names = shown((await client.get("/metrics")).text)

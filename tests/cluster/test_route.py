@@ -279,7 +279,7 @@ def test_a_process_that_hangs_is_replaced(tmp_path: Path) -> None:
         burst(running, 8)
 
 
-def test_a_hub_that_hangs_ends_no_answer_that_has_begun_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_decider_that_hangs_ends_no_answer_that_has_begun_and_goes_on_where_it_was(tmp_path: Path) -> None:
     with fakes(1) as [engine], routing(tmp_path, [engine], 2, "--worker-timeout-s=2") as running:
         engine.pause.clear()
         with ThreadPoolExecutor(4) as pool:

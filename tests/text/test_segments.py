@@ -198,7 +198,7 @@ def test_many_threads_encode_at_once() -> None:
     assert encoder.cache.num_chars <= 2000
 
 
-def test_the_edge_tokenizer_cuts_chats(tokenizer: Tokenizer) -> None:
+def test_the_frontends_tokenizer_cuts_chats(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": f"hello </s> world {i}"} for i in range(20)]
     ids = tokenizer.encode_chat(messages, {"add_generation_prompt": True}, "")
     assert ids == tokenizer.encode(

@@ -64,7 +64,9 @@ def hold(number: int, request: DispatchRequest) -> wire.Call[Any]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_edge_answers_as_a_process_alone_would(fake_a: FakeServer, tmp_path: Path, stream: bool) -> None:
+async def test_a_frontend_process_answers_as_a_process_alone_would(
+    fake_a: FakeServer, tmp_path: Path, stream: bool
+) -> None:
     fake_a.capabilities = {"chat": True}
     async with routing(spec_of(fake_a, "a")) as alone, routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
         edge = await hub.edge("edge")
@@ -79,7 +81,9 @@ async def test_an_edge_answers_as_a_process_alone_would(fake_a: FakeServer, tmp_
         assert models[1]["capabilities"] == {"chat": True}
 
 
-async def test_a_prompt_of_one_edge_is_expected_in_the_cache_by_all(fake_a: FakeServer, tmp_path: Path) -> None:
+async def test_a_prompt_of_one_frontend_process_is_expected_in_the_cache_by_all(
+    fake_a: FakeServer, tmp_path: Path
+) -> None:
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
         edges = [await hub.edge(f"edge-{number}") for number in range(3)]
         expected = []
@@ -89,7 +93,9 @@ async def test_a_prompt_of_one_edge_is_expected_in_the_cache_by_all(fake_a: Fake
         assert expected == [0, 992, 992]
 
 
-async def test_load_of_one_edge_counts_for_all(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
+async def test_load_of_one_frontend_process_counts_for_all(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
+) -> None:
     fake_a.metrics = fake_b.metrics = "vllm:num_requests_running 1\nvllm:num_requests_waiting 0\n"
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as hub:
         one, two = await hub.edge("one"), await hub.edge("two")
@@ -104,7 +110,7 @@ async def test_load_of_one_edge_counts_for_all(fake_a: FakeServer, fake_b: FakeS
         assert [(await task).status_code for task in tasks] == [200, 200]
 
 
-async def test_streams_of_all_edges_teach_costs_and_lengths(fake_a: FakeServer, tmp_path: Path) -> None:
+async def test_streams_of_all_frontend_processes_teach_costs_and_lengths(fake_a: FakeServer, tmp_path: Path) -> None:
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
         one, two = await hub.edge("one"), await hub.edge("two")
         before = hub.fleet.lengths.mean_output_tokens
@@ -115,7 +121,7 @@ async def test_streams_of_all_edges_teach_costs_and_lengths(fake_a: FakeServer, 
         await eventually(lambda: hub.fleet.lengths.mean_output_tokens < before)
 
 
-async def test_gaps_between_tokens_teach_the_hub(fake_a: FakeServer, tmp_path: Path) -> None:
+async def test_gaps_between_tokens_teach_the_decider(fake_a: FakeServer, tmp_path: Path) -> None:
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
         edge = await hub.edge("edge")
         model = hub.fleet.costs.steps("vllm fake-model")
@@ -145,7 +151,7 @@ async def test_a_pair_teaches_what_a_transfer_costs(fake_a: FakeServer, fake_b: 
 # -- admission ------------------------------------------------------------------------------------------------------
 
 
-async def test_tenants_are_served_in_one_fair_order_at_any_edge(fake_a: FakeServer, tmp_path: Path) -> None:
+async def test_tenants_are_served_in_one_fair_order_at_any_frontend_process(fake_a: FakeServer, tmp_path: Path) -> None:
     async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
         one, two = await hub.edge("one"), await hub.edge("two")
         tasks = [await one_runs(one, fake_a)]
@@ -168,7 +174,9 @@ async def test_tenants_are_served_in_one_fair_order_at_any_edge(fake_a: FakeServ
         assert served.index("urgent") < served.index("many-0") < served.index("many-1") < served.index("many-2")
 
 
-async def test_decisions_are_told_by_any_edge(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
+async def test_decisions_are_told_by_any_frontend_process(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
+) -> None:
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as hub:
         one, two = await hub.edge("one"), await hub.edge("two")
         answer = await start(one, **{"x-tandem-explain": "1"})
@@ -201,7 +209,9 @@ async def test_a_failed_attempt_goes_to_another_engine(
         assert hub.engine("a").num_failures == len(fake_a.requests) == num_retries(hub) > 0
 
 
-async def test_engines_that_ask_to_wait_are_left_alone_by_all_edges(fake_a: FakeServer, tmp_path: Path) -> None:
+async def test_engines_that_ask_to_wait_are_left_alone_by_all_frontend_processes(
+    fake_a: FakeServer, tmp_path: Path
+) -> None:
     fake_a.status, fake_a.headers = 429, {"retry-after": "7"}
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
         one, two = await hub.edge("one"), await hub.edge("two")
@@ -212,7 +222,7 @@ async def test_engines_that_ask_to_wait_are_left_alone_by_all_edges(fake_a: Fake
         assert hub.engine("a").num_failures == 0
 
 
-async def test_where_nobody_listens_the_circuit_is_open_for_all_edges(tmp_path: Path) -> None:
+async def test_where_nobody_listens_the_circuit_is_open_for_all_frontend_processes(tmp_path: Path) -> None:
     with fake_openai() as fake:
         async with routing_by_hub(tmp_path, spec_of(fake, "a"), probe_interval_s=60.0) as hub:
             one, two = await hub.edge("one"), await hub.edge("two")
@@ -293,7 +303,9 @@ async def test_a_client_that_leaves_gives_everything_back(fake_a: FakeServer, tm
             assert order(fake_a) == ["running"]
 
 
-async def test_an_edge_that_dies_loses_its_requests_and_no_others(fake_a: FakeServer, tmp_path: Path) -> None:
+async def test_a_frontend_process_that_dies_loses_its_requests_and_no_others(
+    fake_a: FakeServer, tmp_path: Path
+) -> None:
     async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
         one, two = await hub.edge("one"), await hub.edge("two")
         lost = [await one_runs(one, fake_a)]
@@ -364,7 +376,7 @@ async def test_an_event_that_cannot_be_handled_ends_its_own_call_only(
             hub.hub.drop("edge")
 
 
-async def test_streams_outlive_a_hub_that_is_silent_and_requests_are_refused(
+async def test_streams_outlive_a_decider_that_is_silent_and_requests_are_refused(
     fake_a: FakeServer, tmp_path: Path
 ) -> None:
     async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
@@ -393,7 +405,9 @@ async def test_streams_outlive_a_hub_that_is_silent_and_requests_are_refused(
         assert (await start(edge)).status_code == 200
 
 
-async def test_a_silent_hub_is_not_waited_for_to_place_a_request_elsewhere(fake_a: FakeServer, tmp_path: Path) -> None:
+async def test_a_silent_decider_is_not_waited_for_to_place_a_request_elsewhere(
+    fake_a: FakeServer, tmp_path: Path
+) -> None:
     async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
         relay = await hub.relay()
         edge = await hub.edge("edge", timeout_s=0.3, relay=relay)
@@ -407,7 +421,7 @@ async def test_a_silent_hub_is_not_waited_for_to_place_a_request_elsewhere(fake_
         await eventually(lambda: hub.hub.num_running == 0)
 
 
-async def test_a_request_that_the_hub_gave_up_is_not_placed_elsewhere(
+async def test_a_request_that_the_decider_gave_up_is_not_placed_elsewhere(
     fake_a: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
@@ -422,7 +436,7 @@ async def test_a_request_that_the_hub_gave_up_is_not_placed_elsewhere(
         assert hub.hub.num_running == 0
 
 
-async def test_an_edge_that_closes_sends_those_who_wait_away(fake_a: FakeServer, tmp_path: Path) -> None:
+async def test_a_frontend_process_that_closes_sends_those_who_wait_away(fake_a: FakeServer, tmp_path: Path) -> None:
     async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
         running = await one_runs(await hub.edge("one"), fake_a)
         hub.hub.expect("two")
@@ -455,7 +469,9 @@ async def test_nothing_is_kept_of_requests_that_ended(fake_a: FakeServer, fake_b
 # -- engines that come and go -----------------------------------------------------------------------------------------
 
 
-async def test_engines_come_and_go_through_any_edge(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
+async def test_engines_come_and_go_through_any_frontend_process(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
+) -> None:
     fake_b.model = "other-model"
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), admin_token="secret") as hub:
         one, two = await hub.edge("one"), await hub.edge("two")
@@ -506,7 +522,9 @@ async def test_an_engine_drains_no_longer_than_it_may(fake_a: FakeServer, fake_b
         assert len(fake_b.requests) == 1
 
 
-async def test_a_late_edge_knows_load_and_engines(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
+async def test_a_late_frontend_process_knows_load_and_engines(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
+) -> None:
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), admin_token="secret") as hub:
         one = await hub.edge("one")
         assert (
@@ -525,7 +543,7 @@ async def test_a_late_edge_knows_load_and_engines(fake_a: FakeServer, fake_b: Fa
 # -- what is shown ----------------------------------------------------------------------------------------------------
 
 
-async def test_metrics_of_the_hub_are_shown_by_every_edge(fake_a: FakeServer, tmp_path: Path) -> None:
+async def test_metrics_of_the_decider_are_shown_by_every_frontend_process(fake_a: FakeServer, tmp_path: Path) -> None:
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
         edges = [await hub.edge(f"edge-{number}") for number in range(3)]
         for edge in edges:

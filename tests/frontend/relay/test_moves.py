@@ -296,7 +296,7 @@ async def test_a_move_is_a_span(fake_a: FakeServer, fake_b: FakeServer) -> None:
     assert move["tandem.move.reason"] == "engine_lost"
 
 
-async def test_streams_of_two_edge_processes_go_on(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
+async def test_streams_of_two_frontend_processes_go_on(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     breaks = scripts_on(fake_a, fake_b)
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b"), breaker_failures=1000) as hub:
         edges = [await hub.edge("one"), await hub.edge("two")]

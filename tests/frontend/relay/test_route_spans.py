@@ -62,7 +62,7 @@ async def test_both_engines_of_a_pair_are_told_of_one_attempt(fake_a: FakeServer
         assert fake.request_headers[-1]["traceparent"] == name_of(attempt)
 
 
-async def test_a_hub_adds_its_spans_to_the_trace_of_an_edge(fake_a: FakeServer, tmp_path: Path) -> None:
+async def test_a_decider_adds_its_spans_to_the_trace_of_a_frontend_process(fake_a: FakeServer, tmp_path: Path) -> None:
     kept = KeptSpans()
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), tracing=kept.tracing) as hub:
         edge = await hub.edge("edge")

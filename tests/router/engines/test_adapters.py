@@ -128,7 +128,7 @@ async def test_a_pair_has_the_adapter_on_both_sides(fake_a: FakeServer, fake_b: 
         assert [fake_a.requests[-1]["model"], fake_b.requests[-1]["model"]] == ["sql", "sql"]
 
 
-async def test_edge_processes_know_the_adapters(fake_a: FakeServer, tmp_path: Path) -> None:
+async def test_frontend_processes_know_the_adapters(fake_a: FakeServer, tmp_path: Path) -> None:
     fake_a.adapters = ["sql"]
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
         edge = await hub.edge("1")

@@ -141,7 +141,7 @@ async def test_a_server_is_added_and_removed_with_all_its_ranks(fake_a: FakeServ
         await eventually(lambda: not router.fleet.engines)
 
 
-async def test_an_edge_process_names_the_rank(fake_a: FakeServer, tmp_path: Path) -> None:
+async def test_a_frontend_process_names_the_rank(fake_a: FakeServer, tmp_path: Path) -> None:
     async with routing_by_hub(tmp_path, *ranks(fake_a, "a")) as hub:
         edge = await hub.edge("1")
         for number in range(4):

@@ -79,7 +79,7 @@ async def test_both_sides_show_their_certificates(certificates: Certificates, fo
         assert 'tandem_engine_tls_files_damaged{engine="e"} 0.0' in metrics
 
 
-async def test_edge_processes_show_them_too(certificates: Certificates, tmp_path: Path) -> None:
+async def test_frontend_processes_show_them_too(certificates: Certificates, tmp_path: Path) -> None:
     with certificates.engine() as fake:
         async with routing_by_hub(tmp_path, spec_of(fake, "e", **certificates.of_router)) as hub:
             edge = await hub.edge("one")
