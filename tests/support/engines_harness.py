@@ -82,15 +82,15 @@ class Router(Deciding):
 
 
 @dataclass
-class Edge(Router):
-    """An edge process, simulated in this process."""
+class FrontendProcess(Router):
+    """A frontend process, simulated in this process."""
 
-    edge_id: str
+    frontend_id: str
     remote: RemoteDispatcher
 
 
-class Hub(Deciding):
-    """A hub with any number of edges."""
+class Decider(Deciding):
+    """A decider with any number of frontends."""
 
     def __init__(
         self, folder: Path, settings: RouterSettings, specs: Sequence[EngineSpec], stack: AsyncExitStack
@@ -99,9 +99,9 @@ class Hub(Deciding):
         self.metrics = CollectorRegistry()
         self.dispatcher.register_metrics(self.metrics)
         self.service = DispatchService(self.dispatcher, self._scrape)
-        self.endpoint = f"{folder}/hub"
-        self.hub = DecidingProcess(self.service, self.endpoint, settings.api_keys, status_interval_s=0.01)
-        updates = FleetUpdates(self.hub, self.service)
+        self.endpoint = f"{folder}/decider"
+        self.process = DecidingProcess(self.service, self.endpoint, settings.api_keys, status_interval_s=0.01)
+        updates = FleetUpdates(self.process, self.service)
         self.fleet.listen(updates)
         self.fleet.registry.listen(updates.worker_changed)
         self._settings = settings
@@ -111,16 +111,18 @@ class Hub(Deciding):
         return await registry_text(self.metrics, self._settings.config, self.dispatcher.models)
 
     async def relay(self) -> DecidingRelay:
-        """Stands between this hub and one edge."""
+        """Stands between this decider and one frontend."""
         return await self._stack.enter_async_context(DecidingRelay(self.endpoint, f"{self.endpoint}-relay"))
 
-    async def edge(self, edge_id: str, timeout_s: float = 20.0, relay: DecidingRelay | None = None) -> Edge:
-        """Add an edge and wait until it has joined."""
-        self.hub.expect(edge_id)
+    async def frontend(
+        self, frontend_id: str, timeout_s: float = 20.0, relay: DecidingRelay | None = None
+    ) -> FrontendProcess:
+        """Add a frontend and wait until it has joined."""
+        self.process.expect(frontend_id)
         connections = EngineConnections(self._settings.external)
         joining = JoinSettings(
             self.endpoint if relay is None else relay.endpoint,
-            edge_id,
+            frontend_id,
             lambda: None,
             timeout_s,
             self._settings.api_keys.is_required,
@@ -136,7 +138,7 @@ class Hub(Deciding):
         await self._stack.enter_async_context(app.router.lifespan_context(app))
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
         await self._stack.enter_async_context(client)
-        return Edge(self.dispatcher, app, client, edge_id, remote)
+        return FrontendProcess(self.dispatcher, app, client, frontend_id, remote)
 
 
 @dataclass
@@ -264,19 +266,21 @@ async def routing(*specs: EngineSpec, wait: bool = True, **options: Any) -> Asyn
 
 
 @asynccontextmanager
-async def routing_by_hub(folder: Path, *specs: EngineSpec, wait: bool = True, **options: Any) -> AsyncIterator[Hub]:
-    """A hub with these engines and no edges yet. `options` are those of `settings_of`.
+async def routing_by_decider(
+    folder: Path, *specs: EngineSpec, wait: bool = True, **options: Any
+) -> AsyncIterator[Decider]:
+    """A decider with these engines and no frontends yet. `options` are those of `settings_of`.
 
     At the end nothing may be left.
     """
     async with AsyncExitStack() as stack:
-        hub = Hub(folder, settings_of(**options), specs, stack)
-        stack.push_async_callback(hub.hub.close)
-        await stack.enter_async_context(aclosing(hub.fleet))
-        await hub.hub.start()
-        await stack.enter_async_context(hub.dispatcher.running())
+        decider = Decider(folder, settings_of(**options), specs, stack)
+        stack.push_async_callback(decider.process.close)
+        await stack.enter_async_context(aclosing(decider.fleet))
+        await decider.process.start()
+        await stack.enter_async_context(decider.dispatcher.running())
         if wait:
-            await hub.all_ready(*(spec.name for spec in specs))
-        yield hub
-        await eventually(lambda: hub.is_idle() and hub.hub.num_running == 0)
-        hub.assert_nothing_left()
+            await decider.all_ready(*(spec.name for spec in specs))
+        yield decider
+        await eventually(lambda: decider.is_idle() and decider.process.num_running == 0)
+        decider.assert_nothing_left()

@@ -29,7 +29,7 @@ from tandem.scheduling.workers.registry import Registry
 from tandem.text.tokenizer import Tokenizer
 from tests.support.apps import app_client
 from tests.support.builders import add_ready, make_card
-from tests.support.engines_harness import completion, routing, routing_by_hub, spec_of
+from tests.support.engines_harness import completion, routing, routing_by_decider, spec_of
 from tests.support.fake_backend import FakeBackend, make_client
 from tests.support.fake_openai import MODEL, fake_openai
 from tests.support.keys import api_keys_of
@@ -62,18 +62,20 @@ def busy_workers() -> CollectorRegistry:
 def busy_server() -> CollectorRegistry:
     """The same, and what it counts of its requests."""
     metrics = busy_workers()
-    edge = FrontendMetrics(metrics)
-    edge.prompt_tokens.inc(100)
-    edge.cached_tokens.inc(40)
-    edge.generation_tokens.inc(30)
+    frontend = FrontendMetrics(metrics)
+    frontend.prompt_tokens.inc(100)
+    frontend.cached_tokens.inc(40)
+    frontend.generation_tokens.inc(30)
     for seconds in (0.02, 0.3):
-        edge.ttft_s.observe(seconds)
-        edge.duration_s.observe(2 * seconds)
-    edge.itl_s.observe_all([0.01] * 7)
-    edge.finished.labels("stop").inc(2)
-    edge.finished.labels("length").inc()
-    edge.requests.labels("/v1/completions", "200").inc(3)
-    edge.refused_keys.labels('a"b\\c\nd', "unknown").inc()  # label values are escaped in the same way in both formats
+        frontend.ttft_s.observe(seconds)
+        frontend.duration_s.observe(2 * seconds)
+    frontend.itl_s.observe_all([0.01] * 7)
+    frontend.finished.labels("stop").inc(2)
+    frontend.finished.labels("length").inc()
+    frontend.requests.labels("/v1/completions", "200").inc(3)
+    frontend.refused_keys.labels(
+        'a"b\\c\nd', "unknown"
+    ).inc()  # label values are escaped in the same way in both formats
     return metrics
 
 
@@ -200,7 +202,7 @@ def test_sums_over_several_models_are_of_no_model(models: list[str]) -> None:
 
 
 def test_a_name_without_its_source_is_not_there() -> None:
-    """Without workers there is no KV to use, and an edge process does not know the workers."""
+    """Without workers there is no KV to use, and a frontend process does not know the workers."""
     metrics = CollectorRegistry()
     metrics.register(LoadCollector(Registry()))
     metrics.register(AdmissionCollector(SimpleNamespace(stats={}, queued=dict)))
@@ -209,9 +211,9 @@ def test_a_name_without_its_source_is_not_there() -> None:
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
     }
-    edge = CollectorRegistry()
-    FrontendMetrics(edge)
-    assert b"num_requests" not in exposition(edge.collect(), WITH_NAMES, ["m"])
+    frontend = CollectorRegistry()
+    FrontendMetrics(frontend)
+    assert b"num_requests" not in exposition(frontend.collect(), WITH_NAMES, ["m"])
 
 
 async def test_a_router_of_engines_has_them_too(tmp_path: Path) -> None:
@@ -221,10 +223,10 @@ async def test_a_router_of_engines_has_them_too(tmp_path: Path) -> None:
         async with routing(spec_of(fake, "a"), **options) as router:
             await router.client.post("/v1/completions", json=completion())
             one = await router.client.get("/metrics", headers={"accept": PROMETHEUS_3})
-        async with routing_by_hub(tmp_path, spec_of(fake, "a"), **options) as hub:
-            edge = await hub.edge("edge")
-            await edge.client.post("/v1/completions", json=completion())
-            joined = await edge.client.get("/metrics", headers={"accept": PROMETHEUS_3})
+        async with routing_by_decider(tmp_path, spec_of(fake, "a"), **options) as decider:
+            frontend = await decider.frontend("frontend")
+            await frontend.client.post("/v1/completions", json=completion())
+            joined = await frontend.client.get("/metrics", headers={"accept": PROMETHEUS_3})
     for answer in (one, joined):
         value = values_of(answer.text, parse_openmetrics)
         of = {"model_name": MODEL, "engine": "0"}

@@ -24,7 +24,7 @@ from tandem.router.engines.dispatcher import DispatchRequest, EngineReservation
 from tandem.router.engines.local_dispatcher import LocalReservation
 from tandem.scheduling.request import ServiceClass
 from tests.support.busy_engine import one_runs, order, prompt_of, small, start
-from tests.support.engines_harness import COMPLETIONS, Hub, completion, routing, routing_by_hub, spec_of
+from tests.support.engines_harness import COMPLETIONS, Decider, completion, routing, routing_by_decider, spec_of
 from tests.support.fake_backend import RawClient, events
 from tests.support.fake_openai import FakeServer, fake_openai
 from tests.support.raw_frontend import RawFrontend
@@ -33,12 +33,12 @@ from tests.support.waiting import eventually
 ADMIN = {"authorization": "Bearer secret"}
 
 
-def num_waiting(hub: Hub) -> int:
-    return sum(work.num_requests for work in hub.dispatcher.queues.queued().values())
+def num_waiting(decider: Decider) -> int:
+    return sum(work.num_requests for work in decider.dispatcher.queues.queued().values())
 
 
-def num_retries(hub: Hub) -> float:
-    value = hub.metrics.get_sample_value("tandem_engine_retries_total")
+def num_retries(decider: Decider) -> float:
+    value = decider.metrics.get_sample_value("tandem_engine_retries_total")
     assert value is not None
     return value
 
@@ -68,14 +68,14 @@ async def test_a_frontend_process_answers_as_a_process_alone_would(
     fake_a: FakeServer, tmp_path: Path, stream: bool
 ) -> None:
     fake_a.capabilities = {"chat": True}
-    async with routing(spec_of(fake_a, "a")) as alone, routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
-        edge = await hub.edge("edge")
+    async with routing(spec_of(fake_a, "a")) as alone, routing_by_decider(tmp_path, spec_of(fake_a, "a")) as decider:
+        frontend = await decider.frontend("frontend")
         for body in (completion("x" * 400, stream=stream), completion(42, stream=stream), {"model": "none"}):
-            first, second = [await one.client.post(COMPLETIONS, json=body) for one in (alone, edge)]
+            first, second = [await one.client.post(COMPLETIONS, json=body) for one in (alone, frontend)]
             assert (first.status_code, first.text) == (second.status_code, second.text)
             for name in ("x-tandem-engine", "x-tandem-expected-cached-tokens", "content-type"):
                 assert first.headers.get(name) == second.headers.get(name)
-        models = [(await one.client.get("/v1/models")).json()["data"][0] for one in (alone, edge)]
+        models = [(await one.client.get("/v1/models")).json()["data"][0] for one in (alone, frontend)]
         start = {"created": 0, "created_at": ""}  # the two begin in different seconds, maybe
         assert models[0] | start == models[1] | start
         assert models[1]["capabilities"] == {"chat": True}
@@ -84,11 +84,11 @@ async def test_a_frontend_process_answers_as_a_process_alone_would(
 async def test_a_prompt_of_one_frontend_process_is_expected_in_the_cache_by_all(
     fake_a: FakeServer, tmp_path: Path
 ) -> None:
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
-        edges = [await hub.edge(f"edge-{number}") for number in range(3)]
+    async with routing_by_decider(tmp_path, spec_of(fake_a, "a")) as decider:
+        frontends = [await decider.frontend(f"frontend-{number}") for number in range(3)]
         expected = []
-        for edge in edges:
-            answer = await start(edge, "x" * 4000)
+        for frontend in frontends:
+            answer = await start(frontend, "x" * 4000)
             expected.append(int(answer.headers["x-tandem-expected-cached-tokens"]))
         assert expected == [0, 992, 992]
 
@@ -97,43 +97,43 @@ async def test_load_of_one_frontend_process_counts_for_all(
     fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
 ) -> None:
     fake_a.metrics = fake_b.metrics = "vllm:num_requests_running 1\nvllm:num_requests_waiting 0\n"
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as hub:
-        one, two = await hub.edge("one"), await hub.edge("two")
-        await eventually(lambda: len(hub.engine("a").foreign) == len(hub.engine("b").foreign) == 1)
+    async with routing_by_decider(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as decider:
+        one, two = await decider.frontend("one"), await decider.frontend("two")
+        await eventually(lambda: len(decider.engine("a").foreign) == len(decider.engine("b").foreign) == 1)
         for fake in (fake_a, fake_b):
             fake.headers_pause.clear()
         tasks = [start(one, f"{'x' * 400}"), start(two, f"{'y' * 400}")]
         await eventually(lambda: len(fake_a.requests) == len(fake_b.requests) == 1)  # the second avoids the first
-        await eventually(lambda: not hub.engine("a").foreign and not hub.engine("b").foreign)
+        await eventually(lambda: not decider.engine("a").foreign and not decider.engine("b").foreign)
         for fake in (fake_a, fake_b):
             fake.resume()
         assert [(await task).status_code for task in tasks] == [200, 200]
 
 
 async def test_streams_of_all_frontend_processes_teach_costs_and_lengths(fake_a: FakeServer, tmp_path: Path) -> None:
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
-        one, two = await hub.edge("one"), await hub.edge("two")
-        before = hub.fleet.lengths.mean_output_tokens
+    async with routing_by_decider(tmp_path, spec_of(fake_a, "a")) as decider:
+        one, two = await decider.frontend("one"), await decider.frontend("two")
+        before = decider.fleet.lengths.mean_output_tokens
         for number in range(12):
             await start((one, two)[number % 2], f"{number}" + "x" * 4000, max_tokens=8)
-        model = hub.fleet.costs.steps("vllm fake-model")
+        model = decider.fleet.costs.steps("vllm fake-model")
         await eventually(lambda: model.num_measurements >= 1)
-        await eventually(lambda: hub.fleet.lengths.mean_output_tokens < before)
+        await eventually(lambda: decider.fleet.lengths.mean_output_tokens < before)
 
 
 async def test_gaps_between_tokens_teach_the_decider(fake_a: FakeServer, tmp_path: Path) -> None:
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
-        edge = await hub.edge("edge")
-        model = hub.fleet.costs.steps("vllm fake-model")
+    async with routing_by_decider(tmp_path, spec_of(fake_a, "a")) as decider:
+        frontend = await decider.frontend("frontend")
+        model = decider.fleet.costs.steps("vllm fake-model")
         fake_a.pause.clear()
-        stream = start(edge, max_tokens=8)
-        await eventually(lambda: any(request.has_answer for request in hub.engine("a").running))
+        stream = start(frontend, max_tokens=8)
+        await eventually(lambda: any(request.has_answer for request in decider.engine("a").running))
         assert model.num_measurements == 0
         fake_a.resume()
         assert (await stream).status_code == 200
         async with asyncio.timeout(30):
             while model.num_measurements == 0:  # tokens that arrive together teach nothing
-                assert (await start(edge, max_tokens=8)).status_code == 200
+                assert (await start(frontend, max_tokens=8)).status_code == 200
 
 
 async def test_a_pair_teaches_what_a_transfer_costs(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
@@ -141,22 +141,24 @@ async def test_a_pair_teaches_what_a_transfer_costs(fake_a: FakeServer, fake_b: 
         spec_of(fake_a, "p", role="prefill", model="fake-model"),
         spec_of(fake_b, "d", role="decode", model="fake-model"),
     ]
-    async with routing_by_hub(tmp_path, *specs, config=RouterConfig(local_prefill=False)) as hub:
-        answer = await start(await hub.edge("edge"))
+    async with routing_by_decider(tmp_path, *specs, config=RouterConfig(local_prefill=False)) as decider:
+        answer = await start(await decider.frontend("frontend"))
         assert (answer.status_code, answer.headers["x-tandem-engine"]) == (200, "d")
         assert fake_b.requests[0]["kv_transfer_params"]["do_remote_prefill"] is True
-        await eventually(lambda: list(hub.fleet.costs.export()["transfers"]) == ["vllm fake-model -> vllm fake-model"])
+        await eventually(
+            lambda: list(decider.fleet.costs.export()["transfers"]) == ["vllm fake-model -> vllm fake-model"]
+        )
 
 
 # -- admission ------------------------------------------------------------------------------------------------------
 
 
 async def test_tenants_are_served_in_one_fair_order_at_any_frontend_process(fake_a: FakeServer, tmp_path: Path) -> None:
-    async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
-        one, two = await hub.edge("one"), await hub.edge("two")
+    async with routing_by_decider(tmp_path, small(fake_a, "a")) as decider:
+        one, two = await decider.frontend("one"), await decider.frontend("two")
         tasks = [await one_runs(one, fake_a)]
-        # A tenant with many requests at one edge, and another with a few at the other edge.
-        for number, (edge, name, options) in enumerate(
+        # A tenant with many requests at one frontend, and another with a few at the other frontend.
+        for number, (frontend, name, options) in enumerate(
             [
                 *((one, f"many-{i}", {}) for i in range(4)),
                 (two, "few-0", {"x-tandem-tenant": "other"}),
@@ -164,8 +166,8 @@ async def test_tenants_are_served_in_one_fair_order_at_any_frontend_process(fake
                 (two, "urgent", {"priority": -1}),
             ]
         ):
-            tasks.append(start(edge, prompt_of(name), **options))
-            await eventually(lambda number=number: num_waiting(hub) == number + 1)  # type: ignore[misc]
+            tasks.append(start(frontend, prompt_of(name), **options))
+            await eventually(lambda number=number: num_waiting(decider) == number + 1)  # type: ignore[misc]
         fake_a.resume()
         assert [(await task).status_code for task in tasks] == [200] * 8
         served = order(fake_a)
@@ -177,18 +179,18 @@ async def test_tenants_are_served_in_one_fair_order_at_any_frontend_process(fake
 async def test_decisions_are_told_by_any_frontend_process(
     fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
 ) -> None:
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as hub:
-        one, two = await hub.edge("one"), await hub.edge("two")
+    async with routing_by_decider(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as decider:
+        one, two = await decider.frontend("one"), await decider.frontend("two")
         answer = await start(one, **{"x-tandem-explain": "1"})
         told = httpx.Response(200, text=answer.headers["x-tandem-explain"]).json()
         assert told["placement"]["candidates"][0]["decode_worker"] == answer.headers["x-tandem-engine"]
-        await eventually(lambda: hub.hub.num_running == 0)
+        await eventually(lambda: decider.process.num_running == 0)
         [kept] = (await two.client.get("/v1/route/decisions")).json()["data"]
         assert kept["request_id"] == answer.headers["x-request-id"]
         assert kept["actual_ttft_s"] > 0
         explained = await two.client.post("/v1/route/explain", json=completion())
         assert explained.json()["data"][0]["outcome"] == "admitted"
-        assert hub.fleet.registry.num_bookings == 0
+        assert decider.fleet.registry.num_bookings == 0
 
 
 # -- failures and retries ---------------------------------------------------------------------------------------------
@@ -200,55 +202,57 @@ async def test_a_failed_attempt_goes_to_another_engine(
 ) -> None:
     fake_a.status = 500
     specs = [spec_of(fake_a, "a"), spec_of(fake_b, "b")]
-    async with routing_by_hub(tmp_path, *specs, breaker_failures=1000) as hub:
-        edge = await hub.edge("edge")
-        answers = [await start(edge, f"{number} {'x' * 400}", stream=stream) for number in range(6)]
+    async with routing_by_decider(tmp_path, *specs, breaker_failures=1000) as decider:
+        frontend = await decider.frontend("frontend")
+        answers = [await start(frontend, f"{number} {'x' * 400}", stream=stream) for number in range(6)]
         assert [answer.text for answer in answers if answer.status_code != 200] == []
         assert {answer.headers["x-tandem-engine"] for answer in answers} == {"b"}
-        await eventually(lambda: hub.hub.num_running == 0)
-        assert hub.engine("a").num_failures == len(fake_a.requests) == num_retries(hub) > 0
+        await eventually(lambda: decider.process.num_running == 0)
+        assert decider.engine("a").num_failures == len(fake_a.requests) == num_retries(decider) > 0
 
 
 async def test_engines_that_ask_to_wait_are_left_alone_by_all_frontend_processes(
     fake_a: FakeServer, tmp_path: Path
 ) -> None:
     fake_a.status, fake_a.headers = 429, {"retry-after": "7"}
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
-        one, two = await hub.edge("one"), await hub.edge("two")
-        answers = [await start(edge) for edge in (one, two)]
+    async with routing_by_decider(tmp_path, spec_of(fake_a, "a")) as decider:
+        one, two = await decider.frontend("one"), await decider.frontend("two")
+        answers = [await start(frontend) for frontend in (one, two)]
         assert {(answer.status_code, answer.json()["error"]["code"]) for answer in answers} == {(429, "engine_busy")}
         assert all(5 <= int(answer.headers["retry-after"]) <= 7 for answer in answers)
         assert len(fake_a.requests) == 1
-        assert hub.engine("a").num_failures == 0
+        assert decider.engine("a").num_failures == 0
 
 
 async def test_where_nobody_listens_the_circuit_is_open_for_all_frontend_processes(tmp_path: Path) -> None:
     with fake_openai() as fake:
-        async with routing_by_hub(tmp_path, spec_of(fake, "a"), probe_interval_s=60.0) as hub:
-            one, two = await hub.edge("one"), await hub.edge("two")
+        async with routing_by_decider(tmp_path, spec_of(fake, "a"), probe_interval_s=60.0) as decider:
+            one, two = await decider.frontend("one"), await decider.frontend("two")
             await asyncio.to_thread(fake.stop)
             assert (await start(one)).status_code == 502
-            await eventually(lambda: hub.engine("a").breaker.num_opened == 1)
+            await eventually(lambda: decider.engine("a").breaker.num_opened == 1)
             refused = await start(two)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_worker")
             assert "circuit open" in refused.json()["error"]["message"]
-            assert hub.engine("a").num_failures == 1
+            assert decider.engine("a").num_failures == 1
 
 
 async def test_an_engine_that_hangs_loses_its_streams(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     config = RouterConfig(worker_timeout_s=0.2)
     specs = [spec_of(fake_a, "a")]
-    async with routing_by_hub(tmp_path, *specs, config=config, probe_timeout_s=0.5, admin_token="secret") as hub:
-        edge = await hub.edge("edge")
+    async with routing_by_decider(
+        tmp_path, *specs, config=config, probe_timeout_s=0.5, admin_token="secret"
+    ) as decider:
+        frontend = await decider.frontend("frontend")
         fake_a.pause.clear()
-        stream = start(edge)
-        await eventually(lambda: any(request.has_answer for request in hub.engine("a").running))
+        stream = start(frontend)
+        await eventually(lambda: any(request.has_answer for request in decider.engine("a").running))
         fake_a.headers_pause.clear()
-        waiting = start(edge)
+        waiting = start(frontend)
         await eventually(lambda: len(fake_a.requests) == 2)
         added = {"name": "b", "url": fake_b.url, "kind": "vllm"}
-        assert (await edge.client.post("/v1/engines", json=added, headers=ADMIN)).status_code == 201
-        await hub.all_ready("b")
+        assert (await frontend.client.post("/v1/engines", json=added, headers=ADMIN)).status_code == 201
+        await decider.all_ready("b")
         fake_a.health_pause.clear()
         assert "engine a: it stopped answering" in events(await stream)[-1]["error"]["message"]
         assert (await waiting).headers["x-tandem-engine"] == "b"
@@ -258,45 +262,45 @@ async def test_an_engine_that_hangs_loses_its_streams(fake_a: FakeServer, fake_b
 async def test_a_late_abort_does_not_end_a_new_target(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     """The deciding process gives an engine up when the frontend process has already left it."""
     fake_a.status = 500
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
-        edge = await hub.edge("edge")
+    async with routing_by_decider(tmp_path, spec_of(fake_a, "a")) as decider:
+        frontend = await decider.frontend("frontend")
         aborted: list[tuple[str, str]] = []
-        reservation = edge.remote.reserve(routing_request(), lambda *why: aborted.append(why))
+        reservation = frontend.remote.reserve(routing_request(), lambda *why: aborted.append(why))
         target = await reservation.place()
         assert target.decode == "a"
-        hub.fleet.add(spec_of(fake_b, "b"))
-        await hub.all_ready("b")
-        [running] = hub.engine("a").running
+        decider.fleet.add(spec_of(fake_b, "b"))
+        await decider.all_ready("b")
+        [running] = decider.engine("a").running
         running.abort("a", "it is gone")
         reservation.failed("a")
         target = await reservation.place_elsewhere()  # the abort comes first, and is about the earlier target
         assert (target.decode, aborted) == ("b", [])
-        [running] = hub.engine("b").running
+        [running] = decider.engine("b").running
         running.abort("b", "so is this")
         await eventually(lambda: aborted == [("b", "so is this")])
         reservation.release()
 
 
-# -- clients, edges and hubs that leave -------------------------------------------------------------------------------
+# -- clients, frontends and deciders that leave ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("when", ["queued", "before", "within"])
 async def test_a_client_that_leaves_gives_everything_back(fake_a: FakeServer, tmp_path: Path, when: str) -> None:
-    async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
-        edge = await hub.edge("edge")
-        running = await one_runs(edge, fake_a) if when == "queued" else None
+    async with routing_by_decider(tmp_path, small(fake_a, "a")) as decider:
+        frontend = await decider.frontend("frontend")
+        running = await one_runs(frontend, fake_a) if when == "queued" else None
         (fake_a.pause if when == "within" else fake_a.headers_pause).clear()
-        client = RawClient(edge.app, COMPLETIONS, completion(prompt_of("gone"), stream=True))
+        client = RawClient(frontend.app, COMPLETIONS, completion(prompt_of("gone"), stream=True))
         if when == "queued":
-            await eventually(lambda: num_waiting(hub) == 1)
+            await eventually(lambda: num_waiting(decider) == 1)
         elif when == "before":
             await eventually(lambda: len(fake_a.requests) == 1)
         else:
             await asyncio.wait_for(client.got_body.wait(), 5)
         client.leave()
         await asyncio.wait_for(client.task, 5)
-        await eventually(lambda: hub.hub.num_running == (running is not None))
-        assert num_waiting(hub) == 0
+        await eventually(lambda: decider.process.num_running == (running is not None))
+        assert num_waiting(decider) == 0
         fake_a.resume()
         if running is not None:
             assert (await running).status_code == 200
@@ -306,17 +310,17 @@ async def test_a_client_that_leaves_gives_everything_back(fake_a: FakeServer, tm
 async def test_a_frontend_process_that_dies_loses_its_requests_and_no_others(
     fake_a: FakeServer, tmp_path: Path
 ) -> None:
-    async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
-        one, two = await hub.edge("one"), await hub.edge("two")
+    async with routing_by_decider(tmp_path, small(fake_a, "a")) as decider:
+        one, two = await decider.frontend("one"), await decider.frontend("two")
         lost = [await one_runs(one, fake_a)]
         lost.append(start(one, prompt_of("queued")))
-        await eventually(lambda: num_waiting(hub) == 1)
+        await eventually(lambda: num_waiting(decider) == 1)
         kept = start(two, prompt_of("kept"))
-        await eventually(lambda: num_waiting(hub) == 2)
-        hub.hub.drop("one")
-        await eventually(lambda: len(fake_a.requests) == 2)  # the other edge's, for which there is room now
+        await eventually(lambda: num_waiting(decider) == 2)
+        decider.process.drop("one")
+        await eventually(lambda: len(fake_a.requests) == 2)  # the other frontend's, for which there is room now
         assert order(fake_a)[-1] == "kept"
-        assert hub.fleet.registry.num_bookings == 1
+        assert decider.fleet.registry.num_bookings == 1
         pools = (await two.client.get("/v1/pools")).json()
         assert pools["processes"] == {"two": {"num_requests": 1}}
         for task in lost:
@@ -329,14 +333,14 @@ async def test_a_frontend_process_that_dies_loses_its_requests_and_no_others(
 async def test_events_of_a_dead_process_or_about_nothing_change_nothing(
     fake_a: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
-        with RawFrontend(hub.endpoint, "one") as one, RawFrontend(hub.endpoint, "two") as two:
-            hub.hub.expect("one")
-            hub.hub.expect("two")
+    async with routing_by_decider(tmp_path, spec_of(fake_a, "a")) as decider:
+        with RawFrontend(decider.endpoint, "one") as one, RawFrontend(decider.endpoint, "two") as two:
+            decider.process.expect("one")
+            decider.process.expect("two")
             one.join()
             two.join()
             two.send(hold(3, routing_request()))
-            await eventually(lambda: len(hub.engine("a").running) == 1)
+            await eventually(lambda: len(decider.engine("a").running) == 1)
             for event in (
                 invocation(EngineReservation.failed, "a"),
                 invocation(EngineReservation.ended, 5, 5),
@@ -346,124 +350,124 @@ async def test_events_of_a_dead_process_or_about_nothing_change_nothing(
             one.send(["Call", 5, ["Reservations.hold", ["no request"]]])
             one.send_bytes(b"\x93nonsense")
             await eventually(lambda: caplog.text.count("is no message") == 2)
-            assert (hub.engine("a").num_failures, hub.hub.num_running) == (0, 1)
+            assert (decider.engine("a").num_failures, decider.process.num_running) == (0, 1)
             two.send(wire.Events([(3, invocation(EngineReservation.failed, "a"))]))  # they have not been read yet
             two.send(hold(9, routing_request()))
-            hub.hub.drop("two")
+            decider.process.drop("two")
             await eventually(lambda: two.take() is not None and two.is_closed)
-            assert (hub.engine("a").num_failures, hub.hub.num_running) == (0, 0)
+            assert (decider.engine("a").num_failures, decider.process.num_running) == (0, 0)
 
 
 async def test_an_event_that_cannot_be_handled_ends_its_own_call_only(
     fake_a: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
-        with RawFrontend(hub.endpoint, "edge") as edge:
-            hub.hub.expect("edge")
-            edge.join()
-            edge.send(hold(1, routing_request(prompt_of("running"))))
-            await eventually(lambda: len(hub.engine("a").running) == 1)
+    async with routing_by_decider(tmp_path, small(fake_a, "a")) as decider:
+        with RawFrontend(decider.endpoint, "frontend") as frontend:
+            decider.process.expect("frontend")
+            frontend.join()
+            frontend.send(hold(1, routing_request(prompt_of("running"))))
+            await eventually(lambda: len(decider.engine("a").running) == 1)
             queued = msgspec.structs.replace(routing_request(prompt_of("queued")), request_id="queued-one")
-            edge.send(hold(2, queued))
-            await eventually(lambda: num_waiting(hub) == 1)
+            frontend.send(hold(2, queued))
+            await eventually(lambda: num_waiting(decider) == 1)
             # The second one has not been placed, so it can have no token.
             early, answered = invocation(EngineReservation.first_token, 0.0), invocation(EngineReservation.answered)
-            edge.send(wire.Events([(2, early), (1, answered)]))
-            await eventually(lambda: hub.hub.num_running == 1)
+            frontend.send(wire.Events([(2, early), (1, answered)]))
+            await eventually(lambda: decider.process.num_running == 1)
             assert "request queued-one failed" in caplog.text
-            assert [request.has_answer for request in hub.engine("a").running] == [True]
-            assert num_waiting(hub) == 0
-            hub.hub.drop("edge")
+            assert [request.has_answer for request in decider.engine("a").running] == [True]
+            assert num_waiting(decider) == 0
+            decider.process.drop("frontend")
 
 
 async def test_streams_outlive_a_decider_that_is_silent_and_requests_are_refused(
     fake_a: FakeServer, tmp_path: Path
 ) -> None:
-    async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
-        relay = await hub.relay()
-        edge = await hub.edge("edge", timeout_s=0.3, relay=relay)
+    async with routing_by_decider(tmp_path, small(fake_a, "a")) as decider:
+        relay = await decider.relay()
+        frontend = await decider.frontend("frontend", timeout_s=0.3, relay=relay)
         fake_a.pause.clear()
-        stream = start(edge, prompt_of("stream"), max_tokens=8)
-        await eventually(lambda: any(request.has_answer for request in hub.engine("a").running))
+        stream = start(frontend, prompt_of("stream"), max_tokens=8)
+        await eventually(lambda: any(request.has_answer for request in decider.engine("a").running))
         fake_a.headers_pause.clear()
-        tasks = [start(edge, prompt_of("computed"))]
+        tasks = [start(frontend, prompt_of("computed"))]
         await eventually(lambda: len(fake_a.requests) == 2)
-        tasks.append(start(edge, prompt_of("waiting")))
-        await eventually(lambda: num_waiting(hub) == 1)
+        tasks.append(start(frontend, prompt_of("waiting")))
+        await eventually(lambda: num_waiting(decider) == 1)
         with relay.silence():
-            await eventually(lambda: edge.remote.unready is not None)
+            await eventually(lambda: frontend.remote.unready is not None)
             assert (await tasks[1]).status_code == 503
-            refused = await start(edge)
+            refused = await start(frontend)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_worker")
-            assert (await edge.client.get("/ready")).status_code == 503
-            assert (await edge.client.get("/v1/pools")).status_code == 503
+            assert (await frontend.client.get("/ready")).status_code == 503
+            assert (await frontend.client.get("/v1/pools")).status_code == 503
             fake_a.resume()
             assert (await stream).text.endswith("data: [DONE]\n\n")
             assert (await tasks[0]).text.endswith("data: [DONE]\n\n")
-        await eventually(lambda: edge.remote.unready is None)
-        await eventually(lambda: hub.hub.num_running == 0)  # it has heard of their ends
-        assert (await start(edge)).status_code == 200
+        await eventually(lambda: frontend.remote.unready is None)
+        await eventually(lambda: decider.process.num_running == 0)  # it has heard of their ends
+        assert (await start(frontend)).status_code == 200
 
 
 async def test_a_silent_decider_is_not_waited_for_to_place_a_request_elsewhere(
     fake_a: FakeServer, tmp_path: Path
 ) -> None:
-    async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
-        relay = await hub.relay()
-        edge = await hub.edge("edge", timeout_s=0.3, relay=relay)
-        reservation = edge.remote.reserve(routing_request(), lambda _: None)
+    async with routing_by_decider(tmp_path, small(fake_a, "a")) as decider:
+        relay = await decider.relay()
+        frontend = await decider.frontend("frontend", timeout_s=0.3, relay=relay)
+        reservation = frontend.remote.reserve(routing_request(), lambda _: None)
         await reservation.place()
         with relay.silence():
-            await eventually(lambda: edge.remote.unready is not None)
+            await eventually(lambda: frontend.remote.unready is not None)
             with pytest.raises(NoWorker):
                 await reservation.place_elsewhere()
         reservation.release()
-        await eventually(lambda: hub.hub.num_running == 0)
+        await eventually(lambda: decider.process.num_running == 0)
 
 
 async def test_a_request_that_the_decider_gave_up_is_not_placed_elsewhere(
     fake_a: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
-        edge = await hub.edge("edge")
-        reservation = edge.remote.reserve(routing_request(), lambda _: None)
+    async with routing_by_decider(tmp_path, small(fake_a, "a")) as decider:
+        frontend = await decider.frontend("frontend")
+        reservation = frontend.remote.reserve(routing_request(), lambda _: None)
         await reservation.place()
         monkeypatch.setattr(LocalReservation, "answered", lambda *_: 1 / 0)
         reservation.answered()
-        await eventually(lambda: edge.remote.num_open == 0)
+        await eventually(lambda: frontend.remote.num_open == 0)
         with pytest.raises(NoWorker):
             await reservation.place_elsewhere()
-        assert hub.hub.num_running == 0
+        assert decider.process.num_running == 0
 
 
 async def test_a_frontend_process_that_closes_sends_those_who_wait_away(fake_a: FakeServer, tmp_path: Path) -> None:
-    async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
-        running = await one_runs(await hub.edge("one"), fake_a)
-        hub.hub.expect("two")
+    async with routing_by_decider(tmp_path, small(fake_a, "a")) as decider:
+        running = await one_runs(await decider.frontend("one"), fake_a)
+        decider.process.expect("two")
         connections = EngineConnections(ExternalEnginesConfig())
-        two = RemoteDispatcher(JoinSettings(hub.endpoint, "two", lambda: None, 20.0), connections)
+        two = RemoteDispatcher(JoinSettings(decider.endpoint, "two", lambda: None, 20.0), connections)
         async with two.running():
             reservation = two.reserve(routing_request(prompt_of("waits")), lambda _: None)
             waiting = asyncio.create_task(reservation.place())
-            await eventually(lambda: num_waiting(hub) == 1)
+            await eventually(lambda: num_waiting(decider) == 1)
         with pytest.raises(NoWorker, match="shutting down"):
             await waiting
-        hub.hub.drop("two")
-        await eventually(lambda: num_waiting(hub) == 0)
+        decider.process.drop("two")
+        await eventually(lambda: num_waiting(decider) == 0)
         fake_a.resume()
         assert (await running).status_code == 200
 
 
 async def test_nothing_is_kept_of_requests_that_ended(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     fake_a.status = 500
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as hub:
-        edge = await hub.edge("edge")
+    async with routing_by_decider(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as decider:
+        frontend = await decider.frontend("frontend")
         for number in range(20):
             bodies = [completion(f"{number}"), completion(f"{number}", stream=True), completion(model="none")]
-            await asyncio.gather(*(edge.client.post(COMPLETIONS, json=body) for body in bodies))
-        await eventually(lambda: hub.hub.num_running == 0)
-        assert edge.remote.num_open == 0
-        assert hub.hub.num_running == 0
+            await asyncio.gather(*(frontend.client.post(COMPLETIONS, json=body) for body in bodies))
+        await eventually(lambda: decider.process.num_running == 0)
+        assert frontend.remote.num_open == 0
+        assert decider.process.num_running == 0
 
 
 # -- engines that come and go -----------------------------------------------------------------------------------------
@@ -473,20 +477,20 @@ async def test_engines_come_and_go_through_any_frontend_process(
     fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
 ) -> None:
     fake_b.model = "other-model"
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), admin_token="secret") as hub:
-        one, two = await hub.edge("one"), await hub.edge("two")
+    async with routing_by_decider(tmp_path, spec_of(fake_a, "a"), admin_token="secret") as decider:
+        one, two = await decider.frontend("one"), await decider.frontend("two")
         body = {"name": "b", "url": fake_b.url, "kind": "vllm", "model": "other-model"}
         assert (await one.client.post("/v1/engines", json=body, headers=ADMIN)).status_code == 201
-        known = (await one.client.get("/v1/models")).json()["data"]  # at once at this edge
+        known = (await one.client.get("/v1/models")).json()["data"]  # at once at this frontend
         assert [model["id"] for model in known] == ["fake-model", "other-model"]
         await eventually(lambda: "other-model" in two.remote.models)
         again = await two.client.post("/v1/engines", json=body, headers=ADMIN)
         assert (again.status_code, again.json()["error"]["code"]) == (400, "invalid_engine")
         assert "name='b' is there twice" in again.json()["error"]["message"]
-        await hub.all_ready("b")
+        await decider.all_ready("b")
         fake_b.pause.clear()
         stream = start(two, model="other-model")
-        await eventually(lambda: any(request.has_answer for request in hub.engine("b").running))
+        await eventually(lambda: any(request.has_answer for request in decider.engine("b").running))
         assert (await one.client.delete("/v1/engines/b", headers=ADMIN)).status_code == 202
         listed = (await two.client.get("/v1/engines", headers=ADMIN)).json()["data"]
         assert [(engine["name"], engine["state"]) for engine in listed] == [("a", "ready"), ("b", "draining")]
@@ -494,46 +498,46 @@ async def test_engines_come_and_go_through_any_frontend_process(
         assert refused.status_code == 503
         fake_b.resume()
         assert (await stream).text.endswith("data: [DONE]\n\n")
-        await eventually(lambda: hub.fleet.get("b") is None)
+        await eventually(lambda: decider.fleet.get("b") is None)
         missing = await two.client.delete("/v1/engines/b", headers=ADMIN)
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "engine_not_found")
         await eventually(lambda: "other-model" not in two.remote.models)
         assert (await start(two, model="other-model")).status_code == 404
         assert (await two.client.post("/v1/engines", json=body, headers=ADMIN)).status_code == 201
-        await hub.all_ready("b")
+        await decider.all_ready("b")
         assert (await start(one, model="other-model")).headers["x-tandem-engine"] == "b"
 
 
 async def test_an_engine_drains_no_longer_than_it_may(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     config = RouterConfig(drain_timeout_s=0.1)
     specs = [spec_of(fake_a, "a")]
-    async with routing_by_hub(tmp_path, *specs, config=config, admin_token="secret") as hub:
-        edge = await hub.edge("edge")
+    async with routing_by_decider(tmp_path, *specs, config=config, admin_token="secret") as decider:
+        frontend = await decider.frontend("frontend")
         fake_a.pause.clear()
-        stream = start(edge)
-        await eventually(lambda: any(request.has_answer for request in hub.engine("a").running))
-        assert (await edge.client.delete("/v1/engines/a", headers=ADMIN)).status_code == 202
+        stream = start(frontend)
+        await eventually(lambda: any(request.has_answer for request in decider.engine("a").running))
+        assert (await frontend.client.delete("/v1/engines/a", headers=ADMIN)).status_code == 202
         assert "engine a: it was removed" in events(await stream)[-1]["error"]["message"]
-        assert (await start(edge)).status_code == 503
+        assert (await start(frontend)).status_code == 503
         fake_a.resume()
-        hub.fleet.add(spec_of(fake_b, "a"))  # another one of the same name
-        await eventually(lambda: edge.remote.unready is None)
-        assert (await start(edge)).status_code == 200
+        decider.fleet.add(spec_of(fake_b, "a"))  # another one of the same name
+        await eventually(lambda: frontend.remote.unready is None)
+        assert (await start(frontend)).status_code == 200
         assert len(fake_b.requests) == 1
 
 
 async def test_a_late_frontend_process_knows_load_and_engines(
     fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
 ) -> None:
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), admin_token="secret") as hub:
-        one = await hub.edge("one")
+    async with routing_by_decider(tmp_path, spec_of(fake_a, "a"), admin_token="secret") as decider:
+        one = await decider.frontend("one")
         assert (
             await one.client.post("/v1/engines", json={"name": "b", "url": fake_b.url}, headers=ADMIN)
         ).status_code == 201
-        await hub.all_ready("b")
+        await decider.all_ready("b")
         await one.client.delete("/v1/engines/a", headers=ADMIN)
-        await eventually(lambda: hub.fleet.get("a") is None)
-        two = await hub.edge("two")
+        await eventually(lambda: decider.fleet.get("a") is None)
+        two = await decider.frontend("two")
         assert (await start(two)).headers["x-tandem-engine"] == "b"
         pools = (await two.client.get("/v1/pools")).json()
         assert [engine["name"] for engine in pools["engines"]] == ["b"]
@@ -544,13 +548,13 @@ async def test_a_late_frontend_process_knows_load_and_engines(
 
 
 async def test_metrics_of_the_decider_are_shown_by_every_frontend_process(fake_a: FakeServer, tmp_path: Path) -> None:
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
-        edges = [await hub.edge(f"edge-{number}") for number in range(3)]
-        for edge in edges:
-            assert (await start(edge)).status_code == 200
-        await eventually(lambda: hub.hub.num_running == 0)
-        for edge in edges:
-            text = (await edge.client.get("/metrics")).text
+    async with routing_by_decider(tmp_path, spec_of(fake_a, "a")) as decider:
+        frontends = [await decider.frontend(f"frontend-{number}") for number in range(3)]
+        for frontend in frontends:
+            assert (await start(frontend)).status_code == 200
+        await eventually(lambda: decider.process.num_running == 0)
+        for frontend in frontends:
+            text = (await frontend.client.get("/metrics")).text
             assert 'tandem_engine_requests_total{engine="a"} 3.0' in text
             assert 'tandem_router_admitted_total{tenant="default"} 3.0' in text
-            assert (await edge.client.get("/v1/pools")).json()["engines"][0]["num_requests"] == 3
+            assert (await frontend.client.get("/v1/pools")).json()["engines"][0]["num_requests"] == 3

@@ -10,7 +10,7 @@ import pytest
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.frontend.keys.limiter import LocalLimiter
 from tandem.scheduling.admission.key_limits import KeyLimits
-from tests.support.engines_harness import CHAT, COMPLETIONS, completion, routing, routing_by_hub, spec_of
+from tests.support.engines_harness import CHAT, COMPLETIONS, completion, routing, routing_by_decider, spec_of
 from tests.support.fake_backend import events
 from tests.support.fake_openai import FakeServer
 from tests.support.keys import stored_key
@@ -44,13 +44,15 @@ async def test_a_request_is_charged_what_its_engine_reports(fake_a: FakeServer, 
 
 
 async def test_a_request_over_a_limit_reaches_no_engine(fake_a: FakeServer, tmp_path: Path) -> None:
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), api_keys=limited_keys(tokens_per_minute=50)) as hub:
-        edges = [await hub.edge(name) for name in ("one", "two")]
-        first = await edges[0].client.post(COMPLETIONS, json=completion(max_tokens=48), headers=KEY)
+    async with routing_by_decider(
+        tmp_path, spec_of(fake_a, "a"), api_keys=limited_keys(tokens_per_minute=50)
+    ) as decider:
+        frontends = [await decider.frontend(name) for name in ("one", "two")]
+        first = await frontends[0].client.post(COMPLETIONS, json=completion(max_tokens=48), headers=KEY)
         assert first.status_code == 200, first.text
-        refused = await edges[1].client.post(COMPLETIONS, json=completion(max_tokens=48), headers=KEY)
+        refused = await frontends[1].client.post(COMPLETIONS, json=completion(max_tokens=48), headers=KEY)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert "tokens_per_minute=50" in refused.json()["error"]["message"]
-        huge = await edges[1].client.post(COMPLETIONS, json=completion(max_tokens=2**31, n=2**40), headers=KEY)
+        huge = await frontends[1].client.post(COMPLETIONS, json=completion(max_tokens=2**31, n=2**40), headers=KEY)
         assert huge.status_code == 429
         assert len(fake_a.requests) == 1

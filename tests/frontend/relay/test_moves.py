@@ -14,7 +14,7 @@ import pytest
 from tandem.protocol.config import RouterConfig
 from tandem.router.engines.engine_status import vllm_gives_token_ids
 from tandem.router.reservation import MAX_DEATHS
-from tests.support.engines_harness import CHAT, COMPLETIONS, Router, routing, routing_by_hub, spec_of
+from tests.support.engines_harness import CHAT, COMPLETIONS, Router, routing, routing_by_decider, spec_of
 from tests.support.fake_backend import RawClient
 from tests.support.fake_openai import FakeServer, fake_openai
 from tests.support.scripted_engine import Script, script_on
@@ -298,12 +298,14 @@ async def test_a_move_is_a_span(fake_a: FakeServer, fake_b: FakeServer) -> None:
 
 async def test_streams_of_two_frontend_processes_go_on(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     breaks = scripts_on(fake_a, fake_b)
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b"), breaker_failures=1000) as hub:
-        edges = [await hub.edge("one"), await hub.edge("two")]
+    async with routing_by_decider(
+        tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b"), breaker_failures=1000
+    ) as decider:
+        frontends = [await decider.frontend("one"), await decider.frontend("two")]
         for after in range(1, NUM_TOKENS):
             breaks.append(after)
-            assert_whole(await ask(edges[after % 2], CHAT_BODY))
-        assert sum(hub.dispatcher.reservations.moves.num_moves.values()) >= NUM_TOKENS - 2
+            assert_whole(await ask(frontends[after % 2], CHAT_BODY))
+        assert sum(decider.dispatcher.reservations.moves.num_moves.values()) >= NUM_TOKENS - 2
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 
-from tests.support.engines_harness import COMPLETIONS, PAIRED, completion, pair, routing, routing_by_hub, spec_of
+from tests.support.engines_harness import COMPLETIONS, PAIRED, completion, pair, routing, routing_by_decider, spec_of
 from tests.support.fake_openai import FakeServer
 from tests.support.tracing import CLIENT_TRACE, TRACEPARENT, KeptSpans
 
@@ -64,9 +64,9 @@ async def test_both_engines_of_a_pair_are_told_of_one_attempt(fake_a: FakeServer
 
 async def test_a_decider_adds_its_spans_to_the_trace_of_a_frontend_process(fake_a: FakeServer, tmp_path: Path) -> None:
     kept = KeptSpans()
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), tracing=kept.tracing) as hub:
-        edge = await hub.edge("edge")
-        response = await edge.client.post(COMPLETIONS, json=completion(), headers=HEADERS)
+    async with routing_by_decider(tmp_path, spec_of(fake_a, "a"), tracing=kept.tracing) as decider:
+        frontend = await decider.frontend("frontend")
+        response = await frontend.client.post(COMPLETIONS, json=completion(), headers=HEADERS)
         assert response.status_code == 200
     (attempt,) = attempts(kept)
     assert kept.tree() == [(REQUEST, ("admission", ("placement",)), (attempt.name,))]
@@ -109,17 +109,17 @@ async def test_a_tracestate_that_is_too_long_is_left_out(fake_a: FakeServer) -> 
     assert "tracestate" not in fake_a.request_headers[0]
 
 
-@pytest.mark.parametrize("by_hub", [False, True])
+@pytest.mark.parametrize("by_decider", [False, True])
 async def test_a_retry_is_a_second_attempt_with_a_placement(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path, by_hub: bool
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path, by_decider: bool
 ) -> None:
     kept, specs = KeptSpans(), (spec_of(fake_a, "a"), spec_of(fake_b, "b"))
     for fake in (fake_a, fake_b):
         fake.status = 429
     async with AsyncExitStack() as stack:
-        if by_hub:
-            hub = await stack.enter_async_context(routing_by_hub(tmp_path, *specs, tracing=kept.tracing))
-            client = (await hub.edge("edge")).client
+        if by_decider:
+            decider = await stack.enter_async_context(routing_by_decider(tmp_path, *specs, tracing=kept.tracing))
+            client = (await decider.frontend("frontend")).client
         else:
             client = (await stack.enter_async_context(routing(*specs, tracing=kept.tracing))).client
         assert (await client.post(COMPLETIONS, json=completion(), headers=HEADERS)).status_code == 429

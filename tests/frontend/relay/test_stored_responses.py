@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from tandem.protocol.config import RouterConfig
 from tandem.router.engines import stored_answers
 from tandem.router.engines.stored_answers import StoredAnswers
-from tests.support.engines_harness import Router, routing, routing_by_hub, spec_of
+from tests.support.engines_harness import Router, routing, routing_by_decider, spec_of
 from tests.support.fake_openai import FakeServer
 from tests.support.waiting import eventually
 
@@ -158,8 +158,8 @@ async def test_all_frontend_processes_know_all_responses(
 ) -> None:
     respond(fake_a, "a")
     respond(fake_b, "b")
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as hub:
-        one, other = await hub.edge("1"), await hub.edge("2")
+    async with routing_by_decider(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as decider:
+        one, other = await decider.frontend("1"), await decider.frontend("2")
         for _ in range(3):
             answer_id, engine = await owned(one)
             assert await owned(other, previous_response_id=answer_id) != (answer_id, engine)

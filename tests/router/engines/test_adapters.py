@@ -9,7 +9,7 @@ import pytest
 
 from tandem.frontend.relay.prompts import PromptReader
 from tandem.protocol.config import RouterConfig
-from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, routing_by_hub, spec_of
+from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, routing_by_decider, spec_of
 from tests.support.fake_openai import MODEL, FakeServer
 from tests.support.kv_event_publisher import IDS, name, publishing, stored
 from tests.support.waiting import eventually
@@ -130,10 +130,10 @@ async def test_a_pair_has_the_adapter_on_both_sides(fake_a: FakeServer, fake_b: 
 
 async def test_frontend_processes_know_the_adapters(fake_a: FakeServer, tmp_path: Path) -> None:
     fake_a.adapters = ["sql"]
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
-        edge = await hub.edge("1")
-        assert await listed(edge) == {MODEL: None, "sql": MODEL}
-        assert (await ask(edge, "sql")).status_code == 200
+    async with routing_by_decider(tmp_path, spec_of(fake_a, "a")) as decider:
+        frontend = await decider.frontend("1")
+        assert await listed(frontend) == {MODEL: None, "sql": MODEL}
+        assert (await ask(frontend, "sql")).status_code == 200
         fake_a.adapters = ["chat"]
-        await eventually(lambda: dict(edge.remote.adapters) == {"chat": MODEL})
-        assert [(await ask(edge, model)).status_code for model in ("sql", "chat")] == [404, 200]
+        await eventually(lambda: dict(frontend.remote.adapters) == {"chat": MODEL})
+        assert [(await ask(frontend, model)).status_code for model in ("sql", "chat")] == [404, 200]

@@ -16,7 +16,7 @@ from tandem.protocol.config import RouterConfig
 from tandem.router.engines.config import EngineSpec, ranks_of
 from tandem.router.engines.probe_client import ProbeFailed
 from tandem.router.engines.server_metrics import ServerMetrics
-from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, routing_by_hub, spec_of
+from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, routing_by_decider, spec_of
 from tests.support.fake_openai import FakeServer
 from tests.support.kv_event_publisher import IDS, Publisher, stored
 from tests.support.waiting import eventually
@@ -142,10 +142,10 @@ async def test_a_server_is_added_and_removed_with_all_its_ranks(fake_a: FakeServ
 
 
 async def test_a_frontend_process_names_the_rank(fake_a: FakeServer, tmp_path: Path) -> None:
-    async with routing_by_hub(tmp_path, *ranks(fake_a, "a")) as hub:
-        edge = await hub.edge("1")
+    async with routing_by_decider(tmp_path, *ranks(fake_a, "a")) as decider:
+        frontend = await decider.frontend("1")
         for number in range(4):
-            where = (await ask(edge, f"{number}" * 99)).headers["x-tandem-engine"]
+            where = (await ask(frontend, f"{number}" * 99)).headers["x-tandem-engine"]
             assert where == f"a.dp{fake_a.request_headers[-1][RANK]}"
 
 

@@ -26,7 +26,7 @@ from tests.frontend.relay.test_moves import (
     error_of,
     text_of,
 )
-from tests.support.engines_harness import CHAT, Deciding, Router, routing, routing_by_hub, spec_of
+from tests.support.engines_harness import CHAT, Deciding, Router, routing, routing_by_decider, spec_of
 from tests.support.fake_backend import SlowClient
 from tests.support.fake_openai import FakeServer
 from tests.support.scripted_engine import Script, ScriptedEngine, script_on
@@ -214,24 +214,24 @@ async def test_the_streams_of_all_frontend_processes_count(
 ) -> None:
     one = script_on(fake_a, LONG, delay_s=0.02, how="hang")
     script_on(fake_b, LONG)
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), engine_stall_s=1.5) as hub:
-        left, right = await hub.edge("one"), await hub.edge("two")
+    async with routing_by_decider(tmp_path, spec_of(fake_a, "a"), engine_stall_s=1.5) as decider:
+        left, right = await decider.frontend("one"), await decider.frontend("two")
         one.breaks.append(4)
         still = asyncio.create_task(ask(left, COMPLETION_BODY))
         await eventually(lambda: one.num_broken == 1)
         for _ in range(2):  # streams of the other process go on for longer than the limit
             await ask(right, COMPLETION_BODY | {"max_tokens": 60})
-        assert hub.engine("a").num_stalls == 0
+        assert decider.engine("a").num_stalls == 0
         one.hung_at = 10
         answers = await begin(right, one, COMPLETION_BODY, COMPLETION_BODY)
-        await hub.dispatcher.add_engine(fields_of(fake_b, "b"))
+        await decider.dispatcher.add_engine(fields_of(fake_b, "b"))
         for answer in await asyncio.gather(still, *answers):
             assert text_of(answer) == "word " * 50
-        assert hub.engine("a").num_stalls == 1
+        assert decider.engine("a").num_stalls == 1
         one.hung_at = None
 
 
-@pytest.mark.parametrize("is_remote", [False, True], ids=["alone", "edge process"])
+@pytest.mark.parametrize("is_remote", [False, True], ids=["alone", "frontend process"])
 async def test_a_client_that_takes_nothing_is_no_stall(fake_a: FakeServer, tmp_path: Path, is_remote: bool) -> None:
     script_on(fake_a, LONG, delay_s=0.005)
 
@@ -245,8 +245,8 @@ async def test_a_client_that_takes_nothing_is_no_stall(fake_a: FakeServer, tmp_p
         assert b"".join(part.get("body", b"") for part in client.sent).endswith(b"data: [DONE]\n\n")
 
     if is_remote:
-        async with routing_by_hub(tmp_path, spec_of(fake_a, "a"), engine_stall_s=0.3) as hub:
-            await check(await hub.edge("one"))
+        async with routing_by_decider(tmp_path, spec_of(fake_a, "a"), engine_stall_s=0.3) as decider:
+            await check(await decider.frontend("one"))
     else:
         async with routing(spec_of(fake_a, "a"), engine_stall_s=0.3) as router:
             await check(router)

@@ -13,7 +13,7 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import cache_scope
 from tandem.router.engines.engine import MAX_HELD_BACK
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
-from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, routing_by_hub, spec_of
+from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, routing_by_decider, spec_of
 from tests.support.fake_openai import FakeServer
 from tests.support.kv_event_publisher import IDS, publishing, stored
 from tests.support.waiting import eventually
@@ -143,8 +143,8 @@ async def test_events_of_a_tenants_blocks_count_for_this_tenant_only(fake_a: Fak
 
 
 async def test_every_process_shows_a_tenant_only_its_own_requests(fake_a: FakeServer, tmp_path: Path) -> None:
-    async with routing_by_hub(tmp_path, spec_of(fake_a, "x"), **KEYED) as hub:
-        one, two = await hub.edge("one"), await hub.edge("two")
+    async with routing_by_decider(tmp_path, spec_of(fake_a, "x"), **KEYED) as decider:
+        one, two = await decider.frontend("one"), await decider.frontend("two")
         for router, key in ((one, "sk-a"), (two, "sk-b"), (two, "sk-a")):
             assert (await send(router, key)).status_code == 200
 

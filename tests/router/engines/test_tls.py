@@ -20,7 +20,7 @@ from tandem.router.engines.tls import check_engine_tls, engine_tls, tls_reason
 from tandem.router.engines.upstream import Upstream
 from tandem.runtime import followed_tls
 from tests.support.certificates import DAY, Authority
-from tests.support.engines_harness import COMPLETIONS, completion, routing, routing_by_hub, spec_of
+from tests.support.engines_harness import COMPLETIONS, completion, routing, routing_by_decider, spec_of
 from tests.support.fake_openai import FakeServer, fake_openai
 from tests.support.waiting import eventually
 
@@ -81,9 +81,9 @@ async def test_both_sides_show_their_certificates(certificates: Certificates, fo
 
 async def test_frontend_processes_show_them_too(certificates: Certificates, tmp_path: Path) -> None:
     with certificates.engine() as fake:
-        async with routing_by_hub(tmp_path, spec_of(fake, "e", **certificates.of_router)) as hub:
-            edge = await hub.edge("one")
-            assert (await edge.client.post(COMPLETIONS, json=completion())).status_code == 200
+        async with routing_by_decider(tmp_path, spec_of(fake, "e", **certificates.of_router)) as decider:
+            frontend = await decider.frontend("one")
+            assert (await frontend.client.post(COMPLETIONS, json=completion())).status_code == 200
 
 
 async def test_a_wrong_certificate_is_named(certificates: Certificates) -> None:
