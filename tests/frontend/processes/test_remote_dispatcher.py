@@ -281,7 +281,7 @@ async def test_a_late_abort_does_not_end_a_new_target(fake_a: FakeServer, fake_b
         reservation.release()
 
 
-# -- clients, frontends and deciders that leave ---------------------------------------------------------------------------
+# -- clients, frontends and deciders that leave ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("when", ["queued", "before", "within"])
