@@ -66,7 +66,7 @@ _VLLM_REMARKS = {
 # Metrics of parts that a server has only with these flags.
 _CONDITIONS = {
     "tandem_tls": "`--tls-cert`",
-    "tandem_hub": "`--tracing` and `--router-processes`",
+    "tandem_decider": "`--tracing` and `--router-processes`",
     "spans": "`--tracing`",
 }
 

@@ -64,7 +64,7 @@ async def test_the_service_has_a_name_by_default(monkeypatch: pytest.MonkeyPatch
         await export.close()
         (span,) = collector.wait_for(1, "generate")
     assert span.service == "tandem"
-    assert span.instance.startswith("hub-")
+    assert span.instance.startswith("decider-")
 
 
 @pytest.mark.parametrize("how", ["gone", "hangs", "refuses"])
