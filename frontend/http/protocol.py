@@ -113,6 +113,10 @@ class HttpProtocol(HttpToolsProtocol):
     def expect_request(self) -> None:
         """The client has its time for the first request from now on; over TLS it had the same for the handshake."""
         self._deadline_s = self._shared.now_s + self._shared.header_timeout_s
+        self.note_progress()
+
+    def note_progress(self) -> None:
+        """The client has sent something: those that have sent nothing make room before it."""
         self._shared.stop_waiting(self)
         self._shared.wait_for(self)
 
@@ -415,9 +419,8 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._is_in_line:
             self._is_in_line = True
             self._shared.reads.add(self._read, self.network)
-            if not self._is_answering:  # the client has sent something: it has not waited since it was idle
-                self._shared.stop_waiting(self)
-                self._shared.wait_for(self)
+            if not self._is_answering:
+                self.note_progress()
 
     def _read(self, end_s: float) -> None:
         self._is_in_line = False

@@ -120,6 +120,8 @@ class TlsConnection(asyncio.BufferedProtocol, asyncio.Transport):
         try:
             self._session.do_handshake()
         except ssl.SSLWantReadError:
+            if self._outgoing.pending:  # an answer to a whole message of the client
+                self._http.note_progress()
             self._flush()
             if self._num_empty_bytes > _MAX_HANDSHAKE_BYTES:
                 self._fail("refused")

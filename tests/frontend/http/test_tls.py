@@ -75,13 +75,25 @@ class Flood:
     @classmethod
     async def connected(cls, port: Port) -> Flood:
         flood = cls(port, *await port.raw())
-        while True:
-            with contextlib.suppress(ssl.SSLWantReadError):
-                flood._session.do_handshake()
-                break
-            flood._writer.write(flood._outgoing.read())
-            flood._incoming.write(await flood._reader.read(65_536))
+        await flood.connect()
         return flood
+
+    async def connect(self) -> None:
+        """Finish the handshake."""
+        while not self._is_connected():
+            await self.answered()
+
+    async def answered(self) -> None:
+        """Send what the handshake has to send, and wait for more of the server's part of it."""
+        self._is_connected()
+        self._writer.write(self._outgoing.read())
+        self._incoming.write(await self._reader.read(65_536))
+
+    def _is_connected(self) -> bool:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            self._session.do_handshake()
+            return True
+        return False
 
     def send(self, content: bytes) -> None:
         """Add a record."""
@@ -350,6 +362,20 @@ async def test_half_open_handshakes_make_room_for_those_who_finish(tmp_path: Pat
             writer.close()
         await eventually(lambda: len(port.server.server_state.connections) == 1)
         assert port.num_failures("shed") + port.num_failures("client_left") == 40
+
+
+async def test_silent_connections_make_room_for_a_handshake_under_way(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_connections=10) as port:
+        client = Flood(port, *await port.raw())
+        silent = [await port.raw() for _ in range(connections.NUM_RESERVED)]
+        await client.answered()
+        silent += [await port.raw() for _ in range(40)]
+        await eventually(lambda: port.num_failures("shed") >= 30)
+        await client.connect()
+        client.send(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        assert b"200 OK" in await client.deliver()
+        for _, writer in silent:
+            writer.close()
 
 
 async def test_a_client_that_leaves_cancels_its_request(tmp_path: Path) -> None:
