@@ -21,22 +21,15 @@ class TimeSlicer:
     """The work of one event loop, a little in each iteration. Clients take turns; each one's is done in order."""
 
     def __init__(
-        self,
-        clock: Callable[[], float] = time.perf_counter,
-        *,
-        budget_s: float | None = None,
-        rests: bool = False,
-        newest_first: bool = False,
+        self, clock: Callable[[], float] = time.perf_counter, *, budget_s: float | None = None, rests: bool = False
     ) -> None:
         """`budget_s` is for one iteration of the event loop: 0 = one piece of work; None = a fair part.
 
-        With `rests` others get as much time after it, where the work itself may be to wake a task. With `newest_first`
-        each client's work is done in the reverse order: behind a flood from its address nobody waits for all of it.
+        With `rests` others get as much time after it, where the work itself may be to wake a task.
         """
         self.clock = clock
         self._budget_s = BUDGET_S if budget_s is None else budget_s
         self._rests = rests
-        self._newest_first = newest_first
         self._waiting: OrderedDict[str, deque[SlicedWork]] = OrderedDict()  # by client, whose turn it is first
         self._num_waiting = 0
         self._is_scheduled = False
@@ -81,4 +74,4 @@ class TimeSlicer:
             self._waiting.move_to_end(client)
         else:
             del self._waiting[client]
-        return line.pop() if self._newest_first else line.popleft()
+        return line.popleft()

@@ -52,7 +52,7 @@ class ServerTls(FollowedTls):
     def __init__(self, config: RouterConfig, registry: CollectorRegistry) -> None:
         """Raises `ConfigError` for files that cannot be used."""
         super().__init__(_files(config), lambda: _load(config), self._show)
-        self.handshakes = TimeSlicer(newest_first=True)
+        self.handshakes = TimeSlicer()
         self.buffer = bytearray(_READ_BYTES)  # of all clients: one's bytes are given to TLS before another's arrive
         self._metrics = TlsMetrics(registry)
         self._num_counted = 0

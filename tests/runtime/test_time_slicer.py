@@ -109,14 +109,3 @@ async def test_others_get_as_much_time_as_the_task_that_was_woken_took(monkeypat
     assert woken == [1, 2, 3]
     await eventually(lambda: len(rests) == 3)
     assert rests == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("newest_first", "expected"), [(False, ["a0", "b0", "a1", "a2"]), (True, ["a2", "b0", "a1", "a0"])]
-)
-async def test_clients_take_turns_in_either_order(newest_first: bool, expected: list[str]) -> None:
-    slicer, done = TimeSlicer(budget_s=0.0, newest_first=newest_first), []  # type: tuple[TimeSlicer, list[str]]
-    for client, name in (("a", "a0"), ("a", "a1"), ("a", "a2"), ("b", "b0")):
-        slicer.add(lambda _, name=name: done.append(name), client)
-    await eventually(lambda: len(done) == 4)
-    assert done == expected
