@@ -22,7 +22,7 @@ from tandem.runtime.log_format import show_warnings
 from tandem.runtime.ports import bracketed
 from tandem.runtime.signals import stop_signals, wait_for_any
 from tandem.runtime.status_console import StatusConsole
-from tandem.runtime.tracing.setup import begin_tracing, closing_tracing, tracing_of
+from tandem.runtime.tracing.setup import begin_decider_tracing, closing_tracing, tracing_of
 
 
 def serve_engines(setup: RouterSetup, key_file: KeyFile) -> int:
@@ -39,7 +39,7 @@ def serve_engines(setup: RouterSetup, key_file: KeyFile) -> int:
 async def _serve(setup: RouterSetup, key_file: KeyFile, listener: socket.socket) -> None:
     signals = stop_signals(signal.SIGINT, signal.SIGTERM)
     fleet, file = make_fleet(setup), setup.fleet_file
-    export = begin_tracing("router" if setup.router.router_processes == 1 else "decider", is_on=setup.router.tracing)
+    export = begin_decider_tracing(setup.router)
     dispatcher = LocalDispatcher(
         fleet,
         file.engines,

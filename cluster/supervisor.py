@@ -29,7 +29,7 @@ from tandem.cluster.worker_layout import needs_of
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import AddRefused, ConfigError, DrainRefused, ServingError, WorkerError
 from tandem.protocol.messages import PeerAddress, Role, WorkerState
-from tandem.runtime.background import BackgroundTasks, error_of
+from tandem.runtime.background import BackgroundTasks, task_error
 from tandem.runtime.daemon_threads import in_daemon_thread
 from tandem.runtime.signals import wait_for_any
 from tandem.scheduling.cost_model import CostModel
@@ -292,7 +292,7 @@ class Supervisor:
         try:
             await wait_for_any(death, running)
             if running.done():
-                if (error := error_of(running)) is not None:  # a bug; a new process may do better
+                if (error := task_error(running)) is not None:  # a bug; a new process may do better
                     logger.error("worker %s is given up", member.worker_id, exc_info=error)
                 member.die(running.result() if error is None else first_line(error))
         finally:

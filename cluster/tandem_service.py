@@ -19,7 +19,7 @@ from tandem.protocol.settings import changed_settings
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
 from tandem.runtime.background import BackgroundTasks
-from tandem.runtime.tracing.setup import begin_tracing, close_tracing, tracing_of
+from tandem.runtime.tracing.setup import begin_decider_tracing, close_tracing, tracing_of
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
@@ -44,8 +44,7 @@ class TandemService:
     ) -> None:
         self._config = config
         self._tenants = tenants
-        process = "router" if config.router.router_processes == 1 else "decider"
-        self._export = begin_tracing(process, is_on=config.router.tracing)
+        self._export = begin_decider_tracing(config.router)
         self._registry, index, costs = Registry(), PrefixIndex(), CostModel()
         self._sizing = CacheSizing(self._registry)
         heartbeat_interval_s = config.transfer.heartbeat_interval_s

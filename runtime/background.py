@@ -76,7 +76,7 @@ class BackgroundTasks:
             await asyncio.sleep(delay_s)
 
 
-def error_of(task: asyncio.Future[Any]) -> Exception | None:
+def task_error(task: asyncio.Future[Any]) -> Exception | None:
     """What a task that has ended raised; None if it returned or was cancelled."""
     error = None if task.cancelled() else task.exception()
     return error if isinstance(error, Exception) else None

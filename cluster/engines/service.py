@@ -18,7 +18,7 @@ from tandem.protocol.config import ClusterConfig, ExternalEnginesConfig
 from tandem.protocol.settings import changed_settings
 from tandem.router.engines.config import FleetFile
 from tandem.router.engines.local_dispatcher import LocalDispatcher
-from tandem.runtime.tracing.setup import begin_tracing, close_tracing, tracing_of
+from tandem.runtime.tracing.setup import begin_decider_tracing, close_tracing, tracing_of
 from tandem.scheduling.admission.tenants import Tenants
 
 
@@ -29,8 +29,7 @@ class EngineService:
         self, config: ClusterConfig, tenants: Tenants, model: str, _: str, on_progress: Callable[[str], None]
     ) -> None:
         engine = config.engine
-        process = "router" if config.router.router_processes == 1 else "decider"
-        export = begin_tracing(process, is_on=config.router.tracing)
+        export = begin_decider_tracing(config.router)
         self._setup = RouterSetup(
             fleet_file=FleetFile([], {engine.served_model_name: engine.model}),
             router=config.router,

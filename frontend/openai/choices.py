@@ -16,7 +16,7 @@ from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import SequenceDelta
 from tandem.router.backend import Backend
 from tandem.router.streams import DeltaQueue, Stream
-from tandem.runtime.background import error_of
+from tandem.runtime.background import task_error
 from tandem.text.tokenizer import Tokenizer
 
 NO_REASON = "The generation ended without a reason."
@@ -164,7 +164,7 @@ class _Choices(Stream[ChoiceDelta]):
 
     def _ended(self, first_token: asyncio.Event, task: asyncio.Task[None]) -> None:
         """A choice has been read, or could not be: raise its error to the reader."""
-        if (error := error_of(task)) is not None:
+        if (error := task_error(task)) is not None:
             self._queue.fail(error)
         first_token.set()  # also after a first sibling that ended without a token
 

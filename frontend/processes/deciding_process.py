@@ -304,7 +304,7 @@ class _Frontend:
         def ended(_: asyncio.Task[None]) -> None:
             self._all_tasks.discard(task)
             del self._tasks[number]
-            if (error := background.error_of(task)) is not None:
+            if (error := background.task_error(task)) is not None:
                 self._failed(number, error)
             self.calls.pop(number, None)
 

@@ -14,7 +14,7 @@ from tandem.protocol.messages import CopyKv, PeerAddress, SequenceDelta
 from tandem.router.admission_queue import AdmittedRequest
 from tandem.router.streams import DeltaQueue
 from tandem.router.workers.client import WorkerClient
-from tandem.runtime.background import error_of
+from tandem.runtime.background import task_error
 from tandem.scheduling.workers.bookings import Booking
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class StandbyCopies:
     def _ended(self, copying: asyncio.Future[None]) -> None:
         if self._copying is copying:  # not stopped meanwhile
             self._copying = None
-        if (error := error_of(copying)) is not None:
+        if (error := task_error(copying)) is not None:
             logger.debug("the KV of request %s was not copied: %r", self._request_id, error)
 
     def stop(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from tandem.router.admission_queue import AdmittedRequest
 from tandem.router.streams import Interrupted
-from tandem.runtime.background import error_of
+from tandem.runtime.background import task_error
 from tandem.scheduling.workers.bookings import Booking
 
 
@@ -34,7 +34,7 @@ class Departure:
         def ended(copying: asyncio.Future[None]) -> None:
             if self._copying is copying:  # not stopped meanwhile
                 self._copying = None
-                then(error_of(copying))
+                then(task_error(copying))
 
         self._copying = asyncio.ensure_future(copy())
         self._copying.add_done_callback(ended)

@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
+from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ def begin_tracing(process: str, *, is_on: bool) -> SpanExport | None:
     except ImportError as exc:
         raise ConfigError(f"--tracing needs the extra otel ({exc}): pip install 'tandem-serve[otel]'") from exc
     return SpanExport(process)
+
+
+def begin_decider_tracing(config: RouterConfig) -> SpanExport | None:
+    """`begin_tracing` in the process that decides, which answers HTTP too unless others do."""
+    return begin_tracing("router" if config.router_processes == 1 else "decider", is_on=config.tracing)
 
 
 def tracing_of(export: SpanExport | None) -> Tracing | None:
