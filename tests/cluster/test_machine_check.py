@@ -62,18 +62,19 @@ def test_what_needs_more_than_the_machine_has_is_refused(
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "one_more"),
     [
-        {},
-        {"num_prefill": 10, "num_decode": 10},
-        {"num_prefill": 39, "num_cpus_per_worker": 0.05},
-        {"tensor_parallel_size": 10},
-        {"device": "cpu"},
-        {"colocated": True, "tensor_parallel_size": 20},
+        ({"num_prefill": 10, "num_decode": 10}, {"num_decode": 11}),
+        ({"num_prefill": 39, "num_cpus_per_worker": 0.05}, {"num_prefill": 40}),
+        ({"tensor_parallel_size": 10}, {"tensor_parallel_size": 11}),
+        ({"colocated": True, "tensor_parallel_size": 20}, {"tensor_parallel_size": 21}),
+        ({"device": "cpu"}, {"device": "cuda"}),
     ],
 )
-def test_what_is_only_slow_is_started(fields: dict[str, Any]) -> None:
+def test_what_is_only_slow_is_started(fields: dict[str, Any], one_more: dict[str, Any]) -> None:
     check_machine(config_of(**fields))
+    with pytest.raises(ConfigError):
+        check_machine(config_of(**fields | one_more))
 
 
 def test_servers_of_other_engines_find_their_own_gpus() -> None:
@@ -126,6 +127,8 @@ def test_what_fits_is_started(tmp_path: Path, machine: SimpleNamespace) -> None:
 def test_a_config_that_says_nothing_of_the_context_is_left_to_the_workers(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     check_model_fits(config_of(max_model_len=10**6), tmp_path)
+    with pytest.raises(ConfigError, match="own context of 8192"):
+        check_model_fits(config_of(max_model_len=10**6), make_model(tmp_path))
 
 
 def test_the_context_of_a_model_of_text_and_images_is_that_of_its_text(tmp_path: Path) -> None:

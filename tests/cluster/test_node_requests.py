@@ -51,6 +51,8 @@ async def test_what_did_not_reach_ray_is_sent_again(monkeypatch: pytest.MonkeyPa
     requests.want([])
     await eventually(lambda: fake.requests == [[{"GPU": 1.0}], []])
     running.cancel()
+    await requests.close()
+    assert len(fake.requests) == 2, "nothing is left to withdraw"
 
 
 async def test_a_request_of_unknown_fate_is_withdrawn_too(caplog: pytest.LogCaptureFixture) -> None:

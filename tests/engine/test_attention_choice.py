@@ -138,10 +138,12 @@ class Faulty:
 
     def __init__(self, fault: str) -> None:
         self.fault = fault
+        self.num_calls = 0
 
     def __call__(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor, context: Any, **options: Any
     ) -> None:
+        self.num_calls += 1
         removed: dict[str, Any] = {
             "no window": {"window": 0},
             "no soft cap": {"softcap": 0.0},
@@ -164,7 +166,8 @@ class Faulty:
             out[-1] *= 1.5
 
 
-def check(fault: str, layer: LayerAttention, dtype: torch.dtype = torch.bfloat16) -> None:
+def check(fault: str, layer: LayerAttention, dtype: torch.dtype = torch.bfloat16) -> Faulty:
+    """Run the check at start on a backend with this fault; returns the backend."""
     from tandem.engine.attention_check import check_attention
 
     model: Any = SimpleNamespace(
@@ -175,7 +178,9 @@ def check(fault: str, layer: LayerAttention, dtype: torch.dtype = torch.bfloat16
         device=torch.device("cpu"),
         attentions=frozenset({PLAIN._replace(num_heads=4), layer}),
     )
-    check_attention(model, Faulty(fault), block_size=16)
+    faulty = Faulty(fault)
+    check_attention(model, faulty, block_size=16)
+    return faulty
 
 
 FULL = LayerAttention(num_heads=4, scale=0.25, window=4096, softcap=30.0, has_sinks=True)
@@ -183,7 +188,7 @@ FULL = LayerAttention(num_heads=4, scale=0.25, window=4096, softcap=30.0, has_si
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_right_backend_passes_the_check(dtype: torch.dtype) -> None:
-    check("none", FULL, dtype)
+    assert check("none", FULL, dtype).num_calls == 6, "two layers, each in three steps"
 
 
 @pytest.mark.parametrize(

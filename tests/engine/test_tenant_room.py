@@ -168,6 +168,8 @@ def test_whatever_comes_everything_ends_and_nobody_starves(seed: int) -> None:
         world.step()
         world.check()
     world.end()
+    assert not world.failed
+    assert all(request.ended_s is not None for request in world.requests.values())
 
 
 def sequence(priority: WorkerPriority, name: str, num_blocks: int = 0) -> Sequence:

@@ -42,6 +42,13 @@ def wait_for(condition: Callable[[], object], *transports: Transport) -> None:
         assert time.monotonic() < deadline, f"condition not met within {DEADLINE_S} s"
 
 
+def arrived_until_dropped(transport: Transport, stranger: Stranger) -> list[Notification]:
+    """Poll until the transport has ended the stranger's connection."""
+    arrived: list[Notification] = []
+    wait_for(lambda: arrived.extend(transport.poll()) or stranger.is_dropped())
+    return arrived
+
+
 class Stranger:
     """Sends raw messages to a transport over a connection of its own."""
 
@@ -92,7 +99,7 @@ def test_a_stranger_without_the_secret_is_dropped(
     transport: CollectiveTransport, stranger: Stranger, message: tuple[object, ...]
 ) -> None:
     stranger.say(*message)
-    wait_for(stranger.is_dropped, transport)
+    assert arrived_until_dropped(transport, stranger) == []
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64])
@@ -100,7 +107,7 @@ def test_bytes_that_are_no_message_end_the_connection(
     transport: CollectiveTransport, stranger: Stranger, data: bytes
 ) -> None:
     stranger.socket.sendall(data)
-    wait_for(stranger.is_dropped, transport)
+    assert arrived_until_dropped(transport, stranger) == []
 
 
 @pytest.mark.parametrize("run", [[4, 1], [-1, 1], [3, 2], [0, 0], [2, -1], [0, 2**40]], ids=str)
@@ -110,15 +117,13 @@ def test_an_order_that_leaves_the_pool_ends_the_link(
 ) -> None:
     stranger.say("hello", stranger.secret, "p", 1)
     stranger.say("copy", 1, is_read, [run], b"never")
-    arrived: list[Notification] = []
-    wait_for(lambda: arrived.extend(transport.poll()) or stranger.is_dropped())
-    assert arrived == []
+    assert arrived_until_dropped(transport, stranger) == []
 
 
 def test_someone_who_says_nothing_does_not_stay() -> None:
     transport = CollectiveTransport("d", 1, torch.zeros(4, 6), "127.0.0.1", hello_timeout_s=0.05)
     stranger = Stranger(transport)
-    wait_for(stranger.is_dropped, transport)
+    assert arrived_until_dropped(transport, stranger) == []
     stranger.socket.close()
     transport.close()
 

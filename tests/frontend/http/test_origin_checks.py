@@ -41,7 +41,10 @@ def test_hosts_are_checked_on_loopback(host: str, allowed: tuple[str, ...], expe
     ],
 )
 def test_a_server_answers_to_its_names_with_any_port(host: str) -> None:
-    check_host_and_origin({b"host": host.encode()} if host else {}, "POST", COMPLETIONS, OWN, ())
+    headers = {b"host": host.encode()} if host else {}
+    check_host_and_origin(headers, "POST", COMPLETIONS, OWN, ())
+    with pytest.raises(CallerNotAllowed):  # a page of another origin is not, whatever the server is called
+        check_host_and_origin(headers | {b"origin": b"http://page.example"}, "POST", COMPLETIONS, OWN, ())
 
 
 @pytest.mark.parametrize(

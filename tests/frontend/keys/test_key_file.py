@@ -10,9 +10,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tandem.frontend.keys import key_file as key_file_module
+from tandem.frontend.keys import store
 from tandem.frontend.keys.key_file import KeyFile
 from tandem.frontend.keys.metrics import KeyCollector
-from tandem.frontend.keys.store import create_key, revoke_key, write_keys
+from tandem.frontend.keys.store import StoredKeys, create_key, revoke_key, write_keys
 from tandem.protocol.errors import ConfigError
 from tests.support.keys import make_key_file, stored_key
 from tests.support.waiting import eventually
@@ -87,9 +88,19 @@ async def test_a_file_that_does_not_change_is_not_read(tmp_path: Path, monkeypat
     path = make_key_file(tmp_path / "keys", {"sk-a": "a"})
     file = KeyFile(str(path))
     await file.look()  # once more after the first reading
-    monkeypatch.setattr(key_file_module, "read_keys", lambda _: pytest.fail("it was read"))
+    readings: list[str] = []
+
+    def read_keys(path: str) -> StoredKeys:
+        readings.append(path)
+        return store.read_keys(path)
+
+    monkeypatch.setattr(key_file_module, "read_keys", read_keys)
     for _ in range(3):
         await file.look()
+    assert not readings
+    make_key_file(path, {"sk-b": "b"})
+    await file.look()
+    assert readings == [str(path)]
 
 
 async def test_a_change_within_the_same_tick_of_the_clock_is_seen(tmp_path: Path) -> None:

@@ -353,6 +353,7 @@ async def test_removing_a_worker_waits_no_longer_than_the_drain_timeout() -> Non
         async with asyncio.timeout(20):  # the worker never says anything
             await cluster.client.remove_worker("d")
         await error_of(queue)
+        assert len(cluster.registry) == 0
 
 
 async def test_a_router_that_stood_still_takes_no_worker_for_dead() -> None:
