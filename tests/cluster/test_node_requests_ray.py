@@ -81,7 +81,7 @@ async def arrive(registry: Registry) -> None:
     """Far more prompts than the workers can compute in time."""
     while True:
         registry.demand.note(4000, 0, 1.0, 0.1)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # the pace of the prompts
 
 
 def is_pending(group: dict[str, Any]) -> bool:

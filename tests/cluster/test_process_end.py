@@ -79,7 +79,7 @@ class Ticking:
     def _tick(self, file: str) -> None:
         while True:
             self._tick_once(file)
-            time.sleep(0.002)
+            time.sleep(0.002)  # the interval of the ticks
 
     def _tick_once(self, file: str) -> None:
         next_file = Path(f"{file}.next")

@@ -130,7 +130,7 @@ async def under_load(fleet: Fleet, actions: Sequence[tuple[float, Callable[[], o
 
     async def act() -> None:
         for at_s, action in actions:
-            await asyncio.sleep(max(0.0, at_s - (time.monotonic() - started)))
+            await asyncio.sleep(max(0.0, at_s - (time.monotonic() - started)))  # under load until then
             await asyncio.to_thread(action)
 
     await asyncio.gather(act(), *(stream(number) for number in range(NUM_STREAMS)))

@@ -36,7 +36,7 @@ def dripping(rng: random.Random, token_ids: list[int], tasks: list[asyncio.Task[
 
     async def drip(worker: FakeWorker, message: Decode | Generate) -> None:
         for offset in range(int(isinstance(message, Decode)), NUM_TOKENS):
-            await asyncio.sleep(rng.choice([0, 0, 0.001, 0.003]))
+            await asyncio.sleep(rng.choice([0, 0, 0.001, 0.003]))  # the pace of its tokens
             if worker.is_closed:
                 return
             finish = FinishReason.LENGTH if offset == NUM_TOKENS - 1 else None
@@ -87,7 +87,7 @@ async def test_nothing_is_left(end: str, seed: int, tokenizer: Tokenizer) -> Non
         await asyncio.sleep(rng.random() * 0.03)  # the moment
         strike(end, rng, cluster, clients)
         going = asyncio.create_task(cluster.client.remove_worker("d")) if end == "a worker goes" else None
-        await asyncio.sleep(rng.random() * 0.02)
+        await asyncio.sleep(rng.random() * 0.02)  # how far the end gets before slow clients read on
         for client in clients:
             client.room.set()
         async with asyncio.timeout(30):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -23,11 +24,16 @@ def until(condition: Callable[[], Any], timeout_s: float = DEADLINE_S, explain: 
 
 
 async def eventually(condition: Callable[[], Any], timeout_s: float = DEADLINE_S) -> None:
-    """Wait until the condition is true, while the event loop runs. Fails after `timeout_s`."""
+    """Wait until the condition, or what it awaits, is true, while the event loop runs. Fails after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
-    while not condition():
+    while not await _is_true(condition):
         assert time.monotonic() < deadline, f"not within {timeout_s} s"
         await asyncio.sleep(0.002)
+
+
+async def _is_true(condition: Callable[[], Any]) -> bool:
+    answer = condition()
+    return bool(await answer if inspect.isawaitable(answer) else answer)
 
 
 def poll_until(polled: Polled, condition: Callable[[], Any], timeout_s: float = DEADLINE_S) -> None:

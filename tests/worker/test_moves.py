@@ -115,7 +115,7 @@ async def test_deaths_among_many_streams_change_no_token(
             cluster.client.mark_dead(victim, "killed by the test")
             await asyncio.sleep(rng.uniform(0, 0.02))  # how far the others get meanwhile is left to chance
             await cluster.client.add_worker(address)
-            await asyncio.sleep(rng.uniform(0.05, 0.1))
+            await asyncio.sleep(rng.uniform(0.05, 0.1))  # and how far all get before the next death
         for answer, (prompt, sampling) in zip(answers, requests, strict=True):
             assert (await answer).token_ids == oracle.answer(prompt, **sampling)
         print(dict(cluster.flow.context.moves.num_moves))

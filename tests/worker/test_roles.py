@@ -415,7 +415,7 @@ def test_a_storm_of_faults_and_cancels_leaves_nothing_behind(tiny_model: Path, o
             clients = [asyncio.create_task(one(c, prompt)) for prompt in prompts]
             done = asyncio.gather(*clients)
             while not done.done():
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.05)  # for how long writes are held
                 c.hub.release_held()
             await done
             is_stormy = False

@@ -591,7 +591,7 @@ async def send_for_ever(writer: asyncio.StreamWriter, part: bytes) -> None:
     while True:
         writer.write(part)
         await writer.drain()
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # it never ends, and keeps no core busy until it is cut
 
 
 async def test_a_large_body_gets_more_time_and_an_endless_unread_one_does_not(server_clock: ServerClock) -> None:

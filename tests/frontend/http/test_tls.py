@@ -228,7 +228,7 @@ async def test_a_handshake_that_does_not_end_has_a_deadline(tmp_path: Path) -> N
             if slow[0].at_eof():
                 break
             slow[1].write(bytes([byte]))
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.02)  # all bytes take far longer than the deadline
         for reader, writer in (silent, half, slow):
             with contextlib.suppress(ConnectionResetError):
                 assert await reader.read() == b""

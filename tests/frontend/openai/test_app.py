@@ -272,12 +272,11 @@ async def test_ready_needs_a_generation_that_succeeded(
     ):
 
         async def ready_becomes(status: int, text: str) -> None:
-            async with asyncio.timeout(5):
-                while True:
-                    response = await client.get("/ready")
-                    if response.status_code == status and text in response.text:
-                        return
-                    await asyncio.sleep(0.01)
+            async def is_ready() -> bool:
+                response = await client.get("/ready")
+                return response.status_code == status and text in response.text
+
+            await eventually(is_ready)
 
         await ready_becomes(503, "No workers are ready yet: the first ones have been loading for ")
         backend.ready = True

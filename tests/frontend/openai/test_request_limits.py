@@ -183,7 +183,7 @@ async def test_a_long_text_is_encoded_without_blocking_the_event_loop(tokenizer:
     async def turning() -> None:
         nonlocal num_turns
         while True:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.001)  # a turn as soon as the loop is free
             num_turns += 1
 
     turner = asyncio.create_task(turning())

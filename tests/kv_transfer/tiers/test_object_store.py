@@ -48,7 +48,7 @@ _LISTING = (
 
 async def answers_nothing(_: asyncio.StreamWriter) -> None:
     """Accept a request and say no word."""
-    await asyncio.sleep(3600.0)
+    await asyncio.Event().wait()
 
 
 async def one_byte_at_a_time(writer: asyncio.StreamWriter) -> None:
@@ -57,7 +57,7 @@ async def one_byte_at_a_time(writer: asyncio.StreamWriter) -> None:
     while True:
         writer.write(b"x")
         await writer.drain()
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # the whole block would take hours
 
 
 def lists_without_end() -> Answer:

@@ -267,7 +267,7 @@ async def beat(ages_s: dict[FakeWorker, float]) -> None:
     while True:
         for worker, age_s in ages_s.items():
             worker.beat(WorkerLoad(), progress_age_s=age_s)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.02)  # the interval of heartbeats, far below the timeout
 
 
 @pytest.mark.parametrize("fails", ["a listener", "the index"])
@@ -362,7 +362,7 @@ async def test_a_router_that_stood_still_takes_no_worker_for_dead() -> None:
         worker = cluster.workers["d"]
         time.sleep(1.0)  # noqa: ASYNC251 - as where one long call keeps the event loop; what workers say waits in the sockets
         for _ in range(10):
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # the interval of heartbeats; ten of them take longer than the timeout
             assert cluster.registry.get("d") is not None
             worker.beat(WorkerLoad())
         await eventually(lambda: cluster.registry.get("d") is None)  # it says no more

@@ -22,6 +22,7 @@ from tandem.text.structured_output import compile_process
 from tandem.text.structured_output.checker import MAX_WAITING, GrammarChecker
 from tandem.text.structured_output.constraint import Constraint
 from tandem.text.tokenizer import Tokenizer
+from tests.support.waiting import eventually
 
 OBJECT = Constraint("json", '{"type": "object"}', "response_format")
 HOSTILE = Constraint("json", '{"type": "integer", "multipleOf": 99999989}', "response_format")  # takes hours
@@ -38,10 +39,9 @@ async def checker(tokenizer: Tokenizer) -> AsyncIterator[GrammarChecker]:
 
 async def until_forked(pid: int) -> psutil.Process:
     """The process that compiles."""
-    async with asyncio.timeout(30):
-        while not (children := psutil.Process(pid).children()):  # noqa: ASYNC110 - another process forks
-            await asyncio.sleep(0.001)
-    return children[0]
+    parent = psutil.Process(pid)
+    await eventually(parent.children)
+    return parent.children()[0]
 
 
 @pytest.mark.parametrize(
