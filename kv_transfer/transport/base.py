@@ -11,6 +11,7 @@ import enum
 import ipaddress
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -66,6 +67,17 @@ class Transfer:
         """Called by its transport, once."""
         self.state = state
         self.seconds = time.perf_counter() - self._begun
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRequest:
+    """One write to a peer's pool, or one read from it: `local_block_ids[i]` pairs with `remote_block_ids[i]`."""
+
+    worker_id: str  # of the peer
+    local_block_ids: Sequence[int]
+    remote_block_ids: Sequence[int]
+    notification: bytes = b""
+    is_read: bool = False
 
 
 class Notification(NamedTuple):
@@ -152,7 +164,7 @@ class Transport(abc.ABC):
         Raises `PeerLost` for an unknown or lost peer, and `TransferError` for ids that are outside either pool, not
         paired, or repeated at the receiver; then nothing was written. If the peer is found dead the transfer is LOST.
         """
-        return self._copy(worker_id, local_block_ids, remote_block_ids, notification, is_read=False)
+        return self._copy(TransferRequest(worker_id, local_block_ids, remote_block_ids, notification))
 
     def read_blocks(self, worker_id: str, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> Transfer:
         """Start copying `remote_block_ids[i]` of the peer's pool over `local_block_ids[i]` of ours.
@@ -162,18 +174,10 @@ class Transport(abc.ABC):
 
         Raises the same errors as `write_blocks`, with our pool as the receiver.
         """
-        return self._copy(worker_id, local_block_ids, remote_block_ids, b"", is_read=True)
+        return self._copy(TransferRequest(worker_id, local_block_ids, remote_block_ids, is_read=True))
 
     @abc.abstractmethod
-    def _copy(
-        self,
-        worker_id: str,
-        local_block_ids: Sequence[int],
-        remote_block_ids: Sequence[int],
-        notification: bytes,
-        *,
-        is_read: bool,
-    ) -> Transfer:
+    def _copy(self, request: TransferRequest) -> Transfer:
         """Start a write, or a read."""
 
     @abc.abstractmethod
@@ -223,15 +227,9 @@ def pool_shape(shards: Sequence[Tensor]) -> PoolShape:
     return PoolShape(num_blocks, first.numel() // num_blocks * first.element_size() * len(shards), len(shards))
 
 
-def check_block_ids(
-    local_block_ids: Sequence[int],
-    remote_block_ids: Sequence[int],
-    local: PoolShape,
-    remote: PoolShape,
-    *,
-    is_read: bool = False,
-) -> None:
+def check_block_ids(request: TransferRequest, local: PoolShape, remote: PoolShape) -> None:
     """Raise `TransferError` unless the ids pair up, lie within their pools and write no block twice."""
+    local_block_ids, remote_block_ids = request.local_block_ids, request.remote_block_ids
     if len(local_block_ids) != len(remote_block_ids):
         raise TransferError(f"{len(local_block_ids)} local blocks do not pair with {len(remote_block_ids)} remote ones")
     if not local_block_ids:
@@ -241,9 +239,13 @@ def check_block_ids(
             raise TransferError(
                 f"{side} block ids {min(block_ids)}..{max(block_ids)} leave the pool of {shape.num_blocks} blocks"
             )
-    written = local_block_ids if is_read else remote_block_ids
+    written, fault = (
+        (local_block_ids, "a read names a local block twice")
+        if request.is_read
+        else (remote_block_ids, "a write names a remote block twice")
+    )
     if len(set(written)) != len(written):
-        raise TransferError("a read names a local block twice" if is_read else "a write names a remote block twice")
+        raise TransferError(fault)
 
 
 def block_runs(local_block_ids: Sequence[int], remote_block_ids: Sequence[int]) -> list[BlockRun]:

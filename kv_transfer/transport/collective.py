@@ -24,6 +24,7 @@ from tandem.kv_transfer.transport.base import (
     Notification,
     PoolShape,
     Transfer,
+    TransferRequest,
     Transport,
     check_block_ids,
     check_described,
@@ -179,20 +180,12 @@ class CollectiveTransport(Transport):
         return num_pieces(self._shape, shape, worker_id)
 
     @override
-    def _copy(
-        self,
-        worker_id: str,
-        local_block_ids: Sequence[int],
-        remote_block_ids: Sequence[int],
-        notification: bytes,
-        *,
-        is_read: bool,
-    ) -> Transfer:
-        link = self._opened.get(worker_id)
+    def _copy(self, request: TransferRequest) -> Transfer:
+        link = self._opened.get(request.worker_id)
         if link is None or link.is_closed:
-            raise PeerLost(f"{worker_id} is unknown or gone")
-        check_block_ids(local_block_ids, remote_block_ids, self._shape, link.remote_shape, is_read=is_read)
-        transfer = link.start(local_block_ids, remote_block_ids, notification, is_read=is_read)
+            raise PeerLost(f"{request.worker_id} is unknown or gone")
+        check_block_ids(request, self._shape, link.remote_shape)
+        transfer = link.start(request)
         self._run(link, link.drive)
         return transfer
 

@@ -10,15 +10,21 @@ import math
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tandem.kv_transfer.transport.base import Notification, Transfer, TransferState, Transport, pool_shape
+from tandem.kv_transfer.transport.base import (
+    Notification,
+    Transfer,
+    TransferRequest,
+    TransferState,
+    Transport,
+    pool_shape,
+)
 from tandem.protocol.errors import PeerLost, TransferError
 from tandem.protocol.faults import Fault, parse_faults
 
@@ -29,18 +35,11 @@ _NEED_BLOCKS = {Fault.TEAR, Fault.FLIP}
 _NEED_NOTIFICATION = {Fault.GARBLE, Fault.DROP, Fault.REPEAT}
 
 
-class _Write(NamedTuple):
-    worker_id: str
-    local_block_ids: list[int]
-    remote_block_ids: list[int]
-    notification: bytes
-
-
 @dataclass(eq=False, slots=True)
 class _Held:
     """A write that waits for its own delay or for earlier writes."""
 
-    write: _Write
+    write: TransferRequest
     transfer: Transfer
     due: float
     fault: Fault | None
@@ -73,7 +72,7 @@ class FaultyTransport(Transport):
         self._clock = clock
         self._max_delay_s = max_delay_s
         self._queues: dict[str, deque[_Held]] = {}
-        self._strays: list[tuple[float, _Write]] = []  # lost blocks, each with the time at which it lands
+        self._strays: list[tuple[float, TransferRequest]] = []  # lost blocks, each with the time at which it lands
         self._lost: set[str] = set()
         self._epochs: dict[str, int] = {}
         self._mirrored: list[tuple[Transfer, Transfer]] = []  # (of the inner transport, ours)
@@ -103,27 +102,20 @@ class FaultyTransport(Transport):
         return self._inner.is_quiet(worker_id) and not is_mirroring and not has_strays
 
     @override
-    def _copy(
-        self,
-        worker_id: str,
-        local_block_ids: Sequence[int],
-        remote_block_ids: Sequence[int],
-        notification: bytes,
-        *,
-        is_read: bool,
-    ) -> Transfer:
+    def _copy(self, request: TransferRequest) -> Transfer:
+        worker_id, local_ids, remote_ids = request.worker_id, request.local_block_ids, request.remote_block_ids
         if worker_id in self._lost:
             raise PeerLost(f"the link to {worker_id} is down")
-        if is_read:
-            return self._inner.read_blocks(worker_id, remote_block_ids, local_block_ids)
-        write = _Write(worker_id, list(local_block_ids), list(remote_block_ids), notification)
+        if request.is_read:
+            return self._inner.read_blocks(worker_id, remote_ids, local_ids)
+        write = replace(request, local_block_ids=list(local_ids), remote_block_ids=list(remote_ids))
         fault = self._draw(write)
         queue = self._queues.get(worker_id)
         if not queue and fault not in (Fault.DELAY, Fault.STICK):
             return self._carry_out(write, fault)
         delay_s = self._source.uniform(0.0, self._max_delay_s) if fault is Fault.DELAY else 0.0
         delay_s = math.inf if fault is Fault.STICK else delay_s
-        held = _Held(write, Transfer(len(local_block_ids) * self._block_bytes), self._clock() + delay_s, fault)
+        held = _Held(write, Transfer(len(local_ids) * self._block_bytes), self._clock() + delay_s, fault)
         self._queues.setdefault(worker_id, deque()).append(held)
         return held.transfer
 
@@ -149,7 +141,7 @@ class FaultyTransport(Transport):
         self._lose_queue(worker_id)
         self._strays = [(due, write) for due, write in self._strays if write.worker_id != worker_id]
 
-    def _draw(self, write: _Write) -> Fault | None:
+    def _draw(self, write: TransferRequest) -> Fault | None:
         """The fault whose share of [0, 1) contains the drawn number, if this write can have it."""
         drawn = self._source.random()
         for fault, rate in self.rates.items():
@@ -177,8 +169,7 @@ class FaultyTransport(Transport):
         if not queue:
             self._queues.pop(worker_id, None)
 
-    def _carry_out(self, write: _Write, fault: Fault | None) -> Transfer:
-        worker_id, local_ids, remote_ids, notification = write
+    def _carry_out(self, write: TransferRequest, fault: Fault | None) -> Transfer:
         if fault is Fault.FAIL:
             return _settled(TransferState.FAILED)
         if fault is Fault.LOSE:
@@ -186,18 +177,29 @@ class FaultyTransport(Transport):
         if fault is Fault.FLIP:
             return self._write_flipped(write)
         if fault is Fault.TEAR:
-            missing = self._source.randrange(len(local_ids))
-            del local_ids[missing], remote_ids[missing]
+            write = self._torn(write)
         elif fault is Fault.GARBLE:
-            notification = self._flipped(notification)
+            write = replace(write, notification=self._flipped(write.notification))
         elif fault is Fault.DROP:
-            notification = b""
-        transfer = self._inner.write_blocks(worker_id, local_ids, remote_ids, notification)
+            write = replace(write, notification=b"")
+        transfer = self._write(write)
         if fault is Fault.REPEAT:
-            self._inner.write_blocks(worker_id, [], [], notification)
+            self._inner.write_blocks(write.worker_id, [], [], write.notification)
         return transfer
 
-    def _lose_link(self, write: _Write) -> Transfer:
+    def _write(self, write: TransferRequest) -> Transfer:
+        return self._inner.write_blocks(
+            write.worker_id, write.local_block_ids, write.remote_block_ids, write.notification
+        )
+
+    def _torn(self, write: TransferRequest) -> TransferRequest:
+        """The write without one of its blocks."""
+        missing = self._source.randrange(len(write.local_block_ids))
+        local_ids, remote_ids = list(write.local_block_ids), list(write.remote_block_ids)
+        del local_ids[missing], remote_ids[missing]
+        return replace(write, local_block_ids=local_ids, remote_block_ids=remote_ids)
+
+    def _lose_link(self, write: TransferRequest) -> Transfer:
         """Break the link in the middle of this write; the writes queued behind it are lost, too."""
         landed = self._source.randint(0, len(write.local_block_ids))
         self._inner.write_blocks(write.worker_id, write.local_block_ids[:landed], write.remote_block_ids[:landed])
@@ -220,11 +222,11 @@ class FaultyTransport(Transport):
                 ours.settle(inner.state)
         self._mirrored = [(inner, ours) for inner, ours in self._mirrored if not inner.is_settled]
 
-    def _stray(self, write: _Write, landed: int) -> None:
+    def _stray(self, write: TransferRequest, landed: int) -> None:
         """Let the rest of a lost write land at random times, with the content that its local blocks have then."""
         for local_id, remote_id in zip(write.local_block_ids[landed:], write.remote_block_ids[landed:], strict=True):
             due = self._clock() + self._source.uniform(0.0, self._max_delay_s)
-            self._strays.append((due, _Write(write.worker_id, [local_id], [remote_id], b"")))
+            self._strays.append((due, TransferRequest(write.worker_id, [local_id], [remote_id])))
 
     def _land_strays(self) -> None:
         now = self._clock()
@@ -232,16 +234,16 @@ class FaultyTransport(Transport):
         self._strays = [(when, write) for when, write in self._strays if when > now]
         for write in due:
             try:
-                self._inner.write_blocks(*write)
+                self._write(write)
             except TransferError:  # the link is down: they land when it is back, unless the process was replaced
                 self._strays.append((now, write))
 
-    def _write_flipped(self, write: _Write) -> Transfer:
+    def _write_flipped(self, write: TransferRequest) -> Transfer:
         block = self._pool[self._source.choice(write.local_block_ids)].view(-1).view(torch.uint8)
         position, bit = self._source.randrange(len(block)), 1 << self._source.randrange(8)
         block[position] ^= bit
         try:
-            return self._inner.write_blocks(*write)
+            return self._write(write)
         finally:
             block[position] ^= bit
 

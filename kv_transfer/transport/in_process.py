@@ -18,6 +18,7 @@ from tandem.kv_transfer.transport.base import (
     Notification,
     PoolShape,
     Transfer,
+    TransferRequest,
     TransferState,
     Transport,
     check_block_ids,
@@ -151,22 +152,16 @@ class InProcessTransport(Transport):
         self.arrived.clear()
 
     @override
-    def _copy(
-        self,
-        worker_id: str,
-        local_block_ids: Sequence[int],
-        remote_block_ids: Sequence[int],
-        notification: bytes,
-        *,
-        is_read: bool,
-    ) -> Transfer:
-        peer = self._peers.get(worker_id)
-        if peer is None or self._hub.find(worker_id, peer.epoch) is not peer:
-            raise PeerLost(f"{worker_id} is unknown or gone")
-        check_block_ids(local_block_ids, remote_block_ids, self.shape, peer.shape, is_read=is_read)
-        transfer = Transfer(len(local_block_ids) * self.shape.block_bytes)
-        local_block_ids, remote_block_ids = list(local_block_ids), list(remote_block_ids)
-        self._hub.submit(InProcessWrite(self, peer, local_block_ids, remote_block_ids, notification, transfer, is_read))
+    def _copy(self, request: TransferRequest) -> Transfer:
+        peer = self._peers.get(request.worker_id)
+        if peer is None or self._hub.find(request.worker_id, peer.epoch) is not peer:
+            raise PeerLost(f"{request.worker_id} is unknown or gone")
+        check_block_ids(request, self.shape, peer.shape)
+        transfer = Transfer(len(request.local_block_ids) * self.shape.block_bytes)
+        local, remote = list(request.local_block_ids), list(request.remote_block_ids)
+        self._hub.submit(
+            InProcessWrite(self, peer, local, remote, request.notification, transfer, is_read=request.is_read)
+        )
         return transfer
 
 

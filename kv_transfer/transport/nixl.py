@@ -35,6 +35,7 @@ from tandem.kv_transfer.transport.base import (
     Notification,
     PoolShape,
     Transfer,
+    TransferRequest,
     TransferState,
     Transport,
     check_block_ids,
@@ -84,12 +85,12 @@ class _NixlTransfer(Transfer):
 
     __slots__ = ("handle", "is_read", "notification", "worker_id")
 
-    def __init__(self, worker_id: str, num_bytes: int, notification: bytes, *, is_read: bool) -> None:
-        super().__init__(num_bytes)
-        self.worker_id = worker_id
-        self.is_read = is_read
+    def __init__(self, request: TransferRequest, block_bytes: int) -> None:
+        super().__init__(len(request.local_block_ids) * block_bytes)
+        self.worker_id = request.worker_id
+        self.is_read = request.is_read
         self.handle: TransferHandle | None = None
-        self.notification = notification
+        self.notification = request.notification
 
 
 @dataclass(eq=False, slots=True)
@@ -230,28 +231,19 @@ class NixlTransport(Transport):
         return None if self._mailbox is None or theirs is None else self._mailbox.open(theirs)
 
     @override
-    def _copy(
-        self,
-        worker_id: str,
-        local_block_ids: Sequence[int],
-        remote_block_ids: Sequence[int],
-        notification: bytes,
-        *,
-        is_read: bool,
-    ) -> Transfer:
-        peer = self._peers.get(worker_id)
+    def _copy(self, request: TransferRequest) -> Transfer:
+        peer = self._peers.get(request.worker_id)
         if peer is None or peer.is_lost:
-            raise PeerLost(f"{worker_id} is unknown or gone")
-        check_block_ids(local_block_ids, remote_block_ids, self._shape, peer.shape, is_read=is_read)
-        num_bytes = len(local_block_ids) * self._shape.block_bytes
-        copy = _NixlTransfer(worker_id, num_bytes, notification, is_read=is_read)
+            raise PeerLost(f"{request.worker_id} is unknown or gone")
+        check_block_ids(request, self._shape, peer.shape)
+        copy = _NixlTransfer(request, self._shape.block_bytes)
         peer.in_flight.append(copy)
         try:
             peer.check_alive()  # its process id may be reused, and CMA knows nothing but that id
-            if local_block_ids:
-                local = piece_ids(local_block_ids, self._shape, peer.pieces)
-                remote = piece_ids(remote_block_ids, peer.shape, peer.pieces)
-                operation = "READ" if is_read else "WRITE"
+            if request.local_block_ids:
+                local = piece_ids(request.local_block_ids, self._shape, peer.pieces)
+                remote = piece_ids(request.remote_block_ids, peer.shape, peer.pieces)
+                operation = "READ" if request.is_read else "WRITE"
                 copy.handle = self._agent.prepare(operation, local, peer.blocks, remote, peer.pieces)
                 self._agent.begin(copy.handle)
             self._progress(peer)

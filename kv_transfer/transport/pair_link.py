@@ -12,14 +12,21 @@ from __future__ import annotations
 import hmac
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
 from typing_extensions import override
 
-from tandem.kv_transfer.transport.base import Notification, PoolShape, Transfer, TransferState, block_runs
+from tandem.kv_transfer.transport.base import (
+    Notification,
+    PoolShape,
+    Transfer,
+    TransferRequest,
+    TransferState,
+    block_runs,
+)
 from tandem.kv_transfer.transport.pair import SHARD_GAP, LocalRun, PairChannel, PairCopy
 from tandem.kv_transfer.transport.shards import piece_ids
 from tandem.kv_transfer.transport.stream import MessageStream
@@ -165,18 +172,20 @@ class OutgoingLink(PairLink):
         self._set_up_deadline = time.monotonic() + timeout_s
         self._put(hello)
 
-    def start(self, local: Sequence[int], remote: Sequence[int], notification: bytes, *, is_read: bool) -> Transfer:
+    def start(self, request: TransferRequest) -> Transfer:
         """Order a copy; `drive` sends the order."""
         runs = block_runs(
-            piece_ids(local, self._shape, self._pieces, SHARD_GAP),
-            piece_ids(remote, self.remote_shape, self._pieces, SHARD_GAP),
+            piece_ids(request.local_block_ids, self._shape, self._pieces, SHARD_GAP),
+            piece_ids(request.remote_block_ids, self.remote_shape, self._pieces, SHARD_GAP),
         )
         self._num_copies += 1
-        copy = _CollectiveTransfer(len(local) * self._shape.block_bytes, self._num_copies, is_read=is_read)
+        num_bytes, is_read = len(request.local_block_ids) * self._shape.block_bytes, request.is_read
+        copy = _CollectiveTransfer(num_bytes, self._num_copies, is_read=is_read)
         if runs:
             copy.ours = self.channel.submit([LocalRun(run.local, run.num_blocks) for run in runs], is_send=not is_read)
         self._in_flight.append(copy)
-        self._put(_CopyOrder(copy.number, is_read, [(run.remote, run.num_blocks) for run in runs], notification))
+        remote_runs = [(run.remote, run.num_blocks) for run in runs]
+        self._put(_CopyOrder(copy.number, is_read, remote_runs, request.notification))
         return copy
 
     @override
