@@ -18,9 +18,9 @@ from tandem.protocol.messages import ChunkArrived, LinkLoad, PeerAddress, Worker
 
 logger = logging.getLogger(__name__)
 
-_STUCK_FACTOR = 20.0  # times the usual duration for so many bytes; a write that takes longer is not merely slow
-_LEAST_STUCK_S = 10.0  # a worker may stand still for less (`worker_timeout_s` is 8), and its link with it
-_KEPT_SHARE = 0.9  # with each new write, older ones keep this share of their weight
+_STUCK_FACTOR = 20.0  # a link is stuck when a write takes this many times the expected duration
+_LEAST_STUCK_S = 10.0  # a live worker may pause for less than `worker_timeout_s` (8 s), and its links pause with it
+_KEPT_SHARE = 0.9  # each new write leaves the older ones this share of their weight
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +39,7 @@ class LinkTotals:
 
 @dataclass(eq=False, slots=True)
 class RecentPace:
-    """How long a link's latest writes took. Older ones count less, because a link may become slow."""
+    """Bytes and seconds of a link's writes. Recent writes count more, because a link may become slow."""
 
     num_bytes: float = 0.0
     seconds: float = 0.0
@@ -51,7 +51,7 @@ class RecentPace:
 
 
 class SettledWrite(NamedTuple):
-    """A write that has ended: the transport will not touch its blocks again."""
+    """A write that has ended: the transport no longer reads its blocks."""
 
     write: BlockWrite
     state: TransferState
@@ -67,7 +67,7 @@ class _Flight(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _OldestWrite:
-    """The oldest write of a link: when it became the oldest, and when the link counts as stuck."""
+    """A link's oldest write, the time since when it is the oldest, and the time at which the link counts as stuck."""
 
     transfer: Transfer
     since: float
@@ -105,9 +105,9 @@ class BlockWrites:
         return num_blocks * self._engine.block_bytes * pace.seconds / pace.num_bytes
 
     def start(self, write: BlockWrite, receiver: PeerAddress, now: float) -> bool:
-        """Start a write. Returns False, and writes nothing, if that is not possible."""
-        # NOTE: the transport knows peers only by name. After a restart the name leads to another process, where the
-        # blocks that the old one granted belong to somebody else.
+        """Start a write. Returns False, and writes nothing, if the link is not ready or the transport refuses."""
+        # NOTE: the transport knows peers only by name. After a restart the same name is another process, in which the
+        # granted block ids belong to other requests.
         if not self._links.is_ready(receiver):
             return False
         try:
@@ -131,11 +131,11 @@ class BlockWrites:
         return [self._count(flight.write, flight.transfer) for flight in settled]
 
     def late(self, now: float) -> list[BlockWrite]:
-        """Writes that have been in flight for longer than a handoff may take."""
+        """Writes that have been in flight for `handoff_timeout_s` or longer."""
         return [flight.write for flight in self._in_flight if now >= flight.deadline]
 
     def reset_stuck_links(self, now: float) -> None:
-        """Reset links whose oldest write is stuck: all other writes of the link would wait behind it forever."""
+        """Reset links whose oldest write is stuck, because the link's other writes wait behind it."""
         oldest: dict[WorkerEpoch, _Flight] = {}
         for flight in self._in_flight:
             oldest.setdefault(flight.write.receiver, flight)
@@ -150,7 +150,7 @@ class BlockWrites:
                 waited_s = now - write.since
                 logger.warning("nothing moved to %s for %.0f s: the link is reset", receiver.worker_id, waited_s)
                 self._totals_of(receiver.worker_id).num_resets += 1
-                if write.transfer.num_bytes:  # the link may only be slow: the next write gets twice the time
+                if write.transfer.num_bytes:  # the link may be slow, not stuck: the next write gets twice the time
                     self.paces[receiver.worker_id] = RecentPace(write.transfer.num_bytes, 2 * waited_s / _STUCK_FACTOR)
                 self._links.reset(receiver)
 
@@ -160,12 +160,12 @@ class BlockWrites:
         self.paces.pop(receiver_id, None)
 
     def _stuck_after_s(self, write: BlockWrite) -> float:
-        """Seconds after which a link counts as stuck if it is busy with this write alone."""
+        """Seconds that a link may spend on this write before it counts as stuck."""
         expected_s = self.seconds_to_send(write.receiver_id, len(write.local_block_ids))
         return min(max(_STUCK_FACTOR * expected_s, _LEAST_STUCK_S), self._config.handoff_timeout_s)
 
     def _payload(self, write: BlockWrite) -> bytes:
-        """The notification that follows a write, with the checksums of its blocks."""
+        """The encoded notification of a write, with its blocks' checksums if these are on."""
         notification = write.notification
         if self._config.checksums == "all" and isinstance(notification, ChunkArrived):
             notification = ChunkArrived(
@@ -178,11 +178,10 @@ class BlockWrites:
         return append_checksum(encode_message(notification))
 
     def _count(self, write: BlockWrite, transfer: Transfer) -> SettledWrite:
-        """Add a write to its link's totals.
+        """Add a settled write to its link's totals.
 
-        Its seconds are the time for which it kept the link busy. They begin with the write, or with the end of the
-        write before it, and end with the poll that saw its end. Waiting for the grant, for writes of other handoffs
-        and for the receiver's next step does not count.
+        Its seconds (`Transfer.seconds`) are the time for which it kept the link busy. They exclude the wait for the
+        grant, for writes of other handoffs and for the receiver's next step.
         """
         seconds = transfer.seconds or 0.0
         if transfer.state is TransferState.LOST:

@@ -148,7 +148,7 @@ class _ChoicesApi(Api):
             and not body.get("echo")
             and body.get("prompt_logprobs") is None
             and body.get("prompt_embeds") is None
-            # A prompt is truncated to what the answer's limit leaves, and the legs have different limits.
+            # A prompt is truncated to what the answer's limit leaves, and the sub-requests have different limits.
             and body.get("truncate_prompt_tokens") is None
         )
 

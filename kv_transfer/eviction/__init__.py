@@ -8,7 +8,7 @@ from tandem.kv_transfer.eviction.base import EvictionPolicy
 from tandem.kv_transfer.eviction.hit_density import HitDensity
 from tandem.kv_transfer.eviction.lru import LRU
 
-# What makes the policy of a tier of so many keys, by `TierConfig.eviction_policy`.
+# By `TierConfig.eviction_policy`: makes the policy of a tier with room for this number of keys.
 POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "hit-density": HitDensity,
     "lru": LRU,

@@ -439,7 +439,7 @@ class _World:
                 self._cancel_legs(request)
 
     def fail(self, request_id: str, reason: str) -> None:
-        """Handle a worker's failure: cancel the other leg."""
+        """Handle a worker's failure: cancel the other sub-request."""
         request = self._open.get(request_id)
         if request is not None:
             self.report.failed[_kind_of(reason)] += 1
@@ -512,7 +512,7 @@ class _World:
     def _dispatch(self, peer: PeerAddress, message: Message) -> None:
         """Send from router to worker; it may not arrive."""
         if not self._is_calm and self.source.random() < self.faults.leg_dropped:
-            self.report.injected["leg or cancel dropped"] += 1
+            self.report.injected["sub-request or cancel dropped"] += 1
         else:
             self._deliver(peer, message, _LATENCY_S)
 

@@ -1,4 +1,4 @@
-"""Pins at the router: quotas, conversations that are followed, and what workers are told."""
+"""Pins at the router: quotas, pins that follow a conversation, and the messages to workers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_blocks_that_pins_share_count_once() -> None:
     ],
     ids=["pins", "pins of a tenant", "blocks", "blocks of a tenant"],
 )
-def test_a_quota_names_itself_value_and_limit(ledger: PinLedger, tenant: str, chain: list[int], quota: str) -> None:
+def test_a_refusal_names_the_quota_and_its_limit(ledger: PinLedger, tenant: str, chain: list[int], quota: str) -> None:
     add(ledger, "a", 1, 2, tenant="a", expires_at=30.0)
     add(ledger, "b", 3, 4, tenant="b", expires_at=50.0)
     with pytest.raises(PinQuotaExceeded, match=rf"over the limit of \d+ \({quota}\)") as refused:
@@ -112,7 +112,7 @@ def test_a_keys_pins_are_limited_beside_those_of_its_tenant() -> None:
     assert raised.value.retry_after_s == 20.0
     pin("b", "k-b", 2, now=10.0)  # of the same tenant
     pin("c", "", None, now=10.0)
-    pin("a3", "k-a", 2, now=30.0)  # the first has expired
+    pin("a3", "k-a", 2, now=30.0)  # the key's first pin has expired
     with pytest.raises(RequestError, match=r"The API key k-c may pin nothing \(pins=0\)"):
         pin("d", "k-c", 0)
     assert ledger.num_refused == {"key_pins": 2}
@@ -137,13 +137,13 @@ def test_pins_follow_their_own_conversation_as_far_as_the_quota_goes() -> None:
     assert (changed.pin_id, changed.digests) == ("a", tuple(digests(1, 4, 5, 6)))
     assert ledger.num_blocks == 6
     assert ledger.follow(T, "x", digests(1, 4, 5, 6, 7, 9), max_blocks=6, now=0.0) == []
-    (changed,) = ledger.follow(T, "x", digests(1, 9), max_blocks=6, now=0.0)  # edited: the old turns are let go
+    (changed,) = ledger.follow(T, "x", digests(1, 9), max_blocks=6, now=0.0)  # edited: the replaced turns are unpinned
     assert changed.digests == tuple(digests(1, 9))
     ledger.check_integrity()
 
 
 class PinLedgerMachine(RuleBasedStateMachine):
-    """Quotas hold after anything, and every pin that lives is one that was taken in."""
+    """After any sequence of operations the quotas hold, and the live pins are those that were added and not ended."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def test_conversations_are_known_by_tenant_and_the_oldest_is_forgotten() -> None
     assert conversations.digests(T, "x") == digests(1, 2)
     conversations.note(T, "z", digests(5, 6))
     assert len(conversations) == 2
-    conversations.note(T, "z", digests(*range(50, 99)))  # longer than all that may be remembered
+    conversations.note(T, "z", digests(*range(50, 99)))  # longer than `max_bytes`
     assert len(conversations) == 0
     for number in range(9):
         conversations.note(T, f"empty {number}", [])
@@ -228,15 +228,15 @@ def test_a_tenant_that_names_many_conversations_forgets_its_own() -> None:
         conversations.note(T, f"{number}", digests(number % 256))
     assert all(conversations.digests(U, f"kept {number}") == digests(number) for number in range(3))
     assert conversations.digests(T, "999") == digests(999 % 256)
-    conversations.note(T, "large", digests(*range(256), *range(256)))  # longer than all that may be remembered
+    conversations.note(T, "large", digests(*range(256), *range(256)))  # longer than `max_bytes`
     assert conversations.digests(T, "large") == []
     assert all(conversations.digests(U, f"kept {number}") == digests(number) for number in range(3))
-    for number in range(3, 100):  # a tenant within its share takes the room of the oldest, whoever has it
+    for number in range(3, 100):  # a tenant within its share evicts the oldest conversation of any tenant
         conversations.note(U, f"kept {number}", digests(number))
     assert len(conversations) <= 10
 
 
-def test_what_pins_may_cover_is_what_the_decoding_workers_may_keep() -> None:
+def test_pins_may_cover_the_blocks_that_decode_workers_can_keep() -> None:
     registry = Registry()
     for worker_id, role, bounds in (
         ("p", Role.PREFILL, {"pool": 100}),
@@ -255,7 +255,7 @@ def test_what_pins_may_cover_is_what_the_decoding_workers_may_keep() -> None:
 
 
 def keeper(worker: FakeWorker, message: Message) -> None:
-    """Say of every pin that two blocks are in the pool, and serve both sub-requests."""
+    """Report two blocks in the pool for every pin, and serve both sub-requests."""
     if isinstance(message, PinQuery):
         worker.send(PinReport(query_id=message.query_id, held={pin_id: {"pool": 2} for pin_id in message.pin_ids}))
     (first_token if worker.card.role is Role.PREFILL else remaining_tokens)(worker, message)
@@ -275,7 +275,7 @@ def pins_of(worker: FakeWorker) -> list[Pin]:
     return [message for message in worker.received if isinstance(message, Pin)]
 
 
-async def test_a_pin_reaches_every_worker_and_the_likely_ones_bring_it_up() -> None:
+async def test_a_pin_reaches_every_worker_and_the_likely_ones_prefetch_it() -> None:
     async with fake_cluster() as cluster:
         workers = [
             await add_keeper(cluster, worker_id, role)
@@ -302,7 +302,7 @@ async def test_a_pin_reaches_every_worker_and_the_likely_ones_bring_it_up() -> N
         assert (await cluster.flow.pools())["pins"]["num_pins"] == 0
 
 
-async def test_a_worker_that_restarts_is_told_again_with_the_time_that_is_left() -> None:
+async def test_a_restarted_worker_gets_its_pins_again_with_the_remaining_time() -> None:
     async with fake_cluster() as cluster:
         first = await add_keeper(cluster, "d", Role.DECODE)
         state = await cluster.flow.cache.pin(PinRequest(token_ids=list(range(40)), cache_scope=EVERYONE, ttl_s=60.0))
@@ -346,7 +346,7 @@ async def test_a_pinned_conversation_grows_by_prompt_and_answer(num_prompt_token
         whole = block_digests(root_digest(NAMESPACE), [*request.token_ids, *answer], 16)
         await eventually(lambda: len(pins_of(decode)) >= len(num_blocks))
         assert [message.digests for message in pins_of(decode)] == [whole[:count] for count in num_blocks]
-        # A pin that comes later covers the turn that was.
+        # A later pin of the conversation covers the turns before it.
         later = await cluster.flow.cache.pin(PinRequest(token_ids=None, cache_scope=EVERYONE, conversation_id="chat"))
         assert later.num_blocks == num_blocks[-1]
         assert [len(message.digests) for message in pins_of(decode)] == [*num_blocks, num_blocks[-1]]
@@ -388,7 +388,7 @@ async def test_without_a_worker_nothing_is_pinned() -> None:
             await cluster.flow.cache.pin(PinRequest(token_ids=[1] * 20, cache_scope=EVERYONE))
 
 
-async def test_what_a_worker_keeps_is_on_the_pools_page_and_in_the_metrics() -> None:
+async def test_a_workers_pinned_blocks_are_in_the_pools_report_and_in_the_metrics() -> None:
     async with fake_cluster() as cluster:
         await add_keeper(cluster, "d", Role.DECODE)
         load = PinLoad(num_pins=1, num_blocks={"pool": 2}, num_prefetched={"host": 3})
