@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -85,37 +86,54 @@ def chaos(
 
     [cyan]tandem chaos --events operations --link-faults none -- --pool-bytes 50000000 --max-num-seqs 8[/cyan]
     """
-    kinds = [] if events == "none" else kinds_of(events)
-    if router_processes == 1:
-        kinds = [kind for kind in kinds if kind != "kill-router"]
-    began_s = time.monotonic()
+    kinds = _kinds(events, has_several_routers=router_processes > 1)
     with (
         tempfile.TemporaryDirectory(prefix="tandem-chaos-") as scratch,
         Phases(Console(stderr=True, highlight=False)) as phases,
     ):
-        say, folder = phases.say, Path(scratch)
-        flags = [f"--router-processes={router_processes}", *_worker_flags(prefill, decode, model, folder / "kv")]
+        disk_folder, log_path = Path(scratch, "kv"), Path(log or Path(scratch, "serve.log"))
+        flags = [f"--router-processes={router_processes}", *_worker_flags(prefill, decode, model, disk_folder)]
         flags += [f"--inject-faults=seed={seed},{link_faults}"] if link_faults != "none" else []
-        log_path = Path(log) if log else folder / "serve.log"
-        say(f"seed {seed}; the server's log: {log_path}")
-        say(_expected_time(prefill + decode, max_tokens, minutes))
-        phases.begin("starting the server", lambda: _last_line(log_path))
-        with _serving([*flags, *(serve_flags or [])], log_path) as (process, name, url):
-            say(f"the server is up after {minutes_of(time.monotonic() - began_s)}")
-            trial = _run(
-                psutil.Process(process.pid), name, url, disk_folder=folder / "kv", kinds=kinds, seed=seed,
-                duration_s=minutes * 60, num_streams=streams, max_tokens=max_tokens, phases=phases,
-            )  # fmt: skip
-            run = asyncio.run(trial)
-            phases.begin("stopping the server")
-        run.num_tracebacks = log_path.read_text(errors="replace").count("Traceback (most recent call last)")
-        say(f"the trial took {minutes_of(time.monotonic() - began_s)}")
+        phases.say(f"seed {seed}; the server's log: {log_path}")
+        phases.say(_expected_time(prefill + decode, max_tokens, minutes))
+        load = _Load(kinds, seed, minutes * 60, streams, max_tokens, disk_folder)
+        run = _trial([*flags, *(serve_flags or [])], log_path, load, phases)
         if run.lost and not log:
-            say(f"the server's log is kept: {_kept(log_path)}")
+            phases.say(f"the server's log is kept: {_kept(log_path)}")
     _show(run, Console(highlight=False))
     for line in run.lost:
-        say(f"lost: {line}")
+        phases.say(f"lost: {line}")
     return 1 if run.lost else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What a trial does to its server: the kinds of events, and the requests."""
+
+    kinds: list[str]
+    seed: int
+    duration_s: float
+    num_streams: int
+    max_tokens: int
+    disk_folder: Path  # of the server's disk cache
+
+
+def _kinds(events: str, *, has_several_routers: bool) -> list[str]:
+    kinds = [] if events == "none" else kinds_of(events)
+    return kinds if has_several_routers else [kind for kind in kinds if kind != "kill-router"]
+
+
+def _trial(flags: list[str], log_path: Path, load: _Load, phases: Phases) -> ChaosRun:
+    """Start a server, put it under load, and stop it."""
+    began_s = time.monotonic()
+    phases.begin("starting the server", lambda: _last_line(log_path))
+    with _serving(flags, log_path) as (process, model, url):
+        phases.say(f"the server is up after {minutes_of(time.monotonic() - began_s)}")
+        run = asyncio.run(_run(psutil.Process(process.pid), model, url, load, phases))
+        phases.begin("stopping the server")
+    run.num_tracebacks = log_path.read_text(errors="replace").count("Traceback (most recent call last)")
+    phases.say(f"the trial took {minutes_of(time.monotonic() - began_s)}")
+    return run
 
 
 def _worker_flags(num_prefill: int, num_decode: int, model: str, cache_folder: Path) -> list[str]:
@@ -145,17 +163,15 @@ def _last_line(log: Path) -> str:
     return ""
 
 
-async def _run(
-    process: psutil.Process, model: str, url: str, *, disk_folder: Path, kinds: list[str], seed: int, duration_s: float,
-    num_streams: int, max_tokens: int, phases: Phases,
-) -> ChaosRun:  # fmt: skip
+async def _run(process: psutil.Process, model: str, url: str, load: _Load, phases: Phases) -> ChaosRun:
     """The trial of a server that was started for it."""
     async with chaos_client(url) as client:
         cards = (await client.get("/v1/models")).raise_for_status().json()["data"]
-        requests = sample_requests(seed, model, max_tokens, cards[0]["max_model_len"])
+        requests = sample_requests(load.seed, model, load.max_tokens, cards[0]["max_model_len"])
         return await run_chaos(
-            client, process, requests, plan(seed, duration_s, kinds), duration_s=duration_s, num_streams=num_streams,
-            seed=seed, disk_folder=disk_folder, say=phases.say, begin=phases.begin,
+            client, process, requests, plan(load.seed, load.duration_s, load.kinds), duration_s=load.duration_s,
+            num_streams=load.num_streams, seed=load.seed, disk_folder=load.disk_folder, say=phases.say,
+            begin=phases.begin,
         )  # fmt: skip
 
 

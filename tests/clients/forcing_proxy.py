@@ -111,8 +111,7 @@ def forcing_proxy(url: str, call: ForcedCall | None = None) -> Iterator[ForcingP
     """A proxy before the server at `url`, on a port of its own; without a call it changes nothing."""
     proxy = ForcingProxy(url, call)
     with httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False) as client:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(proxy, client))
-        server.daemon_threads = True
+        server = _Server(proxy, client)
         proxy.port = server.server_port
         thread = threading.Thread(target=server.serve_forever, name="forcing-proxy")
         thread.start()
@@ -138,68 +137,75 @@ def _names(listed: str) -> list[str]:
     return [part.partition(" (")[0].strip() for part in listed.split(",") if part.strip()]
 
 
-def _handler(proxy: ForcingProxy, client: httpx.Client) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
 
-        def do_CONNECT(self) -> None:
-            proxy.elsewhere.append(self.path)
-            self.send_error(403)
+    def __init__(self, proxy: ForcingProxy, client: httpx.Client) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.proxy = proxy
+        self.client = client
 
-        def do_POST(self) -> None:
-            if self.path.startswith("/"):
-                self._forward()
-            else:
-                self.do_CONNECT()
 
-        do_GET = do_HEAD = do_DELETE = do_PUT = do_PATCH = do_OPTIONS = do_POST
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
 
-        def _forward(self) -> None:
-            body = self._body()
-            forced = proxy.forced(body)
-            headers = [(name, value) for name, value in self.headers.items() if name.lower() not in NOT_PASSED]
-            with client.stream(self.command, self.path, content=forced or body, headers=headers) as answer:
-                beginning, end = self._pass_on(answer)
-            proxy.exchanges.append(
-                Exchange(
-                    path=self.path.partition("?")[0],
-                    status=answer.status_code,
-                    was_forced=forced is not None,
-                    session=_session(self.headers, body),
-                    num_prompt_tokens=_num_prompt_tokens(beginning + end),
-                    ignored=frozenset(_names(answer.headers.get(IGNORED, ""))),
-                    body=body.decode(errors="replace"),
-                    error=beginning.decode(errors="replace") if answer.is_error else "",
-                )
+    def do_CONNECT(self) -> None:
+        self.server.proxy.elsewhere.append(self.path)
+        self.send_error(403)
+
+    def do_POST(self) -> None:
+        if self.path.startswith("/"):
+            self._forward()
+        else:
+            self.do_CONNECT()
+
+    do_GET = do_HEAD = do_DELETE = do_PUT = do_PATCH = do_OPTIONS = do_POST
+
+    def _forward(self) -> None:
+        body = self._body()
+        forced = self.server.proxy.forced(body)
+        headers = [(name, value) for name, value in self.headers.items() if name.lower() not in NOT_PASSED]
+        with self.server.client.stream(self.command, self.path, content=forced or body, headers=headers) as answer:
+            beginning, end = self._pass_on(answer)
+        self.server.proxy.exchanges.append(
+            Exchange(
+                path=self.path.partition("?")[0],
+                status=answer.status_code,
+                was_forced=forced is not None,
+                session=_session(self.headers, body),
+                num_prompt_tokens=_num_prompt_tokens(beginning + end),
+                ignored=frozenset(_names(answer.headers.get(IGNORED, ""))),
+                body=body.decode(errors="replace"),
+                error=beginning.decode(errors="replace") if answer.is_error else "",
             )
+        )
 
-        def _body(self) -> bytes:
-            if "chunked" not in self.headers.get("transfer-encoding", ""):
-                return self.rfile.read(int(self.headers.get("content-length") or 0))
-            parts: list[bytes] = []
-            while size := int(self.rfile.readline().split(b";")[0], 16):
-                parts.append(self.rfile.read(size))
-                self.rfile.readline()
+    def _body(self) -> bytes:
+        if "chunked" not in self.headers.get("transfer-encoding", ""):
+            return self.rfile.read(int(self.headers.get("content-length") or 0))
+        parts: list[bytes] = []
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            parts.append(self.rfile.read(size))
             self.rfile.readline()
-            return b"".join(parts)
+        self.rfile.readline()
+        return b"".join(parts)
 
-        def _pass_on(self, answer: httpx.Response) -> tuple[bytes, bytes]:
-            """Send the answer as it comes; returns its beginning and its end."""
-            self.send_response(answer.status_code)
-            for name, value in answer.headers.multi_items():
-                if name not in NOT_PASSED:
-                    self.send_header(name, value)
-            self.send_header("connection", "close")
-            self.end_headers()
-            self.close_connection = True
-            beginning = end = b""
-            for piece in answer.iter_raw():
-                beginning, end = (beginning + piece)[:SHOWN_BYTES], (end + piece)[-SHOWN_BYTES:]
-                self.wfile.write(piece)
-                self.wfile.flush()
-            return beginning, end
+    def _pass_on(self, answer: httpx.Response) -> tuple[bytes, bytes]:
+        """Send the answer as it comes; returns its beginning and its end."""
+        self.send_response(answer.status_code)
+        for name, value in answer.headers.multi_items():
+            if name not in NOT_PASSED:
+                self.send_header(name, value)
+        self.send_header("connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        beginning = end = b""
+        for piece in answer.iter_raw():
+            beginning, end = (beginning + piece)[:SHOWN_BYTES], (end + piece)[-SHOWN_BYTES:]
+            self.wfile.write(piece)
+            self.wfile.flush()
+        return beginning, end
 
-        def log_message(self, format: str, *args: Any) -> None:
-            """Nothing is written to the terminal."""
-
-    return Handler
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing is written to the terminal."""
