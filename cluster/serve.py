@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import uvloop
 from rich.console import Console
@@ -24,12 +24,11 @@ from tandem.cluster.engines.layout import parallelism_of
 from tandem.cluster.engines.service import EngineService
 from tandem.cluster.frontend import HttpFrontend, stop_serving
 from tandem.cluster.ray_runtime import RayDaemon, daemons_watched, ray_running
-from tandem.cluster.supervisor import Supervisor
+from tandem.cluster.service import Service
 from tandem.cluster.tandem_service import TandemService
 from tandem.cluster.worker_layout import resolve
 from tandem.frontend.http.listening import listening
 from tandem.frontend.http.tls import scheme_of
-from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.frontend.keys.key_file import KeyFile
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import WorkerError
@@ -42,32 +41,6 @@ from tandem.runtime.status_console import StatusConsole
 from tandem.scheduling.admission.tenants import Tenants
 
 _READY_TIMEOUT_S = 120.0
-
-
-class Service(Protocol):
-    """What is served: the workers of one kind of engine, and the router in front of them."""
-
-    supervisor: Supervisor
-
-    async def start(self) -> None:
-        """Begin to decide."""
-
-    def load(self) -> None:
-        """Do the long work that HTTP depends on. Called in a thread, while the workers load."""
-
-    def mean_output_tokens(self) -> float:
-        """Mean length of answers, which the autoscaler expects of the next ones."""
-
-    def serve_http(
-        self, listener: socket.socket, api_keys: ApiKeys
-    ) -> contextlib.AbstractAsyncContextManager[tuple[HttpFrontend, Callable[[], str | None]]]:
-        """Serve HTTP while the block runs. The function tells why requests should not be sent here now; None = send."""
-
-    def shut_down(self) -> None:
-        """End every request with an error and refuse new ones: the server stops."""
-
-    async def close(self) -> None:
-        """Close all connections to the workers."""
 
 
 def serve(config: ClusterConfig, tenants: Tenants, key_file: KeyFile, model: str) -> int:

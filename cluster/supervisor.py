@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from ray.exceptions import RayError
+from typing_extensions import override
 
 from tandem.cluster.adoption import adopt_orphans, give_to_members, kill_all, renew_leases
 from tandem.cluster.autoscale import Autoscale
@@ -29,6 +30,7 @@ from tandem.cluster.worker_layout import needs_of
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import AddRefused, ConfigError, DrainRefused, ServingError, WorkerError
 from tandem.protocol.messages import PeerAddress, Role, WorkerState
+from tandem.router.operator_api import WorkerManager
 from tandem.runtime.background import BackgroundTasks, task_error
 from tandem.runtime.daemon_threads import in_daemon_thread
 from tandem.runtime.signals import wait_for_any
@@ -45,7 +47,7 @@ _LEFT = "it has left"
 _LOST = "it died"  # told to the clients of a dead worker, if their requests do not go on with others
 
 
-class Supervisor:
+class Supervisor(WorkerManager):
     """All workers of one `tandem serve`. Lives in the router's event loop; `on_progress(line)` tells the user."""
 
     def __init__(
@@ -132,21 +134,22 @@ class Supervisor:
         return self._failure
 
     @property
+    @override
     def autoscaler_status(self) -> dict[str, object]:
         """The autoscaler's latest decision, and the latest flips, drains and joins."""
         latest = {"flips": self.flips.latest, "departures": self.drains.latest, "arrivals": self.joins.latest}
         return self.autoscale.decision | {kind: list(records) for kind, records in latest.items()}
 
+    @override
     async def set_role(self, worker: str, role: Role) -> dict[str, object]:
-        """As `ManagedWorkers.set_role`."""
         return await self.flips.set_role(worker, role)
 
+    @override
     async def drain(self, worker: str, grace_s: float, *, restart: bool) -> dict[str, object]:
-        """As `ManagedWorkers.drain`."""
         return self.drains.begin(worker, grace_s, restart=restart, reason="an operator asked for it")
 
+    @override
     async def add_worker(self, role: Role) -> dict[str, object]:
-        """As `ManagedWorkers.add_worker`."""
         return await self._add(role, "an operator asked for it")
 
     def let_go(self, error: WorkerError) -> None:
@@ -172,8 +175,8 @@ class Supervisor:
         if not self._is_hands_off:
             await self._end_workers()
 
+    @override
     async def check_integrity(self) -> dict[str, str]:
-        """What is wrong with, or held by, each worker that should be idle; "" where nothing is."""
         up = {worker_id: member for worker_id, member in self.members.items() if member.is_up}
         calls = (member.check_integrity() for member in up.values())
         answers = await asyncio.gather(*calls, return_exceptions=True)

@@ -8,8 +8,11 @@ from collections.abc import AsyncIterator, Callable
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from tandem.cluster.frontend import HttpFrontend
 from tandem.cluster.restarts import RestartBudget
+from tandem.cluster.service import Service
 from tandem.cluster.supervisor import Supervisor
 from tandem.cluster.worker_layout import worker_configs
 from tandem.cluster.worker_member import WorkerMember
@@ -31,8 +34,8 @@ if TYPE_CHECKING:
     from tandem.text.tokenizer import Tokenizer
 
 
-class TandemService:
-    """As `cluster.serve.Service`. Make it in the event loop that will use it."""
+class TandemService(Service):
+    """Workers of our own engine. Make it in the event loop that will use it."""
 
     def __init__(
         self,
@@ -74,27 +77,27 @@ class TandemService:
         self._background = BackgroundTasks()
         self._http: tuple[ModuleType, Tokenizer] | None = None
 
+    @override
     async def start(self) -> None:
-        """As `Service.start`."""
         await self._workers.start()
         self._background.keep("the relief of hot spots", self._flow.hot_spots.run)
 
+    @override
     def load(self) -> None:
-        """As `Service.load`: the tokenizer brings transformers."""
-        from tandem.cluster import http_frontend
+        from tandem.cluster import http_frontend  # the tokenizer brings transformers
         from tandem.text.tokenizer import Tokenizer
 
         self._http = http_frontend, Tokenizer(self._config.engine.model)
 
+    @override
     def mean_output_tokens(self) -> float:
-        """As `Service.mean_output_tokens`."""
         return self._flow.mean_output_tokens
 
+    @override
     @contextlib.asynccontextmanager
     async def serve_http(
         self, listener: socket.socket, api_keys: ApiKeys
     ) -> AsyncIterator[tuple[HttpFrontend, Callable[[], str | None]]]:
-        """As `Service.serve_http`. It is ready once a token has been generated."""
         assert self._http is not None, "it has been loaded"
         http, tokenizer = self._http
         metrics = http.metrics_of(self._flow, self._registry, self._sizing)
@@ -105,12 +108,12 @@ class TandemService:
         ) as (frontend, readiness):
             yield frontend, lambda: readiness.reason
 
+    @override
     def shut_down(self) -> None:
-        """As `Service.shut_down`."""
         self._flow.shut_down()
 
+    @override
     async def close(self) -> None:
-        """As `Service.close`."""
         await self._background.close()
         await self._workers.close()
         await close_tracing(self._export)

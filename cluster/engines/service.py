@@ -7,11 +7,14 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
+from typing_extensions import override
+
 from tandem.cluster.engine_frontend import RouterSetup, make_fleet, serve_engines_http
 from tandem.cluster.engines.layout import engine_facts, engine_servers
 from tandem.cluster.engines.member import EngineMember
 from tandem.cluster.frontend import HttpFrontend
 from tandem.cluster.restarts import RestartBudget
+from tandem.cluster.service import Service
 from tandem.cluster.supervisor import Supervisor
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.protocol.config import ClusterConfig, ExternalEnginesConfig
@@ -22,8 +25,8 @@ from tandem.runtime.tracing.setup import begin_decider_tracing, close_tracing, t
 from tandem.scheduling.admission.tenants import Tenants
 
 
-class EngineService:
-    """As `cluster.serve.Service`. Make it in the event loop that will use it."""
+class EngineService(Service):
+    """Servers of another engine. Make it in the event loop that will use it."""
 
     def __init__(
         self, config: ClusterConfig, tenants: Tenants, model: str, _: str, on_progress: Callable[[str], None]
@@ -53,30 +56,33 @@ class EngineService:
             settings=changed_settings(config),
         )
 
+    @override
     async def start(self) -> None:
-        """As `Service.start`: the fleet probes servers as they are added."""
+        """Do nothing: the fleet probes servers as they are added."""
 
+    @override
     def load(self) -> None:
-        """As `Service.load`: nothing takes long."""
+        """Do nothing: what HTTP needs is loaded already."""
 
+    @override
     def mean_output_tokens(self) -> float:
-        """As `Service.mean_output_tokens`."""
         return self._dispatcher.fleet.lengths.mean_output_tokens
 
+    @override
     @contextlib.asynccontextmanager
     async def serve_http(
         self, listener: socket.socket, api_keys: ApiKeys
     ) -> AsyncIterator[tuple[HttpFrontend, Callable[[], str | None]]]:
-        """As `Service.serve_http`. Each server has generated a token before it joins the fleet."""
+        # Each server has generated a token before it joins the fleet, so readiness needs no probe here.
         setup = replace(self._setup, api_keys=api_keys)
         async with serve_engines_http(self._dispatcher, setup, listener) as frontend:
             yield frontend, lambda: self._dispatcher.unready
 
+    @override
     def shut_down(self) -> None:
-        """As `Service.shut_down`."""
         self._dispatcher.shut_down()
 
+    @override
     async def close(self) -> None:
-        """As `Service.close`."""
         await self._dispatcher.fleet.aclose()
         await close_tracing(self._setup.export)

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Container
 from typing import Protocol
 
+from typing_extensions import override
+
 from tandem.frontend.keys.api_key import ApiKey
 from tandem.scheduling.admission.key_limits import KeyLimiter, KeyUsage
 
@@ -18,10 +20,10 @@ class LimitedUse(Protocol):
     """One request that a limiter counts."""
 
     async def charge(self, num_prompt_tokens: int, num_answers: int, max_tokens: int) -> None:
-        """As `KeyLimiter.charge`."""
+        """Charge the prompt and the most that all answers together may be. Raises `RateLimitExceeded`."""
 
     def end(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """As `KeyLimiter.end`."""
+        """The request is over: it is charged for the tokens that were computed."""
 
 
 class Limiter(Protocol):
@@ -34,35 +36,35 @@ class Limiter(Protocol):
         """Forget all other keys."""
 
 
-class LocalLimiter:
+class LocalLimiter(Limiter):
     """The `Limiter` that counts in this process."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.limiter = KeyLimiter()
         self.clock = clock
 
+    @override
     async def begin(self, key: ApiKey) -> LocalUse:
-        """A request begins. Raises `RateLimitExceeded`."""
         return LocalUse(self, self.limiter.begin(key.id, key.limits, self.clock()))
 
+    @override
     def keep(self, key_ids: Container[str]) -> None:
-        """Forget all other keys."""
         self.limiter.keep(key_ids)
 
 
-class LocalUse:
-    """As `LimitedUse`."""
+class LocalUse(LimitedUse):
+    """A request that is counted in this process."""
 
     def __init__(self, owner: LocalLimiter, usage: KeyUsage) -> None:
         self._owner = owner
         self._usage = usage
 
+    @override
     async def charge(self, num_prompt_tokens: int, num_answers: int, max_tokens: int) -> None:
-        """As `KeyLimiter.charge`."""
         self._owner.limiter.charge(self._usage, num_prompt_tokens, num_answers, max_tokens, self._owner.clock())
 
+    @override
     def end(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """As `KeyLimiter.end`."""
         self._owner.limiter.end(self._usage, num_prompt_tokens, num_output_tokens, self._owner.clock())
 
 

@@ -7,9 +7,11 @@ from collections.abc import Container
 from functools import partial
 from typing import Protocol
 
+from typing_extensions import override
+
 from tandem.frontend.keys.api_key import ApiKey, InvalidApiKey
 from tandem.frontend.keys.api_keys import ApiKeys
-from tandem.frontend.keys.limiter import LocalLimiter
+from tandem.frontend.keys.limiter import LimitedUse, Limiter, LocalLimiter
 from tandem.frontend.processes.deciding_client import DecidingClient
 from tandem.protocol.fault_boundary import undone_on_error
 from tandem.scheduling.admission.key_limits import KeyUsage
@@ -59,13 +61,14 @@ class LocalUses:
             self.end(use, 0, 0)
 
 
-class RemoteLimiter:
+class RemoteLimiter(Limiter):
     """The `Limiter` of a frontend process."""
 
     def __init__(self, client: DecidingClient) -> None:
         self._client = client
         self._numbers = itertools.count()
 
+    @override
     async def begin(self, key: ApiKey) -> _RemoteUse:
         """A request begins. Raises `RateLimitExceeded`, or a `WorkerError` if the deciding process does not answer."""
         use = _RemoteUse(next(self._numbers), self._client)
@@ -73,19 +76,20 @@ class RemoteLimiter:
             await self._client.ask(KeyUses.begin, use.number, key.id)
         return use
 
+    @override
     def keep(self, key_ids: Container[str]) -> None:
-        """The deciding process forgets keys by itself."""
+        """Do nothing: the deciding process forgets keys by itself."""
 
 
-class _RemoteUse:
-    """As `LimitedUse`."""
-
+class _RemoteUse(LimitedUse):
     def __init__(self, number: int, client: DecidingClient) -> None:
         self.number = number
         self._client = client
 
+    @override
     async def charge(self, num_prompt_tokens: int, num_answers: int, max_tokens: int) -> None:
         await self._client.ask(KeyUses.charge, self.number, num_prompt_tokens, num_answers, max_tokens)
 
+    @override
     def end(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         self._client.tell(KeyUses.end, self.number, num_prompt_tokens, num_output_tokens)
