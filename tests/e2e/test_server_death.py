@@ -28,7 +28,7 @@ FLAGS = ("--cpus-per-worker", "1", "--pool-bytes", "20000000")
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[RayNode]:
-    with ray_cluster("127.0.0.5", num_cpus=2, env=ENVIRONMENT) as [head]:
+    with ray_cluster("127.0.0.5", head_cpus=2, env=ENVIRONMENT) as [head]:
         yield head
 
 

@@ -20,7 +20,7 @@ import pytest
 from tandem.protocol.config import cache_folder
 from tandem.text.tokenizer import Tokenizer
 from tests.support.cluster_harness import Oracle
-from tests.support.ray_nodes import JOIN, RayNode
+from tests.support.ray_nodes import JOIN, RayNode, ray_cluster
 from tests.support.server import HTTP, START_S, Server, started
 from tests.support.waiting import until
 
@@ -34,25 +34,13 @@ MAX_TOKENS = 12
 PROMPTS = [f"{number} bottles of beer on the wall, " * 12 for number in range(4)]
 
 
-def make_node(ip: str, head: str, model: Path) -> RayNode:
-    node = RayNode(ip, head=head, num_cpus=int(ip in NODES), env=ENVIRONMENT)
-    shutil.copytree(model, node.home / "m")
-    return node
-
-
 @pytest.fixture(scope="module")
 def nodes(text_model: Path) -> Iterator[list[RayNode]]:
     """The head, which has no cores for workers, and two nodes with one core each; the model is in each home folder."""
-    nodes = [make_node(HEAD, "", text_model)]
-    try:
-        nodes[0].wait_started()
-        nodes += [make_node(ip, nodes[0].address, text_model) for ip in NODES]
-        for node in nodes[1:]:
-            node.wait_started()
+    with ray_cluster(HEAD, *NODES, head_cpus=0, env=ENVIRONMENT) as nodes:
+        for node in nodes:
+            shutil.copytree(text_model, node.home / "m")
         yield nodes
-    finally:
-        for node in reversed(nodes):
-            node.stop()
 
 
 @contextmanager
@@ -126,7 +114,8 @@ def a_node_dies_and_comes_back(server: Server, nodes: list[RayNode], model: Path
     until(lambda: ask(server, PROMPTS[0]).status_code == 200, START_S, lambda: server.output)
     assert answers(server) == expected
     assert hosts(server) == {"", server.worker("decode")["host"]} == {"", *NODES} - {nodes[number].ip}
-    nodes[number] = make_node(nodes[number].ip, nodes[0].address, model)
+    nodes[number] = RayNode(nodes[number].ip, head=nodes[0].address, num_cpus=1, env=ENVIRONMENT)
+    shutil.copytree(model, nodes[number].home / "m")
     until(lambda: hosts(server) == set(NODES), START_S, lambda: server.output)
     before = num_handoffs(server)
     assert answers(server) == expected

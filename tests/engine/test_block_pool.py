@@ -41,19 +41,22 @@ def test_fresh_blocks_come_in_order() -> None:
     pool.check_integrity()
 
 
-def test_evicts_tail_blocks_first_and_the_oldest_chain_before() -> None:
+def pool_of_two_chains() -> BlockPool:
+    """The blocks of digests 1 to 3, released before those of 4 to 6."""
     pool = BlockPool(6)
     old, new = chain(pool, 1, 2, 3), chain(pool, 4, 5, 6)
     pool.release(old)
     pool.release(new)
+    return pool
+
+
+def test_evicts_tail_blocks_first_and_the_oldest_chain_before() -> None:
+    pool = pool_of_two_chains()
     assert evicted_order(pool) == [3, 2, 1, 6, 5, 4]
 
 
 def test_a_hit_makes_a_chain_recent_again() -> None:
-    pool = BlockPool(6)
-    old, new = chain(pool, 1, 2, 3), chain(pool, 4, 5, 6)
-    pool.release(old)
-    pool.release(new)
+    pool = pool_of_two_chains()
     pool.release(pool.acquire_cached([digest(1), digest(2)]))
     assert evicted_order(pool) == [3, 6, 5, 4, 2, 1]
 
@@ -73,10 +76,7 @@ def test_idle_check_finds_a_leak() -> None:
 
 
 def test_pinned_blocks_are_evicted_last_and_leaves_first() -> None:
-    pool = BlockPool(6)
-    pinned, later = chain(pool, 1, 2, 3), chain(pool, 4, 5, 6)
-    pool.release(pinned)
-    pool.release(later)
+    pool = pool_of_two_chains()
     pool.pin([digest(1), digest(2)])
     assert (pool.num_available, pool.num_used) == (6, 0)
     pool.check_integrity(idle=True)

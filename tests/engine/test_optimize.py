@@ -193,13 +193,20 @@ def test_a_mixtures_rows_do_not_depend_on_how_many_there_are(
     assert caplog.messages == []
 
 
-def test_a_part_whose_products_are_not_known_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
+class Odd(nn.Module):
+    """A part of a kind of its own, with packed weights in a buffer or with a plain matrix."""
+
+    def __init__(self, *, is_packed: bool) -> None:
+        super().__init__()
+        if is_packed:
+            self.register_buffer("weight", torch.zeros(4, 4, dtype=torch.uint8))
+        else:
             self.matrix = nn.Parameter(torch.eye(4))
 
-    optimize(nn.Sequential(nn.Linear(4, 4), Odd()))
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_part_whose_products_are_not_known_is_named(caplog: pytest.LogCaptureFixture, is_packed: bool) -> None:
+    optimize(nn.Sequential(nn.Linear(4, 4), Odd(is_packed=is_packed)))
     assert "products of Odd are not known" in caplog.text
 
 
@@ -215,13 +222,3 @@ def test_linear_layers_that_a_quantizer_has_changed_are_left_alone() -> None:
     packed.weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.int8), requires_grad=False)
     layers = [hooked, patched, marked, packed]
     assert [*optimize(nn.Sequential(*layers, nn.Linear(8, 8)))][:-1] == layers
-
-
-def test_packed_weights_that_are_buffers_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("weight", torch.zeros(4, 4, dtype=torch.uint8))
-
-    optimize(nn.Sequential(Packed()))
-    assert "products of Packed are not known" in caplog.text

@@ -448,18 +448,6 @@ def test_blocks_are_reclaimed_from_the_tail_and_stay_findable() -> None:
     scheduler.pool.check_integrity(idle=True)
 
 
-def test_blocks_held_outside_leave_the_head_waiting() -> None:
-    scheduler = make_scheduler(num_blocks=2)
-    leased = scheduler.pool.try_allocate(1)
-    assert leased is not None
-    scheduler.add(make_sequence(8, max_tokens=1))
-    assert scheduler.schedule() == []
-    assert scheduler.schedule() == []
-    scheduler.pool.release(leased)
-    assert step(scheduler) == [("a", 0, 8)]
-    scheduler.pool.check_integrity(idle=True)
-
-
 arrivals = st.tuples(
     st.sampled_from(["prompt", "prefill_only", "received", "abort", "release"]),
     st.integers(1, 20),  # prompt tokens, or which sequence to abort
@@ -590,20 +578,6 @@ def test_a_seat_is_promised_that_will_be_free_when_the_kv_is_here(lead: int, exp
     scheduler.receive_queue.leads.extend([lead, lead, 1000])
     ask(scheduler, "a", "b", "c", "d")
     assert reserved(scheduler) == expected
-
-
-def test_a_seat_is_promised_as_soon_as_its_end_is_near() -> None:
-    scheduler = make_scheduler(max_num_seqs=1)
-    scheduler.add(make_sequence(4, name="runs", max_tokens=15))
-    step(scheduler)
-    runs = scheduler.running[0]
-    scheduler.receive_queue.leads.append(3)
-    ask(scheduler, "a")
-    while runs.num_output_tokens < 11:
-        assert reserved(scheduler) == [], f"after {runs.num_output_tokens} tokens"
-        step(scheduler)
-    step(scheduler)
-    assert reserved(scheduler) == ["a"]
 
 
 def test_how_long_a_lease_takes_is_counted_in_steps_that_decode() -> None:

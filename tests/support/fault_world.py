@@ -103,7 +103,7 @@ class Faults:
     message_dropped: float = 0.02
     message_repeated: float = 0.02
     message_late: float = 0.03
-    leg_dropped: float = 0.003
+    sub_request_dropped: float = 0.003
     cancel: float = 0.1
     kill_sender: float = 0.005
     kill_receiver: float = 0.005
@@ -436,7 +436,7 @@ class _World:
             self.report.completed += 1
             self._close(request, is_complete=True)
             if offset == 0:  # nothing is left to decode
-                self._cancel_legs(request)
+                self._cancel_sub_requests(request)
 
     def fail(self, request_id: str, reason: str) -> None:
         """Handle a worker's failure: cancel the other sub-request."""
@@ -444,18 +444,18 @@ class _World:
         if request is not None:
             self.report.failed[_kind_of(reason)] += 1
             self._close(request)
-            self._cancel_legs(request)
+            self._cancel_sub_requests(request)
 
     def _check_patience(self, request: _Request) -> None:
         if self.now >= request.cancel_at:
             self.report.cancelled += 1
             self._close(request)
-            self._cancel_legs(request)
+            self._cancel_sub_requests(request)
         elif self.now - request.started > DEADLINE_S:
             self.report.overdue += 1
             self.report.complaints.append(f"{request.request_id} waits since {request.started:.1f} s")
             self._close(request)
-            self._cancel_legs(request)
+            self._cancel_sub_requests(request)
 
     def _close(self, request: _Request, *, is_complete: bool = False) -> None:
         """Check that the client saw a prefix of the right answer, and all of it if the request completed."""
@@ -468,7 +468,7 @@ class _World:
             self.report.wrong_tokens += wrong
             self.report.complaints.append(f"{request.request_id}: {seen} instead of {expected}")
 
-    def _cancel_legs(self, request: _Request) -> None:
+    def _cancel_sub_requests(self, request: _Request) -> None:
         for address in (request.prefill, request.decode):
             self._dispatch(address, Cancel(request_id=request.request_id))
 
@@ -511,7 +511,7 @@ class _World:
 
     def _dispatch(self, peer: PeerAddress, message: Message) -> None:
         """Send from router to worker; it may not arrive."""
-        if not self._is_calm and self.source.random() < self.faults.leg_dropped:
+        if not self._is_calm and self.source.random() < self.faults.sub_request_dropped:
             self.report.injected["sub-request or cancel dropped"] += 1
         else:
             self._deliver(peer, message, _LATENCY_S)

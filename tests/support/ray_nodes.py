@@ -98,12 +98,12 @@ class RayNode:
 
 
 @contextmanager
-def ray_cluster(*ips: str, num_cpus: int = 1, env: dict[str, str] | None = None) -> Iterator[list[RayNode]]:
+def ray_cluster(*ips: str, head_cpus: int = 1, env: dict[str, str] | None = None) -> Iterator[list[RayNode]]:
     """A node at each address; the first is the head. Nodes that the block adds to the list are ended too."""
     nodes: list[RayNode] = []
     try:
-        nodes.append(RayNode(ips[0], num_cpus=num_cpus, env=env).wait_started())
-        nodes += [RayNode(ip, head=nodes[0].address, num_cpus=num_cpus, env=env) for ip in ips[1:]]
+        nodes.append(RayNode(ips[0], num_cpus=head_cpus, env=env).wait_started())
+        nodes += [RayNode(ip, head=nodes[0].address, num_cpus=1, env=env) for ip in ips[1:]]
         for node in nodes[1:]:
             node.wait_started()
         yield nodes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
@@ -52,18 +53,21 @@ BOUNDED = {
 }
 
 
+MARKS = ("é", "e\u0301", "\u03b1\u0313\u0300\u0345", "각", "🎉", "日")
+
+
+def texts_of(*parts: str) -> Iterator[str]:
+    rng = random.Random(5)
+    for _ in range(2000):
+        yield "".join(rng.choice(parts) * rng.randint(1, 20) for _ in range(rng.randint(0, 4)))
+
+
 @pytest.mark.parametrize("name", BOUNDED)
 def test_no_text_has_fewer_tokens_than_the_bound(name: str) -> None:
     fast = BOUNDED[name]
     length = token_length(fast)
     assert length is not None
-    rng = random.Random(5)
-    parts = [
-        *(" ", "ab", "\x02", "\x03", "a", "é", "e\u0301", "\u1f82", "\u03b1\u0313\u0300\u0345", "각", "ﬁ", "🎉", "日"),
-        "İ",
-    ]
-    for _ in range(2000):
-        text = "".join(rng.choice(parts) * rng.randint(1, 20) for _ in range(rng.randint(0, 4)))
+    for text in texts_of(" ", "ab", "\x02", "\x03", "a", *MARKS, "\u1f82", "ﬁ", "İ"):
         assert length.min_tokens(text) <= len(fast.encode(text, add_special_tokens=False).ids), repr(text)
 
 
@@ -88,10 +92,7 @@ def test_no_text_has_fewer_tokens_than_its_bytes_say(name: str) -> None:
     fast.add_special_tokens([AddedToken("<end of text>")])
     shares = byte_shares(fast)
     assert shares is not None
-    rng = random.Random(5)
-    parts = ["  ", "ab", "\x02", "é", "e\u0301", "\u03b1\u0313\u0300\u0345", "각", "🎉", "日", "<end of text>", "<end"]
-    for _ in range(2000):
-        text = "".join(rng.choice(parts) * rng.randint(1, 20) for _ in range(rng.randint(0, 4)))
+    for text in texts_of("  ", "ab", "\x02", *MARKS, "<end of text>", "<end"):
         assert shares.min_tokens(text) <= len(fast.encode(text, add_special_tokens=False).ids), repr(text)
 
 

@@ -78,7 +78,7 @@ async def test_both_sub_requests_make_one_stream() -> None:
         assert rest.prefill_worker == cluster.workers["p"].address
 
 
-async def test_a_decode_leg_that_is_ahead_waits_for_the_first_token() -> None:
+async def test_decode_that_is_ahead_waits_for_the_first_token() -> None:
     async with fake_cluster(prefill=silent, decode=remaining_tokens) as cluster:
         prefill = cluster.workers["p"]
         serving = asyncio.create_task(collect(cluster, make_request()))
@@ -158,7 +158,7 @@ async def test_a_prefill_worker_may_die_once_the_decode_worker_speaks() -> None:
             await anext(stream)
 
 
-async def test_one_failed_leg_cancels_the_other() -> None:
+async def test_one_failed_sub_request_cancels_the_other() -> None:
     async with fake_cluster(prefill=fails, decode=silent, config=RouterConfig(max_moves=0)) as cluster:
         with pytest.raises(PeerLost, match="pool is on fire"):
             await collect(cluster, make_request())

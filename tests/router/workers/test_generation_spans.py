@@ -122,7 +122,7 @@ async def test_a_request_that_is_not_traced_tells_workers_nothing() -> None:
     assert kept.all == []
 
 
-async def test_a_failed_leg_is_an_error_of_its_spans() -> None:
+async def test_a_failed_sub_request_is_an_error_of_its_spans() -> None:
     kept = KeptSpans()
     config = RouterConfig(max_moves=0)
     async with fake_cluster(prefill=fails, decode=silent, config=config, tracing=kept.tracing) as cluster:
