@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from typing_extensions import override
 
 from tandem.frontend.http.exposition import Scraper
 from tandem.frontend.processes.deciding_process import DecidingProcess, LastingCall
@@ -24,7 +25,7 @@ from tandem.frontend.processes.remote_dispatcher import (
 )
 from tandem.frontend.processes.wire import Invocation
 from tandem.router.engines.config import EngineSpec
-from tandem.router.engines.dispatcher import Dispatcher, DispatchRequest, EngineReservation
+from tandem.router.engines.dispatcher import Dispatcher, DispatchRequest, EngineListener, EngineReservation
 from tandem.router.engines.local_dispatcher import LocalDispatcher
 from tandem.router.operator_api import OperatorApi
 from tandem.scheduling.workers.workers import WorkerChange
@@ -98,20 +99,20 @@ class DispatchService:
         return await self._dispatcher.pools() | {"processes": processes}
 
 
-class FleetUpdates:
-    """Tells all frontend processes which engines there are. It is an `EngineListener`."""
+class FleetUpdates(EngineListener):
+    """Tells all frontend processes which engines there are."""
 
     def __init__(self, deciding: DecidingProcess, service: DispatchService) -> None:
         self._deciding = deciding
         self._service = service
 
+    @override
     def engine_added(self, spec: EngineSpec, *, is_trusted: bool) -> None:
-        """An engine joined the fleet."""
         self._deciding.publish(EngineAdded(spec, is_trusted))
         self._publish_state()
 
+    @override
     def engine_removed(self, name: str) -> None:
-        """An engine left the fleet."""
         self._deciding.publish(EngineRemoved(name))
         self._publish_state()
 

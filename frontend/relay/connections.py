@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from typing_extensions import override
+
 from tandem.protocol.config import ExternalEnginesConfig
 from tandem.router.engines.addresses import public_addresses
 from tandem.router.engines.config import EngineSpec
+from tandem.router.engines.dispatcher import EngineListener
 from tandem.router.engines.errors import AnswerRefused, EngineFailed
 from tandem.router.engines.tls import engine_tls
 from tandem.router.engines.upstream import AnswerTooLarge, Unreachable, Upstream
@@ -31,8 +34,8 @@ class EngineConnection:
         return self.spec.name
 
 
-class EngineConnections:
-    """Connections by the name of the engine. It is an `EngineListener`, so it follows the fleet."""
+class EngineConnections(EngineListener):
+    """Connections by the name of the engine. It listens to the fleet, so it has one for each engine."""
 
     def __init__(self, config: ExternalEnginesConfig) -> None:
         self._config = config
@@ -45,8 +48,9 @@ class EngineConnections:
             raise EngineFailed(name, "it was removed")
         return connection
 
+    @override
     def engine_added(self, spec: EngineSpec, *, is_trusted: bool) -> None:
-        """As `EngineListener`. Raises `ConfigError` when the engine's key or a file for TLS is missing."""
+        """Make the connection. Raises `ConfigError` when the engine's key or a file for TLS is missing."""
         resolve = None if is_trusted else public_addresses
         upstream = Upstream(
             spec.url,
@@ -58,8 +62,9 @@ class EngineConnections:
         )
         self._connections[spec.name] = EngineConnection(spec, upstream)
 
+    @override
     def engine_removed(self, name: str) -> None:
-        """As `EngineListener`: close the connections; requests that wait for an answer fail."""
+        """Close the connections; requests that wait for an answer fail."""
         self._connections.pop(name).upstream.close()
 
     def close(self) -> None:

@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from tandem.frontend.relay.usage import chat_pair_usage
 from tandem.router.engines.bounded_json import NotJson, dumps, loads
 
@@ -57,13 +59,14 @@ class EventFormat(Protocol):
         """The event that ends a stream after a failure."""
 
 
-class ChunkEvents:
+class ChunkEvents(EventFormat):
     """Events of `/v1/chat/completions` and `/v1/completions`. The last one is `data: [DONE]`."""
 
+    @override
     def leading_pieces(self, events: bytes) -> tuple[int, int]:
-        """As `EventFormat`. Tries all events, then all but the last two, which are usually usage and `[DONE]`."""
         if count := _count_pieces(events):
             return count, len(events)
+        # The last two events are usually usage and `[DONE]`.
         end = len(events)
         for _ in range(3):
             end = events.rfind(b"\n\n", 0, end)
@@ -73,8 +76,8 @@ class ChunkEvents:
         count = _count_pieces(events[:end])
         return count, end if count else 0
 
+    @override
     def parse(self, raw: bytes) -> SseEvent:
-        """One whole event."""
         data = data_of(raw)
         if data == b"[DONE]":
             return SseEvent(raw, None, is_done=True)
@@ -97,14 +100,14 @@ class ChunkEvents:
             error=None if not error else error if isinstance(error, dict) else {"message": str(error)},
         )
 
+    @override
     def corrected(self, event: SseEvent, prefill_usage: dict[str, Any]) -> SseEvent:
-        """An event that has usage, with the usage of a pair."""
         usage = chat_pair_usage(event.usage or {}, prefill_usage)
         body = (event.body or {}) | {"usage": usage}
         return replace(event, raw=b"data: " + dumps(body) + b"\n\n", body=body, usage=usage)
 
+    @override
     def error(self, error: dict[str, Any]) -> bytes:
-        """The event that ends a stream after a failure."""
         return b"data: " + dumps({"error": error}) + b"\n\n"
 
 

@@ -10,9 +10,11 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from typing_extensions import override
+
 from tandem.frontend.http.errors import messages_error_type
 from tandem.frontend.relay.answers import as_dict
-from tandem.frontend.relay.sse import SseEvent, data_of
+from tandem.frontend.relay.sse import EventFormat, SseEvent, data_of
 from tandem.frontend.relay.usage import (
     messages_pair_usage,
     messages_usage,
@@ -27,19 +29,19 @@ Json = dict[str, Any]
 _PIECES = re.compile(rb"(?:event: (?:response\.[a-z_.]+\.delta|content_block_delta)\ndata: [^\r\n]*\n\n)*")
 
 
-class _TypedEvents:
+class _TypedEvents(EventFormat):
     """What both formats share."""
 
     last_types: frozenset[str]  # types of events that end a stream
 
+    @override
     def leading_pieces(self, events: bytes) -> tuple[int, int]:
-        """Number of leading events that contain a piece of the answer and nothing else, and where they end."""
         found = _PIECES.match(events)
         end = found.end() if found else 0
         return events.count(b"\n\n", 0, end), end
 
+    @override
     def parse(self, raw: bytes) -> SseEvent:
-        """One whole event."""
         data = data_of(raw)
         try:
             body = loads(data) if data else None
@@ -66,18 +68,20 @@ class ResponseEvents(_TypedEvents):
 
     last_types = frozenset({"response.completed", "response.incomplete", "response.failed"})
 
+    @override
     def usage(self, body: Json) -> Json | None:
         """The last event has it."""
         usage = as_dict(body.get("response")).get("usage")
         return responses_usage(usage) if isinstance(usage, dict) else None
 
+    @override
     def error(self, error: Json) -> bytes:
         """The error's fields, and the error itself as in a response."""
         body = {"type": "error", "code": error.get("code"), "message": error.get("message"), "param": None}
         return _raw(body | {"error": error})
 
+    @override
     def corrected(self, event: SseEvent, prefill_usage: Json) -> SseEvent:
-        """The event with the usage of a pair."""
         body = as_dict(event.body)
         response = as_dict(body.get("response"))
         usage = responses_pair_usage(as_dict(response.get("usage")), prefill_usage)
@@ -89,18 +93,20 @@ class MessageEvents(_TypedEvents):
 
     last_types = frozenset({"message_stop"})
 
+    @override
     def usage(self, body: Json) -> Json | None:
         """The first event and the last but one have it."""
         usage = body.get("usage") or as_dict(body.get("message")).get("usage")
         return messages_usage(usage) if isinstance(usage, dict) else None
 
+    @override
     def error(self, error: Json) -> bytes:
         """The body of an error response."""
         shown = error | {"type": messages_error_type(str(error.get("type", "server_error")))}
         return _raw({"type": "error", "error": shown})
 
+    @override
     def corrected(self, event: SseEvent, prefill_usage: Json) -> SseEvent:
-        """The event with the usage of a pair."""
         body = as_dict(event.body)
         holder = body if "usage" in body else as_dict(body.get("message"))
         usage = messages_pair_usage(as_dict(holder.get("usage")), prefill_usage)

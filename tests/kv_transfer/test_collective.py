@@ -61,6 +61,10 @@ class Stranger:
         payload = msgspec.msgpack.encode(message)
         self.socket.sendall(struct.pack("<I", len(payload)) + payload)
 
+    def greet(self, secret: bytes, worker_id: str = "p") -> None:
+        """Send the first message of a link: epoch 1, the first link, blocks in one piece."""
+        self.say("hello", secret, worker_id, 1, 1, 1)
+
     def is_dropped(self) -> bool:
         """Whether the transport ended the connection."""
         self.socket.setblocking(False)
@@ -84,8 +88,8 @@ def stranger(transport: Transport) -> Iterator[Stranger]:
 @pytest.mark.parametrize(
     "message",
     [
-        ("hello", bytes(16), "p", 1),
-        ("hello", b"", "p", 1),
+        ("hello", bytes(16), "p", 1, 1, 1),
+        ("hello", b"", "p", 1, 1, 1),
         ("welcome",),
         ("rendezvous", "0/0", b"x"),
         ("copy", 1, True, [[0, 1]], b""),
@@ -115,7 +119,7 @@ def test_bytes_that_are_no_message_end_the_connection(
 def test_an_order_that_leaves_the_pool_ends_the_link(
     transport: CollectiveTransport, stranger: Stranger, run: list[int], is_read: bool
 ) -> None:
-    stranger.say("hello", stranger.secret, "p", 1)
+    stranger.greet(stranger.secret)
     stranger.say("copy", 1, is_read, [run], b"never")
     assert arrived_until_dropped(transport, stranger) == []
 
@@ -133,7 +137,7 @@ def test_strangers_do_not_disturb_a_link(
 ) -> None:
     other.add_peer("d", 1, transport.local_metadata())
     transfer = other.write_blocks("d", [1], [2], b"hello")
-    stranger.say("hello", bytes(16), "d", 1)
+    stranger.greet(bytes(16), "d")
     arrived: list[Notification] = []
     wait_for(lambda: arrived.extend(transport.poll()) or (transfer.is_settled and stranger.is_dropped()), other)
     assert transfer.state is TransferState.DONE

@@ -32,19 +32,25 @@ with private_run() as folder:
 """
 
 
-def started_with(folder: Path, word: str = "") -> list[psutil.Process]:
-    """Processes with this folder for temporary files whose command contains a word."""
+def marked_with(folder: Path) -> list[psutil.Process]:
+    """Processes that were started within that run; the guard is none."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.environ().get("TMPDIR") == str(folder) and word in " ".join(process.cmdline()):
+            if process.environ().get("TMPDIR") == str(folder):
                 found.append(process)
     return found
 
 
 def guards_in(folder: Path) -> list[psutil.Process]:
-    """Guards of servers that were started with this folder."""
-    return started_with(folder, "tandem.runtime.cleanup")
+    """Guards of servers that were started with this folder for temporary files."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            is_guard = "tandem.runtime.cleanup" in process.cmdline()
+            if is_guard and process.environ().get("TMPDIR") == str(folder):
+                found.append(process)
+    return found
 
 
 @pytest.fixture
@@ -105,7 +111,7 @@ def test_after_a_killed_server_its_guard_ends_what_it_left(
 ) -> None:
     server, folder = start_server("time.sleep(600)")
     guard = the_guard(tmp_path)
-    (orphan,) = started_with(folder)  # within its run; the guard is not
+    (orphan,) = marked_with(folder)
     assert (folder / "secret").exists()
     assert folder.stat().st_mode & 0o777 == 0o700
     assert guard not in psutil.Process(server.pid).children(), "Ray ends the children of an actor with it"
