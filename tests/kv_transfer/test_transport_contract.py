@@ -183,9 +183,9 @@ def test_bad_block_ids_raise_and_copy_nothing(network: Network) -> None:
     before = ours.clone(), theirs.clone()
     near, far = network.link(ours, theirs)
     for from_ids, to_ids in BAD_IDS:
-        with pytest.raises(TransferError):
+        with pytest.raises(TransferError, match=r"do not pair|leave the pool|names a remote block twice"):
             near.write_blocks("d", from_ids, to_ids, b"never")
-        with pytest.raises(TransferError):
+        with pytest.raises(TransferError, match=r"do not pair|leave the pool|names a local block twice"):
             near.read_blocks("d", from_ids, to_ids)
     settle([near.read_blocks("d", [], [])], near, far)
     near.write_blocks("d", [], [], b"next")
@@ -363,7 +363,7 @@ def test_another_block_size_is_refused(network: Network) -> None:
 
 @pytest.mark.parametrize("metadata", [b"", b"garbage", b"\x90"])
 def test_unreadable_metadata_is_refused(network: Network, metadata: bytes) -> None:
-    with pytest.raises(TransferError):
+    with pytest.raises(TransferError, match="metadata cannot be read"):
         network.make("p", random_pool()).add_peer("d", 1, metadata)
 
 

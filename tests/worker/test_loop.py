@@ -120,9 +120,12 @@ def test_token_ids_that_the_model_does_not_know_are_the_clients_error(client: Cl
     [{"repetition_penalty": 1e-40, "min_p": 0.5}, {"num_logprobs": 1_000_000}, {"temperature": float("nan")}],
     ids=str,
 )
-def test_a_message_with_odd_sampling_is_dropped(worker: Worker, client: Client, odd: dict[str, Any]) -> None:
+def test_a_message_with_odd_sampling_fails_alone(worker: Worker, client: Client, odd: dict[str, Any]) -> None:
     sampling = {"max_tokens": 4, **odd}
     client.send_raw({"type": "Generate", "request_id": "a", "token_ids": [5] * 20, "sampling": sampling})
+    failed = client.receive(RequestFailed)
+    assert failed.request_id == "a"
+    assert "malformed" in failed.message
     assert_serves(worker, client)
 
 
