@@ -310,19 +310,6 @@ def test_workers_are_reached_through_a_private_folder(server: Server) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_the_openai_client_chats_with_and_without_a_stream(server: Server) -> None:
-    messages: Any = [{"role": "user", "content": "hello world"}]
-    with client_of(server) as client:
-        fields: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 30, "temperature": 0}
-        whole = client.chat.completions.create(**fields)
-        chunks = list(client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == whole.choices[0].message.content
-    assert whole.usage is not None
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens > 0
-
-
 def test_disaggregated_over_nixl_is_colocated_token_for_token(server: Server, colocated: Server) -> None:
     random_ = random.Random(1)
     before = HTTP.get(f"{server.url}/v1/pools").json()["num_handoffs"]

@@ -366,7 +366,6 @@ async def test_thoughts_are_a_block_before_the_text(tmp_path: Path) -> None:
     ("fields", "reply", "reason", "sequence", "text"),
     [
         ({}, "abc", "end_turn", None, "abc"),
-        ({"max_tokens": 2}, "abc", "max_tokens", None, "ab"),
         ({"stop_sequences": ["x", "c"]}, "abcd", "stop_sequence", "c", "ab"),
     ],
 )
