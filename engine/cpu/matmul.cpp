@@ -5,26 +5,24 @@
 // threads, or the way in which work is cut. So all micro-kernels of a kind may be mixed; those of two kinds may not,
 // because tiles and vectors round in different places.
 
-#include "common.h"
+#include "kinds.h"
+#include "tiles.h"
 
 #include <memory>
 #include <omp.h>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
-#if defined(__AMX_BF16__) && defined(__linux__)
-#define HAS_AMX
+#ifdef HAS_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
 namespace {
 
-enum Kind : int { VECTORS = 0, AVX512_BF16 = 1, AMX_BF16 = 2 };
-
 constexpr int PANELS = 2;                // panels of one micro-kernel; a panel is LANES columns
 constexpr int COLUMNS = PANELS * LANES;  // N is padded to a multiple of this with zeros
-constexpr int PAIR_UNIT = 32;            // K of the bfloat16 kinds is padded to a multiple of this: the pairs of a tile
+constexpr int PAIR_UNIT = 32;            // K of the bfloat16 kinds is padded to a multiple of this: the depth of a tile
 constexpr int ITEM_ROWS = 128;           // rows of one work item
 constexpr int64_t BLOCK_BYTES = 1 << 20; // of x that is prepared at once: half of a usual L2 cache
 
@@ -155,14 +153,7 @@ template <typename Format> struct ByRows {
 // ---- AMX: tiles of 16 rows by 32 elements ----
 
 #ifdef HAS_AMX
-constexpr int TILE = 16;
 constexpr int TILE_ELEMENTS = TILE * PAIR_UNIT;
-
-struct TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
 
 struct Tiles {
   using T = bfloat16;
@@ -185,17 +176,6 @@ struct Tiles {
   }
 
   // Tiles 0 to 3 are sums (two by two), 4 and 5 rows of x, 6 and 7 columns of the weight.
-  static void configure(int upper, int lower) {
-    TileConfig config;
-    for (int i = 0; i < 8; ++i) {
-      config.row_bytes[i] = 64;
-      config.rows[i] = TILE;
-    }
-    config.rows[0] = config.rows[1] = config.rows[4] = static_cast<uint8_t>(upper);
-    if (lower > 0) config.rows[2] = config.rows[3] = config.rows[5] = static_cast<uint8_t>(lower);
-    _tile_loadconfig(&config);
-  }
-
   static void multiply(const Product &p, const Prepared *x, int64_t first, int64_t last, int64_t column, int64_t base) {
     int64_t depth = round_up(p.depth, PAIR_UNIT), num_steps = depth / PAIR_UNIT;
     const T *left = static_cast<const T *>(p.weight) + column * depth, *right = left + LANES * depth;
@@ -204,7 +184,7 @@ struct Tiles {
     for (int64_t row = first; row < last; row += 2 * TILE) {
       int num_rows = static_cast<int>(std::min<int64_t>(2 * TILE, last - row));
       int upper = std::min(num_rows, TILE), lower = num_rows - upper;
-      if (num_rows != configured) configure(upper, lower);
+      if (num_rows != configured) configure_tiles(upper, lower);
       configured = num_rows;
       const T *a = x + row * depth, *b = a + TILE * depth;
       _tile_zero(0);
@@ -323,8 +303,8 @@ void pack_pairs(const bfloat16 *weight, bfloat16 *packed, int64_t num_columns, i
 
 extern "C" {
 
-// The most capable kind of product of bfloat16 on this machine.
-int tandem_matmul_kind() {
+// The most capable kind on this machine.
+int tandem_best_kind() {
 #ifdef HAS_AMX
   constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18; // of arch_prctl: tiles are off in each new process
   if (syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0) return AMX_BF16;

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from tandem.engine.cpu.kinds import kind_for
 from tandem.engine.cpu.library import load_kernels
-from tandem.protocol.errors import ConfigError
 
-VARIABLE = "TANDEM_CPU_KERNELS"
-_NAMES = ("vectors", "avx512_bf16", "amx_bf16")  # in the order of `enum Kind`; each CPU has those up to its own
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
@@ -28,23 +25,6 @@ def _kernels() -> ctypes.CDLL:
     return kernels
 
 
-def kernel_kinds() -> tuple[str, ...]:
-    """The kinds of kernels that this CPU runs, the fastest last. Between two kinds the last bits differ."""
-    return _NAMES[: _kernels().tandem_matmul_kind() + 1]
-
-
-def kernel_kind() -> str:
-    """The kind that models are computed with here: the fastest, unless TANDEM_CPU_KERNELS names another one.
-
-    Raises ConfigError for one that this CPU does not have.
-    """
-    kinds = kernel_kinds()
-    wanted = os.environ.get(VARIABLE) or kinds[-1]
-    if wanted not in kinds:
-        raise ConfigError(f"{VARIABLE}={wanted!r}: this CPU has {', '.join(kinds)}")
-    return wanted
-
-
 class PackedWeight:
     """A weight in the layout of its kernel."""
 
@@ -52,7 +32,7 @@ class PackedWeight:
         """`weight` is [N, K], float32 or bfloat16."""
         self._num_columns, self._depth = weight.shape
         self._dtype = weight.dtype
-        self._kind = _NAMES.index(kernel_kind()) if weight.dtype is torch.bfloat16 else 0
+        self._kind = kind_for(weight.dtype)
         weight = weight.contiguous()
         size = _kernels().tandem_matmul_packed_elements(self._kind, *weight.shape)
         self._packed = torch.empty(size, dtype=weight.dtype)
