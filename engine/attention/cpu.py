@@ -45,6 +45,7 @@ class CpuAttention:
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
+        self._kinds = {dtype: kind_for(dtype) for dtype in (torch.float32, torch.bfloat16)}
         self._function = load_kernels().tandem_paged_attention
         self._function.argtypes = (ctypes.c_int, ctypes.POINTER(_Arguments), ctypes.c_int, ctypes.c_int)
         self._function.restype = ctypes.c_int
@@ -106,7 +107,7 @@ class CpuAttention:
             scale=scale,
             softcap=softcap,
         )
-        kind, is_bfloat16 = kind_for(query.dtype), int(query.dtype == torch.bfloat16)
-        failed = self._function(kind, ctypes.byref(arguments), is_bfloat16, self._num_threads)
+        is_bfloat16 = int(query.dtype == torch.bfloat16)
+        failed = self._function(self._kinds[query.dtype], ctypes.byref(arguments), is_bfloat16, self._num_threads)
         if failed:
             raise MemoryError("the attention kernel could not allocate its scratch memory")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from functools import cache
 
@@ -15,9 +16,16 @@ _KINDS = ("vectors", "avx512_bf16", "amx_bf16")  # in the order of `enum Kind`; 
 
 
 @cache
+def _kernels() -> ctypes.CDLL:
+    kernels = load_kernels()
+    kernels.tandem_vector_target.restype = ctypes.c_char_p
+    return kernels
+
+
+@cache
 def kernel_kinds() -> tuple[str, ...]:
     """The kinds that this CPU runs, the fastest last. Between two kinds the last bits differ."""
-    return _KINDS[: load_kernels().tandem_best_kind() + 1]
+    return _KINDS[: _kernels().tandem_best_kind() + 1]
 
 
 def kernel_kind() -> str:
@@ -30,6 +38,13 @@ def kernel_kind() -> str:
     if wanted not in kinds:
         raise ConfigError(f"{VARIABLE}={wanted!r}: this CPU has {', '.join(kinds)}")
     return wanted
+
+
+def kernels_of(dtype: torch.dtype) -> str:
+    """Name of the kernels that compute a model of this type here, as workers compare them."""
+    kind = kernel_kind() if dtype is torch.bfloat16 else _KINDS[0]
+    target: bytes = _kernels().tandem_vector_target()
+    return f"cpu {kind} {target.decode()}"
 
 
 def kind_for(dtype: torch.dtype) -> int:

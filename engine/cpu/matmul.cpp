@@ -13,10 +13,6 @@
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
-#ifdef HAS_AMX
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 namespace {
 
@@ -302,19 +298,6 @@ void pack_pairs(const bfloat16 *weight, bfloat16 *packed, int64_t num_columns, i
 } // namespace
 
 extern "C" {
-
-// The most capable kind on this machine.
-int tandem_best_kind() {
-#ifdef HAS_AMX
-  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18; // of arch_prctl: tiles are off in each new process
-  if (syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0) return AMX_BF16;
-#endif
-#ifdef __AVX512BF16__
-  return AVX512_BF16;
-#else
-  return VECTORS;
-#endif
-}
 
 // Elements of a packed weight.
 int64_t tandem_matmul_packed_elements(int kind, int64_t num_columns, int64_t depth) {

@@ -169,4 +169,4 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    return id(tensor) if tensor.is_mkldnn else tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr()
