@@ -167,6 +167,7 @@ class Engine:
             codec=kv_codec,
             block_size=config.block_size,
             attention=model.attention,
+            kernels=model.kernels,
         )
         self._launched: deque[_LaunchedStep] = deque()
         self._num_failed_steps = 0  # in a row

@@ -51,6 +51,7 @@ class LoadedModel:
     revision: str
     attentions: frozenset[LayerAttention]  # the kinds of its layers
     num_ranks: int = 1  # of tensor parallelism; the figures above are those of one rank
+    kernels: str  # what computes it; between two kinds the last bits differ
     attention: str  # other settings that change the KV's content, rope and window, as canonical JSON
 
 
@@ -122,13 +123,16 @@ def load_model(
         kv = measure_kv(module)
     if group is not None:
         check_heads(config.model, text, kv, group.size)
+    kernels = device.type
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading took and gave back is free for the pool
     if device.type == "cpu":
+        from tandem.engine.cpu.kinds import kernels_of
         from tandem.engine.cpu.optimize import optimize
 
         optimize(module)
         _leave_weight_files(module)
+        kernels = kernels_of(kv.dtype)
     if group is not None:
         sum_experts(module, group)
     return LoadedModel(
@@ -143,6 +147,7 @@ def load_model(
         device=device,
         revision=model_revision(folder),
         attentions=kv.attentions,
+        kernels=kernels,
         attention=_attention_identity(text),
         num_ranks=1 if group is None else group.size,
     )

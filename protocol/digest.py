@@ -37,8 +37,13 @@ def _tagged_hash(key: bytes, fields: dict[str, str]) -> bytes:
     return state.digest()
 
 
-def namespace_digest(*, model_revision: str, kv_dtype: str, codec: str, block_size: int, attention: str) -> bytes:
-    """Digest of everything about a worker that its KV bytes depend on. 16 bytes."""
+def namespace_digest(
+    *, model_revision: str, kv_dtype: str, codec: str, block_size: int, attention: str, kernels: str
+) -> bytes:
+    """Digest of everything about a worker that its KV bytes depend on. 16 bytes.
+
+    `kernels` names what computes: another kind rounds elsewhere, and an answer must not depend on whose KV it found.
+    """
     return _tagged_hash(
         _NAMESPACE_KEY,
         {
@@ -48,6 +53,7 @@ def namespace_digest(*, model_revision: str, kv_dtype: str, codec: str, block_si
             "codec": codec,
             "block_size": str(block_size),
             "attention": attention,
+            "kernels": kernels,
         },
     )
 

@@ -63,6 +63,7 @@ class StatusReporter:
             max_num_batched_tokens=engine.config.max_num_batched_tokens,
             max_num_seqs=engine.config.max_num_seqs,
             namespace=engine.namespace,
+            kernels=engine.model.kernels,
             pid=os.getpid(),
             tiers={cached.name: cached.store for cached in parts.cache.tiers},
             max_pinned_blocks=parts.pins.max_blocks,

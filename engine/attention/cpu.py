@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from tandem.engine.attention.context import StepContext
+from tandem.engine.cpu.kinds import kind_for
 from tandem.engine.cpu.library import load_kernels
 
 MAX_HEAD_DIM = 512
 
 
 class _Arguments(ctypes.Structure):
-    """Mirror of `struct Arguments` in paged_attention.cpp."""
+    """Mirror of `struct Arguments` in attention.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("out", "query", "key", "value", "layer_keys", "layer_values")),
@@ -44,8 +45,9 @@ class CpuAttention:
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
+        self._kinds = {dtype: kind_for(dtype) for dtype in (torch.float32, torch.bfloat16)}
         self._function = load_kernels().tandem_paged_attention
-        self._function.argtypes = (ctypes.POINTER(_Arguments), ctypes.c_int, ctypes.c_int)
+        self._function.argtypes = (ctypes.c_int, ctypes.POINTER(_Arguments), ctypes.c_int, ctypes.c_int)
         self._function.restype = ctypes.c_int
 
     def __call__(
@@ -105,6 +107,7 @@ class CpuAttention:
             scale=scale,
             softcap=softcap,
         )
-        failed = self._function(ctypes.byref(arguments), int(query.dtype == torch.bfloat16), self._num_threads)
+        is_bfloat16 = int(query.dtype == torch.bfloat16)
+        failed = self._function(self._kinds[query.dtype], ctypes.byref(arguments), is_bfloat16, self._num_threads)
         if failed:
             raise MemoryError("the attention kernel could not allocate its scratch memory")

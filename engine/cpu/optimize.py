@@ -4,8 +4,8 @@ Parts are recognised by structure (a linear layer; linear layers that read the s
 epsilon; a gated MLP; a mixture of experts). Each is replaced only after the replacement has reproduced the original on
 a random probe.
 
-Without this a decode step of a small model mostly launches tiny operations and unpacks weights: a packed bfloat16
-linear layer takes half the time of a plain one at batch 1.
+Without this a decode step of a small model mostly launches tiny operations, and a token's last bits would depend on its
+batch: oneDNN sums in another order for other numbers of rows, at bounds that differ from CPU to CPU.
 """
 
 from __future__ import annotations
@@ -19,48 +19,31 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from tandem.engine.cpu.matmul import PackedWeight
 from tandem.engine.cpu.ops import make_rms_norm, make_rotate, make_silu_multiply
 
 logger = logging.getLogger(__name__)
 
 # Linear layers that transformers' attention blocks apply to the same input.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"),)
-# Least and most rows of one product. Outside these bounds oneDNN chooses kernels that sum in another order, so a
-# token's result would depend on its batch: for a single row (two rows cost no more); with AMX, below 37 rows and above
-# about 513 (torch 2.13, Xeon with amx_bf16).
-_ROWS, _AMX_ROWS = (2, 1 << 30), (64, 512)
 _PROBE_TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 
-def _has_amx() -> bool:
-    """Whether this CPU multiplies tiles of bfloat16."""
-    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
-
-
 class PackedLinear(nn.Module):
-    """Linear layers over one input as a single product with oneDNN's prepacked weight layout."""
+    """Linear layers over one input as a single product with a packed weight."""
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         super().__init__()
         self.out_features = [linear.out_features for linear in linears]
         weight = torch.cat([linear.weight.detach() for linear in linears])
         self.weight = torch.empty_like(weight, device="meta")  # some models look at its dtype or shape
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+        self._weight = PackedWeight(weight)
         biases = [linear.bias for linear in linears]
-        self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
-        self._num_rows = _AMX_ROWS if _has_amx() and weight.dtype is not torch.float32 else _ROWS
+        self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases]).contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., T, in] -> [..., T, sum of out]."""
-        num_rows, (least, most) = x.shape[-2], self._num_rows
-        if num_rows > most:
-            return torch.cat([self(part) for part in torch.split(x, most, dim=-2)], dim=-2)
-        if num_rows < least:
-            return self._product(nn.functional.pad(x, (0, 0, 0, least - num_rows)))[..., :num_rows, :]
-        return self._product(x)
-
-    def _product(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")  # type: ignore[no-any-return]
+        """x [..., in] -> [..., sum of out]."""
+        return self._weight.multiply(x, self._bias)
 
 
 class _SharedProduct:
@@ -96,7 +79,7 @@ class _MergedLinear(nn.Module):
         return self._product.part(x, self._idx)
 
 
-class _PackedWeight:
+class _WeightOfProduct:
     """Replaces a weight that a module itself passes to `F.linear`, so that the product is a packed one.
 
     `F.linear` calls `__torch_function__` of any argument that has it, tensor or not.
@@ -106,7 +89,7 @@ class _PackedWeight:
         """The same weight in each dtype that inputs may have."""
         self._products = {weight.dtype: PackedLinear([_as_linear(weight)]) for weight in weights}
 
-    def type(self, _: torch.dtype) -> _PackedWeight:
+    def type(self, _: torch.dtype) -> _WeightOfProduct:
         """Returns itself, because a product uses the dtype of its input."""
         return self
 
@@ -290,7 +273,7 @@ def _replace_router(module: nn.Module) -> None:
     except (AttributeError, RuntimeError, TypeError):
         return
     del module.weight
-    vars(module)["weight"] = _PackedWeight(weight, weight.float())
+    vars(module)["weight"] = _WeightOfProduct(weight, weight.float())
     if not _agrees(lambda _: expected, lambda x: _first(module(x[0])), probe):
         del vars(module)["weight"]
         module.weight = weight

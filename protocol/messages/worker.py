@@ -70,6 +70,7 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: Number
     max_num_seqs: Number = 0  # seats: sequences in one step; 0 = not known
     namespace: Digest  # protocol.digest.namespace_digest of this worker
+    kernels: Name = ""  # what computes its model: a part of the namespace
     pid: Number
     tiers: dict[Name, Name] = {}  # KV tier -> the store it shares with other workers ("" = none), fast to slow
     adapters: Names = []  # LoRA adapters it serves

@@ -321,6 +321,11 @@ class WorkerClient:
         if peer.process != link.address.process:
             return f"expected epoch {link.address.epoch}, found {peer.worker_id} epoch {peer.epoch} at its endpoint"
         for other in self._registry:
+            if other.card.kernels != card.kernels:
+                return (
+                    f"its KV is computed by {card.kernels!r}, that of worker {other.worker_id} by "
+                    f"{other.card.kernels!r}; TANDEM_CPU_KERNELS names kernels that all CPUs have"
+                )
             for name in ("model", "namespace", "block_size"):
                 ours, theirs = getattr(other.card, name), getattr(card, name)
                 if ours != theirs:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.engine.cpu.kinds import VARIABLE, kernel_kinds
 from tandem.engine.engine import Engine
 from tandem.engine.graphs.capture import MakeRecorder
 from tandem.engine.graphs.recorder import make_recorder
@@ -14,6 +15,19 @@ from tandem.protocol.config import EngineConfig
 from tests.support.architectures import SERVED, WRAPPERS, save_model
 
 BuildEngine = Callable[..., Engine]
+
+
+@pytest.fixture(
+    params=[("vectors", torch.float32), *((kind, torch.bfloat16) for kind in ("vectors", "avx512_bf16", "amx_bf16"))],
+    ids=lambda param: f"{param[0]}-{str(param[1]).removeprefix('torch.')}",
+)
+def cpu_dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """An element type, with each kind of kernels that computes it."""
+    kind, dtype = request.param
+    if kind not in kernel_kinds():
+        pytest.skip(f"this CPU has no {kind}")
+    monkeypatch.setenv(VARIABLE, kind)
+    return dtype  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,45 +14,44 @@ from tandem.engine.attention.interface import PagedStep, paged_attention_forward
 from tests.support.attention_case import NUM_LAYERS, Case, assert_agrees
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 80, 128, 256, 512])
-def test_kernel_agrees_for_every_head_dim(head_dim: int, dtype: torch.dtype) -> None:
-    assert_agrees(CpuAttention(2), Case([1, 70, 33], head_dim=head_dim, dtype=dtype))
+def test_kernel_agrees_for_every_head_dim(head_dim: int, cpu_dtype: torch.dtype) -> None:
+    assert_agrees(CpuAttention(2), Case([1, 70, 33], head_dim=head_dim, dtype=cpu_dtype))
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (9, 3), (8, 1), (6, 2), (7, 7), (12, 1)])
-def test_kernel_agrees_for_every_grouping_of_heads(num_heads: int, num_kv_heads: int) -> None:
-    assert_agrees(CpuAttention(2), Case([5, 40], num_heads=num_heads, num_kv_heads=num_kv_heads))
+def test_kernel_agrees_for_every_grouping_of_heads(num_heads: int, num_kv_heads: int, cpu_dtype: torch.dtype) -> None:
+    case = Case([5, 40], num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=cpu_dtype)
+    assert_agrees(CpuAttention(2), case)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 16, 64, 256])
-def test_kernel_agrees_for_every_block_size(block_size: int) -> None:
-    assert_agrees(CpuAttention(2), Case([1, 15, 16, 17, 63, 64, 65, 130], block_size=block_size))
+def test_kernel_agrees_for_every_block_size(block_size: int, cpu_dtype: torch.dtype) -> None:
+    lengths = [1, 15, 16, 17, 63, 64, 65, 130]
+    assert_agrees(CpuAttention(2), Case(lengths, block_size=block_size, dtype=cpu_dtype))
 
 
 @pytest.mark.parametrize("window", [1, 2, 31, 63, 64, 65, 129, 1000])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
-def test_kernel_agrees_with_windows_and_soft_caps(window: int, softcap: float) -> None:
-    assert_agrees(CpuAttention(2), Case([200, 3, 65]), window=window, softcap=softcap)
+def test_kernel_agrees_with_windows_and_soft_caps(window: int, softcap: float, cpu_dtype: torch.dtype) -> None:
+    assert_agrees(CpuAttention(2), Case([200, 3, 65], dtype=cpu_dtype), window=window, softcap=softcap)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"window": 31}, {"softcap": 1.5}])
-def test_kernel_agrees_with_sinks(options: dict[str, Any], dtype: torch.dtype) -> None:
-    sinks = torch.tensor([-50.0, 0.0, 3.0, 50.0], dtype=dtype)  # of no weight, little, much, all
-    assert_agrees(CpuAttention(2), Case([70, 1, 33], dtype=dtype), sinks=sinks, **options)
+def test_kernel_agrees_with_sinks(options: dict[str, Any], cpu_dtype: torch.dtype) -> None:
+    sinks = torch.tensor([-50.0, 0.0, 3.0, 50.0], dtype=cpu_dtype)  # of no weight, little, much, all
+    assert_agrees(CpuAttention(2), Case([70, 1, 33], dtype=cpu_dtype), sinks=sinks, **options)
 
 
-def test_kernel_survives_large_scores() -> None:
-    case = Case([80])
+def test_kernel_survives_large_scores(cpu_dtype: torch.dtype) -> None:
+    case = Case([80], dtype=cpu_dtype)
     case.q = [q * 200 for q in case.q]
     assert_agrees(CpuAttention(2), case)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"window": 24}, {"softcap": 2.0}, {"sinks": torch.linspace(-2, 3, 9)}])
-def test_results_do_not_depend_on_batch_chunks_or_threads(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    case = Case([1, 17, 64, 150], num_heads=9, num_kv_heads=3, dtype=dtype)
+def test_results_do_not_depend_on_batch_chunks_or_threads(cpu_dtype: torch.dtype, options: dict[str, Any]) -> None:
+    case = Case([1, 17, 64, 150], num_heads=9, num_kv_heads=3, dtype=cpu_dtype)
     together_pool = case.new_pool(0.0)
     together = case.run(CpuAttention(2), together_pool, case.whole(), **options)
     for chunk_size in (1, 7, 32, 33):

@@ -14,7 +14,7 @@ from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as i
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as half_rotary
 
 from tandem.engine.cpu.ops import make_rms_norm, make_rotate, make_silu_multiply
-from tandem.engine.cpu.optimize import PackedLinear, _agrees, _first, _rotary_agrees, optimize
+from tandem.engine.cpu.optimize import _agrees, _first, _rotary_agrees, optimize
 from tests.support.architectures import SERVED
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -102,36 +102,6 @@ def test_original_weights_are_released() -> None:
     optimize(model)
     gc.collect()
     assert [original() for original in originals] == [None] * 4
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_in", "num_out"), [(64, 96), (576, 1536), (1536, 576), (1536, 49)])
-def test_a_row_of_a_packed_product_does_not_depend_on_the_others(num_in: int, num_out: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    linear = nn.Linear(num_in, num_out, bias=num_out == 96).to(dtype)
-    x = torch.randn(1, 70, num_in, generator=generator).to(dtype)
-    with torch.inference_mode():
-        packed = PackedLinear([linear])
-        whole = packed(x)
-        torch.testing.assert_close(whole, linear(x), atol=2e-2, rtol=2e-2)
-        for size in (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 64):
-            for start in range(0, 70 - size + 1, max(1, size // 2) if size > 1 else 1):
-                part = packed(x[:, start : start + size])
-                assert torch.equal(part, whole[:, start : start + size]), f"rows {start} to {start + size}"
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_in", "num_out"), [(576, 576), (1536, 576)])
-def test_nor_do_those_of_a_long_prompt(num_in: int, num_out: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    linear = nn.Linear(num_in, num_out, bias=False).to(dtype)
-    x = torch.randn(1, 1300, num_in, generator=generator).to(dtype)
-    with torch.inference_mode():
-        packed = PackedLinear([linear])
-        first = packed(x[:, :64])
-        for size in (65, 127, 128, 256, 511, 512, 513, 530, 640, 1024, 1025, 1300):
-            assert torch.equal(packed(x[:, :size])[:, :64], first), f"{size} rows"
-        assert torch.equal(packed(x)[:, -1:], packed(x[:, -1:]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

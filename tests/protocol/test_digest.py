@@ -31,6 +31,7 @@ def make_namespace(**changes: object) -> bytes:
         "codec": "raw",
         "block_size": 16,
         "attention": "a",
+        "kernels": "k",
     }
     return namespace_digest(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -38,10 +39,10 @@ def make_namespace(**changes: object) -> bytes:
 def test_digests_are_stable_across_versions() -> None:
     # A change here silently empties every cache and tier that outlives a process, so it must be on purpose.
     root = root_digest(make_namespace(), cache_salt="tenant", lora="l@1")
-    assert root.hex() == "080eec2f1c503eda87f427fc9bda7a1d"
+    assert root.hex() == "de6f11de7eb4c0aff62c1fa5362d23d9"
     assert [digest.hex() for digest in block_digests(root, list(range(10)), SIZE)] == [
-        "ba109cd1e3817685c274233466e97c3c",
-        "8ceff9e3d5dc8056223159106527f609",
+        "bb7f32bc1e7fd64c12a4a4b826184431",
+        "d178caf717aa28131446472243807888",
     ]
 
 
@@ -75,7 +76,14 @@ def test_equal_blocks_at_different_depths_differ() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"model_revision": "n"}, {"kv_dtype": "float32"}, {"codec": "fp8"}, {"block_size": 32}, {"attention": "b"}],
+    [
+        {"model_revision": "n"},
+        {"kv_dtype": "float32"},
+        {"codec": "fp8"},
+        {"block_size": 32},
+        {"attention": "b"},
+        {"kernels": "l"},
+    ],
 )
 def test_namespace_depends_on_every_field(change: dict[str, object]) -> None:
     assert make_namespace(**change) != make_namespace()

@@ -76,6 +76,7 @@ class FakeWorker:
         *,
         epoch: int = 1,
         namespace: bytes = NAMESPACE,
+        kernels: str = "",
         refusal: str = "",
         tiers: dict[str, str] | None = None,
         is_mute: bool = False,
@@ -103,7 +104,7 @@ class FakeWorker:
             namespace=namespace,
         )
         address = msgspec.structs.replace(self.card.address, public_key=self._keys.public)
-        self.card = msgspec.structs.replace(self.card, address=address, tiers=tiers or {})
+        self.card = msgspec.structs.replace(self.card, address=address, tiers=tiers or {}, kernels=kernels)
         self._peer = b""
         self._task = asyncio.get_running_loop().create_task(self._run())
 

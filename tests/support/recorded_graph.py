@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from tandem.engine.cpu import matmul
 from tandem.engine.cpu.library import load_kernels
 from tandem.engine.graphs.recorder import DeviceGraph, GraphRecorder, NotRecordable
 from tests.support.host_reads import host_read
@@ -144,11 +145,13 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make engines that are built from now on tell the graph which C++ kernels they call."""
     for module in ("tandem.engine.cpu.ops", "tandem.engine.attention.cpu"):
         monkeypatch.setattr(f"{module}.load_kernels", _RecordingLibrary)
+    matmul._kernels()  # declares the types of its functions
+    monkeypatch.setattr(matmul, "_kernels", _RecordingLibrary)
 
 
 class _RecordingLibrary:
     def __getattr__(self, name: str) -> _RecordingKernel:
-        return _RecordingKernel(load_kernels()[name])
+        return _RecordingKernel(getattr(load_kernels(), name))
 
 
 class _RecordingKernel:
@@ -169,4 +172,4 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    return id(tensor) if tensor.is_mkldnn else tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr()

@@ -313,6 +313,8 @@ async def test_a_worker_that_cannot_serve_beside_the_others_is_refused() -> None
         stranger = FakeWorker("x", Role.DECODE, namespace=b"other namespace!")
         with pytest.raises(IncompatiblePeer, match="namespace is b'other namespace!'"):
             await cluster.add(stranger)
+        with pytest.raises(IncompatiblePeer, match="by 'cpu avx2', that of worker d by ''; TANDEM_CPU_KERNELS names"):
+            await cluster.add(FakeWorker("z", Role.DECODE, kernels="cpu avx2"))
         with pytest.raises(IncompatiblePeer, match="wire version 1"):
             await cluster.add(FakeWorker("y", Role.DECODE, refusal="I do not speak wire version 1"))
         assert [w.worker_id for w in cluster.registry] == ["d"]

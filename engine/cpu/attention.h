@@ -1,0 +1,116 @@
+// What the attention kernels share: their arguments, the items into which their work is cut, and the way to the pool.
+
+#pragma once
+
+#include "common.h"
+
+namespace {
+
+constexpr int KEYS = 64;    // keys of one tile
+constexpr int QUERIES = 32; // query tokens of one work item
+constexpr int MAX_DIM = 512;        // largest head dimension; CpuAttention checks it
+constexpr int DIM_UNIT = 2 * LANES; // head dimensions are padded to a multiple of this: whole vectors, even of pairs
+
+struct Arguments {
+  void *out;       // [num_tokens, num_heads, head_dim]
+  const void *query; // [num_tokens, num_heads, head_dim], strided
+  const void *key;   // [num_tokens, num_kv_heads, head_dim], strided
+  const void *value;
+  void *layer_keys;   // this layer's keys of block 0: [block_size, num_kv_heads, head_dim], strided
+  void *layer_values;
+  const int32_t *block_tables;  // [num_seqs, max_blocks]
+  const int32_t *query_starts;  // [num_seqs + 1]
+  const int32_t *kv_lens;       // [num_seqs], new tokens included
+  const int64_t *slot_mapping;  // [num_tokens]
+  const float *sinks;           // [num_heads], or null: one more score that every token sees, of a value of zeros
+  int64_t query_token_stride, query_head_stride; // in elements
+  int64_t key_token_stride, key_head_stride;
+  int64_t value_token_stride, value_head_stride;
+  int64_t block_stride, slot_stride, kv_head_stride; // of the pool, in elements
+  int64_t num_tokens, num_seqs, max_blocks, block_size;
+  int64_t num_heads, num_kv_heads, head_dim;
+  int64_t window;   // a token sees itself and the window - 1 tokens before it; 0 = all
+  float scale, softcap; // softcap 0 = off
+};
+
+// Where a head's keys and values of a position lie in the pool, in elements.
+inline int64_t slot_of(const Arguments &a, const int32_t *table, int64_t position, int64_t kv_head) {
+  return table[position / a.block_size] * a.block_stride + position % a.block_size * a.slot_stride +
+         kv_head * a.kv_head_stride;
+}
+
+template <typename T> void write_cache(const Arguments &a) {
+  const T *key = static_cast<const T *>(a.key), *value = static_cast<const T *>(a.value);
+  for (int64_t t = 0; t < a.num_tokens; ++t) {
+    int64_t slot = a.slot_mapping[t];
+    int64_t at = slot / a.block_size * a.block_stride + slot % a.block_size * a.slot_stride;
+    for (int64_t h = 0; h < a.num_kv_heads; ++h) {
+      std::memcpy(static_cast<T *>(a.layer_keys) + at + h * a.kv_head_stride,
+                  key + t * a.key_token_stride + h * a.key_head_stride, a.head_dim * sizeof(T));
+      std::memcpy(static_cast<T *>(a.layer_values) + at + h * a.kv_head_stride,
+                  value + t * a.value_token_stride + h * a.value_head_stride, a.head_dim * sizeof(T));
+    }
+  }
+}
+
+// Up to QUERIES tokens of one sequence, for the query heads that share one key/value head. Row r of the item is head
+// r % group of token r / group.
+struct WorkItem {
+  const int32_t *table;
+  int64_t token, first_position; // of the first query
+  int64_t num_queries, kv_head, group;
+
+  WorkItem(const Arguments &a, int64_t seq, int64_t first_query, int64_t num_queries, int64_t kv_head)
+      : table(a.block_tables + seq * a.max_blocks), token(a.query_starts[seq] + first_query),
+        first_position(a.kv_lens[seq] - (a.query_starts[seq + 1] - a.query_starts[seq]) + first_query),
+        num_queries(num_queries), kv_head(kv_head), group(a.num_heads / a.num_kv_heads) {}
+
+  int num_rows() const { return static_cast<int>(num_queries * group); }
+  int64_t head_of(int64_t row) const { return kv_head * group + row % group; }
+  // Rows of padding repeat the last position; their result is dropped.
+  int64_t position_of(int64_t row) const { return first_position + std::min(row / group, num_queries - 1); }
+  int64_t last_position() const { return first_position + num_queries - 1; }
+  // The first key of the first tile that any query sees. Tiles begin at position 0, whatever is seen.
+  int64_t first_key(const Arguments &a) const {
+    return a.window > 0 ? std::max<int64_t>(first_position - a.window + 1, 0) / KEYS * KEYS : 0;
+  }
+  template <typename T> const T *query_row(const Arguments &a, int64_t row) const {
+    return static_cast<const T *>(a.query) + (token + row / group) * a.query_token_stride +
+           head_of(row) * a.query_head_stride;
+  }
+  template <typename T> T *out_row(const Arguments &a, int64_t row) const {
+    return static_cast<T *>(a.out) + ((token + row / group) * a.num_heads + head_of(row)) * a.head_dim;
+  }
+};
+
+// Brings the rows of a tile towards the caches. Without it each block of a head is a jump that no hardware predicts.
+template <typename T>
+void prefetch_tile(const Arguments &a, const int32_t *table, int64_t kv_head, int64_t start, int64_t end) {
+  constexpr int64_t LINE = 64 / sizeof(T);
+  const T *keys = static_cast<const T *>(a.layer_keys), *values = static_cast<const T *>(a.layer_values);
+  for (int64_t position = start; position < end; ++position) {
+    int64_t at = slot_of(a, table, position, kv_head);
+    for (int64_t d = 0; d < a.head_dim; d += LINE) {
+      __builtin_prefetch(keys + at + d, 0, 2);
+      __builtin_prefetch(values + at + d, 0, 2);
+    }
+  }
+}
+
+// to[c][r] = from[r][c] for a LANES x LANES square of 32-bit words.
+inline void transpose_square(const float *from, int64_t from_stride, float *to, int64_t to_stride) {
+  vfloat r[LANES], s[LANES];
+  for (int i = 0; i < LANES; ++i) r[i] = load(from + i * from_stride);
+  // Four rounds of pairwise interleaving. After k rounds, runs of 2^k rows are in place.
+  for (int round = 0; round < 4; ++round) {
+    for (int i = 0; i < 8; ++i) {
+      s[2 * i] = __builtin_shuffle(r[i], r[i + 8], (vint){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+      s[2 * i + 1] =
+          __builtin_shuffle(r[i], r[i + 8], (vint){8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+    }
+    std::memcpy(r, s, sizeof r);
+  }
+  for (int i = 0; i < LANES; ++i) store(to + i * to_stride, r[i]);
+}
+
+} // namespace

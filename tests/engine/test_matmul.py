@@ -1,0 +1,99 @@
+"""Packed products: right for every shape, and a row's bits depend on that row alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tandem.engine.cpu.kinds import VARIABLE, kernel_kind, kernel_kinds, kernels_of
+from tandem.engine.cpu.matmul import PackedWeight
+from tandem.protocol.errors import ConfigError
+
+SHAPES = [(1, 1), (3, 5), (33, 31), (96, 64), (960, 576), (576, 1536), (49, 1536), (40, 2049)]  # N, K
+
+
+def make_operands(shape: tuple[int, int], num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x [num_rows, K], weight [N, K], bias [N]"""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(shape, generator=generator) / shape[1] ** 0.5
+    x, bias = torch.randn(num_rows, shape[1], generator=generator), torch.randn(shape[0], generator=generator)
+    return x.to(dtype), weight.to(dtype), bias.to(dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_agree_with_torch(shape: tuple[int, int], cpu_dtype: torch.dtype) -> None:
+    x, weight, bias = make_operands(shape, 150, cpu_dtype)
+    packed = PackedWeight(weight)
+    tolerance = 1e-5 if cpu_dtype is torch.float32 else 2e-2
+    for num_rows in (1, 2, 5, 16, 17, 32, 33, 48, 150):
+        expected = nn.functional.linear(x[:num_rows].double(), weight.double(), bias.double()).to(cpu_dtype)
+        torch.testing.assert_close(packed.multiply(x[:num_rows], bias), expected, atol=tolerance, rtol=tolerance)
+    without_bias = nn.functional.linear(x.double(), weight.double()).to(cpu_dtype)
+    torch.testing.assert_close(packed.multiply(x), without_bias, atol=tolerance, rtol=tolerance)
+
+
+# oneDNN, for one, sums in other orders at 31, 37, 288, 317, 358, 480 and 576 rows of some of these shapes.
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_depends_neither_on_the_other_rows_nor_on_threads(shape: tuple[int, int], cpu_dtype: torch.dtype) -> None:
+    x, weight, bias = make_operands(shape, 1300, cpu_dtype)
+    packed = PackedWeight(weight)
+    whole = packed.multiply(x, bias)
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        try:
+            for size in (*range(1, 40), 63, 64, 65, 127, 129, 288, 318, 360, 481, 512, 513, 577, 1025):
+                for start in {0, 7, 1300 - size}:
+                    part = packed.multiply(x[start : start + size], bias)
+                    assert torch.equal(part, whole[start : start + size]), f"rows {start} to {start + size}"
+        finally:
+            torch.set_num_threads(1)
+
+
+def test_inputs_may_be_strided_or_have_more_axes(cpu_dtype: torch.dtype) -> None:
+    x, weight, _ = make_operands((40, 64), 30, cpu_dtype)
+    packed = PackedWeight(weight)
+    expected = packed.multiply(x)
+    wide = torch.cat([x, x], dim=1)
+    assert torch.equal(packed.multiply(wide[:, 64:]), expected)
+    assert torch.equal(packed.multiply(x.t().contiguous().t()), expected)
+    assert torch.equal(packed.multiply(x.view(2, 3, 5, 64)), expected.view(2, 3, 5, 40))
+    assert packed.multiply(x[:0]).shape == (0, 40)
+
+
+def test_what_is_not_a_number_stays_in_its_row(cpu_dtype: torch.dtype) -> None:
+    x, weight, _ = make_operands((33, 31), 40, cpu_dtype)
+    packed = PackedWeight(weight)
+    expected = packed.multiply(x)
+    x[11] = float("nan")
+    x[30] = float("inf")
+    actual = packed.multiply(x)
+    others = [row for row in range(40) if row not in (11, 30)]
+    assert torch.equal(actual[others], expected[others])
+    assert actual[11].isnan().all()
+    assert not actual[30].isfinite().any()
+
+
+def test_products_of_torch_and_ours_may_alternate() -> None:
+    # Both set up the tiles of a CPU with AMX, each in its own way.
+    x, weight, _ = make_operands((96, 64), 50, torch.bfloat16)
+    packed = PackedWeight(weight)
+    ours, torchs = packed.multiply(x), nn.functional.linear(x, weight)
+    for num_rows in (50, 1, 17, 33, 50):
+        assert torch.equal(packed.multiply(x[:num_rows]), ours[:num_rows])
+        torch.testing.assert_close(nn.functional.linear(x[:num_rows], weight), torchs[:num_rows], atol=2e-2, rtol=2e-2)
+    assert torch.equal(nn.functional.linear(x, weight), torchs)
+
+
+def test_kernels_that_this_cpu_does_not_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "sse")
+    with pytest.raises(ConfigError, match=r"TANDEM_CPU_KERNELS='sse': this CPU has vectors"):
+        kernel_kind()
+
+
+def test_blocks_are_told_apart_by_the_kernels_that_computed_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert kernel_kind() == kernel_kinds()[-1]
+    assert kernels_of(torch.bfloat16).startswith(f"cpu {kernel_kinds()[-1]} ")
+    monkeypatch.setenv(VARIABLE, "vectors")
+    assert kernels_of(torch.bfloat16) == kernels_of(torch.float32)
