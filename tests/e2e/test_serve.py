@@ -1,4 +1,7 @@
-"""The whole product in real processes over NIXL: answers, deaths and ends."""
+"""The whole product in real processes: answers, deaths and ends of two servers.
+
+One has a prefill and a decode worker over NIXL, the other one a single worker, as the installed wheel starts it.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,20 @@ import ipaddress
 import json
 import os
 import random
+import re
 import socket
 import stat
 import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Timer
 from typing import Annotated, Any
+from urllib.parse import urljoin
 
 import anthropic
 import openai
@@ -25,8 +31,9 @@ import pydantic
 import pytest
 
 from tests.support.hostile_check import check_hostile_inputs
-from tests.support.server import HTTP, Server, started
+from tests.support.server import HTTP, REPOSITORY, Server, started
 from tests.support.waiting import until
+from tests.support.wheel import built_wheel, folder_of_our_names, installed_command
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -42,17 +49,26 @@ def server(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def colocated(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Started in a folder with modules that have the names of others: none of its processes may import them.
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The command of an environment that has the wheel, without the extra `otel`."""
+    return installed_command(wheel, tmp_path_factory.mktemp("environment"))
+
+
+@pytest.fixture(scope="module")
+def colocated(text_model: Path, installed: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The wheel's command in a folder with modules that have our names and others': no process may import them.
 
     It serves until its worker dies, which the last test does to it.
     """
-    folder = tmp_path_factory.mktemp("folder")
-    for name in ("http", "msgspec", "numpy", "queue", "random", "tandem", "torch"):
-        (folder / f"{name}.py").write_text("raise SystemExit('a module of the current folder was imported')")
+    folder = tmp_path_factory.mktemp("colocated")
     flags = ("--colocated", "--router-processes", "2", "--max-restarts", "0", *POOL)
-    tandem = (sys.executable, "-P", "-m", "tandem")  # as the installed command does, without the folder in the path
-    with started(text_model, tmp_path_factory.mktemp("log"), *flags, tandem=tandem, cwd=folder) as server:
+    names = folder_of_our_names(folder / "project")
+    with started(text_model, folder, *flags, tandem=[installed], cwd=names, env={"PYTHONPATH": ""}) as server:
         yield server.wait_ready()
 
 
@@ -69,6 +85,53 @@ def complete(server: Server, prompt: str, **fields: Any) -> str:
 def assert_idle(server: Server) -> None:
     check = lambda: HTTP.post(f"{server.url}/v1/pools/check").json()  # noqa: E731
     until(lambda: check()["idle"], 30, lambda: str(check()))
+
+
+def test_the_wheel_has_one_top_level_name_and_all_files(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if not name.split("/")[0].endswith(".dist-info")}
+        licenses = [name for name in archive.namelist() if name.endswith("/licenses/LICENSE")]
+    assert {name.split("/")[0] for name in names} == {"tandem"}
+    assert licenses
+    folders = {path.name for path in (REPOSITORY / "tandem").iterdir() if path.is_symlink()}
+    sources = {
+        str(Path("tandem", path.relative_to(REPOSITORY)))
+        for folder in folders
+        for path in (REPOSITORY / folder).rglob("*")
+        if path.is_file() and path.suffix not in {".pyc", ".so"}
+    }
+    assert sources - names == set()
+    some = ("py.typed", "engine/cpu/common.h", "helm/tandem/Chart.yaml", "helm/tandem/templates/NOTES.txt")
+    some += ("helm/tandem/.helmignore", "frontend/http/static/main.js", "frontend/dashboard/static/index.html")
+    assert {f"tandem/{name}" for name in some} <= names
+
+
+def test_without_the_extra_tracing_is_refused_before_anything_starts(
+    installed: str, text_model: Path, tmp_path: Path
+) -> None:
+    with started(text_model, tmp_path, "--tracing", tandem=[installed], cwd=tmp_path, env={"PYTHONPATH": ""}) as server:
+        assert server.wait_ended() == 2
+    (line,) = server.output.strip().splitlines()
+    assert line.startswith("tandem: --tracing needs the extra otel")
+    assert line.endswith("pip install 'tandem-serve[otel]'")
+
+
+def test_the_pages_of_the_wheel_have_all_their_files(colocated: Server) -> None:
+    assert files_of_page(f"{colocated.url}/docs") > 5
+    assert files_of_page(f"{colocated.url}/dashboard") > 10
+
+
+def files_of_page(url: str) -> int:
+    """Get a page, and every file that it links to or imports. Returns the number of files."""
+    found, left = set[str](), [url]
+    while left:
+        file = left.pop()
+        answer = HTTP.get(file)
+        assert answer.status_code == 200, (file, answer.text)
+        found.add(file)
+        links = re.findall(r'(?:src=|href=|from )"([^#"]+)"', answer.text)
+        left += [one for one in (urljoin(file, link) for link in links) if one not in found]
+    return len(found)
 
 
 def test_a_normal_start_prints_its_progress_and_nothing_else(server: Server) -> None:
@@ -365,8 +428,8 @@ def test_an_answer_goes_on_when_its_decode_worker_hangs(server: Server, colocate
 
 def test_an_answer_with_a_grammar_goes_on_when_its_worker_is_killed(server: Server) -> None:
     victim = server.worker("decode")
-    body = {"structured_outputs": {"regex": "[a-z]{1800}(, and no more){9}"}}
-    fields: Any = {"model": "tiny", "prompt": "z" * 50, "max_tokens": 1900, "temperature": 0, "extra_body": body}
+    body = {"structured_outputs": {"regex": "[a-z]{500}(, and no more){9}"}}
+    fields: Any = {"model": "tiny", "prompt": "z" * 50, "max_tokens": 620, "temperature": 0, "extra_body": body}
     with client_of(server) as client:
         undisturbed = client.completions.create(**fields).choices[0].text
         stream = client.completions.create(stream=True, **fields)
@@ -405,8 +468,9 @@ def test_a_restart_of_workers_fails_no_answer(server: Server, colocated: Server,
             return "".join(chunk.choices[0].text for chunk in chunks)
 
     def ask_until_over(number: int) -> list[str]:
+        """Ask again and again, and leave most of the time to a worker that starts."""
         texts = [ask(server, number)]
-        while not is_over.is_set():
+        while not is_over.wait(0.0 if all(map(server.worker, roles)) else 3.0):
             texts.append(ask(server, number))
         return texts
 
