@@ -82,9 +82,27 @@ def complete(server: Server, prompt: str, **fields: Any) -> str:
         return client.completions.create(model="tiny", prompt=prompt, **fields).choices[0].text
 
 
-def assert_idle(server: Server) -> None:
-    check = lambda: HTTP.post(f"{server.url}/v1/pools/check").json()  # noqa: E731
-    until(lambda: check()["idle"], 30, lambda: str(check()))
+@pytest.fixture(autouse=True)
+def left_as_found(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test, those of the servers that still run have no request, no block in use, and their workers."""
+    shared = [request.getfixturevalue(name) for name in ("server", "colocated") if name in request.fixturenames]
+    workers = [worker_ids(one) for one in shared]
+    yield
+    for one, found in zip(shared, workers, strict=True):
+        if one.process.poll() is None:
+            until(lambda one=one: check_of(one)["idle"], 30, lambda one=one: str(check_of(one)))
+            assert one.is_ready()
+            assert worker_ids(one) == found
+
+
+def worker_ids(server: Server) -> set[str]:
+    roles = HTTP.get(f"{server.url}/v1/pools").json()["roles"]
+    return {worker["worker_id"] for workers in roles.values() for worker in workers}
+
+
+def check_of(server: Server) -> dict[str, Any]:
+    report: dict[str, Any] = HTTP.post(f"{server.url}/v1/pools/check").json()
+    return report
 
 
 def test_the_wheel_has_one_top_level_name_and_all_files(wheel: Path) -> None:
@@ -277,7 +295,6 @@ def test_a_hostile_schema_is_refused_and_nobody_else_notices(server: Server) -> 
             extra_body={"structured_outputs": {"grammar": costly}},
         )
     assert complete(server, "still here")
-    assert_idle(server)
 
 
 def test_a_prompt_is_scored_the_same_on_two_workers_and_on_one(server: Server, colocated: Server) -> None:
@@ -298,7 +315,6 @@ def test_a_prompt_is_scored_the_same_on_two_workers_and_on_one(server: Server, c
                 assert choice["logprobs"][name][: len(scores)] == scores
                 assert len(choice["logprobs"][name]) == len(scores) + 5
     assert answers[0] == answers[1] == answers[2]
-    assert_idle(server)
 
 
 def test_nothing_listens_beyond_loopback(server: Server, colocated: Server) -> None:
@@ -397,13 +413,11 @@ def test_disaggregated_over_nixl_is_colocated_token_for_token(server: Server, co
         fields = {} if idx % 2 else {"temperature": 0.8, "top_p": 0.9, "seed": idx}
         assert complete(server, prompt, **fields) == complete(colocated, prompt, **fields), (idx, len(prompt))
     assert HTTP.get(f"{server.url}/v1/pools").json()["num_handoffs"] - before >= len(prompts) // 2
-    assert_idle(server)
 
 
 @pytest.mark.slow
 def test_some_hostile_inputs_of_each_group_get_no_5xx_and_cost_no_worker(server: Server) -> None:
     check_hostile_inputs(server, step=12)
-    assert_idle(server)
 
 
 def test_an_answer_goes_on_when_its_decode_worker_hangs(server: Server, colocated: Server) -> None:
@@ -423,7 +437,6 @@ def test_an_answer_goes_on_when_its_decode_worker_hangs(server: Server, colocate
     server.wait_recovered(victim)
     assert not psutil.pid_exists(victim["pid"])
     assert 'tandem_request_moves_total{cause="worker_lost"}' in HTTP.get(f"{server.url}/metrics").text
-    assert_idle(server)
 
 
 def test_an_answer_with_a_grammar_goes_on_when_its_worker_is_killed(server: Server) -> None:
@@ -439,7 +452,6 @@ def test_an_answer_with_a_grammar_goes_on_when_its_worker_is_killed(server: Serv
         server.wait_recovered(victim)
         assert client.completions.create(**fields).choices[0].text == undisturbed
     assert undisturbed.endswith(", and no more" * 3)
-    assert_idle(server)
 
 
 def test_a_prompt_goes_on_when_its_prefill_worker_is_killed(server: Server, colocated: Server) -> None:
@@ -449,7 +461,6 @@ def test_a_prompt_goes_on_when_its_prefill_worker_is_killed(server: Server, colo
     Timer(1.0, process.kill).start()
     assert complete(server, "y" * 1900) == complete(colocated, "y" * 1900)
     server.wait_recovered(victim)
-    assert_idle(server)
 
 
 @pytest.mark.parametrize(
@@ -490,7 +501,6 @@ def test_a_restart_of_workers_fails_no_answer(server: Server, colocated: Server,
         server.wait_recovered(worker)
     assert all(server.worker(role)["pid"] != worker["pid"] for role, worker in before.items())
     assert 'tandem_request_moves_total{cause="drain"}' in HTTP.get(f"{server.url}/metrics").text
-    assert_idle(server)
 
 
 def test_ctrl_c_ends_one_of_two_servers_and_all_it_started(server: Server, colocated: Server) -> None:
