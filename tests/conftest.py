@@ -36,6 +36,12 @@ gc.disable()
 restore_child_signals()  # tests stop what they start with SIGINT, and may themselves run as a background job
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than cores, for `-n logical`: tests spend much of their time waiting for something."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()

@@ -16,13 +16,13 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.cluster import frontend
 from tandem.cluster.frontend import drain, stop_serving
-from tandem.frontend.http.server import http_server
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.frontend.serve_app import create_app
 from tandem.protocol.config import RouterConfig
 from tandem.runtime.signals import StopSignals
 from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_worker import fake_cluster, first_token, one_token
+from tests.support.quick_server import http_server
 from tests.support.toy_tokenizer import build_tokenizer
 from tests.support.waiting import eventually
 

@@ -256,6 +256,7 @@ async def supervised(
     **pools: Any,
 ) -> AsyncIterator[Supervised]:
     monkeypatch.setattr("tandem.cluster.worker_member._TELL_AGAIN_S", 0.01)
+    monkeypatch.setattr("tandem.cluster.process_end._GRACE_S", 0.05)  # these actors' processes end by force alone
     fake_ray, registry = FakeRay(num_bad_starts=num_bad_starts), Registry()
     for module in ("member", "worker_member", "adoption"):
         monkeypatch.setattr(f"tandem.cluster.{module}.ray", fake_ray)

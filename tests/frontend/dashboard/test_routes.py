@@ -19,11 +19,12 @@ from tandem.frontend.dashboard.routes import add_dashboard
 from tandem.frontend.http.app import RouterApp
 from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.pages import PAGE_HEADERS
-from tandem.frontend.http.server import HttpServer, http_server
+from tandem.frontend.http.server import HttpServer
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.protocol.config import RouterConfig
 from tests.support.dashboard_world import DashboardWorld
 from tests.support.keys import api_keys_of
+from tests.support.quick_server import http_server
 
 KEYS = {"operator": "*", "ours": "search"}
 OPERATOR = {"authorization": "Bearer operator"}

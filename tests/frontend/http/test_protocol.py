@@ -28,11 +28,12 @@ from tandem.frontend.http.listening import listening
 from tandem.frontend.http.metrics import FrontendMetrics
 from tandem.frontend.http.protocol import HttpProtocol
 from tandem.frontend.http.response_writer import DIRECT_WRITE, ResponseWriter
-from tandem.frontend.http.server import HttpServer, http_server
+from tandem.frontend.http.server import HttpServer
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.protocol.config import RouterConfig
 from tandem.runtime.signals import wait_for_any
 from tests.support.certificates import Authority
+from tests.support.quick_server import http_server
 from tests.support.waiting import eventually
 
 PART = b"data: %d\n\n"

@@ -17,7 +17,6 @@ from prometheus_client import CollectorRegistry
 
 from tandem.frontend.http import heartbeat
 from tandem.frontend.http.response_writer import ResponseWriter
-from tandem.frontend.http.server import http_server
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.frontend.keys.limiter import LocalLimiter
 from tandem.frontend.serve_app import create_app
@@ -29,6 +28,7 @@ from tests.support.engines_harness import routing, spec_of
 from tests.support.fake_backend import FakeBackend, RawClient, Step, make_app
 from tests.support.fake_openai import FakeServer, fake_openai
 from tests.support.keys import stored_key
+from tests.support.quick_server import http_server
 from tests.support.waiting import eventually
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
