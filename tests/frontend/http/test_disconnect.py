@@ -16,10 +16,12 @@ class _Client:
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[Message] = asyncio.Queue()
+        self.is_called = asyncio.Event()
         self.num_calls = self.num_ended = 0
 
     async def receive(self) -> Message:
         self.num_calls += 1
+        self.is_called.set()
         try:
             await asyncio.sleep(0)
             return await self.messages.get()
@@ -27,23 +29,27 @@ class _Client:
             self.num_ended += 1
 
 
+async def _wait_in_a_block(client: _Client) -> None:
+    async with cancel_on_disconnect(client.receive):
+        await asyncio.Event().wait()
+
+
 async def test_a_client_that_leaves_ends_the_block() -> None:
     client = _Client()
     client.messages.put_nowait({"type": "http.request"})  # says nothing about leaving
+    task = asyncio.create_task(_wait_in_a_block(client))
+    await client.is_called.wait()
+    client.messages.put_nowait({"type": "http.disconnect"})
     with pytest.raises(ClientDisconnected):
-        async with cancel_on_disconnect(client.receive):
-            asyncio.get_running_loop().call_soon(client.messages.put_nowait, {"type": "http.disconnect"})
-            await asyncio.Event().wait()
+        await task
     assert client.num_calls == client.num_ended == 2
-    task = asyncio.current_task()
-    assert task is not None and not task.cancelling()
+    assert not task.cancelling()
 
 
 async def test_nothing_listens_behind_the_block() -> None:
     client = _Client()
     async with cancel_on_disconnect(client.receive):
-        while not client.num_calls:
-            await asyncio.sleep(0)
+        await client.is_called.wait()
         client.messages.put_nowait({"type": "http.disconnect"})  # noticed too late: the block ends first
     for _ in range(5):
         await asyncio.sleep(0)
@@ -60,15 +66,8 @@ async def test_a_block_that_never_waits_never_listens() -> None:
 
 async def test_another_cancellation_stays_one() -> None:
     client = _Client()
-    began = asyncio.Event()
-
-    async def block() -> None:
-        async with cancel_on_disconnect(client.receive):
-            began.set()
-            await asyncio.Event().wait()
-
-    task = asyncio.create_task(block())
-    await began.wait()
+    task = asyncio.create_task(_wait_in_a_block(client))
+    await client.is_called.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
