@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 # For load balancers and Prometheus; "/" leads to the dashboard.
 OPEN_PATHS = {"/health", "/ready", "/metrics", "/"}
 # With everything below them. The admin routes check a token of their own, in the same header. Pages hold no data.
-_OPEN_TREES = ("/v1/engines", "/dashboard", "/docs")
+_OPEN_TREES = ("/v1/engines/", "/dashboard/", "/docs/")
 _VISIBLE_TENANT = "tandem.visible_tenant"  # key in the ASGI scope: a tenant; "" = no tenant; None = all tenants
 _TENANT_HEADER = TENANT_HEADER.encode()
 _LOG_INTERVAL_S = 60.0  # between two lines about the same key and reason
@@ -132,7 +132,7 @@ def check_operator(request: Request) -> None:
 
 
 def _is_open(path: str) -> bool:
-    return path in OPEN_PATHS or any(path == tree or path.startswith(f"{tree}/") for tree in _OPEN_TREES)
+    return path in OPEN_PATHS or f"{path}/".startswith(_OPEN_TREES)
 
 
 def _admit(scope: Scope, *, has_key: bool) -> None:

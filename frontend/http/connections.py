@@ -140,7 +140,7 @@ class Connections:
 
     def wait_for(self, connection: Connection) -> None:
         """From now on, or already, this connection waits for its client, unless it is about to end."""
-        if connection not in self.open:
+        if connection in self._waiting or connection not in self.open:
             return
         self._waiting[connection] = None
         if network := connection.network:

@@ -131,9 +131,10 @@ class EdgeMiddleware:
 
         try:
             received_headers = dict(scope["headers"])
-            key = self._check(scope, received_headers)
+            declared_bytes = _declared_bytes(received_headers)
+            key = self._check(scope, received_headers, declared_bytes or 0)
             use = None if key is None else await self._settings.authenticator.begin_use(scope, key)
-            if not _has_small_body(received_headers):
+            if not _has_small_body(received_headers, declared_bytes):
                 inflated = inflating(self._limited(receive), scope, self._settings.max_body_bytes)
                 receive = self._in_turn(inflated, "" if key is None else key.tenant)
             await self._app(scope, receive, send_and_note)
@@ -160,13 +161,13 @@ class EdgeMiddleware:
             if span is not None:
                 span.answered(path, status or 499)
 
-    def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> ApiKey | None:
+    def _check(self, scope: Scope, headers: Mapping[bytes, bytes], declared_bytes: int) -> ApiKey | None:
         """The request's API key. Raises a `RequestError` for a request that can be refused before its body is read."""
         check_host_and_origin(
             headers, scope["method"], scope["path"], self._settings.allow_hosts, self._settings.allow_origins
         )
         key = self._settings.authenticator.authenticate(scope)
-        if (_declared_bytes(headers) or 0) > self._settings.max_body_bytes:
+        if declared_bytes > self._settings.max_body_bytes:
             raise self._too_large()
         return key
 
@@ -222,11 +223,10 @@ def _declared_bytes(headers: Mapping[bytes, bytes]) -> int | None:
     return int(declared) if declared.isdigit() else None
 
 
-def _has_small_body(headers: Mapping[bytes, bytes]) -> bool:
+def _has_small_body(headers: Mapping[bytes, bytes], declared_bytes: int | None) -> bool:
     """Whether the body can be read as it comes: it is not encoded, and too small to need a limit or a turn."""
     is_plain = b"content-encoding" not in headers and b"transfer-encoding" not in headers
-    declared = _declared_bytes(headers)
-    return is_plain and declared is not None and declared <= LARGE_BODY_BYTES
+    return is_plain and declared_bytes is not None and declared_bytes <= LARGE_BODY_BYTES
 
 
 def _response_to(exc: Exception, path: str) -> Response | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.requests import Request
@@ -31,6 +32,7 @@ class RequestOptions(NamedTuple):
     """How a client wants its request served, and its id."""
 
     request_id: RequestId
+    headers: Mapping[str, str]  # the first of each name
     service_class: ServiceClass = DEFAULT_CLASS
     explains: bool = False  # the response explains the routing decision
     span: LiveSpan | None = None  # the request's span, if it is traced
@@ -46,8 +48,11 @@ def request_options(request: Request, priority: int | None) -> RequestOptions:
     if priority is None:
         key = key_of(request)
         priority = 0 if key is None else key.priority
-    service_class = ServiceClass(tenant_of(request), priority, _slo_s(request))
-    return RequestOptions(request_id_of(request.scope), service_class, _explains(request), span_of(request.scope))
+    scope = request.scope
+    # Made once, as each lookup in Starlette's headers walks over all of them.
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
+    service_class = ServiceClass(_tenant(headers), priority, _slo_s(headers))
+    return RequestOptions(request_id_of(scope), headers, service_class, _explains(headers), span_of(scope))
 
 
 def note_key(scope: Scope, key: ApiKey) -> None:
@@ -101,7 +106,11 @@ def tenant_of(request: Request) -> str:
 
     NOTE: without API keys the client's header is believed; with an operator's key it may name any tenant.
     """
-    return check_tenant(request.headers.get(TENANT_HEADER, DEFAULT_TENANT))
+    return _tenant(request.headers)
+
+
+def _tenant(headers: Mapping[str, str]) -> str:
+    return check_tenant(headers.get(TENANT_HEADER, DEFAULT_TENANT))
 
 
 def check_tenant(name: str) -> str:
@@ -113,8 +122,8 @@ def check_tenant(name: str) -> str:
     return name
 
 
-def _slo_s(request: Request) -> float | None:
-    value = request.headers.get(SLO_HEADER)
+def _slo_s(headers: Mapping[str, str]) -> float | None:
+    value = headers.get(SLO_HEADER)
     if value is None:
         return None
     try:
@@ -126,8 +135,8 @@ def _slo_s(request: Request) -> float | None:
     return slo_ms / 1e3
 
 
-def _explains(request: Request) -> bool:
-    value = request.headers.get(EXPLAIN_HEADER, "0")
+def _explains(headers: Mapping[str, str]) -> bool:
+    value = headers.get(EXPLAIN_HEADER, "0")
     if value not in ("0", "1"):
         raise RequestError(f"The header {EXPLAIN_HEADER} must be 1 or 0, not '{value[:50]}'.")
     return value == "1"

@@ -32,8 +32,7 @@ def conversation_named(headers: Mapping[str, str], conversation_id: str | None, 
 
 
 def _session(headers: Mapping[str, str], prompt_cache_key: Any) -> str:
-    present = set(headers)  # made once, as each lookup in a request's headers walks over all of them
-    given = [(name, headers[name]) for name in SESSION_HEADERS if name in present]
+    given = [(name, headers[name]) for name in SESSION_HEADERS if name in headers]
     for name, value in (*given, ("prompt_cache_key", prompt_cache_key)):
         if value is None or value == "":
             continue

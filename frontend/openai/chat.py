@@ -91,7 +91,7 @@ async def plan_conversation(
         default_tokens=max(1, limit) if fits_context and limit is not None else None,
         num_logprobs=num_logprobs,
         arrived_s=arrived_s,
-        conversation_id=conversation_of(request, fields),
+        conversation_id=conversation_of(options, fields),
         options=options,
         cache_scope=scope,
         parsing=context.formats.parsing(context.tokenizer, prompt_end, tools, hides_special=hides_special),

@@ -67,7 +67,7 @@ async def plan_completion(context: ServingContext, request: Request, arrived_s: 
         default_tokens=DEFAULT_MAX_TOKENS if fields.max_tokens is None else None,
         num_logprobs=0 if fields.logprobs is None and num_best is not None else fields.logprobs,
         arrived_s=arrived_s,
-        conversation_id=conversation_of(request, fields),
+        conversation_id=conversation_of(options, fields),
         options=options,
         cache_scope=context.scopes.of(options.service_class.tenant, fields.cache_salt or ""),
         grammar=grammar,

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
-from starlette.requests import Request
 
 from tandem.frontend.http.ignored_fields import note_ignored
 from tandem.frontend.http.request_options import RequestOptions
@@ -52,9 +51,9 @@ class PreparedRequest:
     grammar: str = ""  # grammar that every choice must match; "" = none
 
 
-def conversation_of(request: Request, fields: GenerationFields) -> str:
+def conversation_of(options: RequestOptions, fields: GenerationFields) -> str:
     """The conversation that a request names; "" = none. Raises `RequestError`."""
-    return conversation_named(request.headers, fields.conversation_id, fields.prompt_cache_key)
+    return conversation_named(options.headers, fields.conversation_id, fields.prompt_cache_key)
 
 
 def plan_answer(context: ServingContext, request: PreparedRequest) -> PlannedAnswer:

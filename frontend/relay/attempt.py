@@ -234,7 +234,7 @@ class EngineAttempt:
     async def _read_answer(self, engine: EngineConnection, reply: Reply) -> tuple[dict[str, Any], bytes]:
         """A whole answer, decoded and raw; sets `status`."""
         with engine_errors(engine.name):
-            content = await self._wait(reply.read_all())
+            content = await (reply.read_all() if reply.is_complete else self._wait(reply.read_all()))
         answer = parse_answer(engine.name, reply.status, reply.headers, content, self._api.is_answer)
         self._check_adapter(engine, reply.status, answer)
         self.status = reply.status

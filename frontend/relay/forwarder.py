@@ -155,7 +155,7 @@ class Forwarder:
             arrived_s=arrived_s,
             span=options.span,
             trace_headers=trace_headers_of(http_request.scope),
-            conversation_id=conversation_named(http_request.headers, None, body.get("prompt_cache_key")),
+            conversation_id=conversation_named(options.headers, None, body.get("prompt_cache_key")),
             key_use=key_use_of(http_request),
         )
 

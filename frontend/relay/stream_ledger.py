@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tandem.frontend.relay.answers import as_dict
-from tandem.frontend.relay.sse import PORTION_BYTES, data_of, end_of_event, split_events
+from tandem.frontend.relay.sse import data_of, end_of_event
 from tandem.router.engines.bounded_json import NotJson, Outline, dumps, loads
 
 Json = dict[str, Any]
@@ -29,6 +29,9 @@ _PIECE = re.compile(
     rb'data: \{[^{}\[\]]*"choices":\[\{"index":0,(?:"text":|"delta":\{"content":)"([^"\\]*(?:\\.[^"\\]*)*)"\}?'
     rb'(?:,"[a-z_]+":null)*,"token_ids":\[(\d+(?:,\d+)*)\](?:,"[a-z_]+":null)*\}\](?:,"usage":null)?\}\n\n'
 )
+# What may be parsed in one call; what follows waits for a time slice.
+_MAX_PARSED = 8  # events
+_MIXED_BYTES = 8 * 1024  # bytes from the first of them on, with the usual events between them
 _OWN_FIELDS = {"choices", "usage", "prompt_token_ids", "error"}  # of one event; the others are those of every event
 
 
@@ -69,20 +72,15 @@ class StreamLedger:
     def follow(self, events: bytes) -> tuple[bytes, int, int, int]:
         """As `Rewrite`: note these events, which the client is shown next, and take the token ids out of them."""
         shown: list[bytes] = []
-        start = copied = num_pieces = 0
-        while (found := _PIECE.match(events, start)) is not None and self._note_piece(found):
-            if not self._shows_ids:
-                shown += (events[copied : found.start(2) - 1], b"null")
-                copied = found.end(2) + 1
-            start = found.end()
-            num_pieces += 1
-        shown.append(events[copied:start])
-        if start == len(events):
-            return b"".join(shown), num_pieces, 0, start
-        end = end_of_event(events, start + PORTION_BYTES)
-        others = split_events(events[start:end])
-        shown += [self._follow(raw) if b"data:" in raw else raw for raw in others]
-        return b"".join(shown), 0, len(others), end
+        start, num_pieces = self._take_pieces(events, 0, len(events), shown)
+        num_parsed, limit = 0, min(len(events), start + _MIXED_BYTES)
+        while start < limit and num_parsed < _MAX_PARSED:
+            end = end_of_event(events, start)
+            raw = events[start:end]
+            shown.append(self._follow(raw) if b"data:" in raw else raw)
+            num_parsed += 1
+            start, _ = self._take_pieces(events, end, limit, shown)
+        return b"".join(shown), 0 if num_parsed else num_pieces, num_parsed, start
 
     def note(self, text: str, token_ids: Any, *, is_last: bool) -> None:
         """Note a piece of the answer: the text that is shown, and the ids of the tokens that came with it."""
@@ -146,6 +144,18 @@ class StreamLedger:
 
     def _without_ids(self, raw: bytes) -> bytes:
         return raw if self._shows_ids else _IDS.sub(rb"\1null", raw)
+
+    def _take_pieces(self, events: bytes, start: int, limit: int, shown: list[bytes]) -> tuple[int, int]:
+        """Note the events of the usual form from `start` on, and show them. Returns the end and the number of them."""
+        copied, num_pieces = start, 0
+        while (found := _PIECE.match(events, start, limit)) is not None and self._note_piece(found):
+            if not self._shows_ids:
+                shown += (events[copied : found.start(2) - 1], b"null")
+                copied = found.end(2) + 1
+            start = found.end()
+            num_pieces += 1
+        shown.append(events[copied:start])
+        return start, num_pieces
 
     def _note_piece(self, found: re.Match[bytes]) -> bool:
         """Note an event of the usual form. Returns whether nothing else has to be done."""

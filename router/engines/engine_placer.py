@@ -25,6 +25,9 @@ from tandem.scheduling.workers.registry import Registry
 from tandem.scheduling.workers.worker_table import WorkerTable
 from tandem.scheduling.workers.workers import RegisteredWorker
 
+# Who is asked: ready engines, then also those that drain, and at last those whose circuit is open, which have failed.
+_STEPS: tuple[dict[str, bool], ...] = ({}, {"falls_back": True}, {"falls_back": True, "is_last": True})
+
 
 class ModelWorkers:
     """The engines of one model, taken from the registry of all engines."""
@@ -89,10 +92,8 @@ class EnginePlacer(Placer):
         if not engines:
             raise ModelNotFound(f"The model '{self._model[:200]}' does not exist.", param="model")
         untried = [engine for engine in engines if engine.name not in tried and engine.card is not None]
-        # Then those that drain, and at last those whose circuit is open: something is wrong with these.
-        steps: tuple[dict[str, bool], ...] = ({}, {"falls_back": True}, {"falls_back": True, "is_last": True})
-        num_asked, error = -1, NoWorker(f"no engine of {self._model} can take this request")
-        for step in steps:
+        num_asked, error = -1, None
+        for step in _STEPS:
             available = [engine for engine in untried if not engine.refusal(now, tenant=request.tenant, **step)]
             if len(available) == num_asked:
                 continue
@@ -100,6 +101,7 @@ class EnginePlacer(Placer):
                 return self._place_among(available, engines, request, now, tried, options)
             except NoWorker as exc:
                 num_asked, error = len(available), exc
+        assert error is not None, "at least those of the first step are asked"
         raise error
 
     def _place_among(

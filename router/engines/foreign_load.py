@@ -5,7 +5,7 @@ An engine reports how many requests it has, not how long they are: they are assu
 
 from __future__ import annotations
 
-from tandem.scheduling.admission.answer_lengths import NEWEST_WEIGHT, AnswerLengths
+from tandem.scheduling.admission import answer_lengths
 from tandem.scheduling.workers.bookings import Booking
 from tandem.scheduling.workers.load import RequestLoad
 from tandem.scheduling.workers.registry import Registry
@@ -19,17 +19,13 @@ class MeanLengths:
 
     def __init__(self) -> None:
         self.mean_prompt_tokens = FIRST_GUESS_TOKENS
-        self._answers = AnswerLengths()
-
-    @property
-    def mean_output_tokens(self) -> float:
-        """Length of an answer."""
-        return self._answers.mean_tokens
+        self.mean_output_tokens = answer_lengths.FIRST_GUESS_TOKENS
 
     def note(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Count a request of these lengths that has ended."""
-        self.mean_prompt_tokens += NEWEST_WEIGHT * (num_prompt_tokens - self.mean_prompt_tokens)
-        self._answers.note("", num_output_tokens)  # one mean for all tenants
+        weight = answer_lengths.NEWEST_WEIGHT
+        self.mean_prompt_tokens += weight * (num_prompt_tokens - self.mean_prompt_tokens)
+        self.mean_output_tokens += weight * (num_output_tokens - self.mean_output_tokens)
 
 
 class ForeignLoad:

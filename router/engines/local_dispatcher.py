@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -53,6 +53,9 @@ if TYPE_CHECKING:
 # Keys of engines added over HTTP come from variables with this prefix, or from those that the engines file names: an
 # admin of engines must not be able to send any other secret of the process to a URL.
 KEY_PREFIX = "TANDEM_ENGINE_"
+
+# Makes a span from its start, its end and the error.
+NodeOf: TypeAlias = Callable[[float, float, BaseException | None], SpanNode]
 
 _UNMANAGED = UnmanagedWorkers(
     role_refusal="The engines are not run by this router, so '{worker}' keeps its role: change it in the engines "
@@ -331,15 +334,17 @@ class LocalReservation(Reservation[BookedAttempt]):
             self.book(self._placement_request, placement, self.admitted.worker_priority)
         return placement
 
-    @contextmanager
-    def _traced(self, node_of: Callable[[float, float, BaseException | None], SpanNode]) -> Iterator[None]:
-        """Record a span of what is done meanwhile; `node_of` makes it from the start, the end and the error."""
+    def _traced(self, node_of: NodeOf) -> AbstractContextManager[None]:
+        """Record a span of what is done meanwhile, if the request is traced."""
         tracing, parent = self.context.tracing, self._request.traceparent
+        return nullcontext() if tracing is None or not parent else self._recorded(tracing, parent, node_of)
+
+    @contextmanager
+    def _recorded(self, tracing: Tracing, parent: str, node_of: NodeOf) -> Iterator[None]:
         start_s = self.context.now()
 
         def record(error: BaseException | None) -> None:
-            if tracing is not None and parent:
-                tracing.record(parent, node_of(start_s, self.context.now(), error))
+            tracing.record(parent, node_of(start_s, self.context.now(), error))
 
         with noted_on_error(record):
             yield

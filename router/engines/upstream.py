@@ -198,12 +198,17 @@ class Reply(DeltaQueue[bytes]):
     async def read_all(self, max_bytes: int = 0) -> bytes:
         """The rest of it, up to `max_bytes`; 0 = `MAX_ANSWER_BYTES`. Raises `AnswerTooLarge`."""
         parts: list[bytes] = []
-        num_bytes, max_bytes = 0, max_bytes or MAX_ANSWER_BYTES
-        while part := await self.read():
-            parts.append(part)
-            num_bytes += len(part)
-            if num_bytes > max_bytes:
+        num_left = max_bytes = max_bytes or MAX_ANSWER_BYTES
+
+        def keep(items: list[bytes]) -> bool:
+            nonlocal num_left
+            parts.extend(items)
+            num_left -= sum(map(len, items))
+            if num_left < 0:
                 raise AnswerTooLarge(f"the answer is larger than {max_bytes} bytes; ask for a stream")
+            return True
+
+        await self.read_into(keep)
         return b"".join(parts)
 
     def close(self, *, is_ending: bool = False) -> None:

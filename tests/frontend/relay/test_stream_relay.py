@@ -139,6 +139,27 @@ def test_comments_are_not_parsed() -> None:
     assert events.num_parsed == 1
 
 
+def test_a_short_answer_is_followed_in_one_call() -> None:
+    piece = b'data: {"id":"x","choices":[{"index":0,"delta":{"content":"a"},"token_ids":[5]}]}\n\n'
+    first = piece.replace(b'"choices"', b'"prompt_token_ids":[%b],"choices"' % b",".join([b"12345"] * 1000))
+    last = piece.replace(b"[5]}", b'[5],"finish_reason":"stop"}')
+    usage = b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":1000}}\n\n'
+    wire, ledger = first + 7 * piece + last + usage + b"data: [DONE]\n\n", make_ledger()
+    shown, num_pieces, num_parsed, num_bytes = ledger.follow(wire)
+    assert (shown.count(b'"a"'), num_pieces, num_parsed, num_bytes) == (9, 0, 4, len(wire))
+    assert list(ledger.output_ids) == [5] * 9
+    assert ledger.is_finished
+
+
+@pytest.mark.parametrize("num_between", [0, 1000])
+def test_one_call_parses_few_events(num_between: int) -> None:
+    piece = b'data: {"id":"x","choices":[{"index":0,"delta":{"content":"a"},"token_ids":[5]}]}\n\n'
+    wire, ledger = (USAGE + num_between * piece) * 100, make_ledger()
+    _, _, num_parsed, num_bytes = ledger.follow(wire)
+    assert 0 < num_parsed <= 8
+    assert num_bytes < 10_000
+
+
 def test_lists_of_ids_without_an_end_are_looked_at_once() -> None:
     """With a look at all that follows for each of them, this test would take an hour."""
     unfinished = b'data: {"choices":[' + b'"token_ids":[' * 200_000 + b"}\n\n"
