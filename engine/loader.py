@@ -127,11 +127,13 @@ def load_model(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading took and gave back is free for the pool
     if device.type == "cpu":
+        from tandem.engine.cpu.decoder_layer import use_native_layers
         from tandem.engine.cpu.kinds import kernels_of
         from tandem.engine.cpu.optimize import optimize
 
         optimize(module)
         _leave_weight_files(module)
+        use_native_layers(module)
         kernels = kernels_of(kv.dtype)
     if group is not None:
         sum_experts(module, group)

@@ -18,8 +18,8 @@ from tandem.engine.cpu.library import load_kernels
 MAX_HEAD_DIM = 512
 
 
-class _Arguments(ctypes.Structure):
-    """Mirror of `struct Arguments` in attention.h."""
+class AttentionArguments(ctypes.Structure):
+    """Mirror of `struct AttentionArguments` in kernels.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("out", "query", "key", "value", "layer_keys", "layer_values")),
@@ -37,6 +37,30 @@ class _Arguments(ctypes.Structure):
     )
 
 
+def step_arguments(context: StepContext, layer_idx: int) -> AttentionArguments:
+    """What a step says about the attention of one of its layers."""
+    pool = context.pool
+    element = pool.element_size()
+    layer_keys = pool.data_ptr() + layer_idx * pool.stride(1) * element
+    return AttentionArguments(
+        layer_keys=layer_keys,
+        layer_values=layer_keys + pool.stride(2) * element,
+        block_tables=context.block_tables.data_ptr(),
+        query_starts=context.query_starts.data_ptr(),
+        kv_lens=context.kv_lens.data_ptr(),
+        slot_mapping=context.slot_mapping.data_ptr(),
+        block_stride=pool.stride(0),
+        slot_stride=pool.stride(3),
+        kv_head_stride=pool.stride(4),
+        num_tokens=context.slot_mapping.shape[0],
+        num_seqs=context.kv_lens.shape[0],
+        max_blocks=context.block_tables.shape[1],
+        block_size=pool.shape[3],
+        num_kv_heads=pool.shape[4],
+        head_dim=pool.shape[5],
+    )
+
+
 class CpuAttention:
     """The compiled kernel as an attention backend."""
 
@@ -44,10 +68,10 @@ class CpuAttention:
     long_context = 256  # four tiles of keys
 
     def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
+        self.num_threads = num_threads
         self._kinds = {dtype: kind_for(dtype) for dtype in (torch.float32, torch.bfloat16)}
         self._function = load_kernels().tandem_paged_attention
-        self._function.argtypes = (ctypes.c_int, ctypes.POINTER(_Arguments), ctypes.c_int, ctypes.c_int)
+        self._function.argtypes = (ctypes.c_int, ctypes.POINTER(AttentionArguments), ctypes.c_int, ctypes.c_int)
         self._function.restype = ctypes.c_int
 
     def __call__(
@@ -66,48 +90,23 @@ class CpuAttention:
     ) -> None:
         """Write this layer's KV and attend into `out`; see `AttentionBackend`."""
         pool = context.pool
-        num_tokens, num_heads, head_dim = query.shape
+        _, num_heads, head_dim = query.shape
         if head_dim > MAX_HEAD_DIM:
             raise NotImplementedError(f"head_dim={head_dim} is over {MAX_HEAD_DIM}, the most the CPU kernel holds")
         assert query.dtype == pool.dtype, f"query is {query.dtype}, the pool {pool.dtype}"
         query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
         if sinks is not None:
             sinks = sinks.to(torch.float32).contiguous()
-        element = pool.element_size()
-        layer_keys = pool.data_ptr() + layer_idx * pool.stride(1) * element
-        arguments = _Arguments(
-            out=out.data_ptr(),
-            query=query.data_ptr(),
-            key=key.data_ptr(),
-            value=value.data_ptr(),
-            layer_keys=layer_keys,
-            layer_values=layer_keys + pool.stride(2) * element,
-            block_tables=context.block_tables.data_ptr(),
-            query_starts=context.query_starts.data_ptr(),
-            kv_lens=context.kv_lens.data_ptr(),
-            slot_mapping=context.slot_mapping.data_ptr(),
-            sinks=None if sinks is None else sinks.data_ptr(),
-            query_token_stride=query.stride(0),
-            query_head_stride=query.stride(1),
-            key_token_stride=key.stride(0),
-            key_head_stride=key.stride(1),
-            value_token_stride=value.stride(0),
-            value_head_stride=value.stride(1),
-            block_stride=pool.stride(0),
-            slot_stride=pool.stride(3),
-            kv_head_stride=pool.stride(4),
-            num_tokens=num_tokens,
-            num_seqs=context.kv_lens.shape[0],
-            max_blocks=context.block_tables.shape[1],
-            block_size=pool.shape[3],
-            num_heads=num_heads,
-            num_kv_heads=key.shape[1],
-            head_dim=head_dim,
-            window=window,
-            scale=scale,
-            softcap=softcap,
-        )
+        arguments = step_arguments(context, layer_idx)
+        arguments.out, arguments.query = out.data_ptr(), query.data_ptr()
+        arguments.key, arguments.value = key.data_ptr(), value.data_ptr()
+        arguments.sinks = None if sinks is None else sinks.data_ptr()
+        arguments.query_token_stride, arguments.query_head_stride = query.stride(0), query.stride(1)
+        arguments.key_token_stride, arguments.key_head_stride = key.stride(0), key.stride(1)
+        arguments.value_token_stride, arguments.value_head_stride = value.stride(0), value.stride(1)
+        arguments.num_heads, arguments.window = num_heads, window
+        arguments.scale, arguments.softcap = scale, softcap
         is_bfloat16 = int(query.dtype == torch.bfloat16)
-        failed = self._function(self._kinds[query.dtype], ctypes.byref(arguments), is_bfloat16, self._num_threads)
+        failed = self._function(self._kinds[query.dtype], ctypes.byref(arguments), is_bfloat16, self.num_threads)
         if failed:
             raise MemoryError("the attention kernel could not allocate its scratch memory")

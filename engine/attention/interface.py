@@ -103,6 +103,11 @@ class PagedStep:
 _current: ContextVar[PagedStep | None] = ContextVar("paged_step", default=None)
 
 
+def current_step() -> PagedStep | None:
+    """The step whose forward this is, if it is one."""
+    return _current.get()
+
+
 def paged_attention_forward(
     module: nn.Module,
     query: Tensor,

@@ -2,36 +2,16 @@
 
 #pragma once
 
-#include "common.h"
+#include "kernels.h"
 
 namespace {
+
+using Arguments = AttentionArguments;
 
 constexpr int KEYS = 64;    // keys of one tile
 constexpr int QUERIES = 32; // query tokens of one work item
 constexpr int MAX_DIM = 512;        // largest head dimension; CpuAttention checks it
 constexpr int DIM_UNIT = 2 * LANES; // head dimensions are padded to a multiple of this: whole vectors, even of pairs
-
-struct Arguments {
-  void *out;       // [num_tokens, num_heads, head_dim]
-  const void *query; // [num_tokens, num_heads, head_dim], strided
-  const void *key;   // [num_tokens, num_kv_heads, head_dim], strided
-  const void *value;
-  void *layer_keys;   // this layer's keys of block 0: [block_size, num_kv_heads, head_dim], strided
-  void *layer_values;
-  const int32_t *block_tables;  // [num_seqs, max_blocks]
-  const int32_t *query_starts;  // [num_seqs + 1]
-  const int32_t *kv_lens;       // [num_seqs], new tokens included
-  const int64_t *slot_mapping;  // [num_tokens]
-  const float *sinks;           // [num_heads], or null: one more score that every token sees, of a value of zeros
-  int64_t query_token_stride, query_head_stride; // in elements
-  int64_t key_token_stride, key_head_stride;
-  int64_t value_token_stride, value_head_stride;
-  int64_t block_stride, slot_stride, kv_head_stride; // of the pool, in elements
-  int64_t num_tokens, num_seqs, max_blocks, block_size;
-  int64_t num_heads, num_kv_heads, head_dim;
-  int64_t window;   // a token sees itself and the window - 1 tokens before it; 0 = all
-  float scale, softcap; // softcap 0 = off
-};
 
 // Where a head's keys and values of a position lie in the pool, in elements.
 inline int64_t slot_of(const Arguments &a, const int32_t *table, int64_t position, int64_t kv_head) {

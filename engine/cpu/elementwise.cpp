@@ -3,7 +3,7 @@
 // In torch each takes five to ten kernel launches of a few microseconds; at batch 1 that is a third of a decode step.
 // Values are rounded exactly where transformers' own code rounds them (norm: to bfloat16 before the weight).
 
-#include "common.h"
+#include "kernels.h"
 
 namespace {
 
@@ -32,10 +32,10 @@ template <typename T, typename Body> inline void for_lanes(int64_t dim, Body bod
 }
 
 template <typename T>
-void rms_norm(const T *x, const T *weight, T *out, int64_t num_rows, int64_t dim, float epsilon) {
+void rms_norm(const T *x, const T *weight, T *out, int64_t num_rows, int64_t dim, int64_t row_stride, float epsilon) {
 #pragma omp parallel for schedule(static) if (num_rows >= ROWS_WORTH_THREADS)
   for (int64_t r = 0; r < num_rows; ++r) {
-    const T *row = x + r * dim;
+    const T *row = x + r * row_stride;
     vfloat squares = splat(0.0f);
     for_lanes<T>(dim, [&](auto load, auto) {
       vfloat v = load(row);
@@ -50,17 +50,17 @@ void rms_norm(const T *x, const T *weight, T *out, int64_t num_rows, int64_t dim
   }
 }
 
-// x * cos + rotate_half(x) * sin for [num_tokens, num_heads, dim]. Products are rounded before the sum, as in torch.
+// x * cos + rotate_half(x) * sin for [num_tokens, num_heads, dim], also in place. Products are rounded before the sum, as in torch.
 template <typename T>
 void rotate(const T *x, T *out, const T *cos, const T *sin, int64_t num_tokens, int64_t num_heads, int64_t dim,
-            int64_t token_stride, int64_t head_stride) {
+            int64_t token_stride, int64_t head_stride, int64_t out_token_stride) {
   int64_t half = dim / 2;
 #pragma omp parallel for schedule(static) if (num_tokens >= ROWS_WORTH_THREADS)
   for (int64_t t = 0; t < num_tokens; ++t) {
     const T *c = cos + t * dim, *s = sin + t * dim;
     for (int64_t h = 0; h < num_heads; ++h) {
       const T *low = x + t * token_stride + h * head_stride, *high = low + half;
-      T *to = out + (t * num_heads + h) * dim;
+      T *to = out + t * out_token_stride + h * dim;
       for_lanes<T>(half, [&](auto load, auto store) {
         vfloat a = load(low), b = load(high);
         store(to, round_to<T>(a * load(c)) + round_to<T>(-b * load(s)));
@@ -90,24 +90,24 @@ void silu_multiply(const T *gate, const T *up, T *out, int64_t num_rows, int64_t
 
 extern "C" {
 
-void tandem_rms_norm(const void *x, const void *weight, void *out, int64_t num_rows, int64_t dim, float epsilon,
-                     int is_bfloat16) {
+void tandem_rms_norm(const void *x, const void *weight, void *out, int64_t num_rows, int64_t dim, int64_t row_stride,
+                     float epsilon, int is_bfloat16) {
   if (is_bfloat16)
     rms_norm(static_cast<const bfloat16 *>(x), static_cast<const bfloat16 *>(weight), static_cast<bfloat16 *>(out),
-             num_rows, dim, epsilon);
+             num_rows, dim, row_stride, epsilon);
   else
     rms_norm(static_cast<const float *>(x), static_cast<const float *>(weight), static_cast<float *>(out), num_rows,
-             dim, epsilon);
+             dim, row_stride, epsilon);
 }
 
 void tandem_rotate(const void *x, void *out, const void *cos, const void *sin, int64_t num_tokens, int64_t num_heads,
-                   int64_t dim, int64_t token_stride, int64_t head_stride, int is_bfloat16) {
+                   int64_t dim, int64_t token_stride, int64_t head_stride, int64_t out_token_stride, int is_bfloat16) {
   if (is_bfloat16)
     rotate(static_cast<const bfloat16 *>(x), static_cast<bfloat16 *>(out), static_cast<const bfloat16 *>(cos),
-           static_cast<const bfloat16 *>(sin), num_tokens, num_heads, dim, token_stride, head_stride);
+           static_cast<const bfloat16 *>(sin), num_tokens, num_heads, dim, token_stride, head_stride, out_token_stride);
   else
     rotate(static_cast<const float *>(x), static_cast<float *>(out), static_cast<const float *>(cos),
-           static_cast<const float *>(sin), num_tokens, num_heads, dim, token_stride, head_stride);
+           static_cast<const float *>(sin), num_tokens, num_heads, dim, token_stride, head_stride, out_token_stride);
 }
 
 void tandem_silu_multiply(const void *gate, const void *up, void *out, int64_t num_rows, int64_t dim,

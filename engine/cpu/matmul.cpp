@@ -5,10 +5,10 @@
 // threads, or the way in which work is cut. So all micro-kernels of a kind may be mixed; those of two kinds may not,
 // because tiles and vectors round in different places.
 
-#include "kinds.h"
+#include "kernels.h"
+#include "scratch.h"
 #include "tiles.h"
 
-#include <memory>
 #include <omp.h>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -31,6 +31,7 @@ struct Product {
   const void *x;       // [M, K], rows `x_stride` apart
   const void *weight;  // packed
   const void *bias;    // [N] or null
+  const void *residual; // [M, N] or null: added once the product is rounded. It may be `out`
   void *out;           // [M, N]
   int64_t num_rows, num_columns, depth, x_stride; // M, N, K; elements
 };
@@ -39,15 +40,24 @@ template <typename T> inline void store_row(const Product &p, int64_t row, int64
   int64_t n = std::min<int64_t>(COLUMNS, p.num_columns - column);
   T *to = static_cast<T *>(p.out) + row * p.num_columns + column;
   const T *bias = p.bias == nullptr ? nullptr : static_cast<const T *>(p.bias) + column;
+  const T *residual =
+      p.residual == nullptr ? nullptr : static_cast<const T *>(p.residual) + row * p.num_columns + column;
   if (n == COLUMNS) {
     for (int v = 0; v < PANELS; ++v) {
       vfloat sum = load(sums + v * LANES);
       if (bias != nullptr) sum += load_lanes(bias + v * LANES);
+      if (residual != nullptr) sum = load_lanes(residual + v * LANES) + round_to<T>(sum);
       store_lanes(to + v * LANES, sum);
     }
     return;
   }
-  for (int64_t i = 0; i < n; ++i) from_float(bias == nullptr ? sums[i] : sums[i] + to_float(bias[i]), to + i);
+  for (int64_t i = 0; i < n; ++i) {
+    float sum = bias == nullptr ? sums[i] : sums[i] + to_float(bias[i]);
+    T rounded;
+    from_float(sum, &rounded);
+    if (residual != nullptr) from_float(to_float(residual[i]) + to_float(rounded), &rounded);
+    to[i] = rounded;
+  }
 }
 
 // ---- vectors: floats, or bfloat16 widened to floats ----
@@ -220,29 +230,14 @@ struct Tiles {
 };
 #endif
 
-// Memory that a calling thread keeps from one product to the next.
-float *scratch(int64_t bytes) {
-  struct Free {
-    void operator()(void *memory) const { std::free(memory); }
-  };
-  thread_local std::unique_ptr<void, Free> memory;
-  thread_local int64_t size = 0;
-  if (bytes > size) {
-    memory.reset(); // first, so that both never exist
-    size = 0;
-    memory.reset(std::aligned_alloc(64, static_cast<size_t>(round_up(bytes, 64))));
-    if (memory != nullptr) size = bytes;
-  }
-  return static_cast<float *>(memory.get());
-}
-
 // Returns 0, or 1 if scratch memory could not be allocated.
 template <typename Kernel> int multiply(const Product &p, int num_threads) {
   using Prepared = typename Kernel::Prepared;
   int64_t row_bytes = Kernel::prepared_elements(ITEM_ROWS, p.depth) * static_cast<int64_t>(sizeof(Prepared)) / ITEM_ROWS;
   int64_t block_rows = std::max<int64_t>(BLOCK_BYTES / row_bytes / ITEM_ROWS, 1) * ITEM_ROWS;
   block_rows = std::min(block_rows, p.num_rows);
-  auto *x = reinterpret_cast<Prepared *>(scratch(Kernel::prepared_elements(block_rows, p.depth) * sizeof(Prepared)));
+  int64_t bytes = Kernel::prepared_elements(block_rows, p.depth) * static_cast<int64_t>(sizeof(Prepared));
+  auto *x = static_cast<Prepared *>(scratch<Product>(bytes));
   if (x == nullptr) return 1;
   const int64_t num_groups = (p.num_columns + COLUMNS - 1) / COLUMNS, unit = Kernel::prepare_unit();
   for (int64_t base = 0; base < p.num_rows; base += block_rows) {
@@ -316,9 +311,10 @@ void tandem_matmul_pack(int kind, const void *weight, void *packed, int64_t num_
 }
 
 // Returns 0; 1 if scratch memory could not be allocated; 2 for a kind that was not compiled.
-int tandem_matmul(int kind, const void *x, const void *packed, const void *bias, void *out, int64_t num_rows,
-                  int64_t num_columns, int64_t depth, int64_t x_stride, int is_bfloat16, int num_threads) {
-  Product p = {x, packed, bias, out, num_rows, num_columns, depth, x_stride};
+int tandem_matmul(int kind, const void *x, const void *packed, const void *bias, const void *residual, void *out,
+                  int64_t num_rows, int64_t num_columns, int64_t depth, int64_t x_stride, int is_bfloat16,
+                  int num_threads) {
+  Product p = {x, packed, bias, residual, out, num_rows, num_columns, depth, x_stride};
   if (kind == VECTORS)
     return is_bfloat16 ? multiply<ByRows<Vectors<bfloat16>>>(p, num_threads)
                        : multiply<ByRows<Vectors<float>>>(p, num_threads);

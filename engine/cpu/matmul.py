@@ -21,7 +21,7 @@ def _kernels() -> ctypes.CDLL:
     kernels.tandem_matmul_packed_elements.restype = _INT64
     kernels.tandem_matmul_pack.argtypes = (_INT, _POINTER, _POINTER, _INT64, _INT64, _INT)
     kernels.tandem_matmul_pack.restype = None
-    kernels.tandem_matmul.argtypes = (_INT, *(_POINTER,) * 4, *(_INT64,) * 4, _INT, _INT)
+    kernels.tandem_matmul.argtypes = (_INT, *(_POINTER,) * 5, *(_INT64,) * 4, _INT, _INT)
     return kernels
 
 
@@ -30,39 +30,41 @@ class PackedWeight:
 
     def __init__(self, weight: Tensor) -> None:
         """`weight` is [N, K], float32 or bfloat16."""
-        self._num_columns, self._depth = weight.shape
-        self._dtype = weight.dtype
+        self.shape = num_columns, depth = weight.shape
+        self.dtype = weight.dtype
         self._kind = kind_for(weight.dtype)
         weight = weight.contiguous()
-        size = _kernels().tandem_matmul_packed_elements(self._kind, *weight.shape)
-        self._packed = torch.empty(size, dtype=weight.dtype)
-        pointers = (weight.data_ptr(), self._packed.data_ptr())
-        _kernels().tandem_matmul_pack(self._kind, *pointers, *weight.shape, _is_bfloat16(weight))
+        size = _kernels().tandem_matmul_packed_elements(self._kind, num_columns, depth)
+        self.packed = torch.empty(size, dtype=weight.dtype)
+        pointers = (weight.data_ptr(), self.packed.data_ptr())
+        _kernels().tandem_matmul_pack(self._kind, *pointers, num_columns, depth, _is_bfloat16(weight))
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] times the weight, plus bias [N] -> [..., N]. Raises MemoryError without room for a copy of x."""
-        assert x.dtype is self._dtype, f"x is {x.dtype}, the weight {self._dtype}"
-        assert x.shape[-1] == self._depth, f"x has rows of {x.shape[-1]}, the weight of {self._depth}"
-        rows = x.reshape(-1, self._depth)
+        num_columns, depth = self.shape
+        assert x.dtype is self.dtype, f"x is {x.dtype}, the weight {self.dtype}"
+        assert x.shape[-1] == depth, f"x has rows of {x.shape[-1]}, the weight of {depth}"
+        rows = x.reshape(-1, depth)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
-        out = torch.empty(rows.shape[0], self._num_columns, dtype=x.dtype)
+        out = torch.empty(rows.shape[0], num_columns, dtype=x.dtype)
         failed = _kernels().tandem_matmul(
             self._kind,
             rows.data_ptr(),
-            self._packed.data_ptr(),
+            self.packed.data_ptr(),
             None if bias is None else bias.data_ptr(),
+            None,
             out.data_ptr(),
             rows.shape[0],
-            self._num_columns,
-            self._depth,
+            num_columns,
+            depth,
             rows.stride(0),
             _is_bfloat16(x),
             torch.get_num_threads(),
         )
         if failed:
             raise MemoryError("a product could not allocate its scratch memory")
-        return out.view(*x.shape[:-1], self._num_columns)
+        return out.view(*x.shape[:-1], num_columns)
 
 
 def _is_bfloat16(x: Tensor) -> int:

@@ -21,7 +21,7 @@ def _is_bfloat16(x: Tensor) -> int:
 def make_rms_norm() -> Callable[[Tensor, Tensor, float], Tensor]:
     """Function (x [..., D], weight [D], epsilon) -> normed x, contiguous."""
     kernel = load_kernels().tandem_rms_norm
-    kernel.argtypes = (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _FLOAT, _INT)
+    kernel.argtypes = (_POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64, _FLOAT, _INT)
     kernel.restype = None
 
     def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -30,7 +30,7 @@ def make_rms_norm() -> Callable[[Tensor, Tensor, float], Tensor]:
         out = torch.empty_like(x)
         dim = x.shape[-1]
         rows = x.numel() // dim
-        kernel(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, dim, epsilon, _is_bfloat16(x))
+        kernel(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, dim, dim, epsilon, _is_bfloat16(x))
         return out
 
     return rms_norm
@@ -39,14 +39,14 @@ def make_rms_norm() -> Callable[[Tensor, Tensor, float], Tensor]:
 def make_rotate() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Function (x [1, H, T, D] with unit stride in D, cos [1, T, D], sin) -> rotated x as a view [1, H, T, D]."""
     kernel = load_kernels().tandem_rotate
-    kernel.argtypes = (_POINTER, _POINTER, _POINTER, _POINTER, *(_INT64,) * 5, _INT)
+    kernel.argtypes = (_POINTER, _POINTER, _POINTER, _POINTER, *(_INT64,) * 6, _INT)
     kernel.restype = None
 
     def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         _, heads, tokens, dim = x.shape
         out = torch.empty(1, tokens, heads, dim, dtype=x.dtype)
         pointers = (x.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr())
-        kernel(*pointers, tokens, heads, dim, x.stride(2), x.stride(1), _is_bfloat16(x))
+        kernel(*pointers, tokens, heads, dim, x.stride(2), x.stride(1), heads * dim, _is_bfloat16(x))
         return out.transpose(1, 2)
 
     return rotate

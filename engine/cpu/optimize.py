@@ -19,64 +19,14 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from tandem.engine.cpu.matmul import PackedWeight
-from tandem.engine.cpu.ops import make_rms_norm, make_rotate, make_silu_multiply
+from tandem.engine.cpu.ops import make_rotate
+from tandem.engine.cpu.parts import GatedMlp, MergedLinear, PackedLinear, RmsNorm, SharedProduct
 
 logger = logging.getLogger(__name__)
 
 # Linear layers that transformers' attention blocks apply to the same input.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"),)
 _PROBE_TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
-
-
-class PackedLinear(nn.Module):
-    """Linear layers over one input as a single product with a packed weight."""
-
-    def __init__(self, linears: list[nn.Linear]) -> None:
-        super().__init__()
-        self.out_features = [linear.out_features for linear in linears]
-        weight = torch.cat([linear.weight.detach() for linear in linears])
-        self.weight = torch.empty_like(weight, device="meta")  # some models look at its dtype or shape
-        self._weight = PackedWeight(weight)
-        biases = [linear.bias for linear in linears]
-        self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases]).contiguous()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., sum of out]."""
-        return self._weight.multiply(x, self._bias)
-
-
-class _SharedProduct:
-    """One packed product for several linear layers: the first one called computes it, the others take their part."""
-
-    def __init__(self, linears: list[nn.Linear]) -> None:
-        self._packed = PackedLinear(linears)
-        self._input: Tensor | None = None
-        self._parts: tuple[Tensor, ...] = ()
-        self._num_left = 0
-
-    def part(self, x: Tensor, idx: int) -> Tensor:
-        if self._input is not x or self._num_left == 0:
-            self._input = x
-            self._parts = self._packed(x).split(self._packed.out_features, dim=-1)
-            self._num_left = len(self._parts)
-        self._num_left -= 1
-        out = self._parts[idx]
-        if self._num_left == 0:  # do not keep activations alive
-            self._input, self._parts = None, ()
-        return out
-
-
-class _MergedLinear(nn.Module):
-    """Replaces one of the linear layers that share a product."""
-
-    def __init__(self, product: _SharedProduct, idx: int) -> None:
-        super().__init__()
-        self._product = product
-        self._idx = idx
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._product.part(x, self._idx)
 
 
 class _WeightOfProduct:
@@ -201,9 +151,9 @@ def _merge_siblings(module: nn.Module) -> None:
     for names in _SIBLINGS:
         linears = _linears(module, names)
         if linears is not None:
-            product = _SharedProduct(linears)
+            product = SharedProduct(linears)
             for idx, name in enumerate(names):
-                setattr(module, name, _MergedLinear(product, idx))
+                setattr(module, name, MergedLinear(product, idx))
 
 
 def _replace_gated_mlp(module: nn.Module) -> None:
@@ -211,13 +161,7 @@ def _replace_gated_mlp(module: nn.Module) -> None:
     down = getattr(module, "down_proj", None)
     if pair is None or not _is_plain(down):
         return
-    packed_pair, packed_down, silu_multiply = PackedLinear(pair), PackedLinear([down]), make_silu_multiply()
-    width = pair[0].out_features
-
-    def forward(x: Tensor) -> Tensor:
-        both = packed_pair(x)
-        return packed_down(silu_multiply(both[..., :width], both[..., width:]))  # type: ignore[no-any-return]
-
+    forward = GatedMlp(PackedLinear(pair), PackedLinear([down]))
     if _agrees(module, forward, _probe(pair[0])):
         module.forward = forward
         for name in ("gate_proj", "up_proj", "down_proj"):
@@ -295,14 +239,7 @@ def _replace_norm(module: nn.Module) -> None:
         return
     if weight.numel() == 0:  # emptied by `text_part`
         return
-    rms_norm, original = make_rms_norm(), module.forward
-    weight, epsilon = weight.detach().clone(), float(epsilon)
-
-    def forward(x: Tensor) -> Tensor:
-        if x.dtype != weight.dtype:  # some models keep their norms in float32
-            return original(x)  # type: ignore[no-any-return]
-        return rms_norm(x, weight, epsilon)
-
+    forward = RmsNorm(weight.detach().clone(), float(epsilon), module.forward)
     if _agrees(module, forward, _random(weight.shape[0], weight.dtype)):
         module.forward = forward
 

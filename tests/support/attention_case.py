@@ -65,6 +65,18 @@ class Case:
 
         `max_kv_len` is a bound above the longest context; 0 = that context.
         """
+        context = self.context(pool, chunks, max_kv_len)
+        counts = [end - start for _, start, end in chunks]
+        query, key, value = (
+            torch.cat([tensors[i][start:end] for i, start, end in chunks]) for tensors in (self.q, self.k, self.v)
+        )
+        settings = {"scale": 0.3, "window": 0, "softcap": 0.0, "sinks": None, **options}
+        out = torch.full(query.shape, float("nan"), dtype=self.dtype, device=self.device)
+        backend(1, query, key, value, out, context, **settings)
+        return list(out.split(counts))
+
+    def context(self, pool: Tensor, chunks: list[tuple[int, int, int]], max_kv_len: int = 0) -> StepContext:
+        """The context of a step over `chunks`."""
         tables = torch.zeros(len(chunks), max(len(self.blocks[i]) for i, _, _ in chunks), dtype=torch.int32)
         slots = []
         for row, (i, start, end) in enumerate(chunks):
@@ -74,7 +86,7 @@ class Case:
                 for position in range(start, end)
             ]
         counts = [end - start for _, start, end in chunks]
-        context = StepContext(
+        return StepContext(
             pool=pool,
             block_tables=tables.to(self.device),
             query_starts=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=self.device),
@@ -83,13 +95,6 @@ class Case:
             max_query_len=max(counts),
             max_kv_len=max_kv_len or max(end for _, _, end in chunks),
         )
-        query, key, value = (
-            torch.cat([tensors[i][start:end] for i, start, end in chunks]) for tensors in (self.q, self.k, self.v)
-        )
-        settings = {"scale": 0.3, "window": 0, "softcap": 0.0, "sinks": None, **options}
-        out = torch.full(query.shape, float("nan"), dtype=self.dtype, device=self.device)
-        backend(1, query, key, value, out, context, **settings)
-        return list(out.split(counts))
 
     def whole(self) -> list[tuple[int, int, int]]:
         """One chunk for each sequence."""

@@ -1,0 +1,136 @@
+"""Layers of the standard form run in one native call each, and give the bits of their own code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tandem.engine.attention.cpu import CpuAttention
+from tandem.engine.attention.interface import ATTENTION_NAME, PagedStep, register
+from tandem.engine.cpu.decoder_layer import NativeLayer, use_native_layers
+from tandem.engine.cpu.optimize import optimize
+from tests.support.architectures import SERVED
+from tests.support.attention_case import Case
+
+STANDARD = ("llama", "llama, tied embeddings and biases", "qwen2", "qwen2, sliding", "qwen3", "mistral", "ministral")
+OTHERS = ("gemma2", "gemma3", "phi", "cohere", "mixtral", "olmo2", "gpt2", "granite")
+
+
+def make_layers(name: str, dtype: torch.dtype, **changes: Any) -> Any:
+    """The optimized layers of a model, whose attention is ours."""
+    torch.manual_seed(0)
+    register()
+    recipe = SERVED[name]
+    config = getattr(transformers, recipe[0])(**(recipe[1] | changes))
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.randn_like(parameter) * (0.2 if parameter.dim() == 1 else 0.05)
+    return optimize(model.to(dtype).eval())
+
+
+def num_native(model: Any) -> int:
+    with torch.inference_mode():
+        return use_native_layers(model)
+
+
+@pytest.mark.parametrize("name", STANDARD)
+def test_layers_of_the_standard_form_are_recognised(name: str, cpu_dtype: torch.dtype) -> None:
+    model = make_layers(name, cpu_dtype)
+    assert num_native(model) == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if name in SERVED])
+def test_other_layers_keep_their_own_code(name: str) -> None:
+    assert num_native(make_layers(name, torch.float32)) == 0
+
+
+class Steps:
+    """Forwards of one layer over chunks of sequences, each set of chunks over a pool of its own."""
+
+    def __init__(self, layer: Any, dtype: torch.dtype, lengths: list[int]) -> None:
+        attention, config = layer.self_attn, layer.self_attn.config
+        self.layer = layer
+        self.case = Case(
+            lengths,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=attention.head_dim,
+            dtype=dtype,
+        )
+        generator = torch.Generator().manual_seed(1)
+        self.x = [torch.randn(length, config.hidden_size, generator=generator).to(dtype) for length in lengths]
+        angles = torch.rand(max(lengths), attention.head_dim // 2, generator=generator).repeat(1, 2)
+        self.tables = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def run(self, forward: Any, pool: Tensor, chunks: list[tuple[int, int, int]], num_threads: int = 1) -> list[Tensor]:
+        """One step over `chunks` of (sequence, start, end)."""
+        positions = torch.cat([torch.arange(start, end) for _, start, end in chunks])
+        cos, sin = (table[positions].unsqueeze(0) for table in self.tables)
+        x = torch.cat([self.x[i][start:end] for i, start, end in chunks]).unsqueeze(0)
+        with (
+            torch.inference_mode(),
+            PagedStep(CpuAttention(num_threads), self.case.context(pool, chunks), lambda: None),
+        ):
+            out: Tensor = forward(x, position_embeddings=(cos, sin))
+        return list(out[0].split([end - start for _, start, end in chunks]))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied embeddings and biases", "qwen3", "mistral"])
+def test_bits_are_those_of_the_layers_own_code(name: str, cpu_dtype: torch.dtype) -> None:
+    layer = make_layers(name, cpu_dtype).model.layers[1]
+    own = layer.forward
+    assert num_native(layer) == 1
+    steps = Steps(layer, cpu_dtype, [1, 17, 70, 200])
+    pools = steps.case.new_pool(0.0), steps.case.new_pool(0.0)
+    expected = steps.run(own, pools[0], steps.case.whole())
+    actual = steps.run(layer.forward, pools[1], steps.case.whole())
+    assert all(map(torch.equal, actual, expected))
+    assert torch.equal(*pools)
+
+
+def test_bits_depend_neither_on_batch_nor_chunks_nor_threads(cpu_dtype: torch.dtype) -> None:
+    layer = make_layers("qwen3", cpu_dtype, hidden_size=96).model.layers[0]
+    assert num_native(layer) == 1
+    steps = Steps(layer, cpu_dtype, [1, 40, 130])
+    together = steps.run(layer.forward, steps.case.new_pool(0.0), steps.case.whole(), num_threads=2)
+    for size in (1, 7, 33, 64):
+        pool = steps.case.new_pool(0.0)
+        pieces: list[Tensor] = []
+        for start in range(0, 130, size):
+            pieces += steps.run(layer.forward, pool, [(2, start, min(start + size, 130))])
+        assert torch.equal(torch.cat(pieces), together[2]), f"chunks of {size}"
+
+
+def test_what_is_no_engine_step_takes_the_layers_own_code() -> None:
+    model = make_layers("llama", torch.float32)
+    ids = torch.randint(0, 200, (1, 9), generator=torch.Generator().manual_seed(0))
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        expected = model(ids, use_cache=False).logits
+        model.set_attn_implementation(ATTENTION_NAME)
+        assert num_native(model) == model.config.num_hidden_layers
+        model.set_attn_implementation("eager")
+        assert torch.equal(model(ids, use_cache=False).logits, expected)
+
+
+def test_a_layer_that_gives_something_else_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_layers("llama", torch.float32)
+    compute = NativeLayer.compute
+    monkeypatch.setattr(NativeLayer, "compute", lambda *arguments: compute(*arguments) * 1.0001)
+    assert num_native(model) == 0
+
+
+def test_a_window_may_change_after_the_start(cpu_dtype: torch.dtype) -> None:
+    layer = make_layers("mistral", cpu_dtype).model.layers[0]
+    own = layer.forward
+    assert num_native(layer) == 1
+    layer.self_attn.sliding_window = 5
+    steps = Steps(layer, cpu_dtype, [60])
+    expected = steps.run(own, steps.case.new_pool(0.0), steps.case.whole())
+    assert torch.equal(steps.run(layer.forward, steps.case.new_pool(0.0), steps.case.whole())[0], expected[0])
