@@ -101,7 +101,7 @@ def test_a_short_answer_does_not_wait_for_all_the_room_that_another_tenant_holds
 
     num_before = num_preemptions()
     with ThreadPoolExecutor(4) as threads:
-        hoard = [threads.submit(ask, "sk-a", prompt=f"{idx} {PROMPT}", n=8, max_tokens=400) for idx in range(4)]
+        hoard = [threads.submit(ask, "sk-a", prompt=f"{idx} {PROMPT}", n=8, max_tokens=1200) for idx in range(4)]
         until(
             lambda: pools()["admission"]["num_waiting"] > 8,
             60.0,
