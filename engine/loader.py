@@ -127,9 +127,9 @@ def load_model(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading took and gave back is free for the pool
     if device.type == "cpu":
-        from tandem.engine.cpu.decoder_layer import use_native_layers
         from tandem.engine.cpu.kinds import kernels_of
         from tandem.engine.cpu.optimize import optimize
+        from tandem.engine.native_layers import use_native_layers
 
         optimize(module)
         _leave_weight_files(module)

@@ -266,7 +266,7 @@ def test_compressed_tensors_are_served_as_plain_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "quantize", "kinds"),
     [
-        pytest.param(FP8, as_fp8_blocks, {"PackedLinear", "_MergedLinear"}, id="fp8"),
+        pytest.param(FP8, as_fp8_blocks, {"PackedLinear", "MergedLinear"}, id="fp8"),
         # The former is the head's.
         pytest.param(BITNET, as_ternary, {"PackedLinear", "BitLinear"}, id="bitnet", marks=pytest.mark.slow),
     ],

@@ -143,7 +143,7 @@ class HostGraphRecorder(GraphRecorder):
 
 def patch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make engines that are built from now on tell the graph which C++ kernels they call."""
-    for module in ("tandem.engine.cpu.ops", "tandem.engine.cpu.decoder_layer", "tandem.engine.attention.cpu"):
+    for module in ("tandem.engine.cpu.ops", "tandem.engine.native_layers", "tandem.engine.attention.cpu"):
         monkeypatch.setattr(f"{module}.load_kernels", _RecordingLibrary)
     matmul._kernels()  # declares the types of its functions
     monkeypatch.setattr(matmul, "_kernels", _RecordingLibrary)

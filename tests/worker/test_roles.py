@@ -348,7 +348,7 @@ def test_workers_that_disagree_never_exchange_kv(tiny_model: Path, difference: d
         async with running_cluster(tiny_model, overrides={"d": difference}) as cluster:
             await cluster.generate(make_prompt(20))
 
-    with pytest.raises(ServingError, match="cannot join: (namespace is|its KV is computed by) "):
+    with pytest.raises(ServingError, match=r"cannot join: (namespace is|its KV is computed by) "):
         asyncio.run(scenario())
 
 

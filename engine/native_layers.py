@@ -1,4 +1,4 @@
-"""Runs decoder layers of the standard form in one native call each, by `decoder_layer.cpp`.
+"""Runs decoder layers of the standard form in one native call each, by `cpu/decoder_layer.cpp`.
 
 The standard form: norm, one product for queries, keys and values, norms of their heads or none, rotation of whole
 heads, attention, output, norm and gated MLP, with plain residuals. A layer is recognised by its parts, as `optimize`
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,7 +95,6 @@ class _Listener:
     window: int = 0
     name: str = "listener"
     long_context: int = 1
-    outputs: list[Tensor] = field(default_factory=list)
 
     def __call__(
         self,
@@ -114,8 +113,9 @@ class _Listener:
         sinks = None if sinks is None else sinks.detach().float().contiguous()
         self.settings = _Settings(query.shape[1], key.shape[1], query.shape[2], scale, softcap, sinks)
         self.window = window
-        options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-        self.backend(layer_idx, query, key, value, out, context, **options)
+        self.backend(
+            layer_idx, query, key, value, out, context, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
 
 
 class NativeLayer:
@@ -239,7 +239,7 @@ def _parts_of(layer: nn.Module) -> _Parts | None:
         or not isinstance(output, PackedLinear)
     ):
         return None
-    return _Parts(projections[0].product.packed, output, mlp, tuple(norms), tuple(head_norms))  # type: ignore[union-attr, arg-type]
+    return _Parts(projections[0].product.packed, output, mlp, tuple(norms), tuple(head_norms))  # type: ignore[union-attr]
 
 
 def _forward_of(part: Any, kind: type[Any]) -> Any:

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from tandem.engine.attention.cpu import CpuAttention
 from tandem.engine.attention.interface import ATTENTION_NAME, PagedStep, register
-from tandem.engine.cpu.decoder_layer import NativeLayer, use_native_layers
 from tandem.engine.cpu.optimize import optimize
+from tandem.engine.native_layers import NativeLayer, use_native_layers
 from tests.support.architectures import SERVED
 from tests.support.attention_case import Case
 
