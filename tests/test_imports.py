@@ -19,7 +19,7 @@ WORKER_ROLE = {"engine", "kv_transfer", "protocol"}
 MAY_IMPORT: dict[str, set[str]] = {
     "protocol": set(),
     "runtime": {"protocol"},
-    "scheduling": {"protocol"},
+    "scheduling": {"nixl", "protocol"},
     "engine": {"protocol"},
     "kv_transfer": {"protocol"},
     "prefill_worker": WORKER_ROLE,
@@ -35,7 +35,19 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 FOREIGN: dict[str, set[str]] = {  # what a package must never need, at the top of a file or below
     "protocol": {"torch", "ray", "zmq", "fastapi", "transformers"},
-    "scheduling": {"asyncio", "fastapi", "httpx", "ray", "socket", "starlette", "threading", "torch", "uvicorn", "zmq"},
+    "scheduling": {
+        "nixl",
+        "asyncio",
+        "fastapi",
+        "httpx",
+        "ray",
+        "socket",
+        "starlette",
+        "threading",
+        "torch",
+        "uvicorn",
+        "zmq",
+    },
     "runtime": {"torch", "ray", "fastapi", "transformers"},
     "engine": {"ray", "zmq", "fastapi", "nixl"},
     "kv_transfer": {"ray", "fastapi", "transformers"},

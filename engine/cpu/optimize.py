@@ -1,8 +1,8 @@
 """Makes a transformers model fast on a CPU without knowing which model it is.
 
 Parts are recognised by structure (a linear layer; linear layers that read the same input; a norm with a weight and an
-epsilon; a gated MLP; a mixture of experts). Each is replaced only after the replacement has reproduced the original on
-a random probe.
+epsilon; a gated MLP; a mixture of experts). What does more than multiply is replaced only if the replacement agrees
+with the original on a random probe.
 
 Without this a decode step of a small model mostly launches tiny operations, and a token's last bits would depend on its
 batch: oneDNN sums in another order for other numbers of rows, at bounds that differ from CPU to CPU.

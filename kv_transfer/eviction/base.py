@@ -1,15 +1,14 @@
 """What every eviction policy shares: the forest of resident keys, leaf-first victims, pins.
 
-A policy only ranks keys; the tier (or pool) that asks it moves the bytes. It has no clock and no lock.
+A policy only ranks keys; the tier that asks it moves the bytes. It has no clock and no lock.
 
 Keys are chained: a key names a block *and its whole prefix*. So a block is useless without its parent, and a hit on a
 key is a hit on all its ancestors. Every policy here relies on two consequences:
 
 - A victim is always a leaf: a key without resident children. A pinned key therefore keeps its ancestors as well.
-- A hit is recorded only on the deepest key found, in O(1). An ancestor needs its rank only once it is a leaf, and by
-then
-  it has inherited the rank of each child that left. A key appended to a leaf inherits the leaf's rank. So policies made
-  for single objects see a chain as one object that grows at its end, and evict it tail first.
+- A hit is recorded only on the deepest key found, in O(1). An ancestor needs its rank only once it is a leaf, and
+  by then it has inherited the rank of each child that left. A key appended to a leaf inherits the leaf's rank. So
+  policies made for single objects see a chain as one object that grows at its end, and evict it tail first.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tandem.scheduling.request import PlacementRequest
 from tandem.scheduling.workers.worker_table import WorkerTable
 
 _ROUNDING = 1 + 1e-12  # sums that are equal in theory may differ by this factor
-_FETCH_GAIN = 0.95  # a fetch must save this share, because predictions are not more exact
+_FETCH_GAIN = 0.95  # a fetch may take this share of computing, because predictions are not more exact
 
 
 class _Source(NamedTuple):

@@ -1,4 +1,4 @@
-"""Checks the tiers' settings before anything is started: policy, key, folders, object store. Needs no torch."""
+"""Checks the tiers' settings before anything is started: key, folders, object store. Needs no torch."""
 
 from __future__ import annotations
 
