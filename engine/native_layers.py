@@ -22,6 +22,7 @@ from tandem.engine.attention.interface import PagedStep, current_step
 from tandem.engine.cpu.kinds import kind_for
 from tandem.engine.cpu.library import load_kernels
 from tandem.engine.cpu.parts import GatedMlp, MergedLinear, PackedLinear, RmsNorm
+from tandem.engine.kv_geometry import FORWARD_ERRORS
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -134,27 +135,21 @@ class NativeLayer:
         self._function.argtypes = (ctypes.POINTER(_Layer), ctypes.POINTER(_Call))
         self._function.restype = ctypes.c_int
 
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        *arguments: Any,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        past_key_values: Any = None,
-        **options: Any,
-    ) -> Any:
-        """hidden_states [1, T, width] -> the same shape, as the original layer."""
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Arguments and result of the layer: hidden states [1, T, width], and tables of cosines and sines by name."""
         step = current_step()
+        tables: tuple[Tensor, Tensor] | None = options.get("position_embeddings")
         if (
             step is None
-            or position_embeddings is None
-            or past_key_values is not None
-            or not self._fits(hidden_states, *position_embeddings, step.context.pool)
+            or tables is None
+            or len(arguments) != 1
+            or options.get("past_key_values") is not None
+            or not self._fits(arguments[0], *tables, step.context.pool)
             or not isinstance(step.backend, CpuAttention)
         ):
-            options |= {"position_embeddings": position_embeddings, "past_key_values": past_key_values}
-            return self._original(hidden_states, *arguments, **options)
+            return self._original(*arguments, **options)
         step.between_layers()
-        return self.compute(hidden_states, *position_embeddings, step.backend, step.context)
+        return self.compute(arguments[0], *tables, step.backend, step.context)
 
     def compute(self, x: Tensor, cos: Tensor, sin: Tensor, backend: CpuAttention, context: StepContext) -> Tensor:
         """x [1, T, width], cos and sin [1, T, head_dim] -> [1, T, width]. Raises MemoryError."""
@@ -199,9 +194,35 @@ class _Parts:
     def dtype(self) -> torch.dtype:
         return self.query_key_value.packed.dtype
 
+    def num_kv_heads(self, head_dim: int) -> int | None:
+        """The number of key/value heads, if all parts have the shapes that the native call takes for granted."""
+        width, (fused, _), (rows, attended) = self.norms[0].weight.numel(), self._shape(0), self._shape(1)
+        (both, _), (_, inner) = self._shape(2), self._shape(3)
+        num_heads, num_kv_heads = attended // head_dim, (fused - attended) // (2 * head_dim)
+        norms = [norm.weight.numel() for norm in self.head_norms if norm is not None]
+        is_standard = (
+            num_kv_heads > 0
+            and attended == num_heads * head_dim
+            and fused == (num_heads + 2 * num_kv_heads) * head_dim
+            and num_heads % num_kv_heads == 0
+            and both == 2 * inner
+            and {rows, self._shape(0)[1], self._shape(2)[1], self._shape(3)[0], self.norms[1].weight.numel()} == {width}
+            and all(size == head_dim for size in norms)
+            and len({part.packed.dtype for part in self._linears}) == 1
+        )
+        return num_kv_heads if is_standard else None
+
+    @property
+    def _linears(self) -> tuple[PackedLinear, ...]:
+        return self.query_key_value, self.output, self.mlp.gate_up, self.mlp.down
+
+    def _shape(self, idx: int) -> tuple[int, int]:
+        """[N, K] of one of the products."""
+        return self._linears[idx].packed.shape
+
     def describe(self) -> _Layer:
         return _Layer(
-            *(_Weight.of(part) for part in (self.query_key_value, self.output, self.mlp.gate_up, self.mlp.down)),
+            *(_Weight.of(part) for part in self._linears),
             *(_Norm.of(norm) for norm in (self.norms[0], *self.head_norms, self.norms[1])),
             self.norms[0].weight.numel(),
             kind_for(self.dtype),
@@ -254,10 +275,8 @@ def _proven(layer: nn.Module, parts: _Parts) -> NativeLayer | None:
     x = torch.randn(1, _PROBE_TOKENS, width, generator=generator).to(parts.dtype)
     attention: Any = layer.self_attn
     head_dim = getattr(attention, "head_dim", 0)
-    if not isinstance(head_dim, int) or head_dim < 2:
+    if not isinstance(head_dim, int) or head_dim < 2 or (num_kv_heads := parts.num_kv_heads(head_dim)) is None:
         return None
-    fused = parts.query_key_value.packed.shape[0]
-    num_kv_heads = (fused - parts.output.packed.shape[1]) // (2 * head_dim)
     cos, sin = (
         torch.randn(1, _PROBE_TOKENS, head_dim // 2, generator=generator).repeat(1, 1, 2).to(parts.dtype)
         for _ in range(2)
@@ -267,12 +286,16 @@ def _proven(layer: nn.Module, parts: _Parts) -> NativeLayer | None:
     try:
         with PagedStep(listener, contexts[0], lambda: None):
             expected = layer(x, position_embeddings=(cos, sin))
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError, AssertionError):
+    except (*FORWARD_ERRORS, AssertionError, KeyError):
         return None
     settings = listener.settings
     if not isinstance(expected, Tensor) or settings is None:
         return None
-    if (settings.num_kv_heads, settings.head_dim) != (num_kv_heads, head_dim):
+    if (settings.num_heads, settings.num_kv_heads, settings.head_dim) != (
+        parts.output.packed.shape[1] // head_dim,
+        num_kv_heads,
+        head_dim,
+    ):
         return None
     window = _window_of(attention, listener.window)
     if window is None:

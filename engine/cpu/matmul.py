@@ -30,7 +30,8 @@ class PackedWeight:
 
     def __init__(self, weight: Tensor) -> None:
         """`weight` is [N, K], float32 or bfloat16."""
-        self.shape = num_columns, depth = weight.shape
+        num_columns, depth = weight.shape
+        self.shape = (num_columns, depth)
         self.dtype = weight.dtype
         self._kind = kind_for(weight.dtype)
         weight = weight.contiguous()

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 # Linear layers that transformers' attention blocks apply to the same input.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"),)
+_PROBE_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 _PROBE_TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 
@@ -110,7 +111,7 @@ def _agrees(original: Callable[[Tensor], Any], candidate: Callable[[Tensor], Any
     """Whether both give the same output up to rounding (relative to the output's magnitude)."""
     try:
         expected, actual = original(probe).float(), candidate(probe).float()
-    except (AttributeError, RuntimeError, TypeError):
+    except _PROBE_ERRORS:
         return False
     if expected.shape != actual.shape:
         return False
@@ -162,7 +163,8 @@ def _replace_gated_mlp(module: nn.Module) -> None:
     if pair is None or not _is_plain(down):
         return
     forward = GatedMlp(PackedLinear(pair), PackedLinear([down]))
-    if _agrees(module, forward, _probe(pair[0])):
+    probe = _probe(pair[0])
+    if _agrees(module, forward, probe) and _agrees(module, forward, probe * 100):  # some clamp what is large
         module.forward = forward
         for name in ("gate_proj", "up_proj", "down_proj"):
             delattr(module, name)
@@ -214,7 +216,7 @@ def _replace_router(module: nn.Module) -> None:
     probe = _random(weight.shape[1], weight.dtype)
     try:
         expected = _first(module(probe[0]))
-    except (AttributeError, RuntimeError, TypeError):
+    except _PROBE_ERRORS:
         return
     del module.weight
     vars(module)["weight"] = _WeightOfProduct(weight, weight.float())
@@ -291,5 +293,5 @@ def _rotary_agrees(original: Callable[..., Any], candidate: Callable[..., Any]) 
     try:
         pairs = zip(original(q, k, cos, sin), candidate(q, k, cos, sin), strict=True)
         return all(torch.allclose(a, b, atol=1e-5) for a, b in pairs)
-    except (RuntimeError, TypeError, ValueError):
+    except _PROBE_ERRORS:
         return False

@@ -4,7 +4,7 @@
 
 #include "common.h"
 
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define HAS_AMX
 
 #include <immintrin.h>

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -59,6 +61,8 @@ def test_inputs_may_be_strided_or_have_more_axes(cpu_dtype: torch.dtype) -> None
     assert torch.equal(packed.multiply(x.t().contiguous().t()), expected)
     assert torch.equal(packed.multiply(x.view(2, 3, 5, 64)), expected.view(2, 3, 5, 40))
     assert packed.multiply(x[:0]).shape == (0, 40)
+    with ThreadPoolExecutor(1) as fresh:  # a thread without scratch memory
+        assert fresh.submit(packed.multiply, x[:0]).result().shape == (0, 40)
 
 
 def test_what_is_not_a_number_stays_in_its_row(cpu_dtype: torch.dtype) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from tandem.engine.attention.cpu import CpuAttention
 from tandem.engine.attention.interface import ATTENTION_NAME, PagedStep, register
 from tandem.engine.cpu.optimize import optimize
+from tandem.engine.cpu.parts import MergedLinear, PackedLinear, SharedProduct
 from tandem.engine.native_layers import NativeLayer, use_native_layers
 from tests.support.architectures import SERVED
 from tests.support.attention_case import Case
@@ -134,3 +135,30 @@ def test_a_window_may_change_after_the_start(cpu_dtype: torch.dtype) -> None:
     steps = Steps(layer, cpu_dtype, [60])
     expected = steps.run(own, steps.case.new_pool(0.0), steps.case.whole())
     assert torch.equal(steps.run(layer.forward, steps.case.new_pool(0.0), steps.case.whole())[0], expected[0])
+
+
+@pytest.mark.parametrize("value_dim", [8, 24])
+def test_values_of_another_width_than_keys_keep_the_layers_own_code(value_dim: int) -> None:
+    """The native call reads memory by the shapes of the standard form, so none of another shape may reach it."""
+    layer = make_layers("llama", torch.float32, num_key_value_heads=4).model.layers[0]
+    attention, hidden = layer.self_attn, layer.input_layernorm.weight.numel()
+    heads = attention.config.num_attention_heads
+    sizes = [heads * attention.head_dim] * 2 + [heads * value_dim]
+    product = SharedProduct([nn.Linear(hidden, size, bias=False) for size in sizes])
+    for idx, name in enumerate(("q_proj", "k_proj", "v_proj")):
+        setattr(attention, name, MergedLinear(product, idx))
+    attention.o_proj = PackedLinear([nn.Linear(heads * value_dim, hidden, bias=False)])
+    assert num_native(layer) == 0
+
+
+def test_a_call_by_position_takes_the_layers_own_code() -> None:
+    layer = make_layers("llama", torch.float32).model.layers[0]
+    own = layer.forward
+    assert num_native(layer) == 1
+    steps = Steps(layer, torch.float32, [9])
+
+    def by_position(x: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Any:
+        return layer.forward(x, None, None, None, False, position_embeddings)
+
+    expected = steps.run(own, steps.case.new_pool(0.0), steps.case.whole())
+    assert torch.equal(steps.run(by_position, steps.case.new_pool(0.0), steps.case.whole())[0], expected[0])

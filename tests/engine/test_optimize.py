@@ -192,3 +192,20 @@ def test_linear_layers_that_a_quantizer_has_changed_are_left_alone() -> None:
     packed.weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.int8), requires_grad=False)
     layers = [hooked, patched, marked, packed]
     assert [*optimize(nn.Sequential(*layers, nn.Linear(8, 8)))][:-1] == layers
+
+
+def test_a_gated_mlp_that_clamps_what_is_large_is_left_alone() -> None:
+    class Clamping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(16, 16, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            gated = nn.functional.silu(self.gate_proj(x)).clamp(max=16.0)
+            return self.down_proj(gated * self.up_proj(x).clamp(-16.0, 16.0))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    mlp, large = Clamping(), torch.randn(1, 3, 16) * 200
+    with torch.inference_mode():
+        expected = mlp(large)
+        torch.testing.assert_close(optimize(mlp)(large), expected)
