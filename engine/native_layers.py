@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from tandem.engine.attention.context import StepContext
 from tandem.engine.attention.cpu import AttentionArguments, CpuAttention, step_arguments
 from tandem.engine.attention.interface import PagedStep, current_step
-from tandem.engine.cpu.kinds import kind_for
 from tandem.engine.cpu.library import load_kernels
 from tandem.engine.cpu.parts import GatedMlp, MergedLinear, PackedLinear, RmsNorm
 from tandem.engine.kv_geometry import FORWARD_ERRORS
@@ -225,7 +224,7 @@ class _Parts:
             *(_Weight.of(part) for part in self._linears),
             *(_Norm.of(norm) for norm in (self.norms[0], *self.head_norms, self.norms[1])),
             self.norms[0].weight.numel(),
-            kind_for(self.dtype),
+            self.query_key_value.packed.kind,
             int(self.dtype is torch.bfloat16),
         )
 

@@ -13,6 +13,8 @@ constexpr int QUERIES = 32; // query tokens of one work item
 constexpr int MAX_DIM = 512;        // largest head dimension; CpuAttention checks it
 constexpr int DIM_UNIT = 2 * LANES; // head dimensions are padded to a multiple of this: whole vectors, even of pairs
 
+inline int64_t padded_dim(const Arguments &a) { return (a.head_dim + DIM_UNIT - 1) / DIM_UNIT * DIM_UNIT; }
+
 // Where a head's keys and values of a position lie in the pool, in elements.
 inline int64_t slot_of(const Arguments &a, const int32_t *table, int64_t position, int64_t kv_head) {
   return table[position / a.block_size] * a.block_stride + position % a.block_size * a.slot_stride +

@@ -186,7 +186,6 @@ inline Scratch carve(float *memory, int64_t rows, int64_t dim) {
 template <typename Format> struct RowAttention {
   using T = typename Format::Element;
 
-  static int64_t padded_dim(const Arguments &a) { return (a.head_dim + DIM_UNIT - 1) / DIM_UNIT * DIM_UNIT; }
   static int64_t most_rows(const Arguments &a) {
     return (QUERIES * a.num_heads / a.num_kv_heads + ROWS - 1) / ROWS * ROWS;
   }

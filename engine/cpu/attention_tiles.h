@@ -82,7 +82,6 @@ struct TileAttention {
     }
   };
 
-  static int64_t padded_dim(const Arguments &a) { return (a.head_dim + DIM_UNIT - 1) / DIM_UNIT * DIM_UNIT; }
   static int64_t most_groups(const Arguments &a) { return (QUERIES * a.num_heads / a.num_kv_heads + LANES - 1) / LANES; }
   static int64_t scratch_bytes(const Arguments &a) {
     int64_t groups = most_groups(a), dim = padded_dim(a);

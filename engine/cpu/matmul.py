@@ -33,12 +33,12 @@ class PackedWeight:
         num_columns, depth = weight.shape
         self.shape = (num_columns, depth)
         self.dtype = weight.dtype
-        self._kind = kind_for(weight.dtype)
+        self.kind = kind_for(weight.dtype)
         weight = weight.contiguous()
-        size = _kernels().tandem_matmul_packed_elements(self._kind, num_columns, depth)
+        size = _kernels().tandem_matmul_packed_elements(self.kind, num_columns, depth)
         self.packed = torch.empty(size, dtype=weight.dtype)
         pointers = (weight.data_ptr(), self.packed.data_ptr())
-        _kernels().tandem_matmul_pack(self._kind, *pointers, num_columns, depth, _is_bfloat16(weight))
+        _kernels().tandem_matmul_pack(self.kind, *pointers, num_columns, depth, _is_bfloat16(weight))
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] times the weight, plus bias [N] -> [..., N]. Raises MemoryError without room for a copy of x."""
@@ -50,7 +50,7 @@ class PackedWeight:
             rows = rows.contiguous()
         out = torch.empty(rows.shape[0], num_columns, dtype=x.dtype)
         failed = _kernels().tandem_matmul(
-            self._kind,
+            self.kind,
             rows.data_ptr(),
             self.packed.data_ptr(),
             None if bias is None else bias.data_ptr(),

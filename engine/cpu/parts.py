@@ -21,7 +21,7 @@ class PackedLinear(nn.Module):
         self.weight = torch.empty_like(weight, device="meta")  # some models look at its dtype or shape
         self.packed = PackedWeight(weight)
         biases = [linear.bias for linear in linears]
-        self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases]).contiguous()
+        self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., sum of out]."""

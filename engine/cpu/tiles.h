@@ -12,7 +12,6 @@
 namespace {
 
 constexpr int TILE = 16; // rows
-constexpr int TILE_DEPTH = 32; // bfloat16 of a row
 
 struct TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
