@@ -195,18 +195,21 @@ class _Parts:
 
     def num_kv_heads(self, head_dim: int) -> int | None:
         """The number of key/value heads, if all parts have the shapes that the native call takes for granted."""
-        width, (fused, _), (rows, attended) = self.norms[0].weight.numel(), self._shape(0), self._shape(1)
-        (both, _), (_, inner) = self._shape(2), self._shape(3)
+        # Of each product, what it gives and what it takes.
+        (fused, to_fused), (from_output, attended), (both, to_both), (from_down, inner) = (
+            part.packed.shape for part in self._linears
+        )
         num_heads, num_kv_heads = attended // head_dim, (fused - attended) // (2 * head_dim)
-        norms = [norm.weight.numel() for norm in self.head_norms if norm is not None]
+        widths = {to_fused, from_output, to_both, from_down, *(norm.weight.numel() for norm in self.norms)}
+        head_widths = {norm.weight.numel() for norm in self.head_norms if norm is not None}
         is_standard = (
             num_kv_heads > 0
             and attended == num_heads * head_dim
             and fused == (num_heads + 2 * num_kv_heads) * head_dim
             and num_heads % num_kv_heads == 0
             and both == 2 * inner
-            and {rows, self._shape(0)[1], self._shape(2)[1], self._shape(3)[0], self.norms[1].weight.numel()} == {width}
-            and all(size == head_dim for size in norms)
+            and len(widths) == 1
+            and head_widths <= {head_dim}
             and len({part.packed.dtype for part in self._linears}) == 1
         )
         return num_kv_heads if is_standard else None
@@ -214,10 +217,6 @@ class _Parts:
     @property
     def _linears(self) -> tuple[PackedLinear, ...]:
         return self.query_key_value, self.output, self.mlp.gate_up, self.mlp.down
-
-    def _shape(self, idx: int) -> tuple[int, int]:
-        """[N, K] of one of the products."""
-        return self._linears[idx].packed.shape
 
     def describe(self) -> _Layer:
         return _Layer(
