@@ -409,7 +409,7 @@ def test_some_hostile_inputs_of_each_group_get_no_5xx_and_cost_no_worker(server:
 
 def test_an_answer_goes_on_when_its_decode_worker_hangs(server: Server, colocated: Server) -> None:
     victim = server.worker("decode")
-    fields: dict[str, Any] = {"prompt": "x" * 100, "max_tokens": 300, "temperature": 0.8, "seed": 19}
+    fields: dict[str, Any] = {"prompt": "x" * 100, "max_tokens": 1600, "temperature": 0.8, "seed": 19}
     body: dict[str, Any] = {"model": "tiny", "stream": True, "extra_body": {"ignore_eos": True}} | fields
     with client_of(server) as client, client_of(colocated) as undisturbed:
         stream = client.completions.create(**body)
@@ -457,7 +457,7 @@ def test_a_prompt_goes_on_when_its_prefill_worker_is_killed(server: Server, colo
 def test_a_restart_of_workers_fails_no_answer(server: Server, colocated: Server, what: str, roles: list[str]) -> None:
     before, everyone = {role: server.worker(role) for role in roles}, worker_ids(server)
     fields = [{"prompt": f"{n}" * (50 + 70 * n), "seed": n, "temperature": 0.8 * (n > 0)} for n in range(2)]
-    common: dict[str, Any] = {"model": "tiny", "max_tokens": 400, "stream": True, "extra_body": {"ignore_eos": True}}
+    common: dict[str, Any] = {"model": "tiny", "max_tokens": 1200, "stream": True, "extra_body": {"ignore_eos": True}}
     is_over = threading.Event()
 
     def ask(one: Server, number: int) -> str:

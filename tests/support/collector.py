@@ -37,6 +37,7 @@ class Collector:
         self.is_open = threading.Event()
         self.is_open.set()
         self.num_requests = 0
+        self.num_held = 0  # that came while `is_open` was cleared
         self.spans: list[CollectedSpan] = []
         self._changed = threading.Condition()
 
@@ -88,6 +89,7 @@ def collecting() -> Iterator[Collector]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             collector.num_requests += 1
+            collector.num_held += not collector.is_open.is_set()
             body = self.rfile.read(int(self.headers["content-length"]))
             collector.is_open.wait(60)
             if collector.status == 200:

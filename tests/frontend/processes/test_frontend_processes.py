@@ -229,8 +229,14 @@ async def test_a_replaced_process_has_the_keys_the_tenants_and_the_counts(tmp_pa
         assert (await here.chat()).status_code == 401
         here.client.headers["authorization"] = "Bearer first"
         assert (await here.chat()).status_code == 200
+        answered = 'tandem_router_requests_total{endpoint="/v1/chat/completions",status="200"}'
         (pid,) = here.pids()
         if is_killed:
+
+            async def is_counted() -> bool:
+                return await here.metric(answered) == 1  # an answer is counted once it is sent
+
+            await eventually(is_counted)
             os.kill(pid, signal.SIGKILL)
         else:
             here.processes.deciding.drop("frontend-0-1")
@@ -241,7 +247,7 @@ async def test_a_replaced_process_has_the_keys_the_tenants_and_the_counts(tmp_pa
         assert (await here.chat()).status_code == 200
         told = [(request.service_class.tenant, request.cache_scope) for request in here.backend.requests[1:]]
         assert told == [("search", cache_scope("", "search")), ("batch", cache_scope("", ""))]
-        assert await here.metric('tandem_router_requests_total{endpoint="/v1/chat/completions",status="200"}') == 3
+        assert await here.metric(answered) == 3
         assert await here.metric("tandem_router_running_requests") == 0
         assert here.counter_files() == {"counter_0.db"}
 
