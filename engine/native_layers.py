@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tandem.engine.attention.context import StepContext
 from tandem.engine.attention.cpu import AttentionArguments, CpuAttention, step_arguments
 from tandem.engine.attention.interface import PagedStep, current_step
-from tandem.engine.cpu.library import load_kernels
+from tandem.engine.cpu.library import check, load_kernels
 from tandem.engine.cpu.parts import GatedMlp, MergedLinear, PackedLinear, RmsNorm
 from tandem.engine.kv_geometry import FORWARD_ERRORS
 
@@ -161,8 +161,7 @@ class NativeLayer:
         out = torch.empty_like(x)
         pointers = (tensor.data_ptr() for tensor in (x, cos, sin, out))
         call = _Call(*pointers, ctypes.pointer(attention), backend.num_threads)
-        if self._function(ctypes.byref(self._layer), ctypes.byref(call)):
-            raise MemoryError("a decoder layer could not allocate its scratch memory")
+        check(self._function(ctypes.byref(self._layer), ctypes.byref(call)), "a decoder layer")
         return out
 
     def _fits(self, x: Tensor, cos: Tensor, sin: Tensor, pool: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.engine.attention.context import StepContext
 from tandem.engine.cpu.kinds import kind_for
-from tandem.engine.cpu.library import load_kernels
+from tandem.engine.cpu.library import check, load_kernels
 
 MAX_HEAD_DIM = 512
 
@@ -107,6 +107,5 @@ class CpuAttention:
         arguments.num_heads, arguments.window = num_heads, window
         arguments.scale, arguments.softcap = scale, softcap
         is_bfloat16 = int(query.dtype == torch.bfloat16)
-        failed = self._function(self._kinds[query.dtype], ctypes.byref(arguments), is_bfloat16, self.num_threads)
-        if failed:
-            raise MemoryError("the attention kernel could not allocate its scratch memory")
+        status = self._function(self._kinds[query.dtype], ctypes.byref(arguments), is_bfloat16, self.num_threads)
+        check(status, "attention")

@@ -21,20 +21,6 @@ inline int64_t slot_of(const Arguments &a, const int32_t *table, int64_t positio
          kv_head * a.kv_head_stride;
 }
 
-template <typename T> void write_cache(const Arguments &a) {
-  const T *key = static_cast<const T *>(a.key), *value = static_cast<const T *>(a.value);
-  for (int64_t t = 0; t < a.num_tokens; ++t) {
-    int64_t slot = a.slot_mapping[t];
-    int64_t at = slot / a.block_size * a.block_stride + slot % a.block_size * a.slot_stride;
-    for (int64_t h = 0; h < a.num_kv_heads; ++h) {
-      std::memcpy(static_cast<T *>(a.layer_keys) + at + h * a.kv_head_stride,
-                  key + t * a.key_token_stride + h * a.key_head_stride, a.head_dim * sizeof(T));
-      std::memcpy(static_cast<T *>(a.layer_values) + at + h * a.kv_head_stride,
-                  value + t * a.value_token_stride + h * a.value_head_stride, a.head_dim * sizeof(T));
-    }
-  }
-}
-
 // Up to QUERIES tokens of one sequence, for the query heads that share one key/value head. Row r of the item is head
 // r % group of token r / group.
 struct WorkItem {

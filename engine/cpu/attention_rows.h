@@ -193,8 +193,6 @@ template <typename Format> struct RowAttention {
     int64_t rows = most_rows(a), dim = padded_dim(a);
     return (rows * dim * 2 + dim * KEYS * 2 + rows * KEYS + rows * 2) * static_cast<int64_t>(sizeof(float));
   }
-  static void begin() {}
-  static void end() {}
 
   static void attend(const Arguments &a, const WorkItem &item, void *memory) {
     int dim = static_cast<int>(padded_dim(a)), num_rows = item.num_rows();

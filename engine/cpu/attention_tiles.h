@@ -88,13 +88,12 @@ struct TileAttention {
     int64_t num_floats = KEYS * dim + groups * LANES * (dim * 3 / 2 + 3) + KEYS * LANES * 2;
     return num_floats * static_cast<int64_t>(sizeof(float));
   }
-  static void begin() { configure_tiles(TILE, TILE); }
-  static void end() { _tile_release(); }
 
   static void attend(const Arguments &a, const WorkItem &item, void *memory) {
     int dim = static_cast<int>(padded_dim(a));
     int num_groups = (item.num_rows() + LANES - 1) / LANES;
     Scratch s(memory, most_groups(a), dim);
+    configure_tiles(TILE, TILE);
     for (int g = 0; g < num_groups; ++g) load_queries(a, item, g, dim, s);
     int64_t end = item.last_position() + 1;
     for (int64_t first_key = item.first_key(a); first_key < end; first_key += KEYS) {
@@ -111,6 +110,7 @@ struct TileAttention {
         add_values(s.out + g * LANES * dim, correction, dim, s);
       }
     }
+    _tile_release();
     for (int g = 0; g < num_groups; ++g) write_out(a, item, g, dim, s);
   }
 

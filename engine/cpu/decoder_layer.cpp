@@ -2,8 +2,8 @@
 //
 // Values are rounded where the single kernels round them, and so where transformers' own code does.
 
+#include "elementwise.h"
 #include "kernels.h"
-#include "scratch.h"
 
 namespace {
 
@@ -32,69 +32,92 @@ struct Call {
   int num_threads;
 };
 
-struct Kernels {
-  const Layer &layer;
-  int64_t num_tokens;
-  int num_threads;
+// Values between the products, all of the layer's type.
+struct Buffers {
+  char *fused;    // [num_tokens, queries, keys and values]
+  char *attended; // [num_tokens, queries]
+  char *gate_up;  // [num_tokens, 2 * inner width]
 
-  void norm(const Norm &norm, const void *x, void *out, int64_t num_rows, int64_t dim, int64_t row_stride) const {
-    tandem_rms_norm(x, norm.weight, out, num_rows, dim, row_stride, norm.epsilon, layer.is_bfloat16);
+  static int64_t bytes(const Layer &layer, int64_t num_tokens) {
+    return num_tokens * (layer.query_key_value.num_columns + layer.output.depth + layer.gate_up.num_columns) *
+           (layer.is_bfloat16 ? 2 : 4);
   }
-  int multiply(const Weight &weight, const void *x, const void *residual, void *out) const {
-    return tandem_matmul(layer.kind, x, weight.packed, weight.bias, residual, out, num_tokens, weight.num_columns,
-                         weight.depth, weight.depth, layer.is_bfloat16, num_threads);
+
+  Buffers(void *memory, const Layer &layer, int64_t num_tokens) {
+    const int64_t size = layer.is_bfloat16 ? 2 : 4;
+    fused = static_cast<char *>(memory);
+    attended = fused + num_tokens * layer.query_key_value.num_columns * size;
+    gate_up = attended + num_tokens * layer.output.depth * size;
   }
 };
 
-// Norms of each head, and rotation, in place.
-void turn(const Kernels &kernels, const Call &call, const Norm &norm, char *heads, int64_t num_heads,
-          int64_t token_bytes, int64_t token_stride) {
-  int64_t dim = call.attention->head_dim;
-  if (norm.weight != nullptr)
-    for (int64_t t = 0; t < kernels.num_tokens; ++t)
-      kernels.norm(norm, heads + t * token_bytes, heads + t * token_bytes, num_heads, dim, dim);
-  tandem_rotate(heads, heads, call.cos, call.sin, kernels.num_tokens, num_heads, dim, token_stride, dim, token_stride,
-                kernels.layer.is_bfloat16);
+// Norms and rotates each head of a token in place.
+template <typename T>
+void turn(T *heads, int64_t num_heads, const Norm &norm, const T *cos, const T *sin, int64_t dim) {
+  for (int64_t h = 0; h < num_heads; ++h, heads += dim) {
+    if (norm.weight != nullptr) rms_norm(heads, static_cast<const T *>(norm.weight), heads, dim, norm.epsilon);
+    rotate(heads, heads, cos, sin, dim);
+  }
 }
 
-int attend(const Kernels &kernels, const Call &call, char *fused, void *attended) {
-  AttentionArguments &a = *call.attention;
-  const int64_t stride = kernels.layer.query_key_value.num_columns, size = kernels.layer.is_bfloat16 ? 2 : 4;
-  char *keys = fused + a.num_heads * a.head_dim * size, *values = keys + a.num_kv_heads * a.head_dim * size;
-  turn(kernels, call, kernels.layer.query, fused, a.num_heads, stride * size, stride);
-  turn(kernels, call, kernels.layer.key, keys, a.num_kv_heads, stride * size, stride);
-  a.query = fused;
+// Prepares queries and keys where they lie, and writes keys and values into their slots.
+template <typename T> void add_turns(Plan &plan, const Layer *layer, const Call &call, const AttentionArguments &a) {
+  const T *cos = static_cast<const T *>(call.cos), *sin = static_cast<const T *>(call.sin);
+  plan.add(num_token_items(a.num_tokens), [=](int64_t item) {
+    int64_t first = item * ITEM_TOKENS, last = std::min(first + ITEM_TOKENS, a.num_tokens), dim = a.head_dim;
+    for (int64_t t = first; t < last; ++t) {
+      T *queries = static_cast<T *>(const_cast<void *>(a.query)) + t * a.query_token_stride;
+      T *keys = static_cast<T *>(const_cast<void *>(a.key)) + t * a.key_token_stride;
+      turn(queries, a.num_heads, layer->query, cos + t * dim, sin + t * dim, dim);
+      turn(keys, a.num_kv_heads, layer->key, cos + t * dim, sin + t * dim, dim);
+    }
+    write_cache(a, first, last, layer->is_bfloat16);
+  });
+}
+
+AttentionArguments attention_over(const Layer &layer, const Call &call, const Buffers &buffers) {
+  AttentionArguments a = *call.attention;
+  const int64_t size = layer.is_bfloat16 ? 2 : 4;
+  const char *keys = buffers.fused + a.num_heads * a.head_dim * size;
+  a.query = buffers.fused;
   a.key = keys;
-  a.value = values;
-  a.out = attended;
-  a.query_token_stride = a.key_token_stride = a.value_token_stride = stride;
+  a.value = keys + a.num_kv_heads * a.head_dim * size;
+  a.out = buffers.attended;
+  a.query_token_stride = a.key_token_stride = a.value_token_stride = layer.query_key_value.num_columns;
   a.query_head_stride = a.key_head_stride = a.value_head_stride = a.head_dim;
-  return tandem_paged_attention(kernels.layer.kind, &a, kernels.layer.is_bfloat16, kernels.num_threads);
+  return a;
+}
+
+void add_layer(Plan &plan, const Layer &layer, const Call &call, const Buffers &buffers) {
+  const AttentionArguments attention = attention_over(layer, call, buffers);
+  const auto multiply = [&](const Weight &weight, const Rows &rows, const void *residual, void *out) {
+    add_product(plan, layer.kind,
+                {rows, weight.packed, weight.bias, residual, out, attention.num_tokens, weight.num_columns,
+                 weight.depth},
+                layer.is_bfloat16);
+  };
+  const auto normed = [&](const void *x, const Norm &norm) {
+    return Rows{x, layer.width, Rows::NORM, norm.weight, norm.epsilon};
+  };
+  multiply(layer.query_key_value, normed(call.x, layer.input), nullptr, buffers.fused);
+  if (layer.is_bfloat16)
+    add_turns<bfloat16>(plan, &layer, call, attention);
+  else
+    add_turns<float>(plan, &layer, call, attention);
+  add_attention(plan, layer.kind, attention, layer.is_bfloat16);
+  multiply(layer.output, {buffers.attended, layer.output.depth}, call.x, call.out);
+  multiply(layer.gate_up, normed(call.out, layer.mlp), nullptr, buffers.gate_up);
+  multiply(layer.down, {buffers.gate_up, layer.gate_up.num_columns, Rows::SILU_MULTIPLY}, call.out, call.out);
 }
 
 } // namespace
 
-// Returns 0, or 1 if scratch memory could not be allocated.
+// Returns what `run_plan` returns.
 extern "C" int tandem_decoder_layer(const Layer *layer, const Call *call) {
-  const int64_t num_tokens = call->attention->num_tokens, size = layer->is_bfloat16 ? 2 : 4;
-  const int64_t width = layer->width, inner = layer->down.depth;
-  const int64_t attention_width = layer->query_key_value.num_columns + layer->output.depth;
-  const int64_t widest = std::max(attention_width, 3 * inner);
-  char *normed = static_cast<char *>(scratch<Layer>(num_tokens * (width + widest) * size));
-  if (normed == nullptr) return 1;
-  const Kernels kernels = {*layer, num_tokens, call->num_threads};
-
-  char *fused = normed + num_tokens * width * size;
-  char *attended = fused + num_tokens * layer->query_key_value.num_columns * size;
-  kernels.norm(layer->input, call->x, normed, num_tokens, width, width);
-  int failed = kernels.multiply(layer->query_key_value, normed, nullptr, fused);
-  failed |= attend(kernels, *call, fused, attended);
-  failed |= kernels.multiply(layer->output, attended, call->x, call->out);
-
-  char *both = normed + num_tokens * width * size, *gated = both + num_tokens * 2 * inner * size;
-  kernels.norm(layer->mlp, call->out, normed, num_tokens, width, width);
-  failed |= kernels.multiply(layer->gate_up, normed, nullptr, both);
-  tandem_silu_multiply(both, both + inner * size, gated, num_tokens, inner, 2 * inner, 2 * inner, layer->is_bfloat16);
-  failed |= kernels.multiply(layer->down, gated, call->out, call->out);
-  return failed;
+  return run_plan(call->num_threads, [&](Plan &plan) {
+    const int64_t num_tokens = call->attention->num_tokens;
+    void *memory = scratch<Layer>(Buffers::bytes(*layer, num_tokens));
+    if (memory == nullptr) throw std::bad_alloc();
+    add_layer(plan, *layer, *call, Buffers(memory, *layer, num_tokens));
+  });
 }

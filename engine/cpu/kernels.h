@@ -4,6 +4,7 @@
 
 #include "common.h"
 #include "kinds.h"
+#include "plan.h"
 
 struct AttentionArguments {
   void *out;       // [num_tokens, num_heads, head_dim]
@@ -27,16 +28,52 @@ struct AttentionArguments {
   float scale, softcap; // softcap 0 = off
 };
 
-extern "C" {
+// The rows that a product reads, and what becomes of them first.
+struct Rows {
+  enum Step : int64_t { NONE, NORM, SILU_MULTIPLY }; // the last one takes rows of gates and as many factors
+  const void *x;  // `stride` elements from row to row
+  int64_t stride;
+  Step step = NONE;
+  const void *norm_weight = nullptr; // [K]
+  float epsilon = 0.0f;
+};
 
-int tandem_matmul(int kind, const void *x, const void *packed, const void *bias, const void *residual, void *out,
-                  int64_t num_rows, int64_t num_columns, int64_t depth, int64_t x_stride, int is_bfloat16,
-                  int num_threads);
-int tandem_paged_attention(int kind, const AttentionArguments *arguments, int is_bfloat16, int num_threads);
-void tandem_rms_norm(const void *x, const void *weight, void *out, int64_t num_rows, int64_t dim, int64_t row_stride,
-                     float epsilon, int is_bfloat16);
-void tandem_rotate(const void *x, void *out, const void *cos, const void *sin, int64_t num_tokens, int64_t num_heads,
-                   int64_t dim, int64_t token_stride, int64_t head_stride, int64_t out_token_stride, int is_bfloat16);
-void tandem_silu_multiply(const void *gate, const void *up, void *out, int64_t num_rows, int64_t dim,
-                          int64_t gate_stride, int64_t up_stride, int is_bfloat16);
+// out = rows x weight^T + bias, rounded; then + residual, rounded again.
+struct Product {
+  Rows rows;
+  const void *weight;   // packed
+  const void *bias;     // [N] or null
+  const void *residual; // [M, N] or null. It may be `out`
+  void *out;            // [M, N]
+  int64_t num_rows, num_columns, depth; // M, N, K
+};
+
+struct NotCompiled {}; // thrown for a kind that this library does not have
+
+void add_product(Plan &plan, int kind, const Product &product, bool is_bfloat16);
+
+// Writes new keys and values of some tokens into their slots.
+void write_cache(const AttentionArguments &arguments, int64_t first_token, int64_t last_token, bool is_bfloat16);
+// Attention over what is in the slots.
+void add_attention(Plan &plan, int kind, const AttentionArguments &arguments, bool is_bfloat16);
+
+namespace {
+
+constexpr int64_t ITEM_TOKENS = 16; // of phases whose items are cheap
+
+inline int64_t num_token_items(int64_t num_tokens) { return (num_tokens + ITEM_TOKENS - 1) / ITEM_TOKENS; }
+
+// Makes a plan by `build(plan)` and runs it. Returns 0; 1 if memory was lacking; 2 for a kind that was not compiled.
+template <typename Build> int run_plan(int num_threads, const Build &build) {
+  try {
+    Plan plan;
+    build(plan);
+    return plan.run(num_threads);
+  } catch (const std::bad_alloc &) {
+    return 1;
+  } catch (const NotCompiled &) {
+    return 2;
+  }
 }
+
+} // namespace

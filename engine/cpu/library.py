@@ -18,7 +18,7 @@ from tandem.protocol.config import cache_folder
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _BUILD_TIMEOUT_S = 120.0
 
 
@@ -77,9 +77,14 @@ def _compile(compiler: str, sources: list[Path], built: Path) -> None:
 def load_kernels() -> ctypes.CDLL:
     """The kernel library, built if necessary.
 
-    Raises KernelBuildError without a working g++ (CXX names another compiler). Calls release the GIL. OpenMP resolves
-    to the copy that torch has already loaded, so both share one thread pool.
+    Raises KernelBuildError without a working g++ (CXX names another compiler). Calls release the GIL.
     """
-    import torch  # noqa: F401  # loads libgomp first
-
     return ctypes.CDLL(str(_build()))
+
+
+def check(status: int, what: str) -> None:
+    """Raise what the status of a call says: MemoryError, or RuntimeError for a kind that was not compiled."""
+    if status == 1:
+        raise MemoryError(f"{what} could not allocate its scratch memory")
+    if status:
+        raise RuntimeError(f"{what} is of a kind that the kernels were not compiled for")

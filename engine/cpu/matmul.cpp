@@ -5,11 +5,10 @@
 // threads, or the way in which work is cut. So all micro-kernels of a kind may be mixed; those of two kinds may not,
 // because tiles and vectors round in different places.
 
+#include "elementwise.h"
 #include "kernels.h"
-#include "scratch.h"
 #include "tiles.h"
 
-#include <omp.h>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
@@ -20,21 +19,14 @@ constexpr int PANELS = 2;                // panels of one micro-kernel; a panel 
 constexpr int COLUMNS = PANELS * LANES;  // N is padded to a multiple of this with zeros
 constexpr int PAIR_UNIT = 32;            // K of the bfloat16 kinds is padded to a multiple of this: the depth of a tile
 constexpr int ITEM_ROWS = 128;           // rows of one work item
-constexpr int64_t BLOCK_BYTES = 1 << 20; // of x that is prepared at once: half of a usual L2 cache
+constexpr int64_t BLOCK_BYTES = 1 << 20; // of rows that are prepared at once: half of a usual L2 cache
+constexpr int64_t OWN_BYTES = 16 << 10;  // rows that each thread prepares for itself: not worth a phase
 
 constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-// One product. Packed weights are [panels, K, LANES] of T for vectors, and [panels, K / 2, LANES, 2] for the bfloat16
-// kinds, where sixteen pairs of a panel are the 1 KiB of a tile. Prepared rows of x are [M, K] of float, or of bfloat16,
-// or tiles [M / 16, K / 32, 16, 32].
-struct Product {
-  const void *x;       // [M, K], rows `x_stride` apart
-  const void *weight;  // packed
-  const void *bias;    // [N] or null
-  const void *residual; // [M, N] or null: added once the product is rounded. It may be `out`
-  void *out;           // [M, N]
-  int64_t num_rows, num_columns, depth, x_stride; // M, N, K; elements
-};
+// Packed weights are [panels, K, LANES] of T for vectors, and [panels, K / 2, LANES, 2] for the bfloat16 kinds, where
+// sixteen pairs of a panel are the 1 KiB of a tile. Prepared rows are [M, K] of float, or of bfloat16, or tiles
+// [M / 16, K / 32, 16, 32].
 
 template <typename T> inline void store_row(const Product &p, int64_t row, int64_t column, const float *sums) {
   int64_t n = std::min<int64_t>(COLUMNS, p.num_columns - column);
@@ -120,9 +112,8 @@ template <typename Format> struct ByRows {
 #endif
 
   static int64_t prepared_elements(int64_t num_rows, int64_t depth) { return num_rows * Format::padded_depth(depth); }
-  static int64_t prepare_unit() { return 1; }
-  static void prepare(const Product &p, int64_t row, int64_t, const T *x, Prepared *to) {
-    Format::prepare(x + row * p.x_stride, to + row * Format::padded_depth(p.depth), p.depth);
+  static void prepare(const T *row, int64_t idx, Prepared *to, int64_t depth) {
+    Format::prepare(row, to + idx * Format::padded_depth(depth), depth);
   }
 
   template <int ROWS>
@@ -151,9 +142,6 @@ template <typename Format> struct ByRows {
     run(std::integral_constant<int, 2>());
     run(std::integral_constant<int, 1>());
   }
-
-  static void begin() {}
-  static void end() {}
 };
 
 // ---- AMX: tiles of 16 rows by 32 elements ----
@@ -168,16 +156,12 @@ struct Tiles {
   static int64_t prepared_elements(int64_t num_rows, int64_t depth) {
     return round_up(num_rows, TILE) * round_up(depth, PAIR_UNIT);
   }
-  static int64_t prepare_unit() { return TILE; }
-  static void prepare(const Product &p, int64_t first, int64_t last, const T *x, Prepared *to) {
-    int64_t depth = round_up(p.depth, PAIR_UNIT);
-    for (int64_t row = first; row < last; ++row) {
-      Prepared *line = to + row / TILE * TILE * depth + row % TILE * PAIR_UNIT;
-      for (int64_t k = 0; k < depth; k += PAIR_UNIT, line += TILE_ELEMENTS) {
-        int64_t n = std::min<int64_t>(PAIR_UNIT, p.depth - k);
-        std::memcpy(line, x + row * p.x_stride + k, static_cast<size_t>(n) * sizeof(T));
-        if (n < PAIR_UNIT) std::memset(line + n, 0, static_cast<size_t>(PAIR_UNIT - n) * sizeof(T));
-      }
+  static void prepare(const T *row, int64_t idx, Prepared *to, int64_t depth) {
+    Prepared *line = to + idx / TILE * TILE * round_up(depth, PAIR_UNIT) + idx % TILE * PAIR_UNIT;
+    for (int64_t k = 0; k < depth; k += PAIR_UNIT, line += TILE_ELEMENTS) {
+      int64_t n = std::min<int64_t>(PAIR_UNIT, depth - k);
+      std::memcpy(line, row + k, static_cast<size_t>(n) * sizeof(T));
+      if (n < PAIR_UNIT) std::memset(line + n, 0, static_cast<size_t>(PAIR_UNIT - n) * sizeof(T));
     }
   }
 
@@ -223,74 +207,116 @@ struct Tiles {
       _tile_stored(1, sums + LANES, COLUMNS * sizeof(float));
       for (int r = 0; r < num_rows; ++r) store_row<T>(p, base + row + r, column, sums + r * COLUMNS);
     }
+    _tile_release();
   }
-
-  static void begin() {}
-  static void end() { _tile_release(); }
 };
 #endif
 
-// Returns 0, or 1 if scratch memory could not be allocated.
-template <typename Kernel> int multiply(const Product &p, int num_threads) {
-  using Prepared = typename Kernel::Prepared;
-  int64_t row_bytes = Kernel::prepared_elements(ITEM_ROWS, p.depth) * static_cast<int64_t>(sizeof(Prepared)) / ITEM_ROWS;
-  int64_t block_rows = std::max<int64_t>(BLOCK_BYTES / row_bytes / ITEM_ROWS, 1) * ITEM_ROWS;
-  block_rows = std::min(block_rows, p.num_rows);
-  int64_t bytes = Kernel::prepared_elements(block_rows, p.depth) * static_cast<int64_t>(sizeof(Prepared));
-  auto *x = static_cast<Prepared *>(scratch<Product>(bytes));
-  if (x == nullptr) return 1;
-  const int64_t num_groups = (p.num_columns + COLUMNS - 1) / COLUMNS, unit = Kernel::prepare_unit();
-  for (int64_t base = 0; base < p.num_rows; base += block_rows) {
-    int64_t num_rows = std::min(block_rows, p.num_rows - base);
-    int64_t num_row_items = (num_rows + ITEM_ROWS - 1) / ITEM_ROWS, num_items = num_groups * num_row_items;
-    const auto *from = static_cast<const typename Kernel::T *>(p.x) + base * p.x_stride;
-    int threads = static_cast<int>(std::min<int64_t>(num_threads, num_items));
-    bool is_small = num_rows <= 2 * unit; // not worth a barrier
-    if (is_small)
-      for (int64_t r = 0; r < num_rows; r += unit) Kernel::prepare(p, r, std::min(r + unit, num_rows), from, x);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-      if (!is_small) {
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < num_rows; r += unit) Kernel::prepare(p, r, std::min(r + unit, num_rows), from, x);
-      }
-      Kernel::begin();
-#pragma omp for schedule(dynamic) nowait
-      for (int64_t item = 0; item < num_items; ++item) { // columns outside: their weights stay in the cache
-        int64_t first = item % num_row_items * ITEM_ROWS;
-        int64_t last = std::min<int64_t>(first + ITEM_ROWS, num_rows);
-        Kernel::multiply(p, x, first, last, item / num_row_items * COLUMNS, base);
-      }
-      Kernel::end();
-    }
+// Prepares the rows [first, last), which count from `base`. Returns false if memory is lacking.
+template <typename Kernel>
+bool prepare_rows(const Product &p, int64_t base, int64_t first, int64_t last, typename Kernel::Prepared *to) {
+  using T = typename Kernel::T;
+  T *changed = p.rows.step == Rows::NONE ? nullptr : static_cast<T *>(scratch<Rows>(p.depth * sizeof(T)));
+  if (p.rows.step != Rows::NONE && changed == nullptr) return false;
+  for (int64_t r = first; r < last; ++r) {
+    const T *row = static_cast<const T *>(p.rows.x) + (base + r) * p.rows.stride;
+    if (p.rows.step == Rows::NORM)
+      rms_norm(row, static_cast<const T *>(p.rows.norm_weight), changed, p.depth, p.rows.epsilon);
+    else if (p.rows.step == Rows::SILU_MULTIPLY)
+      silu_multiply(row, row + p.depth, changed, p.depth);
+    Kernel::prepare(changed == nullptr ? row : changed, r, to, p.depth);
   }
-  return 0;
+  return true;
 }
 
-template <typename T> void pack_vectors(const T *weight, T *packed, int64_t num_columns, int64_t depth) {
-  int64_t num_panels = round_up(num_columns, COLUMNS) / LANES;
-#pragma omp parallel for schedule(static)
-  for (int64_t panel = 0; panel < num_panels; ++panel)
+// The rows of a product as this thread itself has prepared them, once; null if memory is lacking.
+template <typename Kernel> const typename Kernel::Prepared *own_rows(const Product &p, uint64_t product_id) {
+  using Prepared = typename Kernel::Prepared;
+  thread_local uint64_t prepared_id = 0;
+  auto *x = static_cast<Prepared *>(
+      scratch<Kernel>(Kernel::prepared_elements(p.num_rows, p.depth) * static_cast<int64_t>(sizeof(Prepared))));
+  if (x == nullptr || prepared_id == product_id) return x;
+  if (!prepare_rows<Kernel>(p, 0, 0, p.num_rows, x)) return nullptr;
+  prepared_id = product_id;
+  return x;
+}
+
+template <typename Kernel> void add_few_rows(Plan &plan, const Product &p) {
+  static std::atomic<uint64_t> num_products{0};
+  const uint64_t product_id = ++num_products;
+  plan.add((p.num_columns + COLUMNS - 1) / COLUMNS, [=, plan = &plan](int64_t item) {
+    const auto *x = own_rows<Kernel>(p, product_id);
+    if (x == nullptr) return plan->fail();
+    Kernel::multiply(p, x, 0, p.num_rows, item * COLUMNS, 0);
+  });
+}
+
+template <typename Kernel> void add(Plan &plan, const Product &p) {
+  using Prepared = typename Kernel::Prepared;
+  const auto bytes_of = [&p](int64_t num_rows) {
+    return Kernel::prepared_elements(num_rows, p.depth) * static_cast<int64_t>(sizeof(Prepared));
+  };
+  if (bytes_of(p.num_rows) <= OWN_BYTES) return add_few_rows<Kernel>(plan, p);
+  int64_t block_rows = std::max<int64_t>(BLOCK_BYTES / bytes_of(ITEM_ROWS), 1) * ITEM_ROWS;
+  block_rows = std::min(block_rows, p.num_rows);
+  plan.reserve(bytes_of(block_rows));
+  const int64_t num_groups = (p.num_columns + COLUMNS - 1) / COLUMNS;
+  for (int64_t base = 0; base < p.num_rows; base += block_rows) {
+    const int64_t num_rows = std::min(block_rows, p.num_rows - base);
+    plan.add(num_token_items(num_rows), [=, plan = &plan](int64_t item) {
+      int64_t first = item * ITEM_TOKENS, last = std::min(first + ITEM_TOKENS, num_rows);
+      if (!prepare_rows<Kernel>(p, base, first, last, static_cast<Prepared *>(plan->workspace()))) plan->fail();
+    });
+    const int64_t num_row_items = (num_rows + ITEM_ROWS - 1) / ITEM_ROWS;
+    plan.add(num_groups * num_row_items, [=, plan = &plan](int64_t item) {
+      int64_t first = item % num_row_items * ITEM_ROWS; // columns outside: their weights stay in the cache
+      int64_t last = std::min<int64_t>(first + ITEM_ROWS, num_rows);
+      const auto *x = static_cast<const Prepared *>(plan->workspace());
+      Kernel::multiply(p, x, first, last, item / num_row_items * COLUMNS, base);
+    });
+  }
+}
+
+template <typename T>
+void pack_vectors(Plan &plan, const void *weight, void *packed, int64_t num_columns, int64_t depth) {
+  const T *from = static_cast<const T *>(weight);
+  T *to = static_cast<T *>(packed);
+  plan.add(round_up(num_columns, COLUMNS) / LANES, [=](int64_t panel) {
     for (int64_t k = 0; k < depth; ++k)
       for (int64_t lane = 0; lane < LANES; ++lane) {
         int64_t n = panel * LANES + lane;
-        packed[(panel * depth + k) * LANES + lane] = n < num_columns ? weight[n * depth + k] : T{};
+        to[(panel * depth + k) * LANES + lane] = n < num_columns ? from[n * depth + k] : T{};
       }
+  });
 }
 
-void pack_pairs(const bfloat16 *weight, bfloat16 *packed, int64_t num_columns, int64_t depth) {
-  int64_t num_panels = round_up(num_columns, COLUMNS) / LANES, padded = round_up(depth, PAIR_UNIT);
-#pragma omp parallel for schedule(static)
-  for (int64_t panel = 0; panel < num_panels; ++panel)
+void pack_pairs(Plan &plan, const void *weight, void *packed, int64_t num_columns, int64_t depth) {
+  const auto *from = static_cast<const bfloat16 *>(weight);
+  auto *to = static_cast<bfloat16 *>(packed);
+  const int64_t padded = round_up(depth, PAIR_UNIT);
+  plan.add(round_up(num_columns, COLUMNS) / LANES, [=](int64_t panel) {
     for (int64_t k = 0; k < padded; ++k)
       for (int64_t lane = 0; lane < LANES; ++lane) {
         int64_t n = panel * LANES + lane;
-        bfloat16 *to = packed + panel * padded * LANES + k / 2 * 2 * LANES + lane * 2 + k % 2;
-        *to = n < num_columns && k < depth ? weight[n * depth + k] : bfloat16{};
+        to[panel * padded * LANES + k / 2 * 2 * LANES + lane * 2 + k % 2] =
+            n < num_columns && k < depth ? from[n * depth + k] : bfloat16{};
       }
+  });
 }
 
 } // namespace
+
+void add_product(Plan &plan, int kind, const Product &product, bool is_bfloat16) {
+  if (kind == VECTORS)
+    return is_bfloat16 ? add<ByRows<Vectors<bfloat16>>>(plan, product) : add<ByRows<Vectors<float>>>(plan, product);
+#ifdef __AVX512BF16__
+  if (kind == AVX512_BF16) return add<ByRows<Pairs>>(plan, product);
+#endif
+#ifdef HAS_AMX
+  if (kind == AMX_BF16) return add<Tiles>(plan, product);
+#endif
+  throw NotCompiled();
+}
 
 extern "C" {
 
@@ -299,31 +325,23 @@ int64_t tandem_matmul_packed_elements(int kind, int64_t num_columns, int64_t dep
   return round_up(num_columns, COLUMNS) * (kind == VECTORS ? depth : round_up(depth, PAIR_UNIT));
 }
 
-// Packs weight [num_columns, depth]. Products of floats are of kind VECTORS.
-void tandem_matmul_pack(int kind, const void *weight, void *packed, int64_t num_columns, int64_t depth,
-                        int is_bfloat16) {
-  if (kind != VECTORS)
-    pack_pairs(static_cast<const bfloat16 *>(weight), static_cast<bfloat16 *>(packed), num_columns, depth);
-  else if (is_bfloat16)
-    pack_vectors(static_cast<const bfloat16 *>(weight), static_cast<bfloat16 *>(packed), num_columns, depth);
-  else
-    pack_vectors(static_cast<const float *>(weight), static_cast<float *>(packed), num_columns, depth);
+// Packs weight [num_columns, depth]. Products of floats are of kind VECTORS. Returns what `run_plan` returns.
+int tandem_matmul_pack(int kind, const void *weight, void *packed, int64_t num_columns, int64_t depth, int is_bfloat16,
+                       int num_threads) {
+  return run_plan(num_threads, [&](Plan &plan) {
+    if (kind != VECTORS)
+      pack_pairs(plan, weight, packed, num_columns, depth);
+    else if (is_bfloat16)
+      pack_vectors<bfloat16>(plan, weight, packed, num_columns, depth);
+    else
+      pack_vectors<float>(plan, weight, packed, num_columns, depth);
+  });
 }
 
-// Returns 0; 1 if scratch memory could not be allocated; 2 for a kind that was not compiled.
-int tandem_matmul(int kind, const void *x, const void *packed, const void *bias, const void *residual, void *out,
-                  int64_t num_rows, int64_t num_columns, int64_t depth, int64_t x_stride, int is_bfloat16,
-                  int num_threads) {
-  Product p = {x, packed, bias, residual, out, num_rows, num_columns, depth, x_stride};
-  if (kind == VECTORS)
-    return is_bfloat16 ? multiply<ByRows<Vectors<bfloat16>>>(p, num_threads)
-                       : multiply<ByRows<Vectors<float>>>(p, num_threads);
-#ifdef __AVX512BF16__
-  if (kind == AVX512_BF16) return multiply<ByRows<Pairs>>(p, num_threads);
-#endif
-#ifdef HAS_AMX
-  if (kind == AMX_BF16) return multiply<Tiles>(p, num_threads);
-#endif
-  return 2;
+// x is [num_rows, depth], rows `x_stride` elements apart. Returns what `run_plan` returns.
+int tandem_matmul(int kind, const void *x, const void *packed, const void *bias, void *out, int64_t num_rows,
+                  int64_t num_columns, int64_t depth, int64_t x_stride, int is_bfloat16, int num_threads) {
+  const Product product = {{x, x_stride}, packed, bias, nullptr, out, num_rows, num_columns, depth};
+  return run_plan(num_threads, [&](Plan &plan) { add_product(plan, kind, product, is_bfloat16); });
 }
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.cpu.kinds import kind_for
-from tandem.engine.cpu.library import load_kernels
+from tandem.engine.cpu.library import check, load_kernels
 
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
@@ -19,9 +19,8 @@ def _kernels() -> ctypes.CDLL:
     kernels = load_kernels()
     kernels.tandem_matmul_packed_elements.argtypes = (_INT, _INT64, _INT64)
     kernels.tandem_matmul_packed_elements.restype = _INT64
-    kernels.tandem_matmul_pack.argtypes = (_INT, _POINTER, _POINTER, _INT64, _INT64, _INT)
-    kernels.tandem_matmul_pack.restype = None
-    kernels.tandem_matmul.argtypes = (_INT, *(_POINTER,) * 5, *(_INT64,) * 4, _INT, _INT)
+    kernels.tandem_matmul_pack.argtypes = (_INT, _POINTER, _POINTER, _INT64, _INT64, _INT, _INT)
+    kernels.tandem_matmul.argtypes = (_INT, *(_POINTER,) * 4, *(_INT64,) * 4, _INT, _INT)
     return kernels
 
 
@@ -38,7 +37,8 @@ class PackedWeight:
         size = _kernels().tandem_matmul_packed_elements(self.kind, num_columns, depth)
         self.packed = torch.empty(size, dtype=weight.dtype)
         pointers = (weight.data_ptr(), self.packed.data_ptr())
-        _kernels().tandem_matmul_pack(self.kind, *pointers, num_columns, depth, _is_bfloat16(weight))
+        options = (_is_bfloat16(weight), torch.get_num_threads())
+        check(_kernels().tandem_matmul_pack(self.kind, *pointers, num_columns, depth, *options), "packing a weight")
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] times the weight, plus bias [N] -> [..., N]. Raises MemoryError without room for a copy of x."""
@@ -49,12 +49,11 @@ class PackedWeight:
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         out = torch.empty(rows.shape[0], num_columns, dtype=x.dtype)
-        failed = _kernels().tandem_matmul(
+        status = _kernels().tandem_matmul(
             self.kind,
             rows.data_ptr(),
             self.packed.data_ptr(),
             None if bias is None else bias.data_ptr(),
-            None,
             out.data_ptr(),
             rows.shape[0],
             num_columns,
@@ -63,8 +62,7 @@ class PackedWeight:
             _is_bfloat16(x),
             torch.get_num_threads(),
         )
-        if failed:
-            raise MemoryError("a product could not allocate its scratch memory")
+        check(status, "a product")
         return out.view(*x.shape[:-1], num_columns)
 
 

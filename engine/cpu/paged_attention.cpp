@@ -7,60 +7,72 @@
 
 #include "attention_rows.h"
 #include "attention_tiles.h"
-#include "kinds.h"
-
-#include <omp.h>
 
 namespace {
 
-template <typename Kernel> int run(const Arguments &a, int num_threads) {
-  write_cache<typename Kernel::T>(a);
-  int64_t num_tiles = 0; // query tiles over all sequences
-  for (int64_t i = 0; i < a.num_seqs; ++i)
-    num_tiles += (a.query_starts[i + 1] - a.query_starts[i] + QUERIES - 1) / QUERIES;
-  int64_t num_items = num_tiles * a.num_kv_heads;
-  int threads = static_cast<int>(std::min<int64_t>(num_threads, num_items));
-  size_t bytes = static_cast<size_t>((Kernel::scratch_bytes(a) + 63) / 64 * 64);
-  bool failed = false;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    void *memory = std::aligned_alloc(64, bytes);
-    if (memory == nullptr) {
-#pragma omp atomic write
-      failed = true;
+template <typename T> void write_slots(const Arguments &a, int64_t first_token, int64_t last_token) {
+  const T *key = static_cast<const T *>(a.key), *value = static_cast<const T *>(a.value);
+  const size_t bytes = static_cast<size_t>(a.head_dim) * sizeof(T);
+  for (int64_t t = first_token; t < last_token; ++t) {
+    int64_t slot = a.slot_mapping[t];
+    int64_t at = slot / a.block_size * a.block_stride + slot % a.block_size * a.slot_stride;
+    for (int64_t h = 0; h < a.num_kv_heads; ++h, at += a.kv_head_stride) {
+      std::memcpy(static_cast<T *>(a.layer_keys) + at, key + t * a.key_token_stride + h * a.key_head_stride, bytes);
+      std::memcpy(static_cast<T *>(a.layer_values) + at, value + t * a.value_token_stride + h * a.value_head_stride,
+                  bytes);
     }
-    Kernel::begin();
-#pragma omp for schedule(dynamic)
-    for (int64_t item = 0; item < num_items; ++item) {
-      if (memory == nullptr) continue;
-      int64_t tile = item / a.num_kv_heads, seq = 0;
-      for (;; ++seq) { // there are few sequences, so a search is cheaper than a table
-        int64_t tiles = (a.query_starts[seq + 1] - a.query_starts[seq] + QUERIES - 1) / QUERIES;
-        if (tile < tiles) break;
-        tile -= tiles;
-      }
-      int64_t length = a.query_starts[seq + 1] - a.query_starts[seq], first = tile * QUERIES;
-      int64_t num_queries = std::min<int64_t>(QUERIES, length - first);
-      Kernel::attend(a, WorkItem(a, seq, first, num_queries, item % a.num_kv_heads), memory);
-    }
-    Kernel::end();
-    std::free(memory);
   }
-  return failed ? 1 : 0;
+}
+
+int64_t num_tiles(const Arguments &a, int64_t seq) {
+  return (a.query_starts[seq + 1] - a.query_starts[seq] + QUERIES - 1) / QUERIES;
+}
+
+template <typename Kernel> void add(Plan &plan, const Arguments &a) {
+  int64_t num_items = 0;
+  for (int64_t seq = 0; seq < a.num_seqs; ++seq) num_items += num_tiles(a, seq) * a.num_kv_heads;
+  const bool is_one_each = num_items == a.num_seqs * a.num_kv_heads; // as in a step that only decodes
+  plan.add(num_items, [=, plan = &plan](int64_t item) {
+    void *memory = scratch<Kernel>(Kernel::scratch_bytes(a));
+    if (memory == nullptr) return plan->fail();
+    int64_t tile = item / a.num_kv_heads, seq = 0;
+    if (is_one_each) {
+      seq = std::exchange(tile, 0);
+    } else {
+      for (int64_t tiles; tile >= (tiles = num_tiles(a, seq)); ++seq) tile -= tiles;
+    }
+    int64_t length = a.query_starts[seq + 1] - a.query_starts[seq], first = tile * QUERIES;
+    int64_t num_queries = std::min<int64_t>(QUERIES, length - first);
+    Kernel::attend(a, WorkItem(a, seq, first, num_queries, item % a.num_kv_heads), memory);
+  });
 }
 
 } // namespace
 
-// Returns 0; 1 if scratch memory could not be allocated; 2 for a kind that was not compiled.
-extern "C" int tandem_paged_attention(int kind, const Arguments *arguments, int is_bfloat16, int num_threads) {
+void write_cache(const Arguments &arguments, int64_t first_token, int64_t last_token, bool is_bfloat16) {
+  (is_bfloat16 ? write_slots<bfloat16> : write_slots<float>)(arguments, first_token, last_token);
+}
+
+void add_attention(Plan &plan, int kind, const Arguments &arguments, bool is_bfloat16) {
   if (kind == VECTORS)
-    return is_bfloat16 ? run<RowAttention<FloatFormat<bfloat16>>>(*arguments, num_threads)
-                       : run<RowAttention<FloatFormat<float>>>(*arguments, num_threads);
+    return is_bfloat16 ? add<RowAttention<FloatFormat<bfloat16>>>(plan, arguments)
+                       : add<RowAttention<FloatFormat<float>>>(plan, arguments);
 #ifdef __AVX512BF16__
-  if (kind == AVX512_BF16) return run<RowAttention<PairFormat>>(*arguments, num_threads);
+  if (kind == AVX512_BF16) return add<RowAttention<PairFormat>>(plan, arguments);
 #endif
 #ifdef HAS_AMX
-  if (kind == AMX_BF16) return run<TileAttention>(*arguments, num_threads);
+  if (kind == AMX_BF16) return add<TileAttention>(plan, arguments);
 #endif
-  return 2;
+  throw NotCompiled();
+}
+
+// Returns what `run_plan` returns.
+extern "C" int tandem_paged_attention(int kind, const Arguments *arguments, int is_bfloat16, int num_threads) {
+  return run_plan(num_threads, [&](Plan &plan) {
+    const Arguments &a = *arguments;
+    plan.add(num_token_items(a.num_tokens), [=, &a](int64_t item) {
+      write_cache(a, item * ITEM_TOKENS, std::min((item + 1) * ITEM_TOKENS, a.num_tokens), is_bfloat16);
+    });
+    add_attention(plan, kind, a, is_bfloat16);
+  });
 }

@@ -1,0 +1,47 @@
+// A kernel's work as a plan: phases that follow each other, each of independent items for any thread of a team.
+
+#pragma once
+
+#include "scratch.h"
+
+#include <atomic>
+#include <cstring>
+#include <new>
+#include <type_traits>
+#include <vector>
+
+struct Phase {
+  static constexpr size_t ROOM = 352;
+  void (*run)(const void *work, int64_t item);
+  int64_t num_items;
+  alignas(16) unsigned char work[ROOM];
+};
+
+class Plan {
+public:
+  // `work(item)` for each of the items, once what was added before is done. It is copied, with what it captures.
+  template <typename Work> void add(int64_t num_items, const Work &work) {
+    static_assert(sizeof(Work) <= Phase::ROOM && std::is_trivially_copyable_v<Work>);
+    if (num_items <= 0) return;
+    Phase &phase = phases_.emplace_back();
+    phase.run = [](const void *kept, int64_t item) { (*static_cast<const Work *>(kept))(item); };
+    phase.num_items = num_items;
+    std::memcpy(phase.work, &work, sizeof work);
+  }
+
+  // The items share `workspace` of at least this many bytes; each product uses it anew.
+  void reserve(int64_t bytes) { workspace_bytes_ = std::max(workspace_bytes_, bytes); }
+  void *workspace() const { return workspace_; }
+
+  // For an item whose thread lacks memory.
+  void fail() { has_failed_.store(true, std::memory_order_relaxed); }
+
+  // Returns 0, or 1 if memory was lacking.
+  int run(int num_threads);
+
+private:
+  std::vector<Phase> phases_;
+  int64_t workspace_bytes_ = 0;
+  void *workspace_ = nullptr;
+  std::atomic<bool> has_failed_{false};
+};
