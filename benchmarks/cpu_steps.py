@@ -16,12 +16,12 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.common import arguments, console, print_table, write_result
-from benchmarks.gpu_steps import step_bytes
 from tandem.cluster.model_store import resolve_model
 from tandem.engine.engine import Engine
 from tandem.protocol.config import EngineConfig
@@ -59,7 +59,7 @@ def main() -> int:
         max_num_seqs=max(settings.streams),
     )
     with contextlib.closing(Engine(config)) as engine, torch.inference_mode():
-        read_s = seconds_to_read(step_bytes(engine, 0))
+        read_s = seconds_to_read(sum(file.stat().st_size for file in Path(config.model).glob("*.safetensors")))
         steps = [one for num in settings.streams for one in measure_decoding(engine, settings, num)]
         steps += [one for num in settings.prompts for one in measure_prompt(engine, settings, num)]
     headings = ["", "busy core", "tokens/s", "p50 ms", "p99 ms"]
@@ -69,9 +69,9 @@ def main() -> int:
     return 0
 
 
-def seconds_to_read(num_bytes: float) -> float:
+def seconds_to_read(num_bytes: int) -> float:
     """The best of some sums over memory of this size, by all threads."""
-    memory = torch.ones(int(num_bytes) // 8, dtype=torch.int64)
+    memory = torch.ones(num_bytes // 8, dtype=torch.int64)
     durations = []
     for _ in range(10):
         begun_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Runs decoder layers of the standard form in one native call each, by `cpu/decoder_layer.cpp`.
+"""Runs decoder layers of the standard form in one native call, by `cpu/decoder_layer.cpp`.
 
 The standard form: norm, one product for queries, keys and values, norms of their heads or none, rotation of whole
 heads, attention, output, norm and gated MLP, with plain residuals. A layer is recognised by its parts, as `optimize`
@@ -58,7 +58,10 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, _Weight) for name in ("query_key_value", "output", "gate_up", "down")),
         *((name, _Norm) for name in ("input", "query", "key", "mlp")),
-        ("width", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("index", "num_heads", "window", "width")),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
         ("kind", ctypes.c_int),
         ("is_bfloat16", ctypes.c_int),
     )
@@ -70,8 +73,12 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "out")),
         ("attention", ctypes.POINTER(AttentionArguments)),
+        ("layer_bytes", ctypes.c_int64),
         ("num_threads", ctypes.c_int),
     )
+
+
+_BetweenLayers = ctypes.CFUNCTYPE(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,24 +125,43 @@ class _Listener:
         )
 
 
-class NativeLayer:
-    """The forward of one decoder layer."""
+class _ProvenLayer:
+    """A layer that a native call may compute."""
 
     def __init__(self, layer: nn.Module, parts: _Parts, settings: _Settings, window: Callable[[], int]) -> None:
         """`window` is asked in each call: the check at start shortens windows for a while."""
-        self._original = layer.forward
-        self._attention: Any = layer.self_attn
-        self._parts = parts  # owns the memory to which `_layer` points
-        self._settings = settings
-        self._window = window
-        self._dtype = parts.dtype
-        self._layer = parts.describe()
-        self._function = load_kernels().tandem_decoder_layer
-        self._function.argtypes = (ctypes.POINTER(_Layer), ctypes.POINTER(_Call))
-        self._function.restype = ctypes.c_int
+        self.forward: Callable[..., Any] = layer.forward  # the layer's own code
+        self.attention: Any = layer.self_attn
+        self.settings = settings
+        self.window = window
+        self._parts = parts  # owns the memory to which descriptions point
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._parts.dtype
+
+    def describe(self) -> _Layer:
+        """What the native call needs to know of it. It keeps no memory alive."""
+        settings = self.settings
+        layer = self._parts.describe()
+        layer.sinks = None if settings.sinks is None else settings.sinks.data_ptr()
+        layer.index, layer.num_heads = self.attention.layer_idx, settings.num_heads
+        layer.scale, layer.softcap = settings.scale, settings.softcap
+        return layer
+
+
+class NativeLayers:
+    """The forward of one decoder layer, or of some that follow each other."""
+
+    def __init__(self, layers: list[_ProvenLayer]) -> None:
+        """They have one shape, and so one type."""
+        self.layers = layers
+        self._descriptions = (_Layer * len(layers))(*(layer.describe() for layer in layers))
+        self._function = load_kernels().tandem_decoder_layers
+        self._function.argtypes = (ctypes.POINTER(_Layer), ctypes.c_int64, ctypes.POINTER(_Call), _BetweenLayers)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Arguments and result of the layer: hidden states [1, T, width], and tables of cosines and sines by name."""
+        """Arguments and result of a layer: hidden states [1, T, width], and tables of cosines and sines by name."""
         step = current_step()
         tables: tuple[Tensor, Tensor] | None = options.get("position_embeddings")
         if (
@@ -146,36 +172,76 @@ class NativeLayer:
             or not self._fits(arguments[0], *tables, step.context.pool)
             or not isinstance(step.backend, CpuAttention)
         ):
-            return self._original(*arguments, **options)
-        step.between_layers()
-        return self.compute(arguments[0], *tables, step.backend, step.context)
+            return self._compute_by_own_code(*arguments, **options)
+        return self.compute(arguments[0], *tables, step.backend, step.context, step.between_layers)
 
-    def compute(self, x: Tensor, cos: Tensor, sin: Tensor, backend: CpuAttention, context: StepContext) -> Tensor:
+    def compute(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        backend: CpuAttention,
+        context: StepContext,
+        between_layers: Callable[[], None],
+    ) -> Tensor:
         """x [1, T, width], cos and sin [1, T, head_dim] -> [1, T, width]. Raises MemoryError."""
-        settings, x = self._settings, x.contiguous()
-        attention = step_arguments(context, self._attention.layer_idx)
-        attention.num_heads = settings.num_heads
-        attention.scale, attention.softcap = settings.scale, settings.softcap
-        attention.window = self._window()
-        attention.sinks = None if settings.sinks is None else settings.sinks.data_ptr()
-        out = torch.empty_like(x)
+        x, out = x.contiguous(), torch.empty_like(x)
+        for layer, description in zip(self.layers, self._descriptions, strict=True):
+            description.window = layer.window()
+        attention = step_arguments(context, 0)
+        layer_bytes = context.pool.stride(1) * context.pool.element_size()
         pointers = (tensor.data_ptr() for tensor in (x, cos, sin, out))
-        call = _Call(*pointers, ctypes.pointer(attention), backend.num_threads)
-        check(self._function(ctypes.byref(self._layer), ctypes.byref(call)), "a decoder layer")
+        call = _Call(*pointers, ctypes.pointer(attention), layer_bytes, backend.num_threads)
+        raised: list[BaseException] = []
+
+        def between() -> None:  # an exception cannot pass through native code
+            try:
+                between_layers()
+            except BaseException as exc:
+                raised.append(exc)
+
+        status = self._function(self._descriptions, len(self.layers), ctypes.byref(call), _BetweenLayers(between))
+        if raised:
+            raise raised[0]
+        check(status, "a decoder layer")
         return out
 
+    def _compute_by_own_code(self, *arguments: Any, **options: Any) -> Any:
+        x = self.layers[0].forward(*arguments, **options)
+        for layer in self.layers[1:]:
+            x = layer.forward(x, *arguments[1:], **options)
+        return x
+
     def _fits(self, x: Tensor, cos: Tensor, sin: Tensor, pool: Tensor) -> bool:
-        table = (1, x.shape[1], self._settings.head_dim)
+        settings, dtype = self.layers[0].settings, self.layers[0].dtype
+        table = (1, x.shape[1], settings.head_dim)
         return (
             x.dim() == 3
             and x.shape[0] == 1
-            and x.dtype is cos.dtype is sin.dtype is pool.dtype is self._dtype
+            and x.dtype is cos.dtype is sin.dtype is pool.dtype is dtype
             and cos.shape == table
             and sin.shape == table
             and cos.is_contiguous()
             and sin.is_contiguous()
-            and pool.shape[4:] == (self._settings.num_kv_heads, self._settings.head_dim)
+            and pool.shape[4:] == (settings.num_kv_heads, settings.head_dim)
         )
+
+
+class NativeStack(nn.Module):
+    """Stands for all layers of a model, so that they are one call."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+        proven = [layer.forward.layers[0] for layer in layers]
+        self.forward = NativeLayers(proven)
+
+    def __getattr__(self, name: str) -> Any:
+        """What a model reads of its first layer, such as the kind of its attention."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.layers[0], name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,21 +287,58 @@ class _Parts:
         return _Layer(
             *(_Weight.of(part) for part in self._linears),
             *(_Norm.of(norm) for norm in (self.norms[0], *self.head_norms, self.norms[1])),
-            self.norms[0].weight.numel(),
-            self.query_key_value.packed.kind,
-            int(self.dtype is torch.bfloat16),
+            width=self.norms[0].weight.numel(),
+            kind=self.query_key_value.packed.kind,
+            is_bfloat16=int(self.dtype is torch.bfloat16),
         )
 
 
 def use_native_layers(model: nn.Module) -> int:
-    """Let layers of the standard form run natively; `optimize` has replaced their parts. Returns how many do."""
+    """Let layers of the standard form run natively; `optimize` has replaced their parts. Returns how many do.
+
+    Where they are all of a model's layers, and the model does nothing between them, all become one call.
+    """
     count = 0
     for layer in list(model.modules()):
         parts = _parts_of(layer)
         if parts is not None and (native := _proven(layer, parts)) is not None:
             layer.forward = native
             count += 1
+    for module in list(model.modules()):
+        _stack_layers(module)
     return count
+
+
+def _stack_layers(model: nn.Module) -> None:
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or len(layers) < 2:
+        return
+    natives = [_forward_of(layer, NativeLayers) for layer in layers]
+    if None in natives or len({_shape_of(native.layers[0]) for native in natives}) > 1:
+        return
+    settings, dtype = natives[0].layers[0].settings, natives[0].layers[0].dtype
+    contexts = [_probe_context(settings.num_kv_heads, settings.head_dim, dtype, len(layers)) for _ in range(2)]
+    expected = _hidden_states(model, contexts[0])
+    model.layers = nn.ModuleList([NativeStack(layers)])
+    actual = _hidden_states(model, contexts[1])
+    if expected is None or actual is None or not torch.equal(actual, expected):
+        model.layers = layers
+    elif not torch.equal(contexts[0].pool, contexts[1].pool):
+        model.layers = layers
+
+
+def _shape_of(layer: _ProvenLayer) -> tuple[object, ...]:
+    return layer.settings.num_kv_heads, layer.settings.head_dim, layer.dtype
+
+
+def _hidden_states(model: nn.Module, context: StepContext) -> Tensor | None:
+    ids = torch.arange(_PROBE_TOKENS).unsqueeze(0)
+    try:
+        with PagedStep(CpuAttention(1), context, lambda: None):
+            output = model(input_ids=ids, position_ids=ids, use_cache=False)
+    except (*FORWARD_ERRORS, AssertionError, KeyError):
+        return None
+    return output.last_hidden_state  # type: ignore[no-any-return]
 
 
 def _parts_of(layer: nn.Module) -> _Parts | None:
@@ -265,7 +368,7 @@ def _forward_of(part: Any, kind: type[Any]) -> Any:
     return forward if isinstance(forward, kind) else None
 
 
-def _proven(layer: nn.Module, parts: _Parts) -> NativeLayer | None:
+def _proven(layer: nn.Module, parts: _Parts) -> NativeLayers | None:
     """The native forward, if it gives what the layer gives on a probe."""
     generator = torch.Generator().manual_seed(0)
     width, backend = parts.norms[0].weight.numel(), CpuAttention(1)
@@ -278,7 +381,7 @@ def _proven(layer: nn.Module, parts: _Parts) -> NativeLayer | None:
         torch.randn(1, _PROBE_TOKENS, head_dim // 2, generator=generator).repeat(1, 1, 2).to(parts.dtype)
         for _ in range(2)
     )
-    contexts = [_probe_context(num_kv_heads, head_dim, parts.dtype) for _ in range(2)]
+    contexts = [_probe_context(num_kv_heads, head_dim, parts.dtype, _layer_idx(attention) + 1) for _ in range(2)]
     listener = _Listener(backend)
     try:
         with PagedStep(listener, contexts[0], lambda: None):
@@ -297,9 +400,9 @@ def _proven(layer: nn.Module, parts: _Parts) -> NativeLayer | None:
     window = _window_of(attention, listener.window)
     if window is None:
         return None
-    native = NativeLayer(layer, parts, settings, window)
-    actual = native.compute(x, cos, sin, backend, contexts[1])
-    is_same = torch.equal(actual, expected) and torch.equal(contexts[0].pool[:, 0], contexts[1].pool[:, 0])
+    native = NativeLayers([_ProvenLayer(layer, parts, settings, window)])
+    actual = native.compute(x, cos, sin, backend, contexts[1], lambda: None)
+    is_same = torch.equal(actual, expected) and torch.equal(contexts[0].pool, contexts[1].pool)
     return native if is_same else None
 
 
@@ -311,11 +414,15 @@ def _window_of(attention: Any, window: int) -> Callable[[], int] | None:
     return None if window else lambda: 0
 
 
-def _probe_context(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> StepContext:
-    """One sequence, in a pool of one block whose layers are all the same memory."""
-    pool = torch.zeros(1, 1, 2, _PROBE_BLOCK, num_kv_heads, head_dim, dtype=dtype)
+def _layer_idx(attention: Any) -> int:
+    idx = getattr(attention, "layer_idx", 0)
+    return idx if isinstance(idx, int) else 0
+
+
+def _probe_context(num_kv_heads: int, head_dim: int, dtype: torch.dtype, num_layers: int) -> StepContext:
+    """One sequence, in a pool of one block."""
     return StepContext(
-        pool=pool.expand(-1, 1 << 20, -1, -1, -1, -1),
+        pool=torch.zeros(1, num_layers, 2, _PROBE_BLOCK, num_kv_heads, head_dim, dtype=dtype),
         block_tables=torch.zeros(1, 1, dtype=torch.int32),
         query_starts=torch.tensor([0, _PROBE_TOKENS], dtype=torch.int32),
         kv_lens=torch.tensor([_PROBE_TOKENS], dtype=torch.int32),

@@ -1,4 +1,4 @@
-// One decoder layer in one call: norm, queries, keys and values, rotation, attention, output, norm, gated MLP.
+// Decoder layers in one call: norm, queries, keys and values, rotation, attention, output, norm, gated MLP.
 //
 // Values are rounded where the single kernels round them, and so where transformers' own code does.
 
@@ -20,15 +20,18 @@ struct Norm {
 struct Layer {
   Weight query_key_value, output, gate_up, down;
   Norm input, query, key, mlp;
-  int64_t width; // of the hidden state
+  const float *sinks;
+  int64_t index, num_heads, window, width; // its place in the pool; the width of the hidden state
+  float scale, softcap;
   int kind, is_bfloat16;
 };
 
-// What changes from call to call. `attention` lacks the pointers to queries, keys, values and its output.
+// What changes from call to call. `attention` describes the step, and keys and values of layer 0 in the pool.
 struct Call {
   const void *x, *cos, *sin; // [num_tokens, width]; [num_tokens, head_dim]
   void *out;                 // [num_tokens, width]
-  AttentionArguments *attention;
+  const AttentionArguments *attention;
+  int64_t layer_bytes; // of the pool, from one layer to the next
   int num_threads;
 };
 
@@ -77,6 +80,13 @@ template <typename T> void add_turns(Plan &plan, const Layer *layer, const Call 
 
 AttentionArguments attention_over(const Layer &layer, const Call &call, const Buffers &buffers) {
   AttentionArguments a = *call.attention;
+  a.layer_keys = static_cast<char *>(a.layer_keys) + layer.index * call.layer_bytes;
+  a.layer_values = static_cast<char *>(a.layer_values) + layer.index * call.layer_bytes;
+  a.sinks = layer.sinks;
+  a.num_heads = layer.num_heads;
+  a.window = layer.window;
+  a.scale = layer.scale;
+  a.softcap = layer.softcap;
   const int64_t size = layer.is_bfloat16 ? 2 : 4;
   const char *keys = buffers.fused + a.num_heads * a.head_dim * size;
   a.query = buffers.fused;
@@ -88,7 +98,8 @@ AttentionArguments attention_over(const Layer &layer, const Call &call, const Bu
   return a;
 }
 
-void add_layer(Plan &plan, const Layer &layer, const Call &call, const Buffers &buffers) {
+// `x` may be the call's `out`.
+void add_layer(Plan &plan, const Layer &layer, const Call &call, const void *x, const Buffers &buffers) {
   const AttentionArguments attention = attention_over(layer, call, buffers);
   const auto multiply = [&](const Weight &weight, const Rows &rows, const void *residual, void *out) {
     add_product(plan, layer.kind,
@@ -99,25 +110,34 @@ void add_layer(Plan &plan, const Layer &layer, const Call &call, const Buffers &
   const auto normed = [&](const void *x, const Norm &norm) {
     return Rows{x, layer.width, Rows::NORM, norm.weight, norm.epsilon};
   };
-  multiply(layer.query_key_value, normed(call.x, layer.input), nullptr, buffers.fused);
+  multiply(layer.query_key_value, normed(x, layer.input), nullptr, buffers.fused);
   if (layer.is_bfloat16)
     add_turns<bfloat16>(plan, &layer, call, attention);
   else
     add_turns<float>(plan, &layer, call, attention);
   add_attention(plan, layer.kind, attention, layer.is_bfloat16);
-  multiply(layer.output, {buffers.attended, layer.output.depth}, call.x, call.out);
+  multiply(layer.output, {buffers.attended, layer.output.depth}, x, call.out);
   multiply(layer.gate_up, normed(call.out, layer.mlp), nullptr, buffers.gate_up);
   multiply(layer.down, {buffers.gate_up, layer.gate_up.num_columns, Rows::SILU_MULTIPLY}, call.out, call.out);
 }
 
 } // namespace
 
-// Returns what `run_plan` returns.
-extern "C" int tandem_decoder_layer(const Layer *layer, const Call *call) {
-  return run_plan(call->num_threads, [&](Plan &plan) {
-    const int64_t num_tokens = call->attention->num_tokens;
-    void *memory = scratch<Layer>(Buffers::bytes(*layer, num_tokens));
-    if (memory == nullptr) throw std::bad_alloc();
-    add_layer(plan, *layer, *call, Buffers(memory, *layer, num_tokens));
-  });
+// `between_layers` is called at the beginning of each layer, or later. Returns what `run_plan` returns.
+extern "C" int tandem_decoder_layers(const Layer *layers, int64_t num_layers, const Call *call,
+                                     void (*between_layers)()) {
+  return run_plan(
+      call->num_threads,
+      [=](Plan &plan) {
+        const int64_t num_tokens = call->attention->num_tokens;
+        int64_t bytes = 0;
+        for (int64_t i = 0; i < num_layers; ++i) bytes = std::max(bytes, Buffers::bytes(layers[i], num_tokens));
+        void *memory = scratch<Layer>(bytes);
+        if (memory == nullptr) throw std::bad_alloc();
+        for (int64_t i = 0; i < num_layers; ++i) {
+          plan.stop();
+          add_layer(plan, layers[i], *call, i == 0 ? call->x : call->out, Buffers(memory, layers[i], num_tokens));
+        }
+      },
+      between_layers);
 }

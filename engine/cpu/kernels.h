@@ -64,11 +64,11 @@ constexpr int64_t ITEM_TOKENS = 16; // of phases whose items are cheap
 inline int64_t num_token_items(int64_t num_tokens) { return (num_tokens + ITEM_TOKENS - 1) / ITEM_TOKENS; }
 
 // Makes a plan by `build(plan)` and runs it. Returns 0; 1 if memory was lacking; 2 for a kind that was not compiled.
-template <typename Build> int run_plan(int num_threads, const Build &build) {
+template <typename Build> int run_plan(int num_threads, const Build &build, void (*at_stop)() = nullptr) {
   try {
     Plan plan;
     build(plan);
-    return plan.run(num_threads);
+    return plan.run(num_threads, at_stop);
   } catch (const std::bad_alloc &) {
     return 1;
   } catch (const NotCompiled &) {

@@ -14,6 +14,7 @@ struct Phase {
   static constexpr size_t ROOM = 352;
   void (*run)(const void *work, int64_t item);
   int64_t num_items;
+  int num_stops; // before it, since the plan began
   alignas(16) unsigned char work[ROOM];
 };
 
@@ -26,8 +27,13 @@ public:
     Phase &phase = phases_.emplace_back();
     phase.run = [](const void *kept, int64_t item) { (*static_cast<const Work *>(kept))(item); };
     phase.num_items = num_items;
+    phase.num_stops = num_stops_;
     std::memcpy(phase.work, &work, sizeof work);
   }
+
+  // A place at which the caller's `at_stop` is called; other threads go on meanwhile. Stops may be called late, and some
+  // as one.
+  void stop() { ++num_stops_; }
 
   // The items share `workspace` of at least this many bytes; each product uses it anew.
   void reserve(int64_t bytes) { workspace_bytes_ = std::max(workspace_bytes_, bytes); }
@@ -37,10 +43,11 @@ public:
   void fail() { has_failed_.store(true, std::memory_order_relaxed); }
 
   // Returns 0, or 1 if memory was lacking.
-  int run(int num_threads);
+  int run(int num_threads, void (*at_stop)() = nullptr);
 
 private:
   std::vector<Phase> phases_;
+  int num_stops_ = 0;
   int64_t workspace_bytes_ = 0;
   void *workspace_ = nullptr;
   std::atomic<bool> has_failed_{false};

@@ -34,15 +34,20 @@ inline void relax() {
 class Team {
 public:
   // Runs the phases, or returns false if another thread's plan runs just now.
-  bool run(const Phase *begin, const Phase *end, int num_threads) {
+  bool run(const Phase *begin, const Phase *end, int num_threads, void (*at_stop)()) {
     if (is_busy_.test_and_set(std::memory_order_acquire)) return false;
     employ(num_threads - 1);
     is_over_.store(false, std::memory_order_relaxed);
+    num_stops_.store(0, std::memory_order_relaxed);
     end_ = end;
     open(begin);
-    while (true) {
+    for (int num_stops = 0;;) {
       uint32_t seen = signal_.load(std::memory_order_acquire);
-      if (is_over_.load(std::memory_order_acquire)) break;
+      bool is_over = is_over_.load(std::memory_order_acquire);
+      int reached = num_stops_.load(std::memory_order_relaxed);
+      if (reached != num_stops && at_stop != nullptr) at_stop();
+      num_stops = reached;
+      if (is_over) break;
       if (!take_item()) wait(seen);
     }
     is_busy_.clear(std::memory_order_release);
@@ -59,6 +64,7 @@ private:
     } else {
       phase_ = phase;
       num_done_.store(0, std::memory_order_relaxed);
+      num_stops_.store(phase->num_stops, std::memory_order_relaxed);
       uint64_t turn = (ticket_.load(std::memory_order_relaxed) >> 32) + 1; // a late thread's exchange fails
       ticket_.store(turn << 32 | static_cast<uint64_t>(phase->num_items), std::memory_order_release);
     }
@@ -137,7 +143,7 @@ private:
   alignas(64) std::atomic<uint64_t> ticket_{0}; // which phase it is, and how many of its items no thread has taken
   alignas(64) std::atomic<int64_t> num_done_{0};
   alignas(64) std::atomic<uint32_t> signal_{0}; // changes with each phase and at the end
-  std::atomic<int> num_sleepers_{0}, num_helpers_{0};
+  std::atomic<int> num_sleepers_{0}, num_helpers_{0}, num_stops_{0};
   std::atomic<bool> is_over_{true};
   std::atomic_flag is_busy_ = ATOMIC_FLAG_INIT;
   const Phase *phase_ = nullptr, *end_ = nullptr;
@@ -149,14 +155,21 @@ Team &team() {
   return *team;
 }
 
+void run_alone(const Phase *begin, const Phase *end, void (*at_stop)()) {
+  int num_stops = 0;
+  for (const Phase *phase = begin; phase != end; ++phase) {
+    if (phase->num_stops != num_stops && at_stop != nullptr) at_stop();
+    num_stops = phase->num_stops;
+    for (int64_t item = 0; item < phase->num_items; ++item) phase->run(phase->work, item);
+  }
+}
+
 } // namespace
 
-int Plan::run(int num_threads) {
+int Plan::run(int num_threads, void (*at_stop)()) {
   workspace_ = scratch<Plan>(workspace_bytes_);
   if (workspace_ == nullptr) return 1;
   const Phase *begin = phases_.data(), *end = begin + phases_.size();
-  if (num_threads <= 1 || !team().run(begin, end, num_threads))
-    for (const Phase *phase = begin; phase != end; ++phase)
-      for (int64_t item = 0; item < phase->num_items; ++item) phase->run(phase->work, item);
+  if (num_threads <= 1 || !team().run(begin, end, num_threads, at_stop)) run_alone(begin, end, at_stop);
   return has_failed_.load() ? 1 : 0;
 }

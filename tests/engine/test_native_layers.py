@@ -14,7 +14,7 @@ from tandem.engine.attention.cpu import CpuAttention
 from tandem.engine.attention.interface import ATTENTION_NAME, PagedStep, register
 from tandem.engine.cpu.optimize import optimize
 from tandem.engine.cpu.parts import MergedLinear, PackedLinear, SharedProduct
-from tandem.engine.native_layers import NativeLayer, use_native_layers
+from tandem.engine.native_layers import NativeLayers, use_native_layers
 from tests.support.architectures import SERVED
 from tests.support.attention_case import Case
 
@@ -122,8 +122,8 @@ def test_what_is_no_engine_step_takes_the_layers_own_code() -> None:
 
 def test_a_layer_that_gives_something_else_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_layers("llama", torch.float32)
-    compute = NativeLayer.compute
-    monkeypatch.setattr(NativeLayer, "compute", lambda *arguments: compute(*arguments) * 1.0001)
+    compute = NativeLayers.compute
+    monkeypatch.setattr(NativeLayers, "compute", lambda *arguments: compute(*arguments) * 1.0001)
     assert num_native(model) == 0
 
 
@@ -162,3 +162,83 @@ def test_a_call_by_position_takes_the_layers_own_code() -> None:
 
     expected = steps.run(own, steps.case.new_pool(0.0), steps.case.whole())
     assert torch.equal(steps.run(by_position, steps.case.new_pool(0.0), steps.case.whole())[0], expected[0])
+
+
+class _Between(nn.Module):
+    """A model that may do something of its own between its layers."""
+
+    def __init__(self, model: Any, factor: float) -> None:
+        super().__init__()
+        self.layers = model.layers
+        self._embed, self._rotary, self._factor = model.embed_tokens, model.rotary_emb, factor
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool) -> Any:
+        x = self._embed(input_ids)
+        tables = self._rotary(x, position_ids)
+        for layer in self.layers:
+            x = layer(x, position_embeddings=tables) * self._factor
+        return transformers.modeling_outputs.BaseModelOutputWithPast(last_hidden_state=x)
+
+
+@pytest.mark.parametrize(("factor", "num_calls"), [(1.0, 1), (0.5, 3)])
+def test_only_layers_with_nothing_between_them_become_one_call(factor: float, num_calls: int) -> None:
+    model = _Between(make_layers("llama", torch.float32).model, factor)
+    assert num_native(model) == 3
+    assert len(model.layers) == num_calls
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2, sliding", "qwen3"])
+def test_all_layers_in_one_call_give_the_bits_of_the_models_own_code(name: str, cpu_dtype: torch.dtype) -> None:
+    model = make_layers(name, cpu_dtype).model
+    steps = Steps(model.layers[0], cpu_dtype, [1, 17, 70])
+    num_layers = len(model.layers)
+    ids = [torch.arange(length) % 190 for length in (1, 17, 70)]
+
+    def run(chunks: list[tuple[int, int, int]], pool: Tensor, num_threads: int) -> list[Tensor]:
+        tokens = torch.cat([ids[i][start:end] for i, start, end in chunks])
+        positions = torch.cat([torch.arange(start, end) for _, start, end in chunks])
+        context = steps.case.context(pool, chunks)
+        with torch.inference_mode(), PagedStep(CpuAttention(num_threads), context, lambda: None):
+            output = model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+        return list(output.last_hidden_state[0].split([end - start for _, start, end in chunks]))
+
+    def new_pool() -> Tensor:
+        return steps.case.new_pool(0.0).repeat(1, num_layers, 1, 1, 1, 1)
+
+    pools = new_pool(), new_pool()
+    expected = run(steps.case.whole(), pools[0], 1)
+    assert num_native(model) == num_layers
+    assert len(model.layers) == 1
+    actual = run(steps.case.whole(), pools[1], 2)
+    assert all(map(torch.equal, actual, expected))
+    assert torch.equal(*pools)
+    pool = new_pool()
+    pieces = [run([(2, start, min(start + 9, 70))], pool, 2)[0] for start in range(0, 70, 9)]
+    assert torch.equal(torch.cat(pieces), expected[2])
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_other_parts_work_between_layers_and_their_errors_are_told(num_threads: int) -> None:
+    model = make_layers("llama", torch.float32).model
+    steps = Steps(model.layers[0], torch.float32, [40])
+    assert num_native(model) == 3
+    pool = steps.case.new_pool(0.0).repeat(1, 3, 1, 1, 1, 1)
+    ids = torch.arange(40)[None]
+    calls: list[int] = []
+
+    def run() -> Any:
+        context = steps.case.context(pool, steps.case.whole())
+        with torch.inference_mode(), PagedStep(CpuAttention(num_threads), context, between_layers):
+            return model(input_ids=ids, position_ids=ids, use_cache=False)
+
+    def between_layers() -> None:
+        calls.append(1)
+
+    run()
+    assert 1 <= len(calls) <= 3
+
+    def between_layers() -> None:  # type: ignore[no-redef]
+        raise ConnectionError("a peer has gone")
+
+    with pytest.raises(ConnectionError, match="a peer has gone"):
+        run()
