@@ -233,8 +233,8 @@ class NativeStack(nn.Module):
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__()
         self.layers = layers
-        proven = [layer.forward.layers[0] for layer in layers]
-        self.forward = NativeLayers(proven)
+        natives: list[NativeLayers] = [vars(layer)["forward"] for layer in layers]
+        self.forward = NativeLayers([layer for native in natives for layer in native.layers])
 
     def __getattr__(self, name: str) -> Any:
         """What a model reads of its first layer, such as the kind of its attention."""
@@ -321,9 +321,8 @@ def _stack_layers(model: nn.Module) -> None:
     expected = _hidden_states(model, contexts[0])
     model.layers = nn.ModuleList([NativeStack(layers)])
     actual = _hidden_states(model, contexts[1])
-    if expected is None or actual is None or not torch.equal(actual, expected):
-        model.layers = layers
-    elif not torch.equal(contexts[0].pool, contexts[1].pool):
+    is_same = expected is not None and actual is not None and torch.equal(actual, expected)
+    if not is_same or not torch.equal(contexts[0].pool, contexts[1].pool):
         model.layers = layers
 
 

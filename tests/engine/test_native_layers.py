@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -226,19 +227,15 @@ def test_other_parts_work_between_layers_and_their_errors_are_told(num_threads: 
     ids = torch.arange(40)[None]
     calls: list[int] = []
 
-    def run() -> Any:
+    def run(between_layers: Callable[[], None]) -> None:
         context = steps.case.context(pool, steps.case.whole())
         with torch.inference_mode(), PagedStep(CpuAttention(num_threads), context, between_layers):
-            return model(input_ids=ids, position_ids=ids, use_cache=False)
+            model(input_ids=ids, position_ids=ids, use_cache=False)
 
-    def between_layers() -> None:
-        calls.append(1)
-
-    run()
-    assert 1 <= len(calls) <= 3
-
-    def between_layers() -> None:  # type: ignore[no-redef]
+    def fail() -> None:
         raise ConnectionError("a peer has gone")
 
+    run(lambda: calls.append(1))
+    assert 1 <= len(calls) <= 3
     with pytest.raises(ConnectionError, match="a peer has gone"):
-        run()
+        run(fail)
