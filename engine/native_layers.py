@@ -194,10 +194,10 @@ class NativeLayers:
         call = _Call(*pointers, ctypes.pointer(attention), layer_bytes, backend.num_threads)
         raised: list[BaseException] = []
 
-        def between() -> None:  # an exception cannot pass through native code
+        def between() -> None:
             try:
                 between_layers()
-            except BaseException as exc:
+            except BaseException as exc:  # nothing can pass through native code: it is raised after the call
                 raised.append(exc)
 
         status = self._function(self._descriptions, len(self.layers), ctypes.byref(call), _BetweenLayers(between))
