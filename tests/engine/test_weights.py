@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -232,12 +232,20 @@ def assert_generates(folder: Path, plain: Any) -> None:
         assert tokens == expected[0].tolist()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile, by BitNet
+@pytest.fixture
+def without_compiler() -> Iterator[None]:
+    """BitNet compiles its layers, once for each shape: minutes of a C++ compiler, and the same numbers."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile, which BitNet uses
+@pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize(
     ("settings", "quantize"),
     [
         pytest.param(FP8, as_fp8_blocks, id="fp8"),
-        pytest.param(BITNET, as_ternary, id="bitnet", marks=pytest.mark.slow),
+        pytest.param(BITNET, as_ternary, id="bitnet"),
     ],
 )
 def test_a_quantized_model_generates_what_transformers_does(
@@ -263,12 +271,13 @@ def test_compressed_tensors_are_served_as_plain_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize(
     ("settings", "quantize", "kinds"),
     [
         pytest.param(FP8, as_fp8_blocks, {"PackedLinear", "MergedLinear"}, id="fp8"),
         # The former is the head's.
-        pytest.param(BITNET, as_ternary, {"PackedLinear", "BitLinear"}, id="bitnet", marks=pytest.mark.slow),
+        pytest.param(BITNET, as_ternary, {"PackedLinear", "BitLinear"}, id="bitnet"),
     ],
 )
 def test_dequantized_weights_are_packed_and_a_quantizers_left_alone(
