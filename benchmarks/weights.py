@@ -9,6 +9,7 @@ token is the same. Nothing is drawn at random.
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from collections.abc import Iterator
@@ -19,12 +20,12 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from benchmarks.common import arguments, print_table, write_result
+from benchmarks.common import arguments, console, print_table, write_result
 from tandem.cluster.model_store import resolve_model
 from tandem.engine.attention.context import StepContext
 from tandem.engine.attention.cpu import CpuAttention
 from tandem.engine.attention.interface import PagedStep
-from tandem.engine.cpu.parts import PackedLinear
+from tandem.engine.cpu.matmul import PackedWeight
 from tandem.engine.loader import LoadedModel, load_model
 from tandem.protocol.config import EngineConfig
 
@@ -36,7 +37,6 @@ class Compared(NamedTuple):
     """One form of the weights beside the one that was loaded."""
 
     weights: str
-    mib: float
     perplexity: float
     agreement: float
     kl: float
@@ -50,12 +50,14 @@ def main() -> int:
     folder = str(resolve_model(settings.model))
     text = "\n".join(path.read_text() for path in sorted(_DOCS.glob("*.md")))
     ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])
-    exact, rounded = (
-        load_model(EngineConfig(model=folder, device="cpu", weights=one)) for one in ("as-loaded", "int8")
-    )
-    rows = list(compare(exact, rounded, [piece for piece in ids.split(_PIECE) if len(piece) == _PIECE][:pieces]))
-    headings = ["weights", "MiB", "perplexity", "same first choice", "KL"]
+    exact = load_model(EngineConfig(model=folder, device="cpu"))
+    exact_mib = packed_mib()
+    rounded = load_model(EngineConfig(model=folder, device="cpu", weights="int8"))
+    rounded_mib = packed_mib() - exact_mib
+    rows = list(compare(exact, rounded, [piece for piece in torch.split(ids, _PIECE) if len(piece) == _PIECE][:pieces]))
+    headings = ["weights", "perplexity", "same first choice", "KL"]
     print_table(f"{pieces} pieces of {_PIECE} tokens, {exact.kernels}", headings, rows)
+    console.print(f"weights of products: {exact_mib:.0f} MiB as loaded, {rounded_mib:.0f} MiB with int8")
     write_result("weights", settings, {"compared": rows})
     return 0
 
@@ -68,8 +70,8 @@ def compare(exact: LoadedModel, rounded: LoadedModel, pieces: list[Tensor]) -> I
             losses[name] -= float(scores[:-1].gather(1, piece[1:, None]).mean()) / len(pieces)
         same += float((expected.argmax(1) == actual.argmax(1)).float().mean()) / len(pieces)
         kl += float((expected.exp() * (expected - actual)).sum(1).mean()) / len(pieces)
-    yield Compared("as loaded", packed_mib(exact), math.exp(losses["as loaded"]), 1.0, 0.0)
-    yield Compared("int8", packed_mib(rounded), math.exp(losses["int8"]), same, kl)
+    yield Compared("as loaded", math.exp(losses["as loaded"]), 1.0, 0.0)
+    yield Compared("int8", math.exp(losses["int8"]), same, kl)
 
 
 @torch.inference_mode()
@@ -92,14 +94,11 @@ def log_probabilities(model: LoadedModel, piece: Tensor) -> Tensor:
     return logits.float().log_softmax(1)
 
 
-def packed_mib(model: LoadedModel) -> float:
-    """Memory of the products' weights."""
-    parts = [module.packed for module in model.module.modules() if isinstance(module, PackedLinear)]
-    parts += [module.product.packed.packed for module in model.module.modules() if hasattr(module, "product")]
-    forwards = [vars(module).get("forward") for module in model.module.modules()]
-    parts += [part.packed for one in forwards if hasattr(one, "gate_up") for part in (one.gate_up, one.down)]
-    distinct = {id(part): part for part in parts}.values()
-    return sum(part.packed.numel() * part.packed.element_size() for part in distinct) / 2**20
+def packed_mib() -> float:
+    """Memory of all products' weights of this process."""
+    gc.collect()
+    weights = [one for one in gc.get_objects() if isinstance(one, PackedWeight)]
+    return sum(weight.packed.numel() * weight.packed.element_size() for weight in weights) / 2**20
 
 
 if __name__ == "__main__":
