@@ -110,6 +110,8 @@ def load_model(
     """
     folder = Path(config.model)
     device = resolve_device(config.device, group)
+    if config.weights == "int8" and device.type != "cpu":
+        raise ConfigError("weights=int8 has kernels for CPUs only; use a quantized checkpoint on a GPU")
     disable_progress_bar()  # a worker has no terminal
     model_config = load_config(folder)
     model_type = model_class(config.model, model_config)
@@ -131,10 +133,10 @@ def load_model(
         from tandem.engine.cpu.optimize import optimize
         from tandem.engine.native_layers import use_native_layers
 
-        optimize(module)
+        optimize(module, is_int8=config.weights == "int8")
         _leave_weight_files(module)
         use_native_layers(module)
-        kernels = kernels_of(kv.dtype)
+        kernels = kernels_of(kv.dtype) + (" int8" if config.weights == "int8" else "")
     if group is not None:
         sum_experts(module, group)
     return LoadedModel(

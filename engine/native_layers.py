@@ -31,17 +31,16 @@ _PROBE_TOKENS, _PROBE_BLOCK = 5, 16
 
 class _Weight(ctypes.Structure):
     _fields_ = (
-        ("packed", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("packed", "scales", "bias")),
         ("num_columns", ctypes.c_int64),
         ("depth", ctypes.c_int64),
     )
 
     @classmethod
     def of(cls, linear: PackedLinear) -> _Weight:
-        bias = linear.bias
         weight = linear.packed
-        return cls(weight.packed.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape)
+        pointers = (None if part is None else part.data_ptr() for part in (weight.packed, weight.scales, linear.bias))
+        return cls(*pointers, *weight.shape)
 
 
 class _Norm(ctypes.Structure):

@@ -52,6 +52,10 @@ typedef uint16_t vhalf __attribute__((vector_size(LANES * 2), aligned(2), may_al
 
 // Convert LANES elements to floats and back (rounded to nearest even; NaN stays NaN).
 inline vfloat load_lanes(const float *p) { return load(p); }
+typedef int8_t vbyte __attribute__((vector_size(LANES), aligned(1), may_alias));
+inline vfloat load_lanes(const int8_t *p) {
+  return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const vbyte *>(p), vint), vfloat);
+}
 inline vfloat load_lanes(const bfloat16 *p) {
   vword words = __builtin_convertvector(*reinterpret_cast<const vhalf *>(p), vword) << 16;
   return reinterpret_cast<vfloat>(words);

@@ -8,7 +8,9 @@
 namespace {
 
 struct Weight {
-  const void *packed, *bias; // bias may be null
+  const void *packed;
+  const float *scales; // null but for int8
+  const void *bias;    // may be null
   int64_t num_columns, depth;
 };
 
@@ -103,7 +105,7 @@ void add_layer(Plan &plan, const Layer &layer, const Call &call, const void *x, 
   const AttentionArguments attention = attention_over(layer, call, buffers);
   const auto multiply = [&](const Weight &weight, const Rows &rows, const void *residual, void *out) {
     add_product(plan, layer.kind,
-                {rows, weight.packed, weight.bias, residual, out, attention.num_tokens, weight.num_columns,
+                {rows, weight.packed, weight.scales, weight.bias, residual, out, attention.num_tokens, weight.num_columns,
                  weight.depth},
                 layer.is_bfloat16);
   };

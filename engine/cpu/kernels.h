@@ -38,10 +38,11 @@ struct Rows {
   float epsilon = 0.0f;
 };
 
-// out = rows x weight^T + bias, rounded; then + residual, rounded again.
+// out = rows x weight^T * scales + bias, rounded; then + residual, rounded again.
 struct Product {
   Rows rows;
-  const void *weight;   // packed
+  const void *weight;   // packed, of the rows' type or of int8
+  const float *scales;  // [N]: column n of int8 weights stands for this times as much. Null for weights of the rows' type
   const void *bias;     // [N] or null
   const void *residual; // [M, N] or null. It may be `out`
   void *out;            // [M, N]

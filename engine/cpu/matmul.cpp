@@ -31,12 +31,14 @@ constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / un
 template <typename T> inline void store_row(const Product &p, int64_t row, int64_t column, const float *sums) {
   int64_t n = std::min<int64_t>(COLUMNS, p.num_columns - column);
   T *to = static_cast<T *>(p.out) + row * p.num_columns + column;
+  const float *scales = p.scales == nullptr ? nullptr : p.scales + column;
   const T *bias = p.bias == nullptr ? nullptr : static_cast<const T *>(p.bias) + column;
   const T *residual =
       p.residual == nullptr ? nullptr : static_cast<const T *>(p.residual) + row * p.num_columns + column;
   if (n == COLUMNS) {
     for (int v = 0; v < PANELS; ++v) {
       vfloat sum = load(sums + v * LANES);
+      if (scales != nullptr) sum *= load(scales + v * LANES);
       if (bias != nullptr) sum += load_lanes(bias + v * LANES);
       if (residual != nullptr) sum = load_lanes(residual + v * LANES) + round_to<T>(sum);
       store_lanes(to + v * LANES, sum);
@@ -44,7 +46,8 @@ template <typename T> inline void store_row(const Product &p, int64_t row, int64
     return;
   }
   for (int64_t i = 0; i < n; ++i) {
-    float sum = bias == nullptr ? sums[i] : sums[i] + to_float(bias[i]);
+    float sum = scales == nullptr ? sums[i] : sums[i] * scales[i];
+    if (bias != nullptr) sum += to_float(bias[i]);
     T rounded;
     from_float(sum, &rounded);
     if (residual != nullptr) from_float(to_float(residual[i]) + to_float(rounded), &rounded);
@@ -61,8 +64,8 @@ template <typename T> struct Vectors {
   static void prepare(const T *row, Prepared *to, int64_t depth) {
     for (int64_t k = 0; k < depth; ++k) to[k] = to_float(row[k]);
   }
-  template <int ROWS>
-  static void multiply(const Prepared *rows, const T *panel, int64_t depth, vfloat (&sums)[ROWS][PANELS]) {
+  template <int ROWS, typename W>
+  static void multiply(const Prepared *rows, const W *panel, int64_t depth, vfloat (&sums)[ROWS][PANELS]) {
     for (int64_t k = 0; k < depth; ++k) {
       vfloat w[PANELS];
       for (int v = 0; v < PANELS; ++v) w[v] = load_lanes(panel + (v * depth + k) * LANES);
@@ -72,9 +75,55 @@ template <typename T> struct Vectors {
   }
 };
 
+// Int8 weights of the bfloat16 kinds: a byte is a sign and seven bits of magnitude, and 64 of them hold one pair along K
+// of all lanes of both panels, so that widening needs no permutation across a vector.
+inline int64_t int8_place(int64_t lane_element, int64_t panel) {
+  return lane_element / 8 * 16 + panel * 8 + lane_element % 8;
+}
+
 // ---- AVX-512 BF16: one instruction multiplies and sums a pair in each lane ----
 
 #ifdef __AVX512BF16__
+struct WideningTables {
+  alignas(64) uint8_t low[128], high[128]; // of the bfloat16 of each magnitude
+
+  WideningTables() {
+    for (int magnitude = 0; magnitude < 128; ++magnitude) {
+      bfloat16 exact;
+      from_float(static_cast<float>(magnitude), &exact);
+      low[magnitude] = static_cast<uint8_t>(exact.bits);
+      high[magnitude] = static_cast<uint8_t>(exact.bits >> 8);
+    }
+  }
+};
+const WideningTables TABLES;
+
+// The pairs of both panels.
+inline void load_pairs(const bfloat16 *left, const bfloat16 *right, int64_t k, __m512bh (&w)[PANELS]) {
+  w[0] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(left + k * LANES));
+  w[1] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(right + k * LANES));
+}
+inline void load_pairs(const int8_t *group, const int8_t *, int64_t k, __m512bh (&w)[PANELS]) {
+  const int8_t *bytes = group + k * COLUMNS;
+#ifdef __AVX512VBMI__
+  const __m512i *low = reinterpret_cast<const __m512i *>(TABLES.low), *high = reinterpret_cast<const __m512i *>(TABLES.high);
+  __m512i x = _mm512_loadu_si512(bytes);
+  __m512i lows = _mm512_permutex2var_epi8(low[0], x, low[1]);
+  __m512i highs = _mm512_permutex2var_epi8(high[0], x, high[1]);
+  highs = _mm512_or_si512(highs, _mm512_and_si512(x, _mm512_set1_epi8(static_cast<char>(0x80))));
+  w[0] = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi8(lows, highs));
+  w[1] = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi8(lows, highs));
+#else
+  alignas(64) uint16_t wide[PANELS][2 * LANES];
+  for (int panel = 0; panel < PANELS; ++panel)
+    for (int i = 0; i < 2 * LANES; ++i) {
+      auto byte = static_cast<uint8_t>(bytes[int8_place(i, panel)]);
+      wide[panel][i] = static_cast<uint16_t>(TABLES.low[byte & 127] | (TABLES.high[byte & 127] | (byte & 128)) << 8);
+    }
+  for (int panel = 0; panel < PANELS; ++panel) w[panel] = reinterpret_cast<__m512bh>(_mm512_load_si512(wide[panel]));
+#endif
+}
+
 struct Pairs {
   using Element = bfloat16;
   using Prepared = bfloat16;
@@ -83,12 +132,11 @@ struct Pairs {
     std::memcpy(to, row, static_cast<size_t>(depth) * sizeof(bfloat16));
     std::memset(to + depth, 0, static_cast<size_t>(padded_depth(depth) - depth) * sizeof(bfloat16));
   }
-  template <int ROWS>
-  static void multiply(const Prepared *rows, const bfloat16 *panel, int64_t depth, vfloat (&sums)[ROWS][PANELS]) {
+  template <int ROWS, typename W>
+  static void multiply(const Prepared *rows, const W *panel, int64_t depth, vfloat (&sums)[ROWS][PANELS]) {
     for (int64_t k = 0; k < depth; k += 2) {
       __m512bh w[PANELS];
-      for (int v = 0; v < PANELS; ++v)
-        w[v] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(panel + (v * depth + k) * LANES));
+      load_pairs(panel, panel + depth * LANES, k, w);
       for (int r = 0; r < ROWS; ++r) {
         int32_t pair;
         std::memcpy(&pair, rows + r * depth + k, sizeof pair);
@@ -116,8 +164,8 @@ template <typename Format> struct ByRows {
     Format::prepare(row, to + idx * Format::padded_depth(depth), depth);
   }
 
-  template <int ROWS>
-  static void some_rows(const Product &p, const Prepared *rows, const T *panel, int64_t row, int64_t column) {
+  template <int ROWS, typename W>
+  static void some_rows(const Product &p, const Prepared *rows, const W *panel, int64_t row, int64_t column) {
     vfloat sums[ROWS][PANELS] = {};
     Format::template multiply<ROWS>(rows, panel, Format::padded_depth(p.depth), sums);
     for (int r = 0; r < ROWS; ++r) {
@@ -128,8 +176,18 @@ template <typename Format> struct ByRows {
   }
 
   static void multiply(const Product &p, const Prepared *x, int64_t first, int64_t last, int64_t column, int64_t base) {
+    if (p.scales == nullptr)
+      multiply_by<T>(p, x, first, last, column, base);
+    else
+      multiply_by<int8_t>(p, x, first, last, column, base);
+  }
+
+private:
+  template <typename W>
+  static void multiply_by(const Product &p, const Prepared *x, int64_t first, int64_t last, int64_t column,
+                          int64_t base) {
     int64_t depth = Format::padded_depth(p.depth);
-    const T *panel = static_cast<const T *>(p.weight) + column * depth;
+    const W *panel = static_cast<const W *>(p.weight) + column * depth;
     int64_t r = first;
     const auto run = [&](auto rows) {
       constexpr int ROWS = decltype(rows)::value;
@@ -137,6 +195,7 @@ template <typename Format> struct ByRows {
     };
     if constexpr (MOST == 12) {
       run(std::integral_constant<int, 12>());
+      run(std::integral_constant<int, 8>());
       run(std::integral_constant<int, 4>());
     }
     run(std::integral_constant<int, 2>());
@@ -167,8 +226,35 @@ struct Tiles {
 
   // Tiles 0 to 3 are sums (two by two), 4 and 5 rows of x, 6 and 7 columns of the weight.
   static void multiply(const Product &p, const Prepared *x, int64_t first, int64_t last, int64_t column, int64_t base) {
+    if (p.scales == nullptr)
+      multiply_by<T>(p, x, first, last, column, base);
+    else
+      multiply_by<int8_t>(p, x, first, last, column, base);
+  }
+
+private:
+  // The tiles of both panels from pair k / 2 on.
+  static void load_tiles(const T *left, const T *right, int64_t k, T (&)[PANELS][TILE_ELEMENTS]) {
+    _tile_loadd(6, left + k * LANES, 64);
+    _tile_loadd(7, right + k * LANES, 64);
+  }
+  static void load_tiles(const int8_t *group, const int8_t *, int64_t k, T (&room)[PANELS][TILE_ELEMENTS]) {
+    for (int i = 0; i < PAIR_UNIT; i += 2) {
+      __m512bh w[PANELS];
+      load_pairs(group, group, k + i, w);
+      for (int panel = 0; panel < PANELS; ++panel)
+        _mm512_store_si512(room[panel] + i * LANES, reinterpret_cast<__m512i>(w[panel]));
+    }
+    _tile_loadd(6, room[0], 64);
+    _tile_loadd(7, room[1], 64);
+  }
+
+  template <typename W>
+  static void multiply_by(const Product &p, const Prepared *x, int64_t first, int64_t last, int64_t column,
+                          int64_t base) {
     int64_t depth = round_up(p.depth, PAIR_UNIT), num_steps = depth / PAIR_UNIT;
-    const T *left = static_cast<const T *>(p.weight) + column * depth, *right = left + LANES * depth;
+    const W *left = static_cast<const W *>(p.weight) + column * depth, *right = left + LANES * depth;
+    alignas(64) T room[PANELS][TILE_ELEMENTS];
     alignas(64) float sums[2 * TILE * COLUMNS];
     int configured = 0;
     for (int64_t row = first; row < last; row += 2 * TILE) {
@@ -184,8 +270,7 @@ struct Tiles {
         _tile_zero(3);
         for (int64_t k = 0; k < num_steps * TILE_ELEMENTS; k += TILE_ELEMENTS) {
           _tile_loadd(4, a + k, 64);
-          _tile_loadd(6, left + k, 64);
-          _tile_loadd(7, right + k, 64);
+          load_tiles(left, right, k / TILE, room);
           _tile_loadd(5, b + k, 64);
           _tile_dpbf16ps(0, 4, 6);
           _tile_dpbf16ps(1, 4, 7);
@@ -197,8 +282,7 @@ struct Tiles {
       } else {
         for (int64_t k = 0; k < num_steps * TILE_ELEMENTS; k += TILE_ELEMENTS) {
           _tile_loadd(4, a + k, 64);
-          _tile_loadd(6, left + k, 64);
-          _tile_loadd(7, right + k, 64);
+          load_tiles(left, right, k / TILE, room);
           _tile_dpbf16ps(0, 4, 6);
           _tile_dpbf16ps(1, 4, 7);
         }
@@ -277,31 +361,39 @@ template <typename Kernel> void add(Plan &plan, const Product &p) {
   }
 }
 
-template <typename T>
-void pack_vectors(Plan &plan, const void *weight, void *packed, int64_t num_columns, int64_t depth) {
-  const T *from = static_cast<const T *>(weight);
-  T *to = static_cast<T *>(packed);
-  plan.add(round_up(num_columns, COLUMNS) / LANES, [=](int64_t panel) {
-    for (int64_t k = 0; k < depth; ++k)
-      for (int64_t lane = 0; lane < LANES; ++lane) {
-        int64_t n = panel * LANES + lane;
-        to[(panel * depth + k) * LANES + lane] = n < num_columns ? from[n * depth + k] : T{};
-      }
-  });
-}
-
-void pack_pairs(Plan &plan, const void *weight, void *packed, int64_t num_columns, int64_t depth) {
-  const auto *from = static_cast<const bfloat16 *>(weight);
-  auto *to = static_cast<bfloat16 *>(packed);
-  const int64_t padded = round_up(depth, PAIR_UNIT);
+// Weights [N, K] become panels; `place(k, lane)` is where an element of a panel goes, and `code(weight)` what is kept.
+template <typename W, typename Place, typename Code>
+void add_packing(Plan &plan, const void *weight, void *packed, int64_t num_columns, int64_t depth, int64_t padded,
+                 const Place &place, const Code &code) {
+  const W *from = static_cast<const W *>(weight);
+  W *to = static_cast<W *>(packed);
   plan.add(round_up(num_columns, COLUMNS) / LANES, [=](int64_t panel) {
     for (int64_t k = 0; k < padded; ++k)
       for (int64_t lane = 0; lane < LANES; ++lane) {
         int64_t n = panel * LANES + lane;
-        to[panel * padded * LANES + k / 2 * 2 * LANES + lane * 2 + k % 2] =
-            n < num_columns && k < depth ? from[n * depth + k] : bfloat16{};
+        W element = n < num_columns && k < depth ? from[n * depth + k] : W{};
+        to[place(panel, k, lane)] = code(element);
       }
   });
+}
+
+template <typename W>
+void pack(Plan &plan, int kind, const void *weight, void *packed, int64_t num_columns, int64_t depth) {
+  const int64_t padded = kind == VECTORS ? depth : round_up(depth, PAIR_UNIT), unit = kind == VECTORS ? 1 : 2;
+  const auto in_panels = [=](int64_t panel, int64_t k, int64_t lane) {
+    return panel * padded * LANES + (k / unit * LANES + lane) * unit + k % unit;
+  };
+  add_packing<W>(plan, weight, packed, num_columns, depth, padded, in_panels, [](W element) { return element; });
+}
+
+// For `load_pairs`. Weights are from -127 to 127.
+void pack_int8_pairs(Plan &plan, const void *weight, void *packed, int64_t num_columns, int64_t depth) {
+  const int64_t padded = round_up(depth, PAIR_UNIT);
+  const auto in_groups = [=](int64_t panel, int64_t k, int64_t lane) {
+    return panel / PANELS * PANELS * padded * LANES + k / 2 * 2 * COLUMNS + int8_place(lane * 2 + k % 2, panel % PANELS);
+  };
+  add_packing<int8_t>(plan, weight, packed, num_columns, depth, padded, in_groups,
+                      [](int8_t x) { return static_cast<int8_t>(x < 0 ? 0x80 | -x : x); });
 }
 
 } // namespace
@@ -325,23 +417,27 @@ int64_t tandem_matmul_packed_elements(int kind, int64_t num_columns, int64_t dep
   return round_up(num_columns, COLUMNS) * (kind == VECTORS ? depth : round_up(depth, PAIR_UNIT));
 }
 
-// Packs weight [num_columns, depth]. Products of floats are of kind VECTORS. Returns what `run_plan` returns.
-int tandem_matmul_pack(int kind, const void *weight, void *packed, int64_t num_columns, int64_t depth, int is_bfloat16,
-                       int num_threads) {
+// Packs weight [num_columns, depth], of elements of 1, 2 or 4 bytes. Products of floats are of kind VECTORS. Returns what
+// `run_plan` returns.
+int tandem_matmul_pack(int kind, const void *weight, void *packed, int64_t num_columns, int64_t depth,
+                       int element_bytes, int num_threads) {
   return run_plan(num_threads, [&](Plan &plan) {
-    if (kind != VECTORS)
-      pack_pairs(plan, weight, packed, num_columns, depth);
-    else if (is_bfloat16)
-      pack_vectors<bfloat16>(plan, weight, packed, num_columns, depth);
+    if (element_bytes == 1 && kind != VECTORS)
+      pack_int8_pairs(plan, weight, packed, num_columns, depth);
+    else if (element_bytes == 1)
+      pack<int8_t>(plan, kind, weight, packed, num_columns, depth);
+    else if (element_bytes == 2)
+      pack<bfloat16>(plan, kind, weight, packed, num_columns, depth);
     else
-      pack_vectors<float>(plan, weight, packed, num_columns, depth);
+      pack<float>(plan, kind, weight, packed, num_columns, depth);
   });
 }
 
 // x is [num_rows, depth], rows `x_stride` elements apart. Returns what `run_plan` returns.
-int tandem_matmul(int kind, const void *x, const void *packed, const void *bias, void *out, int64_t num_rows,
-                  int64_t num_columns, int64_t depth, int64_t x_stride, int is_bfloat16, int num_threads) {
-  const Product product = {{x, x_stride}, packed, bias, nullptr, out, num_rows, num_columns, depth};
+int tandem_matmul(int kind, const void *x, const void *packed, const float *scales, const void *bias, void *out,
+                  int64_t num_rows, int64_t num_columns, int64_t depth, int64_t x_stride, int is_bfloat16,
+                  int num_threads) {
+  const Product product = {{x, x_stride}, packed, scales, bias, nullptr, out, num_rows, num_columns, depth};
   return run_plan(num_threads, [&](Plan &plan) { add_product(plan, kind, product, is_bfloat16); });
 }
 }

@@ -20,24 +20,27 @@ def _kernels() -> ctypes.CDLL:
     kernels.tandem_matmul_packed_elements.argtypes = (_INT, _INT64, _INT64)
     kernels.tandem_matmul_packed_elements.restype = _INT64
     kernels.tandem_matmul_pack.argtypes = (_INT, _POINTER, _POINTER, _INT64, _INT64, _INT, _INT)
-    kernels.tandem_matmul.argtypes = (_INT, *(_POINTER,) * 4, *(_INT64,) * 4, _INT, _INT)
+    kernels.tandem_matmul.argtypes = (_INT, *(_POINTER,) * 5, *(_INT64,) * 4, _INT, _INT)
     return kernels
 
 
 class PackedWeight:
     """A weight in the layout of its kernel."""
 
-    def __init__(self, weight: Tensor) -> None:
-        """`weight` is [N, K], float32 or bfloat16."""
+    def __init__(self, weight: Tensor, *, is_int8: bool = False) -> None:
+        """`weight` is [N, K], float32 or bfloat16. With `is_int8` it is rounded: see `quantize`."""
         num_columns, depth = weight.shape
         self.shape = (num_columns, depth)
         self.dtype = weight.dtype
         self.kind = kind_for(weight.dtype)
+        self.scales: Tensor | None = None
+        if is_int8:
+            weight, self.scales = quantize(weight)
         weight = weight.contiguous()
         size = _kernels().tandem_matmul_packed_elements(self.kind, num_columns, depth)
         self.packed = torch.empty(size, dtype=weight.dtype)
         pointers = (weight.data_ptr(), self.packed.data_ptr())
-        options = (_is_bfloat16(weight), torch.get_num_threads())
+        options = (weight.element_size(), torch.get_num_threads())
         check(_kernels().tandem_matmul_pack(self.kind, *pointers, num_columns, depth, *options), "packing a weight")
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -53,6 +56,7 @@ class PackedWeight:
             self.kind,
             rows.data_ptr(),
             self.packed.data_ptr(),
+            None if self.scales is None else self.scales.data_ptr(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
             rows.shape[0],
@@ -64,6 +68,14 @@ class PackedWeight:
         )
         check(status, "a product")
         return out.view(*x.shape[:-1], num_columns)
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight [N, K] as int8 [N, K] and float32 scales [N]: symmetric, so that the largest of a row becomes 127."""
+    weight = weight.detach().float()
+    scales = weight.abs().amax(1) / 127
+    steps = weight / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(1)
+    return steps.round().to(torch.int8), scales
 
 
 def _is_bfloat16(x: Tensor) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -52,23 +53,29 @@ class _WeightOfProduct:
         return weight._products[x.dtype](x)
 
 
-def optimize(model: nn.Module) -> nn.Module:
-    """Replace known parts in place and return the model. Needs float32 or bfloat16 weights on a CPU."""
+def optimize(model: nn.Module, *, is_int8: bool = False) -> nn.Module:
+    """Replace known parts in place and return the model. Needs float32 or bfloat16 weights on a CPU.
+
+    With `is_int8` linear layers keep their weights as int8, except the one that gives logits; nor do routers of
+    experts, which choose by small differences.
+    """
+    pack = partial(PackedLinear, is_int8=is_int8)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     with torch.inference_mode():
         for module in list(model.modules()):
-            _replace_gated_mlp(module)
-            _merge_siblings(module)
+            _replace_gated_mlp(module, pack)
+            _merge_siblings(module, pack)
             _replace_norm(module)
             _replace_rotary(module)
-            _replace_experts(module)
+            _replace_experts(module, pack)
             _replace_router(module)
         for module in list(model.modules()):
             for name, child in list(module.named_children()):
                 if _is_plain(child):
-                    setattr(module, name, PackedLinear([child]))
+                    setattr(module, name, PackedLinear([child]) if child is head else pack([child]))
                 elif type(child) is Conv1D:
                     weight, bias = cast(Tensor, child.weight), cast(Tensor, child.bias)
-                    setattr(module, name, PackedLinear([_as_linear(weight.t(), bias)]))
+                    setattr(module, name, pack([_as_linear(weight.t(), bias)]))
     _warn_of_inexact_parts(getattr(model, "get_decoder", lambda: model)())
     return model
 
@@ -148,16 +155,16 @@ def _probe(linear: nn.Linear) -> Tensor:
     return _random(linear.in_features, linear.weight.dtype)
 
 
-def _merge_siblings(module: nn.Module) -> None:
+def _merge_siblings(module: nn.Module, pack: Callable[[list[nn.Linear]], PackedLinear]) -> None:
     for names in _SIBLINGS:
         linears = _linears(module, names)
         if linears is not None:
-            product = SharedProduct(linears)
+            product = SharedProduct(pack(linears))
             for idx, name in enumerate(names):
                 setattr(module, name, MergedLinear(product, idx))
 
 
-def _replace_gated_mlp(module: nn.Module) -> None:
+def _replace_gated_mlp(module: nn.Module, pack: Callable[[list[nn.Linear]], PackedLinear]) -> None:
     pair = _linears(module, ("gate_proj", "up_proj"))
     down = getattr(module, "down_proj", None)
     if pair is None or not _is_plain(down):
@@ -165,20 +172,19 @@ def _replace_gated_mlp(module: nn.Module) -> None:
     forward = GatedMlp(PackedLinear(pair), PackedLinear([down]))
     probe = _probe(pair[0])
     if _agrees(module, forward, probe) and _agrees(module, forward, probe * 100):  # some clamp what is large
-        module.forward = forward
+        module.forward = GatedMlp(pack(pair), pack([down]))
         for name in ("gate_proj", "up_proj", "down_proj"):
             delattr(module, name)
 
 
-def _replace_experts(module: nn.Module) -> None:
+def _replace_experts(module: nn.Module, pack: Callable[[list[nn.Linear]], PackedLinear]) -> None:
     """Multiply expert by expert with packed weights: a row of a grouped product depends on the number of rows."""
     gate_up, down = _weights_of_experts(module, "gate_up_proj"), _weights_of_experts(module, "down_proj")
     apply_gate: Callable[[Tensor], Tensor] | None = getattr(module, "_apply_gate", None)
     if gate_up is None or down is None or apply_gate is None:
         return
-    experts = [
-        (PackedLinear([_as_linear(up)]), PackedLinear([_as_linear(low)])) for up, low in zip(gate_up, down, strict=True)
-    ]
+    linears = [(_as_linear(up), _as_linear(low)) for up, low in zip(gate_up, down, strict=True)]
+    experts = [(PackedLinear([up]), PackedLinear([low])) for up, low in linears]
 
     def forward(x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """x [T, D], chosen [T, k] of the experts, shares [T, k] -> [T, D]"""
@@ -197,6 +203,7 @@ def _replace_experts(module: nn.Module) -> None:
     probe = _random(gate_up.shape[-1], gate_up.dtype)
     original = module.forward
     if _agrees(lambda x: original(x[0], chosen, shares), lambda x: forward(x[0], chosen, shares), probe):
+        experts[:] = [(pack([up]), pack([low])) for up, low in linears]
         module.forward = forward
         del module.gate_up_proj, module.down_proj
 

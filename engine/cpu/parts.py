@@ -14,12 +14,12 @@ from tandem.engine.cpu.ops import make_rms_norm, make_silu_multiply
 class PackedLinear(nn.Module):
     """Linear layers over one input as a single product with a packed weight."""
 
-    def __init__(self, linears: list[nn.Linear]) -> None:
+    def __init__(self, linears: list[nn.Linear], *, is_int8: bool = False) -> None:
         super().__init__()
         self.out_features = [linear.out_features for linear in linears]
         weight = torch.cat([linear.weight.detach() for linear in linears])
         self.weight = torch.empty_like(weight, device="meta")  # some models look at its dtype or shape
-        self.packed = PackedWeight(weight)
+        self.packed = PackedWeight(weight, is_int8=is_int8)
         biases = [linear.bias for linear in linears]
         self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
 
@@ -31,8 +31,8 @@ class PackedLinear(nn.Module):
 class SharedProduct:
     """One packed product for several linear layers: the first one called computes it, the others take their part."""
 
-    def __init__(self, linears: list[nn.Linear]) -> None:
-        self.packed = PackedLinear(linears)
+    def __init__(self, packed: PackedLinear) -> None:
+        self.packed = packed
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
         self._num_left = 0

@@ -81,6 +81,13 @@ class EngineConfig:
         ),
     ] = ""
     dtype: Annotated[DType, Setting("Type of weights and KV; auto = the model's own.", MODEL)] = "auto"
+    weights: Annotated[
+        Literal["as-loaded", "int8"],
+        Setting(
+            "How linear layers keep their weights. int8 (CPUs only) takes half the memory and changes answers.",
+            MODEL,
+        ),
+    ] = "as-loaded"
     device: Annotated[Literal["auto", "cpu", "cuda"], Setting("auto = a GPU where there is one.", MODEL)] = "auto"
     tensor_parallel_size: Annotated[
         int,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.engine.cpu.kinds import VARIABLE, kernel_kind, kernel_kinds, kernels_of
-from tandem.engine.cpu.matmul import PackedWeight
+from tandem.engine.cpu.matmul import PackedWeight, quantize
 from tandem.protocol.errors import ConfigError
 
 SHAPES = [(1, 1), (3, 5), (33, 31), (96, 64), (960, 576), (576, 1536), (49, 1536), (40, 2049)]  # N, K
@@ -101,3 +101,29 @@ def test_blocks_are_told_apart_by_the_kernels_that_computed_them(monkeypatch: py
     assert kernels_of(torch.bfloat16).startswith(f"cpu {kernel_kinds()[-1]} ")
     monkeypatch.setenv(VARIABLE, "vectors")
     assert kernels_of(torch.bfloat16) == kernels_of(torch.float32)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_weights_are_those_of_their_scales(shape: tuple[int, int], cpu_dtype: torch.dtype) -> None:
+    x, weight, bias = make_operands(shape, 150, cpu_dtype)
+    steps, scales = quantize(weight)
+    assert int(steps.abs().max()) == 127
+    actual = PackedWeight(weight, is_int8=True).multiply(x, bias)
+    expected = (x.double() @ steps.double().t() * scales + bias).to(cpu_dtype)
+    tolerance = 1e-5 if cpu_dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+    assert (steps * scales.unsqueeze(1) - weight.float()).abs().max() <= scales.max() * 0.5001
+
+
+def test_a_row_of_an_int8_product_depends_on_that_row_alone(cpu_dtype: torch.dtype) -> None:
+    x, weight, bias = make_operands((96, 200), 70, cpu_dtype)
+    packed = PackedWeight(weight, is_int8=True)
+    together = packed.multiply(x, bias)
+    for size in (1, 2, 5, 13, 16, 33):
+        pieces = [packed.multiply(part, bias) for part in x.split(size)]
+        assert torch.equal(torch.cat(pieces), together), f"{size} rows"
+
+
+def test_a_weight_of_zeros_has_an_int8_form() -> None:
+    packed = PackedWeight(torch.zeros(3, 8), is_int8=True)
+    assert torch.equal(packed.multiply(torch.ones(2, 8)), torch.zeros(2, 3))

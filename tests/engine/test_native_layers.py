@@ -145,7 +145,7 @@ def test_values_of_another_width_than_keys_keep_the_layers_own_code(value_dim: i
     attention, hidden = layer.self_attn, layer.input_layernorm.weight.numel()
     heads = attention.config.num_attention_heads
     sizes = [heads * attention.head_dim] * 2 + [heads * value_dim]
-    product = SharedProduct([nn.Linear(hidden, size, bias=False) for size in sizes])
+    product = SharedProduct(PackedLinear([nn.Linear(hidden, size, bias=False) for size in sizes]))
     for idx, name in enumerate(("q_proj", "k_proj", "v_proj")):
         setattr(attention, name, MergedLinear(product, idx))
     attention.o_proj = PackedLinear([nn.Linear(heads * value_dim, hidden, bias=False)])

@@ -1,0 +1,105 @@
+"""What int8 weights change: next-token probabilities, greedy answers and the memory of the weights.
+
+    python -m benchmarks.weights
+
+Both forms of the model compute the same text, the documentation of this project in pieces of 256 tokens. Perplexity is
+that of the text; KL is the mean over its positions, in nats; agreement is the share of positions whose most likely
+token is the same. Nothing is drawn at random.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from benchmarks.common import arguments, console, print_table, write_result
+from tandem.cluster.model_store import resolve_model
+from tandem.engine.attention.context import StepContext
+from tandem.engine.attention.cpu import CpuAttention
+from tandem.engine.attention.interface import PagedStep
+from tandem.engine.cpu.matmul import PackedWeight
+from tandem.engine.loader import LoadedModel, load_model
+from tandem.protocol.config import EngineConfig
+
+_DOCS = Path(__file__).parents[1] / "docs"
+_PIECE = 256  # tokens
+
+
+class Compared(NamedTuple):
+    """One form of the weights beside the one that was loaded."""
+
+    weights: str
+    perplexity: float
+    agreement: float
+    kl: float
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--pieces", type=int, default=40, help="pieces of text")
+    settings = parser.parse_args()
+    pieces = 2 if settings.quick else settings.pieces
+    folder = str(resolve_model(settings.model))
+    text = "\n".join(path.read_text() for path in sorted(_DOCS.glob("*.md")))
+    ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])
+    exact = load_model(EngineConfig(model=folder, device="cpu"))
+    exact_mib = packed_mib()
+    rounded = load_model(EngineConfig(model=folder, device="cpu", weights="int8"))
+    rounded_mib = packed_mib() - exact_mib
+    rows = list(compare(exact, rounded, [piece for piece in torch.split(ids, _PIECE) if len(piece) == _PIECE][:pieces]))
+    headings = ["weights", "perplexity", "same first choice", "KL"]
+    print_table(f"{pieces} pieces of {_PIECE} tokens, {exact.kernels}", headings, rows)
+    console.print(f"weights of products: {exact_mib:.0f} MiB as loaded, {rounded_mib:.0f} MiB with int8")
+    write_result("weights", settings, {"compared": rows})
+    return 0
+
+
+def compare(exact: LoadedModel, rounded: LoadedModel, pieces: list[Tensor]) -> Iterator[Compared]:
+    losses, same, kl = {"as loaded": 0.0, "int8": 0.0}, 0.0, 0.0
+    for piece in pieces:
+        expected, actual = (log_probabilities(model, piece) for model in (exact, rounded))
+        for name, scores in zip(losses, (expected, actual), strict=True):
+            losses[name] -= float(scores[:-1].gather(1, piece[1:, None]).mean()) / len(pieces)
+        same += float((expected.argmax(1) == actual.argmax(1)).float().mean()) / len(pieces)
+        kl += float((expected.exp() * (expected - actual)).sum(1).mean()) / len(pieces)
+    yield Compared("as loaded", math.exp(losses["as loaded"]), 1.0, 0.0)
+    yield Compared("int8", math.exp(losses["int8"]), same, kl)
+
+
+@torch.inference_mode()
+def log_probabilities(model: LoadedModel, piece: Tensor) -> Tensor:
+    """[T, vocab] in float32, by the engine's own attention over a pool of one block."""
+    length = len(piece)
+    shape = (1, model.num_layers, 2, length, model.num_kv_heads, model.head_dim)
+    context = StepContext(
+        pool=torch.zeros(shape, dtype=model.dtype),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32),
+        query_starts=torch.tensor([0, length], dtype=torch.int32),
+        kv_lens=torch.tensor([length], dtype=torch.int32),
+        slot_mapping=torch.arange(length),
+        max_query_len=length,
+        max_kv_len=length,
+    )
+    positions = torch.arange(length)[None]
+    with PagedStep(CpuAttention(torch.get_num_threads()), context, lambda: None):
+        logits: Tensor = model.module(input_ids=piece[None], position_ids=positions, use_cache=False).logits[0]
+    return logits.float().log_softmax(1)
+
+
+def packed_mib() -> float:
+    """Memory of all products' weights of this process."""
+    gc.collect()
+    weights = [one for one in gc.get_objects() if isinstance(one, PackedWeight)]
+    return sum(weight.packed.numel() * weight.packed.element_size() for weight in weights) / 2**20
+
+
+if __name__ == "__main__":
+    sys.exit(main())
