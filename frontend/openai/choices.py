@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from functools import partial
+from itertools import accumulate, count
 
 from typing_extensions import override
 
@@ -28,8 +28,8 @@ def run_choices(
 ) -> Stream[ChoiceDelta]:
     """Stream the deltas of all choices as they arrive, each choice ending with a `finish_reason`.
 
-    Siblings start after the first token of the first one, so that they find its prompt cached. Closing the stream
-    cancels every choice; the first error of any choice ends all.
+    Siblings wait in the backend for the first one, which computes their prompt. Closing the stream cancels every
+    choice; the first error of any choice ends all.
     """
     choices = [_Choice(backend, plan, tokenizer, new_clock()) for plan in plans]
     return choices[0] if len(choices) == 1 else _Choices(plans, choices)
@@ -153,36 +153,28 @@ class _Choices(Stream[ChoiceDelta]):
 
     def _start(self) -> None:
         starting = asyncio.Lock()
-        first_token = asyncio.Event()
-        for plan, choice in zip(self._plans, self._choices, strict=True):
-            if plan.is_first_sibling:
-                first_token = asyncio.Event()
-            run = self._run(choice, starting, first_token, is_first=plan.is_first_sibling)
-            task = asyncio.create_task(run)
-            task.add_done_callback(partial(self._ended, first_token))
+        are_first = [plan.is_first_sibling for plan in self._plans]
+        prompts = accumulate(are_first)
+        # The first sibling of a prompt is last: the backend takes those along that wait for it by then.
+        for *_, number in sorted(zip(prompts, are_first, count(), strict=False)):
+            task = asyncio.create_task(self._run(self._choices[number], starting))
+            task.add_done_callback(self._ended)
             self._tasks.append(task)
 
-    def _ended(self, first_token: asyncio.Event, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[None]) -> None:
         """A choice has been read, or could not be: raise its error to the reader."""
         if (error := task_error(task)) is not None:
             self._queue.fail(error)
-        first_token.set()  # also after a first sibling that ended without a token
 
-    async def _run(
-        self, choice: _Choice, starting: asyncio.Lock, first_token: asyncio.Event, *, is_first: bool
-    ) -> None:
-        """Read one choice into the queue. The first sibling sets `first_token`, and the others wait for it."""
+    async def _run(self, choice: _Choice, starting: asyncio.Lock) -> None:
+        """Read one choice into the queue."""
 
         def put(deltas: list[ChoiceDelta]) -> bool:
             for delta in deltas:
                 self._queue.put(delta)
-                if delta.num_tokens:
-                    first_token.set()
             self._queue.deliver()
             return self._queue.num_items < MAX_QUEUED_DELTAS
 
-        if not is_first:
-            await first_token.wait()
         async with starting:  # one per iteration of the event loop: placing 2,048 at once would take a second
             await asyncio.sleep(0)
         async with aclosing(choice):
