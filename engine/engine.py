@@ -404,7 +404,8 @@ class Engine:
         costly = {s.matcher: s.unmatched_ids for s in running if s.matcher is not None and s.matcher.is_costly}
         if costly:
             waiting = [(matcher, ids) for matcher, ids in costly.items() if matcher.pending is None]
-            self.structured_output.begin_costly_masks(waiting, is_limited=len(costly) < len(self.sequences))
+            num_queued = len(running) + len(self.scheduler.waiting)
+            self.structured_output.begin_costly_masks(waiting, is_limited=len(costly) < num_queued)
 
     def _begin_masks(self, chunks: list[ScheduledChunk]) -> None:
         """Begin to compute the tokens that the grammars of a step's sequences allow."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from itertools import accumulate, count
 
 from typing_extensions import override
 
 from tandem.frontend.http.metrics import RequestClock
 from tandem.frontend.openai.choice_text import ChoiceDelta, ChoicePlan, ChoiceText
-from tandem.frontend.openai.logprobs import ScoredPrompt
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import SequenceDelta
 from tandem.router.backend import Backend
@@ -43,6 +43,7 @@ class _Choice(Stream[ChoiceDelta]):
         self._plan = plan
         self._text = ChoiceText(plan, tokenizer)
         self._clock = clock
+        self.begins_after: asyncio.Event | None = None  # of a sibling: the first one has given a token, or has ended
         self._deltas: Stream[SequenceDelta] | None = None
         self._has_ended = False
 
@@ -54,10 +55,12 @@ class _Choice(Stream[ChoiceDelta]):
         plan, wants_more = self._plan, True
         is_known = plan.request.sampling.max_tokens == 0 or (plan.is_prompt_only and not plan.is_first_sibling)
         if is_known and not self._has_ended:  # so far only the prompt is echoed
+            if self.begins_after is not None:
+                await self.begins_after.wait()
             self._has_ended = True
             sink([self._end_of_prompt()])
-        elif plan.scored_prompt is not None and plan.is_first_sibling and self._is_new:
-            wants_more = sink(await self._take_scores(plan.scored_prompt))
+        elif self._is_new and (plan.scored_prompt is not None or self.begins_after is not None):
+            wants_more = sink(await self._take_first())
         if wants_more and not self._has_ended:
             is_over = await self._open().read_into(convert)
             if is_over and not self._has_ended:
@@ -78,12 +81,15 @@ class _Choice(Stream[ChoiceDelta]):
     def _is_new(self) -> bool:
         return self._deltas is None and not self._has_ended
 
-    async def _take_scores(self, prompt: ScoredPrompt) -> list[ChoiceDelta]:
-        """The first deltas, once the scores that came with them are text."""
+    async def _take_first(self) -> list[ChoiceDelta]:
+        """The first deltas, once the scores that came with them, or with those of the first sibling, are text."""
         deltas = await self._open().take()
         if not deltas:
             raise WorkerError(NO_REASON)
-        await prompt.fill(deltas[0].prompt_logprobs)
+        if self.begins_after is not None:
+            await self.begins_after.wait()
+        elif self._plan.scored_prompt is not None:
+            await self._plan.scored_prompt.fill(deltas[0].prompt_logprobs)
         return self._converted(deltas)
 
     def _open(self) -> Stream[SequenceDelta]:
@@ -155,23 +161,31 @@ class _Choices(Stream[ChoiceDelta]):
         starting = asyncio.Lock()
         are_first = [plan.is_first_sibling for plan in self._plans]
         prompts = accumulate(are_first)
+        first_token = asyncio.Event()
         # The first sibling of a prompt is last: the backend takes those along that wait for it by then.
         for *_, number in sorted(zip(prompts, are_first, count(), strict=False)):
-            task = asyncio.create_task(self._run(self._choices[number], starting))
-            task.add_done_callback(self._ended)
+            choice = self._choices[number]
+            choice.begins_after = None if are_first[number] else first_token
+            task = asyncio.create_task(self._run(choice, starting, first_token))
+            task.add_done_callback(partial(self._ended, first_token))
             self._tasks.append(task)
+            if are_first[number]:
+                first_token = asyncio.Event()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, first_token: asyncio.Event, task: asyncio.Task[None]) -> None:
         """A choice has been read, or could not be: raise its error to the reader."""
         if (error := task_error(task)) is not None:
             self._queue.fail(error)
+        first_token.set()  # also after a first sibling that ended without a token
 
-    async def _run(self, choice: _Choice, starting: asyncio.Lock) -> None:
-        """Read one choice into the queue."""
+    async def _run(self, choice: _Choice, starting: asyncio.Lock, first_token: asyncio.Event) -> None:
+        """Read one choice into the queue. The tokens of siblings follow the first token of the first one."""
 
         def put(deltas: list[ChoiceDelta]) -> bool:
             for delta in deltas:
                 self._queue.put(delta)
+                if delta.num_tokens:
+                    first_token.set()
             self._queue.deliver()
             return self._queue.num_items < MAX_QUEUED_DELTAS
 

@@ -83,9 +83,11 @@ class WorkerReservation(Reservation[Booking]):
 
     @property
     def num_forks(self) -> int:
-        """Further answers to its prompt for which its decode worker has seats and memory."""
-        placement = self.admitted.placement
+        """Further answers to its prompt for which its decode worker has seats and memory; 0 if a worker is gone."""
+        placement, registry = self.admitted.placement, self.context.registry
         worker, card = placement.best.decode, placement.best.decode.card
+        if any(registry.get(one.worker_id) is not one for one in (placement.best.prefill, worker)):
+            return 0
         num_seats = card.max_num_seqs - worker.num_booked_seqs if card.max_num_seqs else card.num_blocks
         num_tokens = card.num_blocks * card.block_size - worker.booked_kv_tokens
         return max(min(num_seats, num_tokens // max(placement.expected_output_tokens, 1)), 0)
