@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks import throughput
 from benchmarks.common import (
     COLOCATED,
     HERE,
@@ -72,11 +73,11 @@ def main() -> None:
     base = Checkout(settings.base.resolve())
     results: dict[str, Any] = {}
     for setup in (COLOCATED, ONE_PAIR_ALWAYS):
-        flags = (setup, settings.model, "--pool-size=256MB")
+        flags = (setup, settings.model, throughput.POOL)
         with serving(*flags) as new, serving(*flags, checkout=base) as other:
             results[setup.name] = run_measured(_compare(new, other, settings))
         console.print(f"[dim]compared {setup.name}[/]")
-    with serving(COLOCATED, settings.model, "--pool-size=512MB") as server:
+    with serving(COLOCATED, settings.model, throughput.POOL) as server:
         results["utilisation"] = run_measured(_utilisation(server, settings))
     _show(settings, results)
     write_result("forks", settings, results)

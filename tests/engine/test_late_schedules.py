@@ -232,9 +232,9 @@ def test_without_waiting_for_the_device_kv_is_read_early_or_overwritten(
     found: Counter[str] = Counter()
     for seed in range(10):
         try:
-            for number in range(10):
+            for number in range(20):
                 make_world(build_engine, oracle, peers_wait=who != "peers", is_impatient=who == "the engine").play(
-                    10 * seed + number
+                    20 * seed + number
                 )
         except AssertionError as exc:
             found["overwritten" if "overwritten" in str(exc) else "read early"] += 1
