@@ -163,7 +163,7 @@ async def _utilisation(server: Server, settings: argparse.Namespace) -> float:
 
 def _show(settings: argparse.Namespace, results: dict[str, Any]) -> None:
     def median(found: list[Answers], name: str) -> float:
-        return statistics.median(getattr(one, name) for one in found)
+        return float(statistics.median(getattr(one, name) for one in found))
 
     rows = []
     for setup in (COLOCATED, ONE_PAIR_ALWAYS):
