@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
 
 from tandem.engine.device import Mark
 from tandem.engine.engine import Engine
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import Sequence, SequenceStatus
 from tandem.kv_transfer.leases import Lease, LeaseReceived, LeaseReleased, LeaseTable
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.base import Notification
@@ -28,6 +28,7 @@ from tandem.protocol.messages import (
     FINISHED_EARLY,
     ChunkArrived,
     Decode,
+    FirstTokens,
     LeaseClosed,
     LeaseGrant,
     LeaseQueued,
@@ -53,6 +54,7 @@ class _Pending:
     """A request whose KV is not here yet."""
 
     sequence: Sequence
+    answers: dict[str, Sequence | None]  # to the prompt, by name; None for those that are cancelled
     sender: PeerAddress
     deadline: float  # for a message from the sender about this request; waiting for room has no deadline
     is_requested: bool = False
@@ -86,6 +88,7 @@ class DecodeRole:
         self._on_failed = on_failed
         self._leases = LeaseTable(first_generation=first_generation)
         self._pending: dict[str, _Pending] = {}  # by request, in the order of lease requests
+        self._by_answer: dict[str, _Pending] = {}  # the same, by the names of all their answers
         self._early: OrderedDict[tuple[str, WorkerEpoch], None] = OrderedDict()  # request and sender
         self._unsent: deque[tuple[Mark, _Pending, LeaseGrant]] = deque()  # the device may still use their blocks
         self._remind_at = 0.0
@@ -137,7 +140,9 @@ class DecodeRole:
         extend_digests(sequence.digests, sequence.root, sequence.token_ids, self._engine.config.block_size)
         self._links.remember(sender)
         deadline = now + self._config.handoff_timeout_s
-        pending = self._pending[request.request_id] = _Pending(sequence, sender, deadline)
+        answers: dict[str, Sequence | None] = {one.request_id: one for one in (sequence, *sequence.forks)}
+        pending = self._pending[request.request_id] = _Pending(sequence, answers, sender, deadline)
+        self._by_answer |= dict.fromkeys(answers, pending)
         early = (request.request_id, sender.process)
         if early in self._early:
             del self._early[early]
@@ -156,11 +161,20 @@ class DecodeRole:
             pending.deadline = now + self._config.handoff_timeout_s
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request whose KV is not here yet. Its lease is fenced: blocks wait for the sender's confirmation."""
-        pending = self._pending.pop(request_id, None)
+        """Drop a request whose KV is not here yet. Its lease is fenced: blocks wait for the sender's confirmation.
+
+        If it has other answers they go on, and the KV is received for them.
+        """
+        pending = self._by_answer.get(request_id)
         if pending is None:
             return
-        self._give_up(pending.sequence)
+        cancelled, pending.answers[request_id] = pending.answers[request_id], None
+        if any(pending.answers.values()):
+            if cancelled in pending.sequence.forks:
+                pending.sequence.forks.remove(cancelled)
+            return
+        request_id = pending.sequence.request_id
+        self._drop(request_id)
         fenced = self._leases.cancel(request_id)
         if fenced is not None:
             self._revoke(fenced.lease)
@@ -195,11 +209,11 @@ class DecodeRole:
                 now=now,
             )
             return
-        ended = self._leases.handoff_done(message.request_id, message.generation, message.first_token_id, now=now)
+        ended = self._leases.handoff_done(message.request_id, message.generation, message.first_token_ids, now=now)
         if isinstance(ended, LeaseReceived):
             self._join(ended, now)
         elif ended is not None:
-            self._release(ended, first_token_id=message.first_token_id)
+            self._release(ended, first_token_ids=message.first_token_ids)
 
     def closed(self, message: LeaseClosed) -> None:
         """Free the blocks of a lease under which the sender will write no more."""
@@ -210,7 +224,7 @@ class DecodeRole:
             return
         if message.reason == FINISHED_EARLY:  # the router has the whole answer, or it is on its way there
             self._drop(message.request_id)
-        self._release(released, first_token_id=message.first_token_id)
+        self._release(released, first_token_ids=message.first_token_ids)
 
     def peer_given_up(self, peer: WorkerEpoch) -> None:
         """Fail the requests of a process that is about to be ended. Blocks that it may still write to stay reserved."""
@@ -265,6 +279,8 @@ class DecodeRole:
         """Raise AssertionError unless the books agree; with `idle`, no lease may be open."""
         self._leases.check_integrity()
         pending = {one.sequence for one in self._pending.values()}
+        answers = {name: one for one in self._pending.values() for name in one.answers}
+        assert answers == self._by_answer, "the pending requests by answer differ"
         promised = self._engine.scheduler.receiving.keys()
         assert promised <= pending, f"{len(promised - pending)} seats are promised to requests that are gone"
         if idle:
@@ -315,26 +331,31 @@ class DecodeRole:
             self._engine.pool.release(lease.block_ids)
             is_damaged = f"{len(wrong)} KV blocks arrived damaged"
             reason = f"{received.num_missing} KV blocks were not announced" if received.num_missing else is_damaged
-            self._recompute(lease.request_id, received.first_token_id, reason)
+            self._recompute(lease.request_id, received.first_token_ids, reason)
             return
-        pending = self._pending.pop(lease.request_id)
+        pending = self._take(lease.request_id)
         sequence = pending.sequence
         sequence.blocks = [*sequence.blocks, *lease.block_ids]
         sequence.num_published_blocks = pending.num_matched_blocks
         sequence.num_computed_tokens = len(sequence.token_ids)
         sequence.num_cached_tokens = pending.num_matched_blocks * self._engine.config.block_size
-        sequence.is_admitted_before = True
-        sequence.token_ids.append(received.first_token_id)
         if sequence.timeline is not None:
             sequence.timeline.mark("all_blocks", now)
             sequence.timeline.count("blocks", len(lease.block_ids))
             sequence.timeline.count("bytes", len(lease.block_ids) * self._engine.block_bytes)
-        self._engine.scheduler.blocks.publish_computed(sequence)
-        self._engine.add(sequence)
+        blocks = self._engine.scheduler.blocks
+        blocks.publish_computed(sequence)
+        going_on = _going_on(pending, received.first_token_ids)
+        for fork in going_on:
+            if fork is not sequence:
+                blocks.fork(sequence, fork)
+        if sequence not in going_on:
+            self._give_up(sequence)
+        self._go_on(going_on)
 
-    def _recompute(self, request_id: str, first_token_id: int, reason: str) -> None:
+    def _recompute(self, request_id: str, first_token_ids: FirstTokens, reason: str) -> None:
         """Compute a prompt whose KV did not arrive and go on from the first token, as if it had been preempted."""
-        pending = self._pending.pop(request_id)
+        pending = self._take(request_id)
         sequence = pending.sequence
         sender_id = pending.sender.worker_id
         logger.warning("request %s from %s: %s; the prompt is computed here", request_id, sender_id, reason)
@@ -342,32 +363,45 @@ class DecodeRole:
         if sequence.timeline is not None:
             sequence.timeline.count("recomputed_prompts", 1)
         self._give_up(sequence)
-        sequence.is_admitted_before = True
-        sequence.token_ids.append(first_token_id)
-        self._engine.add(sequence)
+        self._go_on(_going_on(pending, first_token_ids))
+
+    def _go_on(self, answers: Iterable[Sequence]) -> None:
+        """Let the answers to a prompt run, as sequences of their own."""
+        for sequence in answers:
+            sequence.status = SequenceStatus.WAITING
+            sequence.is_admitted_before = True
+            self._engine.add(sequence)
 
     def _release(
-        self, released: LeaseReleased, *, code: str | None = TransferError.code, first_token_id: int | None = None
+        self, released: LeaseReleased, *, code: str | None = TransferError.code, first_token_ids: FirstTokens = ()
     ) -> None:
-        """Free the blocks of a lease. A request that waited for them is computed here if its first token is known."""
+        """Free the blocks of a lease. A request that waited for them is computed here if its first tokens are known."""
         lease = released.lease
         self._engine.pool.release(lease.block_ids)
         pending = self._pending.get(lease.request_id)
         if pending is None or pending.generation != lease.generation:
             return
-        if first_token_id is not None:
-            self._recompute(lease.request_id, first_token_id, _LATE)
+        if first_token_ids:
+            self._recompute(lease.request_id, first_token_ids, _LATE)
         elif pending.is_late:
             self._fail(lease.request_id, _LATE, TransferTimeout.code)
         else:
             self._fail(lease.request_id, released.reason, code)
 
-    def _drop(self, request_id: str) -> bool:
-        """Forget a pending request and free its cached prefix. Returns whether it was pending."""
-        pending = self._pending.pop(request_id, None)
-        if pending is not None:
-            self._give_up(pending.sequence)
-        return pending is not None
+    def _take(self, request_id: str) -> _Pending:
+        """Take a pending request out of the books."""
+        pending = self._pending.pop(request_id)
+        for name in pending.answers:
+            del self._by_answer[name]
+        return pending
+
+    def _drop(self, request_id: str) -> list[str]:
+        """Forget a pending request and free its cached prefix. Returns its answers that were open."""
+        if request_id not in self._pending:
+            return []
+        pending = self._take(request_id)
+        self._give_up(pending.sequence)
+        return [name for name, sequence in pending.answers.items() if sequence is not None]
 
     def _give_up(self, sequence: Sequence) -> None:
         """Stop receiving this sequence. Blocks under a lease stay with the lease."""
@@ -375,8 +409,8 @@ class DecodeRole:
         self._engine.scheduler.blocks.release(sequence)
 
     def _fail(self, request_id: str, reason: str, code: str | None) -> None:
-        if self._drop(request_id):
-            self._on_failed(request_id, f"KV handoff failed: {reason}", code or "")
+        for name in self._drop(request_id):
+            self._on_failed(name, f"KV handoff failed: {reason}", code or "")
 
     def _tell_queued(self) -> None:
         """Tell senders which requests are in line for room, so that they can tell a full pool from a dead worker."""
@@ -394,6 +428,17 @@ class DecodeRole:
     def _revoke(self, lease: Lease) -> None:
         message = LeaseRevoked(sender=self._links.me, request_id=lease.request_id, generation=lease.generation)
         self._links.send(lease.sender, message)
+
+
+def _going_on(pending: _Pending, first_token_ids: FirstTokens) -> list[Sequence]:
+    """The answers that have not ended, each with its first token."""
+    pending.sequence.take_forks()
+    going_on = []
+    for sequence, token_id in zip(pending.answers.values(), first_token_ids, strict=False):
+        if sequence is not None and token_id is not None:
+            sequence.token_ids.append(token_id)
+            going_on.append(sequence)
+    return going_on
 
 
 def _decode(notification: Notification) -> WriteMessage | None:

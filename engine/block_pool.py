@@ -113,6 +113,16 @@ class BlockPool:
             self._ref_counts[block] += 1
         return blocks
 
+    def share(self, blocks: Iterable[int]) -> None:
+        """Take one more reference on each of these used blocks."""
+        for block in blocks:
+            assert self._ref_counts[block] > 0, f"block {block} is shared but has no user"
+            self._ref_counts[block] += 1
+
+    def is_shared(self, block: int) -> bool:
+        """Whether a block has several users. Then none of them may write to it."""
+        return self._ref_counts[block] > 1
+
     def try_allocate(self, num_blocks: int) -> list[int] | None:
         """`num_blocks` private blocks with one reference each; None, and no change, if there is no room."""
         if num_blocks > self.num_available:

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from tandem.engine.prompt_scores import PromptScores
 from tandem.engine.sampling.prompt_scoring import LaunchedScores
 from tandem.engine.sampling.sampler import LaunchedSample, SampledToken, Sampler
 from tandem.engine.scheduler import Scheduler
-from tandem.engine.sequence import Phase, ScheduledChunk, Sequence
+from tandem.engine.sequence import Phase, ScheduledChunk, Sequence, SequenceStatus
 from tandem.engine.sequence_blocks import ComputedBlocks
 from tandem.engine.structured_output import StructuredOutput
 from tandem.engine.tensor_parallel.group import RanksLost
@@ -38,6 +39,7 @@ from tandem.protocol.fault_boundary import error_of, outcome_of, undone_on_error
 from tandem.protocol.messages import (
     Decode,
     FinishReason,
+    Fork,
     Generate,
     Prefill,
     StepStats,
@@ -156,6 +158,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_num_scored=max(_SCORED_BYTES // (4 * model.vocab_size), _MIN_SCORED),
+            copy_block=self.kv.copy,
         )
         self.sampler = Sampler(model.eos_token_ids)
         self.structured_output = StructuredOutput(Path(config.model), model.vocab_size, model.eos_token_ids)
@@ -188,7 +191,7 @@ class Engine:
         return bool(self._launched)
 
     def sequence_of(self, request: Generate | Prefill | Decode, now: float, phase: Phase = Phase.WHOLE) -> Sequence:
-        """The sequence of a router's request, not queued yet. Raises RequestError, as `make_sequence`."""
+        """The sequence of a router's request and its forks, not queued yet. Raises RequestError, as `make_sequence`."""
         sequence = self.make_sequence(
             request.request_id,
             request.token_ids,
@@ -198,7 +201,9 @@ class Engine:
             phase=phase,
             priority=request.priority,
         )
-        sequence.timeline = Timeline(now) if request.is_traced else None
+        sequence.forks = [self._fork_of(sequence, fork) for fork in request.forks]
+        for one in (sequence, *sequence.forks):
+            one.timeline = Timeline(now) if request.is_traced else None
         return sequence
 
     def make_sequence(
@@ -247,20 +252,55 @@ class Engine:
             prompt_scores=None if (num := sampling.num_prompt_logprobs) is None or output_ids else PromptScores(num),
         )
 
+    def _fork_of(self, sequence: Sequence, fork: Fork) -> Sequence:
+        """Another answer to the same prompt."""
+        sampling = msgspec.structs.replace(sequence.sampling, seed=fork.seed, num_prompt_logprobs=None)
+        grammar, order = sampling.grammar, sequence.priority.order
+        return Sequence(
+            request_id=fork.request_id,
+            token_ids=list(sequence.token_ids),
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            sampling=sampling,
+            root=sequence.root,
+            phase=sequence.phase,
+            priority=sequence.priority,
+            status=SequenceStatus.FORKING,
+            leader=sequence,
+            is_admitted_before=sequence.is_admitted_before,
+            matcher=self.structured_output.matcher(grammar, order, sequence.root) if grammar else None,
+        )
+
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; from now on the engine owns its blocks."""
-        assert sequence.request_id not in self.sequences, f"request {sequence.request_id} is already here"
-        self.sequences[sequence.request_id] = sequence
+        """Queue a sequence with its forks; from now on the engine owns its blocks."""
+        for one in (sequence, *sequence.forks):
+            assert one.request_id not in self.sequences, f"request {one.request_id} is already here"
+            self.sequences[one.request_id] = one
         self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request and free its blocks. Returns False if it is unknown or has ended."""
+        """Drop a request and free its blocks. Returns False if it is unknown or has ended.
+
+        If its forks wait for its prompt, the first one computes it for itself and the others.
+        """
         sequence = self.sequences.get(request_id)
         if sequence is None:
             return False
         sequence.finish_reason = FinishReason.ABORT
+        forks = sequence.take_forks()
         self._remove(sequence)
+        if forks:
+            heir, heir.forks = forks[0], forks[1:]
+            for fork in heir.forks:
+                fork.leader = heir
+            heir.status = SequenceStatus.WAITING
+            self.scheduler.add(heir)
         return True
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Drop a PREFILL_ONLY sequence with its forks, if it is here. Its blocks are the caller's."""
+        if self.sequences.get(sequence.request_id) is sequence:
+            for one in (sequence, *sequence.take_forks()):
+                self._remove(one, keep_blocks=True)
 
     def step(
         self, *, before_compute: Callable[[], None] = _nothing, between_layers: Callable[[], None] = _nothing
@@ -297,6 +337,7 @@ class Engine:
             num_waiting_tokens=sum(s.num_uncomputed_tokens for s in (*waiting, *running) if not s.is_decoding),
             num_kv_tokens=sum(s.num_computed_tokens for s in running),
             num_free_blocks=self.pool.num_available,
+            pool_slots=self.scheduler.pool_slots,
             num_free_seats=max(self.scheduler.admission.num_free_seats, 0),
             num_waiting_for_room=self.scheduler.num_waiting_for_room,
             num_preemptions=self.scheduler.num_preemptions,
@@ -310,9 +351,12 @@ class Engine:
         """Raise AssertionError unless pool and sequences agree; with `idle`, also if any block or sequence is left."""
         self.pool.check_integrity(idle=idle)
         queued = [*self.scheduler.waiting, *self.scheduler.running]
-        assert {s.request_id for s in queued} == set(self.sequences), "a sequence is lost or left behind"
+        expected = {name for name, s in self.sequences.items() if s.status is not SequenceStatus.FORKING}
+        assert {s.request_id for s in queued} == expected, "a sequence is lost or left behind"
+        forks = {fork.request_id for s in queued for fork in s.forks}
+        assert forks <= self.sequences.keys() - expected, f"forks were left behind: {sorted(forks)}"
         if idle:
-            assert not queued, f"{len(queued)} sequences are still queued"
+            assert not self.sequences, f"{len(self.sequences)} sequences are still queued"
             assert not self._launched, f"{len(self._launched)} steps are still computed"
 
     def _launch(self, before_compute: Callable[[], None], between_layers: Callable[[], None]) -> None:
@@ -326,14 +370,16 @@ class Engine:
         self._begin_masks(scheduled)
         chunks, logits, failures = self._compute(scheduled, between_layers)
         sampling = _sampling(chunks)
-        late: set[Sequence] = set()
+        used: list[Sequence | None] = []
         sample = scores = None
         if logits is not None and len(logits) > len(sampling):
             scores, logits = self.sampler.score(logits, chunks)
         if logits is not None and sampling:
             masks, late = self._take_masks(sampling)
             chunks = [one for chunk in chunks if (one := _without_late_token(chunk, late)) is not None]
-            sample = self.sampler.launch(logits, self.sampler.plan(sampling, logits.shape[1], masks))
+            sampling, rows = _with_forks(sampling, masks)
+            sample = self.sampler.launch(logits, self.sampler.plan(sampling, logits.shape[1], masks), rows)
+            used = [None if sequence in late or sequence.leader in late else sequence for sequence in sampling]
         end = self.stream.record()
         if any(sequence.sampling.depends_on_output for sequence in sampling):
             self.stream.wait(end)
@@ -341,14 +387,15 @@ class Engine:
         for chunk in chunks:
             blocks = outcome_of(self.scheduler.blocks.advance, chunk)
             if isinstance(blocks, Exception):  # the other sequences go on
-                failures.append(self._give_up(chunk.sequence, blocks))
+                failures += self._give_up(chunk.sequence, blocks)
             else:
                 computed.append(blocks)
                 if chunk.sequence.prompt_scores is not None:
                     chunk.sequence.prompt_scores.num_launched += chunk.num_scored
                 if chunk.samples:
-                    self._add_pending_token(chunk.sequence)
-        used = [None if sequence in late else sequence for sequence in sampling]
+                    for sequence in (chunk.sequence, *chunk.sequence.forks):
+                        self._add_pending_token(sequence)
+                    self.scheduler.fork(chunk.sequence)
         self._launched.append(_LaunchedStep(scheduled, chunks, computed, used, sample, scores, failures, begin, end))
 
     def _begin_costly_masks(self) -> None:
@@ -357,7 +404,8 @@ class Engine:
         costly = {s.matcher: s.unmatched_ids for s in running if s.matcher is not None and s.matcher.is_costly}
         if costly:
             waiting = [(matcher, ids) for matcher, ids in costly.items() if matcher.pending is None]
-            self.structured_output.begin_costly_masks(waiting, is_limited=len(costly) < len(self.sequences))
+            num_queued = len(running) + len(self.scheduler.waiting)
+            self.structured_output.begin_costly_masks(waiting, is_limited=len(costly) < num_queued)
 
     def _begin_masks(self, chunks: list[ScheduledChunk]) -> None:
         """Begin to compute the tokens that the grammars of a step's sequences allow."""
@@ -394,7 +442,7 @@ class Engine:
             if computed.sequence in step.void:
                 continue
             if (error := error_of(self.scheduler.blocks.publish, computed)) is not None:
-                failures.append(self._give_up(computed.sequence, error))
+                failures += self._give_up(computed.sequence, error)
         if step.scores is not None:
             failures += self._take_scores(step.scores)
         sampled = [] if step.sample is None else step.sample.read()
@@ -403,18 +451,18 @@ class Engine:
                 continue
             error = token if isinstance(token, Exception) else error_of(self._take_token, sequence, token, outputs)
             if error is not None:
-                failures.append(self._give_up(sequence, error))
+                failures += self._give_up(sequence, error)
         stats = _stats(step.scheduled, self.stream.seconds_between(step.begin, step.end))
         return StepResult([chunk for chunk in step.chunks if chunk.sequence not in step.void], outputs, stats, failures)
 
     def _take_scores(self, scores: LaunchedScores) -> list[SequenceFailure]:
         """Keep the scores of the sequences that are still here. Returns those whose scoring raised."""
-        failures = []
+        failures: list[SequenceFailure] = []
         for sequence, piece in scores.read():
             if self.sequences.get(sequence.request_id) is not sequence or sequence.prompt_scores is None:
                 continue
             if isinstance(piece, Exception):
-                failures.append(self._give_up(sequence, piece))
+                failures += self._give_up(sequence, piece)
             else:
                 sequence.prompt_scores.pieces.append(piece)
         return failures
@@ -432,11 +480,11 @@ class Engine:
             self._num_failed_steps = 0
             return chunks, logits, []
         logger.error("a step of %d sequences failed; each is now computed alone", len(chunks), exc_info=logits)
-        computed, rows, failures = [], [], []
+        computed, rows, failures = [], [], list[SequenceFailure]()
         for chunk in chunks:
             row = self._try_run([chunk], between_layers)
             if isinstance(row, Exception):
-                failures.append(self._give_up(chunk.sequence, row))
+                failures += self._give_up(chunk.sequence, row)
                 continue
             computed.append(chunk)
             if row is not None:
@@ -453,15 +501,20 @@ class Engine:
             raise logits
         return logits
 
-    def _give_up(self, sequence: Sequence, error: Exception) -> SequenceFailure:
-        """End a sequence that raised. A PREFILL_ONLY one keeps its blocks, as when it leaves with its first token."""
+    def _give_up(self, sequence: Sequence, error: Exception) -> list[SequenceFailure]:
+        """End a sequence that raised, and the forks that wait for its prompt.
+
+        A PREFILL_ONLY one keeps its blocks, as when it leaves with its first token.
+        """
         if isinstance(error, RequestError):
             logger.warning("request %s cannot go on: %s", sequence.request_id, error.log_text)
         else:
             logger.error("request %s failed", sequence.request_id, exc_info=error)
-        sequence.finish_reason = FinishReason.ABORT
-        self._remove(sequence, keep_blocks=sequence.phase is Phase.PREFILL_ONLY)
-        return SequenceFailure(sequence, error)
+        ended = [sequence, *sequence.take_forks()]
+        for one in ended:
+            one.finish_reason = FinishReason.ABORT
+            self._remove(one, keep_blocks=sequence.phase is Phase.PREFILL_ONLY)
+        return [SequenceFailure(one, error) for one in ended]
 
     def _add_pending_token(self, sequence: Sequence) -> None:
         is_last = sequence.phase is Phase.PREFILL_ONLY or self._is_full(sequence, len(sequence.token_ids))
@@ -513,6 +566,9 @@ class Engine:
         """Take a sequence out for good. Steps that still compute it go on: later work of the stream follows them."""
         self.sequences.pop(sequence.request_id, None)
         sequence.drop_pending_tokens()
+        if sequence.leader is not None:
+            sequence.leader.forks.remove(sequence)
+            sequence.leader = None
         self.scheduler.remove(sequence, keep_blocks=keep_blocks)
 
     def _finish_reason(self, sequence: Sequence, position: int) -> FinishReason | None:
@@ -541,6 +597,22 @@ def _threads_of_a_rank(config: EngineConfig) -> int:
 
 def _sampling(chunks: list[ScheduledChunk]) -> list[Sequence]:
     return [chunk.sequence for chunk in chunks if chunk.samples]
+
+
+def _with_forks(
+    sampling: list[Sequence], masks: dict[Sequence, TokenMask | Exception]
+) -> tuple[list[Sequence], list[int] | None]:
+    """The sequences and their forks, and the row of logits of each; None where all have their own.
+
+    Forks get the mask of their sequence: none of them has any output yet.
+    """
+    if not any(sequence.forks for sequence in sampling):
+        return sampling, None
+    rows = [(row, one) for row, sequence in enumerate(sampling) for one in (sequence, *sequence.forks)]
+    for _, one in rows:
+        if one.leader in masks:
+            masks[one] = masks[one.leader]
+    return [one for _, one in rows], [row for row, _ in rows]
 
 
 def _without_late_token(chunk: ScheduledChunk, late: set[Sequence]) -> ScheduledChunk | None:

@@ -32,6 +32,11 @@ class KvPool:
         index = torch.as_tensor(blocks)
         return torch.cat([shard[index.to(shard.device)].to(self.device) for shard in self.shards], dim=1)
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy a whole block into another one, behind the work launched so far."""
+        for shard in self.shards:
+            shard[target].copy_(shard[source])
+
     def write(self, blocks: Sequence[int] | Tensor, content: Tensor) -> None:
         """Replace whole blocks by `content` [n, *block_shape]."""
         index = torch.as_tensor(blocks)

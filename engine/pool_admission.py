@@ -39,7 +39,8 @@ class PoolAdmission:
         """Seats that are neither taken nor reserved."""
         queues = self._queues
         num_begun = sum(not sequence.gave_way for sequence in queues.with_first_token())
-        return self.max_num_seqs - len(queues.running) - len(queues.receiving) - num_begun
+        num_held = len(queues.running) + len(queues.receiving) + queues.num_forks
+        return self.max_num_seqs - num_held - num_begun
 
     @property
     def num_lost_blocks(self) -> int:
@@ -59,7 +60,7 @@ class PoolAdmission:
         """The pool now, with what all holders of blocks will still need."""
         queues = self._queues
         holders = [self.held(s) for s in (*queues.running, *queues.received()) if s.decodes_here]
-        holders += [BlockDemand(self._num_steps(one), prompt.num_blocks) for one, prompt in queues.receiving.items()]
+        holders += [self._demand(one, prompt.num_blocks) for one, prompt in queues.receiving.items()]
         return PoolForecast(self._pool.num_blocks, self._pool.num_used, holders, block_size=self._blocks.block_size)
 
     def find_room(self, forecast: PoolForecast, sequence: Sequence, num_shared: int = 0) -> bool:
@@ -103,19 +104,22 @@ class PoolAdmission:
 
     def held(self, sequence: Sequence) -> BlockDemand:
         """What a sequence with blocks holds and still needs."""
-        return BlockDemand(self._num_steps(sequence), self._pool.count_own(sequence.blocks))
+        return self._demand(sequence, self._pool.count_own(sequence.blocks))
 
     def demand(self, sequence: Sequence, num_shared: int = 0) -> BlockDemand:
         """What a sequence without blocks needs."""
         usable = self._blocks.usable_digests(sequence)
         num_held = max(self._pool.count_used(usable), num_shared)
-        return BlockDemand(self._num_steps(sequence), self._blocks.num_needed(sequence) - num_held)
+        return self._demand(sequence, self._blocks.num_needed(sequence) - num_held)
 
     def _may_pass(self, demand: BlockDemand, head: Sequence | None) -> bool:
         """Whether a sequence may pass the head. The stream of a preempted head stands still, so nothing passes it."""
         if head is None:
             return True
         return not head.has_first_token and head.num_passed_blocks + demand.num_blocks <= self._pool.num_blocks
+
+    def _demand(self, sequence: Sequence, num_blocks: int) -> BlockDemand:
+        return BlockDemand(self._num_steps(sequence), num_blocks, 1 + len(sequence.forks))
 
     def _num_steps(self, sequence: Sequence) -> int:
         """Steps in which the sequence is expected to need room for one more token each."""

@@ -26,6 +26,7 @@ class BlockDemand(NamedTuple):
 
     num_steps: int  # until it ends; each step needs room for one token
     num_blocks: int  # taken now or held already; free again when it ends
+    num_growing: int = 1  # sequences that take a slot in each step: this one, and its forks
 
 
 class PoolForecast:
@@ -107,23 +108,25 @@ class PoolForecast:
 
     def peak_of(self, holders: list[BlockDemand], num_used: int, num_sure_steps: int | None = None) -> int:
         """The most blocks that will be used at any step."""
-        peak, num_left = num_used, len(holders)
-        for num_steps, num_blocks in holders:
+        peak, num_left = num_used, sum(holder.num_growing for holder in holders)
+        for num_steps, num_blocks, num_growing in holders:
             if num_sure_steps is not None and num_steps >= num_sure_steps:
                 return max(peak, num_used + num_left * self._grown(num_sure_steps))
             peak = max(peak, num_used + num_left * self._grown(num_steps))
             num_used -= num_blocks
-            num_left -= 1
+            num_left -= num_growing
         return peak
 
     def start_of(self, demand: BlockDemand, holders: list[BlockDemand], num_used: int) -> float:
         """Steps until the demanded blocks are free and stay free without it; inf if the forecast shows no such step."""
         limit = self._num_blocks - demand.num_blocks
-        num_used -= sum(num_blocks for _, num_blocks in holders)  # when all have ended
+        num_used -= sum(holder.num_blocks for holder in holders)  # when all have ended
         if num_used > limit:
             return math.inf
-        for num_left, (num_steps, num_blocks) in enumerate(reversed(holders), 1):
+        num_left = 0
+        for num_steps, num_blocks, num_growing in reversed(holders):
             num_used += num_blocks
+            num_left += num_growing
             if num_used + num_left * self._grown(num_steps) > limit:
                 return num_steps
         return 0

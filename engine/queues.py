@@ -29,6 +29,11 @@ class SequenceQueues:
         self.num_arrived = 0
         self.step_number = 0  # steps so far in which something decoded
 
+    @property
+    def num_forks(self) -> int:
+        """Forks of the prompts that are computed or received: each will take a seat."""
+        return sum(len(s.forks) for s in (*self.running, *self.receiving) if s.decodes_here)
+
     def wait(self, sequence: Sequence) -> None:
         """Put a sequence into `waiting`."""
         insort(self.waiting, sequence, key=queue_position)

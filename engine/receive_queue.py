@@ -80,7 +80,7 @@ class ReceiveQueue:
         forecast = admission.forecast()
         reserved: list[Reservation] = []
         for sequence in line:
-            if len(reserved) == num_seats:
+            if num_seats <= 0:
                 break
             has_room = admission.find_room(forecast, sequence)
             if sequence not in queues.awaiting_room:  # it was preempted
@@ -88,6 +88,7 @@ class ReceiveQueue:
             elif has_room:
                 del queues.awaiting_room[sequence]
                 reserved.append(Reservation(sequence, admission.take_blocks(forecast, sequence)))
+                num_seats -= 1 + len(sequence.forks)
                 queues.receiving[sequence] = ReceivingPrompt(
                     self._blocks.num_needed(sequence), self._queues.step_number
                 )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -22,13 +22,14 @@ from tandem.engine.block_pool import BlockPool
 from tandem.engine.output_lengths import OutputLengths
 from tandem.engine.pool_admission import PoolAdmission
 from tandem.engine.pool_forecast import PoolForecast
+from tandem.engine.pool_slots import pool_slots
 from tandem.engine.queues import SequenceQueues
 from tandem.engine.receive_queue import ReceiveQueue, Reservation
 from tandem.engine.sequence import Phase, ScheduledChunk, Sequence, SequenceStatus
 from tandem.engine.sequence_blocks import SchedulerListener, SequenceBlocks
 from tandem.engine.tenant_room import TenantRoom
 from tandem.protocol.digest import extend_digests
-from tandem.protocol.messages import WorkerPriority
+from tandem.protocol.messages import PoolSlots, WorkerPriority
 
 _MAX_PASSED = 8  # waiting sequences without room or prefix that others may pass: each is looked at every time
 
@@ -49,6 +50,11 @@ class _Step:
     num_refused: int = 0  # how many of them lack more than a seat or a block
     forecast: PoolForecast | None = None  # made when the first sequence needs room
     has_counted_awaiting: bool = False
+    num_forks: int = 0  # seats for the forks of the prompts that are computed
+
+
+def _copy_nothing(source: int, target: int) -> None:
+    """There is no KV, only its bookkeeping."""
 
 
 class Scheduler:
@@ -63,10 +69,12 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_scored: int = 512,
         lengths: OutputLengths | None = None,
+        copy_block: Callable[[int, int], None] = _copy_nothing,
     ) -> None:
         """`max_num_scored` bounds the prompt tokens of a step that are scored: each takes the logits of a vocabulary.
 
         `lengths` predicts how long answers will be; by default it learns that from those that end.
+        `copy_block(source, target)` copies the KV of a block that several sequences share for one that writes to it.
         """
         self.pool = pool
         self.block_size = block_size
@@ -78,7 +86,7 @@ class Scheduler:
         self._queues = queues = SequenceQueues()
         self.waiting, self.running = queues.waiting, queues.running
         self.awaiting_room, self.receiving = queues.awaiting_room, queues.receiving
-        self.blocks = SequenceBlocks(pool, block_size, self._listeners)
+        self.blocks = SequenceBlocks(pool, block_size, self._listeners, copy_block)
         self.admission = PoolAdmission(
             queues, self.blocks, max_num_seqs=max_num_seqs, lengths=lengths or OutputLengths()
         )
@@ -90,6 +98,11 @@ class Scheduler:
     def num_waiting_for_room(self) -> int:
         """Preempted sequences, and prompts that wait to be received."""
         return len(self.awaiting_room) + sum(1 for _ in self._queues.preempted())
+
+    @property
+    def pool_slots(self) -> PoolSlots:
+        """What the pool's token slots are used for."""
+        return pool_slots(self.pool, self._queues, self.block_size)
 
     def listen(self, listener: SchedulerListener) -> None:
         """Add a listener; listeners are called in the order in which they were added."""
@@ -116,6 +129,25 @@ class Scheduler:
         self.awaiting_room.pop(sequence, None)
         self.receiving.pop(sequence, None)
 
+    def fork(self, sequence: Sequence) -> None:
+        """Let the forks of a computed prompt, each with its first token, go on as sequences that share its blocks.
+
+        They take seats as sequences do that were received. A prompt that is handed over keeps its blocks for itself:
+        its forks go on where it goes.
+        """
+        for fork in sequence.take_forks():
+            fork.num_cached_tokens = fork.num_prompt_tokens
+            if not fork.decodes_here:
+                continue
+            self._queues.note_arrival(fork)
+            self.blocks.fork(sequence, fork)
+            if len(self.running) < self.max_num_seqs:
+                fork.status = SequenceStatus.RUNNING
+                self.running.append(fork)
+            else:
+                fork.status = SequenceStatus.WAITING
+                self._queues.wait(fork)
+
     def remove(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
         """Take a sequence out for good; without `keep_blocks` its references are dropped now."""
         if sequence.status is SequenceStatus.RUNNING:
@@ -138,13 +170,13 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         for sequence in [s for s in self.running if s.has_first_token and not s.has_last_token and _has_tokens(s)]:
             # A sequence before it may have preempted it.
-            has_room = sequence.status is SequenceStatus.RUNNING and self._grow(sequence, len(sequence.token_ids))
+            has_room = sequence.status is SequenceStatus.RUNNING and self._grow(sequence)
             if has_room and sequence.is_decoding:  # more than one token (forced, or computed again) is a prompt's chunk
                 chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1, samples=True))
         if self.num_preemptions > num_preemptions:  # victims are chosen by arrival, so some may have got their chunk
             chunks = [chunk for chunk in chunks if chunk.sequence.status is SequenceStatus.RUNNING]
         self._queues.step_number += bool(chunks)
-        step = _Step(chunks, self.max_num_batched_tokens - len(chunks))
+        step = _Step(chunks, self.max_num_batched_tokens - len(chunks), num_forks=self._queues.num_forks)
         self._admit_received(step)
         step.line = self.tenant_room.in_turn(self.waiting) if is_shared else iter(list(self.waiting))
         step.first = next(step.line, None)
@@ -188,14 +220,12 @@ class Scheduler:
 
     def _admit_received(self, step: _Step) -> None:
         """Admit sequences that were received. While others run, a seat is kept for each preempted sequence."""
-        received = list(self._queues.received())
+        received = [sequence for sequence in self._queues.received() if not sequence.has_last_token]
         num_kept = sum(not sequence.gave_way for sequence in self._queues.preempted())
         for sequence in received:
             if step.budget <= 0 or (self.running and len(self.running) + num_kept >= self.max_num_seqs):
                 break
-            fresh = self.pool.try_allocate(self.blocks.num_needed(sequence) - len(sequence.blocks))
-            if fresh is not None:
-                sequence.blocks += fresh
+            if self.blocks.try_extend(sequence):
                 self._run(step, sequence)
         if not self.running and received and (len(received) > 1 or self.admission.is_hopeless(received[-1])):
             # All of them lack a block, and no running sequence will give one back.
@@ -211,7 +241,7 @@ class Scheduler:
             step.budget > 0
             and (sequence := step.first) is not None
             and sequence.order < before
-            and len(self.running) + step.num_passed + self._num_reserved_seats(sequence) < self.max_num_seqs
+            and len(self.running) + step.num_passed + self._num_reserved_seats(step, sequence) < self.max_num_seqs
         ):
             if not sequence.blocks and not sequence.num_pending_tokens:  # otherwise it may turn out to be at its end
                 if step.num_refused == _MAX_PASSED:
@@ -223,9 +253,9 @@ class Scheduler:
             step.num_passed += 1
             step.first = next(step.line, None)
 
-    def _num_reserved_seats(self, sequence: Sequence) -> int:
-        """Seats that a sequence may not take because prompts being received have them."""
-        return 0 if sequence.has_first_token and not sequence.gave_way else len(self.receiving)
+    def _num_reserved_seats(self, step: _Step, sequence: Sequence) -> int:
+        """Seats that a sequence may not take because prompts being received have them, or forks will."""
+        return 0 if sequence.has_first_token and not sequence.gave_way else len(self.receiving) + step.num_forks
 
     def _try_admit(self, step: _Step, sequence: Sequence) -> bool:
         """Give a waiting sequence its prefix and room for all its tokens so far, or change nothing."""
@@ -258,6 +288,7 @@ class Scheduler:
         sequence.gave_way = False
         sequence.status = SequenceStatus.RUNNING
         self.running.append(sequence)
+        step.num_forks += len(sequence.forks) if sequence.decodes_here else 0
         self._add_prefill(step, sequence, sequence.current_priority)
 
     def _add_prefill(self, step: _Step, sequence: Sequence, priority: WorkerPriority) -> None:
@@ -297,13 +328,9 @@ class Scheduler:
         )
         return next(awaited, None)
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Make sure there is a slot for each of `num_tokens`; False if the sequence itself had to be preempted."""
-        while len(sequence.blocks) * self.block_size < num_tokens:
-            fresh = self.pool.try_allocate(1)
-            if fresh is not None:
-                sequence.blocks += fresh
-                continue
+    def _grow(self, sequence: Sequence) -> bool:
+        """Make sure there is a slot for each of its tokens; False if the sequence itself had to be preempted."""
+        while not self.blocks.try_extend(sequence):
             # A prompt that is being handed over is never a victim: a transfer may be reading its blocks right now.
             holding = (*self.running, *self._queues.received())
             victim = self.tenant_room.last_of(other for other in holding if other.phase is Phase.WHOLE)

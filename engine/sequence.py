@@ -28,6 +28,7 @@ class SequenceStatus(enum.Enum):
 
     WAITING = enum.auto()  # not admitted: holds no blocks (or only those received for it)
     RUNNING = enum.auto()
+    FORKING = enum.auto()  # in no queue: it begins with the first token of the sequence that computes its prompt
     FINISHED = enum.auto()
 
 
@@ -81,6 +82,8 @@ class Sequence:
     priority: WorkerPriority = field(default_factory=WorkerPriority)
     status: SequenceStatus = SequenceStatus.WAITING
     blocks: list[int] = field(default_factory=list)
+    forks: list[Sequence] = field(default_factory=list)  # other answers to its prompt, until that is computed
+    leader: Sequence | None = None  # the sequence whose fork it is, until then
     digests: list[bytes] = field(default_factory=list)  # of full blocks of token_ids
     arrival: int = 0  # counted by the scheduler; 0 = not queued yet
     num_passed_blocks: int = 0  # blocks given to later sequences in the queue while there was no room for this one
@@ -157,6 +160,13 @@ class Sequence:
     def current_priority(self) -> WorkerPriority:
         """Its priority; a sequence with its first token goes before all that have none."""
         return WorkerPriority(self.order, self.priority.max_step_tokens)
+
+    def take_forks(self) -> list[Sequence]:
+        """Its forks, which do not wait for its prompt any more."""
+        forks, self.forks = self.forks, []
+        for fork in forks:
+            fork.leader = None
+        return forks
 
     def add_pending_token(self, *, is_last: bool) -> None:
         """Note that the device has sampled one more token."""

@@ -6,6 +6,7 @@ blocks are published once the device has written them, because peers and tiers s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
@@ -35,14 +36,48 @@ class ComputedBlocks(NamedTuple):
 class SequenceBlocks:
     """Counts what is in place, and publishes full blocks in the prefix cache."""
 
-    def __init__(self, pool: BlockPool, block_size: int, listeners: Seq[SchedulerListener]) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        listeners: Seq[SchedulerListener],
+        copy_block: Callable[[int, int], None],
+    ) -> None:
+        """`copy_block(source, target)` copies the KV of a block, behind the work launched so far."""
         self.pool = pool
         self.block_size = block_size
+        self._copy_block = copy_block
         self._listeners = listeners
 
     def num_needed(self, sequence: Sequence) -> int:
         """Blocks for all its tokens so far."""
         return -(-len(sequence.token_ids) // self.block_size)
+
+    def try_extend(self, sequence: Sequence) -> bool:
+        """Give it a slot for each of its tokens. False, and nothing changes, if there is no room.
+
+        Forks share the block to which they write next. Each of them gets a copy of it, but the last one keeps it.
+        """
+        idx = sequence.num_computed_tokens // self.block_size
+        is_shared = idx < len(sequence.blocks) and self.pool.is_shared(sequence.blocks[idx])
+        fresh = self.pool.try_allocate(max(self.num_needed(sequence) - len(sequence.blocks), 0) + is_shared)
+        if fresh is None:
+            return False
+        if is_shared:
+            shared, sequence.blocks[idx] = sequence.blocks[idx], fresh.pop()
+            self._copy_block(shared, sequence.blocks[idx])
+            self.pool.release([shared])
+        sequence.blocks += fresh
+        return True
+
+    def fork(self, sequence: Sequence, fork: Sequence) -> None:
+        """Let a fork go on behind the prompt of its sequence, in the same blocks."""
+        fork.digests = list(sequence.digests)
+        fork.num_computed_tokens = sequence.num_computed_tokens
+        fork.num_published_blocks = sequence.num_computed_tokens // self.block_size  # its sequence publishes them
+        fork.is_admitted_before = True
+        self.pool.share(sequence.blocks)
+        fork.blocks = list(sequence.blocks)
 
     def usable_digests(self, sequence: Sequence) -> list[bytes]:
         """The blocks of a sequence that may come from a cache. The last token is always computed."""

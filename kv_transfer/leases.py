@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tandem.protocol.messages import WorkerEpoch
+from tandem.protocol.messages import FirstTokens, WorkerEpoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class LeaseReceived(NamedTuple):
     """
 
     lease: Lease
-    first_token_id: int
+    first_token_ids: FirstTokens
     checksums: list[bytes]  # one per announced block, of its bytes as sent; b"" where the sender gave none
 
     @property
@@ -143,7 +143,7 @@ class LeaseTable:
         entry.deadline = min(entry.deadline, now + lease.ttl_s)  # the grant was read: heartbeats extend the lease now
 
     def handoff_done(
-        self, request_id: str, generation: int, first_token_id: int, *, now: float
+        self, request_id: str, generation: int, first_token_ids: FirstTokens, *, now: float
     ) -> LeaseReceived | LeaseReleased | None:
         """The sender wrote everything. For a fenced lease this confirms that no write is left."""
         entry = self._find(request_id, generation, "done")
@@ -155,7 +155,7 @@ class LeaseTable:
             return None
         self._remove(entry)
         checksums = [entry.checksums[index] for index in sorted(entry.checksums)]
-        return LeaseReceived(entry.lease, first_token_id, checksums)
+        return LeaseReceived(entry.lease, first_token_ids, checksums)
 
     def extend(self, sender: WorkerEpoch, handoffs: Iterable[tuple[str, int]], *, now: float) -> None:
         """Heartbeat: the sender still works on these (request id, generation). Ended leases stay ended."""

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 from tandem.kv_transfer.outgoing_handoff import BlockWrite, GrantedBlocks, HandoffKey, LeaseKey, OutgoingHandoff
 from tandem.kv_transfer.transport.base import TransferState
 from tandem.protocol.errors import TransferError
-from tandem.protocol.messages import HandoffDone, WorkerEpoch
+from tandem.protocol.messages import FirstTokens, HandoffDone, WorkerEpoch
 
 # Ended generations are remembered, so that a grant that comes late or twice revives none of them. Handoffs that ended
 # without a grant are remembered too: a grant that comes late is answered at once. Links are ordered, so a few would do.
@@ -46,7 +46,7 @@ class LeaseEnded(NamedTuple):
     request_id: str
     generation: int
     reason: str
-    first_token_id: int | None = None  # set for a delivered handoff, because the receiver may have missed it
+    first_token_ids: FirstTokens = ()  # of a delivered handoff, because the receiver may have missed them
 
 
 class Outbox:
@@ -58,7 +58,7 @@ class Outbox:
         self._by_request: dict[str, list[OutgoingHandoff]] = {}  # the same; usually one per request
         self._by_lease: dict[LeaseKey, OutgoingHandoff] = {}  # granted, until ended
         self._early_grants: dict[HandoffKey, GrantedBlocks] = {}  # came before their `open`
-        self._past: OrderedDict[LeaseKey, int | None] = OrderedDict()  # ended; the first token of those delivered
+        self._past: OrderedDict[LeaseKey, FirstTokens] = OrderedDict()  # ended; the first tokens of those delivered
         self._ungranted: OrderedDict[HandoffKey, str] = OrderedDict()  # why they ended before their grant came
         self._lost_leases: dict[LeaseKey, HandoffKey] = {}  # ended with a lost write
         self._ended: list[HandoffEnded | LeaseEnded] = []
@@ -146,10 +146,10 @@ class Outbox:
             assert len(block_ids) <= handoff.num_blocks, f"{len(block_ids)} of {handoff.num_blocks} blocks computed"
             handoff.local_block_ids.extend(block_ids[len(handoff.local_block_ids) :])
 
-    def first_token(self, request_id: str, token_id: int) -> None:
+    def first_tokens(self, request_id: str, token_ids: FirstTokens) -> None:
         """Prefill is complete. Once all blocks are written the handoff ends."""
         for handoff in self._of_request(request_id):
-            handoff.first_token_id = token_id
+            handoff.first_token_ids = token_ids
 
     def cancel(self, request_id: str, reason: str = "cancelled") -> None:
         """Start no more writes for this request."""
@@ -303,9 +303,9 @@ class Outbox:
         if handoff.has_lost_write:
             self._lost_leases[lease] = handoff.key
         elif is_delivered and not handoff.is_revoked:
-            _remember(self._past, lease, handoff.first_token_id)  # `HandoffDone` told the receiver
+            _remember(self._past, lease, handoff.first_token_ids)  # `HandoffDone` told the receiver
         else:
-            self._end_lease(handoff.key, lease, handoff.failure, handoff.first_token_id if is_delivered else None)
+            self._end_lease(handoff.key, lease, handoff.failure, handoff.first_token_ids if is_delivered else ())
 
     def _deactivate(self, handoff: OutgoingHandoff) -> None:
         if self._active.get(handoff.key) is handoff:  # a later handoff may have taken the key
@@ -315,10 +315,10 @@ class Outbox:
             if not of_request:
                 del self._by_request[handoff.key.request_id]
 
-    def _end_lease(self, key: HandoffKey, lease: LeaseKey, reason: str, first_token_id: int | None = None) -> None:
-        first_token_id = self._past.get(lease, first_token_id)
-        _remember(self._past, lease, first_token_id)
-        self._ended.append(LeaseEnded(key.receiver, key.request_id, lease.generation, reason, first_token_id))
+    def _end_lease(self, key: HandoffKey, lease: LeaseKey, reason: str, first_token_ids: FirstTokens = ()) -> None:
+        first_token_ids = self._past.get(lease, first_token_ids)
+        _remember(self._past, lease, first_token_ids)
+        self._ended.append(LeaseEnded(key.receiver, key.request_id, lease.generation, reason, first_token_ids))
 
 
 def _remember(memory: OrderedDict[_Key, _Value], key: _Key, value: _Value) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tandem.protocol.messages import ChunkArrived, HandoffDone, WorkerEpoch
+from tandem.protocol.messages import ChunkArrived, FirstTokens, HandoffDone, WorkerEpoch
 
 
 class LeaseKey(NamedTuple):
@@ -49,7 +49,7 @@ class OutgoingHandoff:
     grant: GrantedBlocks | None = None
     local_block_ids: list[int] = field(default_factory=list)  # computed so far
     num_submitted: int = 0
-    first_token_id: int | None = None
+    first_token_ids: FirstTokens = ()
     num_in_flight: int = 0
     is_done_submitted: bool = False
     is_done_settled: bool = False
@@ -83,8 +83,8 @@ class OutgoingHandoff:
             )
             self.num_submitted = end
         is_complete = self.num_submitted == self.num_blocks
-        if is_complete and self.first_token_id is not None and not self.is_done_submitted:
-            done = HandoffDone(request_id=request_id, generation=generation, first_token_id=self.first_token_id)
+        if is_complete and self.first_token_ids and not self.is_done_submitted:
+            done = HandoffDone(request_id=request_id, generation=generation, first_token_ids=self.first_token_ids)
             writes.append(BlockWrite(self.key.receiver.worker_id, [], [], done, self))
             self.is_done_submitted = True
         self.num_in_flight += len(writes)

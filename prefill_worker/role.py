@@ -9,7 +9,7 @@ transfer allows: the room for a long prompt would stand empty on the decode work
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tandem.engine.engine import Engine, SequenceOutput, StepResult
 from tandem.engine.sequence import Phase, Sequence
@@ -41,6 +41,9 @@ class _Handoff:
     sequence: Sequence
     receiver: PeerAddress
     num_blocks: int
+    answers: list[str]  # the names of the answers to the prompt, the first of which is the handoff's
+    open: set[str]  # those of them that have not ended
+    first_token_ids: dict[str, int] = field(default_factory=dict)  # of the answers that go on
     is_requested: bool = False  # whether the receiver was asked for a lease
     is_computed: bool = False
     exposed_bytes: int = 0  # written after the prompt was computed
@@ -73,6 +76,7 @@ class PrefillRole:
         self._on_delivered = on_delivered
         self._outbox = Outbox()
         self._handoffs: dict[str, _Handoff] = {}
+        self._by_answer: dict[str, _Handoff] = {}  # the same, by the names of all their answers
         self._held: dict[str, SequenceOutput] = {}  # first tokens of handoffs without a lease
         self._early_grants: dict[WorkerEpoch, list[LeaseGrant]] = {}  # the link is not up yet
         self._confirm_at = 0.0
@@ -85,7 +89,7 @@ class PrefillRole:
 
     def has(self, request_id: str) -> bool:
         """Whether a handoff of this request is open here. It stays open until its writes have settled."""
-        return request_id in self._handoffs
+        return request_id in self._by_answer
 
     @property
     def is_transferring(self) -> bool:
@@ -115,7 +119,9 @@ class PrefillRole:
         self._links.connect(receiver, now)
         num_blocks = self._engine.scheduler.blocks.num_needed(sequence)
         self._outbox.open(request.request_id, receiver.process, num_blocks=num_blocks)
-        self._handoffs[request.request_id] = _Handoff(sequence, receiver, num_blocks)
+        answers = request.request_ids
+        handoff = self._handoffs[request.request_id] = _Handoff(sequence, receiver, num_blocks, answers, set(answers))
+        self._by_answer |= dict.fromkeys(answers, handoff)
         self._engine.add(sequence)
 
     def granted(self, grant: LeaseGrant, now: float) -> None:
@@ -151,13 +157,16 @@ class PrefillRole:
         """Note that the decode worker ended the lease. The outbox confirms that once nothing is in flight."""
         self._outbox.revoked(message.request_id, message.sender.process, message.generation)
 
-    def cancel(self, request_id: str) -> None:
-        """Stop computing and sending this request."""
-        handoff = self._handoffs.get(request_id)
+    def cancel(self, request_id: str) -> bool:
+        """Stop computing and sending this request, unless other answers need its prompt. Returns whether it is here."""
+        handoff = self._by_answer.get(request_id)
         if handoff is None:
-            return
-        self._withdraw(handoff.sequence)
-        self._outbox.cancel(request_id)
+            return False
+        handoff.open.discard(request_id)
+        if not handoff.open:
+            self._engine.withdraw(handoff.sequence)
+            self._outbox.cancel(handoff.sequence.request_id)
+        return True
 
     def peer_lost(self, peer: WorkerEpoch) -> None:
         """Fail all handoffs to a process that is known to be dead. Writes to it that are in flight settle as lost."""
@@ -179,19 +188,22 @@ class PrefillRole:
                 # Later chunks may have been launched: only what is published is known to be in memory.
                 num_final = len(sequence.blocks) if chunk.samples else sequence.num_published_blocks
                 self._outbox.blocks_computed(sequence.request_id, sequence.blocks[:num_final])
-        outputs = []
+        outputs, computed = [], dict[str, _Handoff]()
         for output in result.outputs:
             sequence = output.sequence
-            handoff = self._handoffs.get(sequence.request_id)
+            handoff = self._by_answer.get(sequence.request_id)
             if sequence.phase is not Phase.PREFILL_ONLY or handoff is None:
                 outputs.append(output)
-            elif sequence.finish_reason is None:
-                self._outbox.first_token(sequence.request_id, output.token_id)
-                handoff.is_computed = True
+                continue
+            computed[handoff.sequence.request_id] = handoff
+            if sequence.finish_reason is None:
+                handoff.first_token_ids[sequence.request_id] = output.token_id
                 self._held[sequence.request_id] = output
-            else:  # the first token was also the last: there is nothing to hand over
-                self._outbox.cancel(sequence.request_id, FINISHED_EARLY)
+            else:  # the first token was also the last: nothing of this answer is handed over
+                handoff.open.discard(sequence.request_id)
                 outputs.append(output)
+        for request_id, handoff in computed.items():
+            self._note_computed(request_id, handoff)
         return outputs + self.take_first_tokens()
 
     def take_first_tokens(self) -> list[SequenceOutput]:
@@ -240,21 +252,32 @@ class PrefillRole:
                     request_id=ended.request_id,
                     generation=ended.generation,
                     reason=ended.reason,
-                    first_token_id=ended.first_token_id,
+                    first_token_ids=ended.first_token_ids,
                 )
                 self._links.send(ended.receiver, closed)
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raise AssertionError unless the books agree; with `idle`, nothing may be open."""
         self._outbox.check_integrity()
-        assert self._held.keys() <= self._handoffs.keys(), "a first token is held of a handoff that is over"
+        assert self._held.keys() <= self._by_answer.keys(), "a first token is held of a handoff that is over"
+        answers = {name: handoff for handoff in self._handoffs.values() for name in handoff.answers}
+        assert answers == self._by_answer, "the handoffs by answer differ"
         if idle:
             assert not self._handoffs, f"handoffs still open: {sorted(self._handoffs)}"
             assert not self.writes.num_in_flight, f"{self.writes.num_in_flight} writes still in flight"
             assert self._outbox.num_open == 0, f"{self._outbox.num_open} handoffs still in the outbox"
 
+    def _note_computed(self, request_id: str, handoff: _Handoff) -> None:
+        """Hand the prompt over if any of its answers goes on. All of them are sampled in one step."""
+        if handoff.first_token_ids:
+            self._outbox.first_tokens(request_id, tuple(map(handoff.first_token_ids.get, handoff.answers)))
+            handoff.is_computed = True
+        else:
+            self._outbox.cancel(request_id, FINISHED_EARLY)
+
     def _has_lease(self, request_id: str) -> bool:
-        return self._outbox.has_lease(request_id, self._handoffs[request_id].receiver.process)
+        handoff = self._by_answer[request_id]
+        return self._outbox.has_lease(handoff.sequence.request_id, handoff.receiver.process)
 
     def _due(self) -> list[_Handoff]:
         """Handoffs that need their lease by now, whether or not it has been requested.
@@ -325,18 +348,16 @@ class PrefillRole:
 
     def _finish(self, ended: HandoffEnded) -> None:
         handoff = self._handoffs.pop(ended.request_id)
-        self._held.pop(ended.request_id, None)
-        self._withdraw(handoff.sequence)
+        for name in handoff.answers:
+            del self._by_answer[name]
+            self._held.pop(name, None)
+        self._engine.withdraw(handoff.sequence)
         self._engine.scheduler.blocks.release(handoff.sequence)
-        if ended.is_delivered:
-            self._on_delivered(ended.request_id)
-        elif handoff.sequence.finish_reason is None:
-            self._on_failed(ended.request_id, f"KV handoff failed: {ended.reason}", TransferError.code or "")
-
-    def _withdraw(self, sequence: Sequence) -> None:
-        """Take the prompt out of the engine if it is there. Its blocks stay reserved: a write may be reading them."""
-        if self._engine.sequences.pop(sequence.request_id, None) is not None:
-            self._engine.scheduler.remove(sequence, keep_blocks=True)
+        for name in filter(handoff.open.__contains__, handoff.answers):
+            if ended.is_delivered:
+                self._on_delivered(name)
+            else:
+                self._on_failed(name, f"KV handoff failed: {ended.reason}", TransferError.code or "")
 
     def _fail_receiver(self, receiver: WorkerEpoch, reason: str) -> None:
         self._early_grants.pop(receiver, None)

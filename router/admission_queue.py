@@ -158,6 +158,20 @@ class AdmissionQueue(Generic[B]):
             async with asyncio.timeout(self._timeout_s):
                 return await displaced.admitted
 
+    def fork(
+        self, request: Bookable[B], placement_request: PlacementRequest, leader: AdmittedRequest[B]
+    ) -> AdmittedRequest[B]:
+        """Book a further answer to the prompt of a request that was admitted just now, on the same workers."""
+        now = self.now()
+        placement = self._admission.fork(placement_request, leader.placement)
+        decision = RoutingDecision(request.request_id, placement_request.service_class, leader.decision.arrived_s)
+        decision.outcome, decision.wait_s = "dispatched", leader.decision.wait_s
+        decision.forecast, decision.placement = leader.decision.forecast, placement
+        booking = request.book(placement_request, placement, leader.worker_priority)
+        decision.decided_s, decision.booked_s = now, self.now()
+        self.log.add(decision)
+        return AdmittedRequest(placement, booking, decision, leader.worker_priority, self)
+
     def place_elsewhere(
         self,
         request: Bookable[B],

@@ -58,7 +58,9 @@ class GenerateRequest:
     explains: bool = False  # whether the first delta carries the routing decision
     traceparent: str = ""  # the enclosing span in W3C's format; "" = not traced
     is_later_choice: bool = False  # whether another choice may have begun the answer: then this one waits for a worker
-    is_sibling: bool = False  # whether another choice computed its prompt: then it was admitted together with that one
+    # The request for the first answer to this prompt, which also admits this one; "" = it is that one. Serve it last:
+    # those that wait for it begin with it, as forks of its sequence.
+    fork_of: str = ""
     adapter: str = ""  # LoRA adapter: only workers that serve it are used, and only its requests share blocks
 
 

@@ -58,7 +58,8 @@ class MessageDispatcher:
         """Handle a message or a notification. If that raises, its request ends; a notification's lease runs out."""
         if (error := error_of(handle, *args)) is not None:
             self._parts.dropped.add(DropReason.FAILED, f"a {type(cause).__name__}: {error!r}", exc_info=error)
-            self.give_up(getattr(cause, "request_id", ""), error)
+            for request_id in _answers(cause):
+                self.give_up(request_id, error)
 
     def give_up(self, request_id: str, error: Exception, sequence: Sequence | None = None) -> None:
         """End a request that met an error, wherever it is: tell its client, and free its blocks."""
@@ -70,7 +71,7 @@ class MessageDispatcher:
             code = InternalError.code or ""
         self._parts.replies.fail(request_id, message, code, sequence)
         parts = self._parts
-        for cancel in (parts.prefill.cancel, parts.decode.cancel, parts.copies.cancel, parts.engine.abort):
+        for cancel in (self._stop_computing, parts.decode.cancel, parts.copies.cancel):
             if (left := error_of(cancel, request_id)) is not None:
                 logger.error("request %s left something behind", request_id, exc_info=left)
 
@@ -138,9 +139,13 @@ class MessageDispatcher:
             self._parts.sockets.introduce(request.kv_holder.worker)
 
     def _accept(self, identity: bytes, request: RequestPart, now: float) -> None:
-        request_id, replies = request.request_id, self._parts.replies
-        if self._parts.prefill.has(request_id) or not replies.open(request_id, identity):
-            replies.refuse(identity, request_id, f"request id {request_id} is in use")
+        names, replies = _answers(request), self._parts.replies
+        opened = [name for name in names if not self._parts.prefill.has(name) and replies.open(name, identity)]
+        if len(opened) < len(names):
+            for name in opened:
+                replies.forget(name)
+            for name in names:
+                replies.refuse(identity, name, f"request id {name} is in use")
             return
         try:
             if isinstance(request, Prefill):
@@ -152,9 +157,11 @@ class MessageDispatcher:
             else:
                 self._generate(request, now)
         except RequestError as exc:
-            replies.fail(request_id, exc.message, exc.code or INVALID_REQUEST)
+            for name in names:
+                replies.fail(name, exc.message, exc.code or INVALID_REQUEST)
         except ServingError as exc:
-            replies.fail(request_id, exc.message, exc.code or "")
+            for name in names:
+                replies.fail(name, exc.message, exc.code or "")
 
     def _generate(self, request: Generate, now: float) -> None:
         sequence = self._parts.engine.sequence_of(request, now)
@@ -163,12 +170,23 @@ class MessageDispatcher:
 
     def _cancel(self, request_id: str) -> None:
         self._parts.replies.forget(request_id)
-        self._parts.prefill.cancel(request_id)
+        self._stop_computing(request_id)
         self._parts.decode.cancel(request_id)
         self._parts.copies.cancel(request_id)
-        self._parts.engine.abort(request_id)
+
+    def _stop_computing(self, request_id: str) -> None:
+        """Stop the request in the engine. The prefill role does so itself: other answers may need the prompt."""
+        if not self._parts.prefill.cancel(request_id):
+            self._parts.engine.abort(request_id)
 
     def _send_snapshots(self, identity: bytes, places: list[str]) -> None:
         self.send_events()  # pending events belong before the snapshots, not after them
         for place in places:
             self._parts.replies.send_snapshot(identity, place, self._parts.cache.digests(place))
+
+
+def _answers(cause: Message | Notification) -> list[str]:
+    """The names of all answers that a message is about: of a request and its forks."""
+    if isinstance(cause, Generate | Prefill | Decode):
+        return cause.request_ids
+    return [getattr(cause, "request_id", "")]

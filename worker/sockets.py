@@ -28,7 +28,7 @@ from tandem.protocol.messages import (
     decode_peer_message,
     decode_router_message,
     encode_message,
-    request_id_of,
+    request_ids_of,
 )
 from tandem.runtime.curve import KeyAuthenticator, KeyPair, bind, connect_to_worker, listening_socket
 from tandem.runtime.dropped import DroppedMessages, DropReason
@@ -203,8 +203,8 @@ class WorkerSockets:
                 self._dropped.add(DropReason.STRANGER, "a message of a peer that is known to be dead")
         except msgspec.DecodeError as exc:  # includes ValidationError
             self._dropped.add(DropReason.MALFORMED, str(exc))
-            if key == self._router_key and (request_id := request_id_of(data)) is not None:
-                text = f"the request is malformed: {exc}"
+            text = f"the request is malformed: {exc}"
+            for request_id in request_ids_of(data) if key == self._router_key else []:
                 self.reply(identity, RequestFailed(request_id=request_id, message=text, code=WorkerError.code or ""))
 
     def _take_heartbeat(

@@ -62,8 +62,13 @@ class Sampler:
         ]
 
     @torch.inference_mode()
-    def launch(self, logits: Tensor, plans: Seq[SamplePlan]) -> LaunchedSample:
-        """The device's part, which is not waited for. A device that is lost raises, for all rows."""
+    def launch(self, logits: Tensor, plans: Seq[SamplePlan], rows: list[int] | None = None) -> LaunchedSample:
+        """The device's part, which is not waited for. A device that is lost raises, for all rows.
+
+        `rows` are those of the logits for the plans, if several plans have one row. None: one plan for each row.
+        """
+        if rows is not None:
+            logits = logits[_index_of(rows, logits.device)]
         launched = LaunchedSample(logits, plans)
         planned = [row for row, plan in enumerate(plans) if isinstance(plan, RowPlan)]
         for rows in slabs(planned, logits):
@@ -188,7 +193,7 @@ def _outcome_of(function: Callable[..., T], *arguments: object) -> T | Exception
 
 def _index_of(rows: list[int], device: torch.device) -> slice | Tensor:
     """An index of these rows, in ascending order, for the first axis: a slice, which copies nothing, if they adjoin."""
-    if rows[-1] - rows[0] == len(rows) - 1:
+    if rows == list(range(rows[0], rows[-1] + 1)):
         return slice(rows[0], rows[-1] + 1)
     return to_device(np.array(rows), device)
 

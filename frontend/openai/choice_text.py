@@ -29,7 +29,7 @@ class ChoicePlan:
     skip_special_tokens: bool = True
     shows_stop: bool = False  # whether the stop string that ends it is shown
     parsing: AnswerParsing | None = None  # None = all text is content
-    is_first_sibling: bool = True  # computes the prompt; the other choices wait for it and share it
+    is_first_sibling: bool = True  # computes the prompt; the other choices are forks of it
     scored_prompt: ScoredPrompt | None = None
     is_prompt_only: bool = False  # `max_tokens` 0: the prompt is computed and maybe scored, nothing is generated
     shows_token_ids: bool = False

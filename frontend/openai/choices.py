@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from functools import partial
+from itertools import accumulate, count
 
 from typing_extensions import override
 
 from tandem.frontend.http.metrics import RequestClock
 from tandem.frontend.openai.choice_text import ChoiceDelta, ChoicePlan, ChoiceText
-from tandem.frontend.openai.logprobs import ScoredPrompt
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import SequenceDelta
 from tandem.router.backend import Backend
@@ -28,8 +28,8 @@ def run_choices(
 ) -> Stream[ChoiceDelta]:
     """Stream the deltas of all choices as they arrive, each choice ending with a `finish_reason`.
 
-    Siblings start after the first token of the first one, so that they find its prompt cached. Closing the stream
-    cancels every choice; the first error of any choice ends all.
+    Siblings wait in the backend for the first one, which computes their prompt. Closing the stream cancels every
+    choice; the first error of any choice ends all.
     """
     choices = [_Choice(backend, plan, tokenizer, new_clock()) for plan in plans]
     return choices[0] if len(choices) == 1 else _Choices(plans, choices)
@@ -43,6 +43,7 @@ class _Choice(Stream[ChoiceDelta]):
         self._plan = plan
         self._text = ChoiceText(plan, tokenizer)
         self._clock = clock
+        self.begins_after: asyncio.Event | None = None  # of a sibling: the first one has given a token, or has ended
         self._deltas: Stream[SequenceDelta] | None = None
         self._has_ended = False
 
@@ -54,10 +55,12 @@ class _Choice(Stream[ChoiceDelta]):
         plan, wants_more = self._plan, True
         is_known = plan.request.sampling.max_tokens == 0 or (plan.is_prompt_only and not plan.is_first_sibling)
         if is_known and not self._has_ended:  # so far only the prompt is echoed
+            if self.begins_after is not None:
+                await self.begins_after.wait()
             self._has_ended = True
             sink([self._end_of_prompt()])
-        elif plan.scored_prompt is not None and plan.is_first_sibling and self._is_new:
-            wants_more = sink(await self._take_scores(plan.scored_prompt))
+        elif self._is_new and (plan.scored_prompt is not None or self.begins_after is not None):
+            wants_more = sink(await self._take_first())
         if wants_more and not self._has_ended:
             is_over = await self._open().read_into(convert)
             if is_over and not self._has_ended:
@@ -78,12 +81,15 @@ class _Choice(Stream[ChoiceDelta]):
     def _is_new(self) -> bool:
         return self._deltas is None and not self._has_ended
 
-    async def _take_scores(self, prompt: ScoredPrompt) -> list[ChoiceDelta]:
-        """The first deltas, once the scores that came with them are text."""
+    async def _take_first(self) -> list[ChoiceDelta]:
+        """The first deltas, once the scores that came with them, or with those of the first sibling, are text."""
         deltas = await self._open().take()
         if not deltas:
             raise WorkerError(NO_REASON)
-        await prompt.fill(deltas[0].prompt_logprobs)
+        if self.begins_after is not None:
+            await self.begins_after.wait()
+        elif self._plan.scored_prompt is not None:
+            await self._plan.scored_prompt.fill(deltas[0].prompt_logprobs)
         return self._converted(deltas)
 
     def _open(self) -> Stream[SequenceDelta]:
@@ -153,14 +159,18 @@ class _Choices(Stream[ChoiceDelta]):
 
     def _start(self) -> None:
         starting = asyncio.Lock()
+        are_first = [plan.is_first_sibling for plan in self._plans]
+        prompts = accumulate(are_first)
         first_token = asyncio.Event()
-        for plan, choice in zip(self._plans, self._choices, strict=True):
-            if plan.is_first_sibling:
-                first_token = asyncio.Event()
-            run = self._run(choice, starting, first_token, is_first=plan.is_first_sibling)
-            task = asyncio.create_task(run)
+        # The first sibling of a prompt is last: the backend takes those along that wait for it by then.
+        for *_, number in sorted(zip(prompts, are_first, count(), strict=False)):
+            choice = self._choices[number]
+            choice.begins_after = None if are_first[number] else first_token
+            task = asyncio.create_task(self._run(choice, starting, first_token))
             task.add_done_callback(partial(self._ended, first_token))
             self._tasks.append(task)
+            if are_first[number]:
+                first_token = asyncio.Event()
 
     def _ended(self, first_token: asyncio.Event, task: asyncio.Task[None]) -> None:
         """A choice has been read, or could not be: raise its error to the reader."""
@@ -168,10 +178,8 @@ class _Choices(Stream[ChoiceDelta]):
             self._queue.fail(error)
         first_token.set()  # also after a first sibling that ended without a token
 
-    async def _run(
-        self, choice: _Choice, starting: asyncio.Lock, first_token: asyncio.Event, *, is_first: bool
-    ) -> None:
-        """Read one choice into the queue. The first sibling sets `first_token`, and the others wait for it."""
+    async def _run(self, choice: _Choice, starting: asyncio.Lock, first_token: asyncio.Event) -> None:
+        """Read one choice into the queue. The tokens of siblings follow the first token of the first one."""
 
         def put(deltas: list[ChoiceDelta]) -> bool:
             for delta in deltas:
@@ -181,8 +189,6 @@ class _Choices(Stream[ChoiceDelta]):
             self._queue.deliver()
             return self._queue.num_items < MAX_QUEUED_DELTAS
 
-        if not is_first:
-            await first_token.wait()
         async with starting:  # one per iteration of the event loop: placing 2,048 at once would take a second
             await asyncio.sleep(0)
         async with aclosing(choice):

@@ -83,7 +83,7 @@ def plan_answer(context: ServingContext, request: PreparedRequest) -> PlannedAns
 
 
 def _choices(context: ServingContext, request: PreparedRequest) -> list[ChoicePlan]:
-    """`n` choices for each prompt; the first of them computes it, and its siblings share it."""
+    """`n` choices for each prompt; the first of them computes it, and its siblings are forks of it."""
     stops = stop_strings(request.fields)
     has_limit = request.requested_tokens is not None or request.default_tokens is not None
     choices: list[ChoicePlan] = []
@@ -139,7 +139,7 @@ def _generate_request(
     sampling = sibling_seed(params, sibling)
     if prompt.scored is not None and not sibling:
         sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=request.num_logprobs)
-    if sibling:  # siblings start after the answer's first token, and the SLO is about that token
+    if sibling:  # the SLO is about the answer's first token; those without room start after it
         service_class = msgspec.structs.replace(service_class, ttft_slo_s=math.inf)
     return GenerateRequest(
         request_id=f"{request.options.request_id.unique}-{index}",
@@ -150,6 +150,6 @@ def _generate_request(
         service_class=service_class,
         explains=request.options.explains and index == 0,
         is_later_choice=index > 0,
-        is_sibling=sibling > 0,
+        fork_of=f"{request.options.request_id.unique}-{index - sibling}" if sibling else "",
         traceparent=request.options.traceparent,
     )

@@ -20,12 +20,13 @@ import msgspec
 from typing_extensions import Buffer
 
 from tandem.protocol.decoding import safe_decoder
-from tandem.protocol.messages.fields import WIRE_VERSION, Name
+from tandem.protocol.messages.fields import WIRE_VERSION, FirstTokens, Name
 from tandem.protocol.messages.places import HOST_TIER, POOL_PLACE, holder_name, is_readable, worker_of
 from tandem.protocol.messages.router_to_worker import (
     Cancel,
     CopyKv,
     Decode,
+    Fork,
     Generate,
     Hello,
     Introduce,
@@ -44,6 +45,7 @@ from tandem.protocol.messages.worker import (
     LinkLoad,
     PeerAddress,
     PinLoad,
+    PoolSlots,
     Quarantine,
     Role,
     StepStats,
@@ -104,9 +106,14 @@ WriteMessage = ChunkArrived | HandoffDone
 Message = RouterMessage | WorkerMessage | PeerMessage | WriteMessage | Heartbeat
 
 
+class _Fork(msgspec.Struct, array_like=True):
+    request_id: Name
+
+
 class _Request(msgspec.Struct):
     type: Literal["Generate", "Prefill", "Decode", "CopyKv"]
     request_id: Name
+    forks: list[_Fork] = []
 
 
 encode_message: Callable[[Message], bytes] = msgspec.msgpack.Encoder().encode
@@ -121,9 +128,10 @@ decode_write_message: Callable[[Buffer], WriteMessage] = safe_decoder(WriteMessa
 decode_heartbeat: Callable[[Buffer], Heartbeat] = safe_decoder(Heartbeat)
 
 
-def request_id_of(data: Buffer) -> str | None:
-    """The request that an invalid message would have started, if it was meant to start one."""
+def request_ids_of(data: Buffer) -> list[str]:
+    """The request that an invalid message would have started, and its forks, if it was meant to start any."""
     try:
-        return _decode_request(data).request_id
+        request = _decode_request(data)
     except msgspec.DecodeError:
-        return None
+        return []
+    return [request.request_id, *(fork.request_id for fork in request.forks)]

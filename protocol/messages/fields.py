@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from tandem.protocol.digest import DIGEST_BYTES
 
-WIRE_VERSION = 14  # changes with the meaning of any field and of digests; peers with another version are refused
+WIRE_VERSION = 15  # changes with the meaning of any field and of digests; peers with another version are refused
 
 _MAX_INT = 2**63 - 1
 _MAX_ITEMS = 1 << 24  # in a list: tokens of a prompt, blocks of a handoff
@@ -27,4 +27,6 @@ Digests = Annotated[list[Digest], Meta(max_length=_MAX_DIGESTS)]
 BlockIds = Annotated[list[BlockId], Meta(max_length=_MAX_ITEMS)]
 Checksums = Annotated[list[Annotated[bytes, Meta(max_length=64)]], Meta(max_length=_MAX_ITEMS)]
 Packed = Annotated[bytes, Meta(max_length=4 * _MAX_ITEMS)]  # numbers of 4 bytes, little-endian
+# The first token of each answer to a prompt, in the order of their request; None for one that ended with it or failed.
+FirstTokens = Annotated[tuple[Number | None, ...], Meta(max_length=1 << 17)]
 TokenIds = Annotated[list[int], Meta(max_length=_MAX_ITEMS)]  # NOTE: the engine checks that the ids exist

@@ -38,11 +38,21 @@ class WorkerPriority(msgspec.Struct, frozen=True, omit_defaults=True):
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0  # of the tenant: its share of the room, as of worker seconds
 
 
+class Fork(msgspec.Struct, frozen=True, array_like=True):
+    """Another answer to the prompt of a request. It differs in its name and its draws."""
+
+    request_id: Name
+    seed: Number
+
+
 class _ToCompute(msgspec.Struct, frozen=True, kw_only=True):
     """A request, and how to compute it.
 
     `output_ids` is the beginning of the answer if another worker has already given it: the answer continues as it would
     have there. Offsets, penalties, `min_tokens`, `max_tokens`, draws and the grammar count it as output.
+
+    `forks` are further answers to the same prompt, which is computed once. Each has its own name in what the worker
+    says about it, and is cancelled by that name.
     """
 
     request_id: Name
@@ -52,6 +62,12 @@ class _ToCompute(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     priority: WorkerPriority = WorkerPriority()
     is_traced: bool = False  # the first tokens tell what was done for them, and when
+    forks: Annotated[list[Fork], Meta(max_length=1 << 16)] = []
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The names of all its answers."""
+        return [self.request_id, *(fork.request_id for fork in self.forks)]
 
 
 class Generate(_ToCompute, frozen=True, kw_only=True, tag=True):

@@ -78,6 +78,15 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     max_pinned_blocks: dict[Name, Number] = {}  # the most that pins may keep, by place: "pool" or a tier
 
 
+class PoolSlots(msgspec.Struct, frozen=True, array_like=True):
+    """Token slots of a worker's pool, by what they are used for. The others are free."""
+
+    written: Number = 0  # with the KV of sequences
+    reserved: Number = 0  # for tokens of sequences whose KV is not computed or has not arrived
+    waste: Number = 0  # behind the last token of a sequence, in its last block
+    cached: Number = 0  # in blocks that no sequence uses, but later ones may find
+
+
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of a worker's queues and memory. Counts of events are since its start."""
 
@@ -86,6 +95,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting_tokens: Number = 0  # prompt tokens not computed yet, waiting and running
     num_kv_tokens: Number = 0  # tokens of running sequences
     num_free_blocks: Number = 0  # unused or evictable
+    pool_slots: PoolSlots = PoolSlots()
     num_free_seats: Number = 0  # neither taken by a sequence nor promised to one
     num_open_leases: Number = 0  # leases of blocks to peers that write into them, including those in quarantine
     # Blocks of ended leases and reads that a late write may still reach.

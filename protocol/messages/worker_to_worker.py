@@ -13,6 +13,7 @@ from tandem.protocol.messages.fields import (
     Checksums,
     Digest,
     Digests,
+    FirstTokens,
     Lifetime,
     Name,
     Names,
@@ -86,14 +87,15 @@ class LeaseRevoked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class LeaseClosed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Prefill -> decode: no write under this lease is in flight or will be started.
 
-    `first_token_id` is set if everything was written and `HandoffDone` was sent: the receiver may have missed it.
+    `first_token_ids` are those of `HandoffDone` if everything was written and that was sent: the receiver may have
+    missed it.
     """
 
     sender: PeerAddress
     request_id: Name
     generation: Number
     reason: Text = ""
-    first_token_id: Number | None = None
+    first_token_ids: FirstTokens = ()
 
 
 class ReadRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -143,8 +145,8 @@ class ChunkArrived(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class HandoffDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Delivered after the last write: prefill is complete. The router already has this first token."""
+    """Delivered after the last write: prefill is complete. The router already has these first tokens."""
 
     request_id: Name
     generation: Number
-    first_token_id: Number
+    first_token_ids: FirstTokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tandem.protocol.errors import WorkerError
-from tandem.protocol.messages import Decode, Generate, KvHolder, Prefill, SequenceDelta
+from tandem.protocol.messages import Decode, Fork, Generate, KvHolder, Prefill, SequenceDelta
 from tandem.router.admission_queue import AdmittedRequest
 from tandem.router.backend import GenerateRequest
 from tandem.router.streams import DeltaQueue
@@ -56,8 +56,11 @@ class Attempt:
         """Whether tokens come from the worker that decodes."""
         return self.has_spoken and not self._awaits_handoff
 
-    def begin(self, request: GenerateRequest, *, is_traced: bool) -> None:
-        """Send each worker its part. Raises `WorkerError` if one is gone. NOTE: `end` cancels what was sent."""
+    def begin(self, request: GenerateRequest, *, is_traced: bool, forks: list[Fork]) -> None:
+        """Send each worker its part, and that of the forks. Raises `WorkerError` if one is gone.
+
+        NOTE: `end` cancels what was sent. The forks have attempts of their own, which joined before.
+        """
         best = self.placement.best
         prefill, decode = best.prefill.card.address, best.decode.card.address
         common: dict[str, Any] = {
@@ -68,6 +71,7 @@ class Attempt:
             "cache_salt": request.cache_scope,
             "is_traced": is_traced,
             "priority": self.admitted.worker_priority,
+            "forks": forks,
         }
         holder = kv_holder(self.placement)
         if not best.is_pair:
@@ -76,6 +80,13 @@ class Attempt:
         self._open_sub_request(prefill.worker_id, Prefill(**common, kv_holder=holder, decode_worker=decode))
         self._open_sub_request(decode.worker_id, Decode(**common, prefill_worker=prefill))
         self._awaits_handoff = True
+
+    def join(self, request_id: str) -> None:
+        """Expect the tokens of a fork from each worker, before its leader begins. Raises as `begin`."""
+        best = self.placement.best
+        for worker in dict.fromkeys((best.prefill.worker_id, best.decode.worker_id)):
+            self._sub_requests.append(self._workers.join_sub_request(worker, request_id, self._queue))
+        self._awaits_handoff = best.is_pair
 
     def take_handoff(self) -> bool:
         """Whether both workers of a pair have sent tokens by now. Returns true only once."""

@@ -200,10 +200,11 @@ class WorkerClient:
 
     def open_sub_request(self, worker_id: str, request: RequestPart, queue: DeltaQueue[SequenceDelta]) -> SubRequest:
         """Send a request's part to a worker; its tokens go to `queue`. Raises `WorkerError` when the worker is gone."""
-        link = self._links.get(worker_id)
-        if link is None:
-            raise WorkerError(f"worker {worker_id} is gone")
-        return link.open_sub_request(request, queue, self._clock())
+        return self._live_link(worker_id).open_sub_request(request, queue, self._clock())
+
+    def join_sub_request(self, worker_id: str, request_id: str, queue: DeltaQueue[SequenceDelta]) -> SubRequest:
+        """Expect the tokens of a fork, whose request is a part of another one. Raises as `open_sub_request`."""
+        return self._live_link(worker_id).join_sub_request(request_id, queue, self._clock())
 
     def send(self, worker_id: str, message: Pin | Unpin) -> None:
         """Send a worker a message that needs no answer, unless the worker is gone. Does not wait."""
@@ -233,6 +234,12 @@ class WorkerClient:
     def receive(self, link: Link, data: bytes) -> None:
         """Handle a message from a worker. One that is malformed or cannot be handled is dropped and counted."""
         self._take(link, decode_worker_message, self._dispatch, data)
+
+    def _live_link(self, worker_id: str) -> Link:
+        link = self._links.get(worker_id)
+        if link is None:
+            raise WorkerError(f"worker {worker_id} is gone")
+        return link
 
     def _take(self, link: Link, decode: Callable[[bytes], T], handle: Callable[[Link, T], None], data: bytes) -> None:
         try:

@@ -16,13 +16,14 @@ from functools import partial
 import msgspec
 
 from tandem.protocol.errors import ServingError, TransferError, WorkerError, WorkerLost
-from tandem.protocol.messages import FinishReason, SequenceDelta, WorkerState
+from tandem.protocol.messages import FinishReason, Fork, SequenceDelta, WorkerState
 from tandem.router.backend import GenerateRequest
 from tandem.router.streams import DeltaQueue, Interrupted, QueueStream
 from tandem.router.workers.attempt import Attempt
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.copy_ahead import StandbyCopies, copy_ahead, copy_kv, is_worthwhile
 from tandem.router.workers.departure import Departure, LeavesWorkers
+from tandem.router.workers.fork_line import ForkLine
 from tandem.router.workers.generation_trace import GenerationTrace
 from tandem.router.workers.link import Stopped
 from tandem.router.workers.worker_reservation import WorkerReservation, WorkerReservationContext
@@ -38,6 +39,7 @@ class GenerationContext(WorkerReservationContext):
 
     workers: WorkerClient
     running: set[Generation] = field(default_factory=set)  # requests that were dispatched
+    forks: ForkLine[Generation] = field(default_factory=ForkLine)
     num_handoffs: int = 0  # requests for which both workers of a pair sent tokens
 
 
@@ -159,6 +161,7 @@ class Generation(QueueStream[SequenceDelta]):
     def close(self) -> None:
         """Release the booking and cancel the sub-requests that still run."""
         self._end_trace()
+        self._context.forks.let_go(self.request_id)
         self._copies.stop()
         departure, self._departure = self._departure, None
         if departure is not None:
@@ -176,29 +179,55 @@ class Generation(QueueStream[SequenceDelta]):
     async def _begin(self) -> None:
         context, reservation = self._context, self._reservation
         reservation.check()
-        await reservation.hash_prompt()
-        context.check_open()
-        if self._trace is not None:
-            self._trace.entered(self._now())
-        await reservation.place()
-        attempt = self._attempt = self._new_attempt()
+        is_forked = bool(self._request.fork_of) and await self._await_leader()
+        if not is_forked:
+            await reservation.hash_prompt()
+            context.check_open()
+            if self._trace is not None:
+                self._trace.entered(self._now())
+            await reservation.place()
+            self._attempt = self._new_attempt()
         if self._trace is not None:
             self._trace.dispatched(reservation.admitted.decision, self._now())
         self._idle = IdleTimeout(context.config.request_timeout_s, lambda: self.fail(reservation.idle_error()))
         context.check_open()
         reservation.record_turn(reservation.digests([]))
         context.running.add(self)
-        self._send(attempt)
+        if not is_forked:
+            self._send(self._fork())
+
+    async def _await_leader(self) -> bool:
+        """Whether the first answer to the prompt took this one along. If not, its prompt is in a cache by now."""
+        timeout_s = 2 * self._context.config.request_timeout_s  # of the leader: for a worker, and for its first token
+        try:
+            return await self._context.forks.wait(self._request.fork_of, self, timeout_s)
+        except TimeoutError:
+            raise self._reservation.idle_error() from None
+
+    def _fork(self) -> list[Fork]:
+        """Take the other answers to the prompt along, as many as its decode worker has room for."""
+        forks: list[Fork] = []
+        for one in self._context.forks.waiting(self.request_id)[: self._reservation.num_forks]:
+            one._reservation.fork(self._reservation)
+            attempt = one._attempt = one._new_attempt()
+            try:
+                attempt.join(one.request_id)
+                forks.append(Fork(one.request_id, one._request.sampling.seed))
+            except WorkerError as exc:
+                one._queue.fail(exc)
+            self._context.forks.take(self.request_id, one)
+        return forks
 
     def _new_attempt(self) -> Attempt:
         number, self._num_attempts = self._num_attempts, self._num_attempts + 1
         admitted, output = self._reservation.admitted, list(self._output)
         return Attempt(admitted, self._context.workers, self._queue, number=number, output=output)
 
-    def _send(self, attempt: Attempt) -> None:
-        """Begin an attempt. If its workers died just now, that is reported like any later death."""
+    def _send(self, forks: list[Fork]) -> None:
+        """Begin the attempt. If its workers died just now, that is reported like any later death."""
+        assert self._attempt is not None
         try:
-            attempt.begin(self._request, is_traced=self._trace is not None)
+            self._attempt.begin(self._request, is_traced=self._trace is not None, forks=forks)
         except WorkerError as exc:
             self._queue.fail(exc)
 
@@ -227,10 +256,10 @@ class Generation(QueueStream[SequenceDelta]):
             self._reservation.admitted = place
         else:
             await self._reservation.place_again(self._output, can_hand_over=not isinstance(error, TransferError))
-        attempt = self._attempt = self._new_attempt()
+        self._attempt = self._new_attempt()
         if self._trace is not None:
             self._trace.moved(lost_s, error, self._reservation.admitted.decision)
-        self._send(attempt)
+        self._send([])
 
     def _keep_copied(self, attempt: Attempt) -> None:
         """Begin to copy the KV to another worker, if configured and if enough tokens have come since the last copy."""
@@ -289,6 +318,7 @@ class Generation(QueueStream[SequenceDelta]):
     def _recorded(self, delta: SequenceDelta, attempt: Attempt) -> SequenceDelta:
         if not attempt.has_spoken:
             attempt.has_spoken = True
+            self._context.forks.let_go(self.request_id)
             self._reservation.note_first_token()
             if self._request.explains and not self._output:
                 delta = msgspec.structs.replace(delta, decision=attempt.admitted.explain())

@@ -110,11 +110,15 @@ class Link:
 
     def open_sub_request(self, request: RequestPart, queue: DeltaQueue[SequenceDelta], now: float) -> SubRequest:
         """Send the worker its part of a request; its tokens go to `queue`."""
-        name = request.request_id
+        sub_request = self.join_sub_request(request.request_id, queue, now)
+        self.send(request)
+        return sub_request
+
+    def join_sub_request(self, name: str, queue: DeltaQueue[SequenceDelta], now: float) -> SubRequest:
+        """Expect the worker's part of a request that it gets as a fork of another one; its tokens go to `queue`."""
         assert name not in self.sub_requests, f"request {name} is already on {self.worker_id}"
         sub_request = self.sub_requests[name] = SubRequest(self, name, queue, now)
         self.idle.clear()
-        self.send(request)
         return sub_request
 
     def is_of(self, message: BlockEvents | BlockSnapshot | Heartbeat) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tandem.protocol.messages import WorkerCard, WorkerLoad
@@ -31,6 +32,10 @@ _OWN_LOAD = {
     "num_quarantined_blocks": "Blocks of ended leases and reads into which a lost write might still land",
     "num_waiting_for_room": "Preempted sequences, and prompts computed elsewhere that wait for blocks or a seat",
 }
+_POOL_SLOTS = (
+    "Token slots of the pool: written with KV of sequences, reserved for their next tokens, waste behind the last one "
+    "in their last blocks, or cached without a user; the rest is free"
+)
 _LOAD_COUNTERS = {
     "num_preemptions": "Sequences whose blocks were given to others",
     "num_errors": "Internal errors, each of which ended one request or one message",
@@ -105,6 +110,8 @@ class WorkerCollector:
         loads = _loads(workers)
         yield from _fields(GaugeMetricFamily, "worker", _OWN_LOAD, ["worker", "role"], loads)
         yield from _fields(CounterMetricFamily, "worker", _LOAD_COUNTERS, ["worker", "role"], loads)
+        slots = [(labels, msgspec.structs.asdict(load.pool_slots)) for labels, load in loads]
+        yield _by_key(GaugeMetricFamily, "tandem_pool_slots", _POOL_SLOTS, ["worker", "role", "state"], slots)
         yield from _tier_metrics(workers)
         yield from _fetch_metrics(workers)
         yield from _link_metrics(workers)

@@ -29,6 +29,7 @@ def worker_report(
         "num_waiting_tokens": load.num_waiting_tokens,
         "num_kv_tokens": load.num_kv_tokens,
         "num_free_blocks": load.num_free_blocks,
+        "pool_slots": msgspec.structs.asdict(load.pool_slots),
         "max_num_seqs": card.max_num_seqs,
         "num_free_seats": load.num_free_seats,
         "num_open_leases": load.num_open_leases,

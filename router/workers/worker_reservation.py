@@ -68,12 +68,29 @@ class WorkerReservation(Reservation[Booking]):
 
     async def place(self) -> None:
         """Wait until it may run; a choice of an answer that may have begun waits for a worker too."""
-        options = {"is_resumed": self._request.is_later_choice, "is_admitted": self._request.is_sibling}
+        options = {"is_resumed": self._request.is_later_choice, "is_admitted": bool(self._request.fork_of)}
         placement_request = self._placement_request([], may_cover=True, may_fall_back=True, **options)
         try:
             self.admitted = await self.context.admission_queue.enter(self, placement_request)
         except TimeoutError:
             raise self.idle_error() from None
+
+    def fork(self, leader: WorkerReservation) -> None:
+        """Go where the leader was placed just now, which computes the same prompt."""
+        self._digests = leader._digests
+        placement_request = self._placement_request([])
+        self.admitted = self.context.admission_queue.fork(self, placement_request, leader.admitted)
+
+    @property
+    def num_forks(self) -> int:
+        """Further answers to its prompt for which its decode worker has seats and memory; 0 if a worker is gone."""
+        placement, registry = self.admitted.placement, self.context.registry
+        worker, card = placement.best.decode, placement.best.decode.card
+        if any(registry.get(one.worker_id) is not one for one in (placement.best.prefill, worker)):
+            return 0
+        num_seats = card.max_num_seqs - worker.num_booked_seqs if card.max_num_seqs else card.num_blocks
+        num_tokens = card.num_blocks * card.block_size - worker.booked_kv_tokens
+        return max(min(num_seats, num_tokens // max(placement.expected_output_tokens, 1)), 0)
 
     async def place_again(self, output: list[int], *, can_hand_over: bool) -> None:
         """Wait for a worker that can go on, `request_timeout_s` at most."""

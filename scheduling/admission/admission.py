@@ -10,6 +10,7 @@ registry before it asks for the next decision.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from tandem.scheduling.admission.contention import Contention
 from tandem.scheduling.admission.deadlines import Deadlines
 from tandem.scheduling.admission.fair_queue import CREDIT_S, FairQueue
 from tandem.scheduling.admission.forecast import Forecast
-from tandem.scheduling.admission.forecaster import LEAD_S, MAX_SCANNED, Forecaster, work_of
+from tandem.scheduling.admission.forecaster import LEAD_S, MAX_SCANNED, Forecaster, output_token_s, work_of
 from tandem.scheduling.admission.held_work import HeldWork
 from tandem.scheduling.admission.queued_request import QueuedRequest, held_by
 from tandem.scheduling.admission.refusals import too_late
@@ -176,6 +177,22 @@ class Admission:
         It goes before all others, as it was admitted and counted. Raises `NoWorker`.
         """
         return self._placer.place(request, now, order=-math.inf, excluded=excluded)
+
+    def fork(self, request: PlacementRequest, leader: Placement) -> Placement:
+        """Admit a further answer to a prompt that was dispatched just now: its tenant pays for the answer alone.
+
+        Of the memory it takes only what the answer adds. Returns its placement, at the same workers.
+        """
+        policy = self._tenants.policy(request.tenant)
+        self._demand.note(request.num_prompt_tokens, request.num_prompt_tokens, math.inf, policy.itl_slo_s)
+        self._queue.charge(request.tenant, request.expected_output_tokens * output_token_s(leader, self._costs))
+        self._stats.note_admitted(request.tenant, 0.0)
+        return dataclasses.replace(
+            leader,
+            best=leader.best._replace(num_cached_tokens=leader.num_prompt_tokens),
+            expected_output_tokens=request.expected_output_tokens,
+            num_shared_tokens=leader.num_prompt_tokens,
+        )
 
     def priority_again(self, request: PlacementRequest, placement: Placement) -> WorkerPriority:
         """The priority of what the worker of `place_again` has to compute: before all prompts, in short steps.

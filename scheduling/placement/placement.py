@@ -89,6 +89,7 @@ class Placement:
     num_prompt_tokens: int
     expected_output_tokens: int
     skipped: dict[str, int]  # reason -> number of workers not considered
+    num_shared_tokens: int = 0  # prompt tokens whose KV is booked for another answer to the same prompt
 
     @property
     def num_new_tokens(self) -> int:
@@ -97,8 +98,8 @@ class Placement:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Length the sequence is expected to reach."""
-        return self.num_prompt_tokens + self.expected_output_tokens
+        """Tokens whose KV the sequence is expected to take."""
+        return self.num_prompt_tokens + self.expected_output_tokens - self.num_shared_tokens
 
     @property
     def load(self) -> RequestLoad:

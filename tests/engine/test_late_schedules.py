@@ -18,10 +18,11 @@ from tandem.engine.engine import Engine
 from tandem.engine.graphs.capture import MakeRecorder
 from tandem.engine.graphs.recorder import make_recorder
 from tandem.engine.sequence import Phase, Sequence
-from tandem.protocol.messages import FinishReason
+from tandem.protocol.messages import FinishReason, Fork
 from tests.engine.conftest import BuildEngine
 from tests.engine.test_engine import make_sampling
 from tests.support.answers import Expects
+from tests.support.forking import fork_sequence
 from tests.support.late_device import LateDevice
 from tests.support.recorded_graph import HostGraphRecorder, patch_kernels
 
@@ -99,9 +100,12 @@ class LateWorld:
             stop = source.choice(expected)
             sampling = msgspec.structs.replace(sampling, stop_token_ids=(stop,))
             expected = expected[: expected.index(stop) + 1]
-        sequence = self.engine.make_sequence(f"r{len(self._sequences)}", list(prompt), sampling, phase=phase)
-        self._sequences.append(sequence)
-        self._expected.append(expected)
+        name = f"r{len(self._sequences)}"
+        forks = [Fork(f"{name}-{fork}", sampling.seed) for fork in range(source.choice((0, 0, 1, 3)))]
+        sequence = fork_sequence(self.engine, name, list(prompt), sampling, forks, phase=phase)
+        self._sequences += [sequence, *sequence.forks]
+        self._expected += [expected] * (1 + len(forks))
+        self.counts["forks"] += len(forks)
         self.engine.add(sequence)
 
     def _abort(self, sequence: Sequence) -> None:
@@ -228,9 +232,9 @@ def test_without_waiting_for_the_device_kv_is_read_early_or_overwritten(
     found: Counter[str] = Counter()
     for seed in range(10):
         try:
-            for number in range(10):
+            for number in range(20):
                 make_world(build_engine, oracle, peers_wait=who != "peers", is_impatient=who == "the engine").play(
-                    10 * seed + number
+                    20 * seed + number
                 )
         except AssertionError as exc:
             found["overwritten" if "overwritten" in str(exc) else "read early"] += 1

@@ -179,8 +179,8 @@ class World:
             actions.append(("receiver grants", World.grant))
         if active is not None and len(active.local_block_ids) < active.num_blocks:
             actions.append(("block computed", World.compute))
-        elif active is not None and active.first_token_id is None:
-            actions.append(("first token", lambda world: world.outbox.first_token(REQUEST, FIRST_TOKEN)))
+        elif active is not None and not active.first_token_ids:
+            actions.append(("first token", lambda world: world.outbox.first_tokens(REQUEST, (FIRST_TOKEN,))))
         if self.outbox.heartbeat_handoffs:
             actions.append(("heartbeat", World.heartbeat))
         if self._may("cancels") and active is not None:
@@ -348,7 +348,7 @@ class World:
                 REQUEST, message.generation, message.first_block, message.num_blocks, [], now=self.now
             )
         else:
-            self._end(self.table.handoff_done(REQUEST, message.generation, message.first_token_id, now=self.now))
+            self._end(self.table.handoff_done(REQUEST, message.generation, message.first_token_ids, now=self.now))
 
     def drop(self, message: Message) -> None:
         self.network -= {message}
@@ -511,7 +511,7 @@ class World:
             sorted(
                 (
                     *(h.handoff_id, h.key.receiver.epoch, id(h) in active, h.num_submitted, h.num_in_flight),
-                    *(len(h.local_block_ids), h.first_token_id is None, h.is_done_submitted, h.is_done_settled),
+                    *(len(h.local_block_ids), not h.first_token_ids, h.is_done_submitted, h.is_done_settled),
                     *(h.has_failed_write, h.has_lost_write, h.is_revoked, h.is_receiver_lost, h.is_ended),
                     *(bool(h.failure), h.grant is None and max(0, h.grant_deadline - now)),
                     0 if h.grant is None else h.grant.lease.generation,

@@ -59,10 +59,10 @@ def test_blocks_go_out_as_they_are_computed_and_done_goes_last(is_grant_early: b
     assert summary(first) == ([11, 12], [70, 80], 1)
     assert outbox.next_writes() == []
     outbox.blocks_computed("r", [10, 11, 12, 13])
-    outbox.first_token("r", 42)
+    outbox.first_tokens("r", (42,))
     second, done = outbox.next_writes()
     assert summary(second) == ([13], [90], 3)
-    assert done.notification == HandoffDone(request_id="r", generation=5, first_token_id=42)
+    assert done.notification == HandoffDone(request_id="r", generation=5, first_token_ids=(42,))
     assert done.remote_block_ids == []
     for write in (first, second):
         outbox.write_settled(write, DONE)
@@ -77,7 +77,7 @@ def test_a_grant_after_everything_is_computed_sends_it_in_one_write() -> None:
     outbox = Outbox()
     open_handoff(outbox)
     outbox.blocks_computed("r", [10, 11, 12, 13])
-    outbox.first_token("r", 42)
+    outbox.first_tokens("r", (42,))
     assert outbox.next_writes() == []
     grant(outbox)
     chunk, _ = outbox.next_writes()
@@ -89,7 +89,7 @@ def test_a_fully_cached_prompt_sends_only_done() -> None:
     open_handoff(outbox)
     grant(outbox, (), first_block=4)
     outbox.blocks_computed("r", [10, 11])
-    outbox.first_token("r", 42)
+    outbox.first_tokens("r", (42,))
     (done,) = outbox.next_writes()
     assert isinstance(done.notification, HandoffDone)
 
@@ -110,7 +110,7 @@ def test_a_revoked_lease_is_confirmed_only_after_its_writes_have_settled() -> No
 def test_a_receiver_that_missed_the_last_word_is_told_it_when_it_asks() -> None:
     outbox, write = writing_outbox()
     outbox.blocks_computed("r", [10, 11, 12, 13])
-    outbox.first_token("r", 42)
+    outbox.first_tokens("r", (42,))
     for late in (write, *outbox.next_writes()):
         outbox.write_settled(late, DONE)
     (ended,) = outbox.take_ended()
@@ -118,21 +118,21 @@ def test_a_receiver_that_missed_the_last_word_is_told_it_when_it_asks() -> None:
     assert ended.is_delivered
     for _ in range(2):
         outbox.revoked("r", D, 5)
-        assert outbox.take_ended() == [LeaseEnded(D, "r", 5, REVOKED, 42)]
+        assert outbox.take_ended() == [LeaseEnded(D, "r", 5, REVOKED, (42,))]
 
 
 @pytest.mark.parametrize("state", [TransferState.DONE, TransferState.FAILED])
 def test_only_what_was_written_whole_comes_with_its_first_token(state: TransferState) -> None:
     outbox, write = writing_outbox()
     outbox.blocks_computed("r", [10, 11, 12, 13])
-    outbox.first_token("r", 42)
+    outbox.first_tokens("r", (42,))
     writes = outbox.next_writes()
     outbox.write_settled(write, state)
     outbox.revoked("r", D, 5)
     for late in writes:
         outbox.write_settled(late, DONE)
-    tokens = [ended.first_token_id for ended in outbox.take_ended() if isinstance(ended, LeaseEnded)]
-    assert tokens == [42 if state is DONE else None]
+    tokens = [ended.first_token_ids for ended in outbox.take_ended() if isinstance(ended, LeaseEnded)]
+    assert tokens == [(42,) if state is DONE else ()]
 
 
 def test_revoking_an_early_grant_confirms_and_forgets_it() -> None:
@@ -212,7 +212,7 @@ def test_cancel_stops_writing_and_closes_the_lease() -> None:
 def test_a_failed_write_fails_the_handoff_even_if_done_went_through() -> None:
     outbox, write = writing_outbox()
     outbox.blocks_computed("r", [10, 11, 12, 13])
-    outbox.first_token("r", 42)
+    outbox.first_tokens("r", (42,))
     chunk, done = outbox.next_writes()
     outbox.write_settled(done, DONE)
     outbox.write_settled(chunk, DONE)
@@ -281,7 +281,7 @@ def test_handoffs_of_a_request_are_found_without_looking_at_others() -> None:
     num_compared = 0
     outbox.requested("r7", grant_deadline=9)
     outbox.blocks_computed("r7", [1])
-    outbox.first_token("r7", 1)
+    outbox.first_tokens("r7", (1,))
     outbox.cancel("r7")
     assert num_compared < 50
     outbox.check_integrity()

@@ -65,7 +65,7 @@ EXAMPLES: list[messages.Message] = [
     messages.PinQuery(query_id="q", pin_ids=["p"]),
     messages.PinReport(query_id="q", held={"p": {"pool": 3}}),
     messages.ChunkArrived(request_id="r", generation=1, first_block=0, num_blocks=1, checksums=[b"c"]),
-    messages.HandoffDone(request_id="r", generation=1, first_token_id=9),
+    messages.HandoffDone(request_id="r", generation=1, first_token_ids=(9, None)),
 ]
 
 

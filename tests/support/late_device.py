@@ -154,6 +154,7 @@ class LateDevice:
         self._share_wrong, self._source = share_wrong, random.Random(seed)
         self._engine = engine
         self._run, self._sampler = engine.runner.run, engine.sampler
+        engine.scheduler.blocks._copy_block = self._copy_late
         engine.runner.run = self._run_late  # type: ignore[method-assign]
         engine.sampler = SimpleNamespace(  # type: ignore[assignment]
             plan=self._sampler.plan, launch=self._sample_late, score=self._score_late
@@ -202,11 +203,18 @@ class LateDevice:
         self.stream.launch(compute, reads=reads, writes=writes)
         return logits
 
-    def _sample_late(self, logits: Tensor, plans: Sequence[SamplePlan]) -> LaunchedSample:
+    def _copy_late(self, source: int, target: int) -> None:
+        kv, size = self._engine.kv, self._engine.config.block_size
+        self._spoil(list(range(target * size, (target + 1) * size)))
+        self.stream.launch(lambda: kv.copy(source, target), reads=[source], writes=[target])
+
+    def _sample_late(
+        self, logits: Tensor, plans: Sequence[SamplePlan], rows: list[int] | None = None
+    ) -> LaunchedSample:
         sample = LateSample(len(plans), self.stream)
         wrong_rows = {row for row in range(len(plans)) if self._source.random() < self._share_wrong}
         self.num_wrong += len(wrong_rows)
-        self.stream.launch(lambda: sample.arrive(self._sampler.launch(logits, plans).read(), wrong_rows))
+        self.stream.launch(lambda: sample.arrive(self._sampler.launch(logits, plans, rows).read(), wrong_rows))
         return sample
 
     def _score_late(self, logits: Tensor, chunks: list[ScheduledChunk]) -> tuple[LaunchedScores, Tensor]:

@@ -215,7 +215,7 @@ class PressureWorld:
             checksums=[],
         )
         self.handoffs.pop(request_id, None)
-        for message in (chunk, HandoffDone(request_id=request_id, generation=generation, first_token_id=7)):
+        for message in (chunk, HandoffDone(request_id=request_id, generation=generation, first_token_ids=(7,))):
             self.role.notified(Notification("p", 1, append_checksum(encode_message(message))), self.now)
 
     def _sample(self, sequence: Sequence) -> None:

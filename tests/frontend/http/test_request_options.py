@@ -24,12 +24,12 @@ async def test_headers_and_body_reach_the_backend(backend: FakeBackend, client: 
     await client.post(COMPLETIONS, json={"prompt": "a", "n": 2, "priority": -3}, headers=headers)
     await client.post(CHAT, json={"messages": MESSAGES})
     await client.post(COMPLETIONS, json={"prompt": ["a", "b"]})
-    first, sibling, plain, *_ = backend.requests
+    sibling, first, plain, *_ = backend.requests
     assert (first.service_class, first.explains) == (ServiceClass("search", -3, 0.2505), True)
     assert (sibling.service_class, sibling.explains) == (ServiceClass("search", -3, math.inf), False)
-    assert [(one.is_later_choice, one.is_sibling) for one in backend.requests] == [
-        *((False, False), (True, True), (False, False)),
-        *((False, False), (True, False)),  # of several prompts, which wait for workers, and are no siblings
+    assert [(one.is_later_choice, one.fork_of) for one in backend.requests] == [
+        *((True, first.request_id), (False, ""), (False, "")),
+        *((False, ""), (True, "")),  # of several prompts, which wait for workers, and are no siblings
     ]
     assert (plain.service_class, plain.explains) == (ServiceClass("default", 0, None), False)
 

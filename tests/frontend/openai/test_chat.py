@@ -107,22 +107,19 @@ async def test_seed_is_drawn_when_absent_and_kept_when_given(backend: FakeBacken
         await client.post(CHAT, json=chat(**fields))
     seeds = [request.sampling.seed for request in backend.requests]
     assert len(set(seeds[6:])) == 4
-    assert seeds[0] == 7
+    assert seeds[2] == 7  # of the first choice, which is served last
     assert len(set(seeds[:3])) == 3
     assert sorted(seeds[:3]) == sorted(seeds[3:6])
 
 
-async def test_siblings_start_after_a_token_and_share_the_prompt_count(backend: FakeBackend, client: Client) -> None:
+async def test_siblings_are_forks_of_the_first_and_share_the_prompt_count(backend: FakeBackend, client: Client) -> None:
     backend.reply = "abc"
-    open_at_start: list[int] = []
-    plain_script = backend.script
-    backend.script = lambda request: open_at_start.append(backend.num_steps) or plain_script(request)  # type: ignore[func-returns-value]
     one = (await client.post(CHAT, json=chat())).json()
-    open_at_start.clear()
-    backend.num_steps = 0
     many = (await client.post(CHAT, json=chat(n=3))).json()
-    assert open_at_start[0] == 0
-    assert min(open_at_start[1:]) >= 1
+    *siblings, first = backend.requests[1:]  # the first one is served last: the others are there by then
+    assert first.fork_of == ""
+    assert [sibling.fork_of for sibling in siblings] == 2 * [first.request_id]
+    assert len({request.sampling.seed for request in backend.requests[1:]}) == 3
     assert [c["index"] for c in many["choices"]] == [0, 1, 2]
     assert [c["message"]["content"] for c in many["choices"]] == ["abc"] * 3
     assert many["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]

@@ -145,7 +145,7 @@ async def test_a_frontend_answers_as_the_process_itself_would(
         bare = [_without_ids(events(a) if is_stream else [a.json()]) for a in answers]
         assert sorted(map(str, bare[0])) == sorted(map(str, bare[1]))  # siblings may interleave otherwise
         first, second = here.backend.requests[0], here.backend.requests[2]
-        assert replace(second, request_id=first.request_id) == first
+        assert replace(second, request_id=first.request_id, fork_of=first.fork_of) == first
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -160,7 +160,16 @@ async def test_a_client_that_leaves_as_a_worker_comes_back_holds_up_nobody() -> 
 
 def later_choice(*, is_sibling: bool = True) -> GenerateRequest:
     """A choice of an answer whose first choice has given a token."""
-    return replace(make_request(request_id="r0-1"), is_later_choice=True, is_sibling=is_sibling)
+    return replace(make_request(request_id="r0-1"), is_later_choice=True, fork_of="r0-0" if is_sibling else "")
+
+
+async def further_choice(cluster: FakeCluster, *, is_sibling: bool = True) -> asyncio.Task[list[SequenceDelta]]:
+    """The same, being served. The first choice did not take it along."""
+    serving = asyncio.create_task(collect(cluster, later_choice(is_sibling=is_sibling)))
+    if is_sibling:
+        await eventually(lambda: bool(cluster.flow.context.forks.waiting("r0-0")))
+        cluster.flow.context.forks.let_go("r0-0")
+    return serving
 
 
 async def until_it_waits(cluster: FakeCluster) -> None:
@@ -172,7 +181,7 @@ async def until_it_waits(cluster: FakeCluster) -> None:
 async def waiting_for_a_worker(cluster: FakeCluster, *, is_later_choice: bool) -> asyncio.Task[list[SequenceDelta]]:
     """A request that has lost its worker, or a further choice of an answer that has begun."""
     if is_later_choice:
-        waiting = asyncio.create_task(collect(cluster, later_choice()))
+        waiting = await further_choice(cluster)
         await until_it_waits(cluster)
         return waiting
     worker = await cluster.add(FakeWorker("d", Role.DECODE, silent))
@@ -206,7 +215,7 @@ async def test_a_request_that_waits_for_a_worker_ends(how: str, error: type[Exce
 @pytest.mark.parametrize("is_sibling", [True, False])
 async def test_a_further_choice_of_an_answer_that_has_begun_waits_for_a_worker(is_sibling: bool) -> None:
     async with fake_cluster() as cluster:
-        waiting = asyncio.create_task(collect(cluster, later_choice(is_sibling=is_sibling)))
+        waiting = await further_choice(cluster, is_sibling=is_sibling)
         await until_it_waits(cluster)
         with pytest.raises(NoWorker):  # nobody has seen anything of this one
             await collect(cluster, make_request(request_id="new"))
@@ -225,7 +234,7 @@ async def test_it_goes_to_a_prefill_worker_while_none_decodes() -> None:
             remaining_tokens(worker, message)
 
     async with fake_cluster(prefill=alone) as cluster:
-        assert tokens(await collect(cluster, later_choice())) == [100, 101, 102, 103]
+        assert tokens(await (await further_choice(cluster))) == [100, 101, 102, 103]
 
 
 async def test_it_keeps_its_place_in_the_queue_when_the_workers_die() -> None:
@@ -254,7 +263,7 @@ async def test_a_full_queue_refuses_no_choice_of_an_admitted_prompt() -> None:
         for refused in (make_request(request_id="new"), later_choice(is_sibling=False)):
             with pytest.raises(Overloaded, match="max_queued_prompt_tokens"):
                 await collect(cluster, refused)
-        sibling = asyncio.create_task(collect(cluster, later_choice()))
+        sibling = await further_choice(cluster)
         await eventually(lambda: cluster.registry.num_bookings == 2)
         sibling.cancel()
         running.cancel()
