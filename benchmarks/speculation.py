@@ -133,13 +133,14 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128, help="of each answer, at most (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=0, help="of both engines; 0 = as many as torch chooses")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 8, 32], help="at once; by default 1, 8, 32")
     settings = parser.parse_args()
     if settings.quick:
         settings.rounds, settings.tokens = 1, 32
     folder = resolve_model(settings.model, report=console.print)
     tokenizer = Tokenizer(folder)
     engines = {name: _engine(folder, name, settings.threads) for name in ("off", "auto")}
-    counts = [(kind, num) for kind in settings.kinds for num in KINDS[kind][1]]
+    counts = [(kind, num) for kind in settings.kinds for num in KINDS[kind][1] if num in settings.streams]
     results = [measure(engines, tokenizer, settings, kind, num) for kind, num in counts]
     _show(results)
     write_result("speculation", settings, [result._asdict() for result in results])
