@@ -71,6 +71,7 @@ class Run(NamedTuple):
     """One round of one engine."""
 
     tokens_per_s: float
+    tokens_per_cpu_s: float
     num_steps: int
     answers: list[list[int]]
 
@@ -85,6 +86,7 @@ class Result(NamedTuple):
     ratio: float
     least: float
     most: float
+    cpu_ratio: float  # of tokens per CPU second: what the ratio would be on a machine without other work
     tokens_per_step: float  # of `auto`, and stream
     num_drafted: int
     num_accepted: int
@@ -161,8 +163,11 @@ def measure(
             tasks = [KINDS[kind][0](source, tokenizer) for _ in range(num_streams)]
             runs[name].append(_run(engines[name], tokenizer, tasks, settings.tokens, f"{kind} {num_streams} {number}"))
     console.print(f"[dim]measured {kind} at {num_streams}[/]")
+    sys.stdout.flush()
     off, auto = runs["off"], runs["auto"]
-    ratios = [ratio(one.tokens_per_s, other.tokens_per_s) for one, other in zip(auto, off, strict=True)]
+    both = list(zip(auto, off, strict=True))
+    ratios = [ratio(one.tokens_per_s, other.tokens_per_s) for one, other in both]
+    cpu_ratios = [ratio(one.tokens_per_cpu_s, other.tokens_per_cpu_s) for one, other in both]
     pairs = [
         pair for one, other in zip(auto, off, strict=True) for pair in zip(one.answers, other.answers, strict=True)
     ]
@@ -174,6 +179,7 @@ def measure(
         statistics.median(ratios),
         min(ratios),
         max(ratios),
+        statistics.median(cpu_ratios),
         num_tokens / num_steps / num_streams,
         speculator.num_drafted - before[0],
         speculator.num_accepted - before[1],
@@ -185,13 +191,14 @@ def _run(engine: Engine, tokenizer: Tokenizer, tasks: list[Task], max_tokens: in
     sequences = [_add(engine, tokenizer, task, max_tokens, f"{scope} {i}", scope) for i, task in enumerate(tasks)]
     while not all(sequence.has_first_token for sequence in sequences):  # prompts are not what is compared
         engine.step()
-    num_before, num_steps, began = sum(sequence.num_output_tokens for sequence in sequences), 0, time.perf_counter()
+    num_before, num_steps = sum(sequence.num_output_tokens for sequence in sequences), 0
+    began, cpu_began = time.perf_counter(), time.process_time()
     while engine.has_work:
         num_steps += len(engine.step())
-    elapsed_s = time.perf_counter() - began
+    elapsed_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
     num_tokens = sum(sequence.num_output_tokens for sequence in sequences) - num_before
     answers = [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
-    return Run(num_tokens / elapsed_s, num_steps, answers)
+    return Run(num_tokens / elapsed_s, num_tokens / cpu_s, num_steps, answers)
 
 
 def _add(engine: Engine, tokenizer: Tokenizer, task: Task, max_tokens: int, name: str, scope: str) -> Sequence:
@@ -219,7 +226,19 @@ def _text(source: random.Random, folder: str, suffix: str) -> str:
 
 
 def _show(results: list[Result]) -> None:
-    headings = ["", "streams", "off tok/s", "auto tok/s", "ratio", "least", "most", "tok/step", "drafted", "accepted"]
+    headings = [
+        "",
+        "streams",
+        "off tok/s",
+        "auto tok/s",
+        "ratio",
+        "least",
+        "most",
+        "CPU",
+        "tok/step",
+        "drafted",
+        "accepted",
+    ]
     rows = [(*result[:-1], _verdict(result)) for result in results]
     print_table("--speculate auto beside off", [*headings, "aim"], rows)
     console.print(f"different answers: {sum(result.num_different for result in results)} (aim 0)")

@@ -189,9 +189,13 @@ class Engine:
         self._num_failed_steps = 0  # in a row
 
     def _make_speculator(self) -> Speculator | None:
-        """None if nothing is drafted: only on CPUs no row of a step depends on how many others there are."""
+        """None if nothing is drafted: it takes kernels for which no row of a step depends on how many there are."""
         speculate = self.config.speculate
         if speculate == "off" or self.model.device.type != "cpu":
+            return None
+        from tandem.engine.cpu.optimize import inexact_parts
+
+        if inexact_parts(self.model.module):
             return None
         return Speculator(
             speculate,

@@ -16,7 +16,7 @@ from tandem.engine.sequence import ScheduledChunk
 from tandem.protocol.errors import RequestError
 from tandem.protocol.messages import FinishReason
 from tests.engine.conftest import BuildEngine
-from tests.engine.test_engine import add, make_prompt, make_sampling, output, prompt_kv
+from tests.engine.test_engine import EXACT, add, generate, make_prompt, make_sampling, output, prompt_kv
 from tests.engine.test_forced_runs import answers
 from tests.engine.test_structured_output import make_engine
 from tests.support.structured_requests import random_sampling
@@ -140,6 +140,35 @@ def test_a_right_prediction_saves_most_steps(build_engine: BuildEngine, drafting
     tokens, num_steps = answer_of(drafting(), make_prompt(20), prediction=tuple(expected), **request)
     assert tokens == expected
     assert num_steps == 1 + 10  # the first token with the prompt, then eight drafted ones and a sampled one a step
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_every_family_answers_the_same(name: str, build_engine: BuildEngine) -> None:
+    request = {"max_tokens": 60, "temperature": 0.8, "seed": 6}
+    prompts = [make_prompt(length) for length in (5, 21, 40)]
+    plain = build_engine(name, dtype="bfloat16", speculate="off")
+    expected = generate(plain, prompts, **request)
+    engine = build_engine(name, dtype="bfloat16", speculate="8")
+    sequences = [
+        add(
+            engine,
+            str(i),
+            prompt,
+            prediction=tuple(token if at % 7 else 3 for at, token in enumerate(right)),
+            **request,
+        )
+        for i, (prompt, right) in enumerate(zip(prompts, expected, strict=True))
+    ]
+    while engine.has_work:
+        engine.step()
+    assert [output(sequence) for sequence in sequences] == expected
+    assert engine.speculator is not None
+    assert engine.speculator.num_accepted > 60
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "jetmoe"])
+def test_nothing_is_drafted_where_a_row_may_depend_on_the_others(name: str, build_engine: BuildEngine) -> None:
+    assert build_engine(name, speculate="8").speculator is None
 
 
 def test_an_answer_is_drafted_from_the_one_before_in_its_scope_only(drafting: Callable[..., Engine]) -> None:
