@@ -143,7 +143,10 @@ def main() -> int:
     tokenizer = Tokenizer(folder)
     engines = {name: _engine(folder, name, settings.threads) for name in ("off", "auto")}
     counts = [(kind, num) for kind in settings.kinds for num in KINDS[kind][1] if num in settings.streams]
-    results = [measure(engines, tokenizer, settings, kind, num) for kind, num in counts]
+    results: list[Result] = []
+    for kind, num in counts:
+        results.append(measure(engines, tokenizer, settings, kind, num))
+        console.print(f"[dim]measured {kind} at {num}: {results[-1].ratio:.2f}, {results[-1].cpu_ratio:.2f} by CPU[/]")
     _show(results)
     write_result("speculation", settings, [result._asdict() for result in results])
     return int(any(result.num_different for result in results))
@@ -162,8 +165,6 @@ def measure(
             source = random.Random(f"{settings.seed} {kind} {num_streams} {number}")
             tasks = [KINDS[kind][0](source, tokenizer) for _ in range(num_streams)]
             runs[name].append(_run(engines[name], tokenizer, tasks, settings.tokens, f"{kind} {num_streams} {number}"))
-    console.print(f"[dim]measured {kind} at {num_streams}[/]")
-    sys.stdout.flush()
     off, auto = runs["off"], runs["auto"]
     both = list(zip(auto, off, strict=True))
     ratios = [ratio(one.tokens_per_s, other.tokens_per_s) for one, other in both]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 
-from tandem.engine.sequence import Sequence
 from tandem.engine.speculation.acceptance import Acceptance
 from tandem.engine.speculation.token_index import MAX_MATCH, SEPARATOR, Match, TokenIndex
 
@@ -58,9 +57,9 @@ class RecentAnswers:
             self._scopes.popitem(last=False)
         return scope
 
-    def add(self, sequence: Sequence) -> None:
-        """Keep the answer of a sequence that has ended."""
-        self.of(sequence.root).add(sequence.token_ids[max(sequence.num_prompt_tokens - MAX_MATCH, 0) :])
+    def add(self, root: bytes, token_ids: list[int], num_prompt_tokens: int) -> None:
+        """Keep an answer, and the end of its prompt, which matches where the next answer begins."""
+        self.of(root).add(token_ids[max(num_prompt_tokens - MAX_MATCH, 0) :])
         while len(self._scopes) > 1 and self.num_tokens > _MAX_TOKENS:
             self._scopes.popitem(last=False)
 
@@ -68,18 +67,20 @@ class RecentAnswers:
 class DraftSources:
     """Where the drafts of one sequence come from, and how good they were."""
 
-    def __init__(self, sequence: Sequence, answers: ScopeAnswers) -> None:
+    def __init__(
+        self, token_ids: list[int], num_prompt_tokens: int, prediction: Seq[int], answers: ScopeAnswers
+    ) -> None:
+        """`token_ids` belongs to the sequence: it grows with its answer."""
         self.acceptance = Acceptance(answers.acceptance)
         self.drafted: Seq[int] = _NO_TOKENS  # what was expected behind the first `_num_seen` tokens
         self.is_predicted = False  # whether that was the request's prediction
         self._length = 0  # of the match that it came from
-        self._num_seen = len(sequence.token_ids)
+        self._num_seen = len(token_ids)
         self._answers = answers
-        self._text = TokenIndex(sequence.token_ids)
+        self._text = TokenIndex(token_ids)
         self._prediction: TokenIndex | None = None
-        if prediction := sequence.sampling.prediction:  # the end of the prompt matches where the answer begins
-            num_prompt = sequence.num_prompt_tokens
-            end_of_prompt = sequence.token_ids[max(num_prompt - MAX_MATCH, 0) : num_prompt]
+        if prediction:  # the end of the prompt matches where the answer begins
+            end_of_prompt = token_ids[max(num_prompt_tokens - MAX_MATCH, 0) : num_prompt_tokens]
             self._prediction = TokenIndex([*end_of_prompt, *prediction])
 
     @property

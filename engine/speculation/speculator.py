@@ -61,12 +61,14 @@ class Speculator:
     def note_end(self, sequence: Sequence) -> None:
         """A sequence has ended: later answers may be like its own."""
         if sequence.phase is Phase.WHOLE and sequence.has_first_token:
-            self._answers.add(sequence)
+            self._answers.add(sequence.root, sequence.token_ids, sequence.num_prompt_tokens)
 
     def _propose(self, sequence: Sequence) -> list[float]:
         """Let the sequence expect its next tokens. Returns their probabilities."""
         if sequence.drafts is None:
-            sequence.drafts = DraftSources(sequence, self._answers.of(sequence.root))
+            answers = self._answers.of(sequence.root)
+            prediction, num_prompt = sequence.sampling.prediction, sequence.num_prompt_tokens
+            sequence.drafts = DraftSources(sequence.token_ids, num_prompt, prediction, answers)
         sources, token_ids = sequence.drafts, sequence.token_ids
         # Behind the draft there is one more token, which is sampled.
         left = min(self._max_model_len - len(token_ids), sequence.sampling.max_tokens - sequence.num_output_tokens) - 1

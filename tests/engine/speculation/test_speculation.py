@@ -107,11 +107,10 @@ def test_recent_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources_module, "_MAX_SCOPES", 5)
     answers, source = RecentAnswers(), random.Random(0)
     for number in range(300):
-        sequence = make_sequence(list(range(source.choice([2, 30, 150, 5000]))))
-        sequence.root = bytes([source.randrange(9)])
-        answers.add(sequence)
-        assert answers.of(sequence.root).num_tokens > 0, "the latest answer is kept"
-        assert answers.of(sequence.root).num_tokens <= 400 + 2
+        root = bytes([source.randrange(9)])
+        answers.add(root, list(range(source.choice([2, 30, 150, 5000]))), 1)
+        assert answers.of(root).num_tokens > 0, "the latest answer is kept"
+        assert answers.of(root).num_tokens <= 400 + 2
         assert answers.num_tokens <= 1000
         answers.of(bytes([20 + number % 9]))
         assert len(answers) <= 5
