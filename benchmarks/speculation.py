@@ -3,10 +3,14 @@
     python -m benchmarks.speculation
 
 Two engines of one process answer the same requests, and each round gives the ratio of their tokens a second; each goes
-first as often as last. Every answer is compared token for token. Code edit: repeat a module of this repository with one
-name changed; the module is the request's prediction. Summary: sum up a document of this repository, with quotes. JSON:
-records out of such a document, by a grammar. Chat: questions, with temperature 0.7. A round has prompts and a cache
-scope of its own, so that no answer is drafted from the same answer of an earlier round.
+first as often as last. Every answer is compared token for token.
+
+Code edit: repeat a module of this repository with one name changed. The module is the request's prediction, and its
+first six lines are given, because so small a model would not begin to repeat it.
+Summary: sum up a document of this repository, with quotes. JSON: records out of such a document, by a grammar.
+Chat: questions, with temperature 0.7.
+
+A round has prompts and a cache scope of its own, so that no answer is drafted from the same one of an earlier round.
 
 Stands behind docs/benchmarks.md. Exit code 1 if answers differ.
 """
@@ -65,6 +69,7 @@ class Task(NamedTuple):
 
     messages: list[dict[str, str]]
     sampling: dict[str, Any]
+    begun: str = ""  # the beginning of the answer
 
 
 class Run(NamedTuple):
@@ -98,8 +103,9 @@ def code_edit(source: random.Random, tokenizer: Tokenizer) -> Task:
     text = _text(source, "scheduling", ".py")
     name = source.choice(sorted({*re.findall(r"\b[a-z]+_[a-z_]+\b", text)}))
     ask = f"Rename `{name}` to `renamed_{name}` in this file. Answer with the whole file.\n\n```python\n{text}\n```"
+    begun = "```python\n" + "".join(text.splitlines(keepends=True)[:6])
     return Task(
-        _asked(ask), {"prediction": tuple(tokenizer.encode(f"```python\n{text}\n```", add_special_tokens=False))}
+        _asked(ask), {"prediction": tuple(tokenizer.encode(f"```python\n{text}\n```", add_special_tokens=False))}, begun
     )
 
 
@@ -176,7 +182,8 @@ def measure(
     return Result(
         kind,
         num_streams,
-        *(statistics.median(one.tokens_per_s for one in each) for each in (off, auto)),
+        statistics.median(one.tokens_per_s for one in off),
+        statistics.median(one.tokens_per_s for one in auto),
         statistics.median(ratios),
         min(ratios),
         max(ratios),
@@ -203,7 +210,7 @@ def _run(engine: Engine, tokenizer: Tokenizer, tasks: list[Task], max_tokens: in
 
 
 def _add(engine: Engine, tokenizer: Tokenizer, task: Task, max_tokens: int, name: str, scope: str) -> Sequence:
-    text = tokenizer.render_chat(task.messages, {"add_generation_prompt": True})  # type: ignore[arg-type]
+    text = tokenizer.render_chat(task.messages, {"add_generation_prompt": True}) + task.begun
     sampling = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "seed": 1, **task.sampling})
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     sequence = engine.make_sequence(name, token_ids, sampling, cache_salt=scope)
