@@ -9,7 +9,9 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -29,7 +31,8 @@ from tandem.engine.sampling.sampler import LaunchedSample, SampledToken, Sampler
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Phase, ScheduledChunk, Sequence, SequenceStatus
 from tandem.engine.sequence_blocks import ComputedBlocks
-from tandem.engine.structured_output import StructuredOutput
+from tandem.engine.speculation.speculator import Speculator
+from tandem.engine.structured_output import MaskRequest, StructuredOutput
 from tandem.engine.tensor_parallel.group import RanksLost
 from tandem.engine.tensor_parallel.ranks import make_ranks
 from tandem.protocol.config import EngineConfig
@@ -62,7 +65,10 @@ _MAX_FAILED_STEPS = 3  # in a row, each failing for every sequence: then the eng
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """One new token of a sequence, and whether the sequence ended with it."""
+    """One new token of a sequence, and whether the sequence ended with it.
+
+    Tokens of the request's prediction that a step computed count with the step's first token.
+    """
 
     sequence: Sequence
     offset: int  # of the token in the output
@@ -70,6 +76,8 @@ class SequenceOutput:
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
     stop_token_id: int | None  # the new token, if it ended the sequence and is not part of the answer
+    num_accepted_tokens: int = 0  # of the prediction
+    num_rejected_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +98,13 @@ class StepResult:
     failures: list[SequenceFailure] = field(default_factory=list)
 
 
+class _Sampling(NamedTuple):
+    """Whose tokens are sampled: the next one, and one behind each token of a draft."""
+
+    sequence: Sequence | None  # None: its mask is late, so the tokens are not used
+    draft: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
     """A step that the device may still compute, between two marks of its stream."""
@@ -97,8 +112,8 @@ class _LaunchedStep:
     scheduled: list[ScheduledChunk]
     chunks: list[ScheduledChunk]  # without those that could not be computed
     computed: list[ComputedBlocks]
-    sampling: list[Sequence | None]  # None: its mask is late, so the token is not used
-    sample: LaunchedSample | None  # a token for each of them
+    sampling: list[_Sampling]
+    sample: LaunchedSample | None  # their tokens
     scores: LaunchedScores | None
     failures: list[SequenceFailure]
     begin: Mark
@@ -160,6 +175,7 @@ class Engine:
             max_num_scored=max(_SCORED_BYTES // (4 * model.vocab_size), _MIN_SCORED),
             copy_block=self.kv.copy,
         )
+        self.speculator = self._make_speculator()
         self.sampler = Sampler(model.eos_token_ids)
         self.structured_output = StructuredOutput(Path(config.model), model.vocab_size, model.eos_token_ids)
         self._resources.callback(self.structured_output.close)
@@ -174,6 +190,22 @@ class Engine:
         )
         self._launched: deque[_LaunchedStep] = deque()
         self._num_failed_steps = 0  # in a row
+
+    def _make_speculator(self) -> Speculator | None:
+        """None if nothing is drafted: it takes kernels for which no row of a step depends on how many there are."""
+        speculate = self.config.speculate
+        if speculate == "off" or self.model.device.type != "cpu":
+            return None
+        from tandem.engine.cpu.optimize import inexact_parts
+
+        if inexact_parts(self.model.module):
+            return None
+        return Speculator(
+            speculate,
+            max_model_len=self.config.max_model_len,
+            max_tokens=self.config.max_num_batched_tokens,
+            max_rows=self.scheduler.max_num_scored,
+        )
 
     @property
     def block_bytes(self) -> int:
@@ -232,7 +264,7 @@ class Engine:
         most = min(sampling.max_tokens, limit - len(token_ids))
         if output_ids and len(output_ids) >= most:
             raise RequestError(f"the answer has {len(output_ids)} tokens already; it may have {most}")
-        for ids in (token_ids, output_ids, sampling.stop_token_ids, sampling.logit_bias):
+        for ids in (token_ids, output_ids, sampling.stop_token_ids, sampling.logit_bias, sampling.prediction):
             if ids and not (min(ids) >= 0 and max(ids) < self.model.vocab_size):
                 raise RequestError(
                     f"token ids {min(ids)} to {max(ids)}: this model's are 0 to {self.model.vocab_size - 1}"
@@ -341,6 +373,8 @@ class Engine:
             num_free_seats=max(self.scheduler.admission.num_free_seats, 0),
             num_waiting_for_room=self.scheduler.num_waiting_for_room,
             num_preemptions=self.scheduler.num_preemptions,
+            num_drafted_tokens=0 if self.speculator is None else self.speculator.num_drafted,
+            num_accepted_tokens=0 if self.speculator is None else self.speculator.num_accepted,
         )
 
     def close(self) -> None:
@@ -367,21 +401,26 @@ class Engine:
         if not scheduled:
             return
         before_compute()
+        scheduled = self._with_drafts(scheduled)
         self._begin_masks(scheduled)
         chunks, logits, failures = self._compute(scheduled, between_layers)
-        sampling = _sampling(chunks)
-        used: list[Sequence | None] = []
+        sampling = {chunk.sequence: chunk.draft for chunk in chunks if chunk.samples}
+        used: list[_Sampling] = []
         sample = scores = None
-        if logits is not None and len(logits) > len(sampling):
+        if logits is not None and any(chunk.num_scored for chunk in chunks):
             scores, logits = self.sampler.score(logits, chunks)
         if logits is not None and sampling:
-            masks, late = self._take_masks(sampling)
+            masks, late = self._take_masks(list(sampling))
             chunks = [one for chunk in chunks if (one := _without_late_token(chunk, late)) is not None]
             sampling, rows = _with_forks(sampling, masks)
-            sample = self.sampler.launch(logits, self.sampler.plan(sampling, logits.shape[1], masks), rows)
-            used = [None if sequence in late or sequence.leader in late else sequence for sequence in sampling]
+            plans = self.sampler.plan(list(sampling), logits.shape[1], masks, sampling)
+            sample = self.sampler.launch(logits, plans, rows)
+            used = [
+                _Sampling(None if sequence in late or sequence.leader in late else sequence, draft)
+                for sequence, draft in sampling.items()
+            ]
         end = self.stream.record()
-        if any(sequence.sampling.depends_on_output for sequence in sampling):
+        if any(draft or sequence.sampling.depends_on_output for sequence, draft in sampling.items()):
             self.stream.wait(end)
         computed = []
         for chunk in chunks:
@@ -398,6 +437,20 @@ class Engine:
                     self.scheduler.fork(chunk.sequence)
         self._launched.append(_LaunchedStep(scheduled, chunks, computed, used, sample, scores, failures, begin, end))
 
+    def _with_drafts(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
+        """The chunks with drafts, as far as the pool has room for their KV now."""
+        if self.speculator is None:
+            return chunks
+        drafted = []
+        for chunk in self.speculator.add_drafts(chunks):
+            if chunk.sequence.forks:
+                chunk = replace(chunk, draft=())
+            elif chunk.draft:
+                num = self.scheduler.blocks.make_room(chunk.sequence, len(chunk.draft))
+                chunk = replace(chunk, draft=chunk.draft[:num])
+            drafted.append(chunk)
+        return drafted
+
     def _begin_costly_masks(self) -> None:
         """Begin masks whose sequences wait for them, within the budget if it protects other sequences."""
         running = self.scheduler.running
@@ -410,21 +463,28 @@ class Engine:
     def _begin_masks(self, chunks: list[ScheduledChunk]) -> None:
         """Begin to compute the tokens that the grammars of a step's sequences allow."""
         self.structured_output.begin_masks(
-            [(s.matcher, s.unmatched_ids) for s in _sampling(chunks) if s.matcher is not None]
+            [
+                MaskRequest(chunk.sequence.matcher, chunk.sequence.unmatched_ids, chunk.draft)
+                for chunk in chunks
+                if chunk.samples and chunk.sequence.matcher is not None
+            ]
         )
 
-    def _take_masks(self, sampling: list[Sequence]) -> tuple[dict[Sequence, TokenMask | Exception], set[Sequence]]:
+    def _take_masks(
+        self, sampling: list[Sequence]
+    ) -> tuple[dict[Sequence, list[TokenMask] | Exception], set[Sequence]]:
         """The tokens that the grammars of these sequences allow, and the sequences for which they are not known yet."""
         matchers = {sequence: sequence.matcher for sequence in sampling if sequence.matcher is not None}
         if not matchers:
             return {}, set()
         self.structured_output.wait_masks(list(matchers.values()))
-        masks, late = {}, set()
+        masks: dict[Sequence, list[TokenMask] | Exception] = {}
+        late = set[Sequence]()
         for sequence, matcher in matchers.items():
             if (mask := matcher.take_mask()) is None:
                 late.add(sequence)
             else:
-                masks[sequence] = mask
+                masks[sequence] = mask if isinstance(mask, Exception) else [mask, *matcher.draft_masks]
         return masks, late
 
     def _take_complete(self) -> list[StepResult]:
@@ -445,14 +505,20 @@ class Engine:
                 failures += self._give_up(computed.sequence, error)
         if step.scores is not None:
             failures += self._take_scores(step.scores)
-        sampled = [] if step.sample is None else step.sample.read()
-        for sequence, token in zip(step.sampling, sampled, strict=True):
+        sampled = iter([] if step.sample is None else step.sample.read())
+        for sequence, draft in step.sampling:
+            token, *behind = islice(sampled, 1 + len(draft))
             if sequence is None or sequence in step.void or self.sequences.get(sequence.request_id) is not sequence:
                 continue
-            error = token if isinstance(token, Exception) else error_of(self._take_token, sequence, token, outputs)
+            right = _right_tokens(token, draft, behind)
+            error = (
+                right if isinstance(right, Exception) else error_of(self._take_tokens, sequence, draft, right, outputs)
+            )
             if error is not None:
                 failures += self._give_up(sequence, error)
         stats = _stats(step.scheduled, self.stream.seconds_between(step.begin, step.end))
+        if self.speculator is not None:
+            self.speculator.note_step(step.scheduled, stats.duration_s)
         return StepResult([chunk for chunk in step.chunks if chunk.sequence not in step.void], outputs, stats, failures)
 
     def _take_scores(self, scores: LaunchedScores) -> list[SequenceFailure]:
@@ -524,13 +590,45 @@ class Engine:
         """The tokens of the step before, if they are not read yet."""
         if not self._launched or (sample := self._launched[-1].sample) is None:
             return None
-        rows = {s: row for row, s in enumerate(self._launched[-1].sampling) if s is not None}
+        rows, end = dict[Sequence, int](), 0
+        for sequence, draft in self._launched[-1].sampling:
+            if sequence is not None:
+                rows[sequence] = end
+            end += 1 + len(draft)
         return LateTokens(sample.token_ids, rows)
 
-    def _take_token(self, sequence: Sequence, sampled: SampledToken, outputs: list[SequenceOutput]) -> None:
-        """Note a sampled token, and those that its grammar forces behind it; it ends with one of them or goes on."""
+    def _take_tokens(
+        self, sequence: Sequence, draft: tuple[int, ...], tokens: list[SampledToken], outputs: list[SequenceOutput]
+    ) -> None:
+        """Note sampled tokens, all but the last as drafted, until one ends the sequence."""
+        sampled, *behind = tokens
+        first = len(outputs)
         position = sequence.set_pending_token(sampled.token_id)
         outputs.append(self._note_token(sequence, position, sampled.logprobs))
+        for sampled in behind:
+            if sequence.finish_reason is not None:
+                break
+            sequence.token_ids.append(sampled.token_id)
+            outputs.append(self._note_token(sequence, len(sequence.token_ids) - 1, sampled.logprobs))
+        if draft:
+            outputs[first] = self._note_draft(sequence, draft, outputs[first:])
+        self._go_on(sequence, position, sampled, outputs)
+        if draft:
+            self.scheduler.blocks.keep_needed(sequence)
+
+    def _note_draft(self, sequence: Sequence, draft: tuple[int, ...], outputs: list[SequenceOutput]) -> SequenceOutput:
+        """Keep what was computed of the tokens that came. Returns the first output with the prediction's tokens."""
+        num_right = sum(output.token_id == token for output, token in zip(outputs, draft, strict=False))
+        # The KV of a token that ends its sequence is not kept: no step would have computed it.
+        self.scheduler.blocks.accept(sequence, len(outputs) - 1)
+        assert self.speculator is not None, "nobody drafts"
+        self.speculator.note_draft(len(draft), num_right)
+        if sequence.drafts is None or not sequence.drafts.is_predicted:
+            return outputs[0]
+        return replace(outputs[0], num_accepted_tokens=num_right, num_rejected_tokens=len(draft) - num_right)
+
+    def _go_on(self, sequence: Sequence, position: int, sampled: SampledToken, outputs: list[SequenceOutput]) -> None:
+        """Note what a grammar forces behind the tokens from `position` on; the sequence ends or goes on."""
         while (
             len(sequence.token_ids) - position < self.max_run and (forced := self._forced_token(sequence)) is not None
         ):
@@ -569,6 +667,8 @@ class Engine:
         if sequence.leader is not None:
             sequence.leader.forks.remove(sequence)
             sequence.leader = None
+        if self.speculator is not None and sequence.finish_reason is not FinishReason.ABORT:
+            self.speculator.note_end(sequence)
         self.scheduler.remove(sequence, keep_blocks=keep_blocks)
 
     def _finish_reason(self, sequence: Sequence, position: int) -> FinishReason | None:
@@ -595,40 +695,60 @@ def _threads_of_a_rank(config: EngineConfig) -> int:
     return max((config.num_threads or torch.get_num_threads()) // config.tensor_parallel_size, 1)
 
 
-def _sampling(chunks: list[ScheduledChunk]) -> list[Sequence]:
-    return [chunk.sequence for chunk in chunks if chunk.samples]
+def _right_tokens(
+    token: SampledToken | Exception, draft: tuple[int, ...], behind: list[SampledToken | Exception]
+) -> list[SampledToken] | Exception:
+    """The sampled tokens up to the first that differs from the draft, itself included.
+
+    An exception behind a draft is left to the step in which the draft has come: it may not come at all.
+    """
+    if isinstance(token, Exception):
+        return token
+    right = [token]
+    for drafted, sampled in zip(draft, behind, strict=True):
+        if right[-1].token_id != drafted or isinstance(sampled, Exception):
+            break
+        right.append(sampled)
+    return right
 
 
 def _with_forks(
-    sampling: list[Sequence], masks: dict[Sequence, TokenMask | Exception]
-) -> tuple[list[Sequence], list[int] | None]:
-    """The sequences and their forks, and the row of logits of each; None where all have their own.
+    drafts: dict[Sequence, tuple[int, ...]], masks: dict[Sequence, list[TokenMask] | Exception]
+) -> tuple[dict[Sequence, tuple[int, ...]], list[int] | None]:
+    """The sequences and their forks with their drafts, and the row of logits of each token; None = all have their own.
 
-    Forks get the mask of their sequence: none of them has any output yet.
+    Forks get the mask of their sequence: none of them has any output yet, nor a draft.
     """
-    if not any(sequence.forks for sequence in sampling):
-        return sampling, None
-    rows = [(row, one) for row, sequence in enumerate(sampling) for one in (sequence, *sequence.forks)]
-    for _, one in rows:
-        if one.leader in masks:
-            masks[one] = masks[one.leader]
-    return [one for _, one in rows], [row for row, _ in rows]
+    if not any(sequence.forks for sequence in drafts):
+        return drafts, None
+    sampling, rows, row = dict[Sequence, tuple[int, ...]](), list[int](), 0
+    for sequence, draft in drafts.items():
+        for one in (sequence, *sequence.forks):
+            sampling[one] = draft
+            rows += range(row, row + 1 + len(draft))
+            if one.leader in masks:
+                masks[one] = masks[one.leader]
+        row += 1 + len(draft)
+    return sampling, rows
 
 
 def _without_late_token(chunk: ScheduledChunk, late: set[Sequence]) -> ScheduledChunk | None:
     """The chunk as computed. Without its mask a sequence's last token does not count: it is computed again with it."""
     if chunk.sequence not in late:
         return chunk
-    return replace(chunk, num_tokens=chunk.num_tokens - 1, samples=False) if chunk.num_tokens > 1 else None
+    return replace(chunk, num_tokens=chunk.num_tokens - 1, samples=False, draft=()) if chunk.num_tokens > 1 else None
 
 
 def _stats(chunks: list[ScheduledChunk], duration_s: float) -> StepStats:
+    """A drafted token is work like a prompt's token."""
     prefill = [chunk for chunk in chunks if not (chunk.num_tokens == 1 and chunk.samples)]
     decode = [chunk for chunk in chunks if chunk.num_tokens == 1 and chunk.samples]
+    drafted = [(chunk.start + chunk.num_tokens, len(chunk.draft)) for chunk in chunks if chunk.draft]
     return StepStats(
         duration_s=duration_s,
-        num_prefill_tokens=sum(chunk.num_tokens for chunk in prefill),
-        prefill_attention=sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in prefill),
+        num_prefill_tokens=sum(chunk.num_tokens for chunk in prefill) + sum(num for _, num in drafted),
+        prefill_attention=sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in prefill)
+        + sum(num * (start + num / 2) for start, num in drafted),
         num_decode_seqs=len(decode),
         num_decode_kv_tokens=sum(chunk.start + 1 for chunk in decode),
     )

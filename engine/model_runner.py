@@ -136,22 +136,24 @@ class ModelRunner:
         # slot_mapping         where the KV of [start, end) goes: block * size + offset in the block
         # query_starts[i:i+2]  its rows of the batch; kv_lens[i] = end, up to which the last of its rows attends
         # logit_rows           its last `num_logits` rows, numbered through the batch
+        # Drafted tokens come behind those of the sequence: then `end` is that of the draft.
         size = self._block_size
         token_ids: list[int] = []
         positions, slots, rows = [], [], list[int]()
         kv_lens = np.empty(len(chunks), dtype=np.int32)
         starts = np.zeros(len(chunks) + 1, dtype=np.int32)
-        num_blocks = [-(-(chunk.start + chunk.num_tokens) // size) for chunk in chunks]
+        num_blocks = [-(-(chunk.start + chunk.num_rows) // size) for chunk in chunks]
         tables = np.zeros((len(chunks), max(num_blocks)), dtype=np.int32)
         for i, chunk in enumerate(chunks):
-            end = chunk.start + chunk.num_tokens
-            token_ids += chunk.sequence.token_ids[chunk.start : end]
+            end = chunk.start + chunk.num_rows
+            token_ids += chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+            token_ids += chunk.draft
             tables[i, : num_blocks[i]] = chunk.sequence.blocks[: num_blocks[i]]
             position = np.arange(chunk.start, end, dtype=np.int64)
             positions.append(position)
             slots.append(tables[i, position // size].astype(np.int64) * size + position % size)
             kv_lens[i] = end
-            starts[i + 1] = starts[i] + chunk.num_tokens
+            starts[i + 1] = starts[i] + chunk.num_rows
             rows += range(len(token_ids) - chunk.num_logits, len(token_ids))
         late_inputs = None if late_tokens is None else _late_inputs(chunks, token_ids, late_tokens)
         return PackedBatch(
@@ -188,7 +190,7 @@ def _late_inputs(chunks: list[ScheduledChunk], token_ids: list[int], late_tokens
     """Where pending tokens go, each the last of its chunk. In `token_ids` they become 0."""
     places, rows, end = [], [], 0
     for chunk in chunks:
-        end += chunk.num_tokens
+        end += chunk.num_rows
         if token_ids[end - 1] == PENDING_TOKEN:
             token_ids[end - 1] = 0
             places.append(end - 1)

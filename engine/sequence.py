@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from tandem.engine.prompt_scores import PromptScores
+    from tandem.engine.speculation.sources import DraftSources
     from tandem.engine.structured_output import GrammarMatcher
 
     Array = np.ndarray[Any, Any]
@@ -99,6 +100,7 @@ class Sequence:
     onboarding: Onboarding | None = None
     logit_bias: tuple[Array, Array] | None = None  # ids and values; the sampler makes them once
     matcher: GrammarMatcher | None = None  # of a grammar that its output must match
+    drafts: DraftSources | None = None  # what its next tokens may be, once it was asked
     prompt_scores: PromptScores | None = None  # log probabilities of the prompt's tokens, if they were asked for
     kv_holder: KvHolder | None = None  # a peer that has some of the prompt's KV
     kv_receiver: PeerAddress | None = None  # the worker to which the prompt's KV is handed
@@ -209,6 +211,7 @@ class ScheduledChunk:
 
     The logits of its last tokens are needed: of `num_scored` to score the prompt, and then of one if it samples.
     NOTE: both are stored, because the sequence changes as soon as the step is launched.
+    Behind the tokens of one that samples those of `draft` are computed, with logits, in case they come next.
     """
 
     sequence: Sequence
@@ -216,8 +219,19 @@ class ScheduledChunk:
     num_tokens: int
     samples: bool
     num_scored: int = 0
+    draft: tuple[int, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """How many tokens are computed."""
+        return self.num_tokens + len(self.draft)
+
+    @property
+    def num_sampled(self) -> int:
+        """How many of the last of them have logits to sample from."""
+        return self.samples + len(self.draft)
 
     @property
     def num_logits(self) -> int:
-        """How many of its last tokens' logits are needed."""
-        return self.num_scored + self.samples
+        """How many of the last of them have logits that are needed."""
+        return self.num_scored + self.num_sampled

@@ -137,6 +137,28 @@ class SequenceBlocks:
         for listener in self._listeners:
             listener.published(sequence, first, num_full)
 
+    def make_room(self, sequence: Sequence, num_drafted: int) -> int:
+        """Take free blocks for a draft behind a sequence's tokens. Returns for how many drafted tokens there is room.
+
+        `keep_needed` gives them back.
+        """
+        num_tokens = len(sequence.token_ids)
+        num_missing = -(-(num_tokens + num_drafted) // self.block_size) - len(sequence.blocks)
+        fresh = self.pool.try_allocate(min(max(num_missing, 0), self.pool.num_available))
+        sequence.blocks += fresh or []
+        return min(len(sequence.blocks) * self.block_size - num_tokens, num_drafted)
+
+    def accept(self, sequence: Sequence, num_tokens: int) -> None:
+        """Count tokens of a draft as computed, which the device has done, and publish full blocks."""
+        sequence.num_computed_tokens += num_tokens
+        self.publish_computed(sequence)
+
+    def keep_needed(self, sequence: Sequence) -> None:
+        """Give back blocks behind a sequence's last token."""
+        num_needed = self.num_needed(sequence)
+        self.pool.release(sequence.blocks[num_needed:])
+        del sequence.blocks[num_needed:]
+
     def release(self, sequence: Sequence) -> None:
         """Drop the sequence's references; cached blocks stay findable until evicted."""
         self.pool.release(sequence.blocks)

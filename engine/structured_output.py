@@ -11,6 +11,7 @@ it follow the output, and so the tokens do not depend on where, or in which batc
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import queue
@@ -18,6 +19,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
@@ -85,10 +87,18 @@ class _Waiting(NamedTuple):
     compilation: weakref.ref[_Compilation]
 
 
-class _PendingMask(NamedTuple):
-    """A mask that is being computed: one row of those that are computed together."""
+class MaskRequest(NamedTuple):
+    """Tokens behind which a mask is wanted, and a draft behind each token of which one is wanted, too."""
 
-    rows: Future[list[TokenMask | GrammarError]]
+    matcher: GrammarMatcher
+    new_ids: list[int]  # behind those that the matcher has consumed
+    draft: tuple[int, ...] = ()
+
+
+class _PendingMask(NamedTuple):
+    """A mask that is being computed: one row of those that are computed together. Those behind a draft follow it."""
+
+    rows: Future[list[list[TokenMask] | GrammarError]]
     row: int
 
 
@@ -103,6 +113,10 @@ class GrammarMatcher:
         self._number_run = 0  # characters of numbers in a row, at the end of what it has consumed
         self.num_probed = 0  # tokens of the output that the probe has consumed
         self.pending: _PendingMask | None = None
+        self.draft_masks: list[
+            TokenMask
+        ] = []  # behind the leading tokens of a draft, with the mask that was taken last
+        self.draft_s = 0.0  # what all of them cost; it does not count against the grammar
         self.is_slow = False  # its last mask was late: the next one does not delay those of others
         self.unpaid_s = 0.0  # what its last token cost, until `MaskBudget` has it
         self.total_cost_s = 0.0
@@ -122,6 +136,20 @@ class GrammarMatcher:
         """Whether its last token cost so much that its next mask waits for the budget."""
         return self.unpaid_s > _COSTLY_S
 
+    @property
+    def may_look_ahead(self) -> bool:
+        """Whether its masks are cheap, and no thread computes one now."""
+        return self._matcher is not None and self.pending is None and not self.is_costly and not self.is_slow
+
+    def num_allowed(self, draft: Seq[int]) -> int:
+        """How many leading tokens of a draft may follow what it has consumed. It must be true that `may_look_ahead`."""
+        assert self._matcher is not None, "it has consumed nothing"
+        begun_s, num = time.thread_time(), 0
+        with contextlib.suppress(GrammarError), grammar_errors_only():
+            num = self._matcher.validate_tokens(list(draft))
+        self.draft_s += time.thread_time() - begun_s
+        return num
+
     def follow(self, new_ids: list[int]) -> llguidance.LLMatcher:
         """The matcher after these tokens, which follow those that it has consumed.
 
@@ -138,11 +166,11 @@ class GrammarMatcher:
         check_matcher(matcher)
         return matcher
 
-    def end_number(self, mask: TokenMask) -> None:
-        """End a number of JSON that is too long, in the mask that follows what it has consumed."""
+    def end_number(self, mask: TokenMask, draft: Seq[int] = ()) -> None:
+        """End a number of JSON that is too long, in the mask that follows what it has consumed, and this draft."""
         numbers = self._compilation.compiled.result().numbers
         if numbers is not None:
-            numbers.end_number(mask, self._number_run)
+            numbers.end_number(mask, numbers.run_after(self._number_run, draft) if draft else self._number_run)
 
     def forced_token(self, new_ids: list[int]) -> int | None:
         """The only token that may follow these ones, if that is known without the mask.
@@ -169,15 +197,29 @@ class GrammarMatcher:
         """Fill `mask` with what may follow these tokens. Raises `GrammarError`."""
         begun_s = time.thread_time()
         with grammar_errors_only():
-            matcher = self.follow(new_ids)
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            check_matcher(matcher)
-            num_forced_bytes(matcher)
-            if not matcher.is_accepting():  # an end token that is also a piece of text would cut the output
-                mask &= no_end
+            _fill_mask(self.follow(new_ids), mask, no_end)
             self.end_number(mask)
         self._note_cost(self._token_cost_s + time.thread_time() - begun_s)
         return mask
+
+    def compute_draft_masks(self, draft: Seq[int], no_end: TokenMask) -> list[TokenMask]:
+        """Masks behind each token of a draft. They end where it does not fit, or costs more than a cheap mask may.
+
+        A `GrammarError` behind a drafted token is left to the step in which that token has come.
+        """
+        begun_s, masks = time.thread_time(), list[TokenMask]()
+        if draft and self._matcher is not None:
+            ahead = self._matcher.deep_copy()
+            with contextlib.suppress(GrammarError), grammar_errors_only():
+                for num, token_id in enumerate(draft, 1):
+                    ahead.consume_tokens([token_id])
+                    if ahead.is_stopped() or time.thread_time() - begun_s > _COSTLY_S:
+                        break
+                    mask = _fill_mask(ahead, np.empty_like(no_end), no_end)
+                    self.end_number(mask, draft[:num])
+                    masks.append(mask)
+        self.draft_s += time.thread_time() - begun_s
+        return masks
 
     def take_mask(self) -> TokenMask | Exception | None:
         """The mask that was begun last, or why there is none; None while it is computed."""
@@ -188,7 +230,11 @@ class GrammarMatcher:
             return None
         self.pending = None
         self.is_slow, self._is_late = self._is_late, False
-        return pending.rows.result()[pending.row]
+        masks = pending.rows.result()[pending.row]
+        if isinstance(masks, GrammarError):
+            return masks
+        self.draft_masks = masks[1:]
+        return masks[0]
 
     def _find_forced_token(self, new_ids: list[int]) -> int | None:
         compiled = self._compilation.compiled.result()
@@ -300,21 +346,21 @@ class StructuredOutput:
             self._compiler.submit(self._compile_next)
         return GrammarMatcher(compilation)
 
-    def begin_masks(self, rows: list[tuple[GrammarMatcher, list[int]]]) -> None:
+    def begin_masks(self, rows: list[MaskRequest]) -> None:
         """Begin to compute what each matcher allows after its new tokens. A late mask that is there now is kept."""
-        rows = [row for row in rows if row[0].pending is None]
-        quick = [row for row in rows if not row[0].is_slow]
+        rows = [row for row in rows if row.matcher.pending is None]
+        quick = [row for row in rows if not row.matcher.is_slow]
         for number in range(min(self._num_maskers, len(quick))):
             self._begin(self._masker, quick[number :: self._num_maskers])
         for row in rows:
-            if row[0].is_slow:
+            if row.matcher.is_slow:
                 self._begin(self._slow_masker, [row])
 
     def begin_costly_masks(self, rows: list[tuple[GrammarMatcher, list[int]]], *, is_limited: bool) -> None:
         """Begin to compute masks for which matchers wait, as many as the budget allows, or all if nobody is delayed."""
         new_ids = dict(rows)
         for matcher in self._budget.take(list(new_ids), is_limited=is_limited):
-            self._begin(self._slow_masker, [(matcher, new_ids[matcher])])
+            self._begin(self._slow_masker, [MaskRequest(matcher, new_ids[matcher])])
 
     def wait_masks(self, matchers: list[GrammarMatcher]) -> None:
         """Wait for the masks of these, but not for long."""
@@ -332,20 +378,22 @@ class StructuredOutput:
             if len(self._kept) > MAX_COMPILED:
                 self._kept.popitem(last=False)
 
-    def _begin(self, pool: ThreadPoolExecutor, rows: list[tuple[GrammarMatcher, list[int]]]) -> None:
+    def _begin(self, pool: ThreadPoolExecutor, rows: list[MaskRequest]) -> None:
         masks = pool.submit(self._compute_masks, rows)
-        for row, (matcher, _) in enumerate(rows):
-            matcher.pending = _PendingMask(masks, row)
+        for row, request in enumerate(rows):
+            request.matcher.pending = _PendingMask(masks, row)
 
-    def _compute_masks(self, rows: list[tuple[GrammarMatcher, list[int]]]) -> list[TokenMask | GrammarError]:
+    def _compute_masks(self, rows: list[MaskRequest]) -> list[list[TokenMask] | GrammarError]:
         masks = np.empty((len(rows), len(self._no_end)), dtype=np.int32)
-        return [self._mask_of(matcher, new_ids, mask) for (matcher, new_ids), mask in zip(rows, masks, strict=True)]
+        return [self._masks_of(request, mask) for request, mask in zip(rows, masks, strict=True)]
 
-    def _mask_of(self, matcher: GrammarMatcher, new_ids: list[int], mask: TokenMask) -> TokenMask | GrammarError:
+    def _masks_of(self, request: MaskRequest, mask: TokenMask) -> list[TokenMask] | GrammarError:
+        matcher, new_ids, draft = request
         try:
-            return matcher.compute_mask(new_ids, mask, self._no_end)
+            first = matcher.compute_mask(new_ids, mask, self._no_end)
         except GrammarError as exc:
             return exc
+        return [first, *matcher.compute_draft_masks(draft, self._no_end)]
 
     def _compile_next(self) -> None:
         compilation = self._waiting.get_nowait().compilation()
@@ -370,3 +418,13 @@ class StructuredOutput:
         fast.no_padding()
         made = make_grammar_tokenizer(fast.to_str(), self._vocab_size, self._eos_token_ids)
         return _GrammarTokenizer(made, NumberTokens(fast.get_vocab(), self._vocab_size, made))
+
+
+def _fill_mask(matcher: llguidance.LLMatcher, mask: TokenMask, no_end: TokenMask) -> TokenMask:
+    """Fill `mask` with what may follow what a matcher has consumed. Raises `GrammarError`."""
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    check_matcher(matcher)
+    num_forced_bytes(matcher)
+    if not matcher.is_accepting():  # an end token that is also a piece of text would cut the output
+        mask &= no_end
+    return mask

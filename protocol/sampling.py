@@ -11,6 +11,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_GRAMMAR_CHARS = 1 << 17
+MAX_PREDICTION = 1 << 24  # tokens, as of a prompt
 # Logits are divided by it: a value near 0 would make them infinite.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
@@ -52,6 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     num_logprobs: int | None = None  # None = off; 0 = only the chosen token's
     num_prompt_logprobs: int | None = None  # the same for the prompt's tokens
     grammar: str = ""  # grammar that the output must match, in llguidance's form; empty = any output
+    prediction: tuple[int, ...] = ()  # what the output probably is, or is like; it changes its speed alone
 
     @property
     def depends_on_output(self) -> bool:
@@ -66,6 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_within("num_logprobs", self.num_logprobs, 0, MAX_LOGPROBS)
         if self.num_prompt_logprobs is not None:
             _check_within("num_prompt_logprobs", self.num_prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.prediction:
+            _check_within("tokens of prediction", len(self.prediction), 0, MAX_PREDICTION)
         if self.grammar:
             _check_within("characters of grammar", len(self.grammar), 0, MAX_GRAMMAR_CHARS)
         if self.stop_token_ids:

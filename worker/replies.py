@@ -174,9 +174,11 @@ def _delta(output: SequenceOutput) -> SequenceDelta:
         logprobs=None if output.logprobs is None else [output.logprobs],
         prompt_logprobs=None if scores is None else scores.packed(),
         grammar_s=0.0 if output.finish_reason is None else _grammar_s(sequence),
+        num_accepted_tokens=output.num_accepted_tokens,
+        num_rejected_tokens=output.num_rejected_tokens,
         timeline=None if timeline is None else timeline.ages(time.monotonic()),
     )
 
 
 def _grammar_s(sequence: Sequence) -> float:
-    return 0.0 if sequence.matcher is None else sequence.matcher.total_cost_s
+    return 0.0 if sequence.matcher is None else sequence.matcher.total_cost_s + sequence.matcher.draft_s

@@ -76,25 +76,25 @@ def optimize(model: nn.Module, *, is_int8: bool = False) -> nn.Module:
                 elif type(child) is Conv1D:
                     weight, bias = cast(Tensor, child.weight), cast(Tensor, child.bias)
                     setattr(module, name, pack([_as_linear(weight.t(), bias)]))
-    _warn_of_inexact_parts(getattr(model, "get_decoder", lambda: model)())
-    return model
-
-
-def _warn_of_inexact_parts(model: nn.Module) -> None:
-    """Log the parts whose kernel, and so whose bits, may depend on the number of rows in a batch."""
-    parts = {
-        type(module).__name__
-        for module in model.modules()
-        if not isinstance(module, nn.Embedding) and any(map(_is_weight, _tensors(module)))
-    }
-    if parts:
-        names = ", ".join(sorted(parts))
+    if parts := inexact_parts(model):
         logger.warning(
             "%s: products of %s are not known here: the last bits of a token may depend on its batch and on how its "
             "prompt was cut",
             type(model).__name__,
-            names,
+            ", ".join(parts),
         )
+    return model
+
+
+def inexact_parts(model: nn.Module) -> list[str]:
+    """The parts of an optimized model whose kernel, and so whose bits, may depend on the number of rows in a batch."""
+    decoder = getattr(model, "get_decoder", lambda: model)()
+    parts = {
+        type(module).__name__
+        for module in decoder.modules()
+        if not isinstance(module, nn.Embedding) and any(map(_is_weight, _tensors(module)))
+    }
+    return sorted(parts)
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

@@ -31,12 +31,12 @@ def split_logits(logits: Tensor, chunks: list[ScheduledChunk]) -> tuple[Tensor, 
     for chunk in chunks:
         first, end = end, end + chunk.num_logits
         if chunk.num_scored:
-            # The logits of token i score token i + 1. If the chunk samples, its last row has no token to score.
+            # The logits of token i score token i + 1. If the chunk samples, its last row has no token to score. Only an
+            # answer is drafted, and only a prompt is scored.
             place = chunk.start + chunk.num_tokens - chunk.num_logits + 1
             token_ids = chunk.sequence.token_ids[place : place + chunk.num_scored]
             scored.append(ScoredRows(chunk.sequence, logits[first : first + chunk.num_scored], token_ids))
-        if chunk.samples:
-            sampled.append(end - 1)
+        sampled += range(end - chunk.num_sampled, end)
     return logits[to_device(np.array(sampled, dtype=np.int64), logits.device)], scored
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,15 +44,24 @@ class RowPlan:
 
 
 def plan_row(
-    sequence: Sequence, vocab_size: int, eos_token_ids: frozenset[int], mask: TokenMask | None = None
+    sequence: Sequence,
+    vocab_size: int,
+    eos_token_ids: frozenset[int],
+    mask: TokenMask | None = None,
+    draft: Seq[int] = (),
 ) -> RowPlan:
-    """The plan of a sequence's next token. Raises IndexError for token ids outside the vocabulary."""
+    """The plan of a sequence's next token behind this draft. Raises IndexError for ids outside the vocabulary."""
     sampling = sequence.sampling
     temperature = sampling.temperature
     if temperature != 0:  # near 0 it means greedy, while 1e-40 would give inf - inf
         temperature = 0.0 if math.isnan(temperature) else min(max(temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE)
     with np.errstate(all="ignore"):
-        edits = _scaled(sequence), _subtracted(sequence), _biased(sequence), _banned(sequence, eos_token_ids)
+        edits = (
+            _scaled(sequence, draft),
+            _subtracted(sequence, draft),
+            _biased(sequence),
+            _banned(sequence, eos_token_ids, len(draft)),
+        )
     for edit in edits:
         if edit is not None and not (edit.ids.min() >= 0 and edit.ids.max() < vocab_size):
             raise IndexError(f"token ids {edit.ids.min()} to {edit.ids.max()}: the vocabulary has {vocab_size}")
@@ -60,25 +70,27 @@ def plan_row(
         top_k=min(max(sampling.top_k, 0), vocab_size),
         top_p=sampling.top_p,
         min_p=sampling.min_p,
-        draw=uniform_draw(sampling.seed, sequence.num_output_tokens) if temperature > 0 else 0.0,
+        draw=uniform_draw(sampling.seed, sequence.num_output_tokens + len(draft)) if temperature > 0 else 0.0,
         num_logprobs=None if sampling.num_logprobs is None else min(max(sampling.num_logprobs, 0), vocab_size),
         edits=edits,
         mask=mask,
     )
 
 
-def _scaled(sequence: Sequence) -> Edit | None:
+def _scaled(sequence: Sequence, draft: Seq[int]) -> Edit | None:
     penalty = sequence.sampling.repetition_penalty
     if penalty == 1.0:
         return None
-    ids = np.unique(np.array(sequence.token_ids, dtype=np.int64))
+    ids = np.unique(np.array([*sequence.token_ids, *draft], dtype=np.int64))
     return Edit(ids, np.full(len(ids), penalty, dtype=np.float32))
 
 
-def _subtracted(sequence: Sequence) -> Edit | None:
+def _subtracted(sequence: Sequence, draft: Seq[int]) -> Edit | None:
     sampling = sequence.sampling
-    output = sequence.token_ids[sequence.num_prompt_tokens :]
-    if not output or not (sampling.frequency_penalty or sampling.presence_penalty):
+    if not (sampling.frequency_penalty or sampling.presence_penalty):
+        return None
+    output = [*sequence.token_ids[sequence.num_prompt_tokens :], *draft]
+    if not output:
         return None
     ids, counts = np.unique(np.array(output, dtype=np.int64), return_counts=True)
     penalties = sampling.frequency_penalty * counts + sampling.presence_penalty
@@ -94,10 +106,10 @@ def _biased(sequence: Sequence) -> Edit | None:
     return Edit(*sequence.logit_bias) if bias and sequence.logit_bias is not None else None
 
 
-def _banned(sequence: Sequence, eos_token_ids: frozenset[int]) -> Edit | None:
+def _banned(sequence: Sequence, eos_token_ids: frozenset[int], num_drafted: int) -> Edit | None:
     sampling = sequence.sampling
     banned = eos_token_ids.union(sampling.stop_token_ids)
-    if sequence.num_output_tokens >= sampling.min_tokens or not banned:
+    if sequence.num_output_tokens + num_drafted >= sampling.min_tokens or not banned:
         return None
     ids = np.array(sorted(banned), dtype=np.int64)
     return Edit(ids, np.full(len(ids), -math.inf, dtype=np.float32))

@@ -28,7 +28,8 @@ from tandem.engine.sequence import ScheduledChunk, Sequence
 from tandem.protocol.fault_boundary import outcome_of
 from tandem.protocol.messages import TokenLogprobs
 
-_NO_MASKS: Mapping[Sequence, TokenMask | Exception] = {}
+_NO_MASKS: Mapping[Sequence, Seq[TokenMask] | Exception] = {}
+_NO_DRAFTS: Mapping[Sequence, tuple[int, ...]] = {}
 
 T = TypeVar("T")
 SamplePlan = RowPlan | Exception | None  # of a row; None = the most likely token and no more
@@ -53,12 +54,22 @@ class Sampler:
         return self.launch(logits, self.plan(sequences, logits.shape[1])).read()
 
     def plan(
-        self, sequences: Seq[Sequence], vocab_size: int, masks: Mapping[Sequence, TokenMask | Exception] = _NO_MASKS
+        self,
+        sequences: Seq[Sequence],
+        vocab_size: int,
+        masks: Mapping[Sequence, Seq[TokenMask] | Exception] = _NO_MASKS,
+        drafts: Mapping[Sequence, tuple[int, ...]] = _NO_DRAFTS,
     ) -> list[SamplePlan]:
-        """Plan on the host how each sequence's next token is sampled. `masks`: of the sequences with a grammar."""
+        """Plan on the host how each sequence's next token is sampled, and one more behind each token of its draft.
+
+        `masks`: of the sequences with a grammar, behind each leading part of their draft, as far as they are known.
+        """
         return [
-            None if _is_plain_greedy(sequence) else _outcome_of(self._plan, sequence, vocab_size, masks.get(sequence))
+            None
+            if _is_plain_greedy(sequence, num)
+            else _outcome_of(self._plan, sequence, vocab_size, masks.get(sequence), drafts.get(sequence, ())[:num])
             for sequence in sequences
+            for num in range(1 + len(drafts.get(sequence, ())))
         ]
 
     @torch.inference_mode()
@@ -81,10 +92,13 @@ class Sampler:
         sampled, scored = split_logits(logits, chunks)
         return LaunchedScores(scored), sampled
 
-    def _plan(self, sequence: Sequence, vocab_size: int, mask: TokenMask | Exception | None) -> RowPlan:
-        if isinstance(mask, Exception):
-            raise mask
-        return plan_row(sequence, vocab_size, self.eos_token_ids, mask)
+    def _plan(
+        self, sequence: Sequence, vocab_size: int, masks: Seq[TokenMask] | Exception | None, draft: tuple[int, ...]
+    ) -> RowPlan:
+        if isinstance(masks, Exception):
+            raise masks
+        mask = None if masks is None else masks[len(draft)]
+        return plan_row(sequence, vocab_size, self.eos_token_ids, mask, draft)
 
 
 class LaunchedSample:
@@ -198,14 +212,14 @@ def _index_of(rows: list[int], device: torch.device) -> slice | Tensor:
     return to_device(np.array(rows), device)
 
 
-def _is_plain_greedy(sequence: Sequence) -> bool:
+def _is_plain_greedy(sequence: Sequence, num_drafted: int) -> bool:
     sampling = sequence.sampling
     return (
         sampling.temperature == 0
         and sampling.num_logprobs is None
         and not sampling.logit_bias
         and not sampling.depends_on_output
-        and sequence.num_output_tokens >= sampling.min_tokens
+        and sequence.num_output_tokens + num_drafted >= sampling.min_tokens
     )
 
 

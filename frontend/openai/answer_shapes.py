@@ -30,7 +30,14 @@ class PromptTokensDetails(msgspec.Struct, gc=False):
 class CompletionTokensDetails(msgspec.Struct):
     """The answer's tokens by what they were."""
 
-    reasoning_tokens: int
+    reasoning_tokens: Annotated[int | UnsetType, Doc("If the server tells reasoning from content.")] = UNSET
+    accepted_prediction_tokens: Annotated[
+        int | UnsetType, Doc("With `prediction`: its tokens that came, and were computed several in a step.")
+    ] = UNSET
+    rejected_prediction_tokens: Annotated[
+        int | UnsetType,
+        Doc("With `prediction`: its tokens that were computed and did not come. No other number here counts them."),
+    ] = UNSET
 
 
 class Usage(msgspec.Struct, gc=False):
@@ -41,7 +48,7 @@ class Usage(msgspec.Struct, gc=False):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: Annotated[
-        CompletionTokensDetails | UnsetType, Doc("If the server tells reasoning from content.")
+        CompletionTokensDetails | UnsetType, Doc("If there is one of its numbers to tell.")
     ] = UNSET
 
 

@@ -21,6 +21,7 @@ from tandem.frontend.openai.legacy_functions import function_field_names, with_t
 from tandem.frontend.openai.planned_answer import AnswerFormat, PlannedAnswer
 from tandem.frontend.openai.planning import PreparedRequest, Prompt, conversation_of, plan_answer
 from tandem.frontend.openai.request_limits import check_fields, check_grammar, check_messages
+from tandem.frontend.openai.sampling import UNKNOWN_CONTEXT_TOKENS
 from tandem.frontend.openai.schema import ROLES, ChatMessage, ChatRequest, PinFields, TokenizeRequest, check_cache_salt
 from tandem.frontend.openai.serving_context import ServingContext, read_body, renamed_fields
 from tandem.frontend.openai.tool_fields import RequestedTools, requested_tools
@@ -28,6 +29,7 @@ from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import RequestError
 from tandem.text.structured_output.constraint import Constraint
 
+_MAX_TOKEN_CHARS = 16  # of a prediction's tokens on average; what is behind them is not looked at
 _TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}
 ConversationFields = ChatRequest | TokenizeRequest | PinFields  # requests with messages
 RESERVED_OPTIONS = {"chat_template", "continue_final_message", "conversation", "messages", "tokenize", "tools"}
@@ -96,8 +98,23 @@ async def plan_conversation(
         cache_scope=scope,
         parsing=context.formats.parsing(context.tokenizer, prompt_end, tools, hides_special=hides_special),
         grammar=await _grammar(context, fields, request, tools, prompt_end, grammar),
+        prediction=await _prediction(context, fields, request),
     )
     return plan_answer(context, prepared)
+
+
+async def _prediction(context: ServingContext, fields: ChatRequest, request: Request) -> tuple[int, ...]:
+    """Tokens of the request's prediction, at most as many as an answer may have."""
+    content = None if fields.prediction is None else fields.prediction.content
+    text = content if isinstance(content, str) else "\n".join(part.text or "" for part in content or ())
+    if not text:
+        return ()
+    most = context.backend.max_model_len or UNKNOWN_CONTEXT_TOKENS
+    text = text[: _MAX_TOKEN_CHARS * most]
+    ids = await context.work_on_text(
+        request, lambda: context.tokenizer.encode(text, add_special_tokens=False), len(text)
+    )
+    return tuple(ids[:most])
 
 
 async def count_prompt_tokens(context: ServingContext, request: Request, fields: ChatRequest, num_bytes: int) -> int:

@@ -45,6 +45,8 @@ class ChoiceDelta:
     num_cached_tokens: int | None = None
     num_loaded_tokens: dict[str, int] | None = None  # cached tokens that were not in the pool, by tier
     num_reasoning_tokens: int = 0  # how many of `num_tokens` are reasoning
+    num_accepted_tokens: int = 0  # how many of `num_tokens` a step computed because the request predicted them
+    num_rejected_tokens: int = 0  # predicted tokens that a step computed in vain
     finish_reason: EndReason | None = None
     stop_reason: str | int | None = None
     entries: list[TokenEntry] = field(default_factory=list)
@@ -112,6 +114,8 @@ class ChoiceText:
                 result.text += stop
         if self._plan.shows_token_ids:
             result.token_ids = delta.token_ids[: result.num_tokens]
+        result.num_accepted_tokens = min(delta.num_accepted_tokens, result.num_tokens)  # a stop string may cut some off
+        result.num_rejected_tokens = delta.num_rejected_tokens
         self._release_entries(result)
         if self._parser is not None:
             if self._mark_positions:

@@ -24,6 +24,9 @@ class TokensUsed:
     has_reasoning: bool = False  # whether reasoning is told from content, and counted
     num_completion_tokens: int = 0
     num_reasoning_tokens: int = 0  # how many tokens of the completion are reasoning
+    has_prediction: bool = False
+    num_accepted_tokens: int = 0  # of the prediction
+    num_rejected_tokens: int = 0
     num_cached_tokens: int = 0
     num_loaded_tokens: Counter[str] = field(default_factory=Counter)  # cached, but not in the pool, by tier
 
@@ -31,6 +34,8 @@ class TokensUsed:
         """Count one delta of any choice."""
         self.num_completion_tokens += delta.num_tokens
         self.num_reasoning_tokens += delta.num_reasoning_tokens
+        self.num_accepted_tokens += delta.num_accepted_tokens
+        self.num_rejected_tokens += delta.num_rejected_tokens
         if delta.num_cached_tokens:
             self.num_cached_tokens += delta.num_cached_tokens
             self.num_loaded_tokens.update(delta.num_loaded_tokens or {})
@@ -44,13 +49,18 @@ class TokensUsed:
 
     def shown(self) -> Usage:
         """OpenAI's usage object."""
-        reasoning = CompletionTokensDetails(self.num_reasoning_tokens) if self.has_reasoning else UNSET
+        has_prediction = self.has_prediction
+        details = CompletionTokensDetails(
+            reasoning_tokens=self.num_reasoning_tokens if self.has_reasoning else UNSET,
+            accepted_prediction_tokens=self.num_accepted_tokens if has_prediction else UNSET,
+            rejected_prediction_tokens=self.num_rejected_tokens if has_prediction else UNSET,
+        )
         return Usage(
             prompt_tokens=self.num_prompt_tokens,
             completion_tokens=self.num_completion_tokens,
             total_tokens=self.num_prompt_tokens + self.num_completion_tokens,
             prompt_tokens_details=PromptTokensDetails(self.num_cached_tokens, self.cached_by_tier),
-            completion_tokens_details=reasoning,
+            completion_tokens_details=details if self.has_reasoning or has_prediction else UNSET,
         )
 
 
@@ -144,4 +154,5 @@ class PlannedAnswer:
     def new_usage(self) -> TokensUsed:
         """The usage of this answer before its first token."""
         has_reasoning = any(choice.parsing is not None and choice.parsing.has_reasoning for choice in self.choices)
-        return TokensUsed(self.num_prompt_tokens, has_reasoning)
+        has_prediction = bool(self.choices[0].request.sampling.prediction)
+        return TokensUsed(self.num_prompt_tokens, has_reasoning, has_prediction=has_prediction)

@@ -49,6 +49,7 @@ class PreparedRequest:
     cache_scope: CacheScope
     parsing: AnswerParsing | None = None
     grammar: str = ""  # grammar that every choice must match; "" = none
+    prediction: tuple[int, ...] = ()  # what the answer is like, in tokens
 
 
 def conversation_of(options: RequestOptions, fields: GenerationFields) -> str:
@@ -126,6 +127,7 @@ def _sampling(context: ServingContext, request: PreparedRequest) -> Iterator[Sam
                 num_logprobs=request.num_logprobs,
                 vocab_size=vocab_size,
                 grammar=request.grammar,
+                prediction=request.prediction,
             )
         else:
             params = other_prompt(params, request.fields, max_tokens)

@@ -19,7 +19,13 @@ UNKNOWN_CONTEXT_TOKENS = 1 << 20  # while no worker has reported its context; th
 
 
 def sampling_params(
-    fields: GenerationFields, *, max_tokens: int, num_logprobs: int | None, vocab_size: int, grammar: str = ""
+    fields: GenerationFields,
+    *,
+    max_tokens: int,
+    num_logprobs: int | None,
+    vocab_size: int,
+    grammar: str = "",
+    prediction: tuple[int, ...] = (),
 ) -> SamplingParams:
     """Sampling parameters of a request's first choice. Draws a seed if the client gave none."""
     min_tokens = _min_tokens(fields, max_tokens)
@@ -41,6 +47,7 @@ def sampling_params(
         logit_bias=_logit_bias(fields.logit_bias or {}, vocab_size),
         num_logprobs=num_logprobs,
         grammar=grammar,
+        prediction=prediction,
     )
 
 

@@ -253,6 +253,13 @@ class ChatMessage(msgspec.Struct, frozen=True):
 Messages = Annotated[list[ChatMessage], Meta(min_length=1)]
 
 
+class Prediction(msgspec.Struct, frozen=True):
+    """What the answer will probably be like, as OpenAI has it. It makes the answer faster where it is right."""
+
+    content: Annotated[str | list[ContentPart] | None, Doc("Text that much of the answer repeats.")] = None
+    type: Annotated[str | None, Doc("`content`.")] = None
+
+
 class ChatRequest(GenerationFields, kw_only=True, frozen=True):
     """Body of `POST /v1/chat/completions`."""
 
@@ -272,6 +279,9 @@ class ChatRequest(GenerationFields, kw_only=True, frozen=True):
     tools: ToolList = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: Annotated[bool | None, Doc("`false`: at most one call.")] = None
+    prediction: Annotated[
+        Prediction | None, Doc("Text that the answer is like, such as a file to be changed. The answer stays the same.")
+    ] = None
     functions: Annotated[
         list[ToolFunction] | None, Doc("As OpenAI had them before `tools`: the answer has at most one `function_call`.")
     ] = None

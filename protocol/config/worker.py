@@ -24,6 +24,7 @@ from tandem.protocol.settings import Setting, check_settings, require
 
 DEFAULT_MODEL = "smollm2-135m"
 _HEARTBEATS_PER_LEASE = 10
+MAX_DRAFT = 64  # tokens
 GPU_MEMORY_SHARE = 0.9  # what workers take; the rest is for temporaries of steps, CUDA itself and fragmentation
 
 DType = Literal["auto", "float32", "bfloat16"]
@@ -34,6 +35,11 @@ EvictionPolicyName = Literal["hit-density", "lru"]
 
 def _is_power_of_two(value: int) -> bool:
     return value & (value - 1) == 0
+
+
+def _is_speculation(text: str) -> bool:
+    is_number = text.isascii() and text.isdigit() and len(text) < 3
+    return text in ("auto", "off") or (is_number and 1 <= int(text) <= MAX_DRAFT)
 
 
 def _has_room_for_an_answer(max_model_len: int) -> bool:
@@ -150,6 +156,16 @@ class EngineConfig:
         CountOrZero,
         Setting("Most tokens in one step, which is the chunk size of prefill; 0 = by role and device.", ENGINE),
     ] = 0
+    speculate: Annotated[
+        str,
+        Setting(
+            "Draft next tokens from text that is there already, and check many in one step, on CPUs; answers stay the "
+            "same. auto = where it pays, by what is measured; a number = always up to this many tokens.",
+            ENGINE,
+            is_valid=_is_speculation,
+            rule="auto, off, or a number of tokens from 1 to 64",
+        ),
+    ] = "auto"
     num_threads: int = 0  # CPU threads of a step; no flag. 0 = as many as torch chooses
 
     def __post_init__(self) -> None:

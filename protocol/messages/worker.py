@@ -103,6 +103,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     # Preempted sequences, and prompts computed elsewhere that lack the blocks or the seat to be received.
     num_waiting_for_room: Number = 0
     num_preemptions: Number = 0
+    num_drafted_tokens: Number = 0  # tokens that steps computed in case they come next
+    num_accepted_tokens: Number = 0  # those of them that came
     num_errors: Number = 0  # errors of ours; each ended one request or one message
     num_recomputed: Number = 0  # prompts computed again because their KV arrived damaged, late or incomplete
 

@@ -69,6 +69,8 @@ class SequenceDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: PromptLogprobs | None = None  # with the first token, if requested
     timeline: Ages | None = None  # with the first tokens that this worker sends of a traced request
     grammar_s: Seconds = 0.0  # with the last token: CPU time that this worker took for its grammar
+    num_accepted_tokens: Number = 0  # of the request's prediction: those that were drafted before these tokens and came
+    num_rejected_tokens: Number = 0  # and those that did not come
     decision: dict[str, Any] | None = None  # with the first token, if requested: its routing, which the router adds
 
 

@@ -357,4 +357,6 @@ def _merged(due: list[SequenceDelta]) -> SequenceDelta:
         stop_token_id=last.stop_token_id,
         logprobs=None if first.logprobs is None else [p for delta in due for p in delta.logprobs or ()],
         grammar_s=last.grammar_s,
+        num_accepted_tokens=sum(delta.num_accepted_tokens for delta in due),
+        num_rejected_tokens=sum(delta.num_rejected_tokens for delta in due),
     )

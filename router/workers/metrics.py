@@ -38,6 +38,8 @@ _POOL_SLOTS = (
 )
 _LOAD_COUNTERS = {
     "num_preemptions": "Sequences whose blocks were given to others",
+    "num_drafted_tokens": "Tokens that steps computed in case they come next",
+    "num_accepted_tokens": "Drafted tokens that came",
     "num_errors": "Internal errors, each of which ended one request or one message",
     "num_recomputed": "Prompts computed again because their KV arrived damaged, late or incomplete",
 }

@@ -36,6 +36,8 @@ def worker_report(
         "num_quarantined_blocks": load.num_quarantined_blocks,
         "num_waiting_for_room": load.num_waiting_for_room,
         "num_preemptions": load.num_preemptions,
+        "num_drafted_tokens": load.num_drafted_tokens,
+        "num_accepted_tokens": load.num_accepted_tokens,
         "num_errors": load.num_errors,
         "num_recomputed": load.num_recomputed,
         "progress_age_s": worker.progress_age_s,

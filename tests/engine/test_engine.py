@@ -158,8 +158,11 @@ def tokens_and_kv(engine: Engine, prompts: list[list[int]]) -> dict[int, tuple[l
 def test_batch_and_chunks_change_neither_tokens_nor_kv(name: str, dtype: str, build_engine: BuildEngine) -> None:
     prompts = [make_prompt(length, seed=2) for length in EDGE_LENGTHS]
     budgets = (8, 29, 256)
-    results = [tokens_and_kv(build_engine(name, dtype=dtype, max_num_batched_tokens=one), prompts) for one in budgets]
-    engine = build_engine(name, dtype=dtype, max_num_batched_tokens=256)
+    results = [
+        tokens_and_kv(build_engine(name, dtype=dtype, max_num_batched_tokens=one, speculate="off"), prompts)
+        for one in budgets
+    ]
+    engine = build_engine(name, dtype=dtype, max_num_batched_tokens=256, speculate="off")
     for i, prompt in enumerate(prompts):
         tokens, kv = tokens_and_kv(engine, [prompt])[0]
         for budget, found in zip(budgets, results, strict=True):
@@ -393,7 +396,7 @@ def test_a_sequence_that_raises_ends_alone(
     elif where == "advancing":
         raise_for_bad(engine.scheduler.blocks, "advance", lambda chunk: chunk.sequence)
     else:
-        raise_for_bad(engine, "_take_token", lambda sequence, *_: sequence)
+        raise_for_bad(engine, "_take_tokens", lambda sequence, *_: sequence)
     prompts = [make_prompt(length) for length in (5, 21, 40)]
     good = [add(engine, str(i), prompt) for i, prompt in enumerate(prompts)]
     bad = add(engine, "bad", make_prompt(19), phase=phase, num_logprobs=1)  # not plain greedy: it is sampled by itself

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tandem.engine.number_tokens import MAX_NUMBER_CHARS
-from tandem.engine.structured_output import GrammarMatcher, StructuredOutput
+from tandem.engine.structured_output import GrammarMatcher, MaskRequest, StructuredOutput
 from tandem.text.structured_output.compile_process import make_grammar
 from tandem.text.tokenizer import Tokenizer
 from tests.support.toy_tokenizer import build_tokenizer
@@ -46,7 +46,7 @@ def allowed_after(structured: StructuredOutput, grammar: str, ids: list[int], *,
 
 
 def _mask(structured: StructuredOutput, matcher: GrammarMatcher, ids: list[int]) -> bytes:
-    structured.begin_masks([(matcher, ids)])
+    structured.begin_masks([MaskRequest(matcher, ids)])
     assert matcher.pending is not None
     matcher.pending.rows.result()
     mask = matcher.take_mask()

@@ -298,7 +298,7 @@ class Oracle:
 
     def __init__(self, model: Path, max_run: int | None = None) -> None:
         """`max_run` is the engine's, unless it is None."""
-        self._engine = Engine(engine_config(model))
+        self._engine = Engine(engine_config(model, speculate="off"))
         if max_run is not None:
             self._engine.max_run = max_run
         self._num_requests = 0

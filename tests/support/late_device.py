@@ -150,6 +150,7 @@ class LateDevice:
     ) -> None:
         """`share_wrong`: of the tokens that later steps find on the device, how many are not the final ones."""
         self.stream = engine.stream = LateStream(seed, share_done=share_done, is_impatient=is_impatient)
+        engine.speculator = None  # drafts are for CPUs, where a step is done when its call returns
         self.num_wrong = 0
         self._share_wrong, self._source = share_wrong, random.Random(seed)
         self._engine = engine

@@ -92,22 +92,35 @@ async def test_the_death_of_the_decode_worker_at_any_token_changes_none(
 
 
 @pytest.mark.parametrize(
-    ("roles", "copy_kv_tokens"),
-    [(ROLES, 0), ({"c": Role.COLOCATED, "c2": Role.COLOCATED}, 0), (ROLES, 16)],
-    ids=["pairs", "colocated", "copied"],
+    ("roles", "copy_kv_tokens", "speculate"),
+    [
+        (ROLES, 0, "off"),
+        ({"c": Role.COLOCATED, "c2": Role.COLOCATED}, 0, "off"),
+        (ROLES, 16, "off"),
+        (ROLES, 16, "2"),
+    ],
+    ids=["pairs", "colocated", "copied", "drafting"],
 )
 async def test_deaths_among_many_streams_change_no_token(
-    tiny_model: Path, oracle: Oracle, roles: dict[str, Role], copy_kv_tokens: int, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path,
+    oracle: Oracle,
+    roles: dict[str, Role],
+    copy_kv_tokens: int,
+    speculate: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Workers die and come back at any moment, also before the first token and while KV is on its way."""
     monkeypatch.setattr(reservation, "MAX_DEATHS", 1000)  # no request is to blame here
     rng = random.Random(7)
     router = {"max_moves": 50, "copy_kv_tokens": copy_kv_tokens}
-    async with running_cluster(tiny_model, roles, router=router) as cluster:
+    async with running_cluster(tiny_model, roles, router=router, engine={"speculate": speculate}) as cluster:
         requests = []
         for number in range(24):
             sampling = {"max_tokens": 40, "ignore_eos": True} | SAMPLING[rng.choice(list(SAMPLING))]
-            requests.append((make_prompt(rng.choice([3, 40, 150, 300]), number), sampling))
+            prompt = make_prompt(rng.choice([3, 40, 150, 300]), number)
+            if speculate != "off" and number % 2:
+                sampling["prediction"] = tuple(oracle.answer(prompt, **sampling))
+            requests.append((prompt, sampling))
         answers = [asyncio.create_task(cluster.generate(prompt, **sampling)) for prompt, sampling in requests]
         while not all(answer.done() for answer in answers):
             victim = rng.choice(list(roles))

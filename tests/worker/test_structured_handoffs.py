@@ -42,8 +42,10 @@ def oracle(text_model: Path) -> Oracle:
         (PAIR, garbling(), {}),
         (PAIR, None, {"num_blocks": 60}),
         (COLOCATED, None, {}),
+        (PAIR, None, {"num_blocks": 60, "speculate": "8"}),
+        (PAIR, garbling(), {"speculate": "8"}),
     ],
-    ids=["handed over", "computed again", "small pool", "colocated"],
+    ids=["handed over", "computed again", "small pool", "colocated", "drafting", "drafting, computed again"],
 )
 async def test_answers_are_those_of_one_engine(
     text_model: Path,
@@ -61,6 +63,9 @@ async def test_answers_are_those_of_one_engine(
     requests += [
         (prompt, {**sampling, "seed": sampling["seed"] + 1}) for prompt, sampling in requests[:4]
     ]  # as `n` choices
+    if "speculate" in engine:
+        for prompt, sampling in requests[::2]:
+            sampling["prediction"] = tuple(oracle.answer(prompt, **sampling))
     async with running_cluster(text_model, roles, judge=judge, transfer=transfer, engine=engine) as cluster:
         answers = await asyncio.gather(*(cluster.generate(prompt, **sampling) for prompt, sampling in requests))
         for answer, (prompt, sampling) in zip(answers, requests, strict=True):

@@ -1,0 +1,263 @@
+"""What drafts give, and what they cost where they do not pay: `--speculate auto` beside `off`, in turn.
+
+    python -m benchmarks.speculation
+
+Two engines of one process answer the same requests, and each round gives the ratio of their tokens a second; each goes
+first as often as last. Every answer is compared token for token.
+
+Code edit: repeat a module of this repository with one name changed. The module is the request's prediction, and its
+first six lines are given, because so small a model would not begin to repeat it.
+Summary: sum up a document of this repository, with quotes. JSON: records out of such a document, by a grammar.
+Chat: questions, with temperature 0.7.
+
+A round has prompts and a cache scope of its own, so that no answer is drafted from the same one of an earlier round.
+
+Stands behind docs/benchmarks.md. Exit code 1 if answers differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.common import arguments, console, print_table, ratio, write_result
+from tandem.cluster.model_store import resolve_model
+from tandem.engine.engine import Engine
+from tandem.engine.sequence import Sequence
+from tandem.protocol.config import EngineConfig
+from tandem.protocol.sampling import SamplingParams
+from tandem.text.structured_output.compile_process import make_grammar
+from tandem.text.tokenizer import Tokenizer
+
+_ROOT = Path(__file__).resolve().parent.parent
+_POOL_BYTES = 800_000_000
+_MOST_CHARS = 2400  # of a text in a prompt
+_RECORD = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string"},
+        "first_sentence": {"type": "string"},
+        "last_sentence": {"type": "string"},
+        "names": {"type": "array", "items": {"type": "string"}, "maxItems": 6},
+    },
+    "required": ["title", "first_sentence", "last_sentence", "names"],
+    "additionalProperties": False,
+}
+_QUESTIONS = (
+    "Why is the sky blue, and why are sunsets red?",
+    "Give me a plan for a three-day trip to Lisbon with two children.",
+    "Explain to a beginner what a hash table is and when to use one.",
+    "Write a short story about a lighthouse keeper who finds a letter.",
+    "What should I cook tonight with rice, two eggs, spinach and cheese?",
+    "How do vaccines work? Please keep it simple.",
+    "Compare electric cars and petrol cars for someone who drives little.",
+    "Write a friendly message to my neighbours about a party on Saturday.",
+)
+_AIMS = {"code edit": 1.6, "summary with quotes": 1.6, "JSON by grammar": 1.6, "chat": 0.99}
+
+
+class Task(NamedTuple):
+    """A request but for its length."""
+
+    messages: list[dict[str, str]]
+    sampling: dict[str, Any]
+    begun: str = ""  # the beginning of the answer
+
+
+class Run(NamedTuple):
+    """One round of one engine."""
+
+    tokens_per_s: float
+    tokens_per_cpu_s: float
+    num_steps: int
+    answers: list[list[int]]
+
+
+class Result(NamedTuple):
+    """Medians of the rounds. Drafted and accepted tokens are those of all rounds."""
+
+    kind: str
+    num_streams: int
+    off_tokens_per_s: float
+    auto_tokens_per_s: float
+    ratio: float
+    least: float
+    most: float
+    cpu_ratio: float  # of tokens per CPU second: what the ratio would be on a machine without other work
+    tokens_per_step: float  # of `auto`, and stream
+    num_drafted: int
+    num_accepted: int
+    num_different: int  # answers
+
+
+def code_edit(source: random.Random, tokenizer: Tokenizer) -> Task:
+    """A module with one of its names to be changed everywhere."""
+    text = _text(source, "scheduling", ".py")
+    name = source.choice(sorted({*re.findall(r"\b[a-z]+_[a-z_]+\b", text)}))
+    ask = f"Rename `{name}` to `renamed_{name}` in this file. Answer with the whole file.\n\n```python\n{text}\n```"
+    begun = "```python\n" + "".join(text.splitlines(keepends=True)[:6])
+    return Task(
+        _asked(ask), {"prediction": tuple(tokenizer.encode(f"```python\n{text}\n```", add_special_tokens=False))}, begun
+    )
+
+
+def summary(source: random.Random, _: Tokenizer) -> Task:
+    """A document to be summed up."""
+    ask = "Summarize this document. Quote its most important sentences word for word.\n\n"
+    return Task(_asked(ask + _text(source, "docs", ".md")), {})
+
+
+def json_records(source: random.Random, _: Tokenizer) -> Task:
+    """Parts of a document as JSON."""
+    ask = "Answer in JSON: title, first and last sentence of this document, and names of files in it.\n\n"
+    return Task(_asked(ask + _text(source, "docs", ".md")), {"grammar": make_grammar("json", json.dumps(_RECORD))})
+
+
+def chat(source: random.Random, _: Tokenizer) -> Task:
+    """A question."""
+    ask = source.choice(_QUESTIONS)
+    return Task(_asked(f"My name is {source.randrange(10**6)}. {ask}"), {"temperature": 0.7, "top_p": 0.95})
+
+
+KINDS: dict[str, tuple[Callable[[random.Random, Tokenizer], Task], tuple[int, ...]]] = {
+    "code edit": (code_edit, (1, 8)),
+    "summary with quotes": (summary, (1, 8)),
+    "JSON by grammar": (json_records, (1, 8)),
+    "chat": (chat, (1, 8, 32)),
+}
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=128, help="of each answer, at most (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=0, help="of both engines; 0 = as many as torch chooses")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 8, 32], help="at once; by default 1, 8, 32")
+    settings = parser.parse_args()
+    if settings.quick:
+        settings.rounds, settings.tokens = 1, 32
+    folder = resolve_model(settings.model, report=console.print)
+    tokenizer = Tokenizer(folder)
+    engines = {name: _engine(folder, name, settings.threads) for name in ("off", "auto")}
+    counts = [(kind, num) for kind in settings.kinds for num in KINDS[kind][1] if num in settings.streams]
+    results: list[Result] = []
+    for kind, num in counts:
+        results.append(measure(engines, tokenizer, settings, kind, num))
+        console.print(f"[dim]measured {kind} at {num}: {results[-1].ratio:.2f}, {results[-1].cpu_ratio:.2f} by CPU[/]")
+    _show(results)
+    write_result("speculation", settings, [result._asdict() for result in results])
+    return int(any(result.num_different for result in results))
+
+
+def measure(
+    engines: dict[str, Engine], tokenizer: Tokenizer, settings: argparse.Namespace, kind: str, num_streams: int
+) -> Result:
+    """Rounds of this many streams at once, in turn by both engines."""
+    runs: dict[str, list[Run]] = {name: [] for name in engines}
+    speculator = engines["auto"].speculator
+    assert speculator is not None
+    before = speculator.num_drafted, speculator.num_accepted
+    for number in range(settings.rounds):
+        for name in list(engines) if number % 2 else list(engines)[::-1]:
+            source = random.Random(f"{settings.seed} {kind} {num_streams} {number}")
+            tasks = [KINDS[kind][0](source, tokenizer) for _ in range(num_streams)]
+            runs[name].append(_run(engines[name], tokenizer, tasks, settings.tokens, f"{kind} {num_streams} {number}"))
+    off, auto = runs["off"], runs["auto"]
+    both = list(zip(auto, off, strict=True))
+    ratios = [ratio(one.tokens_per_s, other.tokens_per_s) for one, other in both]
+    cpu_ratios = [ratio(one.tokens_per_cpu_s, other.tokens_per_cpu_s) for one, other in both]
+    pairs = [
+        pair for one, other in zip(auto, off, strict=True) for pair in zip(one.answers, other.answers, strict=True)
+    ]
+    num_tokens, num_steps = (sum(len(mine) for mine, _ in pairs), sum(one.num_steps for one in auto))
+    return Result(
+        kind,
+        num_streams,
+        statistics.median(one.tokens_per_s for one in off),
+        statistics.median(one.tokens_per_s for one in auto),
+        statistics.median(ratios),
+        min(ratios),
+        max(ratios),
+        statistics.median(cpu_ratios),
+        num_tokens / num_steps / num_streams,
+        speculator.num_drafted - before[0],
+        speculator.num_accepted - before[1],
+        sum(mine != theirs for mine, theirs in pairs),
+    )
+
+
+def _run(engine: Engine, tokenizer: Tokenizer, tasks: list[Task], max_tokens: int, scope: str) -> Run:
+    sequences = [_add(engine, tokenizer, task, max_tokens, f"{scope} {i}", scope) for i, task in enumerate(tasks)]
+    while not all(sequence.has_first_token for sequence in sequences):  # prompts are not what is compared
+        engine.step()
+    num_before, num_steps = sum(sequence.num_output_tokens for sequence in sequences), 0
+    began, cpu_began = time.perf_counter(), time.process_time()
+    while engine.has_work:
+        num_steps += len(engine.step())
+    elapsed_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+    num_tokens = sum(sequence.num_output_tokens for sequence in sequences) - num_before
+    answers = [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
+    return Run(num_tokens / elapsed_s, num_tokens / cpu_s, num_steps, answers)
+
+
+def _add(engine: Engine, tokenizer: Tokenizer, task: Task, max_tokens: int, name: str, scope: str) -> Sequence:
+    text = tokenizer.render_chat(task.messages, {"add_generation_prompt": True}) + task.begun
+    sampling = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "seed": 1, **task.sampling})
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    sequence = engine.make_sequence(name, token_ids, sampling, cache_salt=scope)
+    engine.add(sequence)
+    return sequence
+
+
+def _engine(folder: Path, speculate: str, num_threads: int) -> Engine:
+    settings: dict[str, Any] = {"speculate": speculate, "num_threads": num_threads, "pool_bytes": _POOL_BYTES}
+    return Engine(EngineConfig(model=str(folder), device="cpu", **settings))
+
+
+def _asked(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def _text(source: random.Random, folder: str, suffix: str) -> str:
+    """The beginning of one of the repository's files."""
+    paths = sorted(path for path in (_ROOT / folder).rglob(f"*{suffix}") if path.stat().st_size > _MOST_CHARS)
+    return source.choice(paths).read_text()[:_MOST_CHARS]
+
+
+def _show(results: list[Result]) -> None:
+    headings = [
+        "",
+        "streams",
+        "off tok/s",
+        "auto tok/s",
+        "ratio",
+        "least",
+        "most",
+        "CPU",
+        "tok/step",
+        "drafted",
+        "accepted",
+    ]
+    rows = [(*result[:-1], _verdict(result)) for result in results]
+    print_table("--speculate auto beside off", [*headings, "aim"], rows)
+    console.print(f"different answers: {sum(result.num_different for result in results)} (aim 0)")
+
+
+def _verdict(result: Result) -> str:
+    if result.kind != "chat" and result.num_streams > 1:
+        return "-"
+    aim = _AIMS[result.kind]
+    return f">= {aim}: {'hit' if result.ratio >= aim else 'MISSED'}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

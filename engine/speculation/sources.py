@@ -1,0 +1,122 @@
+"""Texts in which drafts are looked for: a sequence's own, its prediction, recent answers of its cache scope."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+
+from tandem.engine.speculation.acceptance import Acceptance
+from tandem.engine.speculation.token_index import MAX_MATCH, SEPARATOR, Match, TokenIndex
+
+_MAX_TOKENS = 1 << 18  # of all recent answers: some 35 MB
+_SCOPE_TOKENS = 1 << 16  # of one scope
+_MAX_SCOPES = 1024
+_NO_TOKENS: tuple[int, ...] = ()
+
+
+class ScopeAnswers:
+    """Recent answers of one cache scope. Half of them are forgotten at once when they are too many."""
+
+    def __init__(self) -> None:
+        self.acceptance = Acceptance()
+        self.indexes: list[TokenIndex] = []  # at most two, the newer one first
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are kept."""
+        return sum(len(index.tokens) for index in self.indexes)
+
+    def add(self, tokens: Seq[int]) -> None:
+        """Keep one more answer, and the end of its prompt before it."""
+        tokens = [SEPARATOR, *tokens[-_SCOPE_TOKENS // 2 :]]
+        if not self.indexes or len(self.indexes[0].tokens) + len(tokens) > _SCOPE_TOKENS // 2:
+            self.indexes = [TokenIndex([]), *self.indexes[:1]]
+        self.indexes[0].tokens.extend(tokens)
+
+
+class RecentAnswers:
+    """The recent answers of all scopes. The scope that was used longest ago is forgotten first."""
+
+    def __init__(self) -> None:
+        self._scopes: OrderedDict[bytes, ScopeAnswers] = OrderedDict()
+
+    def __len__(self) -> int:
+        """How many scopes are remembered."""
+        return len(self._scopes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are kept."""
+        return sum(scope.num_tokens for scope in self._scopes.values())
+
+    def of(self, root: bytes) -> ScopeAnswers:
+        """Those of the scope with this root of digests."""
+        scope = self._scopes.setdefault(root, ScopeAnswers())
+        self._scopes.move_to_end(root)
+        if len(self._scopes) > _MAX_SCOPES:
+            self._scopes.popitem(last=False)
+        return scope
+
+    def add(self, root: bytes, token_ids: list[int], num_prompt_tokens: int) -> None:
+        """Keep an answer, and the end of its prompt, which matches where the next answer begins."""
+        self.of(root).add(token_ids[max(num_prompt_tokens - MAX_MATCH, 0) :])
+        while len(self._scopes) > 1 and self.num_tokens > _MAX_TOKENS:
+            self._scopes.popitem(last=False)
+
+
+class DraftSources:
+    """Where the drafts of one sequence come from, and how good they were."""
+
+    def __init__(
+        self, token_ids: list[int], num_prompt_tokens: int, prediction: Seq[int], answers: ScopeAnswers
+    ) -> None:
+        """`token_ids` belongs to the sequence: it grows with its answer."""
+        self.acceptance = Acceptance(answers.acceptance)
+        self.drafted: Seq[int] = _NO_TOKENS  # what was expected behind the first `_num_seen` tokens
+        self.is_predicted = False  # whether that was the request's prediction
+        self._length = 0  # of the match that it came from
+        self._num_seen = len(token_ids)
+        self._answers = answers
+        self._text = TokenIndex(token_ids)
+        self._prediction: TokenIndex | None = None
+        if prediction:  # the end of the prompt matches where the answer begins
+            end_of_prompt = token_ids[max(num_prompt_tokens - MAX_MATCH, 0) : num_prompt_tokens]
+            self._prediction = TokenIndex([*end_of_prompt, *prediction])
+
+    @property
+    def num_indexed(self) -> int:
+        """Tokens of its own text and of the prediction in which drafts are looked for by now."""
+        return self._text.num_indexed + (0 if self._prediction is None else self._prediction.num_indexed)
+
+    def propose(self, token_ids: Seq[int], most: int) -> list[float]:
+        """Expect at most this many tokens behind these, all that a sequence has: see `drafted`.
+
+        Returns for each of them the probability that it and all before it come. Learns from what came meanwhile.
+        """
+        if self.drafted:
+            self.acceptance.observe(self._length, self.drafted, token_ids[self._num_seen :])
+        self._num_seen = len(token_ids)
+        match = self._find(token_ids[-MAX_MATCH:], len(token_ids))
+        self.drafted = _NO_TOKENS if match is None else match.draft(most)
+        shares: list[float] = []
+        if match is not None:
+            self.is_predicted = self._prediction is not None and match.tokens is self._prediction.tokens
+            self._length, share = match.length, 1.0
+            for ahead in range(len(self.drafted)):
+                share *= self.acceptance.share(match.length + ahead)
+                shares.append(share)
+        return shares
+
+    def _find(self, tail: Seq[int], num_tokens: int) -> Match | None:
+        """The longest match; of equally long ones that of the prediction, then that of its own text."""
+        self._text.extend(num_tokens)
+        best: Match | None = None
+        for index in (self._prediction, self._text, *self._answers.indexes):
+            if index is None:
+                continue
+            if index is not self._text:
+                index.extend(len(index.tokens))
+            match = index.find(tail)
+            if match is not None and (best is None or match.length > best.length):
+                best = match
+        return best
