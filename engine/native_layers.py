@@ -326,7 +326,8 @@ def _stack_layers(model: nn.Module) -> None:
 
 
 def _shape_of(layer: _ProvenLayer) -> tuple[object, ...]:
-    return layer.settings.num_kv_heads, layer.settings.head_dim, layer.dtype
+    """Layers of several windows are no stack: outside an engine step each needs a mask of its own."""
+    return layer.settings.num_kv_heads, layer.settings.head_dim, layer.dtype, layer.window()
 
 
 def _hidden_states(model: nn.Module, context: StepContext) -> Tensor | None:

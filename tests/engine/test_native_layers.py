@@ -188,7 +188,12 @@ def test_only_layers_with_nothing_between_them_become_one_call(factor: float, nu
     assert len(model.layers) == num_calls
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2, sliding", "qwen3"])
+def test_layers_of_several_kinds_of_attention_are_calls_of_their_own() -> None:
+    model = make_layers("qwen2, sliding", torch.float32).model
+    assert num_native(model) == len(model.layers) == 3
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
 def test_all_layers_in_one_call_give_the_bits_of_the_models_own_code(name: str, cpu_dtype: torch.dtype) -> None:
     model = make_layers(name, cpu_dtype).model
     steps = Steps(model.layers[0], cpu_dtype, [1, 17, 70])
