@@ -88,10 +88,11 @@ class DraftSources:
         """Tokens of its own text and of the prediction in which drafts are looked for by now."""
         return self._text.num_indexed + (0 if self._prediction is None else self._prediction.num_indexed)
 
-    def propose(self, token_ids: Seq[int], most: int) -> list[float]:
+    def propose(self, token_ids: Seq[int], most: int, least_share: float = 0.0) -> list[float]:
         """Expect at most this many tokens behind these, all that a sequence has: see `drafted`.
 
-        Returns for each of them the probability that it and all before it come. Learns from what came meanwhile.
+        Returns for each of them, down to `least_share`, the probability that it and all before it come. Learns from
+        what came meanwhile.
         """
         if self.drafted:
             self.acceptance.observe(self._length, self.drafted, token_ids[self._num_seen :])
@@ -104,6 +105,8 @@ class DraftSources:
             self._length, share = match.length, 1.0
             for ahead in range(len(self.drafted)):
                 share *= self.acceptance.share(match.length + ahead)
+                if share < least_share:
+                    break
                 shares.append(share)
         return shares
 

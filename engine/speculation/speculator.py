@@ -72,7 +72,8 @@ class Speculator:
         sources, token_ids = sequence.drafts, sequence.token_ids
         # Behind the draft there is one more token, which is sampled.
         left = min(self._max_model_len - len(token_ids), sequence.sampling.max_tokens - sequence.num_output_tokens) - 1
-        shares = sources.propose(token_ids, max(min(self._most, left), 0))
+        least_share = _MIN_SHARE if self._is_auto else 0.0
+        shares = sources.propose(token_ids, max(min(self._most, left), 0), least_share)
         if shares and sequence.matcher is not None:
             sources.drafted = sources.drafted[: sequence.matcher.num_allowed(sources.drafted)]
         return shares[: len(sources.drafted)]
@@ -82,7 +83,7 @@ class Speculator:
 
         With k drafted tokens, the likeliest ones, a step gives `num_sampled` + their probabilities' sum.
         """
-        likely = sorted((one for ahead in shares for one in ahead if one >= _MIN_SHARE), reverse=True)[:room]
+        likely = sorted((one for ahead in shares for one in ahead), reverse=True)[:room]
         seconds = self._step_time.seconds
         if not likely or seconds(1) <= 0:
             return 2.0
