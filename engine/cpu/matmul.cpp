@@ -245,6 +245,7 @@ private:
       for (int panel = 0; panel < PANELS; ++panel)
         _mm512_store_si512(room[panel] + i * LANES, reinterpret_cast<__m512i>(w[panel]));
     }
+    asm volatile("" : : "r"(room) : "memory"); // GCC does not know that a tile is loaded from memory
     _tile_loadd(6, room[0], 64);
     _tile_loadd(7, room[1], 64);
   }
