@@ -128,6 +128,15 @@ def test_forks_keep_to_their_grammar(grammar: str, tmp_path: Path) -> None:
     assert forked(engine, make_prompt(20), 3, **fields) == separate(other, make_prompt(20), 3, **fields)
 
 
+@pytest.mark.parametrize("grammar", FORCING)
+def test_forks_that_wait_for_a_seat_keep_to_their_grammar(grammar: str, tmp_path: Path) -> None:
+    """They may have several tokens to compute once they get it: those that their grammar forces."""
+    folder = save_tiny_text_model(tmp_path, max_model_len=512)
+    fields = {"grammar": grammar, "max_tokens": 120, "ignore_eos": False}
+    engine, other = make_engine(folder, max_num_seqs=3), make_engine(folder)
+    assert forked(engine, make_prompt(20), 9, **fields) == separate(other, make_prompt(20), 9, **fields)
+
+
 def test_sixty_four_answers_on_eight_seats(build_engine: BuildEngine) -> None:
     prompt = make_prompt(40)
     engine = build_engine(num_blocks=400)
