@@ -178,6 +178,20 @@ def test_the_prompt_is_computed_once(build_engine: BuildEngine) -> None:
     drain(engine, {output.sequence.request_id: [output] for output in result.outputs})
 
 
+def test_what_drafts_are_looked_for_in_is_stored_once(build_engine: BuildEngine) -> None:
+    engine, prediction = build_engine(speculate="8"), tuple(make_prompt(500))
+    sequence = add_forked(engine, make_prompt(400), 6, max_tokens=40, prediction=prediction)
+    answers = (sequence, *sequence.forks)
+    told: Told = {}
+    for _ in range(12):
+        step(engine, told)
+    assert {id(one.texts) for one in answers} == {id(sequence.texts)}
+    own = [one.drafts.num_indexed - one.texts.num_indexed for one in answers if one.drafts and one.texts]
+    assert len(own) == 6
+    assert max(own) < 100, "its answer, not its prompt"
+    drain(engine, told)
+
+
 # Each goes its own way.
 
 
