@@ -31,6 +31,7 @@ from tandem.engine.sampling.sampler import LaunchedSample, SampledToken, Sampler
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Phase, ScheduledChunk, Sequence, SequenceStatus
 from tandem.engine.sequence_blocks import ComputedBlocks
+from tandem.engine.speculation.sources import RequestTexts
 from tandem.engine.speculation.speculator import Speculator
 from tandem.engine.structured_output import MaskRequest, StructuredOutput
 from tandem.engine.tensor_parallel.group import RanksLost
@@ -233,6 +234,8 @@ class Engine:
             phase=phase,
             priority=request.priority,
         )
+        if request.forks and phase is Phase.WHOLE:
+            sequence.texts = RequestTexts(request.token_ids, request.sampling.prediction)
         sequence.forks = [self._fork_of(sequence, fork) for fork in request.forks]
         for one in (sequence, *sequence.forks):
             one.timeline = Timeline(now) if request.is_traced else None
@@ -298,6 +301,7 @@ class Engine:
             priority=sequence.priority,
             status=SequenceStatus.FORKING,
             leader=sequence,
+            texts=sequence.texts,
             is_admitted_before=sequence.is_admitted_before,
             matcher=self.structured_output.matcher(grammar, order, sequence.root) if grammar else None,
         )

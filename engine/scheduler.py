@@ -177,10 +177,11 @@ class Scheduler:
             chunks = [chunk for chunk in chunks if chunk.sequence.status is SequenceStatus.RUNNING]
         self._queues.step_number += bool(chunks)
         step = _Step(chunks, self.max_num_batched_tokens - len(chunks), num_forks=self._queues.num_forks)
+        prompts = self._prefill_order()  # those that are admitted from here on get their chunks at once
         self._admit_received(step)
         step.line = self.tenant_room.in_turn(self.waiting) if is_shared else iter(list(self.waiting))
         step.first = next(step.line, None)
-        for sequence, priority in self._prefill_order():
+        for sequence, priority in prompts:
             self._admit(step, before=priority.order)
             self._add_prefill(step, sequence, priority)
         self._admit(step, before=math.inf)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from tandem.engine.prompt_scores import PromptScores
-    from tandem.engine.speculation.sources import DraftSources
+    from tandem.engine.speculation.sources import DraftSources, RequestTexts
     from tandem.engine.structured_output import GrammarMatcher
 
     Array = np.ndarray[Any, Any]
@@ -100,6 +100,7 @@ class Sequence:
     onboarding: Onboarding | None = None
     logit_bias: tuple[Array, Array] | None = None  # ids and values; the sampler makes them once
     matcher: GrammarMatcher | None = None  # of a grammar that its output must match
+    texts: RequestTexts | None = None  # in which drafts are looked for; forks share them
     drafts: DraftSources | None = None  # what its next tokens may be, once it was asked
     prompt_scores: PromptScores | None = None  # log probabilities of the prompt's tokens, if they were asked for
     kv_holder: KvHolder | None = None  # a peer that has some of the prompt's KV

@@ -64,44 +64,54 @@ class RecentAnswers:
             self._scopes.popitem(last=False)
 
 
+class RequestTexts:
+    """The texts of a request that all answers to its prompt share."""
+
+    def __init__(self, prompt: list[int], prediction: Seq[int]) -> None:
+        self.prompt = TokenIndex(prompt)
+        # The end of the prompt matches where the answer begins.
+        self.prediction = TokenIndex([*prompt[-MAX_MATCH:], *prediction]) if prediction else None
+
+    @property
+    def num_indexed(self) -> int:
+        """Tokens in which drafts are looked for by now."""
+        return self.prompt.num_indexed + (0 if self.prediction is None else self.prediction.num_indexed)
+
+
 class DraftSources:
     """Where the drafts of one sequence come from, and how good they were."""
 
-    def __init__(
-        self, token_ids: list[int], num_prompt_tokens: int, prediction: Seq[int], answers: ScopeAnswers
-    ) -> None:
-        """`token_ids` belongs to the sequence: it grows with its answer."""
+    def __init__(self, token_ids: list[int], texts: RequestTexts, answers: ScopeAnswers) -> None:
+        """`token_ids` belongs to the sequence: it begins with the prompt of the texts, and grows with its answer."""
         self.acceptance = Acceptance(answers.acceptance)
         self.drafted: Seq[int] = _NO_TOKENS  # what was expected behind the first `_num_seen` tokens
         self.is_predicted = False  # whether that was the request's prediction
         self._length = 0  # of the match that it came from
         self._num_seen = len(token_ids)
         self._answers = answers
-        self._text = TokenIndex(token_ids)
-        self._prediction: TokenIndex | None = None
-        if prediction:  # the end of the prompt matches where the answer begins
-            end_of_prompt = token_ids[max(num_prompt_tokens - MAX_MATCH, 0) : num_prompt_tokens]
-            self._prediction = TokenIndex([*end_of_prompt, *prediction])
+        self._texts = texts
+        self._text = TokenIndex(token_ids, max(len(texts.prompt.tokens) - MAX_MATCH, 0))
 
     @property
     def num_indexed(self) -> int:
         """Tokens of its own text and of the prediction in which drafts are looked for by now."""
-        return self._text.num_indexed + (0 if self._prediction is None else self._prediction.num_indexed)
+        return self._text.num_indexed + self._texts.num_indexed
 
-    def propose(self, token_ids: Seq[int], most: int, least_share: float = 0.0) -> list[float]:
+    def propose(self, token_ids: Seq[int], most: int, least_share: float, max_grams: int) -> list[float]:
         """Expect at most this many tokens behind these, all that a sequence has: see `drafted`.
 
         Returns for each of them, down to `least_share`, the probability that it and all before it come. Learns from
-        what came meanwhile.
+        what came meanwhile. Of each text the next `max_grams` tokens are indexed.
         """
         if self.drafted:
             self.acceptance.observe(self._length, self.drafted, token_ids[self._num_seen :])
         self._num_seen = len(token_ids)
-        match = self._find(token_ids[-MAX_MATCH:], len(token_ids))
+        match = self._find(token_ids[-MAX_MATCH:], max_grams)
         self.drafted = _NO_TOKENS if match is None else match.draft(most)
         shares: list[float] = []
         if match is not None:
-            self.is_predicted = self._prediction is not None and match.tokens is self._prediction.tokens
+            prediction = self._texts.prediction
+            self.is_predicted = prediction is not None and match.tokens is prediction.tokens
             self._length, share = match.length, 1.0
             for ahead in range(len(self.drafted)):
                 share *= self.acceptance.share(match.length + ahead)
@@ -110,16 +120,16 @@ class DraftSources:
                 shares.append(share)
         return shares
 
-    def _find(self, tail: Seq[int], num_tokens: int) -> Match | None:
+    def _find(self, tail: Seq[int], max_grams: int) -> Match | None:
         """The longest match; of equally long ones that of the prediction, then that of its own text."""
-        self._text.extend(num_tokens)
-        best: Match | None = None
-        for index in (self._prediction, self._text, *self._answers.indexes):
+        texts, best = self._texts, None
+        for index in (texts.prediction, self._text, texts.prompt, *self._answers.indexes):
             if index is None:
                 continue
-            if index is not self._text:
-                index.extend(len(index.tokens))
+            index.extend(len(index.tokens), max_grams)
             match = index.find(tail)
             if match is not None and (best is None or match.length > best.length):
                 best = match
+        if best is not None and best.tokens is texts.prompt.tokens:
+            return best._replace(tokens=self._text.tokens)  # the answer follows
         return best

@@ -12,12 +12,14 @@ from dataclasses import replace
 from itertools import accumulate
 
 from tandem.engine.sequence import Phase, ScheduledChunk, Sequence
-from tandem.engine.speculation.sources import DraftSources, RecentAnswers
+from tandem.engine.speculation.sources import DraftSources, RecentAnswers, RequestTexts
 from tandem.engine.speculation.step_time import StepTime
+from tandem.engine.speculation.token_index import GRAM
 
 _AUTO_DRAFT = 24
 _MIN_GAIN = 1.02  # in tokens a second; less is not worth the risk of a wrong estimate
 _MIN_SHARE = 0.05  # probability below which a token is not worth a look
+_STEP_GRAMS = 2048  # of each kind of text that are indexed in a step, so that long prompts do not delay it
 
 
 class Speculator:
@@ -37,7 +39,8 @@ class Speculator:
         """The chunks of a step, with drafts where they pay. Room for them in the pool is not there yet."""
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         room = 0 if _is_short(chunks) else min(self._max_tokens - num_tokens, self._max_rows)
-        shares = [self._propose(chunk.sequence) if _may_draft(chunk) else [] for chunk in chunks]
+        max_grams = max(_STEP_GRAMS // max(len(chunks), 1), GRAM)
+        shares = [self._propose(chunk.sequence, max_grams) if _may_draft(chunk) else [] for chunk in chunks]
         num_sampled = sum(chunk.samples for chunk in chunks)
         least = self._least_share(shares, num_sampled, num_tokens, room) if self._is_auto else 0.0
         drafted: list[ScheduledChunk] = []
@@ -63,17 +66,18 @@ class Speculator:
         if sequence.phase is Phase.WHOLE and sequence.has_first_token:
             self._answers.add(sequence.root, sequence.token_ids, sequence.num_prompt_tokens)
 
-    def _propose(self, sequence: Sequence) -> list[float]:
+    def _propose(self, sequence: Sequence, max_grams: int) -> list[float]:
         """Let the sequence expect its next tokens. Returns their probabilities."""
         if sequence.drafts is None:
-            answers = self._answers.of(sequence.root)
-            prediction, num_prompt = sequence.sampling.prediction, sequence.num_prompt_tokens
-            sequence.drafts = DraftSources(sequence.token_ids, num_prompt, prediction, answers)
+            if sequence.texts is None:
+                prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+                sequence.texts = RequestTexts(prompt, sequence.sampling.prediction)
+            sequence.drafts = DraftSources(sequence.token_ids, sequence.texts, self._answers.of(sequence.root))
         sources, token_ids = sequence.drafts, sequence.token_ids
         # Behind the draft there is one more token, which is sampled.
         left = min(self._max_model_len - len(token_ids), sequence.sampling.max_tokens - sequence.num_output_tokens) - 1
         least_share = _MIN_SHARE if self._is_auto else 0.0
-        shares = sources.propose(token_ids, max(min(self._most, left), 0), least_share)
+        shares = sources.propose(token_ids, max(min(self._most, left), 0), least_share, max_grams)
         if shares and sequence.matcher is not None:
             sources.drafted = sources.drafted[: sequence.matcher.num_allowed(sources.drafted)]
         return shares[: len(sources.drafted)]

@@ -13,7 +13,6 @@ GRAM = 3  # tokens of the shortest match
 MAX_MATCH = 16  # a longer match says no more
 SEPARATOR = -1  # between texts: no token, so no match and no draft reaches over it
 _MAX_PLACES = 8  # of a gram that are compared
-_MAX_STEP = 2048  # grams that one call adds, so that a long prompt does not delay a step
 _BITS = 21  # of a token id in a gram's key
 
 
@@ -37,20 +36,23 @@ class Match(NamedTuple):
 class TokenIndex:
     """An index of a growing list of tokens, which belongs to the caller. It takes about 130 bytes a token."""
 
-    def __init__(self, tokens: list[int]) -> None:
+    def __init__(self, tokens: list[int], first: int = 0) -> None:
+        """Tokens before the `first` are not indexed."""
         self.tokens = tokens
+        self._first = first
         self._latest: dict[int, int] = {}  # gram -> the latest place behind it
         self._earlier: list[int] = [-1] * GRAM  # place -> the one before it behind the same gram; -1 = none
 
     @property
     def num_indexed(self) -> int:
-        """Leading tokens that were indexed."""
+        """Tokens that were indexed, from the first on."""
         return len(self._earlier)
 
-    def extend(self, num_tokens: int, max_grams: int = _MAX_STEP) -> None:
-        """Index the first `num_tokens` tokens, or the next `max_grams` of them: each gram that a token follows."""
+    def extend(self, num_tokens: int, max_grams: int) -> None:
+        """Index the tokens before `num_tokens`, or the next `max_grams` of them: each gram that a token follows."""
         tokens, latest, earlier = self.tokens, self._latest, self._earlier
-        for place in range(len(earlier), min(num_tokens, len(earlier) + max_grams)):
+        next_place = self._first + len(earlier)
+        for place in range(next_place, min(num_tokens, next_place + max_grams)):
             gram = _key(tokens[place - 3], tokens[place - 2], tokens[place - 1])
             earlier.append(latest.get(gram, -1))
             latest[gram] = place
@@ -66,7 +68,7 @@ class TokenIndex:
                 break
             if (found := self._length(tail, place)) > length:
                 best, length = place, found
-            place = self._earlier[place]
+            place = self._earlier[place - self._first]
         return None if best < 0 else Match(self.tokens, best, length)
 
     def _length(self, tail: Sequence[int], place: int) -> int:

@@ -128,6 +128,15 @@ def test_forks_keep_to_their_grammar(grammar: str, tmp_path: Path) -> None:
     assert forked(engine, make_prompt(20), 3, **fields) == separate(other, make_prompt(20), 3, **fields)
 
 
+@pytest.mark.parametrize("grammar", FORCING)
+def test_forks_that_wait_for_a_seat_keep_to_their_grammar(grammar: str, tmp_path: Path) -> None:
+    """They may have several tokens to compute once they get it: those that their grammar forces."""
+    folder = save_tiny_text_model(tmp_path, max_model_len=512)
+    fields = {"grammar": grammar, "max_tokens": 120, "ignore_eos": False}
+    engine, other = make_engine(folder, max_num_seqs=3), make_engine(folder)
+    assert forked(engine, make_prompt(20), 9, **fields) == separate(other, make_prompt(20), 9, **fields)
+
+
 def test_sixty_four_answers_on_eight_seats(build_engine: BuildEngine) -> None:
     prompt = make_prompt(40)
     engine = build_engine(num_blocks=400)
@@ -167,6 +176,20 @@ def test_the_prompt_is_computed_once(build_engine: BuildEngine) -> None:
     assert result.stats.num_prefill_tokens == 60
     assert [output.sequence.request_id for output in result.outputs] == ["r", *(f"r-{n}" for n in range(1, 8))]
     drain(engine, {output.sequence.request_id: [output] for output in result.outputs})
+
+
+def test_what_drafts_are_looked_for_in_is_stored_once(build_engine: BuildEngine) -> None:
+    engine, prediction = build_engine(speculate="8"), tuple(make_prompt(500))
+    sequence = add_forked(engine, make_prompt(400), 6, max_tokens=40, prediction=prediction)
+    answers = (sequence, *sequence.forks)
+    told: Told = {}
+    for _ in range(12):
+        step(engine, told)
+    assert {id(one.texts) for one in answers} == {id(sequence.texts)}
+    own = [one.drafts.num_indexed - one.texts.num_indexed for one in answers if one.drafts and one.texts]
+    assert len(own) == 6
+    assert max(own) < 100, "its answer, not its prompt"
+    drain(engine, told)
 
 
 # Each goes its own way.

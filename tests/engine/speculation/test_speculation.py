@@ -59,7 +59,7 @@ def test_the_longest_match_is_found(seed: int) -> None:
             start = source.randrange(len(tokens) - 10)
             tokens += tokens[start : start + source.randint(1, 10)]
         tokens.append(source.randrange(8))
-        index.extend(len(tokens))
+        index.extend(len(tokens), 1000)
         match = index.find(tokens[-MAX_MATCH:])
         longest = longest_match(tokens, tokens[-MAX_MATCH:])
         assert (match is None) == (longest == 0)
@@ -72,7 +72,7 @@ def test_the_longest_match_is_found(seed: int) -> None:
 def test_a_text_that_repeats_itself_is_drafted_beyond_its_end() -> None:
     tokens = [9, 1, 2, 3, 1, 2, 3]
     index = TokenIndex(tokens)
-    index.extend(len(tokens))
+    index.extend(len(tokens), 1000)
     match = index.find(tokens)
     assert match is not None
     assert match.draft(8) == [1, 2, 3, 1, 2, 3, 1, 2]
@@ -81,7 +81,7 @@ def test_a_text_that_repeats_itself_is_drafted_beyond_its_end() -> None:
 def test_no_draft_reaches_into_another_text() -> None:
     tokens = [SEPARATOR, 1, 2, 3, 4, 5, SEPARATOR, 6, 7, 8, 9]
     index = TokenIndex(tokens)
-    index.extend(len(tokens))
+    index.extend(len(tokens), 1000)
     match = index.find([1, 2, 3])
     assert match is not None
     assert match.draft(9) == [4, 5]
@@ -114,6 +114,15 @@ def test_recent_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert answers.num_tokens <= 1000
         answers.of(bytes([20 + number % 9]))
         assert len(answers) <= 5
+
+
+def test_many_long_prompts_delay_no_step_much() -> None:
+    """Forks of one long prompt, or as many requests: a step indexes as much as for a single one."""
+    speculator, source = make_speculator(), random.Random(0)
+    sequences = [make_sequence(source.choices(range(1000), k=20_000), 20_000) for _ in range(32)]
+    for step in range(1, 4):
+        speculator.add_drafts([chunk_of(sequence) for sequence in sequences])
+        assert sum(one.drafts.num_indexed for one in sequences if one.drafts) <= step * 3 * 2048 + 32 * 3 * GRAM
 
 
 # How good they are.
