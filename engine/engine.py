@@ -415,6 +415,9 @@ class Engine:
             scores, logits = self.sampler.score(logits, chunks)
         if logits is not None and sampling:
             masks, late = self._take_masks(list(sampling))
+            for sequence in late:
+                if sampling[sequence]:  # the draft is computed for nothing
+                    self.scheduler.blocks.keep_needed(sequence)
             chunks = [one for chunk in chunks if (one := _without_late_token(chunk, late)) is not None]
             sampling, rows = _with_forks(sampling, masks)
             plans = self.sampler.plan(list(sampling), logits.shape[1], masks, sampling)
