@@ -94,7 +94,7 @@ def test_nothing_shows_that_tokens_were_drafted(
     speculator = engine.speculator
     assert speculator is not None
     if settings.get("speculate") != "auto" and "max_num_batched_tokens" not in settings:
-        assert speculator.num_drafted >= speculator.num_accepted > 50
+        assert speculator.num_drafted >= speculator.num_accepted > 10
     engine.close()
 
 
