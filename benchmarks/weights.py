@@ -77,18 +77,14 @@ def compare(exact: LoadedModel, rounded: LoadedModel, pieces: list[Tensor]) -> I
 @torch.inference_mode()
 def log_probabilities(model: LoadedModel, piece: Tensor) -> Tensor:
     """[T, vocab] in float32, by the engine's own attention over a pool of one block."""
-    length = len(piece)
-    shape = (1, model.num_layers, 2, length, model.num_kv_heads, model.head_dim)
-    context = StepContext(
-        pool=torch.zeros(shape, dtype=model.dtype),
-        block_tables=torch.zeros(1, 1, dtype=torch.int32),
-        query_starts=torch.tensor([0, length], dtype=torch.int32),
-        kv_lens=torch.tensor([length], dtype=torch.int32),
-        slot_mapping=torch.arange(length),
-        max_query_len=length,
-        max_kv_len=length,
+    context = StepContext.of_one_sequence(
+        len(piece),
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=model.dtype,
     )
-    positions = torch.arange(length)[None]
+    positions = torch.arange(len(piece))[None]
     with PagedStep(CpuAttention(torch.get_num_threads()), context, lambda: None):
         logits: Tensor = model.module(input_ids=piece[None], position_ids=positions, use_cache=False).logits[0]
     return logits.float().log_softmax(1)

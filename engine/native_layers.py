@@ -26,7 +26,7 @@ from tandem.engine.kv_geometry import FORWARD_ERRORS
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _ATTENTION_PARTS = {*_PROJECTIONS, "o_proj"}
-_PROBE_TOKENS, _PROBE_BLOCK = 5, 16
+_PROBE_TOKENS = 5
 
 
 class _Weight(ctypes.Structure):
@@ -419,13 +419,6 @@ def _layer_idx(attention: Any) -> int:
 
 
 def _probe_context(num_kv_heads: int, head_dim: int, dtype: torch.dtype, num_layers: int) -> StepContext:
-    """One sequence, in a pool of one block."""
-    return StepContext(
-        pool=torch.zeros(1, num_layers, 2, _PROBE_BLOCK, num_kv_heads, head_dim, dtype=dtype),
-        block_tables=torch.zeros(1, 1, dtype=torch.int32),
-        query_starts=torch.tensor([0, _PROBE_TOKENS], dtype=torch.int32),
-        kv_lens=torch.tensor([_PROBE_TOKENS], dtype=torch.int32),
-        slot_mapping=torch.arange(_PROBE_TOKENS),
-        max_query_len=_PROBE_TOKENS,
-        max_kv_len=_PROBE_TOKENS,
+    return StepContext.of_one_sequence(
+        _PROBE_TOKENS, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
     )

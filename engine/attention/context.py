@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -26,3 +27,18 @@ class StepContext:
     slot_mapping: Tensor
     max_query_len: int
     max_kv_len: int
+
+    @classmethod
+    def of_one_sequence(
+        cls, num_tokens: int, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> StepContext:
+        """A whole prompt in one step on a CPU, over a pool of its own of one block."""
+        return cls(
+            pool=torch.zeros(1, num_layers, 2, num_tokens, num_kv_heads, head_dim, dtype=dtype),
+            block_tables=torch.zeros(1, 1, dtype=torch.int32),
+            query_starts=torch.tensor([0, num_tokens], dtype=torch.int32),
+            kv_lens=torch.tensor([num_tokens], dtype=torch.int32),
+            slot_mapping=torch.arange(num_tokens),
+            max_query_len=num_tokens,
+            max_kv_len=num_tokens,
+        )
