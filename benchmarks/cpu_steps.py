@@ -57,6 +57,7 @@ def main() -> int:
         pool_bytes=_POOL_BYTES,
         num_threads=settings.threads,
         max_num_seqs=max(settings.streams),
+        speculate="off",  # a step is to give one token
     )
     with contextlib.closing(Engine(config)) as engine, torch.inference_mode():
         read_s = seconds_to_read(sum(file.stat().st_size for file in Path(config.model).glob("*.safetensors")))

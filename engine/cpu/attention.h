@@ -10,7 +10,6 @@ using Arguments = AttentionArguments;
 
 constexpr int KEYS = 64;    // keys of one tile
 constexpr int QUERIES = 32; // query tokens of one work item
-constexpr int MAX_DIM = 512;        // largest head dimension; CpuAttention checks it
 constexpr int DIM_UNIT = 2 * LANES; // head dimensions are padded to a multiple of this: whole vectors, even of pairs
 
 inline int64_t padded_dim(const Arguments &a) { return (a.head_dim + DIM_UNIT - 1) / DIM_UNIT * DIM_UNIT; }

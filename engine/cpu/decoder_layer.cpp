@@ -5,7 +5,11 @@
 #include "elementwise.h"
 #include "kernels.h"
 
+#include <utility>
+
 namespace {
+
+constexpr int64_t REPEAT_BYTES = 32 << 20; // of values between products that repeats may cost
 
 struct Weight {
   const void *packed;
@@ -26,6 +30,8 @@ struct Layer {
   int64_t index, num_heads, window, width; // its place in the pool; the width of the hidden state
   float scale, softcap;
   int kind, is_bfloat16;
+
+  int64_t element_bytes() const { return is_bfloat16 ? 2 : 4; }
 };
 
 // What changes from call to call. `attention` describes the step, and keys and values of layer 0 in the pool.
@@ -40,41 +46,52 @@ struct Call {
 // Values between the products, all of the layer's type.
 struct Buffers {
   char *fused;    // [num_tokens, queries, keys and values]
+  char *turned;   // [num_tokens, queries and keys]
   char *attended; // [num_tokens, queries]
+  char *between;  // [num_tokens, width], behind attention
   char *gate_up;  // [num_tokens, 2 * inner width]
+  char *out;      // [num_tokens, width]
 
   static int64_t bytes(const Layer &layer, int64_t num_tokens) {
-    return num_tokens * (layer.query_key_value.num_columns + layer.output.depth + layer.gate_up.num_columns) *
-           (layer.is_bfloat16 ? 2 : 4);
+    int64_t num_columns = 2 * (layer.query_key_value.num_columns + layer.width) + layer.output.depth;
+    return num_tokens * (num_columns + layer.gate_up.num_columns) * layer.element_bytes();
   }
 
-  Buffers(void *memory, const Layer &layer, int64_t num_tokens) {
-    const int64_t size = layer.is_bfloat16 ? 2 : 4;
-    fused = static_cast<char *>(memory);
-    attended = fused + num_tokens * layer.query_key_value.num_columns * size;
-    gate_up = attended + num_tokens * layer.output.depth * size;
+  Buffers(char *memory, const Layer &layer, int64_t num_tokens) {
+    const auto take = [&](int64_t num_columns) {
+      return std::exchange(memory, memory + num_tokens * num_columns * layer.element_bytes());
+    };
+    fused = take(layer.query_key_value.num_columns);
+    turned = take(layer.query_key_value.num_columns);
+    attended = take(layer.output.depth);
+    between = take(layer.width);
+    gate_up = take(layer.gate_up.num_columns);
+    out = take(layer.width);
   }
 };
 
-// Norms and rotates each head of a token in place.
+// Norms and rotates each head of a token.
 template <typename T>
-void turn(T *heads, int64_t num_heads, const Norm &norm, const T *cos, const T *sin, int64_t dim) {
-  for (int64_t h = 0; h < num_heads; ++h, heads += dim) {
-    if (norm.weight != nullptr) rms_norm(heads, static_cast<const T *>(norm.weight), heads, dim, norm.epsilon);
-    rotate(heads, heads, cos, sin, dim);
+void turn(const T *heads, T *out, int64_t num_heads, const Norm &norm, const T *cos, const T *sin, int64_t dim) {
+  T normed[MAX_DIM];
+  for (int64_t h = 0; h < num_heads; ++h, heads += dim, out += dim) {
+    if (norm.weight != nullptr) rms_norm(heads, static_cast<const T *>(norm.weight), normed, dim, norm.epsilon);
+    rotate(norm.weight != nullptr ? normed : heads, out, cos, sin, dim);
   }
 }
 
-// Prepares queries and keys where they lie, and writes keys and values into their slots.
-template <typename T> void add_turns(Plan &plan, const Layer *layer, const Call &call, const AttentionArguments &a) {
+// Prepares queries and keys, and writes keys and values into their slots. `a` has them where they lie then.
+template <typename T>
+void add_turns(Plan &plan, const Layer *layer, const Call &call, const AttentionArguments &a, const Buffers &buffers) {
   const T *cos = static_cast<const T *>(call.cos), *sin = static_cast<const T *>(call.sin);
+  const T *fused = reinterpret_cast<const T *>(buffers.fused);
+  T *turned = reinterpret_cast<T *>(buffers.turned);
   plan.add(num_token_items(a.num_tokens), [=](int64_t item) {
     int64_t first = item * ITEM_TOKENS, last = std::min(first + ITEM_TOKENS, a.num_tokens), dim = a.head_dim;
     for (int64_t t = first; t < last; ++t) {
-      T *queries = static_cast<T *>(const_cast<void *>(a.query)) + t * a.query_token_stride;
-      T *keys = static_cast<T *>(const_cast<void *>(a.key)) + t * a.key_token_stride;
-      turn(queries, a.num_heads, layer->query, cos + t * dim, sin + t * dim, dim);
-      turn(keys, a.num_kv_heads, layer->key, cos + t * dim, sin + t * dim, dim);
+      const int64_t row = t * layer->query_key_value.num_columns, keys = row + a.num_heads * dim;
+      turn(fused + row, turned + row, a.num_heads, layer->query, cos + t * dim, sin + t * dim, dim);
+      turn(fused + keys, turned + keys, a.num_kv_heads, layer->key, cos + t * dim, sin + t * dim, dim);
     }
     write_cache(a, first, last, layer->is_bfloat16);
   });
@@ -89,18 +106,16 @@ AttentionArguments attention_over(const Layer &layer, const Call &call, const Bu
   a.window = layer.window;
   a.scale = layer.scale;
   a.softcap = layer.softcap;
-  const int64_t size = layer.is_bfloat16 ? 2 : 4;
-  const char *keys = buffers.fused + a.num_heads * a.head_dim * size;
-  a.query = buffers.fused;
-  a.key = keys;
-  a.value = keys + a.num_kv_heads * a.head_dim * size;
+  const int64_t key = a.num_heads * a.head_dim * layer.element_bytes();
+  a.query = buffers.turned;
+  a.key = buffers.turned + key;
+  a.value = buffers.fused + key + a.num_kv_heads * a.head_dim * layer.element_bytes();
   a.out = buffers.attended;
   a.query_token_stride = a.key_token_stride = a.value_token_stride = layer.query_key_value.num_columns;
   a.query_head_stride = a.key_head_stride = a.value_head_stride = a.head_dim;
   return a;
 }
 
-// `x` may be the call's `out`.
 void add_layer(Plan &plan, const Layer &layer, const Call &call, const void *x, const Buffers &buffers) {
   const AttentionArguments attention = attention_over(layer, call, buffers);
   const auto multiply = [&](const Weight &weight, const Rows &rows, const void *residual, void *out) {
@@ -114,13 +129,13 @@ void add_layer(Plan &plan, const Layer &layer, const Call &call, const void *x, 
   };
   multiply(layer.query_key_value, normed(x, layer.input), nullptr, buffers.fused);
   if (layer.is_bfloat16)
-    add_turns<bfloat16>(plan, &layer, call, attention);
+    add_turns<bfloat16>(plan, &layer, call, attention, buffers);
   else
-    add_turns<float>(plan, &layer, call, attention);
+    add_turns<float>(plan, &layer, call, attention, buffers);
   add_attention(plan, layer.kind, attention, layer.is_bfloat16);
-  multiply(layer.output, {buffers.attended, layer.output.depth}, x, call.out);
-  multiply(layer.gate_up, normed(call.out, layer.mlp), nullptr, buffers.gate_up);
-  multiply(layer.down, {buffers.gate_up, layer.gate_up.num_columns, Rows::SILU_MULTIPLY}, call.out, call.out);
+  multiply(layer.output, {buffers.attended, layer.output.depth}, x, buffers.between);
+  multiply(layer.gate_up, normed(buffers.between, layer.mlp), nullptr, buffers.gate_up);
+  multiply(layer.down, {buffers.gate_up, layer.gate_up.num_columns, Rows::SILU_MULTIPLY}, buffers.between, buffers.out);
 }
 
 } // namespace
@@ -132,13 +147,23 @@ extern "C" int tandem_decoder_layers(const Layer *layers, int64_t num_layers, co
       call->num_threads,
       [=](Plan &plan) {
         const int64_t num_tokens = call->attention->num_tokens;
-        int64_t bytes = 0;
-        for (int64_t i = 0; i < num_layers; ++i) bytes = std::max(bytes, Buffers::bytes(layers[i], num_tokens));
-        void *memory = scratch<Layer>(bytes);
-        if (memory == nullptr) throw std::bad_alloc();
+        int64_t bytes = 0, total = 0;
         for (int64_t i = 0; i < num_layers; ++i) {
+          bytes = std::max(bytes, Buffers::bytes(layers[i], num_tokens));
+          total += Buffers::bytes(layers[i], num_tokens);
+        }
+        const bool has_repeats = num_tokens <= REPEATED_TOKENS && total <= REPEAT_BYTES;
+        if (has_repeats) plan.allow_repeats();
+        // Without repeats two layers take turns, as each reads what the one before it wrote.
+        auto *memory = static_cast<char *>(scratch<Layer>(has_repeats ? bytes * num_layers : 2 * bytes));
+        if (memory == nullptr) throw std::bad_alloc();
+        const void *x = call->x;
+        for (int64_t i = 0; i < num_layers; ++i) {
+          Buffers buffers(memory + (has_repeats ? i : i % 2) * bytes, layers[i], num_tokens);
+          if (i == num_layers - 1) buffers.out = static_cast<char *>(call->out);
           plan.stop();
-          add_layer(plan, layers[i], *call, i == 0 ? call->x : call->out, Buffers(memory, layers[i], num_tokens));
+          add_layer(plan, layers[i], *call, x, buffers);
+          x = buffers.out;
         }
       },
       between_layers);

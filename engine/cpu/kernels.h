@@ -60,7 +60,9 @@ void add_attention(Plan &plan, int kind, const AttentionArguments &arguments, bo
 
 namespace {
 
-constexpr int64_t ITEM_TOKENS = 16; // of phases whose items are cheap
+constexpr int MAX_DIM = 512;           // largest head dimension; CpuAttention checks it
+constexpr int64_t ITEM_TOKENS = 16;    // of phases whose items are cheap
+constexpr int64_t REPEATED_TOKENS = 64; // a call of more has long items, and its time is not that of a step that decodes
 
 inline int64_t num_token_items(int64_t num_tokens) { return (num_tokens + ITEM_TOKENS - 1) / ITEM_TOKENS; }
 

@@ -344,19 +344,19 @@ template <typename Kernel> void add(Plan &plan, const Product &p) {
   if (bytes_of(p.num_rows) <= OWN_BYTES) return add_few_rows<Kernel>(plan, p);
   int64_t block_rows = std::max<int64_t>(BLOCK_BYTES / bytes_of(ITEM_ROWS), 1) * ITEM_ROWS;
   block_rows = std::min(block_rows, p.num_rows);
-  plan.reserve(bytes_of(block_rows));
   const int64_t num_groups = (p.num_columns + COLUMNS - 1) / COLUMNS;
   for (int64_t base = 0; base < p.num_rows; base += block_rows) {
     const int64_t num_rows = std::min(block_rows, p.num_rows - base);
+    const int64_t offset = plan.reserve(bytes_of(num_rows));
     plan.add(num_token_items(num_rows), [=, plan = &plan](int64_t item) {
       int64_t first = item * ITEM_TOKENS, last = std::min(first + ITEM_TOKENS, num_rows);
-      if (!prepare_rows<Kernel>(p, base, first, last, static_cast<Prepared *>(plan->workspace()))) plan->fail();
+      if (!prepare_rows<Kernel>(p, base, first, last, static_cast<Prepared *>(plan->workspace(offset)))) plan->fail();
     });
     const int64_t num_row_items = (num_rows + ITEM_ROWS - 1) / ITEM_ROWS;
     plan.add(num_groups * num_row_items, [=, plan = &plan](int64_t item) {
       int64_t first = item % num_row_items * ITEM_ROWS; // columns outside: their weights stay in the cache
       int64_t last = std::min<int64_t>(first + ITEM_ROWS, num_rows);
-      const auto *x = static_cast<const Prepared *>(plan->workspace());
+      const auto *x = static_cast<const Prepared *>(plan->workspace(offset));
       Kernel::multiply(p, x, first, last, item / num_row_items * COLUMNS, base);
     });
   }
@@ -439,6 +439,9 @@ int tandem_matmul(int kind, const void *x, const void *packed, const float *scal
                   int64_t num_rows, int64_t num_columns, int64_t depth, int64_t x_stride, int is_bfloat16,
                   int num_threads) {
   const Product product = {{x, x_stride}, packed, scales, bias, nullptr, out, num_rows, num_columns, depth};
-  return run_plan(num_threads, [&](Plan &plan) { add_product(plan, kind, product, is_bfloat16); });
+  return run_plan(num_threads, [&](Plan &plan) {
+    if (num_rows <= REPEATED_TOKENS) plan.allow_repeats();
+    add_product(plan, kind, product, is_bfloat16);
+  });
 }
 }

@@ -70,6 +70,7 @@ void add_attention(Plan &plan, int kind, const Arguments &arguments, bool is_bfl
 extern "C" int tandem_paged_attention(int kind, const Arguments *arguments, int is_bfloat16, int num_threads) {
   return run_plan(num_threads, [&](Plan &plan) {
     const Arguments &a = *arguments;
+    if (a.num_tokens <= REPEATED_TOKENS) plan.allow_repeats();
     plan.add(num_token_items(a.num_tokens), [=, &a](int64_t item) {
       write_cache(a, item * ITEM_TOKENS, std::min((item + 1) * ITEM_TOKENS, a.num_tokens), is_bfloat16);
     });

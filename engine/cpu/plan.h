@@ -14,12 +14,17 @@ struct Phase {
   static constexpr size_t ROOM = 352;
   void (*run)(const void *work, int64_t item);
   int64_t num_items;
-  int num_stops; // before it, since the plan began
+  std::atomic<bool> *is_done; // [num_items]
+  int num_stops;              // before it, since the plan began
   alignas(16) unsigned char work[ROOM];
 };
 
 class Plan {
 public:
+  // From now on an item may run on several threads at once, so that no thread is waited for that has lost its core: they
+  // all store the same bytes. So no phase may change what it reads itself, or what an earlier one has read or written.
+  void allow_repeats() { has_repeats_ = true; }
+
   // `work(item)` for each of the items, once what was added before is done. It is copied, with what it captures.
   template <typename Work> void add(int64_t num_items, const Work &work) {
     static_assert(sizeof(Work) <= Phase::ROOM && std::is_trivially_copyable_v<Work>);
@@ -35,9 +40,13 @@ public:
   // as one.
   void stop() { ++num_stops_; }
 
-  // The items share `workspace` of at least this many bytes; each product uses it anew.
-  void reserve(int64_t bytes) { workspace_bytes_ = std::max(workspace_bytes_, bytes); }
-  void *workspace() const { return workspace_; }
+  // Where in `workspace` there are this many bytes for the phases to come. Without repeats, later ones use them anew.
+  int64_t reserve(int64_t bytes) {
+    const int64_t offset = has_repeats_ ? workspace_bytes_ : 0;
+    workspace_bytes_ = std::max(workspace_bytes_, offset + (bytes + 63) / 64 * 64);
+    return offset;
+  }
+  void *workspace(int64_t offset) const { return static_cast<char *>(workspace_) + offset; }
 
   // For an item whose thread lacks memory.
   void fail() { has_failed_.store(true, std::memory_order_relaxed); }
@@ -48,6 +57,7 @@ public:
 private:
   std::vector<Phase> phases_;
   int num_stops_ = 0;
+  bool has_repeats_ = false;
   int64_t workspace_bytes_ = 0;
   void *workspace_ = nullptr;
   std::atomic<bool> has_failed_{false};

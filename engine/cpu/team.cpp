@@ -1,8 +1,9 @@
 // The threads that run plans: the caller, and helpers that stay from one plan to the next.
 //
 // Threads take the items of a phase from one counter, and whoever completes the last item opens the next phase. So a
-// thread that loses its core delays the item that it holds and nothing else: no thread is waited for, only items. Who
-// finds nothing to do spins for a moment and then sleeps, which lets the system run a thread that holds an item there.
+// thread that loses its core delays the item that it holds and nothing else. Who finds nothing to do spins for a moment.
+// Then it runs an item that another thread still holds, if the plan allows that: the first to complete it counts. If not,
+// it sleeps, which lets the system run the other thread there. A plan is over when no thread works on it any more.
 
 #include "plan.h"
 
@@ -12,6 +13,7 @@
 #include <pthread.h>
 #include <system_error>
 #include <thread>
+#include <utility>
 #ifdef __linux__
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -20,7 +22,7 @@
 
 namespace {
 
-constexpr std::chrono::microseconds SPIN{30}; // about what it takes to sleep and to be woken
+constexpr std::chrono::microseconds SPIN{30}; // about what it takes to sleep and to be woken; longer than most items
 constexpr int POLLS = 16;                     // looks between two looks at the clock
 
 inline void relax() {
@@ -33,22 +35,24 @@ inline void relax() {
 
 class Team {
 public:
-  // Runs the phases, or returns false if another thread's plan runs just now.
-  bool run(const Phase *begin, const Phase *end, int num_threads, void (*at_stop)()) {
+  // Runs the phases, of which there is one at least, or returns false if another thread's plan runs just now.
+  bool run(const Phase *begin, const Phase *end, int num_threads, bool has_repeats, void (*at_stop)()) {
     if (is_busy_.test_and_set(std::memory_order_acquire)) return false;
     employ(num_threads - 1);
-    is_over_.store(false, std::memory_order_relaxed);
-    num_stops_.store(0, std::memory_order_relaxed);
+    begin_ = begin;
     end_ = end;
+    has_repeats_ = has_repeats;
+    first_turn_ = turn_of(ticket_.load(std::memory_order_relaxed)) + 1;
+    is_over_.store(false);
     open(begin);
     for (int num_stops = 0;;) {
       uint32_t seen = signal_.load(std::memory_order_acquire);
-      bool is_over = is_over_.load(std::memory_order_acquire);
+      bool is_over = is_over_.load();
       int reached = num_stops_.load(std::memory_order_relaxed);
       if (reached != num_stops && at_stop != nullptr) at_stop();
       num_stops = reached;
-      if (is_over) break;
-      if (!take_item()) wait(seen);
+      if (is_over && num_inside_.load() == 0) break;
+      if (!take_item() && !spin(seen) && !repeat_item()) sleep(seen);
     }
     is_busy_.clear(std::memory_order_release);
     return true;
@@ -57,19 +61,19 @@ public:
 private:
   static constexpr uint64_t LEFT = (uint64_t{1} << 32) - 1; // the half of the ticket that counts the items left
 
-  // Begins a phase, or ends the plan. Only one thread can be here: it holds no item, and there are no others.
+  static uint32_t turn_of(uint64_t ticket) { return static_cast<uint32_t>(ticket >> 32); }
+
+  // Begins a phase, or ends the plan. Only one thread can be here: the first to complete the last item.
   void open(const Phase *phase) {
     if (phase == end_) {
-      is_over_.store(true, std::memory_order_release); // from here on the next plan may begin
+      is_over_.store(true);
     } else {
-      phase_ = phase;
       num_done_.store(0, std::memory_order_relaxed);
       num_stops_.store(phase->num_stops, std::memory_order_relaxed);
-      uint64_t turn = (ticket_.load(std::memory_order_relaxed) >> 32) + 1; // a late thread's exchange fails
+      uint64_t turn = first_turn_ + static_cast<uint32_t>(phase - begin_); // a late thread's exchange fails
       ticket_.store(turn << 32 | static_cast<uint64_t>(phase->num_items), std::memory_order_release);
     }
-    signal_.fetch_add(1);
-    if (num_sleepers_.load() > 0) wake();
+    tell();
   }
 
   bool take_item() {
@@ -77,33 +81,68 @@ private:
     do {
       if ((ticket & LEFT) == 0) return false;
     } while (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel, std::memory_order_acquire));
-    const Phase *phase = phase_; // it stays while this item is not done
-    int64_t num_items = phase->num_items;
-    phase->run(phase->work, num_items - static_cast<int64_t>(ticket & LEFT));
-    if (num_done_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_items) open(phase + 1);
+    const Phase *phase = begin_ + (turn_of(ticket) - first_turn_);
+    complete(phase, phase->num_items - static_cast<int64_t>(ticket & LEFT));
     return true;
   }
 
-  // Until something has happened since `signal_` was `seen`.
-  void wait(uint32_t seen) {
+  // Runs an item that another thread has begun.
+  bool repeat_item() {
+    if (!has_repeats_) return false;
+    uint64_t ticket = ticket_.load(std::memory_order_acquire);
+    auto idx = static_cast<int32_t>(turn_of(ticket) - first_turn_);
+    if (idx < 0 || (ticket & LEFT) != 0) return false; // the first phase is not open; there are items to take
+    const Phase *phase = begin_ + idx;
+    for (int64_t item = phase->num_items - 1; item >= 0; --item) {
+      if (phase->is_done[item].load(std::memory_order_acquire)) continue;
+      complete(phase, item);
+      return true;
+    }
+    return false;
+  }
+
+  void complete(const Phase *phase, int64_t item) {
+    phase->run(phase->work, item);
+    if (phase->is_done[item].exchange(true, std::memory_order_acq_rel)) return; // another thread was first
+    if (num_done_.fetch_add(1, std::memory_order_acq_rel) + 1 == phase->num_items) open(phase + 1);
+  }
+
+  // A helper's work on a plan, which stays until the helper is outside again. False if there was nothing to do.
+  bool work(bool (Team::*next)()) {
+    if (is_over_.load()) return false;
+    num_inside_.fetch_add(1);
+    bool has_worked = false;
+    while (!is_over_.load() && (this->*next)()) has_worked = true;
+    num_inside_.fetch_sub(1);
+    if (is_over_.load()) tell();
+    return has_worked;
+  }
+
+  // For a moment, or until something has happened since `signal_` was `seen`. Returns whether it has.
+  bool spin(uint32_t seen) {
     const auto until = std::chrono::steady_clock::now() + SPIN;
     do {
       for (int i = 0; i < POLLS; ++i) {
-        if (signal_.load(std::memory_order_acquire) != seen) return;
+        if (signal_.load(std::memory_order_acquire) != seen) return true;
         relax();
       }
     } while (std::chrono::steady_clock::now() < until);
-    num_sleepers_.fetch_add(1);
-    sleep(seen);
-    num_sleepers_.fetch_sub(1);
+    return false;
+  }
+
+  void tell() {
+    signal_.fetch_add(1);
+    if (num_sleepers_.load() > 0) wake();
   }
 
   void sleep(uint32_t seen) {
+    num_sleepers_.fetch_add(1);
 #ifdef __linux__
     syscall(SYS_futex, &signal_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
 #else
     if (signal_.load() == seen) std::this_thread::sleep_for(SPIN);
 #endif
+    num_sleepers_.fetch_sub(1);
   }
 
   void wake() {
@@ -136,17 +175,21 @@ private:
   void help(int idx) {
     while (true) {
       uint32_t seen = signal_.load(std::memory_order_acquire);
-      if (idx >= num_helpers_.load(std::memory_order_relaxed) || !take_item()) wait(seen);
+      const auto does = [&](bool (Team::*next)()) { return idx < num_helpers_.load() && work(next); };
+      if (!does(&Team::take_item) && !spin(seen) && !does(&Team::repeat_item)) sleep(seen);
     }
   }
 
   alignas(64) std::atomic<uint64_t> ticket_{0}; // which phase it is, and how many of its items no thread has taken
   alignas(64) std::atomic<int64_t> num_done_{0};
-  alignas(64) std::atomic<uint32_t> signal_{0}; // changes with each phase and at the end
+  alignas(64) std::atomic<uint32_t> signal_{0}; // changes with each phase, at the end, and as helpers leave then
   std::atomic<int> num_sleepers_{0}, num_helpers_{0}, num_stops_{0};
+  std::atomic<int> num_inside_{0}; // helpers that may look at the plan
   std::atomic<bool> is_over_{true};
   std::atomic_flag is_busy_ = ATOMIC_FLAG_INIT;
-  const Phase *phase_ = nullptr, *end_ = nullptr;
+  const Phase *begin_ = nullptr, *end_ = nullptr;
+  bool has_repeats_ = false;
+  uint32_t first_turn_ = 0;
   int num_started_ = 0;
 };
 
@@ -169,7 +212,13 @@ void run_alone(const Phase *begin, const Phase *end, void (*at_stop)()) {
 int Plan::run(int num_threads, void (*at_stop)()) {
   workspace_ = scratch<Plan>(workspace_bytes_);
   if (workspace_ == nullptr) return 1;
+  int64_t num_items = 0;
+  for (const Phase &phase : phases_) num_items += phase.num_items;
+  std::unique_ptr<std::atomic<bool>[]> is_done(new std::atomic<bool>[static_cast<size_t>(num_items)]());
+  num_items = 0;
+  for (Phase &phase : phases_) phase.is_done = is_done.get() + std::exchange(num_items, num_items + phase.num_items);
   const Phase *begin = phases_.data(), *end = begin + phases_.size();
-  if (num_threads <= 1 || !team().run(begin, end, num_threads, at_stop)) run_alone(begin, end, at_stop);
+  if (num_threads <= 1 || begin == end || !team().run(begin, end, num_threads, has_repeats_, at_stop))
+    run_alone(begin, end, at_stop);
   return has_failed_.load() ? 1 : 0;
 }

@@ -14,7 +14,7 @@ PROGRAM = Path(__file__).parents[1] / "support" / "team_check.cpp"
 
 
 @pytest.mark.parametrize("sanitizer", ["", "-fsanitize=thread"], ids=["", "thread sanitizer"])
-def test_each_item_runs_once_and_phases_in_order(tmp_path: Path, sanitizer: str) -> None:
+def test_items_run_once_or_are_repeated_and_phases_go_in_order(tmp_path: Path, sanitizer: str) -> None:
     built = tmp_path / "team"
     flags = ["-O2", "-g", "-std=c++17", "-pthread", *([sanitizer] if sanitizer else [])]
     sources = [str(CPU / "team.cpp"), str(PROGRAM)]
