@@ -1,8 +1,9 @@
-"""Throughput: output tokens/s at several concurrencies, prefill tokens/s at 2,048, and the time to ready.
+"""Throughput: output tokens/s at several concurrencies, prefill tokens/s at several lengths, and the time to ready.
 
-Closed loop, prompts of 128 tokens that share nothing, 64 tokens out. Prefill speed is that of one prompt at a time
-with a single token out. All set-ups run in one go; with --vllm-python vLLM is among them, and the ratios that the
-project holds itself to are printed: 0.8 of vLLM colocated, 1.0 of vLLM 1P1D.
+Closed loop, prompts of 128 tokens that share nothing, 64 tokens out; without drafts, which random prompts flatter.
+Prefill speed is that of one prompt at a time with a single token out. All set-ups run in one go; with --vllm-python
+vLLM is among them, and the ratios that the project holds itself to are printed: 0.8 of vLLM colocated, 1.0 of vLLM
+1P1D.
 
 Stands behind README's table of output tokens/s beside vLLM.
 
@@ -47,13 +48,13 @@ def main() -> int:
     parser.add_argument("--requests-per-client", type=int, default=4, help="but at least 8 requests in all")
     parser.add_argument("--input-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--prefill-tokens", type=int, default=2048)
+    parser.add_argument("--prefill-tokens", type=int, nargs="+", default=[512, 2048, 4000, 8000])
     parser.add_argument("--prefill-requests", type=int, default=8)
     vllm.add_arguments(parser)
     settings = parser.parse_args()
     if settings.quick:
-        settings.concurrency, settings.requests_per_client, settings.prefill_requests = [1, 8], 1, 2
-    ours = [serving(setup, settings.model, POOL) for setup in (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS)]
+        vars(settings).update(concurrency=[1, 8], requests_per_client=1, prefill_tokens=[512, 2048], prefill_requests=2)
+    ours = [serving(setup, settings.model, POOL, "--speculate=off") for setup in (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS)]
     servers = [*ours, *vllm.others(settings)]
     results: Results = measure_each(servers, partial(measure, settings=settings))
     _show(results, settings)
@@ -72,7 +73,9 @@ async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any
     return {
         "start_s": server.start_s,
         "loads": loads,
-        "prefill_tokens_per_s": await prefill_speed(server, settings, seed=9),
+        "prefill_tokens_per_s": {
+            length: await prefill_speed(server, settings, length, seed=9) for length in settings.prefill_tokens
+        },
     }
 
 
@@ -94,10 +97,10 @@ async def load(
     return summary.as_dict()
 
 
-async def prefill_speed(server: Server, settings: argparse.Namespace, *, seed: int) -> float:
+async def prefill_speed(server: Server, settings: argparse.Namespace, num_tokens: int, *, seed: int) -> float:
     """Prompt tokens per second of TTFT, the median of several prompts after one that does not count."""
     num_prompts = settings.prefill_requests + 1
-    prompts = await server.prompts(num_prompts, settings.prefill_tokens, 1_000_003 * settings.seed + seed)
+    prompts = await server.prompts(num_prompts, num_tokens, 1_000_003 * settings.seed + seed)
     run = await run_completions(server.client, prompts, model=server.model, output_tokens=1, concurrency=1)
     errors = [timing.error for timing in run.timings if timing.error]
     if errors:
@@ -106,14 +109,14 @@ async def prefill_speed(server: Server, settings: argparse.Namespace, *, seed: i
 
 
 def _show(results: Results, settings: argparse.Namespace) -> None:
-    headings = ["set-up", "ready s", f"prefill tok/s at {settings.prefill_tokens}"]
+    headings = ["set-up", "ready s", *(f"prefill tok/s at {length}" for length in settings.prefill_tokens)]
     for concurrency in settings.concurrency:
         headings += [f"{concurrency}: tok/s", "TTFT p50", "ITL p50"]
     rows = [
         [
             name,
             result["start_s"],
-            f"{result['prefill_tokens_per_s']:.0f}",
+            *(f"{speed:.0f}" for speed in result["prefill_tokens_per_s"].values()),
             *(cell for one in result["loads"].values() for cell in _load_cells(one)),
         ]
         for name, result in results.items()
@@ -135,11 +138,12 @@ def _show_ratios(ours: str, theirs: str, floor: float, results: Results) -> None
     loads = results[ours]["loads"]
     base = results[theirs]["loads"]
     ratios = {c: ratio(loads[c]["output_tokens_per_s"], base[c]["output_tokens_per_s"]) for c in loads}
-    prefill = ratio(results[ours]["prefill_tokens_per_s"], results[theirs]["prefill_tokens_per_s"])
+    speeds, base_speeds = results[ours]["prefill_tokens_per_s"], results[theirs]["prefill_tokens_per_s"]
+    prefill = {length: ratio(speeds[length], base_speeds[length]) for length in speeds}
     print_table(
         f"{ours} / {theirs}: output tokens/s, floor {floor}",
-        [*(f"at {concurrency}" for concurrency in ratios), "prefill"],
-        [[*(f"{value:.2f}" for value in ratios.values()), f"{prefill:.2f}"]],
+        [*(f"at {concurrency}" for concurrency in ratios), *(f"prefill of {length}" for length in prefill)],
+        [[f"{value:.2f}" for value in (*ratios.values(), *prefill.values())]],
     )
     results[ours]["ratio_to_vllm"] = {"of": theirs, "floor": floor, "output": ratios, "prefill": prefill}
 

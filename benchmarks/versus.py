@@ -128,7 +128,7 @@ async def _output_speed(settings: argparse.Namespace, concurrency: int, server: 
 
 
 async def _prefill_speed(settings: argparse.Namespace, server: Server, seed: int) -> float:
-    return await throughput.prefill_speed(server, settings, seed=1000 * seed)
+    return await throughput.prefill_speed(server, settings, settings.prefill_tokens, seed=1000 * seed)
 
 
 async def _edge_speed(shape: edge.Shape, target: edge.Target, _: int) -> float:
