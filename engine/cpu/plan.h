@@ -8,6 +8,7 @@
 #include <cstring>
 #include <new>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 struct Phase {
@@ -35,9 +36,16 @@ public:
   // as one.
   void stop() { ++num_stops_; }
 
-  // The items share `workspace` of at least this many bytes; each product uses it anew.
+  // The items share `workspace` of at least this many bytes; each product and each attention uses it anew.
   void reserve(int64_t bytes) { workspace_bytes_ = std::max(workspace_bytes_, bytes); }
   void *workspace() const { return workspace_; }
+
+  // A table that is there for as long as the plan is; `work` may point into it.
+  template <typename T> const T *keep(std::vector<T> table) {
+    const auto kept = std::make_shared<const std::vector<T>>(std::move(table));
+    tables_.push_back(kept);
+    return kept->data();
+  }
 
   // For an item whose thread lacks memory.
   void fail() { has_failed_.store(true, std::memory_order_relaxed); }
@@ -47,6 +55,7 @@ public:
 
 private:
   std::vector<Phase> phases_;
+  std::vector<std::shared_ptr<const void>> tables_;
   int num_stops_ = 0;
   int64_t workspace_bytes_ = 0;
   void *workspace_ = nullptr;
