@@ -65,11 +65,11 @@ struct Sums {
   float *max; // [rows]: the largest score, -infinity where no key is visible
   float *sum; // [rows]: of the weights
 
-  Sums(float *memory, int64_t num_rows, int64_t dim)
-      : out(memory), max(out + num_rows * dim), sum(max + num_rows) {}
+  Sums(float *memory, int64_t num_rows, int64_t dim) : out(memory), max(out + num_rows * dim), sum(max + num_rows) {}
   static int64_t num_floats(int64_t num_rows, int64_t dim) { return round_up(num_rows * (dim + 2), LANES); }
 
-  // Before the first key of a split. A sink is a score, in units of the kernel, ahead of the first key that its row sees.
+  // The sums before the first key of a split. A sink is a score ahead of the first key that its row sees; scores of a
+  // kernel are `unit` times as large.
   void begin(const Arguments &a, const WorkItem &item, int64_t split, int64_t num_rows, int64_t dim, float unit) const {
     std::fill_n(out, num_rows * dim, 0.0f);
     std::fill_n(max, num_rows, MINUS_INFINITY);

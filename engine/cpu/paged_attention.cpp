@@ -67,7 +67,7 @@ std::vector<Span> make_spans(const Arguments &a, Counts &total) {
   spans.reserve(static_cast<size_t>(a.num_seqs));
   for (int64_t seq = 0; seq < a.num_seqs; ++seq) spans.emplace_back(a, seq);
   int64_t room = PARTIAL_BYTES / static_cast<int64_t>(sizeof(float));
-  for (auto span = spans.rbegin(); span != spans.rend(); ++span) { // from the last, so that the phase ends in small items
+  for (auto span = spans.rbegin(); span != spans.rend(); ++span) { // from the last: the phase ends in small items
     if (span->num_floats() > room) span->num_splits = 0;
     room -= span->num_floats();
   }
@@ -89,7 +89,8 @@ int64_t find(const Span *spans, int64_t num_seqs, int64_t Counts::*count, int64_
 // The sums of an item over splits [begin, end), in `memory`.
 template <typename Kernel>
 Sums attend(const Arguments &a, const WorkItem &item, int64_t begin, int64_t end, float *memory) {
-  const int dim = static_cast<int>(padded_dim(a)), num_rows = static_cast<int>(round_up(item.num_rows(), Kernel::ROW_UNIT));
+  const int dim = static_cast<int>(padded_dim(a));
+  const int num_rows = static_cast<int>(round_up(item.num_rows(), Kernel::ROW_UNIT));
   auto s = Kernel::load_queries(a, item, num_rows, dim, memory);
   const Sums total(memory + Kernel::scratch_floats(num_rows, dim), num_rows, dim);
   const Sums next(total.out + Sums::num_floats(num_rows, dim), num_rows, dim);

@@ -40,9 +40,7 @@ def long_case(dtype: torch.dtype) -> tuple[Case, Tensor]:
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("edge", [SPLIT, 2 * SPLIT])
-def test_no_bit_depends_on_batch_chunks_or_threads(
-    cpu_dtype: torch.dtype, options: dict[str, Any], edge: int
-) -> None:
+def test_no_bit_depends_on_batch_chunks_or_threads(cpu_dtype: torch.dtype, options: dict[str, Any], edge: int) -> None:
     case, pool = long_case(cpu_dtype)
     first, last = edge - 60, edge + 40
     [whole] = case.run(CpuAttention(2), pool, [(0, first, last)], **options)
