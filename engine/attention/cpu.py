@@ -16,6 +16,7 @@ from tandem.engine.cpu.kinds import kind_for
 from tandem.engine.cpu.library import check, load_kernels
 
 MAX_HEAD_DIM = 512
+SPLIT = 4096  # as in attention.h: keys that are summed apart, from position 0 on
 
 
 class AttentionArguments(ctypes.Structure):
@@ -65,7 +66,7 @@ class CpuAttention:
     """The compiled kernel as an attention backend."""
 
     name = "cpu"
-    long_context = 256  # four tiles of keys
+    long_context = SPLIT + 64  # a split and a tile of keys
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads

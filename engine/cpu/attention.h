@@ -10,9 +10,10 @@ using Arguments = AttentionArguments;
 
 constexpr int KEYS = 64;    // keys of one tile
 constexpr int QUERIES = 32; // query tokens of one work item
+constexpr int64_t SPLIT = 4096; // keys that are summed apart from others; the sums are merged in order. Whole tiles
 constexpr int DIM_UNIT = 2 * LANES; // head dimensions are padded to a multiple of this: whole vectors, even of pairs
 
-inline int64_t padded_dim(const Arguments &a) { return (a.head_dim + DIM_UNIT - 1) / DIM_UNIT * DIM_UNIT; }
+inline int64_t padded_dim(const Arguments &a) { return round_up(a.head_dim, DIM_UNIT); }
 
 // Where a head's keys and values of a position lie in the pool, in elements.
 inline int64_t slot_of(const Arguments &a, const int32_t *table, int64_t position, int64_t kv_head) {
@@ -20,27 +21,34 @@ inline int64_t slot_of(const Arguments &a, const int32_t *table, int64_t positio
          kv_head * a.kv_head_stride;
 }
 
-// Up to QUERIES tokens of one sequence, for the query heads that share one key/value head. Row r of the item is head
-// r % group of token r / group.
+// Up to QUERIES tokens of one sequence, a tile, for the query heads that share one key/value head. Row r of the item is
+// head r % group of token r / group.
 struct WorkItem {
   const int32_t *table;
   int64_t token, first_position; // of the first query
   int64_t num_queries, kv_head, group;
 
-  WorkItem(const Arguments &a, int64_t seq, int64_t first_query, int64_t num_queries, int64_t kv_head)
-      : table(a.block_tables + seq * a.max_blocks), token(a.query_starts[seq] + first_query),
-        first_position(a.kv_lens[seq] - (a.query_starts[seq + 1] - a.query_starts[seq]) + first_query),
-        num_queries(num_queries), kv_head(kv_head), group(a.num_heads / a.num_kv_heads) {}
+  static int64_t num_tokens(const Arguments &a, int64_t seq) { return a.query_starts[seq + 1] - a.query_starts[seq]; }
+
+  WorkItem(const Arguments &a, int64_t seq, int64_t tile, int64_t kv_head)
+      : table(a.block_tables + seq * a.max_blocks), token(a.query_starts[seq] + tile * QUERIES),
+        first_position(a.kv_lens[seq] - num_tokens(a, seq) + tile * QUERIES),
+        num_queries(std::min<int64_t>(QUERIES, num_tokens(a, seq) - tile * QUERIES)), kv_head(kv_head),
+        group(a.num_heads / a.num_kv_heads) {}
 
   int num_rows() const { return static_cast<int>(num_queries * group); }
   int64_t head_of(int64_t row) const { return kv_head * group + row % group; }
   // Rows of padding repeat the last position; their result is dropped.
   int64_t position_of(int64_t row) const { return first_position + std::min(row / group, num_queries - 1); }
-  int64_t last_position() const { return first_position + num_queries - 1; }
+  int64_t end_key() const { return first_position + num_queries; }
   // The first key of the first tile that any query sees. Tiles begin at position 0, whatever is seen.
-  int64_t first_key(const Arguments &a) const {
-    return a.window > 0 ? std::max<int64_t>(first_position - a.window + 1, 0) / KEYS * KEYS : 0;
+  int64_t first_key(const Arguments &a) const { return first_visible(a, first_position) / KEYS * KEYS; }
+  static int64_t first_visible(const Arguments &a, int64_t position) {
+    return a.window > 0 ? std::max<int64_t>(position - a.window + 1, 0) : 0;
   }
+  // The splits of which any query sees a key.
+  int64_t first_split(const Arguments &a) const { return first_key(a) / SPLIT; }
+  int64_t end_split() const { return (end_key() + SPLIT - 1) / SPLIT; }
   template <typename T> const T *query_row(const Arguments &a, int64_t row) const {
     return static_cast<const T *>(a.query) + (token + row / group) * a.query_token_stride +
            head_of(row) * a.query_head_stride;
@@ -49,6 +57,62 @@ struct WorkItem {
     return static_cast<T *>(a.out) + ((token + row / group) * a.num_heads + head_of(row)) * a.head_dim;
   }
 };
+
+// Sums over the keys of one split, or of several, for each row of an item.
+struct Sums {
+  float *out; // [rows, dim]: values times weights, exp(score - max)
+  float *max; // [rows]: the largest score, -infinity where no key is visible
+  float *sum; // [rows]: of the weights
+
+  Sums(float *memory, int64_t num_rows, int64_t dim) : out(memory), max(out + num_rows * dim), sum(max + num_rows) {}
+  static int64_t num_floats(int64_t num_rows, int64_t dim) { return round_up(num_rows * (dim + 2), LANES); }
+
+  // The sums before the first key of a split. A sink is a score ahead of the first key that its row sees; scores of a
+  // kernel are `unit` times as large.
+  void begin(const Arguments &a, const WorkItem &item, int64_t split, int64_t num_rows, int64_t dim, float unit) const {
+    std::fill_n(out, num_rows * dim, 0.0f);
+    std::fill_n(max, num_rows, MINUS_INFINITY);
+    std::fill_n(sum, num_rows, 0.0f);
+    for (int64_t r = 0; a.sinks != nullptr && r < num_rows; ++r) {
+      if (WorkItem::first_visible(a, item.position_of(r)) / SPLIT != split) continue;
+      max[r] = a.sinks[item.head_of(r)] * unit;
+      sum[r] = 1.0f;
+    }
+  }
+
+  void copy(const Sums &from, int64_t first_row, int64_t num_rows, int64_t dim) const {
+    std::copy_n(from.out + first_row * dim, num_rows * dim, out + first_row * dim);
+    std::copy_n(from.max + first_row, num_rows, max + first_row);
+    std::copy_n(from.sum + first_row, num_rows, sum + first_row);
+  }
+};
+
+// Adds the sums of the next split. A split of which a row sees nothing changes no bit: decoding passes over it. Never
+// inlined, so that there is one order of roundings.
+template <typename Kernel>
+__attribute__((noinline)) void merge(const Sums &total, const Sums &next, int64_t num_rows, int64_t dim) {
+  for (int64_t r = 0; r < num_rows; ++r) {
+    if (next.max[r] == MINUS_INFINITY) continue;
+    if (total.max[r] == MINUS_INFINITY) {
+      total.copy(next, r, 1, dim);
+      continue;
+    }
+    const float max = std::max(total.max[r], next.max[r]);
+    const float keep = Kernel::weight(total.max[r] - max), take = Kernel::weight(next.max[r] - max);
+    float *out = total.out + r * dim;
+    for (int64_t d = 0; d < dim; d += LANES)
+      store(out + d, load(out + d) * keep + load(next.out + r * dim + d) * take);
+    total.max[r] = max;
+    total.sum[r] = total.sum[r] * keep + next.sum[r] * take;
+  }
+}
+
+template <typename T> void write_out(const Arguments &a, const WorkItem &item, const Sums &sums, int64_t dim) {
+  for (int64_t r = 0; r < item.num_rows(); ++r) {
+    T *row = item.out_row<T>(a, r);
+    for (int64_t d = 0; d < a.head_dim; ++d) from_float(sums.out[r * dim + d] / sums.sum[r], row + d);
+  }
+}
 
 // Brings the rows of a tile towards the caches. Without it each block of a head is a jump that no hardware predicts.
 template <typename T>

@@ -18,9 +18,6 @@ struct Scratch {
   float *keys_t; // [dim, KEYS]
   float *values; // [KEYS, dim]
   float *scores; // [rows, KEYS]; weights after the softmax step
-  float *out;    // [rows, dim]
-  float *max;    // [rows]
-  float *sum;    // [rows]
 };
 
 // The layout and multiplication of operands. A word is the content of one lane: one float here, two bfloat16 below.
@@ -177,74 +174,58 @@ inline Scratch carve(float *memory, int64_t rows, int64_t dim) {
   s.keys_t = s.query + rows * dim;
   s.values = s.keys_t + dim * KEYS;
   s.scores = s.values + KEYS * dim;
-  s.out = s.scores + rows * KEYS;
-  s.max = s.out + rows * dim;
-  s.sum = s.max + rows;
   return s;
 }
 
 template <typename Format> struct RowAttention {
   using T = typename Format::Element;
+  static constexpr int ROW_UNIT = ROWS;
+  static constexpr float SCORE_UNIT = 1.0f;
 
-  static int64_t most_rows(const Arguments &a) {
-    return (QUERIES * a.num_heads / a.num_kv_heads + ROWS - 1) / ROWS * ROWS;
-  }
-  static int64_t scratch_bytes(const Arguments &a) {
-    int64_t rows = most_rows(a), dim = padded_dim(a);
-    return (rows * dim * 2 + dim * KEYS * 2 + rows * KEYS + rows * 2) * static_cast<int64_t>(sizeof(float));
+  static float weight(float score) { return exp_nonpositive(splat(score))[0]; }
+
+  static int64_t scratch_floats(int64_t num_rows, int64_t dim) { return num_rows * (dim + KEYS) + dim * KEYS * 2; }
+
+  static Scratch load_queries(const Arguments &a, const WorkItem &item, int num_rows, int dim, float *memory) {
+    Scratch s = carve(memory, num_rows, dim);
+    std::fill_n(s.query, num_rows * dim, 0.0f);
+    for (int r = 0; r < item.num_rows(); ++r)
+      Format::load_row(item.query_row<T>(a, r), s.query + r * dim, static_cast<int>(a.head_dim));
+    return s;
   }
 
-  static void attend(const Arguments &a, const WorkItem &item, void *memory) {
-    int dim = static_cast<int>(padded_dim(a)), num_rows = item.num_rows();
-    int padded_rows = (num_rows + ROWS - 1) / ROWS * ROWS;
-    Scratch s = carve(static_cast<float *>(memory), most_rows(a), dim);
-    load_queries(a, item, dim, padded_rows, s);
-    int64_t end = item.last_position() + 1;
-    for (int64_t first_key = item.first_key(a); first_key < end; first_key += KEYS) {
+  // Adds the keys of positions [start, end), a split.
+  static void attend(const Arguments &a, const WorkItem &item, int64_t start, int64_t end, int num_rows, int dim,
+                     Scratch &s, const Sums &sums) {
+    for (int64_t first_key = start; first_key < end; first_key += KEYS) {
       int num_keys = static_cast<int>(std::min<int64_t>(KEYS, end - first_key));
       prefetch_tile<T>(a, item.table, item.kv_head, first_key + KEYS, std::min(first_key + 2 * KEYS, end));
       load_tile<Format>(a, item, first_key, num_keys, dim, s);
-      for (int r = 0; r < padded_rows; r += ROWS) {
+      for (int r = 0; r < num_rows; r += ROWS) {
         if (item.position_of(r + ROWS - 1) < first_key) continue; // causal: none of these rows sees the tile
         if (a.window > 0 && item.position_of(r) - a.window + 1 >= first_key + KEYS) continue;
-        attend_tile(a, item, r, first_key, num_keys, dim, s);
+        attend_tile(a, item, r, first_key, num_keys, dim, s, sums);
       }
-    }
-    for (int r = 0; r < num_rows; ++r) {
-      T *row = item.out_row<T>(a, r);
-      for (int d = 0; d < a.head_dim; ++d) from_float(s.out[r * dim + d] / s.sum[r], row + d);
     }
   }
 
 private:
-  static void load_queries(const Arguments &a, const WorkItem &item, int dim, int padded_rows, Scratch &s) {
-    std::fill_n(s.query, padded_rows * dim, 0.0f);
-    std::fill_n(s.out, padded_rows * dim, 0.0f);
-    std::fill_n(s.max, padded_rows, MINUS_INFINITY);
-    std::fill_n(s.sum, padded_rows, 0.0f);
-    for (int r = 0; r < item.num_rows(); ++r) {
-      Format::load_row(item.query_row<T>(a, r), s.query + r * dim, static_cast<int>(a.head_dim));
-      if (a.sinks == nullptr) continue;
-      s.max[r] = a.sinks[item.head_of(r)];
-      s.sum[r] = 1.0f;
-    }
-  }
-
   // Rows [r, r + ROWS) of the item against the tile that was loaded.
   static void attend_tile(const Arguments &a, const WorkItem &item, int r, int64_t first_key, int num_keys, int dim,
-                          Scratch &s) {
+                          Scratch &s, const Sums &sums) {
     float *scores = s.scores + r * KEYS;
     score_rows<Format>(s.query + r * dim, s.keys_t, dim, scores);
     float correction[ROWS];
     for (int i = 0; i < ROWS; ++i) {
-      correction[i] = soften_row(a, scores + i * KEYS, first_key, item.position_of(r + i), s.max[r + i], s.sum[r + i]);
+      float &max = sums.max[r + i], &sum = sums.sum[r + i];
+      correction[i] = soften_row(a, scores + i * KEYS, first_key, item.position_of(r + i), max, sum);
       Format::pack_weights(scores + i * KEYS);
     }
     int d = 0;
     for (; d + 4 * LANES <= dim; d += 4 * LANES)
-      add_values<Format, 4>(scores, s.values + d, num_keys, dim, correction, s.out + r * dim + d);
+      add_values<Format, 4>(scores, s.values + d, num_keys, dim, correction, sums.out + r * dim + d);
     for (; d < dim; d += LANES)
-      add_values<Format, 1>(scores, s.values + d, num_keys, dim, correction, s.out + r * dim + d);
+      add_values<Format, 1>(scores, s.values + d, num_keys, dim, correction, sums.out + r * dim + d);
   }
 };
 

@@ -52,6 +52,10 @@ inline void interleave(__m512i even, __m512i odd, float *to) {
 struct TileAttention {
   using T = bfloat16;
   static constexpr float LOG2_E = 1.44269504088896341f;
+  static constexpr int ROW_UNIT = LANES;
+  static constexpr float SCORE_UNIT = LOG2_E;
+
+  static float weight(float score) { return exp2_nonpositive(splat(score))[0]; }
 
   // Memory of one work item. A group is LANES rows; `dim` is padded.
   struct Scratch {
@@ -61,13 +65,9 @@ struct TileAttention {
     float *scores_t; // [KEYS, LANES], times log2(e)
     float *pairs;    // [KEYS / 2, LANES] of weights
     float *weights;  // [LANES, KEYS / 2] of pairs
-    float *out;      // [groups, LANES, dim]
-    float *max;      // [groups, LANES]
-    float *sum;      // [groups, LANES]
     vint *positions; // [groups]
 
-    Scratch(void *memory, int64_t groups, int64_t dim) {
-      float *at = static_cast<float *>(memory);
+    Scratch(float *at, int64_t groups, int64_t dim) {
       const auto take = [&at](int64_t num_floats) { return std::exchange(at, at + num_floats); };
       keys = reinterpret_cast<T *>(take(KEYS * dim / 2));
       values = take(KEYS / 2 * dim);
@@ -75,43 +75,39 @@ struct TileAttention {
       scores_t = take(KEYS * LANES);
       pairs = take(KEYS / 2 * LANES);
       weights = take(KEYS / 2 * LANES);
-      out = take(groups * dim * LANES);
-      max = take(groups * LANES);
-      sum = take(groups * LANES);
       positions = reinterpret_cast<vint *>(take(groups * LANES));
     }
   };
 
-  static int64_t most_groups(const Arguments &a) { return (QUERIES * a.num_heads / a.num_kv_heads + LANES - 1) / LANES; }
-  static int64_t scratch_bytes(const Arguments &a) {
-    int64_t groups = most_groups(a), dim = padded_dim(a);
-    int64_t num_floats = KEYS * dim + groups * LANES * (dim * 3 / 2 + 3) + KEYS * LANES * 2;
-    return num_floats * static_cast<int64_t>(sizeof(float));
+  static int64_t scratch_floats(int64_t num_rows, int64_t dim) {
+    return KEYS * dim + num_rows * (dim / 2 + 1) + KEYS * LANES * 2;
   }
 
-  static void attend(const Arguments &a, const WorkItem &item, void *memory) {
-    int dim = static_cast<int>(padded_dim(a));
-    int num_groups = (item.num_rows() + LANES - 1) / LANES;
-    Scratch s(memory, most_groups(a), dim);
+  static Scratch load_queries(const Arguments &a, const WorkItem &item, int num_rows, int dim, float *memory) {
+    Scratch s(memory, num_rows / LANES, dim);
+    for (int g = 0; g < num_rows / LANES; ++g) load_group(a, item, g, dim, s);
+    return s;
+  }
+
+  // Adds the keys of positions [start, end), a split.
+  static void attend(const Arguments &a, const WorkItem &item, int64_t start, int64_t end, int num_rows, int dim,
+                     Scratch &s, const Sums &sums) {
     configure_tiles(TILE, TILE);
-    for (int g = 0; g < num_groups; ++g) load_queries(a, item, g, dim, s);
-    int64_t end = item.last_position() + 1;
-    for (int64_t first_key = item.first_key(a); first_key < end; first_key += KEYS) {
+    for (int64_t first_key = start; first_key < end; first_key += KEYS) {
       int num_keys = static_cast<int>(std::min<int64_t>(KEYS, end - first_key));
       prefetch_tile<T>(a, item.table, item.kv_head, first_key + KEYS, std::min(first_key + 2 * KEYS, end));
       load_tile(a, item, first_key, num_keys, dim, s);
-      for (int g = 0; g < num_groups; ++g) {
+      for (int g = 0; g < num_rows / LANES; ++g) {
         int64_t oldest = s.positions[g][0], newest = s.positions[g][LANES - 1];
         if (newest < first_key) continue; // causal: none of these rows sees the tile
         if (a.window > 0 && oldest - a.window + 1 >= first_key + KEYS) continue;
         bool sees_all = first_key + KEYS - 1 <= oldest && (a.window == 0 || newest - a.window + 1 <= first_key);
         score(s.query_t + g * dim / 2 * LANES, dim, s);
-        vfloat correction = soften(a, g, first_key, sees_all, s);
-        add_values(s.out + g * LANES * dim, correction, dim, s);
+        vfloat correction = soften(a, g, first_key, sees_all, s, sums);
+        add_values(sums.out + g * LANES * dim, correction, dim, s);
       }
     }
     _tile_release();
-    for (int g = 0; g < num_groups; ++g) write_out(a, item, g, dim, s);
   }
 
 private:
@@ -122,17 +118,13 @@ private:
     return _mm512_maskz_loadu_epi16(n > 0 ? (1u << n) - 1 : 0, row + d);
   }
 
-  static void load_queries(const Arguments &a, const WorkItem &item, int g, int dim, Scratch &s) {
-    vfloat max = splat(MINUS_INFINITY), sum = splat(0.0f);
+  static void load_group(const Arguments &a, const WorkItem &item, int g, int dim, Scratch &s) {
     vint positions;
     const T *rows[LANES];
     for (int i = 0; i < LANES; ++i) {
       int64_t row = g * LANES + i;
       positions[i] = static_cast<int32_t>(item.position_of(row));
       rows[i] = row < item.num_rows() ? item.query_row<T>(a, row) : nullptr;
-      if (a.sinks == nullptr) continue;
-      max[i] = a.sinks[item.head_of(row)] * LOG2_E;
-      sum[i] = 1.0f;
     }
     for (int d = 0; d < dim; d += DIM_UNIT) {
       alignas(64) float square[LANES * LANES];
@@ -140,9 +132,6 @@ private:
         _mm512_store_si512(square + i * LANES, rows[i] == nullptr ? _mm512_setzero_si512() : load_part(a, rows[i], d));
       transpose_square(square, LANES, s.query_t + (g * dim + d) / 2 * LANES, LANES);
     }
-    std::fill_n(s.out + g * LANES * dim, LANES * dim, 0.0f);
-    store(s.max + g * LANES, max);
-    store(s.sum + g * LANES, sum);
     s.positions[g] = positions;
   }
 
@@ -191,8 +180,9 @@ private:
   }
 
   // Online softmax of a group over a tile: scores become weights. Returns the factor for the previous sums.
-  static vfloat soften(const Arguments &a, int g, int64_t first_key, bool sees_all, Scratch &s) {
-    vfloat old_max = load(s.max + g * LANES), max = old_max;
+  static vfloat soften(const Arguments &a, int g, int64_t first_key, bool sees_all, Scratch &s,
+                       const Sums &sums) {
+    vfloat old_max = load(sums.max + g * LANES), max = old_max;
     if (a.softcap > 0.0f) cap_scores(a, s);
     if (!sees_all) hide_keys(a, s.positions[g], first_key, s);
     const float scale = a.softcap > 0.0f ? LOG2_E : a.scale * LOG2_E;
@@ -203,7 +193,7 @@ private:
     }
     vfloat base = max == MINUS_INFINITY ? splat(0.0f) : max; // nothing visible yet
     vfloat correction = exp2_nonpositive(old_max - base);
-    vfloat sum = load(s.sum + g * LANES) * correction;
+    vfloat sum = load(sums.sum + g * LANES) * correction;
     for (int j = 0; j < KEYS; j += 2) {
       vfloat even = exp2_nonpositive(load(s.scores_t + j * LANES) - base);
       vfloat odd = exp2_nonpositive(load(s.scores_t + (j + 1) * LANES) - base);
@@ -212,8 +202,8 @@ private:
       store(s.pairs + j / 2 * LANES, pair_up(even, odd));
     }
     for (int j = 0; j < KEYS / 2; j += LANES) transpose_square(s.pairs + j * LANES, LANES, s.weights + j, KEYS / 2);
-    store(s.max + g * LANES, max);
-    store(s.sum + g * LANES, sum);
+    store(sums.max + g * LANES, max);
+    store(sums.sum + g * LANES, sum);
     return correction;
   }
 
@@ -253,14 +243,6 @@ private:
       _tile_dpbf16ps(1, 5, 7);
       _tile_stored(0, out + d, stride);
       _tile_stored(1, out + d + LANES, stride);
-    }
-  }
-
-  static void write_out(const Arguments &a, const WorkItem &item, int g, int dim, Scratch &s) {
-    for (int i = 0; i < LANES && g * LANES + i < item.num_rows(); ++i) {
-      T *row = item.out_row<T>(a, g * LANES + i);
-      const float *from = s.out + (g * LANES + i) * dim;
-      for (int d = 0; d < a.head_dim; ++d) from_float(from[d] / s.sum[g * LANES + i], row + d);
     }
   }
 };

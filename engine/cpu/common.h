@@ -20,6 +20,8 @@ constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 typedef float vfloat __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t vint __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
+constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
 struct bfloat16 {
   uint16_t bits;
 };

@@ -11,6 +11,7 @@ import torch
 from tandem.engine.cpu.library import load_kernels
 from tandem.protocol.errors import ConfigError
 
+_BITS = 2  # raised whenever a kernel's results change, so that old KV on disks is not taken for theirs
 VARIABLE = "TANDEM_CPU_KERNELS"
 _KINDS = ("vectors", "avx512_bf16", "amx_bf16")  # in the order of `enum Kind`; a CPU has those up to its own
 
@@ -44,7 +45,7 @@ def kernels_of(dtype: torch.dtype) -> str:
     """Name of the kernels that compute a model of this type here, as workers compare them."""
     kind = kernel_kind() if dtype is torch.bfloat16 else _KINDS[0]
     target: bytes = _kernels().tandem_vector_target()
-    return f"cpu {kind} {target.decode()}"
+    return f"cpu {kind} {target.decode()} bits {_BITS}"
 
 
 def kind_for(dtype: torch.dtype) -> int:

@@ -22,8 +22,6 @@ constexpr int ITEM_ROWS = 128;           // rows of one work item
 constexpr int64_t BLOCK_BYTES = 1 << 20; // of rows that are prepared at once: half of a usual L2 cache
 constexpr int64_t OWN_BYTES = 16 << 10;  // rows that each thread prepares for itself: not worth a phase
 
-constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-
 // Packed weights are [panels, K, LANES] of T for vectors, and [panels, K / 2, LANES, 2] for the bfloat16 kinds, where
 // sixteen pairs of a panel are the 1 KiB of a tile. Prepared rows are [M, K] of float, or of bfloat16, or tiles
 // [M / 16, K / 32, 16, 32].

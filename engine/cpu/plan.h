@@ -8,6 +8,7 @@
 #include <cstring>
 #include <new>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 struct Phase {
@@ -48,6 +49,13 @@ public:
   }
   void *workspace(int64_t offset) const { return static_cast<char *>(workspace_) + offset; }
 
+  // A table that is there for as long as the plan is; `work` may point into it.
+  template <typename T> const T *keep(std::vector<T> table) {
+    const auto kept = std::make_shared<const std::vector<T>>(std::move(table));
+    tables_.push_back(kept);
+    return kept->data();
+  }
+
   // For an item whose thread lacks memory.
   void fail() { has_failed_.store(true, std::memory_order_relaxed); }
 
@@ -56,6 +64,7 @@ public:
 
 private:
   std::vector<Phase> phases_;
+  std::vector<std::shared_ptr<const void>> tables_;
   int num_stops_ = 0;
   bool has_repeats_ = false;
   int64_t workspace_bytes_ = 0;
