@@ -148,7 +148,7 @@ class ModelRunner:
             end = chunk.start + chunk.num_rows
             token_ids += chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
             token_ids += chunk.draft
-            tables[i, : num_blocks[i]] = chunk.sequence.blocks[: num_blocks[i]]
+            tables[i, : num_blocks[i]] = chunk.sequence.blocks.ids[: num_blocks[i]]
             position = np.arange(chunk.start, end, dtype=np.int64)
             positions.append(position)
             slots.append(tables[i, position // size].astype(np.int64) * size + position % size)
