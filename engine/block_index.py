@@ -77,7 +77,7 @@ class BlockIndex:
     def leading(self, digests: Sequence[bytes], first: int = 0, end: int | None = None) -> Array:
         """The blocks of digests [first, end) up to the first that is not cached, int32 [n]."""
         end = len(digests) if end is None else end
-        parts, size = [np.empty(0, dtype=np.int32)], _FIRST_LOOK
+        parts, size = list[Array](), _FIRST_LOOK
         while first < end and digests[first] in self.block_of:
             part = digests[first : min(first + size, end)]
             found = np.fromiter(map(self.block_of.get, part, repeat(NO_BLOCK)), dtype=np.int32, count=len(part))
@@ -85,7 +85,7 @@ class BlockIndex:
             first, size = first + len(part), 4 * size
             if len(parts[-1]) < len(part):
                 break
-        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
 
     def refresh(self, prefix: CachedPrefix, digests: Sequence[bytes], end: int) -> None:
         """Make it the leading cached blocks of digests[:end]. What was seen before is looked up only if it changed."""
@@ -94,8 +94,9 @@ class BlockIndex:
             prefix.blocks.truncate(num_leading(self._cached_at[prefix.blocks.ids] <= prefix.seen_at))
             prefix.seen_at = self._num_drops
         prefix.blocks.truncate(end)
-        if len(prefix.blocks) < end:
-            prefix.blocks += self.leading(digests, len(prefix.blocks), end)
+        num_seen = len(prefix.blocks)
+        if num_seen < end and digests[num_seen] in self.block_of:
+            prefix.blocks += self.leading(digests, num_seen, end)
 
     def add(self, block: int, digest: bytes, parent: bytes | None) -> bool:
         """Cache a block, unless it has a digest or another block has this one. `parent` is the digest before it."""

@@ -46,6 +46,8 @@ class BlockTable(Sequence[int]):
 
     def __setitem__(self, key: int | slice, blocks: int | Sequence[int]) -> None:
         """Replace one block, or a slice by as many."""
+        replaced = self.ids[key]
+        assert isinstance(blocks, int) or len(blocks) == len(replaced), f"{len(blocks)} blocks for {len(replaced)}"
         self.ids[key] = blocks
 
     def __iadd__(self, blocks: Sequence[int] | Array) -> BlockTable:
