@@ -40,6 +40,9 @@ class BlockLru:
     def __iter__(self) -> Iterator[int]:
         return iter(self._live().tolist())
 
+    def __contains__(self, block: int) -> bool:
+        return self._place_items[block] != _NOWHERE
+
     @property
     def members(self) -> Array:
         """bool [num_blocks]: which blocks are in it."""
@@ -74,6 +77,12 @@ class BlockLru:
             self._size -= int(np.count_nonzero(self._places[blocks] != _NOWHERE))
             self._places[blocks] = _NOWHERE
             self._note_removal()
+
+    def remove_one(self, block: int) -> None:
+        """Take out a block that is in it."""
+        self._place_items[block] = _NOWHERE
+        self._size -= 1
+        self._note_removal()
 
     def pop(self, num_blocks: int) -> Array:
         """Take out the `num_blocks` least recent ones, in order. There must be as many."""

@@ -117,10 +117,16 @@ class BlockPool:
 
     def acquire(self, blocks: Array) -> None:
         """Take a reference on each of these cached blocks."""
-        unused = blocks[self._ref_counts[blocks] == 0]
-        self._evictable.discard(unused)
-        self._kept.discard(unused)
-        self._ref_counts[blocks] += 1
+        if len(blocks) > _FEW:
+            unused = blocks[self._ref_counts[blocks] == 0]
+            self._evictable.discard(unused)
+            self._kept.discard(unused)
+            self._ref_counts[blocks] += 1
+            return
+        for block in blocks.tolist():
+            if self._ref_count[block] == 0:
+                (self._evictable if block in self._evictable else self._kept).remove_one(block)
+            self._ref_count[block] += 1
 
     def share(self, blocks: Sequence[int]) -> None:
         """Take one more reference on each of these used blocks."""

@@ -35,6 +35,13 @@ class LruMachine(RuleBasedStateMachine):
             self.lru.add_one(block)
             self.expected.append(block)
 
+    @rule(block=st.integers(0, NUM_BLOCKS - 1))
+    def remove_one(self, block: int) -> None:
+        assert (block in self.lru) == (block in self.expected)
+        if block in self.expected:
+            self.lru.remove_one(block)
+            self.expected.remove(block)
+
     @rule(blocks=some_blocks)
     def discard(self, blocks: list[int]) -> None:
         self.lru.discard(ids(blocks))
