@@ -15,6 +15,10 @@ are not found until it is computed again.
 
 A chain that another worker has taken over is demoted: its blocks are evicted first, up to the first with other
 children.
+
+All that is kept by block lies in numpy arrays, so the 62,500 blocks of a million tokens are taken, published or
+released in one call within milliseconds. Few blocks are treated one by one, which then takes less time. What is decided
+is the same: `tests/support/plain_pool.py` says it block by block.
 """
 
 from __future__ import annotations
