@@ -335,7 +335,7 @@ class DecodeRole:
             return
         pending = self._take(lease.request_id)
         sequence = pending.sequence
-        sequence.blocks = [*sequence.blocks, *lease.block_ids]
+        sequence.blocks += lease.block_ids
         sequence.num_published_blocks = pending.num_matched_blocks
         sequence.num_computed_tokens = len(sequence.token_ids)
         sequence.num_cached_tokens = pending.num_matched_blocks * self._engine.config.block_size

@@ -18,6 +18,7 @@ from tandem.engine.architecture import text_config
 from tandem.engine.attention.choice import choose_backend, make_backend, read_device
 from tandem.engine.attention.interface import ATTENTION_NAME, AttentionBackend
 from tandem.engine.attention_check import check_attention
+from tandem.engine.block_table import BlockTable
 from tandem.engine.kv_geometry import FORWARD_ERRORS
 from tandem.engine.kv_pool import paged_view
 from tandem.engine.loader import LoadedModel
@@ -95,7 +96,7 @@ def _paged_logits(model: LoadedModel, backend: AttentionBackend, block_size: int
     for prompt, cut, count in zip(prompts, _CUTS, num_blocks, strict=True):
         blocks, free = free[-count:], free[:-count]
         sampling = SamplingParams(max_tokens=1)
-        sequence = Sequence("", prompt.tolist(), len(prompt), sampling, root=b"", blocks=blocks)
+        sequence = Sequence("", prompt.tolist(), len(prompt), sampling, root=b"", blocks=BlockTable(blocks))
         first.append(ScheduledChunk(sequence, 0, cut, samples=False))
         second.append(ScheduledChunk(sequence, cut, len(prompt) - cut, samples=True))
     runner.run(first)

@@ -138,31 +138,28 @@ class ModelRunner:
         # logit_rows           its last `num_logits` rows, numbered through the batch
         # Drafted tokens come behind those of the sequence: then `end` is that of the draft.
         size = self._block_size
-        token_ids: list[int] = []
-        positions, slots, rows = [], [], list[int]()
-        kv_lens = np.empty(len(chunks), dtype=np.int32)
-        starts = np.zeros(len(chunks) + 1, dtype=np.int32)
-        num_blocks = [-(-(chunk.start + chunk.num_rows) // size) for chunk in chunks]
-        tables = np.zeros((len(chunks), max(num_blocks)), dtype=np.int32)
+        token_ids, rows, starts = list[int](), list[int](), [0]
+        counts = [chunk.num_rows for chunk in chunks]
+        kv_lens = [chunk.start + count for chunk, count in zip(chunks, counts, strict=True)]
+        tables = np.zeros((len(chunks), -(-max(kv_lens) // size)), dtype=np.int32)
         for i, chunk in enumerate(chunks):
-            end = chunk.start + chunk.num_rows
             token_ids += chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
             token_ids += chunk.draft
-            tables[i, : num_blocks[i]] = chunk.sequence.blocks[: num_blocks[i]]
-            position = np.arange(chunk.start, end, dtype=np.int64)
-            positions.append(position)
-            slots.append(tables[i, position // size].astype(np.int64) * size + position % size)
-            kv_lens[i] = end
-            starts[i + 1] = starts[i] + chunk.num_rows
+            num_blocks = -(-kv_lens[i] // size)
+            tables[i, :num_blocks] = chunk.sequence.blocks.ids[:num_blocks]
+            starts.append(len(token_ids))
             rows += range(len(token_ids) - chunk.num_logits, len(token_ids))
+        positions = np.concatenate([np.arange(one.start, end) for one, end in zip(chunks, kv_lens, strict=True)])
+        owners = np.arange(len(chunks)).repeat(counts)
+        places = positions // size
         late_inputs = None if late_tokens is None else _late_inputs(chunks, token_ids, late_tokens)
         return PackedBatch(
             input_ids=np.array(token_ids),
-            positions=np.concatenate(positions),
-            slot_mapping=np.concatenate(slots),
+            positions=positions,
+            slot_mapping=positions + (tables[owners, places] - places) * size,
             block_tables=tables,
-            query_starts=starts,
-            kv_lens=kv_lens,
+            query_starts=np.array(starts, dtype=np.int32),
+            kv_lens=np.array(kv_lens, dtype=np.int32),
             logit_rows=np.array(rows, dtype=np.int64),
             late_inputs=late_inputs,
         )

@@ -91,7 +91,7 @@ class PoolAdmission:
     def take_blocks(self, forecast: PoolForecast, sequence: Sequence) -> list[int]:
         """Give a sequence for which there is room its cached prefix; returns fresh blocks for its other tokens."""
         num_available = self._pool.num_available
-        sequence.blocks = self._blocks.match_prefix(sequence)
+        self._blocks.match_prefix(sequence)
         fresh = self._pool.try_allocate(self._blocks.num_needed(sequence) - len(sequence.blocks))
         assert fresh is not None, f"there is no room for {sequence.request_id}, but it was counted"
         if forecast.has_head and self._head is not None:
@@ -108,8 +108,7 @@ class PoolAdmission:
 
     def demand(self, sequence: Sequence, num_shared: int = 0) -> BlockDemand:
         """What a sequence without blocks needs."""
-        usable = self._blocks.usable_digests(sequence)
-        num_held = max(self._pool.count_used(usable), num_shared)
+        num_held = max(self._pool.count_used(self._blocks.cached_blocks(sequence)), num_shared)
         return self._demand(sequence, self._blocks.num_needed(sequence) - num_held)
 
     def _may_pass(self, demand: BlockDemand, head: Sequence | None) -> bool:

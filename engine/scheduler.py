@@ -315,11 +315,12 @@ class Scheduler:
 
     def _awaited(self, sequence: Sequence) -> Sequence | None:
         """The running prompt that computes the next block of this one: waiting saves computing it twice."""
-        usable = self.blocks.usable_digests(sequence)
-        num_cached = self.pool.count_cached(usable)
-        if sequence.blocks or num_cached == len(usable):
+        if sequence.blocks:
             return None
-        needed = usable[num_cached]
+        num_cached = len(self.blocks.cached_blocks(sequence))
+        if num_cached == self.blocks.num_usable(sequence):
+            return None
+        needed = sequence.digests[num_cached]
         awaited = (
             other
             for other in self.running

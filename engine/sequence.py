@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tandem.engine.block_table import BlockTable
 from tandem.protocol.messages import FinishReason, KvHolder, PeerAddress, WorkerPriority
 from tandem.protocol.sampling import SamplingParams
 from tandem.protocol.timeline import Timeline
@@ -15,6 +16,7 @@ from tandem.protocol.timeline import Timeline
 if TYPE_CHECKING:
     import numpy as np
 
+    from tandem.engine.block_index import CachedPrefix
     from tandem.engine.prompt_scores import PromptScores
     from tandem.engine.speculation.sources import DraftSources, RequestTexts
     from tandem.engine.structured_output import GrammarMatcher
@@ -82,7 +84,8 @@ class Sequence:
     phase: Phase = Phase.WHOLE
     priority: WorkerPriority = field(default_factory=WorkerPriority)
     status: SequenceStatus = SequenceStatus.WAITING
-    blocks: list[int] = field(default_factory=list)
+    blocks: BlockTable = field(default_factory=BlockTable)
+    cached_prefix: CachedPrefix | None = None  # what was cached of it when that was last counted, while it waits
     forks: list[Sequence] = field(default_factory=list)  # other answers to its prompt, until that is computed
     leader: Sequence | None = None  # the sequence whose fork it is, until then
     digests: list[bytes] = field(default_factory=list)  # of full blocks of token_ids

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
+from tandem.engine.block_index import CachedPrefix
 from tandem.engine.block_pool import BlockPool
+from tandem.engine.block_table import Array, BlockTable
 from tandem.engine.sequence import ScheduledChunk, Sequence
 from tandem.protocol.digest import extend_digests
 
@@ -29,7 +31,7 @@ class ComputedBlocks(NamedTuple):
     """Full blocks of a sequence whose KV is launched: pass them to `publish` once the device has written it."""
 
     sequence: Sequence
-    blocks: list[int]  # NOTE: the sequence's own list; after its blocks were taken back it has another one
+    blocks: BlockTable  # NOTE: the sequence's own table; after its blocks were taken back it has another one
     num_full: int
 
 
@@ -58,9 +60,12 @@ class SequenceBlocks:
 
         Forks share the block to which they write next. Each of them gets a copy of it, but the last one keeps it.
         """
-        idx = sequence.num_computed_tokens // self.block_size
-        is_shared = idx < len(sequence.blocks) and self.pool.is_shared(sequence.blocks[idx])
-        fresh = self.pool.try_allocate(max(self.num_needed(sequence) - len(sequence.blocks), 0) + is_shared)
+        idx, num_blocks = sequence.num_computed_tokens // self.block_size, len(sequence.blocks)
+        is_shared = idx < num_blocks and self.pool.is_shared(sequence.blocks[idx])
+        num_missing = max(self.num_needed(sequence) - num_blocks, 0) + is_shared
+        if not num_missing:
+            return True
+        fresh = self.pool.try_allocate(num_missing)
         if fresh is None:
             return False
         if is_shared:
@@ -77,15 +82,30 @@ class SequenceBlocks:
         fork.num_published_blocks = sequence.num_computed_tokens // self.block_size  # its sequence publishes them
         fork.is_admitted_before = True
         self.pool.share(sequence.blocks)
-        fork.blocks = list(sequence.blocks)
+        fork.blocks = BlockTable(sequence.blocks.ids)
+
+    def num_usable(self, sequence: Sequence) -> int:
+        """How many blocks of a sequence may come from a cache. The last token is always computed."""
+        return min(sequence.num_reusable_tokens // self.block_size, len(sequence.digests))
 
     def usable_digests(self, sequence: Sequence) -> list[bytes]:
-        """The blocks of a sequence that may come from a cache. The last token is always computed."""
-        return sequence.digests[: sequence.num_reusable_tokens // self.block_size]
+        """The digests of the blocks that may come from a cache."""
+        return sequence.digests[: self.num_usable(sequence)]
 
-    def match_prefix(self, sequence: Sequence) -> list[int]:
-        """Take references on the longest usable cached prefix of a sequence."""
-        return self.pool.acquire_cached(self.usable_digests(sequence))
+    def cached_blocks(self, sequence: Sequence) -> Array:
+        """The longest usable cached prefix of a sequence that waits: int32 [n], valid until the next call.
+
+        What it was is remembered, so that a step in which nothing was evicted only looks whether it has grown.
+        """
+        prefix = sequence.cached_prefix = sequence.cached_prefix or CachedPrefix()
+        self.pool.refresh(prefix, sequence.digests, self.num_usable(sequence))
+        return prefix.blocks.ids
+
+    def match_prefix(self, sequence: Sequence) -> None:
+        """Give a sequence references on its longest usable cached prefix."""
+        self.pool.acquire(self.cached_blocks(sequence))
+        assert sequence.cached_prefix is not None
+        sequence.blocks, sequence.cached_prefix = sequence.cached_prefix.blocks, None
 
     def advance(self, chunk: ScheduledChunk) -> ComputedBlocks:
         """Count a chunk as computed, and loaded tokens that follow it. Returns what may be published later."""
@@ -133,7 +153,7 @@ class SequenceBlocks:
         # Tokens behind these blocks may still be on the device.
         extend_digests(sequence.digests, sequence.root, sequence.token_ids, self.block_size, num_blocks=num_full)
         sequence.num_published_blocks = num_full
-        self.pool.publish_chain(blocks[first:num_full], sequence.digests, first)
+        self.pool.publish_chain(blocks.ids[first:num_full], sequence.digests, first)
         for listener in self._listeners:
             listener.published(sequence, first, num_full)
 
@@ -145,7 +165,8 @@ class SequenceBlocks:
         num_tokens = len(sequence.token_ids)
         num_missing = -(-(num_tokens + num_drafted) // self.block_size) - len(sequence.blocks)
         fresh = self.pool.try_allocate(min(max(num_missing, 0), self.pool.num_available))
-        sequence.blocks += fresh or []
+        if fresh:
+            sequence.blocks += fresh
         return min(len(sequence.blocks) * self.block_size - num_tokens, num_drafted)
 
     def accept(self, sequence: Sequence, num_tokens: int) -> None:
@@ -156,13 +177,14 @@ class SequenceBlocks:
     def keep_needed(self, sequence: Sequence) -> None:
         """Give back blocks behind a sequence's last token."""
         num_needed = self.num_needed(sequence)
-        self.pool.release(sequence.blocks[num_needed:])
-        del sequence.blocks[num_needed:]
+        if num_needed < len(sequence.blocks):
+            self.pool.release(sequence.blocks[num_needed:])
+            sequence.blocks.truncate(num_needed)
 
     def release(self, sequence: Sequence) -> None:
         """Drop the sequence's references; cached blocks stay findable until evicted."""
         self.pool.release(sequence.blocks)
-        sequence.blocks = []
+        sequence.blocks = BlockTable()
 
     def take_back(self, sequence: Sequence) -> None:
         """Take a sequence's blocks. Published KV stays findable until it is evicted; the rest is computed again."""

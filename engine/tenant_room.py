@@ -10,11 +10,13 @@ With one tenant none of this happens.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import islice
+
+import numpy as np
 
 from tandem.engine.pool_admission import PoolAdmission
 from tandem.engine.queues import SequenceQueues, queue_position
@@ -199,12 +201,13 @@ class TenantRoom:
             claimant.may_take_room = shares.may_take(claimant)
             demand, victims = admission.demand(claimant), list[Sequence]()
             candidates = shares.victims_for(claimant)
-            trial, num_given = forecast.copy(), Counter[int]()  # victims that use a block, by block
+            trial = forecast.copy()
+            num_given = np.zeros(self._blocks.pool.num_blocks, dtype=np.int32)  # victims that use a block, by block
             while not (fits := num_seats + len(victims) > 0 and admission.fits(trial, claimant, demand, head)):
                 if (victim := next(candidates, None)) is None:
                     break
                 trial.give_back(held[victim], self._blocks.pool.count_own(victim.blocks, num_given))
-                num_given.update(victim.blocks)
+                num_given[victim.blocks.ids] += 1
                 victims.append(victim)
             if not fits:
                 num_refused += 1

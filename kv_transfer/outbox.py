@@ -140,11 +140,11 @@ class Outbox:
         if handoff is not None and handoff.grant is None:
             self._fail(handoff, reason)
 
-    def blocks_computed(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """`block_ids` are all leading blocks of the prompt whose bytes are final."""
+    def blocks_computed(self, request_id: str, block_ids: Sequence[int], num_final: int) -> None:
+        """The bytes of the prompt's first `num_final` blocks are final. `block_ids` are at least those."""
         for handoff in self._of_request(request_id):
-            assert len(block_ids) <= handoff.num_blocks, f"{len(block_ids)} of {handoff.num_blocks} blocks computed"
-            handoff.local_block_ids.extend(block_ids[len(handoff.local_block_ids) :])
+            assert num_final <= handoff.num_blocks, f"{num_final} of {handoff.num_blocks} blocks computed"
+            handoff.local_block_ids.extend(block_ids[len(handoff.local_block_ids) : num_final])
 
     def first_tokens(self, request_id: str, token_ids: FirstTokens) -> None:
         """Prefill is complete. Once all blocks are written the handoff ends."""

@@ -187,7 +187,7 @@ class PrefillRole:
             if sequence.phase is Phase.PREFILL_ONLY and sequence.request_id in self._handoffs:
                 # Later chunks may have been launched: only what is published is known to be in memory.
                 num_final = len(sequence.blocks) if chunk.samples else sequence.num_published_blocks
-                self._outbox.blocks_computed(sequence.request_id, sequence.blocks[:num_final])
+                self._outbox.blocks_computed(sequence.request_id, sequence.blocks, num_final)
         outputs, computed = [], dict[str, _Handoff]()
         for output in result.outputs:
             sequence = output.sequence

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tandem.engine.block_index import CachedPrefix
 from tandem.engine.block_pool import BlockPool
+from tests.support.work_count import num_lines_run
 
 
 def digest(i: int) -> bytes:
@@ -253,8 +258,79 @@ def test_blocks_in_use_are_told_from_those_only_cached() -> None:
     assert blocks is not None
     pool.publish_chain(blocks, digests, 0)
     other = pool.acquire_cached(digests[:2])
-    assert (pool.count_used(digests), pool.count_own(blocks), pool.count_own(other)) == (4, 2, 0)
+    ids = np.array(blocks)
+    assert (pool.count_used(ids), pool.count_own(blocks), pool.count_own(other)) == (4, 2, 0)
     pool.release(blocks)
-    assert (pool.count_used(digests), pool.count_own(other), pool.count_own([])) == (2, 2, 0)
+    assert (pool.count_used(ids), pool.count_own(other), pool.count_own([])) == (2, 2, 0)
     pool.release(other)
-    assert (pool.count_used(digests), pool.count_cached(digests)) == (0, 4)
+    assert (pool.count_used(ids), pool.count_cached(digests)) == (0, 4)
+
+
+def many(count: int) -> list[bytes]:
+    return [idx.to_bytes(16, "big") for idx in range(count)]
+
+
+@pytest.mark.parametrize("name", ["allocate", "evict", "publish", "release", "acquire", "share"])
+def test_a_long_run_takes_as_many_steps_of_python_as_a_short_one(name: str) -> None:
+    def lines(count: int) -> int:
+        pool, digests = BlockPool(count), many(count)
+        blocks = pool.try_allocate(count)
+        assert blocks is not None
+        if name == "allocate":
+            pool.release(blocks)
+        elif name != "publish":
+            pool.publish_chain(blocks, digests, 0)
+        if name in ("evict", "acquire"):
+            pool.release(blocks)
+        calls: dict[str, Callable[[], object]] = {
+            "publish": lambda: pool.publish_chain(blocks, digests, 0),
+            "release": lambda: pool.release(blocks),
+            "acquire": lambda: pool.acquire_cached(digests),
+            "share": lambda: pool.share(blocks),
+        }
+        num_lines = num_lines_run(calls.get(name, lambda: pool.try_allocate(count)))
+        pool.check_integrity()
+        return num_lines
+
+    assert lines(20_000) <= lines(50) + 80
+
+
+class CountedDigests(Sequence[bytes]):
+    """A chain that counts how many of its digests are read."""
+
+    def __init__(self, digests: list[bytes]) -> None:
+        self.digests, self.num_read = digests, 0
+
+    def __len__(self) -> int:
+        return len(self.digests)
+
+    def __getitem__(self, key: Any) -> Any:
+        found = self.digests[key]
+        self.num_read += len(found) if isinstance(key, slice) else 1
+        return found
+
+
+def test_a_remembered_prefix_is_looked_up_only_where_it_changed() -> None:
+    pool, digests = BlockPool(1000), CountedDigests(many(900))
+    blocks, other = pool.try_allocate(800), pool.try_allocate(200)
+    assert blocks is not None
+    assert other is not None
+    pool.publish_chain(blocks, digests.digests, 0)
+    prefix = CachedPrefix()
+
+    def num_read(end: int = 900) -> int:
+        digests.num_read = 0
+        pool.refresh(prefix, digests, end)
+        assert len(prefix.blocks) == pool.count_cached(digests.digests[:end])
+        return digests.num_read
+
+    assert num_read() >= 801
+    assert num_read() == 1, "whether it grew"
+    pool.publish_chain(other[:50], digests.digests, 800)
+    assert 51 <= num_read() <= 110
+    pool.release(other)
+    assert pool.try_allocate(200) is not None  # evicts blocks 800 to 850
+    assert num_read() == 1
+    assert len(prefix.blocks) == 800
+    assert num_read(700) == 0
+    assert num_read() >= 101, "the end was forgotten"

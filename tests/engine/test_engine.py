@@ -248,7 +248,8 @@ def test_received_blocks_continue_exactly(length: int, dtype: str, build_engine:
     blocks = receiver.pool.try_allocate(len(sent.blocks))
     assert blocks is not None
     receiver.kv.write(blocks, sender.kv.read(sent.blocks))
-    received.blocks, received.num_computed_tokens = blocks, length
+    received.blocks += blocks
+    received.num_computed_tokens = length
     received.token_ids.append(output(sent)[0])
     receiver.add(received)
     generate(receiver, [make_prompt(20, seed=7)])  # and another one beside it

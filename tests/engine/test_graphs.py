@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.engine.block_table import BlockTable
 from tandem.engine.engine import Engine
 from tandem.engine.graphs.capture import required_bytes
 from tandem.engine.graphs.decode import DecodeGraphs, batch_sizes
@@ -37,7 +38,9 @@ def build_graphed(build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) ->
 
 def decode_chunk(block: int, length: int) -> ScheduledChunk:
     """The last token of a sequence of up to two blocks."""
-    sequence = Sequence("", make_prompt(length), length, make_sampling(), root=b"", blocks=[block, block + 1])
+    sequence = Sequence(
+        "", make_prompt(length), length, make_sampling(), root=b"", blocks=BlockTable([block, block + 1])
+    )
     return ScheduledChunk(sequence, length - 1, 1, samples=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tandem.engine.block_table import BlockTable
 from tandem.engine.sampling.logprobs import RowLogprobs
 from tandem.engine.sampling.prompt_scoring import split_logits
 from tandem.engine.sequence import ScheduledChunk, Sequence
@@ -23,9 +24,10 @@ def test_a_forward_reads_nothing_on_the_host(
 ) -> None:
     monkeypatch.setattr("tandem.engine.cpu.optimize.optimize", lambda module, **_: None)  # as a GPU runs it
     runner = build_engine(name).runner
+    tables = [BlockTable([block]) for block in range(3)]
+    sequences = [Sequence("", [5, 6, 7], 1, make_sampling(), root=b"", blocks=table) for table in tables]
     chunks = [
-        ScheduledChunk(Sequence("", [5, 6, 7], 1, make_sampling(), root=b"", blocks=[block]), start, 3 - start, True)
-        for block, start in enumerate((0, 2, 2))
+        ScheduledChunk(sequence, start, 3 - start, True) for sequence, start in zip(sequences, (0, 2, 2), strict=True)
     ]
     with HostReads() as reads:
         runner.run(chunks)

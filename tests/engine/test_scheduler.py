@@ -54,7 +54,7 @@ def try_receive(scheduler: Scheduler, num_prompt_tokens: int, **options: object)
     blocks = scheduler.pool.try_allocate(math.ceil(num_prompt_tokens / SIZE))
     if blocks is None:
         return None
-    sequence.blocks = blocks
+    sequence.blocks += blocks
     sequence.num_computed_tokens = num_prompt_tokens
     sequence.token_ids.append(7)
     scheduler.blocks.publish_computed(sequence)
@@ -509,7 +509,7 @@ def ask(scheduler: Scheduler, *names: str, num_tokens: int = 4, max_tokens: int 
 def receive(scheduler: Scheduler, reservation: Reservation) -> Sequence:
     """Let the KV of a reservation arrive."""
     sequence = reservation.sequence
-    sequence.blocks = [*sequence.blocks, *reservation.block_ids]
+    sequence.blocks += reservation.block_ids
     sequence.num_computed_tokens = sequence.num_prompt_tokens
     sequence.token_ids.append(7)
     scheduler.add(sequence)

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from tandem.engine.block_table import BlockTable
 from tandem.engine.pool_forecast import BlockDemand
 from tandem.engine.sequence import Sequence
 from tandem.engine.tenant_room import TenantShares
@@ -174,7 +175,7 @@ def test_whatever_comes_everything_ends_and_nobody_starves(seed: int) -> None:
 
 def sequence(priority: WorkerPriority, name: str, num_blocks: int = 0) -> Sequence:
     tokens = SamplingParams(max_tokens=4)
-    return Sequence(name, [1], 1, tokens, root=b"", priority=priority, blocks=list(range(num_blocks)))
+    return Sequence(name, [1], 1, tokens, root=b"", priority=priority, blocks=BlockTable(range(num_blocks)))
 
 
 def shares_of(**num_held: int) -> TenantShares:

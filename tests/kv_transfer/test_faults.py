@@ -550,7 +550,7 @@ def test_a_lost_notification_alone_keeps_no_block_in_quarantine() -> None:
     outbox = Outbox()
     outbox.open("r", WorkerEpoch("d", 1), num_blocks=1, grant_deadline=30)
     outbox.granted("r", WorkerEpoch("d", 1), generation=5, first_block=0, block_ids=[9], ttl_s=10, now=0)
-    outbox.blocks_computed("r", [0])
+    outbox.blocks_computed("r", [0], 1)
     outbox.first_tokens("r", (42,))
     chunk, done = outbox.next_writes()
     outbox.write_settled(chunk, TransferState.DONE)

@@ -260,7 +260,8 @@ class World:
 
     def compute(self) -> None:
         handoff = self.outbox.active_handoffs[0]
-        self.outbox.blocks_computed(REQUEST, list(range(len(handoff.local_block_ids) + 1)))
+        num_final = len(handoff.local_block_ids) + 1
+        self.outbox.blocks_computed(REQUEST, list(range(num_final)), num_final)
 
     def heartbeat(self) -> None:
         for _, generation in self.outbox.heartbeat_handoffs:

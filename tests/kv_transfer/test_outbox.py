@@ -33,7 +33,7 @@ def writing_outbox() -> tuple[Outbox, BlockWrite]:
     outbox = Outbox()
     open_handoff(outbox)
     grant(outbox)
-    outbox.blocks_computed("r", [10, 11])
+    outbox.blocks_computed("r", [10, 11], 2)
     (write,) = outbox.next_writes()
     return outbox, write
 
@@ -52,13 +52,13 @@ def test_blocks_go_out_as_they_are_computed_and_done_goes_last(is_grant_early: b
     assert outbox.next_writes() == []
     if not is_grant_early:
         grant(outbox)
-    outbox.blocks_computed("r", [10])
+    outbox.blocks_computed("r", [10], 1)
     assert outbox.next_writes() == []  # the receiver has it cached
-    outbox.blocks_computed("r", [10, 11, 12])
+    outbox.blocks_computed("r", [10, 11, 12], 3)
     (first,) = outbox.next_writes()
     assert summary(first) == ([11, 12], [70, 80], 1)
     assert outbox.next_writes() == []
-    outbox.blocks_computed("r", [10, 11, 12, 13])
+    outbox.blocks_computed("r", [10, 11, 12, 13], 4)
     outbox.first_tokens("r", (42,))
     second, done = outbox.next_writes()
     assert summary(second) == ([13], [90], 3)
@@ -76,7 +76,7 @@ def test_blocks_go_out_as_they_are_computed_and_done_goes_last(is_grant_early: b
 def test_a_grant_after_everything_is_computed_sends_it_in_one_write() -> None:
     outbox = Outbox()
     open_handoff(outbox)
-    outbox.blocks_computed("r", [10, 11, 12, 13])
+    outbox.blocks_computed("r", [10, 11, 12, 13], 4)
     outbox.first_tokens("r", (42,))
     assert outbox.next_writes() == []
     grant(outbox)
@@ -88,7 +88,7 @@ def test_a_fully_cached_prompt_sends_only_done() -> None:
     outbox = Outbox()
     open_handoff(outbox)
     grant(outbox, (), first_block=4)
-    outbox.blocks_computed("r", [10, 11])
+    outbox.blocks_computed("r", [10, 11], 2)
     outbox.first_tokens("r", (42,))
     (done,) = outbox.next_writes()
     assert isinstance(done.notification, HandoffDone)
@@ -97,7 +97,7 @@ def test_a_fully_cached_prompt_sends_only_done() -> None:
 def test_a_revoked_lease_is_confirmed_only_after_its_writes_have_settled() -> None:
     outbox, write = writing_outbox()
     outbox.revoked("r", D, 5)
-    outbox.blocks_computed("r", [10, 11, 12])
+    outbox.blocks_computed("r", [10, 11, 12], 3)
     assert outbox.next_writes() == []
     assert outbox.take_ended() == []
     outbox.write_settled(write, DONE)
@@ -109,7 +109,7 @@ def test_a_revoked_lease_is_confirmed_only_after_its_writes_have_settled() -> No
 
 def test_a_receiver_that_missed_the_last_word_is_told_it_when_it_asks() -> None:
     outbox, write = writing_outbox()
-    outbox.blocks_computed("r", [10, 11, 12, 13])
+    outbox.blocks_computed("r", [10, 11, 12, 13], 4)
     outbox.first_tokens("r", (42,))
     for late in (write, *outbox.next_writes()):
         outbox.write_settled(late, DONE)
@@ -124,7 +124,7 @@ def test_a_receiver_that_missed_the_last_word_is_told_it_when_it_asks() -> None:
 @pytest.mark.parametrize("state", [TransferState.DONE, TransferState.FAILED])
 def test_only_what_was_written_whole_comes_with_its_first_token(state: TransferState) -> None:
     outbox, write = writing_outbox()
-    outbox.blocks_computed("r", [10, 11, 12, 13])
+    outbox.blocks_computed("r", [10, 11, 12, 13], 4)
     outbox.first_tokens("r", (42,))
     writes = outbox.next_writes()
     outbox.write_settled(write, state)
@@ -211,7 +211,7 @@ def test_cancel_stops_writing_and_closes_the_lease() -> None:
 
 def test_a_failed_write_fails_the_handoff_even_if_done_went_through() -> None:
     outbox, write = writing_outbox()
-    outbox.blocks_computed("r", [10, 11, 12, 13])
+    outbox.blocks_computed("r", [10, 11, 12, 13], 4)
     outbox.first_tokens("r", (42,))
     chunk, done = outbox.next_writes()
     outbox.write_settled(done, DONE)
@@ -246,7 +246,7 @@ def test_a_request_can_be_opened_again_while_its_old_writes_drain() -> None:
     outbox.cancel("r")
     assert open_handoff(outbox) == 2
     grant(outbox, generation=6)
-    outbox.blocks_computed("r", [20, 21])
+    outbox.blocks_computed("r", [20, 21], 2)
     (new_write,) = outbox.next_writes()
     outbox.write_settled(write, DONE)
     assert outbox.take_ended() == [LeaseEnded(D, "r", 5, "cancelled"), HandoffEnded(1, "r", False, "cancelled")]
@@ -280,7 +280,7 @@ def test_handoffs_of_a_request_are_found_without_looking_at_others() -> None:
     outbox.open("r7", WorkerEpoch("another", 1), num_blocks=4)
     num_compared = 0
     outbox.requested("r7", grant_deadline=9)
-    outbox.blocks_computed("r7", [1])
+    outbox.blocks_computed("r7", [1], 1)
     outbox.first_tokens("r7", (1,))
     outbox.cancel("r7")
     assert num_compared < 50
