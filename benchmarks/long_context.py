@@ -1,10 +1,14 @@
-"""A worker's turns with long contexts, without the model: what the loop does around a step, and what the router does.
+"""Long contexts: what a worker's loop and a router do around the model, and a long prompt out of each tier of a pair.
 
 A real worker is driven turn by turn, with one sequence of 131k tokens, with 64 of 32k, and with one of a million. Its
 model's forward is replaced; batches are packed and loaded, tokens sampled and published, as always. Each shape arrives,
 is computed, decodes while another prompt waits for room, ends, comes again out of the cache, and is evicted by another.
 
 What the worker publishes meanwhile then goes through the router's socket into its prefix index, on an event loop.
+
+Then a pair of worker processes answers a prompt of `--tokens`: computed, out of the pool, and once another prompt of
+that length has evicted it, out of host memory or from disk. For "peer" the prefill worker is killed, and its successor
+reads the KV from the decode worker.
 
 Stands behind "a million tokens without a stall" in docs/benchmarks.md.
 
@@ -31,9 +35,21 @@ import torch
 import zmq
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.common import console, print_table, write_result
+from benchmarks.common import (
+    ONE_PAIR_ALWAYS,
+    Server,
+    Setup,
+    console,
+    measure_each,
+    print_table,
+    serving,
+    until_idle,
+    write_result,
+)
+from benchmarks.tiers import replace_prefill_worker
 from tandem.engine.model_runner import PackedBatch
 from tandem.kv_transfer.transport.in_process import InProcessHub
+from tandem.loadtest.client import MeasuringClient
 from tandem.protocol.config import EngineConfig, TransferConfig, WorkerConfig
 from tandem.protocol.digest import block_digests, root_digest
 from tandem.protocol.messages import (
@@ -56,12 +72,15 @@ from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.message_socket import MessageSocket
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.worker.loop import Worker
+from tests.support.toy_tokenizer import build_tokenizer
 
 _VOCAB_SIZE = 4096
 _BLOCK_SIZE = 16
 _KV_BYTES = 2 * 2 * 32 * 4  # of a token: layers, keys and values, head_dim, float32
 _ANSWER_TOKENS = 200
 _DEADLINE_S = 600.0
+_NUM_TEXT_TOKENS = 250  # that the tokenizer knows
+_TTFT_TIMEOUT_S = 36_000.0
 
 
 class Shape(NamedTuple):
@@ -107,23 +126,34 @@ def _timed(durations: list[float]) -> Iterator[None]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=60, help="decode turns of each shape")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=131_072,
+        help="of the prompt that a pair serves (default: %(default)s). Attention grows with its square: the default "
+        "takes minutes, and a million tokens hours, as the prompt or one like it is computed five times",
+    )
     parser.add_argument("--quick", action="store_true", help="a short run that only shows whether the benchmark works")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same prompts")
     settings = parser.parse_args()
     shapes = [Shape("8k", 2, 8_192, 2.0)] if settings.quick else _SHAPES
-    results = {}
+    settings.tokens = min(settings.tokens, 4_000) if settings.quick else settings.tokens
+    turns = {}
     with tempfile.TemporaryDirectory() as folder:
-        model = save_llama(Path(folder), max_model_len=max(shape.num_tokens for shape in shapes) + 1024)
+        model = save_llama(Path(folder, "model"), max_model_len=1_100_000)
         for shape in shapes:
-            results[shape.name] = _measure(model, shape, settings)
+            turns[shape.name] = _measure(model, shape, settings)
             console.print(f"[dim]measured {shape.name}[/]")
-    _show(shapes, results)
-    write_result("long_context", settings, results)
+        _show(shapes, turns)
+        served = _measure_served(model, Path(folder, "disk"), settings)
+    _show_served(served, settings)
+    write_result("long_context", settings, {"turns": turns, "served": served})
     return 0
 
 
 def save_llama(folder: Path, *, max_model_len: int) -> Path:
     """A Llama of two layers and random weights, the same each time, whose KV takes 512 bytes a token in float32."""
+    build_tokenizer(folder)
     config = LlamaConfig(
         vocab_size=_VOCAB_SIZE,
         hidden_size=64,
@@ -167,6 +197,7 @@ class Driver:
         self.worker_id, self.epoch = worker.address.process
         self.received: list[bytes] = []
         self._watch = watch
+        self._poll_ms, worker._poll_ms = worker._poll_ms, lambda: 0  # type: ignore[method-assign]
         self._socket, self._heartbeats = connect_to_worker(context, keys, worker.address, max_queued=0)
 
     def send(self, message: Message) -> None:
@@ -174,7 +205,8 @@ class Driver:
         self._socket.send(encode_message(message))
 
     def turn(self, phase: str) -> None:
-        """One turn of the worker's loop; what it sent is received meanwhile."""
+        """One turn of the worker's loop, once it would not wait; what it sent is received meanwhile."""
+        self.worker.parts.sockets._poller.poll(self._poll_ms())
         began = time.perf_counter()
         with _timed(self._watch.turns[phase]):
             self.worker.run_once()
@@ -232,7 +264,7 @@ def _driving(model: Path, shape: Shape, watch: Watch) -> Iterator[Driver]:
 
 
 def _prepare(worker: Worker, watch: Watch) -> None:
-    """Take the model out, let no turn wait for messages, and watch the parts of a turn."""
+    """Take the model out, and watch the parts of a turn."""
     parts, engine = worker.parts, worker.parts.engine
     runner, scheduler = engine.runner, engine.scheduler
 
@@ -241,7 +273,6 @@ def _prepare(worker: Worker, watch: Watch) -> None:
         return torch.zeros(len(batch.logit_rows), _VOCAB_SIZE) if len(batch.logit_rows) else None
 
     runner.forward = forward  # type: ignore[method-assign,assignment]
-    worker._poll_ms = lambda: 0  # type: ignore[method-assign]
     watch.watch("receive (decode)", parts.sockets, "receive")
     watch.watch("sequence of a request", engine, "sequence_of")
     watch.watch("add, with digests", scheduler, "add")
@@ -299,8 +330,8 @@ def _request_of(name: str, token_ids: list[int]) -> Generate:
     return Generate(request_id=name, sampling=sampling, **prompt_fields(token_ids))
 
 
-def _prompt(num_tokens: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(3, _VOCAB_SIZE), k=num_tokens)
+def _prompt(num_tokens: int, seed: int, vocab_size: int = _VOCAB_SIZE) -> list[int]:
+    return random.Random(seed).choices(range(3, vocab_size), k=num_tokens)
 
 
 def _wire_calls(token_ids: list[int]) -> dict[str, list[float]]:
@@ -360,6 +391,54 @@ async def _replay(messages: list[bytes], worker_id: str, epoch: int) -> dict[str
         "longest_stall_ms": 1e3 * max(stalls),
         "blocks": index.num_blocks(worker_id),
     }
+
+
+# A pair of processes.
+
+
+def _measure_served(model: Path, disk: Path, settings: argparse.Namespace) -> dict[str, Any]:
+    """Seconds to the first token of a long prompt, by the tier that the servers have."""
+    num_bytes = settings.tokens * _KV_BYTES
+    flags = (*ONE_PAIR_ALWAYS.flags, f"--pool-bytes={num_bytes * 5 // 4}")
+    setups = [
+        Setup("host", (*flags, f"--host-cache-gb={3 * num_bytes / 1e9}")),
+        Setup("disk", (*flags, f"--disk-cache-path={disk}")),
+        Setup("peer", flags),
+    ]
+    starting = [serving(one, str(model), f"--request-timeout-s={_TTFT_TIMEOUT_S}") for one in setups]
+    return measure_each(starting, lambda server: _serve_long(server, settings))
+
+
+async def _serve_long(server: Server, settings: argparse.Namespace) -> dict[str, dict[str, float]]:
+    prompt, other = (_prompt(settings.tokens, settings.seed + number, _NUM_TEXT_TOKENS) for number in (5000, 5001))
+    await _answer(server, prompt[:1000])  # the processes' first
+    found = {"computed": await _answer(server, prompt), "pool": await _answer(server, prompt)}
+    if server.name == "peer":
+        await replace_prefill_worker(server)
+    else:
+        found["another, computed"] = await _answer(server, other)  # it evicts the first one
+    return {**found, "again": await _answer(server, prompt)}
+
+
+async def _answer(server: Server, prompt: list[int]) -> dict[str, float]:
+    client = MeasuringClient(server.url, timeout_s=_TTFT_TIMEOUT_S)
+    timing = await client.stream_completion(prompt, model=server.model, max_tokens=2, ignore_eos=True, temperature=0.0)
+    if timing.error:
+        raise RuntimeError(f"{server.name}: {timing.error}")
+    await until_idle(server, _TTFT_TIMEOUT_S)  # tiers have taken what was computed
+    return {"ttft_s": timing.ttft_s, "num_cached_tokens": timing.num_cached_tokens}
+
+
+def _show_served(served: dict[str, Any], settings: argparse.Namespace) -> None:
+    rows: list[list[object]] = []
+    for name, found in served.items():
+        computed_s = found["computed"]["ttft_s"]
+        for what in ("computed", "pool", "again"):
+            ttft_s, num_cached = found[what]["ttft_s"], found[what]["num_cached_tokens"]
+            source = name if what == "again" else what
+            rows.append([f"{name}: {source}", ttft_s, num_cached, f"{ttft_s / computed_s:.4f}"])
+    headings = ["server: prompt out of", "TTFT s", "tokens not computed", "over computing"]
+    print_table(f"A prompt of {settings.tokens} tokens, prefilled and decoded by two processes", headings, rows)
 
 
 def _show(shapes: list[Shape], results: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from tandem.protocol.fault_boundary import error_of
 logger = logging.getLogger(__name__)
 
 MAX_RECEIVED = 256  # messages received before other callbacks of the loop run
-MAX_READ_S = 0.005  # likewise the time for which they are handled
+MAX_READ_S = 0.002  # likewise the time for which they are handled
 
 
 class MessageSocket:
