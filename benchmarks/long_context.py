@@ -10,8 +10,6 @@ Then a pair of worker processes answers a prompt of `--tokens`: computed, out of
 that length has evicted it, out of host memory or from disk. For "peer" the prefill worker is killed, and its successor
 reads the KV from the decode worker.
 
-Stands behind "a million tokens without a stall" in docs/benchmarks.md.
-
     python -m benchmarks.long_context
 """
 
@@ -40,6 +38,7 @@ from benchmarks.common import (
     Server,
     Setup,
     console,
+    end_whole,
     measure_each,
     print_table,
     serving,
@@ -124,6 +123,7 @@ def _timed(durations: list[float]) -> Iterator[None]:
 
 
 def main() -> int:
+    end_whole()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=60, help="decode turns of each shape")
     parser.add_argument(
