@@ -124,17 +124,19 @@ class Server:
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the flags of every benchmark; `description` is the docstring of its module.
-
-    From here on SIGTERM ends this process as SIGINT does: what it started is stopped.
-    """
-    restore_child_signals()  # servers are stopped with SIGINT
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """A parser with the flags of every benchmark; `description` is the docstring of its module. Calls `end_whole`."""
+    end_whole()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="as of `tandem serve` (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a short run that only shows whether the benchmark works")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same requests")
     return parser
+
+
+def end_whole() -> None:
+    """From here on SIGTERM ends this process as SIGINT does: what it started is stopped."""
+    restore_child_signals()  # servers are stopped with SIGINT
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ import psutil
 
 from benchmarks.common import console, print_table, write_result
 from tandem.protocol.config import RouterConfig
-from tandem.protocol.digest import IS_COMPILED, block_digests
+from tandem.protocol.digest import IS_COMPILED, block_digests, join_digests
 from tandem.protocol.messages import BlockEvents, PeerAddress, Role, WorkerCard, WorkerState
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.placer import Placer
@@ -83,9 +83,8 @@ class _Router:
     def store(self, number: int, digests: list[bytes]) -> None:
         """Publish these blocks as held by a worker."""
         self._sequence[number] += 1
-        events = BlockEvents(
-            worker_id=f"w{number}", epoch=1, sequence=self._sequence[number], stored=digests, removed=[]
-        )
+        run = join_digests(digests)
+        events = BlockEvents(worker_id=f"w{number}", epoch=1, sequence=self._sequence[number], stored=run, removed=b"")
         assert not self.index.apply(events)
 
     def fill(self, num_blocks: int) -> tuple[int, float]:

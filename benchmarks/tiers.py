@@ -68,7 +68,7 @@ async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any
         computed.append(await _ttft(server, prompt))
         pool.append(await _ttft(server, prompt))
     if server.name == "peer":
-        await _replace_prefill_worker(server)
+        await replace_prefill_worker(server)
     else:  # loads teach the tier's speed, and later loads may be split differently: a third round
         prompts = [*prompts, *prompts]
     tier = [await _ttft(server, prompt) for prompt in prompts]
@@ -82,7 +82,7 @@ async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any
     }
 
 
-async def _replace_prefill_worker(server: Server) -> None:
+async def replace_prefill_worker(server: Server) -> None:
     """Kill the prefill worker's process and wait for its successor."""
     pools = await server.client.request_json("GET", "/v1/pools")
     [former] = pools["roles"]["prefill"]

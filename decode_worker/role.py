@@ -126,8 +126,8 @@ class DecodeRole:
         """Whether frequent polling of the transport helps: a sender may be writing."""
         return self.num_leases > 0
 
-    def accept(self, request: Decode, now: float) -> None:
-        """Expect the KV of this request's prompt.
+    def accept(self, request: Decode, now: float, digests: list[bytes] | None = None) -> None:
+        """Expect the KV of this request's prompt. `digests` are as of `Engine.make_sequence`.
 
         Raises RequestError if the engine cannot take it, PeerLost if the prefill worker is known to be dead: it would
         never confirm the end of a lease.
@@ -135,7 +135,7 @@ class DecodeRole:
         sender = request.prefill_worker
         if sender.process in self._dead:
             raise PeerLost(f"prefill worker {sender.worker_id} died")
-        sequence = self._engine.sequence_of(request, now)
+        sequence = self._engine.sequence_of(request, now, digests=digests)
         sequence.prompt_scores = None  # the prefill worker has them
         extend_digests(sequence.digests, sequence.root, sequence.token_ids, self._engine.config.block_size)
         self._links.remember(sender)

@@ -224,8 +224,11 @@ class BlockPool:
 
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
         """(stored, removed) digests since the last call, disjoint: each digest is listed by its current state."""
-        changed = dict.fromkeys((*self._stored, *self._removed))
+        stored, removed = self._stored, self._removed
         self._stored, self._removed = [], []
+        if not (stored and removed) or set(stored).isdisjoint(removed):  # nearly always
+            return stored, removed
+        changed = dict.fromkeys((*stored, *removed))
         stored = [digest for digest in changed if digest in self._index.block_of]
         removed = [digest for digest in changed if digest not in self._index.block_of]
         return stored, removed

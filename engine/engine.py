@@ -223,8 +223,17 @@ class Engine:
         """Whether the device may still compute a step."""
         return bool(self._launched)
 
-    def sequence_of(self, request: Generate | Prefill | Decode, now: float, phase: Phase = Phase.WHOLE) -> Sequence:
-        """The sequence of a router's request and its forks, not queued yet. Raises RequestError, as `make_sequence`."""
+    def sequence_of(
+        self,
+        request: Generate | Prefill | Decode,
+        now: float,
+        phase: Phase = Phase.WHOLE,
+        digests: list[bytes] | None = None,
+    ) -> Sequence:
+        """The sequence of a router's request and its forks, not queued yet.
+
+        `digests` and errors are as of `make_sequence`.
+        """
         sequence = self.make_sequence(
             request.request_id,
             request.token_ids,
@@ -233,6 +242,7 @@ class Engine:
             cache_salt=request.cache_salt,
             phase=phase,
             priority=request.priority,
+            digests=digests,
         )
         if request.forks and phase is Phase.WHOLE:
             sequence.texts = RequestTexts(request.token_ids, request.sampling.prediction)
@@ -251,10 +261,12 @@ class Engine:
         cache_salt: str = "",
         phase: Phase = Phase.WHOLE,
         priority: WorkerPriority = WorkerPriority(),
+        digests: list[bytes] | None = None,
     ) -> Sequence:
         """A sequence for this engine, not queued yet.
 
         `output_ids` is the beginning of its answer, which another engine gave: it goes on as if it had been preempted.
+        `digests` are those of the prompt's full blocks, of a caller that has checked the prompt's ids already.
 
         Raises ContextLengthExceeded if the prompt does not fit, RequestError for an answer that is complete, or for
         ids outside the model's vocabulary, because one such id would fail a whole step.
@@ -267,7 +279,8 @@ class Engine:
         most = min(sampling.max_tokens, limit - len(token_ids))
         if output_ids and len(output_ids) >= most:
             raise RequestError(f"the answer has {len(output_ids)} tokens already; it may have {most}")
-        for ids in (token_ids, output_ids, sampling.stop_token_ids, sampling.logit_bias, sampling.prediction):
+        prompt = token_ids if digests is None else ()
+        for ids in (prompt, output_ids, sampling.stop_token_ids, sampling.logit_bias, sampling.prediction):
             if ids and not (min(ids) >= 0 and max(ids) < self.model.vocab_size):
                 raise RequestError(
                     f"token ids {min(ids)} to {max(ids)}: this model's are 0 to {self.model.vocab_size - 1}"
@@ -280,6 +293,7 @@ class Engine:
             num_prompt_tokens=len(token_ids),
             sampling=sampling,
             root=root,
+            digests=digests or [],
             phase=phase,
             priority=priority,
             is_admitted_before=bool(output_ids),

@@ -106,15 +106,15 @@ class PrefillRole:
         """(request id, generation) pairs for the heartbeat that keeps their leases."""
         return self._outbox.heartbeat_handoffs
 
-    def accept(self, request: Prefill, now: float) -> None:
-        """Queue the prompt and open its handoff.
+    def accept(self, request: Prefill, now: float, digests: list[bytes] | None = None) -> None:
+        """Queue the prompt and open its handoff. `digests` are as of `Engine.make_sequence`.
 
         Raises RequestError if the engine cannot take it, PeerLost if the decode worker is known to be dead.
         """
         receiver = request.decode_worker
         if receiver.process in self._dead:
             raise PeerLost(f"decode worker {receiver.worker_id} died")
-        sequence = self._engine.sequence_of(request, now, Phase.PREFILL_ONLY)
+        sequence = self._engine.sequence_of(request, now, Phase.PREFILL_ONLY, digests)
         sequence.kv_holder, sequence.kv_receiver = request.kv_holder, receiver
         self._links.connect(receiver, now)
         num_blocks = self._engine.scheduler.blocks.num_needed(sequence)

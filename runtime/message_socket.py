@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 import zmq
@@ -19,6 +20,7 @@ from tandem.protocol.fault_boundary import error_of
 logger = logging.getLogger(__name__)
 
 MAX_RECEIVED = 256  # messages received before other callbacks of the loop run
+MAX_READ_S = 0.002  # likewise the time for which they are handled
 
 
 class MessageSocket:
@@ -73,7 +75,8 @@ class MessageSocket:
             self._read()
 
     def _read(self) -> None:
-        """Receive what is there; after `MAX_RECEIVED` messages, go on in a later callback."""
+        """Receive what is there; after `MAX_RECEIVED` messages or `MAX_READ_S`, go on in a later callback."""
+        until = time.perf_counter() + MAX_READ_S
         for _ in range(MAX_RECEIVED):
             if self._socket.closed:
                 return
@@ -84,4 +87,6 @@ class MessageSocket:
             if (error := error_of(self._on_message, frames)) is not None:
                 # NOTE: go on, because messages left unread here are never signalled again.
                 logger.error("a message could not be handled", exc_info=error)
+            if time.perf_counter() >= until:
+                break
         self._schedule()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tandem.protocol.digest import join_digests
 from tandem.protocol.messages import (
     POOL_PLACE,
     BlockEvents,
@@ -88,8 +89,8 @@ class SimulatedFleet:
             worker_id=worker_id,
             epoch=_EPOCH,
             sequence=sequence,
-            stored=list(stored),
-            removed=list(removed),
+            stored=join_digests(stored),
+            removed=join_digests(removed),
             place=place,
         )
         is_lost = self.index.apply(events)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.protocol.config import RouterConfig
+from tandem.protocol.digest import join_digests
 from tandem.protocol.messages import BlockEvents
 from tandem.scheduling.placement.placement import Candidate
 from tandem.scheduling.placement.placer import Placer
@@ -179,7 +180,9 @@ class CacheAwareThreshold(_ByRole):
         if worker_id not in self._num_inserts:
             self._tree.add_worker(worker_id, 1)
         number = self._num_inserts[worker_id] = self._num_inserts.get(worker_id, 0) + 1
-        self._tree.apply(BlockEvents(worker_id=worker_id, epoch=1, sequence=number, stored=list(digests), removed=[]))
+        self._tree.apply(
+            BlockEvents(worker_id=worker_id, epoch=1, sequence=number, stored=join_digests(digests), removed=b"")
+        )
 
 
 class Dynamo(_ByRole):

@@ -30,6 +30,7 @@ from tandem.worker.kv.peer_lender import PeerLender
 from tandem.worker.kv.peer_reader import PeerReader
 from tandem.worker.kv.pins import WorkerPins
 from tandem.worker.kv.tiered_cache import TieredCache, create_tiers
+from tandem.worker.long_prompts import LongPrompts
 from tandem.worker.replies import RouterReplies
 from tandem.worker.sockets import HeartbeatThread, WorkerSockets, socket_endpoint
 
@@ -59,6 +60,7 @@ class WorkerParts:
     lender: PeerLender
     copies: KvCopies
     pins: WorkerPins
+    long_prompts: LongPrompts
 
 
 def assemble(config: WorkerConfig, hub: InProcessHub | None = None) -> WorkerParts:
@@ -128,6 +130,7 @@ def _connect(config: WorkerConfig, engine: Engine, hub: InProcessHub | None) -> 
         lender=lender,
         copies=KvCopies(engine, reader),
         pins=pins,
+        long_prompts=LongPrompts(engine.namespace, config.engine.block_size, engine.model.vocab_size, sockets.wake),
     )
 
 

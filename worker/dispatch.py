@@ -33,6 +33,7 @@ from tandem.protocol.messages import (
 from tandem.runtime.dropped import DropReason
 from tandem.worker.assembly import WorkerParts
 from tandem.worker.handoff_messages import HandoffMessages
+from tandem.worker.long_prompts import LongRequest
 from tandem.worker.reporter import StatusReporter
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,13 @@ class MessageDispatcher:
     def take_notification(self, notification: Notification, now: float) -> None:
         """Handle one notification of a peer's write."""
         self._guarded(notification, self._parts.decode.notified, notification, now)
+
+    def begin_long(self, now: float) -> None:
+        """Begin the requests whose long prompts have become ready."""
+        for one in self._parts.long_prompts.take_ready():
+            self._guarded(one.request, self._begin, one.request.request_ids, self._begin_long, one, now)
+            for name in one.cancelled:
+                self._cancel(name)
 
     def _guarded(self, cause: Message | Notification, handle: Callable[..., None], *args: object) -> None:
         """Handle a message or a notification. If that raises, its request ends; a notification's lease runs out."""
@@ -140,36 +148,54 @@ class MessageDispatcher:
 
     def _accept(self, identity: bytes, request: RequestPart, now: float) -> None:
         names, replies = _answers(request), self._parts.replies
-        opened = [name for name in names if not self._parts.prefill.has(name) and replies.open(name, identity)]
+        opened = [name for name in names if not self._is_here(name) and replies.open(name, identity)]
         if len(opened) < len(names):
             for name in opened:
                 replies.forget(name)
             for name in names:
                 replies.refuse(identity, name, f"request id {name} is in use")
             return
+        if isinstance(request, CopyKv):
+            self._begin(names, self._parts.copies.accept, request, now)
+        elif request.packed_ids:
+            self._parts.long_prompts.begin(request)
+        else:
+            self._begin(names, self._compute, request, now)
+
+    def _is_here(self, name: str) -> bool:
+        """Whether a request of this name is still here, though nothing more may be said about it."""
+        return self._parts.prefill.has(name) or self._parts.long_prompts.has(name)
+
+    def _begin(self, names: list[str], begin: Callable[..., None], *args: object) -> None:
+        """Begin a request with answers of these names. If it cannot be taken, they fail."""
         try:
-            if isinstance(request, Prefill):
-                self._parts.prefill.accept(request, now)
-            elif isinstance(request, Decode):
-                self._parts.decode.accept(request, now)
-            elif isinstance(request, CopyKv):
-                self._parts.copies.accept(request, now)
-            else:
-                self._generate(request, now)
+            begin(*args)
         except RequestError as exc:
             for name in names:
-                replies.fail(name, exc.message, exc.code or INVALID_REQUEST)
+                self._parts.replies.fail(name, exc.message, exc.code or INVALID_REQUEST)
         except ServingError as exc:
             for name in names:
-                replies.fail(name, exc.message, exc.code or "")
+                self._parts.replies.fail(name, exc.message, exc.code or "")
 
-    def _generate(self, request: Generate, now: float) -> None:
-        sequence = self._parts.engine.sequence_of(request, now)
-        sequence.kv_holder = request.kv_holder
-        self._parts.engine.add(sequence)
+    def _begin_long(self, one: LongRequest, now: float) -> None:
+        outcome = one.outcome.result()
+        if isinstance(outcome, Exception):
+            raise outcome
+        self._compute(outcome.request, now, outcome.digests)
+
+    def _compute(self, request: Generate | Prefill | Decode, now: float, digests: list[bytes] | None = None) -> None:
+        if isinstance(request, Prefill):
+            self._parts.prefill.accept(request, now, digests)
+        elif isinstance(request, Decode):
+            self._parts.decode.accept(request, now, digests)
+        else:
+            sequence = self._parts.engine.sequence_of(request, now, digests=digests)
+            sequence.kv_holder = request.kv_holder
+            self._parts.engine.add(sequence)
 
     def _cancel(self, request_id: str) -> None:
         self._parts.replies.forget(request_id)
+        self._parts.long_prompts.cancel(request_id)
         self._stop_computing(request_id)
         self._parts.decode.cancel(request_id)
         self._parts.copies.cancel(request_id)

@@ -153,6 +153,7 @@ class Worker:
         parts.lender.check_integrity(idle=idle)
         parts.copies.check_integrity(idle=idle)
         parts.pins.check_integrity(idle=idle)
+        parts.long_prompts.check_integrity(idle=idle)
         request_ids = parts.replies.request_ids
         assert not (idle and request_ids), f"requests not forgotten: {sorted(request_ids)}"
 
@@ -168,6 +169,7 @@ class Worker:
         now = time.monotonic()
         for identity, message in messages:
             self._dispatcher.take(identity, message, now)
+        self._dispatcher.begin_long(now)
         self._run_calls()
         self._notifications += parts.transport.poll()
         now = time.monotonic()
@@ -195,6 +197,7 @@ class Worker:
             stack.callback(self.parts.transport.close)
             stack.callback(self.parts.cache.close)
             stack.callback(self.parts.heartbeats.close)
+            stack.callback(self.parts.long_prompts.close)
 
     def _poll_ms(self) -> int:
         if self.parts.engine.has_work:

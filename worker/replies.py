@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping
 
 from tandem.engine.engine import SequenceOutput
 from tandem.engine.sequence import Sequence
+from tandem.protocol.digest import join_digests
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import (
+    MAX_RUN_DIGESTS,
     WIRE_VERSION,
     BlockEvents,
     BlockSnapshot,
@@ -113,28 +115,34 @@ class RouterReplies:
     def send_events(self, changes: Mapping[str, tuple[list[bytes], list[bytes]]]) -> None:
         """Tell all routers which blocks were (stored, removed), by place."""
         for place, (stored, removed) in changes.items():
-            self._event_sequences[place] += 1
-            events = BlockEvents(
-                worker_id=self._address.worker_id,
-                epoch=self._address.epoch,
-                sequence=self._event_sequences[place],
-                stored=stored,
-                removed=removed,
-                place=place,
-            )
-            for identity in self._routers:
-                self.send(identity, events)
+            for first in range(0, max(len(stored), len(removed)), MAX_RUN_DIGESTS):
+                self._event_sequences[place] += 1
+                events = BlockEvents(
+                    worker_id=self._address.worker_id,
+                    epoch=self._address.epoch,
+                    sequence=self._event_sequences[place],
+                    stored=join_digests(stored[first : first + MAX_RUN_DIGESTS]),
+                    removed=join_digests(removed[first : first + MAX_RUN_DIGESTS]),
+                    place=place,
+                )
+                for identity in self._routers:
+                    self.send(identity, events)
 
     def send_snapshot(self, identity: bytes, place: str, digests: list[bytes]) -> None:
         """Tell one router about all blocks in a place. The events that led to them must have been sent before."""
-        snapshot = BlockSnapshot(
-            worker_id=self._address.worker_id,
-            epoch=self._address.epoch,
-            sequence=self._event_sequences[place],
-            digests=digests,
-            place=place,
-        )
-        self.send(identity, snapshot)
+        num_parts = max(-(-len(digests) // MAX_RUN_DIGESTS), 1)
+        for part in range(num_parts):
+            first = part * MAX_RUN_DIGESTS
+            snapshot = BlockSnapshot(
+                worker_id=self._address.worker_id,
+                epoch=self._address.epoch,
+                sequence=self._event_sequences[place],
+                digests=join_digests(digests[first : first + MAX_RUN_DIGESTS]),
+                place=place,
+                part=part,
+                is_last=part == num_parts - 1,
+            )
+            self.send(identity, snapshot)
 
     def _send_output(
         self,

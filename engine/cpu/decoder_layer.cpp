@@ -152,7 +152,7 @@ extern "C" int tandem_decoder_layers(const Layer *layers, int64_t num_layers, co
           bytes = std::max(bytes, Buffers::bytes(layers[i], num_tokens));
           total += Buffers::bytes(layers[i], num_tokens);
         }
-        const bool has_repeats = num_tokens <= REPEATED_TOKENS && total <= REPEAT_BYTES;
+        const bool has_repeats = has_short_items(*call->attention) && total <= REPEAT_BYTES;
         if (has_repeats) plan.allow_repeats();
         // Without repeats two layers take turns, as each reads what the one before it wrote.
         auto *memory = static_cast<char *>(scratch<Layer>(has_repeats ? bytes * num_layers : 2 * bytes));

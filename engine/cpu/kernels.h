@@ -62,9 +62,15 @@ namespace {
 
 constexpr int MAX_DIM = 512;           // largest head dimension; CpuAttention checks it
 constexpr int64_t ITEM_TOKENS = 16;    // of phases whose items are cheap
-constexpr int64_t REPEATED_TOKENS = 64; // a call of more has long items, and its time is not that of a step that decodes
+constexpr int64_t REPEATED_TOKENS = 64; // most tokens of a call whose items may be repeated: they are short
+constexpr int64_t REPEATED_CONTEXT = 1 << 16;
 
 inline int64_t num_token_items(int64_t num_tokens) { return (num_tokens + ITEM_TOKENS - 1) / ITEM_TOKENS; }
+
+inline bool has_short_items(const AttentionArguments &a) {
+  return a.num_tokens <= REPEATED_TOKENS &&
+         std::all_of(a.kv_lens, a.kv_lens + a.num_seqs, [](int32_t length) { return length <= REPEATED_CONTEXT; });
+}
 
 // Makes a plan by `build(plan)` and runs it. Returns 0; 1 if memory was lacking; 2 for a kind that was not compiled.
 template <typename Build> int run_plan(int num_threads, const Build &build, void (*at_stop)() = nullptr) {

@@ -31,7 +31,8 @@ template <typename T> void write_slots(const Arguments &a, int64_t first_token, 
 }
 
 constexpr int64_t MANY_ITEMS = 64;          // of one sequence: threads need not share its contexts
-constexpr int64_t PARTIAL_BYTES = 1 << 20; // for the sums of shared contexts: each layer's, where items are repeated
+constexpr int64_t PARTIAL_BYTES = 16 << 20; // for the sums of shared contexts
+constexpr int64_t REPEATED_PARTIAL_BYTES = 1 << 20; // the same where items are repeated, as each layer has its own
 
 // What the sequences before have: items of both phases, and floats of the workspace.
 struct Counts {
@@ -61,12 +62,12 @@ struct Span {
   }
 };
 
-// The spans of all sequences, and what they have together.
-std::vector<Span> make_spans(const Arguments &a, Counts &total) {
+// The spans of all sequences, and what they have together. Sums of shared contexts take `most_bytes` at most.
+std::vector<Span> make_spans(const Arguments &a, int64_t most_bytes, Counts &total) {
   std::vector<Span> spans;
   spans.reserve(static_cast<size_t>(a.num_seqs));
   for (int64_t seq = 0; seq < a.num_seqs; ++seq) spans.emplace_back(a, seq);
-  int64_t room = PARTIAL_BYTES / static_cast<int64_t>(sizeof(float));
+  int64_t room = most_bytes / static_cast<int64_t>(sizeof(float));
   for (auto span = spans.rbegin(); span != spans.rend(); ++span) { // from the last: the phase ends in small items
     if (span->num_floats() > room) span->num_splits = 0;
     room -= span->num_floats();
@@ -113,7 +114,8 @@ template <typename Kernel> int64_t scratch_bytes(const Arguments &a) {
 template <typename Kernel> void add(Plan &plan, const Arguments &a) {
   using T = typename Kernel::T;
   Counts total;
-  const Span *spans = plan.keep(make_spans(a, total));
+  const int64_t most_bytes = plan.has_repeats() ? REPEATED_PARTIAL_BYTES : PARTIAL_BYTES;
+  const Span *spans = plan.keep(make_spans(a, most_bytes, total));
   const int64_t offset = plan.reserve(total.floats * static_cast<int64_t>(sizeof(float)));
   plan.add(total.items, [=, plan = &plan](int64_t item) {
     auto *memory = static_cast<float *>(scratch<Kernel>(scratch_bytes<Kernel>(a)));
@@ -169,7 +171,7 @@ void add_attention(Plan &plan, int kind, const Arguments &arguments, bool is_bfl
 extern "C" int tandem_paged_attention(int kind, const Arguments *arguments, int is_bfloat16, int num_threads) {
   return run_plan(num_threads, [&](Plan &plan) {
     const Arguments &a = *arguments;
-    if (a.num_tokens <= REPEATED_TOKENS) plan.allow_repeats();
+    if (has_short_items(a)) plan.allow_repeats();
     plan.add(num_token_items(a.num_tokens), [=, &a](int64_t item) {
       write_cache(a, item * ITEM_TOKENS, std::min((item + 1) * ITEM_TOKENS, a.num_tokens), is_bfloat16);
     });

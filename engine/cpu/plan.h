@@ -25,6 +25,7 @@ public:
   // From now on an item may run on several threads at once, so that no thread is waited for that has lost its core: they
   // all store the same bytes. So no phase may change what it reads itself, or what an earlier one has read or written.
   void allow_repeats() { has_repeats_ = true; }
+  bool has_repeats() const { return has_repeats_; }
 
   // `work(item)` for each of the items, once what was added before is done. It is copied, with what it captures.
   template <typename Work> void add(int64_t num_items, const Work &work) {

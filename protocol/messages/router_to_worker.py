@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from tandem.protocol.messages.fields import WIRE_VERSION, Digests, Name, Names, Number, TokenIds
+from tandem.protocol.digest import LONG_PROMPT_TOKENS, TOKEN_BYTES, token_bytes
+from tandem.protocol.messages.fields import WIRE_VERSION, Digests, Name, Names, Number, Packed, TokenIds
 from tandem.protocol.messages.worker import KvHolder, PeerAddress
 from tandem.protocol.sampling import SamplingParams
 
@@ -53,10 +54,13 @@ class _ToCompute(msgspec.Struct, frozen=True, kw_only=True):
 
     `forks` are further answers to the same prompt, which is computed once. Each has its own name in what the worker
     says about it, and is cancelled by that name.
+
+    A prompt is either `token_ids` or `packed_ids`: see `prompt_fields`.
     """
 
     request_id: Name
-    token_ids: TokenIds
+    token_ids: TokenIds = []
+    packed_ids: Packed = b""
     sampling: SamplingParams
     output_ids: TokenIds = []
     cache_salt: str = ""
@@ -64,10 +68,26 @@ class _ToCompute(msgspec.Struct, frozen=True, kw_only=True):
     is_traced: bool = False  # the first tokens tell what was done for them, and when
     forks: Annotated[list[Fork], Meta(max_length=1 << 16)] = []
 
+    def __post_init__(self) -> None:
+        if self.packed_ids and self.token_ids:
+            raise ValueError("a prompt is in token_ids or in packed_ids, not in both")
+        if len(self.packed_ids) % TOKEN_BYTES:
+            raise ValueError(f"packed_ids has {len(self.packed_ids)} bytes, which are not ids of {TOKEN_BYTES} bytes")
+
     @property
     def request_ids(self) -> list[str]:
         """The names of all its answers."""
         return [self.request_id, *(fork.request_id for fork in self.forks)]
+
+
+def prompt_fields(token_ids: list[int]) -> dict[str, Any]:
+    """The field of a request for this prompt.
+
+    A long one is packed: as a list, a million ids take a worker 40 ms to read, which it cannot do in pieces.
+    """
+    if len(token_ids) <= LONG_PROMPT_TOKENS:
+        return {"token_ids": token_ids}
+    return {"packed_ids": token_bytes(token_ids)}
 
 
 class Generate(_ToCompute, frozen=True, kw_only=True, tag=True):

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from tandem.protocol.messages.fields import Digests, Name, Number, Packed, Seconds, Text, TokenIds
+from tandem.protocol.digest import check_digest_run
+from tandem.protocol.messages.fields import DigestRun, Name, Number, Packed, Seconds, Text, TokenIds
 from tandem.protocol.messages.places import POOL_PLACE, holder_name
 from tandem.protocol.messages.worker import StepStats, WorkerCard, WorkerLoad
 from tandem.protocol.timeline import Ages
@@ -112,16 +113,28 @@ class _OfPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockEvents(_OfPlace, frozen=True, kw_only=True, tag=True):
-    """Blocks added to and removed from a place."""
+    """Blocks added to and removed from a place. More than fit into one message come in several, one after the other."""
 
-    stored: Digests
-    removed: Digests
+    stored: DigestRun
+    removed: DigestRun
+
+    def __post_init__(self) -> None:
+        check_digest_run(self.stored)
+        check_digest_run(self.removed)
 
 
 class BlockSnapshot(_OfPlace, frozen=True, kw_only=True, tag=True):
-    """All digests in a place now. It includes the events up to and including `sequence`."""
+    """All digests in a place now, or a part of them. It includes the events up to and including `sequence`.
 
-    digests: Digests
+    The parts come one after the other, numbered from 0.
+    """
+
+    digests: DigestRun
+    part: Number = 0
+    is_last: bool = True
+
+    def __post_init__(self) -> None:
+        check_digest_run(self.digests)
 
 
 class PinReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -8,6 +8,7 @@ from typing import Any
 
 from zmq.asyncio import Context
 
+from tandem.protocol.digest import join_digests
 from tandem.protocol.messages import BlockEvents, WorkerCard
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.digests import digest_root
@@ -91,6 +92,10 @@ class CacheView:
             self._sequence += 1
             self._index.apply(
                 BlockEvents(
-                    worker_id=self._name, epoch=self._epoch, sequence=self._sequence, stored=stored, removed=removed
+                    worker_id=self._name,
+                    epoch=self._epoch,
+                    sequence=self._sequence,
+                    stored=join_digests(stored),
+                    removed=join_digests(removed),
                 )
             )

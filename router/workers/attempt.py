@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tandem.protocol.errors import WorkerError
-from tandem.protocol.messages import Decode, Fork, Generate, KvHolder, Prefill, SequenceDelta
+from tandem.protocol.messages import Decode, Fork, Generate, KvHolder, Prefill, SequenceDelta, prompt_fields
 from tandem.router.admission_queue import AdmittedRequest
 from tandem.router.backend import GenerateRequest
 from tandem.router.streams import DeltaQueue
@@ -65,7 +65,7 @@ class Attempt:
         prefill, decode = best.prefill.card.address, best.decode.card.address
         common: dict[str, Any] = {
             "request_id": f"{request.request_id}/{self._number}" if self._number else request.request_id,
-            "token_ids": request.token_ids,
+            **prompt_fields(request.token_ids),
             "output_ids": self._output,
             "sampling": request.sampling,
             "cache_salt": request.cache_scope,

@@ -38,8 +38,8 @@ class IndexFeed:
     def apply(self, link: Link, message: BlockEvents | BlockSnapshot, now: float) -> None:
         """Apply what a worker says about its cache. After a gap in its events, request a snapshot."""
         if isinstance(message, BlockSnapshot):
-            self._index.apply_snapshot(message)
-            link.snapshots_due.discard(message.place)
+            if self._index.apply_snapshot(message):
+                link.snapshots_due.discard(message.place)
         elif self._index.apply(message):
             self._request_snapshots(link, {message.place}, now)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from tandem.protocol.digest import CacheScope, block_digests, root_digest
+from tandem.protocol.digest import LONG_PROMPT_TOKENS, CacheScope, block_digests, root_digest
 from tandem.router.backend import GenerateRequest
 from tandem.scheduling.workers.registry import Registry
 
-LONG_PROMPT_TOKENS = 8192  # hashing more than this (0.1 ms, or 0.2 in Python) goes to a thread
 MAX_ROOTS = 4096  # cached digest roots, one per cache scope and adapter
 
 

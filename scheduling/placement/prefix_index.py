@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from tandem.protocol.digest import split_digests
 from tandem.protocol.messages import BlockEvents, BlockSnapshot
 
 SPECULATIVE_TTL_S = 2.0
@@ -25,6 +26,7 @@ class _Holder:
     epoch: int
     sequence: int = 0
     is_synced: bool = True
+    num_parts: int = 0  # leading parts of a snapshot that have come, while the others have not
     num_blocks: int = 0
 
 
@@ -93,23 +95,33 @@ class PrefixIndex:
             holder.is_synced = False
             return True
         holder.sequence = events.sequence
-        self._remove(holder, events.removed)
-        self._store(holder, events.stored)
+        self._remove(holder, split_digests(events.removed))
+        self._store(holder, split_digests(events.stored))
         return False
 
-    def apply_snapshot(self, snapshot: BlockSnapshot) -> None:
-        """Replace the worker's blocks, unless newer events are known already."""
+    def apply_snapshot(self, snapshot: BlockSnapshot) -> bool:
+        """Replace the worker's blocks, unless newer events are known already. Returns whether no part is to come.
+
+        The parts of a snapshot come in order. Once one is missing, the others are ignored: it must be asked for again.
+        """
         holder = self._holders.get(snapshot.holder)
         if holder is None or snapshot.epoch < holder.epoch:
-            return
+            return snapshot.is_last
         if snapshot.epoch > holder.epoch:
             self._begin_epoch(holder, snapshot.epoch)
-        elif holder.is_synced and snapshot.sequence < holder.sequence:
-            return
-        self._clear(holder)
-        self._store(holder, snapshot.digests)
+            holder.is_synced = False
+        if holder.is_synced and snapshot.sequence < holder.sequence:
+            return snapshot.is_last
+        if snapshot.part not in (0, holder.num_parts):
+            holder.num_parts = 0
+            return False
+        if snapshot.part == 0:
+            self._clear(holder)
+        self._store(holder, split_digests(snapshot.digests))
         holder.sequence = snapshot.sequence
-        holder.is_synced = True
+        holder.is_synced = snapshot.is_last
+        holder.num_parts = 0 if snapshot.is_last else snapshot.part + 1
+        return snapshot.is_last
 
     def speculate(self, worker_ids: Iterable[str], digests: Sequence[bytes], now: float) -> None:
         """Count the blocks of a prompt that was just routed as held by these workers, for a short time.
@@ -171,7 +183,7 @@ class PrefixIndex:
     def _begin_epoch(self, holder: _Holder, epoch: int) -> None:
         self._clear(holder)
         holder.epoch = epoch
-        holder.sequence = 0
+        holder.sequence = holder.num_parts = 0
 
     def _store(self, holder: _Holder, digests: Iterable[bytes]) -> None:
         masks, bit = self._masks, holder.bit

@@ -80,6 +80,17 @@ def test_idle_check_finds_a_leak() -> None:
         pool.check_integrity(idle=True)
 
 
+def test_a_digest_that_came_and_went_between_two_looks_is_listed_once_by_how_it_ended() -> None:
+    pool = BlockPool(2)
+    pool.release(chain(pool, 1, 2))
+    pool.release(chain(pool, 3))  # evicts 2
+    pool.release(chain(pool, 2, after=1))  # evicts 1
+    assert pool.take_events() == ([digest(2), digest(3)], [digest(1)])
+    assert pool.take_events() == ([], [])
+    pool.release(chain(pool, 4, 5))
+    assert pool.take_events() == ([digest(4), digest(5)], [digest(3), digest(2)])
+
+
 def test_pinned_blocks_are_evicted_last_and_leaves_first() -> None:
     pool = pool_of_two_chains()
     pool.pin([digest(1), digest(2)])

@@ -15,8 +15,10 @@ from tandem.protocol.digest import (
     block_digests,
     cache_scope,
     extend_digests,
+    join_digests,
     namespace_digest,
     root_digest,
+    split_digests,
 )
 
 SIZE = 4
@@ -151,3 +153,11 @@ def test_without_the_compiled_module_digests_are_the_same() -> None:
     result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert ast.literal_eval(result.stdout) == (False, block_digests(b"root", range(100), 16))
+
+
+@given(st.lists(st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES), max_size=5))
+def test_joined_digests_are_split_as_they_were(digests: list[bytes]) -> None:
+    run = join_digests(digests)
+    assert split_digests(run) == digests
+    with pytest.raises(ValueError, match=f"{len(run) + 1} bytes are not digests of 16 bytes"):
+        split_digests(run + b"x")

@@ -46,8 +46,8 @@ EXAMPLES: list[messages.Message] = [
     messages.Welcome(card=CARD, refusal="no"),
     messages.StepOutput(worker_id="d0", epoch=7, deltas=[DELTA], stats=messages.StepStats(duration_s=0.5), load=LOAD),
     messages.RequestFailed(request_id="r", message="gone", code="worker_failed"),
-    messages.BlockEvents(worker_id="d0", epoch=7, sequence=1, stored=[b"a" * 16], removed=[b"b" * 16]),
-    messages.BlockSnapshot(worker_id="d0", epoch=7, sequence=1, digests=[b"a" * 16]),
+    messages.BlockEvents(worker_id="d0", epoch=7, sequence=1, stored=b"a" * 32, removed=b"b" * 16),
+    messages.BlockSnapshot(worker_id="d0", epoch=7, sequence=1, digests=b"a" * 16, part=3, is_last=False),
     messages.Heartbeat(worker_id="d0", epoch=7, progress_age_s=0.0, load=LOAD, handoffs=[("r", 3)]),
     messages.PeerHello(sender=PEER, compatibility={"codec": "raw"}, transport_metadata=b"\x00\x01", is_reply=True),
     messages.PeerRefused(sender=PEER, reason="codec"),
@@ -106,3 +106,31 @@ def test_anything_else_is_refused(data: bytes) -> None:
 def test_messages_are_frozen() -> None:
     with pytest.raises(AttributeError):
         EXAMPLES[5].request_id = "other"  # type: ignore[union-attr, misc]
+
+
+@pytest.mark.parametrize("field", ["stored", "removed", "digests"])
+@pytest.mark.parametrize(
+    ("run", "flaw"),
+    [
+        (b"a" * 15, "15 bytes are not digests of 16 bytes"),
+        (b"a" * 33, "33 bytes are not digests of 16 bytes"),
+        (b"a" * 16 * (messages.MAX_RUN_DIGESTS + 1), "length <= 65536"),
+        ([b"a" * 16], "Expected `bytes`, got `array`"),  # as before version 16
+        ("a" * 16, "Expected `bytes`, got `str`"),
+    ],
+    ids=["truncated", "too long by a byte", "huge", "list", "text"],
+)
+def test_a_run_of_digests_that_is_cut_or_too_long_is_refused_by_name(field: str, run: object, flaw: str) -> None:
+    kind = "BlockSnapshot" if field == "digests" else "BlockEvents"
+    fields = {"digests": b""} if field == "digests" else {"stored": b"", "removed": b""}
+    about = {"type": kind, "worker_id": "d0", "epoch": 7, "sequence": 1}
+    assert messages.decode_worker_message(msgspec.msgpack.encode(about | fields))
+    with pytest.raises(msgspec.ValidationError) as error:
+        messages.decode_worker_message(msgspec.msgpack.encode(about | fields | {field: run}))
+    assert flaw in str(error.value)
+
+
+def test_a_message_is_full_with_as_many_digests_as_a_run_may_have() -> None:
+    full = b"a" * 16 * messages.MAX_RUN_DIGESTS
+    events = messages.BlockEvents(worker_id="d0", epoch=7, sequence=1, stored=full, removed=full)
+    assert messages.decode_worker_message(messages.encode_message(events)) == events

@@ -65,6 +65,25 @@ async def test_messages_arrive_whole_and_in_order() -> None:
         assert to_dealer == [[b"a", b"b"]]
 
 
+async def test_between_messages_that_take_long_other_callbacks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message_socket, "MAX_READ_S", 0.0)  # each takes longer than that
+    turns, read_in = 0, list[int]()
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+        if len(read_in) < 5:
+            asyncio.get_running_loop().call_soon(turn)
+
+    async with pair(lambda *_: read_in.append(turns)) as (_, dealer, to_router, _):
+        turn()
+        for number in range(5):
+            dealer.send(b"%d" % number)
+        await eventually(lambda: len(read_in) == 5)
+        assert to_router == [[b"dealer", b"%d" % number] for number in range(5)]
+        assert len(set(read_in)) == 5, "several in one callback"
+
+
 async def test_messages_that_arrive_while_sending_are_not_missed() -> None:
     _, bare_router, bare_dealer = sockets = connected()
     async with pair(sockets=sockets) as (router, dealer, to_router, _):

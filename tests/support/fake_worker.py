@@ -13,7 +13,7 @@ from zmq.asyncio import Context
 from zmq.constants import SocketType
 
 from tandem.protocol.config import RouterConfig
-from tandem.protocol.digest import DIGEST_BYTES, CacheScope
+from tandem.protocol.digest import DIGEST_BYTES, CacheScope, join_digests
 from tandem.protocol.messages import (
     CANCELLED,
     POOL_PLACE,
@@ -185,7 +185,7 @@ class FakeWorker:
                             worker_id=self.worker_id,
                             epoch=self.address.epoch,
                             sequence=self.sequence,
-                            digests=digests(self.cached if place == POOL_PLACE else self.stored),
+                            digests=join_digests(digests(self.cached if place == POOL_PLACE else self.stored)),
                             place=place,
                         )
                     )

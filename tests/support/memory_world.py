@@ -10,7 +10,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from tandem.protocol.config import RouterConfig
-from tandem.protocol.digest import cache_scope
+from tandem.protocol.digest import cache_scope, join_digests
 from tandem.protocol.errors import ServingError
 from tandem.protocol.messages import (
     BlockEvents,
@@ -85,7 +85,13 @@ class InstantSocket:
             removed.append(self._pool.popleft())
         self._sequence += 1
         self._tell(
-            BlockEvents(worker_id=self._worker_id, epoch=1, sequence=self._sequence, stored=stored, removed=removed)
+            BlockEvents(
+                worker_id=self._worker_id,
+                epoch=1,
+                sequence=self._sequence,
+                stored=join_digests(stored),
+                removed=join_digests(removed),
+            )
         )
 
     def _tell(self, message: Message) -> None:

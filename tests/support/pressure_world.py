@@ -101,7 +101,8 @@ class PressureWorld:
         self.is_silent = lambda worker_id: False
         self.output_tokens = 0
 
-    def _sequence_of(self, request: Decode, now: float) -> Sequence:
+    def _sequence_of(self, request: Decode, now: float, *, digests: list[bytes] | None) -> Sequence:
+        assert digests is None, "its prompts are short"
         return self.make_sequence(
             request.request_id, request.token_ids, request.sampling, request.output_ids, request.priority
         )

@@ -112,7 +112,7 @@ class WorkerPinTable:
 
     def wants(self, digests: Iterable[bytes]) -> bool:
         """Whether any of these blocks belongs to a pin."""
-        return any(digest in self._wanted for digest in digests)
+        return not self._wanted.keys().isdisjoint(digests)
 
     def pin(self, pin_id: str, digests: Sequence[bytes], ttl_s: float, now: float) -> None:
         """Keep this chain until `now + ttl_s`, in place of the chain that the pin named before."""

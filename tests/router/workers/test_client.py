@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from tandem.protocol.config import RouterConfig
+from tandem.protocol.digest import join_digests
 from tandem.protocol.errors import IncompatiblePeer, WorkerError
 from tandem.protocol.messages import (
     POOL_PLACE,
@@ -37,7 +38,8 @@ def make_generate(request_id: str) -> Generate:
 
 
 def make_events(sequence: int, stored: list[bytes], *, worker_id: str = "d", place: str = POOL_PLACE) -> BlockEvents:
-    return BlockEvents(worker_id=worker_id, epoch=1, sequence=sequence, stored=digests(stored), removed=[], place=place)
+    run = join_digests(digests(stored))
+    return BlockEvents(worker_id=worker_id, epoch=1, sequence=sequence, stored=run, removed=b"", place=place)
 
 
 def make_queue() -> DeltaQueue[SequenceDelta]:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.protocol.config import RouterConfig
+from tandem.protocol.digest import DIGEST_BYTES, join_digests
 from tandem.protocol.errors import NoWorker
 from tandem.protocol.messages import (
     POOL_PLACE,
@@ -52,7 +53,9 @@ class Pool:
         self.index.add_worker(worker_id, epoch=1)
 
     def cache(self, worker_id: str, digests: list[bytes], place: str = POOL_PLACE) -> None:
-        events = BlockEvents(worker_id=worker_id, epoch=1, sequence=1, stored=digests, removed=[], place=place)
+        events = BlockEvents(
+            worker_id=worker_id, epoch=1, sequence=1, stored=join_digests(digests), removed=b"", place=place
+        )
         assert not self.index.apply(events)
 
     def add_tier(self, worker_id: str, tier: TierLoad, digests: list[bytes]) -> None:
@@ -107,7 +110,7 @@ def make_pair(*, batch: int = 0, local_prefill: bool = True) -> Pool:
 
 
 def chain(num_blocks: int) -> list[bytes]:
-    return [f"{i}".encode() for i in range(num_blocks)]
+    return [f"{i}".encode().ljust(DIGEST_BYTES, b".") for i in range(num_blocks)]
 
 
 def chosen(placement: Placement) -> tuple[str, str]:

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.protocol.digest import DIGEST_BYTES, join_digests
 from tandem.protocol.messages import BlockEvents, BlockSnapshot
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 
 
 def chain(name: str, num_blocks: int) -> list[bytes]:
-    return [f"{name}/{i}".encode() for i in range(num_blocks)]
+    return [f"{name}/{i}".encode().ljust(DIGEST_BYTES, b".") for i in range(num_blocks)]
 
 
 def make_events(
@@ -19,11 +21,25 @@ def make_events(
     worker_id: str = "w0",
     epoch: int = 1,
 ) -> BlockEvents:
-    return BlockEvents(worker_id=worker_id, epoch=epoch, sequence=sequence, stored=stored or [], removed=removed or [])
+    runs = {"stored": join_digests(stored or []), "removed": join_digests(removed or [])}
+    return BlockEvents(worker_id=worker_id, epoch=epoch, sequence=sequence, **runs)
 
 
-def make_snapshot(sequence: int, digests: list[bytes], *, worker_id: str = "w0", epoch: int = 1) -> BlockSnapshot:
-    return BlockSnapshot(worker_id=worker_id, epoch=epoch, sequence=sequence, digests=digests)
+def make_snapshot(
+    sequence: int, digests: list[bytes], *, worker_id: str = "w0", epoch: int = 1, part: int = 0, is_last: bool = True
+) -> BlockSnapshot:
+    run = join_digests(digests)
+    about = {"worker_id": worker_id, "epoch": epoch, "sequence": sequence}
+    return BlockSnapshot(**about, digests=run, part=part, is_last=is_last)  # type: ignore[arg-type]
+
+
+def parts_of(sequence: int, digests: list[bytes], *, epoch: int = 1) -> list[BlockSnapshot]:
+    """A snapshot of these blocks, one in each part."""
+    last = len(digests) - 1
+    return [
+        make_snapshot(sequence, [digest], epoch=epoch, part=part, is_last=part == last)
+        for part, digest in enumerate(digests)
+    ]
 
 
 def make_index(*worker_ids: str) -> PrefixIndex:
@@ -65,6 +81,53 @@ def test_duplicates_and_late_snapshots_change_nothing() -> None:
     index.apply_snapshot(make_snapshot(1, blocks[:1]))
     assert index.longest_prefix(blocks, now=0.0) == {"w0": 2}
     assert len(index) == 2
+
+
+def test_a_snapshot_in_parts_replaces_all_blocks_and_is_complete_with_its_last_part() -> None:
+    index = make_index("w0")
+    blocks = chain("a", 3)
+    index.apply(make_events(1, stored=chain("b", 2)))
+    first, second, last = parts_of(5, blocks)
+    assert [index.apply_snapshot(first), index.apply_snapshot(second)] == [False, False]
+    assert index.apply(make_events(6, stored=chain("c", 1))), "it cannot be applied before the whole snapshot"
+    assert index.apply_snapshot(last)
+    assert (index.longest_prefix(blocks, now=0.0), len(index)) == ({"w0": 3}, 3)
+    assert not index.apply(make_events(6, stored=chain("c", 1)))
+    assert len(index) == 4
+
+
+@pytest.mark.parametrize("lost", range(3))
+@pytest.mark.parametrize("is_behind", [False, True], ids=["in step", "after a gap"])
+def test_a_snapshot_that_lacks_a_part_is_never_complete(lost: int, is_behind: bool) -> None:
+    index = make_index("w0")
+    if is_behind:
+        index.apply(make_events(3))
+    parts, again = parts_of(5, chain("a", 3)), parts_of(6, chain("b", 3))
+    for part in parts[:lost] + parts[lost + 1 :]:
+        assert not index.apply_snapshot(part)
+    for part in again[:lost] + again[lost + 1 :]:  # no part of one is taken for that of the other
+        assert not index.apply_snapshot(part)
+    assert [index.apply_snapshot(part) for part in again] == [False, False, True]
+    assert (index.longest_prefix(chain("b", 3), now=0.0), len(index)) == ({"w0": 3}, 3)
+
+
+def test_a_late_snapshot_in_parts_changes_nothing_and_is_not_awaited() -> None:
+    index = make_index("w0")
+    for number, block in enumerate(chain("a", 3), 1):
+        index.apply(make_events(number, stored=[block]))
+    assert [index.apply_snapshot(part) for part in parts_of(2, chain("b", 3))] == [False, False, True]
+    assert (index.longest_prefix(chain("a", 3), now=0.0), len(index)) == ({"w0": 3}, 3)
+
+
+def test_parts_of_another_epoch_are_no_parts_of_this_snapshot() -> None:
+    index = make_index("w0")
+    first, second, last = parts_of(5, chain("a", 3))
+    index.apply_snapshot(first)
+    newer = parts_of(1, chain("b", 3), epoch=2)
+    assert [index.apply_snapshot(part) for part in newer[1:]] == [False, False], "its first part was lost"
+    assert [index.apply_snapshot(part) for part in (second, last)] == [False, True], "a dead process awaits nothing"
+    assert [index.apply_snapshot(part) for part in newer] == [False, False, True]
+    assert (index.longest_prefix(chain("b", 3), now=0.0), len(index)) == ({"w0": 3}, 3)
 
 
 def test_a_new_epoch_forgets_the_old_one() -> None:
@@ -153,8 +216,15 @@ class FakeWorker:
     def held(self) -> set[bytes]:
         return {block for name, depth in self.depths.items() for block in chain(name, depth)}
 
-    def snapshot(self) -> BlockSnapshot:
-        return make_snapshot(self.sequence, sorted(self.held()), worker_id=self.worker_id, epoch=self.epoch)
+    def snapshot(self) -> list[BlockSnapshot]:
+        """Its blocks in two parts."""
+        held = sorted(self.held())
+        halves = [held[: len(held) // 2], held[len(held) // 2 :]]
+        about = {"worker_id": self.worker_id, "epoch": self.epoch}
+        return [
+            make_snapshot(self.sequence, half, part=part, is_last=part == 1, **about)  # type: ignore[arg-type]
+            for part, half in enumerate(halves)
+        ]
 
 
 WORKERS = ("w0", "w1", "w2")
@@ -179,7 +249,8 @@ def test_equals_the_naive_index_once_snapshots_are_answered(steps: list[tuple[st
 
     def deliver(worker: FakeWorker, events: BlockEvents) -> None:
         if index.apply(events):
-            index.apply_snapshot(worker.snapshot())
+            for part in worker.snapshot():
+                index.apply_snapshot(part)
 
     for action, worker_id, name, depth in steps:
         worker = workers[worker_id]

@@ -1,0 +1,477 @@
+"""Long contexts: what a worker's loop and a router do around the model, and a long prompt out of each tier of a pair.
+
+A real worker is driven turn by turn, with one sequence of 131k tokens, with 64 of 32k, and with one of a million. Its
+model's forward is replaced; batches are packed and loaded, tokens sampled and published, as always. Each shape arrives,
+is computed, decodes while another prompt waits for room, ends, comes again out of the cache, and is evicted by another.
+
+What the worker publishes meanwhile then goes through the router's socket into its prefix index, on an event loop.
+
+Then a pair of worker processes answers a prompt of `--tokens`: computed, out of the pool, and once another prompt of
+that length has evicted it, out of host memory or from disk. For "peer" the prefill worker is killed, and its successor
+reads the KV from the decode worker.
+
+    python -m benchmarks.long_context
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import zmq
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.common import (
+    ONE_PAIR_ALWAYS,
+    Server,
+    Setup,
+    console,
+    end_whole,
+    measure_each,
+    print_table,
+    serving,
+    until_idle,
+    write_result,
+)
+from benchmarks.tiers import replace_prefill_worker
+from tandem.engine.model_runner import PackedBatch
+from tandem.kv_transfer.transport.in_process import InProcessHub
+from tandem.loadtest.client import MeasuringClient
+from tandem.protocol.config import EngineConfig, TransferConfig, WorkerConfig
+from tandem.protocol.digest import block_digests, root_digest
+from tandem.protocol.messages import (
+    POOL_PLACE,
+    BlockEvents,
+    Cancel,
+    Generate,
+    Hello,
+    Message,
+    Role,
+    decode_router_message,
+    decode_worker_message,
+    encode_message,
+    holder_name,
+    prompt_fields,
+)
+from tandem.protocol.sampling import SamplingParams
+from tandem.runtime.curve import connect_to_worker, make_keys
+from tandem.runtime.gc_tuning import freeze_startup_heap
+from tandem.runtime.message_socket import MessageSocket
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.worker.loop import Worker
+from tests.support.toy_tokenizer import build_tokenizer
+
+_VOCAB_SIZE = 4096
+_BLOCK_SIZE = 16
+_KV_BYTES = 2 * 2 * 32 * 4  # of a token: layers, keys and values, head_dim, float32
+_ANSWER_TOKENS = 200
+_DEADLINE_S = 600.0
+_NUM_TEXT_TOKENS = 250  # that the tokenizer knows
+_TTFT_TIMEOUT_S = 36_000.0
+
+
+class Shape(NamedTuple):
+    """Sequences that are served at once, and the aim for a turn while they decode."""
+
+    name: str
+    num_seqs: int
+    num_tokens: int
+    aim_ms: float
+
+
+_SHAPES = [Shape("131k", 1, 131_072, 2.0), Shape("64 x 32k", 64, 32_768, 2.0), Shape("1M", 1, 1_000_000, 10.0)]
+_LONGEST_CALL_AIM_MS = 10.0
+
+
+@dataclass
+class Watch:
+    """Durations in seconds: of turns by phase, and of calls by name."""
+
+    turns: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    walls: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # of turns, by the clock
+    calls: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def watch(self, name: str, owner: Any, method: str) -> None:
+        """Time each call of this method from now on."""
+        original, durations = getattr(owner, method), self.calls[name]
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with _timed(durations):
+                return original(*args, **kwargs)
+
+        setattr(owner, method, timed)
+
+
+@contextlib.contextmanager
+def _timed(durations: list[float]) -> Iterator[None]:
+    """Seconds of this thread's CPU: nothing here waits, and other work on the machine does not count."""
+    began = time.thread_time()
+    yield
+    durations.append(time.thread_time() - began)
+
+
+def main() -> int:
+    end_whole()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=60, help="decode turns of each shape")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=131_072,
+        help="of the prompt that a pair serves (default: %(default)s). Attention grows with its square: the default "
+        "takes minutes, and a million tokens hours, as the prompt or one like it is computed five times",
+    )
+    parser.add_argument("--quick", action="store_true", help="a short run that only shows whether the benchmark works")
+    parser.add_argument("--seed", type=int, default=0, help="same seed, same prompts")
+    settings = parser.parse_args()
+    shapes = [Shape("8k", 2, 8_192, 2.0)] if settings.quick else _SHAPES
+    settings.tokens = min(settings.tokens, 4_000) if settings.quick else settings.tokens
+    turns = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_llama(Path(folder, "model"), max_model_len=1_100_000)
+        for shape in shapes:
+            turns[shape.name] = _measure(model, shape, settings)
+            console.print(f"[dim]measured {shape.name}[/]")
+        _show(shapes, turns)
+        served = _measure_served(model, Path(folder, "disk"), settings)
+    _show_served(served, settings)
+    write_result("long_context", settings, {"turns": turns, "served": served})
+    return 0
+
+
+def save_llama(folder: Path, *, max_model_len: int) -> Path:
+    """A Llama of two layers and random weights, the same each time, whose KV takes 512 bytes a token in float32."""
+    build_tokenizer(folder)
+    config = LlamaConfig(
+        vocab_size=_VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=max_model_len,
+        initializer_range=0.3,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def _measure(model: Path, shape: Shape, settings: argparse.Namespace) -> dict[str, Any]:
+    watch, messages = Watch(), list[bytes]()
+    with _driving(model, shape, watch) as driver:
+        _serve(driver, shape, settings)
+        messages += driver.received
+    router = asyncio.run(_replay(messages, driver.worker_id, driver.epoch))
+    calls = {**watch.calls, **_wire_calls(_prompt(shape.num_tokens, settings.seed))}
+    return {
+        "turns": watch.turns,
+        "walls": watch.walls,
+        "calls": calls,
+        "router": router,
+    }
+
+
+# The worker.
+
+
+class Driver:
+    """A worker that this thread drives turn by turn, and the socket of its router."""
+
+    def __init__(self, worker: Worker, context: zmq.Context[Any], watch: Watch, keys: Any) -> None:
+        self.worker = worker
+        self.worker_id, self.epoch = worker.address.process
+        self.received: list[bytes] = []
+        self._watch = watch
+        self._poll_ms, worker._poll_ms = worker._poll_ms, lambda: 0  # type: ignore[method-assign]
+        self._socket, self._heartbeats = connect_to_worker(context, keys, worker.address, max_queued=0)
+
+    def send(self, message: Message) -> None:
+        """Send what a router sends."""
+        self._socket.send(encode_message(message))
+
+    def turn(self, phase: str) -> None:
+        """One turn of the worker's loop, once it would not wait; what it sent is received meanwhile."""
+        self.worker.parts.sockets._poller.poll(self._poll_ms())
+        began = time.perf_counter()
+        with _timed(self._watch.turns[phase]):
+            self.worker.run_once()
+        self._watch.walls[phase].append(time.perf_counter() - began)
+        while self._socket.poll(0):
+            self.received.append(self._socket.recv())
+
+    def turns_until(self, phase: str, condition: Callable[[], bool]) -> None:
+        """Turns until the condition holds."""
+        deadline = time.monotonic() + _DEADLINE_S
+        while not condition():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{phase} took longer than {_DEADLINE_S:.0f} s")
+            self.turn(phase)
+
+    def close(self) -> None:
+        """Close the router's sockets."""
+        self._socket.close(linger=0)
+        self._heartbeats.close(linger=0)
+
+
+@contextlib.contextmanager
+def _driving(model: Path, shape: Shape, watch: Watch) -> Iterator[Driver]:
+    """A worker whose pool holds this shape with its answers, and little more."""
+    keys = make_keys()
+    num_blocks = shape.num_seqs * -(-(shape.num_tokens + 2 * _ANSWER_TOKENS) // _BLOCK_SIZE)
+    engine = EngineConfig(
+        model=str(model),
+        device="cpu",
+        block_size=_BLOCK_SIZE,
+        pool_bytes=num_blocks * _BLOCK_SIZE * _KV_BYTES,
+        max_num_batched_tokens=2048,
+        speculate="off",
+    )
+    config = WorkerConfig(
+        worker_id="w",
+        role=Role.COLOCATED,
+        engine=engine,
+        transfer=TransferConfig(transport="in_process"),
+        router_key=keys.public,
+    )
+    worker = Worker(config, hub=InProcessHub())
+    freeze_startup_heap()
+    context: zmq.Context[Any] = zmq.Context()
+    driver = Driver(worker, context, watch, keys)
+    try:
+        _prepare(worker, watch)
+        driver.send(Hello(router_id="r"))
+        driver.turns_until("hello", lambda: bool(driver.received))
+        yield driver
+    finally:
+        driver.close()
+        context.term()
+        worker.close()
+
+
+def _prepare(worker: Worker, watch: Watch) -> None:
+    """Take the model out, and watch the parts of a turn."""
+    parts, engine = worker.parts, worker.parts.engine
+    runner, scheduler = engine.runner, engine.scheduler
+
+    def forward(batch: PackedBatch, between_layers: Callable[[], None]) -> torch.Tensor | None:
+        runner.load(batch)
+        return torch.zeros(len(batch.logit_rows), _VOCAB_SIZE) if len(batch.logit_rows) else None
+
+    runner.forward = forward  # type: ignore[method-assign,assignment]
+    watch.watch("receive (decode)", parts.sockets, "receive")
+    watch.watch("sequence of a request", engine, "sequence_of")
+    watch.watch("add, with digests", scheduler, "add")
+    watch.watch("schedule", scheduler, "schedule")
+    watch.watch("admit: blocks, cached prefix", scheduler.admission, "take_blocks")
+    watch.watch("pack", runner, "pack")
+    watch.watch("advance", scheduler.blocks, "advance")
+    watch.watch("publish", scheduler.blocks, "publish")
+    watch.watch("release", scheduler.blocks, "release")
+    watch.watch("take events", parts.cache, "take_events")
+    watch.watch("pins follow events", parts.pins, "changed")
+    watch.watch("send events", parts.replies, "send_events")
+
+
+def _serve(driver: Driver, shape: Shape, settings: argparse.Namespace) -> None:
+    """All phases of one shape."""
+    seeds = range(settings.seed, settings.seed + shape.num_seqs)
+    _arrive(driver, "arrive and compute", shape, seeds)
+    _send(driver, "waiting", shape, settings.seed + 1000)
+    for _ in range(settings.turns):
+        driver.turn("decode, one waits")
+    _end(driver, "end")
+    _arrive(driver, "again, cached", shape, seeds)
+    _end(driver, "end")
+    _arrive(driver, "others, which evict", shape, [seed + 2000 for seed in seeds])
+    _end(driver, "end")
+    driver.worker.check_integrity(idle=True)
+
+
+def _send(driver: Driver, name: str, shape: Shape, seed: int) -> None:
+    driver.send(_request(name, shape.num_tokens, seed))
+
+
+def _arrive(driver: Driver, phase: str, shape: Shape, seeds: Any) -> None:
+    engine = driver.worker.parts.engine
+    for seed in seeds:
+        _send(driver, str(seed), shape, seed)
+    driver.turns_until(phase, lambda: len(engine.sequences) == shape.num_seqs)
+    driver.turns_until(phase, lambda: all(one.has_first_token for one in engine.sequences.values()))
+
+
+def _end(driver: Driver, phase: str) -> None:
+    engine = driver.worker.parts.engine
+    for name in reversed(list(engine.sequences)):  # what waits is not admitted first
+        driver.send(Cancel(request_id=name))
+    driver.turns_until(phase, lambda: not engine.sequences)
+
+
+def _request(name: str, num_tokens: int, seed: int) -> Generate:
+    return _request_of(name, _prompt(num_tokens, seed))
+
+
+def _request_of(name: str, token_ids: list[int]) -> Generate:
+    sampling = SamplingParams(max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
+    return Generate(request_id=name, sampling=sampling, **prompt_fields(token_ids))
+
+
+def _prompt(num_tokens: int, seed: int, vocab_size: int = _VOCAB_SIZE) -> list[int]:
+    return random.Random(seed).choices(range(3, vocab_size), k=num_tokens)
+
+
+def _wire_calls(token_ids: list[int]) -> dict[str, list[float]]:
+    """What a request costs besides: its message, and its digests in one piece."""
+    calls = Watch().calls
+    root = root_digest(bytes(16))
+    for _ in range(5):
+        with _timed(calls["router: encode the request"]):
+            data = encode_message(_request_of("a", token_ids))
+        with _timed(calls["decode the request"]):
+            decode_router_message(data)
+        with _timed(calls["router: digests, in a thread"]):
+            block_digests(root, token_ids, _BLOCK_SIZE)
+    return calls
+
+
+# The router.
+
+
+async def _replay(messages: list[bytes], worker_id: str, epoch: int) -> dict[str, float]:
+    """Let block events of a worker come in over a router's socket; how long its loop was held up by them."""
+    index = PrefixIndex()
+    index.add_worker(holder_name(worker_id, POOL_PLACE), epoch)
+    events = [data for data in messages if isinstance(decode_worker_message(data), BlockEvents)]
+    num_applied, calls = 0, list[float]()
+
+    def apply(frames: list[bytes]) -> None:
+        nonlocal num_applied
+        with _timed(calls):
+            message = decode_worker_message(frames[-1])
+            assert isinstance(message, BlockEvents)
+            is_missed = index.apply(message)
+        assert not is_missed, f"events before number {message.sequence} were lost"
+        num_applied += 1
+
+    context: zmq.Context[Any] = zmq.Context()
+    sender, receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    sender.set(zmq.SNDHWM, 0)
+    receiver.set(zmq.RCVHWM, 0)
+    sender.bind("inproc://events")
+    receiver.connect("inproc://events")
+    for data in events:
+        sender.send(data)
+    socket = MessageSocket(receiver, apply)
+    stalls, before = [0.0], time.thread_time()
+    while num_applied < len(events):
+        await asyncio.sleep(0)
+        now = time.thread_time()
+        stalls.append(now - before)
+        before = now
+    socket.close()
+    context.destroy(linger=0)
+    return {
+        "messages": len(events),
+        "longest_message_ms": 1e3 * max(calls),
+        "all_ms": 1e3 * sum(calls),
+        "longest_stall_ms": 1e3 * max(stalls),
+        "blocks": index.num_blocks(worker_id),
+    }
+
+
+# A pair of processes.
+
+
+def _measure_served(model: Path, disk: Path, settings: argparse.Namespace) -> dict[str, Any]:
+    """Seconds to the first token of a long prompt, by the tier that the servers have."""
+    num_bytes = settings.tokens * _KV_BYTES
+    flags = (*ONE_PAIR_ALWAYS.flags, f"--pool-bytes={num_bytes * 5 // 4}")
+    setups = [
+        Setup("host", (*flags, f"--host-cache-gb={3 * num_bytes / 1e9}")),
+        Setup("disk", (*flags, f"--disk-cache-path={disk}")),
+        Setup("peer", flags),
+    ]
+    starting = [serving(one, str(model), f"--request-timeout-s={_TTFT_TIMEOUT_S}") for one in setups]
+    return measure_each(starting, lambda server: _serve_long(server, settings))
+
+
+async def _serve_long(server: Server, settings: argparse.Namespace) -> dict[str, dict[str, float]]:
+    prompt, other = (_prompt(settings.tokens, settings.seed + number, _NUM_TEXT_TOKENS) for number in (5000, 5001))
+    await _answer(server, prompt[:1000])  # the processes' first
+    found = {"computed": await _answer(server, prompt), "pool": await _answer(server, prompt)}
+    if server.name == "peer":
+        await replace_prefill_worker(server)
+    else:
+        found["another, computed"] = await _answer(server, other)  # it evicts the first one
+    return {**found, "again": await _answer(server, prompt)}
+
+
+async def _answer(server: Server, prompt: list[int]) -> dict[str, float]:
+    client = MeasuringClient(server.url, timeout_s=_TTFT_TIMEOUT_S)
+    timing = await client.stream_completion(prompt, model=server.model, max_tokens=2, ignore_eos=True, temperature=0.0)
+    if timing.error:
+        raise RuntimeError(f"{server.name}: {timing.error}")
+    await until_idle(server, _TTFT_TIMEOUT_S)  # tiers have taken what was computed
+    return {"ttft_s": timing.ttft_s, "num_cached_tokens": timing.num_cached_tokens}
+
+
+def _show_served(served: dict[str, Any], settings: argparse.Namespace) -> None:
+    rows: list[list[object]] = []
+    for name, found in served.items():
+        computed_s = found["computed"]["ttft_s"]
+        for what in ("computed", "pool", "again"):
+            ttft_s, num_cached = found[what]["ttft_s"], found[what]["num_cached_tokens"]
+            source = name if what == "again" else what
+            rows.append([f"{name}: {source}", ttft_s, num_cached, f"{ttft_s / computed_s:.4f}"])
+    headings = ["server: prompt out of", "TTFT s", "tokens not computed", "over computing"]
+    print_table(f"A prompt of {settings.tokens} tokens, prefilled and decoded by two processes", headings, rows)
+
+
+def _show(shapes: list[Shape], results: dict[str, Any]) -> None:
+    rows = []
+    for shape in shapes:
+        for phase, turns in results[shape.name]["turns"].items():
+            p50_ms = 1e3 * statistics.median(turns)
+            aim = _verdict(p50_ms, shape.aim_ms) if phase.startswith("decode") else "-"
+            by_clock_ms = 1e3 * max(results[shape.name]["walls"][phase])
+            rows.append([f"{shape.name}: {phase}", len(turns), p50_ms, 1e3 * max(turns), by_clock_ms, aim])
+    headings = ["", "turns", "p50 ms", "max ms", "max by the clock", "aim"]
+    caption = "CPU time of the thread; by the clock other work on the machine counts too"
+    print_table("Turns of the worker's loop, without the model", headings, rows, caption)
+    names = list(dict.fromkeys(name for shape in shapes for name in results[shape.name]["calls"]))
+    calls = [[name, *(1e3 * max(results[shape.name]["calls"][name]) for shape in shapes)] for name in names]
+    print_table("The longest of each call, ms", ["", *(shape.name for shape in shapes)], calls)
+    print_table(
+        "Block events on the router's loop",
+        ["", *(shape.name for shape in shapes)],
+        [
+            [name.replace("_", " "), *(results[shape.name]["router"][name] for shape in shapes)]
+            for name in results[shapes[0].name]["router"]
+        ],
+    )
+    longest = max(max(turns) for result in results.values() for turns in result["turns"].values())
+    stall = max(result["router"]["longest_stall_ms"] for result in results.values())
+    console.print(f"longest turn of a worker {longest * 1e3:.1f} ms: {_verdict(longest * 1e3, _LONGEST_CALL_AIM_MS)}")
+    console.print(f"longest stall of the router's loop {stall:.1f} ms: {_verdict(stall, _LONGEST_CALL_AIM_MS)}")
+
+
+def _verdict(value_ms: float, aim_ms: float) -> str:
+    return f"{aim_ms:.0f} ms: {'hit' if value_ms <= aim_ms else 'missed'}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
