@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tandem.engine.block_table import BlockTable
 from tandem.protocol.digest import block_digests
 from tandem.protocol.errors import PeerLost, TransferTimeout
 from tandem.protocol.messages import PeerAddress, WorkerEpoch
@@ -237,7 +238,7 @@ def test_whole_prompts_of_one_block_more_than_they_have_pass_a_preempted_head() 
     preempted = world.sequences["young"]
     assert not preempted.blocks
     small = world.make_sequence("small", prompt(rng, BLOCK_SIZE), preempted.sampling)
-    small.blocks = world.pool.try_allocate(1) or []
+    small.blocks = BlockTable(world.pool.try_allocate(1) or [])
     small.num_computed_tokens = BLOCK_SIZE
     small.token_ids.append(7)
     world.requests["small"] = Request("small", [], 5, 5, world.now)

@@ -39,7 +39,7 @@ def make_policy(name: str, fleet: SimulatedFleet) -> Policy:
 
 
 def make_request(num_blocks: int = 10) -> RoutingRequest:
-    digests = [f"{idx}".encode() for idx in range(num_blocks)]
+    digests = [f"{idx:016}".encode() for idx in range(num_blocks)]
     return RoutingRequest(num_blocks * BLOCK_SIZE + 1, 100, digests)
 
 
