@@ -36,7 +36,9 @@ class FrontendMetrics:
             "Sequences being generated for clients, or waiting for that",
             multiprocess_mode="livesum",
         )
-        self.prompt_tokens = counter("tandem_router_prompt_tokens", "Prompt tokens of all requests")
+        self.prompt_tokens = counter(
+            "tandem_router_prompt_tokens", "Prompt tokens of answers, counted with the first token"
+        )
         self.cached_tokens = counter("tandem_router_cached_prompt_tokens", "Prompt tokens that were not computed again")
         self.generation_tokens = counter("tandem_router_generation_tokens", "Tokens generated for clients")
         self.ttft_s = histogram(
@@ -116,10 +118,17 @@ class RequestClock:
         self._metrics.running_requests.dec()
         self.flush()
 
-    def record(self, num_tokens: int, num_cached_tokens: int | None) -> None:
-        """Note a delta that arrived just now."""
-        if num_cached_tokens:
+    def note_prompt(self, num_tokens: int, num_cached_tokens: int) -> None:
+        """Count the prompt, once a first delta tells how much of it was cached. Later ones, of a moved request, do not.
+
+        Both counts come at the same moment: their ratio is also true of a short time with long prompts.
+        """
+        if self._is_first:
+            self._metrics.prompt_tokens.inc(num_tokens)
             self._metrics.cached_tokens.inc(num_cached_tokens)
+
+    def record(self, num_tokens: int) -> None:
+        """Note a delta that arrived just now."""
         if num_tokens == 0:
             return
         now_s = self._now()
