@@ -78,7 +78,8 @@ def test_tenants_and_keys_are_read_at_once(tmp_path: Path, model: Path, monkeypa
     tenants.write_text("[tenants.search]\nweight = 4.0\n")
     flags = ("--tenants", str(tenants), "--api-key-file", str(keys), "--model", str(model))
     assert run(["serve", "--port", "0", *flags]) == 0
-    policies, key_file, name = given
+    policies, key_file, name, settings = given
+    assert settings == {"--model": str(model), "--port": "0"}, "nothing that the machine fills in"
     assert (policies, name) == (Tenants(named={"search": TenantPolicy(weight=4.0)}), str(model))
     assert isinstance(key_file, KeyFile)
     assert [key.tenant for key in key_file.api_keys.all] == ["search"]
