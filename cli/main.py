@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -98,13 +99,13 @@ def run(args: Sequence[str]) -> int:
     try:
         code = app(list(args), prog_name="tandem", standalone_mode=False)
     except typer.BadParameter as exc:
-        _complain(f"{_wrong_value(exc)}. See: {_help_of(exc)}")
+        _complain(f"{_wrong_value(exc)}. See: {_help_of(exc, args)}")
         return EXIT_USER_ERROR
     except typer.TyperException as exc:
         message = _no_such_option(exc) or _in_one_line(exc)
         if message:
             end = "" if message.endswith("?") else "."
-            _complain(f"{message.rstrip('.')}{end} See: {_help_of(exc)}")
+            _complain(f"{message.rstrip('.')}{end} See: {_help_of(exc, args)}")
         return EXIT_USER_ERROR
     except ServingError as exc:
         _complain(exc.message)
@@ -149,7 +150,9 @@ def _in_one_line(error: typer.TyperException) -> str:
     return " ".join(error.format_message().split())
 
 
-def _help_of(error: typer.TyperException) -> str:
-    """The command whose help tells more."""
+def _help_of(error: typer.TyperException, args: Sequence[str]) -> str:
+    """The command whose help tells more. A flag without its value does not tell its command."""
     context = getattr(error, "ctx", None)
-    return f"{context.command_path if context is not None else 'tandem'} --help"
+    if context is not None:
+        return f"{context.command_path} --help"
+    return " ".join(["tandem", *itertools.takewhile(lambda word: not word.startswith("-"), args), "--help"])

@@ -22,7 +22,7 @@ from tandem.protocol.config import (
     TransferConfig,
 )
 from tandem.protocol.errors import ConfigError
-from tandem.protocol.settings import from_values, settings_of
+from tandem.protocol.settings import changed_settings, from_values, settings_of
 from tandem.runtime.status_console import StatusConsole
 from tandem.runtime.tracing.setup import check_tracing
 from tandem.scheduling.admission.tenants import load_tenants
@@ -61,6 +61,7 @@ def serve(values: Values) -> int:
     [cyan]tandem serve --config tandem.toml[/cyan]
     """
     config, files = build_config(values), from_values(RouterFiles, values)
+    settings = changed_settings(config)  # before the machine fills in the others
     check_tiers(config.tiers, is_local=not config.ray_address)
     check_machine(config)
     if config.managed.is_managed:
@@ -86,7 +87,7 @@ def serve(values: Values) -> int:
 
     from tandem.cluster.serve import serve as launch  # late: it imports Ray, and --help need not wait
 
-    return launch(config, policies, key_file, name_for_nodes(model))
+    return launch(config, policies, key_file, name_for_nodes(model), settings)
 
 
 def _check_model_and_port(config: ClusterConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import inspect
 import ipaddress
 import logging
 import os
@@ -19,9 +20,10 @@ from typing import Any, NamedTuple
 
 import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
+from ray._raylet import persist_port  # type: ignore[attr-defined]  # compiled
 from ray.exceptions import AuthenticationError
 from ray.job_config import JobConfig
 
@@ -37,9 +39,12 @@ _RAY_AUTH_MODE = "RAY_AUTH_MODE"
 _RAY_LOGS = {"logging_level": logging.ERROR, "log_to_driver": True, "configure_logging": True}
 # The daemons of a private Ray. Without any one of them it is useless, and it does not restart them.
 _DAEMONS = {"gcs_server": "which knows all workers", "raylet": "which starts the workers"}
+# Services of Ray's dashboard agent, which nobody asks here. (The other agent makes the workers' environments.)
+_UNUSED_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
 # What Ray prints about each actor that died, with a paragraph of guesses. The supervisor reports it in one line.
 DEATH_NOTICE = "A worker died or was killed"
 _PROBE_TIMEOUT_S = 2.0  # Ray itself would try an address for a minute
+_START_TIMEOUT_S = 180  # for each step of the start of a private Ray; Ray would give it 15 to 60 s
 _LEAVE_TIMEOUT_S = 15.0  # of a Ray that is alive, but answers no more; Ray would end this process after a minute
 
 
@@ -127,9 +132,9 @@ def _private_ray(folder: Path, progress: Callable[[str], None]) -> Iterator[list
             **_RAY_LOGS,
         )
         tell = partial(progress, "stopping: Ray, which starts now, may take some seconds")
-        with _own_sigterm_handler(), defer_stop(tell):
+        with _own_sigterm_handler(), _patient_start(), defer_stop(tell):
             error = error_of(init)  # it forks
-        if error is not None:  # mostly a bare Exception: its processes were not there after 30 s
+        if error is not None:  # mostly a bare Exception: its processes were not there in time
             raise WorkerError(
                 f"Ray did not start: {str(error).partition('. ')[0].rstrip('.') or type(error).__name__}. If this "
                 "machine is busy with other work, wait until it is less so; then start the server again"
@@ -139,6 +144,35 @@ def _private_ray(folder: Path, progress: Callable[[str], None]) -> Iterator[list
             if child.name() in _DAEMONS and (process := process_of(child.pid)) is not None:
                 daemons.append(RayDaemon(child.name(), process))
         yield daemons
+
+
+@contextlib.contextmanager
+def _patient_start() -> Iterator[None]:
+    """Within the block, a Ray that starts on a busy machine comes late instead of not at all.
+
+    The raylet waits 15 s, which no option changes, until its agents have loaded their modules and written down their
+    ports; then it aborts.
+    """
+    for name in ("raylet_start_wait_time_s", "gcs_server_port_wait_time_s"):
+        os.environ.setdefault(f"RAY_{name}", str(_START_TIMEOUT_S))
+    os.environ.setdefault("RAY_agent_register_timeout_ms", str(1000 * _START_TIMEOUT_S))
+    start_raylet, timeout_s = services.start_raylet, ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S
+    services.start_raylet = partial(_start_raylet_at_once, start_raylet)
+    ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S = _START_TIMEOUT_S
+    try:
+        yield
+    finally:
+        services.start_raylet, ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S = start_raylet, timeout_s
+
+
+def _start_raylet_at_once(start: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Start the raylet where the ports of its agents are written down already."""
+    given = inspect.signature(start).bind(*args, **options).arguments
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        given["runtime_env_agent_port"] = listener.getsockname()[1]
+    for name in _UNUSED_PORTS:
+        persist_port(given["session_dir"], given["node_id"], name, -1)  # as an agent without this service does
+    return start(**given)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,11 @@ from tandem.scheduling.admission.tenants import Tenants
 _READY_TIMEOUT_S = 120.0
 
 
-def serve(config: ClusterConfig, tenants: Tenants, key_file: KeyFile, model: str) -> int:
+def serve(config: ClusterConfig, tenants: Tenants, key_file: KeyFile, model: str, settings: Mapping[str, str]) -> int:
     """Start everything, serve until SIGINT or SIGTERM, and stop everything. Returns the exit code.
 
     `config` has the model's folder on this machine; `model` is the name under which the nodes of a cluster look for it.
+    `settings` are the flags that operators are shown.
     Raises ConfigError for what the user can mend.
     """
     exit_on_sigterm()
@@ -69,7 +70,7 @@ def serve(config: ClusterConfig, tenants: Tenants, key_file: KeyFile, model: str
             if 0 < config.num_gpus_per_worker < 1:
                 progress(f"each worker gets {config.num_gpus_per_worker:g} of a GPU and of its memory")
             return runner.run(
-                _serve(config, tenants, key_file, model, listener, str(folder), daemons, progress, console)
+                _serve(config, tenants, key_file, model, settings, listener, str(folder), daemons, progress, console)
             )
     except (KeyboardInterrupt, SystemExit):  # before our handlers were in place
         progress("stopped")
@@ -81,6 +82,7 @@ async def _serve(
     tenants: Tenants,
     key_file: KeyFile,
     model: str,
+    settings: Mapping[str, str],
     listener: socket.socket,
     socket_folder: str,
     ray_daemons: list[RayDaemon],
@@ -91,7 +93,7 @@ async def _serve(
     stop = signals.stop
     say_stopping = partial(progress, "stopping: what loads now may take some seconds to end")
     make = EngineService if config.managed.is_managed else TandemService
-    service: Service = make(config, tenants, model, socket_folder, progress)
+    service: Service = make(config, tenants, model, settings, socket_folder, progress)
     supervisor = service.supervisor
     async with _closing(service, ray_daemons):
         await service.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,6 @@ from tandem.cluster.worker_layout import worker_configs
 from tandem.cluster.worker_member import WorkerMember
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.protocol.config import ClusterConfig
-from tandem.protocol.settings import changed_settings
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
 from tandem.runtime.background import BackgroundTasks
@@ -42,6 +41,7 @@ class TandemService(Service):
         config: ClusterConfig,
         tenants: Tenants,
         model: str,
+        settings: Mapping[str, str],
         socket_folder: str,
         on_progress: Callable[[str], None],
     ) -> None:
@@ -72,7 +72,7 @@ class TandemService(Service):
             tenants=tenants,
             manager=self.supervisor,
             tracing=tracing_of(self._export),
-            settings=changed_settings(config),
+            settings=settings,
         )
         self._background = BackgroundTasks()
         self._http: tuple[ModuleType, Tokenizer] | None = None

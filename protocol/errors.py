@@ -20,6 +20,7 @@ ServingError
  |   |- WorkerLost             its process ended or fell silent
  |   |- WorkerTimeout          504: no token came in time
  |   |- NoWorker               503: nothing can serve this now
+ |       |- ShuttingDown
  |- TransferError              KV could not be moved
  |   |- TransferTimeout
  |   |- PeerLost
@@ -214,6 +215,12 @@ class NoWorker(WorkerError):
 
     status = 503
     code = "no_worker"
+
+
+class ShuttingDown(NoWorker):
+    """The server stops; another one, or this one once it runs again, may serve the request."""
+
+    code = "shutting_down"
 
 
 class TransferError(ServingError):

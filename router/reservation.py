@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
-from tandem.protocol.errors import NoWorker, PoisonedRequest
+from tandem.protocol.errors import PoisonedRequest, ShuttingDown
 from tandem.router.admission_queue import AdmittedRequest, Booked
 from tandem.router.move_log import MoveLog
 
@@ -86,9 +86,9 @@ class ReservationContext:
     is_shut_down: bool = False
 
     def check_open(self, text: str = SHUTTING_DOWN) -> None:
-        """Raise `NoWorker` with this text once the server shuts down."""
+        """Raise `ShuttingDown` with this text once the server shuts down."""
         if self.is_shut_down:
-            raise NoWorker(text)
+            raise ShuttingDown(text)
 
 
 class Reservation(ABC, Generic[B]):
@@ -117,7 +117,7 @@ class Reservation(ABC, Generic[B]):
             self._verdict = self.context.poisoned.add(self.fingerprint(), self._lost, self.context.now())
 
     def check_may_go_on(self, closed: str = SHUTTING_DOWN) -> None:
-        """Raise `PoisonedRequest` if several workers died of it, or `NoWorker(closed)` once the server shuts down."""
+        """Raise `PoisonedRequest` if several workers died of it, or `ShuttingDown(closed)` once the server stops."""
         if self._verdict is not None:
             raise self._verdict
         self.context.check_open(closed)

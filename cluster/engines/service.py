@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 
 from typing_extensions import override
@@ -18,7 +18,6 @@ from tandem.cluster.service import Service
 from tandem.cluster.supervisor import Supervisor
 from tandem.frontend.keys.api_keys import ApiKeys
 from tandem.protocol.config import ClusterConfig, ExternalEnginesConfig
-from tandem.protocol.settings import changed_settings
 from tandem.router.engines.config import FleetFile
 from tandem.router.engines.local_dispatcher import LocalDispatcher
 from tandem.runtime.tracing.setup import begin_decider_tracing, close_tracing, tracing_of
@@ -29,7 +28,13 @@ class EngineService(Service):
     """Servers of another engine. Make it in the event loop that will use it."""
 
     def __init__(
-        self, config: ClusterConfig, tenants: Tenants, model: str, _: str, on_progress: Callable[[str], None]
+        self,
+        config: ClusterConfig,
+        tenants: Tenants,
+        model: str,
+        settings: Mapping[str, str],
+        _: str,
+        on_progress: Callable[[str], None],
     ) -> None:
         engine = config.engine
         export = begin_decider_tracing(config.router)
@@ -53,7 +58,7 @@ class EngineService(Service):
             self._setup.fleet_file.tokenizers,
             self.supervisor,
             tracing_of(export),
-            settings=changed_settings(config),
+            settings=settings,
         )
 
     @override

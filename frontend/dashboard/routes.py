@@ -36,8 +36,10 @@ def add_dashboard(
     api_keys: ApiKeys,
 ) -> None:
     """Add the page and its stream. `overview` and `traffic` are as for `SnapshotBuilder`."""
-    feed = SnapshotFeed(SnapshotBuilder(overview, traffic, app.version).build)
+    builder = SnapshotBuilder(overview, traffic, app.version)
+    feed = SnapshotFeed(builder.build)
     history = LongHistory(overview, traffic)
+    app.run_along("the dashboard's last minute", builder.run)
     app.run_along("the dashboard's history", history.run)
     app.on_drain(feed.close)
     add_page(app, "/dashboard", _FOLDER, "The dashboard: a page that shows the system live, for operators.")

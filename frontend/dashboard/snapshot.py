@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 from prometheus_client.core import Metric
 
 from tandem.frontend.dashboard.history import COLUMNS, SHARES, History, num_waiting
-from tandem.frontend.dashboard.traffic import Change, totals_of
+from tandem.frontend.dashboard.traffic import Change, Totals, totals_of
+from tandem.protocol.errors import ServingError
 
 Json = dict[str, Any]
 
 WINDOW_S = 60.0  # window of rates and percentiles
 _POINT_S = 10.0  # time that one point of the curves covers
+_IDLE_STEP_S = 5.0  # between two looks at the counters while nobody watches
 _NUM_ERRORS = 20  # kinds of errors that are listed
 
 
@@ -37,15 +42,33 @@ class SnapshotBuilder:
         self._version = version
         self._clock = clock
         self._unix_clock = unix_clock
+        self._looked_s = -math.inf
         self._history = History(span_s=WINDOW_S, step_s=1.0, point_s=_POINT_S, window_s=WINDOW_S)
 
-    async def build(self) -> bytes:
-        """A snapshot as JSON. Raises a `ServingError` if the deciding process does not answer."""
+    async def run(self) -> None:
+        """Keep the last minute forever, whether or not somebody watches."""
+        while True:
+            with suppress(ServingError):  # the deciding process does not answer: there is no point then
+                await self.keep_up()
+            await asyncio.sleep(_IDLE_STEP_S)
+
+    async def keep_up(self) -> None:
+        """Look at the counters, unless somebody who watches makes that happen. Raises as `build`."""
+        if self._clock() - self._looked_s >= _IDLE_STEP_S:
+            await self._look()
+
+    async def _look(self) -> tuple[Json, Totals]:
         overview = dict(await self._overview())
         totals = totals_of(self._traffic())
         totals.counts.update(_counters_of(overview))
+        self._looked_s = self._clock()
+        self._history.add(self._looked_s, self._unix_clock(), totals, num_waiting(overview))
+        return overview, totals
+
+    async def build(self) -> bytes:
+        """A snapshot as JSON. Raises a `ServingError` if the deciding process does not answer."""
+        overview, totals = await self._look()
         now, waiting = self._unix_clock(), num_waiting(overview)
-        self._history.add(self._clock(), now, totals, waiting)
         change = self._history.latest(WINDOW_S)
         large = {name: overview.pop(name) for name in ("members", "decisions")}  # rounded already
         snapshot = {

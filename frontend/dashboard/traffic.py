@@ -66,7 +66,7 @@ class Change:
 
 
 class TrafficWindow:
-    """Totals of the latest time. A gap in which nobody looked does no harm: counters include all that happened."""
+    """Totals of the latest time. A gap between two looks does no harm: counters include all that happened."""
 
     def __init__(self, span_s: float = 60.0) -> None:
         self._span_s = span_s

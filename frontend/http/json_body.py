@@ -20,6 +20,9 @@ LARGE_BODY_BYTES = 64 * 1024  # their objects are too many for the garbage colle
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _MISSING = re.compile(r"^Object missing required field `(.*?)`")
 
+# Where less of the body follows it than the other half would need, msgspec calls it truncated.
+_LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}[^\\]{0,5}\Z")
+
 R = TypeVar("R", bound=msgspec.Struct)
 
 
@@ -60,7 +63,8 @@ def decode_body(body: bytes, request_type: type[R]) -> R:
     except UnicodeDecodeError as exc:
         raise RequestError("The request body is not valid UTF-8.") from exc
     except msgspec.DecodeError as exc:
-        raise RequestError(f"The request body is not valid JSON: {exc}") from exc
+        reason = "a string ends with half of a surrogate pair" if _LONE_SURROGATE.search(body) else exc
+        raise RequestError(f"The request body is not valid JSON: {reason}") from exc
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from tandem.frontend.keys.limiter import KeyUse
 
 MAX_BATCH = 32  # deltas of one sequence that are recorded together
 
-TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0)
+TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 9.0, 12.0, 15.0, 20.0, 25.0, 30.0, 40.0, 60.0)
 ITL_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
@@ -36,7 +36,9 @@ class FrontendMetrics:
             "Sequences being generated for clients, or waiting for that",
             multiprocess_mode="livesum",
         )
-        self.prompt_tokens = counter("tandem_router_prompt_tokens", "Prompt tokens of all requests")
+        self.prompt_tokens = counter(
+            "tandem_router_prompt_tokens", "Prompt tokens of answers, counted with the first token"
+        )
         self.cached_tokens = counter("tandem_router_cached_prompt_tokens", "Prompt tokens that were not computed again")
         self.generation_tokens = counter("tandem_router_generation_tokens", "Tokens generated for clients")
         self.ttft_s = histogram(
@@ -116,10 +118,17 @@ class RequestClock:
         self._metrics.running_requests.dec()
         self.flush()
 
-    def record(self, num_tokens: int, num_cached_tokens: int | None) -> None:
-        """Note a delta that arrived just now."""
-        if num_cached_tokens:
+    def note_prompt(self, num_tokens: int, num_cached_tokens: int) -> None:
+        """Count the prompt, once a first delta tells how much of it was cached. Later ones, of a moved request, do not.
+
+        Both counts come at the same moment: their ratio is also true of a short time with long prompts.
+        """
+        if self._is_first:
+            self._metrics.prompt_tokens.inc(num_tokens)
             self._metrics.cached_tokens.inc(num_cached_tokens)
+
+    def record(self, num_tokens: int) -> None:
+        """Note a delta that arrived just now."""
         if num_tokens == 0:
             return
         now_s = self._now()

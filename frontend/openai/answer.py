@@ -44,7 +44,6 @@ async def answer_request(
     if use is not None:
         max_tokens = sum(choice.request.sampling.max_tokens for choice in answer.choices)
         await use.charge(answer.num_prompt_tokens, len(answer.choices), max_tokens)
-    metrics.prompt_tokens.inc(answer.num_prompt_tokens)
     deltas = run_choices(backend, answer.choices, tokenizer, lambda: RequestClock(metrics, answer.arrived_s, use))
     span = span_of(request.scope)
     if span is not None and span.is_sampled:

@@ -12,6 +12,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tandem.frontend.http.ignored_fields import note_ignored
 from tandem.frontend.http.json_body import check_brackets
 from tandem.frontend.http.request_options import request_options
 from tandem.frontend.openai.answer import answer_request
@@ -22,7 +23,15 @@ from tandem.frontend.openai.planned_answer import AnswerFormat, PlannedAnswer
 from tandem.frontend.openai.planning import PreparedRequest, Prompt, conversation_of, plan_answer
 from tandem.frontend.openai.request_limits import check_fields, check_grammar, check_messages
 from tandem.frontend.openai.sampling import UNKNOWN_CONTEXT_TOKENS
-from tandem.frontend.openai.schema import ROLES, ChatMessage, ChatRequest, PinFields, TokenizeRequest, check_cache_salt
+from tandem.frontend.openai.schema import (
+    ROLES,
+    ChatMessage,
+    ChatRequest,
+    PinFields,
+    Prediction,
+    TokenizeRequest,
+    check_cache_salt,
+)
 from tandem.frontend.openai.serving_context import ServingContext, read_body, renamed_fields
 from tandem.frontend.openai.tool_fields import RequestedTools, requested_tools
 from tandem.protocol.digest import CacheScope
@@ -105,8 +114,7 @@ async def plan_conversation(
 
 async def _prediction(context: ServingContext, fields: ChatRequest, request: Request) -> tuple[int, ...]:
     """Tokens of the request's prediction, at most as many as an answer may have."""
-    content = None if fields.prediction is None else fields.prediction.content
-    text = content if isinstance(content, str) else "\n".join(part.text or "" for part in content or ())
+    text = "" if fields.prediction is None else _predicted_text(fields.prediction)
     if not text:
         return ()
     most = context.backend.max_model_len or UNKNOWN_CONTEXT_TOKENS
@@ -115,6 +123,17 @@ async def _prediction(context: ServingContext, fields: ChatRequest, request: Req
         request, lambda: context.tokenizer.encode(text, add_special_tokens=False), len(text)
     )
     return tuple(ids[:most])
+
+
+def _predicted_text(prediction: Prediction) -> str:
+    """The text of a prediction. One that cannot be used is ignored: it would only have made the answer faster."""
+    content = prediction.content
+    texts = [content] if content is None or isinstance(content, str) else [part.text for part in content]
+    known = [text for text in texts if text is not None]
+    if len(known) == len(texts) and prediction.type in (None, "content"):
+        return "\n".join(known)
+    note_ignored("prediction", "it is no text of type content")
+    return ""
 
 
 async def count_prompt_tokens(context: ServingContext, request: Request, fields: ChatRequest, num_bytes: int) -> int:

@@ -108,16 +108,17 @@ class _Choice(Stream[ChoiceDelta]):
         return ChoiceDelta(self._plan.index, "", 0, *cached, finish_reason="length", token_ids=token_ids)
 
     def _converted(self, deltas: list[SequenceDelta]) -> list[ChoiceDelta]:
+        first = deltas[0]
+        if first.num_cached_tokens is not None and self._plan.is_first_sibling:
+            self._clock.note_prompt(len(self._plan.request.token_ids), first.num_cached_tokens)
         if self._plan.is_prompt_only:  # the engine was asked for one token
             self._has_ended = True
-            first = deltas[0]
-            self._clock.record(0, first.num_cached_tokens)
             return [self._end_of_prompt(first.num_cached_tokens, first.num_loaded_tokens)]
         converted: list[ChoiceDelta] = []
         for delta in deltas:
             result = self._text.push(delta)
             result.decision = delta.decision
-            self._clock.record(result.num_tokens, result.num_cached_tokens)
+            self._clock.record(result.num_tokens)
             converted.append(result)
             if result.finish_reason is not None:  # maybe by a stop string: the backend would go on
                 self._has_ended = True

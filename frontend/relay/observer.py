@@ -55,7 +55,7 @@ class AttemptObserver:
             self._reservation.gap(now - self._last_token_s, now)
         self._num_tokens += count
         self._last_token_s = now
-        self._clock.record(count, None)
+        self._clock.record(count)
         if self._trace is not None:
             self._trace.tokens(count)
 

@@ -120,7 +120,7 @@ class ClusterConfig:
         for name in ("num_prefill", "num_decode"):
             require(
                 self.colocated or getattr(self, name) >= 1,
-                f"{name}={getattr(self, name)} must be at least 1; use colocated for one worker that does both",
+                f"{name}={getattr(self, name)} must be at least 1, or 0 with --colocated: one worker that does both",
             )
         self._check_bounds()
         heartbeat_s, timeout_s = self.transfer.heartbeat_interval_s, self.router.worker_timeout_s

@@ -160,7 +160,7 @@ class EngineConfig:
         str,
         Setting(
             "Draft next tokens from text that is there already, and check many in one step, on CPUs; answers stay the "
-            "same. auto = where it pays, by what is measured; a number = always up to this many tokens.",
+            "same. auto = where it pays, by what is measured; off = none; a number = always up to this many tokens.",
             ENGINE,
             is_valid=_is_speculation,
             rule="auto, off, or a number of tokens from 1 to 64",

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import msgspec
 
-from tandem.protocol.errors import NoWorker
+from tandem.protocol.errors import ShuttingDown
 from tandem.router.admission_queue import AdmissionQueue
 from tandem.router.engines.booked_attempt import BookedAttempt
 from tandem.router.engines.digests import EngineDigests
@@ -100,7 +100,7 @@ class Queues:
     def close(self) -> None:
         """Refuse all requests that wait."""
         for queue in self._queues.values():
-            queue.admission_queue.close(lambda: NoWorker("the router is shutting down; send the request again"))
+            queue.admission_queue.close(lambda: ShuttingDown("the router is shutting down; send the request again"))
 
     def decisions(self, limit: int = MAX_DECISIONS) -> list[dict[str, Any]]:
         """The latest decisions of each queue, newest first, as JSON."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tandem.protocol.config import RouterConfig
-from tandem.protocol.errors import NoWorker, WorkerNotFound
+from tandem.protocol.errors import ShuttingDown, WorkerNotFound
 from tandem.protocol.messages import Role, SequenceDelta
 from tandem.router.admission_queue import AdmissionQueue
 from tandem.router.backend import GenerateRequest
@@ -140,9 +140,9 @@ class RequestFlow:
         """End every request with an error and refuse new ones: the server stops. Call it in the event loop."""
         self.context.is_shut_down = True
         self.context.moves.tell()
-        self.context.admission_queue.close(lambda: NoWorker(SHUTTING_DOWN))
+        self.context.admission_queue.close(lambda: ShuttingDown(SHUTTING_DOWN))
         for generation in self.context.running:
-            generation.fail(NoWorker(SHUTTING_DOWN))
+            generation.fail(ShuttingDown(SHUTTING_DOWN))
 
     async def explain(self, request: GenerateRequest) -> dict[str, Any]:
         """The decision that this request would get now, as JSON; nothing is sent or booked. Raises `NoWorker`."""

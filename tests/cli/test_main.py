@@ -78,7 +78,8 @@ def test_tenants_and_keys_are_read_at_once(tmp_path: Path, model: Path, monkeypa
     tenants.write_text("[tenants.search]\nweight = 4.0\n")
     flags = ("--tenants", str(tenants), "--api-key-file", str(keys), "--model", str(model))
     assert run(["serve", "--port", "0", *flags]) == 0
-    policies, key_file, name = given
+    policies, key_file, name, settings = given
+    assert settings == {"--model": str(model), "--port": "0"}, "nothing that the machine fills in"
     assert (policies, name) == (Tenants(named={"search": TenantPolicy(weight=4.0)}), str(model))
     assert isinstance(key_file, KeyFile)
     assert [key.tenant for key in key_file.api_keys.all] == ["search"]
@@ -108,8 +109,10 @@ def test_no_flag_means_the_defaults_of_the_config() -> None:
         ("serve --prefil 2", "No such option: --prefil; did you mean --prefill or --num-prefill? See: "),
         ("serve --no-autoscal", "No such option: --no-autoscal; did you mean --no-autoscale or --autoscale? See: "),
         ("bench --prefil 2", "No such option: --prefil. See: tandem bench --help"),
+        ("serve --port", "Option '--port' requires an argument. See: tandem serve --help"),
+        ("keys create --file", "Option '--file' requires an argument. See: tandem keys create --help"),
         ("srve", "No such command 'srve'. Did you mean 'serve'? See: tandem --help"),
-        ("serve --prefill 0", "num_prefill=0 must be at least 1"),
+        ("serve --prefill 0", "num_prefill=0 must be at least 1, or 0 with --colocated"),
         ("serve --colocated --prefill 2", "num_prefill=2 has no use with it"),
         ("serve --num-decode 1 --colocated", "num_decode=1 has no use with it"),
         ("serve --decode-parallel-size 2 --colocated", "decode_parallel_size=2 has no use with it"),

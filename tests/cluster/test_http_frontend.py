@@ -57,7 +57,9 @@ def test_answers_that_do_not_end_in_time_end_with_an_error(
                     stop_now.set()
                 await drain(server, stop_now, cluster.flow.shut_down, timeout_s, told.append)
                 answer = await asking
-                assert "the server is shutting down" in (await answer.aread()).decode()
+                text = (await answer.aread()).decode()
+                assert "the server is shutting down" in text
+                assert '"code":"shutting_down"' in text
                 assert answer.status_code == (200 if is_stream else 503)
                 assert server.serving.done()
             cluster.assert_nothing_left()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import inspect
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import ray
 import uvloop
-from ray._private import ray_constants
+from ray._private import node, ray_constants, services
 from ray._private import worker as ray_worker
 from ray.exceptions import AuthenticationError
 
@@ -97,6 +98,44 @@ def test_a_ray_that_cannot_be_joined_may_demand_a_token(
         ray_running("auto", tmp_path, lambda _: None),
     ):
         pass
+
+
+def test_a_private_ray_may_start_slowly_and_its_raylet_finds_the_ports_it_would_wait_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    limits = ("RAY_raylet_start_wait_time_s", "RAY_gcs_server_port_wait_time_s", "RAY_agent_register_timeout_ms")
+    node_id, ports = ray.NodeID.from_random().hex(), []
+
+    def start_raylet(node_id: str, session_dir: str, runtime_env_agent_port: int = 0) -> None:
+        ports.append(runtime_env_agent_port)
+
+    def start(**_: object) -> None:
+        assert [float(os.environ[name]) for name in limits] == [180, 9, 180_000], "a user's value stays"
+        assert ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S == 180
+        services.start_raylet(node_id, session_dir=str(tmp_path), runtime_env_agent_port=0)
+        raise Exception("stop here")
+
+    monkeypatch.setattr(os, "environ", {**os.environ, limits[1]: "9"})
+    monkeypatch.setattr(services, "start_raylet", start_raylet)
+    monkeypatch.setattr(ray, "init", start)
+    before = ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S
+    with pytest.raises(WorkerError, match="stop here"), ray_running("", tmp_path, lambda _: None):
+        pass
+    assert (services.start_raylet, ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S) == (start_raylet, before)
+    assert ports[0] > 0
+    written = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert written == {f"{name}_{node_id}": "-1" for name in ray_runtime._UNUSED_PORTS}
+
+
+def test_ray_still_has_what_lets_it_start_slowly() -> None:
+    raylet = Path(ray.__file__).parent / "core" / "src" / "ray" / "raylet" / "raylet"
+    content = raylet.read_bytes()
+    assert all(name in content for name in (b"RAY_raylet_start_wait_time_s", b"RAY_agent_register_timeout_ms"))
+    assert "RAY_gcs_server_port_wait_time_s" in inspect.getsource(node)
+    assert "ray._private.services.start_raylet(" in inspect.getsource(node)
+    assert "ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S" in inspect.getsource(services)
+    options = inspect.signature(services.start_raylet).parameters
+    assert {"node_id", "session_dir", "runtime_env_agent_port", *ray_runtime._UNUSED_PORTS} <= options.keys()
 
 
 @pytest.mark.parametrize(

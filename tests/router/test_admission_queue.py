@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tandem.protocol.config import RouterConfig
-from tandem.protocol.errors import DeadlineUnmet, NoWorker, Overloaded, ServingError
+from tandem.protocol.errors import DeadlineUnmet, NoWorker, Overloaded, ServingError, ShuttingDown
 from tandem.protocol.messages import Generate, Message, Role, SequenceDelta, StepStats
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.backend import GenerateRequest
@@ -123,7 +123,7 @@ async def test_those_who_wait_when_the_server_stops_are_told() -> None:
         running, waiting = await one_runs_one_waits(cluster)
         cluster.flow.shut_down()
         for task in (running, waiting):
-            with pytest.raises(NoWorker, match="shutting down"):
+            with pytest.raises(ShuttingDown, match="shutting down"):
                 await task
         assert_idle(cluster)
 

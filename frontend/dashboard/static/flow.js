@@ -76,7 +76,7 @@ function decodeStation(role, pool, kind) {
     figure: count(running),
     unit: pool.seats ? `of ${count(pool.seats)} seats` : "running",
     share: pool.seats ? running / pool.seats : null,
-    lines: [waiting, pool.for_room ? `${count(pool.for_room)} wait for KV memory` : "KV memory for all"],
+    lines: [waiting, pool.for_room ? `${count(pool.for_room)} wait for KV memory` : "nothing waits for KV memory"],
     flow: running,
   };
 }

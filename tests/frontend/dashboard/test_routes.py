@@ -31,9 +31,11 @@ OPERATOR = {"authorization": "Bearer operator"}
 
 
 @asynccontextmanager
-async def served(api_keys: ApiKeys) -> AsyncIterator[tuple[httpx.AsyncClient, HttpServer]]:
+async def served(
+    api_keys: ApiKeys, world: DashboardWorld | None = None
+) -> AsyncIterator[tuple[httpx.AsyncClient, HttpServer]]:
     """A real HTTP server with the dashboard of a world of two workers."""
-    world = DashboardWorld()
+    world = world or DashboardWorld()
     app = RouterApp(RouterConfig(), FrontendMetrics(CollectorRegistry()), api_keys)
     add_dashboard(app, overview=world.overview, traffic=world.metrics.traffic, api_keys=api_keys)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -84,6 +86,17 @@ async def test_a_snapshot_comes_at_once() -> None:
         name, snapshot = await first_event(one)
         assert name == "event: snapshot"
         assert (snapshot["kind"], snapshot["models"]) == ("workers", ["org/toy"])
+
+
+async def test_the_first_snapshot_has_what_happened_before_somebody_looked() -> None:
+    world = DashboardWorld()
+    async with served(api_keys_of(KEYS), world) as (client, _):
+        history = "/v1/dashboard/history"
+        await client.get(history, headers=OPERATOR)  # both have looked at the counters by now
+        world.tick()
+        async with client.stream("GET", "/v1/dashboard", headers=OPERATOR) as one:
+            traffic = (await first_event(one))[1]["traffic"]
+        assert traffic["finished_per_s"] > 0  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,22 @@ async def test_history_is_a_minute_and_begins_anew_after_nobody_looked() -> None
     assert last["traffic"]["window_s"] == 0
 
 
+async def test_the_last_minute_is_known_though_nobody_looked() -> None:
+    world, clock = DashboardWorld(), Clock()
+    builder = builder_of(world, clock)
+    for second in range(300):  # `run` calls it each 5 s
+        if second % 5 == 0:
+            await builder.keep_up()
+        world.tick()
+        clock.now += 1.0
+    last = json.loads(await builder.build())
+    assert (last["traffic"]["window_s"], last["traffic"]["finished_per_s"]) == (60.0, 7.6)
+    assert last["hits"]
+    rows = len(last["history"]["rows"])
+    await builder.keep_up()
+    assert len(json.loads(await builder.build())["history"]["rows"]) == rows + 1, "whoever watches keeps it up"
+
+
 async def test_errors_of_the_last_minute_come_first() -> None:
     world, clock = DashboardWorld(), Clock()
     world.metrics.requests.labels("/v1/chat/completions", "400").inc(50)

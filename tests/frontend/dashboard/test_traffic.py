@@ -63,6 +63,14 @@ def test_a_percentile_is_linear_within_its_bucket(values: list[float], median: f
     assert Change(10.0, before, after).quantiles("unknown", [0.5, 0.9]) == [None, None]
 
 
+def test_no_percentile_is_far_above_the_slowest_first_token() -> None:
+    metrics = FrontendMetrics(CollectorRegistry())
+    for ttft_s in (13.0, 14.0, 14.5):
+        metrics.ttft_s.observe(ttft_s)
+    found = Change(60.0, Totals(), totals_of(metrics.traffic())).quantiles("ttft_s", [0.5, 0.99])
+    assert all(value is not None and 12 < value <= 15 for value in found)
+
+
 def test_the_metrics_of_requests_become_totals() -> None:
     metrics = FrontendMetrics(CollectorRegistry())
     for status in ("200", "200", "400", "429", "500", "503"):

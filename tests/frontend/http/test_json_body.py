@@ -99,3 +99,16 @@ def test_a_wrong_value_among_millions_takes_no_memory_for_them() -> None:
 
 def test_the_field_is_named_where_the_rest_of_the_body_is_no_json() -> None:
     assert error_of(b'{"temperature": 9, ').message == "Invalid value for 'temperature': expected 'float' <= 2.0."
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (rb'{"prompt": "\ud800"}', "a string ends with half of a surrogate pair"),
+        (rb'{"prompt": ["a\uDBFF"] }', "a string ends with half of a surrogate pair"),
+        (rb'{"prompt": "\ud83d\ude00', "Input data was truncated"),
+        (rb'{"prompt": "a', "Input data was truncated"),
+    ],
+)
+def test_half_a_surrogate_pair_is_told_from_half_a_body(body: bytes, reason: str) -> None:
+    assert error_of(body, CompletionRequest).message == f"The request body is not valid JSON: {reason}"

@@ -35,22 +35,25 @@ def test_deltas_are_recorded_in_batches_and_the_rest_at_the_end() -> None:
     one = RequestClock(FrontendMetrics(registry), arrived_s=9.0, now=clock)
     one.start()
     assert value(registry, "tandem_router_running_requests") == 1
-    one.record(0, 48)  # no tokens, only a number of cached ones
+    one.record(0)
+    one.note_prompt(100, 48)
     for _ in range(MAX_BATCH):
         now += 0.25
-        one.record(2, None)
+        one.record(2)
     assert value(registry, "tandem_router_ttft_seconds_sum") == 1.25
     assert value(registry, "tandem_router_generation_tokens_total") == 0
     now += 0.25
-    one.record(1, None)
+    one.record(1)
+    one.note_prompt(100, 96)  # the request was moved: its prompt was counted
     assert value(registry, "tandem_router_generation_tokens_total") == 2 * MAX_BATCH + 1
     assert value(registry, "tandem_router_itl_seconds_count") == MAX_BATCH
-    one.record(3, None)
+    one.record(3)
     one.stop()
     one.flush()  # again
     assert value(registry, "tandem_router_generation_tokens_total") == 2 * MAX_BATCH + 4
     assert value(registry, "tandem_router_itl_seconds_count") == MAX_BATCH + 1
     assert value(registry, "tandem_router_itl_seconds_sum") == 0.25 * MAX_BATCH
+    assert value(registry, "tandem_router_prompt_tokens_total") == 100
     assert value(registry, "tandem_router_cached_prompt_tokens_total") == 48
     assert value(registry, "tandem_router_ttft_seconds_count") == 1
     assert value(registry, "tandem_router_running_requests") == 0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -91,3 +92,33 @@ async def test_without_tokens_to_generate_the_backend_is_not_asked(tokenizer: To
         reasons += [delta.finish_reason for delta in batch]
     assert reasons == ["length"] * NUM_CHOICES
     assert backend.requests == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_prompt_counts_with_its_first_token_and_its_hits_or_not_at_all(
+    tokenizer: Tokenizer, *, fails: bool
+) -> None:
+    backend, registry, begins = FakeBackend(tokenizer, REPLY), CollectorRegistry(), asyncio.Event()
+    backend.script = lambda request: [begins, *([WorkerError("gone")] if fails else backend.reply_steps(request)[:1])]
+    clock = partial(RequestClock, FrontendMetrics(registry), 0.0)
+    plans = [
+        ChoicePlan(
+            number,
+            GenerateRequest(f"r{number}", [1] * 9, SamplingParams(max_tokens=4), EVERYONE),
+            is_first_sibling=not number,
+        )
+        for number in range(2)
+    ]
+
+    def counted() -> list[float | None]:
+        return [registry.get_sample_value(f"tandem_router_{name}prompt_tokens_total") for name in ("", "cached_")]
+
+    deltas = run_choices(backend, plans, tokenizer, clock)
+    reading = asyncio.create_task(deltas.take())
+    await until_nothing_moves(backend)
+    assert counted() == [0, 0], "it is computed still"
+    begins.set()
+    await asyncio.gather(reading, return_exceptions=True)
+    await until_nothing_moves(backend)
+    assert counted() == ([0, 0] if fails else [9, 3])
+    await deltas.aclose()

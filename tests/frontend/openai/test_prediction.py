@@ -35,8 +35,6 @@ def predicted(content: Any) -> dict[str, Any]:
         ([{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}], "hello \nworld"),
         ("", ""),
         ([], ""),
-        (None, ""),
-        ([{"type": "text"}], ""),
     ],
 )
 async def test_its_tokens_go_to_the_workers(tokenizer: Tokenizer, content: Any, text: str) -> None:
@@ -78,6 +76,27 @@ async def test_a_value_of_another_type_is_named(tokenizer: Tokenizer, value: Any
         response = await client.post(CHAT, json={"messages": MESSAGES, "prediction": value})
     assert response.status_code == 400
     assert response.json()["error"]["param"].startswith("prediction")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"type": "content"},
+        predicted([{"type": "text"}]),
+        predicted([{"type": "text", "text": "hello"}, {"type": "image_url", "image_url": {"url": "data:,"}}]),
+        {"type": "guess", "content": "hello"},
+    ],
+)
+async def test_one_that_cannot_be_used_is_named_and_goes_to_no_worker(tokenizer: Tokenizer, value: Any) -> None:
+    backend = FakeBackend(tokenizer)
+    async with closing(backend) as client:
+        response = await client.post(CHAT, json={"messages": MESSAGES, "prediction": value})
+        plain = await client.post(CHAT, json={"messages": MESSAGES, "prediction": predicted("")})
+    assert (response.status_code, plain.status_code) == (200, 200)
+    assert response.headers["x-tandem-ignored"] == "prediction (it is no text of type content)"
+    assert "x-tandem-ignored" not in plain.headers
+    assert [request.sampling.prediction for request in backend.requests] == [(), ()]
 
 
 def counting(backend: FakeBackend) -> None:
