@@ -59,7 +59,9 @@ class WorkerMember(Member):
         return replace(config, worker_id="", role=kind_of(config.role), router_key="", cpu_cores=())
 
     def _create_actor(self, options: dict[str, Any], terms: LeaseTerms | None) -> Any:
-        variables = {"OMP_NUM_THREADS": str(self._config.engine.num_threads or 1)}
+        # Torch's threads would go on spinning after each of its operations, on cores that our own threads need.
+        passive = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
+        variables = {"OMP_NUM_THREADS": str(self._config.engine.num_threads or 1), **passive}
         if self._config.socket_folder and not options["num_gpus"] and "LD_PRELOAD" not in os.environ:
             variables |= preload_of(sys.executable)  # on this machine, whose files are known
         options |= {"runtime_env": {"env_vars": variables}}

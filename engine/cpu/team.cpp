@@ -4,6 +4,7 @@
 // thread that loses its core delays the item that it holds and nothing else. Who finds nothing to do spins for a moment.
 // Then it runs an item that another thread still holds, if the plan allows that: the first to complete it counts. If not,
 // it sleeps, which lets the system run the other thread there. A plan is over when no thread works on it any more.
+// A helper that finds itself on the caller's core moves to another one.
 
 #include "plan.h"
 
@@ -16,6 +17,7 @@
 #include <utility>
 #ifdef __linux__
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -52,6 +54,7 @@ public:
       if (reached != num_stops && at_stop != nullptr) at_stop();
       num_stops = reached;
       if (is_over && num_inside_.load() == 0) break;
+      caller_core_.store(current_core(), std::memory_order_relaxed);
       if (!take_item() && !spin(seen) && !repeat_item()) sleep(seen);
     }
     is_busy_.clear(std::memory_order_release);
@@ -112,7 +115,10 @@ private:
     if (is_over_.load()) return false;
     num_inside_.fetch_add(1);
     bool has_worked = false;
-    while (!is_over_.load() && (this->*next)()) has_worked = true;
+    while (!is_over_.load() && (this->*next)()) {
+      has_worked = true;
+      if (current_core() == caller_core_.load(std::memory_order_relaxed)) leave_core();
+    }
     num_inside_.fetch_sub(1);
     if (is_over_.load()) tell();
     return has_worked;
@@ -128,6 +134,26 @@ private:
       }
     } while (std::chrono::steady_clock::now() < until);
     return false;
+  }
+
+  static int current_core() {
+#ifdef __linux__
+    return sched_getcpu();
+#else
+    return -1;
+#endif
+  }
+
+  // Moves this thread away from a core that it shares with the caller. The system wakes it there if the others are taken
+  // for a moment, and leaves it there for many milliseconds after they are idle again.
+  static void leave_core() {
+#ifdef __linux__
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+    cpu_set_t others = allowed;
+    CPU_CLR(sched_getcpu(), &others);
+    if (sched_setaffinity(0, sizeof others, &others) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
+#endif
   }
 
   void tell() {
@@ -185,6 +211,7 @@ private:
   alignas(64) std::atomic<uint32_t> signal_{0}; // changes with each phase, at the end, and as helpers leave then
   std::atomic<int> num_sleepers_{0}, num_helpers_{0}, num_stops_{0};
   std::atomic<int> num_inside_{0}; // helpers that may look at the plan
+  std::atomic<int> caller_core_{-1};
   std::atomic<bool> is_over_{true};
   std::atomic_flag is_busy_ = ATOMIC_FLAG_INIT;
   const Phase *begin_ = nullptr, *end_ = nullptr;
