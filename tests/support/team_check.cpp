@@ -7,11 +7,16 @@
 
 #include <chrono>
 #include <cstdio>
+#include <filesystem>
 #include <memory>
 #include <numeric>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
+#ifdef __linux__
+#include <sched.h>
+#endif
 
 namespace {
 
@@ -85,6 +90,18 @@ void hold_items(int num_plans) {
   }
 }
 
+// Helpers move from core to core, but stay free to run wherever the process may.
+void check_cores() {
+#ifdef __linux__
+  cpu_set_t allowed, own;
+  sched_getaffinity(0, sizeof own, &own);
+  for (const auto &task : std::filesystem::directory_iterator("/proc/self/task")) {
+    check(sched_getaffinity(std::stoi(task.path().filename()), sizeof allowed, &allowed) == 0, "a thread is lost");
+    check(CPU_EQUAL(&allowed, &own), "a thread is bound to cores");
+  }
+#endif
+}
+
 } // namespace
 
 int main(int, char **arguments) {
@@ -94,5 +111,6 @@ int main(int, char **arguments) {
   run_plans(seed, num_plans);
   other.join();
   hold_items(num_plans / 10);
+  check_cores();
   return num_mistakes.load() > 0;
 }
