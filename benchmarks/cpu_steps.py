@@ -43,9 +43,6 @@ class Steps(NamedTuple):
 
 
 def main() -> int:
-    if "OMP_WAIT_POLICY" not in os.environ:  # as workers are started; libraries read it when they are loaded
-        command = [sys.executable, "-m", "benchmarks.cpu_steps", *sys.argv[1:]]
-        os.execve(sys.executable, command, os.environ | {"OMP_WAIT_POLICY": "passive"})
     parser = arguments(__doc__)
     parser.add_argument("--threads", type=int, default=0, help="threads of a step (default: all cores)")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
@@ -166,4 +163,7 @@ def _steps(what: str, is_disturbed: bool, num_tokens: int, times: list[float]) -
 
 
 if __name__ == "__main__":
+    if "OMP_WAIT_POLICY" not in os.environ:  # as workers are started; libraries read it when they are loaded
+        command = [sys.executable, "-m", "benchmarks.cpu_steps", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | {"OMP_WAIT_POLICY": "passive"})
     sys.exit(main())
