@@ -58,6 +58,14 @@ class History:
         return [row for row in self._rows if (row[0] or 0.0) > time_s - self._span_s]
 
 
+async def look_forever(look: Callable[[], Awaitable[object]], step_s: float) -> None:
+    """Await `look` again and again. While the deciding process does not answer, there is nothing to see."""
+    while True:
+        with suppress(ServingError):
+            await look()
+        await asyncio.sleep(step_s)
+
+
 class LongHistory:
     """An hour of points, one each quarter of a minute, whether or not somebody looks."""
 
@@ -74,10 +82,7 @@ class LongHistory:
 
     async def run(self) -> None:
         """Add points forever."""
-        while True:
-            with suppress(ServingError):  # the deciding process does not answer: there is no point then
-                await self.add()
-            await asyncio.sleep(_LONG_STEP_S)
+        await look_forever(self.add, _LONG_STEP_S)
 
     async def add(self) -> None:
         """Add a point for this moment. Raises a `ServingError` if the deciding process does not answer."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import msgspec
 from prometheus_client.core import Metric
 
-from tandem.frontend.dashboard.history import COLUMNS, SHARES, History, num_waiting
+from tandem.frontend.dashboard.history import COLUMNS, SHARES, History, look_forever, num_waiting
 from tandem.frontend.dashboard.traffic import Change, Totals, totals_of
-from tandem.protocol.errors import ServingError
 
 Json = dict[str, Any]
 
@@ -47,10 +44,7 @@ class SnapshotBuilder:
 
     async def run(self) -> None:
         """Keep the last minute forever, whether or not somebody watches."""
-        while True:
-            with suppress(ServingError):  # the deciding process does not answer: there is no point then
-                await self.keep_up()
-            await asyncio.sleep(_IDLE_STEP_S)
+        await look_forever(self.keep_up, _IDLE_STEP_S)
 
     async def keep_up(self) -> None:
         """Look at the counters, unless somebody who watches makes that happen. Raises as `build`."""

@@ -61,6 +61,13 @@ def client(worker: Worker) -> Iterator[Client]:
         yield client
 
 
+def check_serves_on(worker: Worker, client: Client) -> None:
+    """The worker answers another prompt, and holds nothing afterwards."""
+    client.send(packed("good", make_prompt(40)))
+    answers(client, "good")
+    worker.call(lambda: worker.check_integrity(idle=True))
+
+
 def hold(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Keep prompts in the worker's thread until the event is set."""
     prompts, may_go_on = worker.parts.long_prompts, threading.Event()
@@ -195,15 +202,11 @@ def test_a_wrong_packed_prompt_fails_alone_and_by_name(
     failed = client.receive(RequestFailed)
     assert (failed.request_id, failed.code) == ("bad", code)
     assert text in failed.message
-    client.send(packed("good", make_prompt(40)))
-    answers(client, "good")
-    worker.call(lambda: worker.check_integrity(idle=True))
+    check_serves_on(worker, client)
 
 
 @pytest.mark.cluster
-def test_an_error_in_the_thread_ends_only_its_request(
-    worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_thread_ends_only_its_request(worker: Worker, client: Client) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
@@ -212,9 +215,7 @@ def test_an_error_in_the_thread_ends_only_its_request(
         client.send(packed("bad", make_prompt(40)))
         failed = client.receive(RequestFailed)
     assert (failed.request_id, failed.code) == ("bad", "internal_error")
-    client.send(packed("good", make_prompt(40)))
-    answers(client, "good")
-    worker.call(lambda: worker.check_integrity(idle=True))
+    check_serves_on(worker, client)
 
 
 @pytest.mark.cluster
