@@ -35,7 +35,7 @@ from tandem.engine.block_lru import BlockLru
 
 Array = np.ndarray[Any, Any]
 
-_FEW = 16  # up to so many blocks a loop takes less time than numpy's calls
+_FEW = 16  # for up to this many blocks a loop is faster than numpy's calls
 
 
 class BlockPool:

@@ -19,7 +19,7 @@ from tests.support.attention_case import Case
 ROOT = Path(__file__).parents[2]
 CPU = ROOT / "engine" / "cpu"
 LENGTH = 2 * SPLIT + 40
-NUM_HEADS, NUM_KV_HEADS = 32, 16  # four tiles of queries of so many heads are too many items to share contexts
+NUM_HEADS, NUM_KV_HEADS = 32, 16  # four tiles of queries of this many heads are too many items to share contexts
 SINKS = torch.linspace(-4, 6, NUM_HEADS)
 OPTIONS: list[dict[str, Any]] = [
     {},

@@ -102,7 +102,7 @@ async def test_history_is_a_minute_and_begins_anew_after_nobody_looked() -> None
 async def test_the_last_minute_is_known_though_nobody_looked() -> None:
     world, clock = DashboardWorld(), Clock()
     builder = builder_of(world, clock)
-    for second in range(300):  # `run` calls it each 5 s
+    for second in range(300):  # `run` calls it every 5 s
         if second % 5 == 0:
             await builder.keep_up()
         world.tick()
