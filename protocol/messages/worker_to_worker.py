@@ -123,12 +123,12 @@ class ReadGrant(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class ReadDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Reader -> holder: nothing of this read is in flight any more.
 
-    With `has_copy` the reader keeps what it read, so the holder may drop its own copy.
+    `copied` is the last digest of a chain that the reader has now, so that the holder may drop its own copy; or empty.
     """
 
     sender: PeerAddress
     read_id: Number
-    has_copy: bool = False
+    copied: bytes = b""
 
 
 class ChunkArrived(msgspec.Struct, frozen=True, kw_only=True, tag=True):

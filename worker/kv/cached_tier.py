@@ -51,7 +51,7 @@ class CachedTier(KvSource):
 
     def open(self, digests: Sequence[bytes], first_block: int, end_block: int, now: float) -> OpenSource:
         """Prepare loads; nothing is read before a piece is requested."""
-        return _OpenTier(self, digests, end_block)
+        return _OpenTier(self, digests)
 
     def begin_load(self, digests: Sequence[bytes]) -> tuple[Tensor, TierRead]:
         """Begin to load blocks into a new buffer [num_blocks, encoded bytes], uint8, and do not wait."""
@@ -70,9 +70,8 @@ class CachedTier(KvSource):
 
 
 class _OpenTier(OpenSource):
-    def __init__(self, cached: CachedTier, digests: Sequence[bytes], end_block: int) -> None:
+    def __init__(self, cached: CachedTier, digests: Sequence[bytes]) -> None:
         self.kind = cached.kind
-        self.end_block = end_block
         self._cached = cached
         self._digests = digests
 

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 # Limits are in bytes: a large model's block has a hundred times the bytes of a small one's. All round up to a block.
 _PIECE_BYTES = 12 << 20  # per load: a few ms from memory
 _PIECES_IN_FLIGHT = 4  # per prompt
+_PIECE_SHARE = 1 / 32  # of the pool, at most: those in flight may need other room than their prompt's, and one lease
 _PROBE_BYTES = 3 << 19
 _LATE_FACTOR = 2.0  # a load that takes this many times its prediction is given up
 _LATE_SLACK_S = 0.02
@@ -81,6 +82,7 @@ class Fetcher:
         self._engine = engine
         self._step_bytes = int(config.load_step_mb * 1e6)
         self._window_blocks = self._num_blocks(int(config.load_window_mb * 1e6))
+        self._piece_blocks = min(self._num_blocks(_PIECE_BYTES), max(int(engine.pool.num_blocks * _PIECE_SHARE), 1))
         self._num_loading_blocks = 0  # blocks of pieces that are not in place yet
         self._tiers = list(tiers)
         self._steps = steps
@@ -217,7 +219,7 @@ class Fetcher:
 
         Returns whether more must be requested later: prompts share the window, and those planned first fill it.
         """
-        front, piece_blocks = self._front(fetch.sequence), self._num_blocks(_PIECE_BYTES)
+        front, piece_blocks = self._front(fetch.sequence), self._piece_blocks
         for load in reversed(fetch.plan.loads):
             first = max(load.first_block, front)
             while fetch.next_end > first:
@@ -256,10 +258,10 @@ class Fetcher:
         self._end(fetch, "failed", now)
         if holder is None:
             return
-        num_blocks = min((opened.end_block for opened in fetch.opened.values() if opened.kind == "peer"), default=0)
-        is_less = self._front(sequence) < num_blocks < holder.num_blocks
-        sequence.kv_holder = KvHolder(holder.worker, num_blocks) if is_less else None
-        if is_less and sequence.onboarding is None:
+        ends = [opened.end_block for opened in fetch.opened.values() if opened.end_block is not None]
+        has_more = any(self._front(sequence) < end < holder.num_blocks for end in ends)
+        sequence.kv_holder = KvHolder(holder.worker, min(ends)) if has_more else None
+        if has_more and sequence.onboarding is None:
             self.admitted(sequence)
 
     def _end(self, fetch: _Fetch, outcome: str, now: float) -> None:

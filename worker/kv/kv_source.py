@@ -92,14 +92,18 @@ class Piece(abc.ABC):
 
 
 class OpenSource(abc.ABC):
-    """One prompt's use of a source. The source is known to have its blocks up to `end_block`."""
+    """One prompt's use of a source."""
 
     kind: str
-    end_block: int
+
+    @property
+    def end_block(self) -> int | None:
+        """Where what it has was found to end, if that is before the end of what it was opened for."""
+        return None
 
     @abc.abstractmethod
     def begin(self, first_block: int, end_block: int, now: float) -> Piece:
-        """Request some of the blocks it was opened for."""
+        """Request some of the blocks it was opened for: the last ones first."""
 
     def close(self) -> None:  # noqa: B027  (a tier has nothing to release)
         """Request no more pieces."""

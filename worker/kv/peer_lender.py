@@ -91,8 +91,8 @@ class PeerLender:
     def done(self, message: ReadDone) -> None:
         """Let go. If the reader has a copy now, the next turn finds that one, so ours is evicted first."""
         loan = self._let_go(_ReadKey(message.sender.process, message.read_id))
-        if loan is not None and loan.blocks and message.has_copy:
-            self._engine.pool.demote(loan.digests[len(loan.blocks) - 1])
+        if loan is not None and message.copied:
+            self._engine.pool.demote(message.copied)
 
     def peer_lost(self, peer: WorkerEpoch) -> None:
         """Let go of what this reader had: its process is dead."""

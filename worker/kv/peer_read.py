@@ -1,4 +1,4 @@
-"""One read of a peer's blocks: a lease on blocks of its pool or host memory, and the pieces that are read under it.
+"""Reads of a peer's blocks: leases on blocks of its pool or host memory, and the pieces that are read under each.
 
     reader                                   lender
       | ReadRequest(digests) ------------------> | takes references, brings blocks up from its host tier
@@ -18,6 +18,9 @@ The clocks need not agree, but must run about equally fast. The reader's also co
 suspended. No clock reading is passed from one of these steps to another: time passes between any two lines.
 
 A read that was given up may still write: its landing blocks stay out of the pool until the transport says it is over.
+
+A long prompt is read under one lease after another, from its end to its front, as its pieces are: a lender keeps only a
+part of its pool from eviction, and no lease has to outlast the whole transfer.
 """
 
 from __future__ import annotations
@@ -38,12 +41,12 @@ from tandem.kv_transfer.transport.checksum import wrong_blocks
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.errors import PeerLost, TransferError
 from tandem.protocol.messages import PeerAddress, ReadGrant
-from tandem.worker.kv.kv_source import LoadCost, OpenSource, Piece
+from tandem.worker.kv.kv_source import LoadCost, Piece
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ReadContext:
     """Context that all reads of one worker share."""
 
@@ -52,12 +55,11 @@ class ReadContext:
     links: PeerLinks
     config: TransferConfig
     clock: Callable[[], float]
+    num_landing_blocks: int = 0  # of all pieces that are not placed or dropped yet
 
 
-class PeerRead(OpenSource):
+class PeerRead:
     """One lease on a peer's blocks."""
-
-    kind = "peer"
 
     def __init__(
         self,
@@ -68,20 +70,21 @@ class PeerRead(OpenSource):
         digests: Sequence[bytes],
         first_block: int,
         now: float,
-        is_moved: bool,
+        moved_end: bytes,
     ) -> None:
+        """`moved_end` is the last digest of a chain that the peer may drop once it is here; or empty."""
         self.cost = cost
         self.read_id = read_id
         self.peer = peer
         self.first_block = first_block
         self.end_block = first_block + len(digests)
-        self.is_moved = is_moved
         self.asked_at = now
         self.deadline = context.clock() + context.config.lease_ttl_s  # NOTE: before the request is sent
         self.block_ids: list[int] | None = None  # at the peer; None before the grant
         self.checksums: list[bytes] = []
         self.is_failed = False
         self._digests = digests
+        self._moved_end = moved_end
         self.context = context
         self._pieces: list[PeerPiece] = []  # pieces that are not settled
         self._is_closed = False
@@ -97,9 +100,14 @@ class PeerRead(OpenSource):
         return self.context.clock() >= self.deadline
 
     @property
-    def has_copy(self) -> bool:
-        """Whether the granted blocks can be found here. They cannot if the request ended before they came."""
-        return bool(self.block_ids) and self._digests[len(self.block_ids or []) - 1] in self.context.engine.pool
+    def is_short(self) -> bool:
+        """Whether the peer lent less than was asked for."""
+        return self.end_block < self.first_block + len(self._digests)
+
+    @property
+    def copied(self) -> bytes:
+        """The last digest of the chain, if it was to move here and has; it has not if the request ended before."""
+        return self._moved_end if self._moved_end in self.context.engine.pool else b""
 
     def begin(self, first_block: int, end_block: int, now: float) -> PeerPiece:
         """Read some of the blocks, once the peer has granted them and the link is up."""
@@ -150,14 +158,17 @@ class PeerRead(OpenSource):
         remote = self.block_ids[piece.first_block - self.first_block : piece.end_block - self.first_block]
         engine = self.context.engine
         if not piece.landing:
-            # A read must not preempt a sequence.
-            has_room = piece.num_blocks <= engine.scheduler.admission.num_spare_blocks
-            fits = has_room and len(remote) == piece.num_blocks
-            landing = engine.pool.try_allocate(piece.num_blocks) if fits else None
-            if landing is None:  # the peer lends less than was expected, or there is no room
+            if len(remote) < piece.num_blocks:  # the peer lends less than was expected
                 piece.is_refused = True
                 return
-            piece.landing, piece.allocated = landing, engine.stream.record()
+            # A read must not preempt a sequence.
+            has_room = piece.num_blocks <= engine.scheduler.admission.num_spare_blocks
+            landing = engine.pool.try_allocate(piece.num_blocks) if has_room else None
+            if landing is None:
+                piece.is_refused = not self.context.num_landing_blocks  # else there will be room
+                return
+            piece.hold(landing)
+            piece.allocated = engine.stream.record()
         if not engine.stream.is_done(piece.allocated):  # it may still use blocks that were freed
             return
         try:
@@ -184,6 +195,11 @@ class PeerPiece(Piece):
         self._engine = read.context.engine
         self._is_done = False
         self._has_arrived = False
+
+    def hold(self, landing: list[int]) -> None:
+        """Land in these blocks from now on."""
+        self._read.context.num_landing_blocks += len(landing) - len(self.landing)
+        self.landing = landing
 
     @property
     def is_moving(self) -> bool:
@@ -237,14 +253,15 @@ class PeerPiece(Piece):
         start = first_block - self.first_block
         replaced = sequence.blocks[first_block : self.end_block]
         sequence.blocks[first_block : self.end_block] = self.landing[start:]
-        self.landing = self.landing[:start]
+        self.hold(self.landing[:start])
         self._engine.pool.release(replaced)
         self._release()
         return 0
 
     def take(self) -> list[int]:
         """Take the blocks of a complete piece, instead of `place`. The caller releases them."""
-        blocks, self.landing = self.landing, []
+        blocks = self.landing
+        self.hold([])
         return blocks
 
     @override
@@ -254,8 +271,7 @@ class PeerPiece(Piece):
             self._release()
 
     def _release(self) -> None:
-        self._engine.pool.release(self.landing)
-        self.landing = []
+        self._engine.pool.release(self.take())
 
     def _wrong_blocks(self) -> list[int]:
         start = self.first_block - self._read.first_block

@@ -16,10 +16,11 @@ from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.base import Transport
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.messages import KvHolder, PeerAddress, ReadDone, ReadGrant, ReadRequest, WorkerEpoch
-from tandem.worker.kv.kv_source import KvSource, LoadCost, LoadPrior, OpenSource
+from tandem.worker.kv.kv_source import KvSource, LoadCost, LoadPrior, OpenSource, Piece
 from tandem.worker.kv.peer_read import PeerRead, ReadContext
 
 _PRIOR = LoadPrior(latency_s=5e-3, bytes_per_s=1e9)
+_LEASE_SHARE = 1 / 8  # of the pool: a prompt has two leases open, and a peer lends a quarter of its pool
 
 
 class PeerReader:
@@ -42,6 +43,11 @@ class PeerReader:
         self._numbers = itertools.count(1)
 
     @property
+    def lease_blocks(self) -> int:
+        """Blocks of one lease: of the two that may be open for a prompt, the lender's pool is like ours."""
+        return max(int(self._context.engine.pool.num_blocks * _LEASE_SHARE), 1)
+
+    @property
     def is_reading(self) -> bool:
         """Whether frequent polling of the transport helps: a read is open."""
         return bool(self._reads)
@@ -57,8 +63,7 @@ class PeerReader:
 
     def copy(self, peer: PeerAddress, digests: Sequence[bytes], first_block: int, now: float) -> PeerRead:
         """Request a lease on a peer's blocks of a chain, from `first_block` on, which the peer keeps."""
-        cost = self._cost(peer.worker_id)
-        return self.ask(peer, cost, digests, first_block, len(digests), now, is_moved=False)
+        return self.ask(peer, self._cost(peer.worker_id), digests, first_block, len(digests), now)
 
     def ask(
         self,
@@ -68,12 +73,12 @@ class PeerReader:
         first_block: int,
         end_block: int,
         now: float,
-        *,
-        is_moved: bool,
+        moved_end: bytes = b"",
     ) -> PeerRead:
         """Request a lease on a peer's blocks [first_block, end_block) of a chain; from a dead peer it fails at once."""
+        self.pump(now)  # what is over does not count any more in what the peer lends
         asked = digests[first_block:end_block]
-        read = PeerRead(self._context, cost, next(self._numbers), peer, asked, first_block, now, is_moved)
+        read = PeerRead(self._context, cost, next(self._numbers), peer, asked, first_block, now, moved_end)
         self._reads[read.read_id] = read
         if peer.process in self._dead:
             read.fail()
@@ -118,9 +123,7 @@ class PeerReader:
             read.pump(now)
             if read.is_over:
                 del self._reads[read.read_id]
-                done = ReadDone(
-                    sender=self._context.links.me, read_id=read.read_id, has_copy=read.has_copy and read.is_moved
-                )
+                done = ReadDone(sender=self._context.links.me, read_id=read.read_id, copied=read.copied)
                 self._context.links.send(read.peer.process, done)
         if self._reads or self._num_stuck_blocks:
             self._num_stuck_blocks = sum(read.num_stuck_blocks(now) for read in self._reads.values())
@@ -151,5 +154,41 @@ class _PeerSource(KvSource):
         return FetchSource(self.name, max(end_block, first_block), self.cost.latency_s, self.cost.block_s)
 
     def open(self, digests: Sequence[bytes], first_block: int, end_block: int, now: float) -> OpenSource:
-        peer = self._holder.worker
-        return self._reader.ask(peer, self.cost, digests, first_block, end_block, now, is_moved=self._is_moved)
+        moved_end = digests[end_block - 1] if self._is_moved else b""
+
+        def ask(first_block: int, end_block: int, now: float) -> PeerRead:
+            return self._reader.ask(self._holder.worker, self.cost, digests, first_block, end_block, now, moved_end)
+
+        return _OpenPeer(ask, first_block, self._reader.lease_blocks)
+
+
+class _OpenPeer(OpenSource):
+    """The blocks that a prompt reads from a peer, under one lease after another, from their end to their front.
+
+    The holder drops its copy after the last lease: only then is the chain whole here.
+    """
+
+    kind = "peer"
+
+    def __init__(self, ask: Callable[[int, int, float], PeerRead], first_block: int, lease_blocks: int) -> None:
+        self._ask = ask
+        self._first_block = first_block
+        self._lease_blocks = lease_blocks
+        self._leases: list[PeerRead] = []
+
+    @property
+    def end_block(self) -> int | None:
+        return min((lease.end_block for lease in self._leases if lease.is_short), default=None)
+
+    def begin(self, first_block: int, end_block: int, now: float) -> Piece:
+        lease = self._leases[-1] if self._leases else None
+        if lease is None or first_block < lease.first_block:
+            self.close()
+            first = max(self._first_block, min(first_block, end_block - self._lease_blocks))
+            lease = self._ask(first, end_block, now)
+            self._leases.append(lease)
+        return lease.begin(first_block, end_block, now)
+
+    def close(self) -> None:
+        if self._leases:
+            self._leases[-1].close()

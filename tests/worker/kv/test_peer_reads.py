@@ -41,6 +41,7 @@ from tandem.protocol.sampling import SamplingParams
 from tandem.scheduling.workers.load import RequestLoad
 from tandem.worker.kv.kv_source import Piece
 from tandem.worker.kv.peer_lender import PeerLender
+from tandem.worker.kv.peer_read import PeerRead
 from tandem.worker.kv.peer_reader import PeerReader
 from tandem.worker.loop import Worker
 from tests.support.cluster_harness import (
@@ -118,6 +119,32 @@ async def test_a_prompt_is_read_from_the_pool_of_a_peer(
         third = await ask(cluster, "b", tokens)
         assert third.num_cached_tokens == 28 * BLOCK_SIZE, "what was read is cached like anything else"
         await cluster.becomes_idle()
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_prompt_of_most_of_a_pool_is_read_under_one_lease_after_another(
+    tiny_model: Path, oracle: Oracle
+) -> None:
+    rng = random.Random(9)
+    async with running_cluster(tiny_model, TWO, engine={"num_blocks": 40}) as cluster:
+        tokens = prompt_of(rng, 29)
+        await ask(cluster, "a", tokens)
+        pool, lent = cluster.worker("a").parts.engine.pool, list[int]()
+        acquire = pool.acquire_cached
+        await cluster.call("a", lambda: setattr(pool, "acquire_cached", lambda wanted: take(acquire(wanted))))
+
+        def take(blocks: list[int]) -> list[int]:
+            lent.append(len(blocks))
+            return blocks
+
+        answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 29))
+        assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
+        assert outcomes(cluster, "b") == ["loaded"]
+        assert cluster.worker("b").parts.cache.fetcher.stats().num_loaded_blocks["peer"] >= 24
+        assert max(lent) <= 40 // 8
+        await cluster.becomes_idle()
+        await cluster.call("a", lambda: pool.release(pool.try_allocate(pool.num_free + 24) or []))
+        assert (await ask(cluster, "a", tokens)).num_cached_tokens < 10 * BLOCK_SIZE, "it has moved"
 
 
 @pytest.mark.usefixtures("patient")
@@ -493,10 +520,11 @@ class World:
         self.a.kv.shards[0][blocks] = -1.0
         self.a.pool.release(blocks)
 
-    def open(self, num_blocks: int) -> Any:
-        """Have the leading blocks of the chain read; an opened source."""
-        holder = KvHolder(self.a.address, num_blocks)
-        return self.reader.source(holder).open(self.digests()[:num_blocks], 0, num_blocks, self.now)
+    def open(self, num_blocks: int) -> PeerRead:
+        """Have the leading blocks of the chain read under one lease."""
+        digests = self.digests()[:num_blocks]
+        cost = self.reader.source(KvHolder(self.a.address, num_blocks)).cost
+        return self.reader.ask(self.a.address, cost, digests, 0, num_blocks, self.now, digests[-1])
 
     def ask(self) -> None:
         digests, start = self.digests(), self.rng.randrange(5)
@@ -623,7 +651,7 @@ def test_only_a_copy_at_the_reader_makes_the_holders_one_too_many(has_copy: bool
     pool.release(older)
     world.fill()
     world.lender.requested(ReadRequest(sender=reader, read_id=1, digests=digests[3:], ttl_s=1.0), 0.0)
-    world.lender.done(ReadDone(sender=reader, read_id=1, has_copy=has_copy))
+    world.lender.done(ReadDone(sender=reader, read_id=1, copied=digests[-1] if has_copy else b""))
     pool.try_allocate(pool.num_free + 1)
     assert pool.count_cached(digests) == (5 if has_copy else 6)
     assert (b"older" in pool) is has_copy
@@ -672,7 +700,8 @@ def test_a_reader_has_a_copy_only_of_what_it_published(is_published: bool) -> No
     world.b.pool.release(sequence.blocks)
     opened.close()
     world.reader.pump(0.0)
-    assert [message.has_copy for _, _, message in world.sent if isinstance(message, ReadDone)] == [is_published]
+    [done] = [message for _, _, message in world.sent if isinstance(message, ReadDone)]
+    assert done.copied == (digests[-1] if is_published else b"")
 
 
 def test_no_read_ever_gives_other_bytes_than_were_held() -> None:
@@ -742,14 +771,33 @@ def test_of_a_dead_peer_nothing_is_asked() -> None:
 def test_a_read_lands_only_in_room_that_no_running_sequence_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(random.Random(0))
     world.fill()
-    monkeypatch.setattr(PoolAdmission, "num_spare_blocks", 2)
-    opened = world.open(6)
-    large, small = opened.begin(2, 6, 0.0), opened.begin(0, 2, 0.0)
+    monkeypatch.setattr(PoolAdmission, "num_spare_blocks", 1)
+    opened = world.open(3)
+    large, small = opened.begin(1, 3, 0.0), opened.begin(0, 1, 0.0)
     ask_and_grant(world)
     world.land()
     world.reader.pump(0.0)
     assert (large.is_done, large.is_complete) == (True, False)
     assert (small.is_done, small.is_complete) == (True, True)
+
+
+def test_a_piece_waits_for_the_room_of_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(random.Random(0))
+    world.fill()
+    monkeypatch.setattr(PoolAdmission, "num_spare_blocks", property(lambda self: 2 - world.b.pool.num_used))
+    opened = world.open(3)
+    last, first = opened.begin(1, 3, 0.0), opened.begin(0, 1, 0.0)
+    ask_and_grant(world)
+    world.land()
+    world.reader.pump(0.0)
+    assert (last.is_complete, first.is_done) == (True, False)
+    last.drop()
+    world.reader.pump(0.0)
+    world.land()
+    world.reader.pump(0.0)
+    assert first.is_complete
+    first.drop()
+    assert world.b.pool.num_used == 0
 
 
 @pytest.mark.parametrize(
