@@ -44,13 +44,16 @@ samples `_bucket`, `_sum` and `_count`.
 
 A scraper whose `Accept` header prefers `application/openmetrics-text` gets OpenMetrics 1.0, others the classic text
 format. There are no `_created` samples.
-"""
-_VLLM_NAMES = """## Names of vLLM
+
+| Metric | Type | Labels | Unit | Of | Meaning |
+|---|---|---|---|---|---|"""
+_VLLM_NAMES = """
+## Names of vLLM
 
 With `--vllm-metric-names`, values that vLLM has too are exported under its names as well. Dashboards, scaling rules,
 load tools and the Gateway API's inference extension then read a Tandem server as if it were one vLLM server. The label
 `model_name` is the name of the served model, and empty where `tandem route` serves several; `engine` is `0`. The bounds
-of the buckets are Tandem's. A name whose source a server does not have (tables above) is not there.
+of the buckets are Tandem's. A name whose source a server does not have (table above) is not there.
 
 | Metric | Is |
 |---|---|"""
@@ -103,7 +106,7 @@ class MetricDefinition(NamedTuple):
 
 def metrics_page() -> str:
     """The text of docs/metrics.md."""
-    return "\n".join([_INTRODUCTION, *_tables(), _VLLM_NAMES, *_vllm_rows()]) + "\n"
+    return "\n".join([_INTRODUCTION, *_rows(), _VLLM_NAMES, *_vllm_rows()]) + "\n"
 
 
 def exported_metrics() -> dict[str, dict[str, MetricDefinition]]:
@@ -111,25 +114,15 @@ def exported_metrics() -> dict[str, dict[str, MetricDefinition]]:
     return {command: {one.name: one for one in _definitions(parts)} for command, parts in _parts().items()}
 
 
-def _tables() -> Iterator[str]:
+def _rows() -> Iterator[str]:
+    """A row for each metric of any command, by name: those of one part have the same beginning."""
     commands = exported_metrics()
     everything = {name: one for metrics in commands.values() for name, one in metrics.items()}
-    groups: dict[str, list[MetricDefinition]] = {}
-    for name in sorted(everything):
-        groups.setdefault("_".join(name.split("_")[:2]), []).append(everything[name])
-    for group, metrics in groups.items():
-        yield from (
-            f"## `{group}_...`",
-            "",
-            "| Metric | Type | Labels | Unit | Of | Meaning |",
-            "|---|---|---|---|---|---|",
-        )
-        for one in metrics:
-            labels = ", ".join(f"`{label}`" for label in one.labels)
-            of = ", ".join(f"`{command}`" for command, known in commands.items() if one.name in known)
-            of += f" with {one.condition}" if one.condition else ""
-            yield f"| `{one.name}` | {one.kind} | {labels} | {one.unit} | {of} | {one.text}. |"
-        yield ""
+    for name, one in sorted(everything.items()):
+        labels = ", ".join(f"`{label}`" for label in one.labels)
+        of = ", ".join(f"`{command}`" for command, known in commands.items() if name in known)
+        of += f" with {one.condition}" if one.condition else ""
+        yield f"| `{name}` | {one.kind} | {labels} | {one.unit} | {of} | {one.text}. |"
 
 
 def _vllm_rows() -> Iterator[str]:

@@ -107,7 +107,7 @@ def configuration_page() -> str:
     }
     lines = [_INTRODUCTION]
     for title, fields in sections.items():
-        lines += [f"## {title}", "", *_panels(fields)]
+        lines += [f"## {title}", "", *_table(fields), ""]
     lines += ["## Environment variables", "", "| Variable | Read by | Meaning |", "|---|---|---|"]
     lines += [
         f"| `{name}` | {reader} | {meaning} |"
@@ -126,24 +126,19 @@ def values_schema(committed: str) -> str:
     return json.dumps(schema, indent=2) + "\n"
 
 
-def _panels(fields: Iterable[Field]) -> Iterator[str]:
-    """A table for each panel of `--help`."""
+def _table(fields: Iterable[Field]) -> Iterator[str]:
+    """One table, in which each panel of `--help` begins with a row of its name."""
     values = {field.name: f"`{name}.{field.name}`" for name, members in HELM_COMPONENTS.items() for field in members}
+    yield from ("| Flag | Helm value | Default | Accepts | Meaning |", "|---|---|---|---|---|")
     by_panel: dict[str, list[Field]] = {panel: [] for panel in PANELS}
     for field in fields:
         by_panel[field.setting.panel].append(field)
     for panel, members in by_panel.items():
         if members:
-            yield from (
-                f"### {panel}",
-                "",
-                "| Flag | Helm value | Default | Accepts | Meaning |",
-                "|---|---|---|---|---|",
-            )
-            for field in members:
-                cells = (_flags(field), values.get(field.name, ""), _default(field), _accepts(field), _meaning(field))
-                yield f"| {' | '.join(cells)} |"
-            yield ""
+            yield f"| **{panel}** | | | | |"
+        for field in members:
+            cells = (_flags(field), values.get(field.name, ""), _default(field), _accepts(field), _meaning(field))
+            yield f"| {' | '.join(cells)} |"
 
 
 def _flags(field: Field) -> str:
