@@ -6,7 +6,7 @@ is the best published choice; ours must not fall behind it.
 Part 2, whole workers: chunked prefill, decoding, block pools, handoffs; the router starts from its priors and learns
 (simulator/simulation.py). Load is a share of what the workers could do without cache.
 
-Stands behind README's "best mean TTFT in 43 of 48 cells"; `docs/routing_results.md` has every cell.
+Stands behind README's "best mean TTFT in 43 of 48 cells"; `docs/routing_results.md` has the cells.
 
     python -m benchmarks.routing
 """
