@@ -38,12 +38,9 @@ their own: what they report is in the router's metrics, under the label `worker`
 operator's key if the server has API keys.
 
 Counters only rise, and begin anew when the server starts. Those with the label `worker` begin anew when that worker is
-replaced, and have no samples while it is away; `rate` and `increase` of Prometheus allow for that. A histogram has the
-samples `_bucket`, `_sum` and `_count`.
-`serve` is `tandem serve` with Tandem's own engine. With `--engine` it has the metrics of `route`.
-
-A scraper whose `Accept` header prefers `application/openmetrics-text` gets OpenMetrics 1.0, others the classic text
-format. There are no `_created` samples.
+replaced, and have no samples while it is away; `rate` and `increase` of Prometheus allow for that. `serve` is
+`tandem serve` with Tandem's own engine; with `--engine` it has the metrics of `route`. A scraper whose `Accept` header
+prefers `application/openmetrics-text` gets OpenMetrics 1.0, without `_created` samples.
 
 | Metric | Type | Labels | Unit | Of | Meaning |
 |---|---|---|---|---|---|"""
