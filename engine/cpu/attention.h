@@ -12,14 +12,33 @@ constexpr int KEYS = 64;    // keys of one tile
 constexpr int QUERIES = 32; // query tokens of one work item
 constexpr int64_t SPLIT = 4096; // keys that are summed apart from others; the sums are merged in order. Whole tiles
 constexpr int DIM_UNIT = 2 * LANES; // head dimensions are padded to a multiple of this: whole vectors, even of pairs
+constexpr float LOG2_E = 1.44269504088896341f;
 
 inline int64_t padded_dim(const Arguments &a) { return round_up(a.head_dim, DIM_UNIT); }
 
-// Where a head's keys and values of a position lie in the pool, in elements.
-inline int64_t slot_of(const Arguments &a, const int32_t *table, int64_t position, int64_t kv_head) {
-  return table[position / a.block_size] * a.block_stride + position % a.block_size * a.slot_stride +
-         kv_head * a.kv_head_stride;
-}
+// What turns a score into the exponent of its weight, a power of two.
+inline float score_factor(const Arguments &a) { return a.softcap > 0.0f ? LOG2_E : a.scale * LOG2_E; }
+
+// Where a head's keys and values of consecutive positions lie in the pool, in elements; without a division for each.
+class SlotWalk {
+public:
+  SlotWalk(const Arguments &a, const int32_t *table, int64_t position, int64_t kv_head)
+      : a(a), block(table + position / a.block_size), offset(position % a.block_size),
+        head(kv_head * a.kv_head_stride) {}
+  int64_t next() {
+    const int64_t at = *block * a.block_stride + offset * a.slot_stride + head;
+    if (++offset == a.block_size) {
+      offset = 0;
+      ++block;
+    }
+    return at;
+  }
+
+private:
+  const Arguments &a;
+  const int32_t *block;
+  int64_t offset, head;
+};
 
 // Up to QUERIES tokens of one sequence, a tile, for the query heads that share one key/value head. Row r of the item is
 // head r % group of token r / group.
@@ -60,22 +79,21 @@ struct WorkItem {
 
 // Sums over the keys of one split, or of several, for each row of an item.
 struct Sums {
-  float *out; // [rows, dim]: values times weights, exp(score - max)
-  float *max; // [rows]: the largest score, -infinity where no key is visible
+  float *out; // [rows, dim]: values times weights, 2^(score - max)
+  float *max; // [rows]: the largest score times log2(e), -infinity where no key is visible
   float *sum; // [rows]: of the weights
 
   Sums(float *memory, int64_t num_rows, int64_t dim) : out(memory), max(out + num_rows * dim), sum(max + num_rows) {}
   static int64_t num_floats(int64_t num_rows, int64_t dim) { return round_up(num_rows * (dim + 2), LANES); }
 
-  // The sums before the first key of a split. A sink is a score ahead of the first key that its row sees; scores of a
-  // kernel are `unit` times as large.
-  void begin(const Arguments &a, const WorkItem &item, int64_t split, int64_t num_rows, int64_t dim, float unit) const {
+  // The sums before the first key of a split. A sink is a score ahead of the first key that its row sees.
+  void begin(const Arguments &a, const WorkItem &item, int64_t split, int64_t num_rows, int64_t dim) const {
     std::fill_n(out, num_rows * dim, 0.0f);
     std::fill_n(max, num_rows, MINUS_INFINITY);
     std::fill_n(sum, num_rows, 0.0f);
     for (int64_t r = 0; a.sinks != nullptr && r < num_rows; ++r) {
       if (WorkItem::first_visible(a, item.position_of(r)) / SPLIT != split) continue;
-      max[r] = a.sinks[item.head_of(r)] * unit;
+      max[r] = a.sinks[item.head_of(r)] * LOG2_E;
       sum[r] = 1.0f;
     }
   }
@@ -119,8 +137,9 @@ template <typename T>
 void prefetch_tile(const Arguments &a, const int32_t *table, int64_t kv_head, int64_t start, int64_t end) {
   constexpr int64_t LINE = 64 / sizeof(T);
   const T *keys = static_cast<const T *>(a.layer_keys), *values = static_cast<const T *>(a.layer_values);
+  SlotWalk slots(a, table, start, kv_head);
   for (int64_t position = start; position < end; ++position) {
-    int64_t at = slot_of(a, table, position, kv_head);
+    const int64_t at = slots.next();
     for (int64_t d = 0; d < a.head_dim; d += LINE) {
       __builtin_prefetch(keys + at + d, 0, 2);
       __builtin_prefetch(values + at + d, 0, 2);

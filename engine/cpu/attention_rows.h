@@ -1,4 +1,4 @@
-// Attention by rows: four query rows against a tile of keys, by vectors of floats or of pairs of bfloat16.
+// Attention by rows: four query rows against a tile of keys, which are the lanes of vectors. For few rows, as in decoding.
 
 #pragma once
 
@@ -12,32 +12,59 @@ namespace {
 
 constexpr int ROWS = 4; // query rows of one micro-kernel call
 
-// Scratch memory of one thread for one work item. Operands are in the kernel's own format (see Format below).
-struct Scratch {
-  float *query;  // [rows, dim]
-  float *keys_t; // [dim, KEYS]
-  float *values; // [KEYS, dim]
-  float *scores; // [rows, KEYS]; weights after the softmax step
-};
+// 2^x for x <= 0 (0 below the normal numbers). Cephes' polynomial, whose error is about 1 ulp; without its two smallest
+// terms another one, whose relative error is 3e-6.
+template <bool IS_EXACT> inline vfloat exp2_nonpositive(vfloat x) {
+  constexpr float ROUNDS = 12582912.0f; // 1.5 * 2^23: a float of this size has no bits behind the point
+  vfloat shifted = x + ROUNDS;
+  vfloat r = x - (shifted - ROUNDS), p;
+  if (IS_EXACT) {
+    p = splat(1.535336188319500e-4f);
+    p = p * r + 1.339887440266574e-3f;
+    p = p * r + 9.618437357674640e-3f;
+    p = p * r + 5.550332471162809e-2f;
+    p = p * r + 2.402264791363012e-1f;
+    p = p * r + 6.931472028550421e-1f;
+  } else {
+    p = splat(9.58285e-3f);
+    p = p * r + 5.590643e-2f;
+    p = p * r + 2.4024099e-1f;
+    p = p * r + 6.931242e-1f;
+  }
+  p = p * r + 1.0f;
+  vint power = reinterpret_cast<vint>(shifted) << 23; // the low bits of `shifted` are the whole part
+  vfloat result = reinterpret_cast<vfloat>(reinterpret_cast<vint>(p) + power);
+  return x < -126.0f ? splat(0.0f) : result;
+}
 
 // The layout and multiplication of operands. A word is the content of one lane: one float here, two bfloat16 below.
 template <typename T> struct FloatFormat {
   using Element = T;
   static constexpr int PER_WORD = 1;
   static void load_row(const T *from, float *to, int n) {
-    for (int i = 0; i < n; ++i) to[i] = to_float(from[i]);
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store(to + i, load_lanes(from + i));
+    for (; i < n; ++i) to[i] = to_float(from[i]);
   }
   static void load_values(const T *even, const T *odd, float *to, int n, int dim) {
     load_row(even, to, n);
     load_row(odd, to + dim, n);
   }
   static void pack_weights(float *) {}
-  static void multiply_add(vfloat &acc, float scalar, vfloat words) { acc += scalar * words; }
+  static void store_weights(vfloat even, vfloat odd, float *to) {
+    store(to, even);
+    store(to + LANES, odd);
+  }
+  static void add_product(vfloat &acc, float scalar, vfloat words) { acc += scalar * words; }
+  // The weight of a score: 2^(score * factor - base). Keys of bfloat16 are not worth the last bits.
+  static vfloat weight(vfloat score, vfloat factor, vfloat base) {
+    return exp2_nonpositive<sizeof(T) == sizeof(float)>(score * factor - base);
+  }
 };
 
 #ifdef __AVX512BF16__
-// Pairs of bfloat16 along the summed axis: one instruction multiplies and sums both, at twice the rate of floats.
-// Softmax weights are rounded to bfloat16 for the product with the values, as in flash attention.
+// Pairs of bfloat16 along the summed axis, which one instruction multiplies and sums. Softmax weights are rounded to
+// bfloat16 for the product with the values, as in flash attention.
 struct PairFormat {
   using Element = bfloat16;
   static constexpr int PER_WORD = 2;
@@ -52,13 +79,52 @@ struct PairFormat {
       std::memcpy(reinterpret_cast<bfloat16 *>(weights) + v * LANES, &half, sizeof half);
     }
   }
-  static void multiply_add(vfloat &acc, float scalar, vfloat words) {
+  static void store_weights(vfloat even, vfloat odd, float *to) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    __m512bh halves = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(odd), reinterpret_cast<__m512>(even));
+    store(to, reinterpret_cast<vfloat>(_mm512_permutexvar_epi16(order, reinterpret_cast<__m512i>(halves))));
+  }
+  static void add_product(vfloat &acc, float scalar, vfloat words) {
     __m512 pair = _mm512_set1_ps(scalar);
     acc = reinterpret_cast<vfloat>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc), reinterpret_cast<__m512bh>(pair),
                                                     reinterpret_cast<__m512bh>(words)));
   }
+  static vfloat weight(vfloat score, vfloat factor, vfloat base) {
+    return exp2_nonpositive<false>(score * factor - base);
+  }
 };
 #endif
+
+// Keys as words [num_keys, dim / PER_WORD] and values [num_keys / PER_WORD, dim], with zeros up to a vector of keys.
+template <typename Format>
+void load_tile(const Arguments &a, const WorkItem &item, int64_t start, int num_keys, int dim, float *key_words,
+               float *value_words) {
+  using T = typename Format::Element;
+  static const T zeros[MAX_DIM] = {};
+  constexpr int P = Format::PER_WORD;
+  const T *keys = static_cast<const T *>(a.layer_keys), *values = static_cast<const T *>(a.layer_values);
+  const int head_dim = static_cast<int>(a.head_dim), num_words = dim / P;
+  const int padded_keys = static_cast<int>(round_up(num_keys, LANES));
+  if (head_dim < dim) {
+    std::fill_n(key_words, padded_keys * num_words, 0.0f);
+    std::fill_n(value_words, padded_keys / P * dim, 0.0f);
+  }
+  SlotWalk slots(a, item.table, start, item.kv_head);
+  for (int j = 0; j < padded_keys; j += 2) {
+    const T *value_rows[2];
+    for (int i = 0; i < 2; ++i) {
+      const T *key_row = value_rows[i] = zeros; // unwritten slots may hold NaN, and 0 * NaN is not 0
+      if (j + i < num_keys) {
+        const int64_t at = slots.next();
+        key_row = keys + at;
+        value_rows[i] = values + at;
+      }
+      Format::load_row(key_row, key_words + (j + i) * num_words, head_dim);
+    }
+    Format::load_values(value_rows[0], value_rows[1], value_words + j / P * dim, head_dim, dim);
+  }
+}
 
 // Scores of ROWS rows against one tile: [ROWS, dim] x [dim, KEYS].
 template <typename Format> inline void score_rows(const float *query, const float *keys_t, int dim, float *scores) {
@@ -68,16 +134,17 @@ template <typename Format> inline void score_rows(const float *query, const floa
     vfloat k[V];
     for (int v = 0; v < V; ++v) k[v] = load(keys_t + d * KEYS + v * LANES);
     for (int r = 0; r < ROWS; ++r)
-      for (int v = 0; v < V; ++v) Format::multiply_add(acc[r][v], query[r * dim + d], k[v]);
+      for (int v = 0; v < V; ++v) Format::add_product(acc[r][v], query[r * dim + d], k[v]);
   }
   for (int r = 0; r < ROWS; ++r)
     for (int v = 0; v < V; ++v) store(scores + r * KEYS + v * LANES, acc[r][v]);
 }
 
-// out = out * correction + weights x values, for ROWS rows and `COLUMNS` vectors of columns.
-template <typename Format, int COLUMNS>
-inline void add_values(const float *weights, const float *values, int num_keys, int dim, const float *correction,
-                       float *out) {
+// out = out * correction + weights x values, for ROWS rows and `COLUMNS` vectors of columns. The weight of word j in row
+// r is `weights[r * ROW + j * WORD]`.
+template <typename Format, int COLUMNS, int ROW, int WORD>
+inline void add_columns(const float *weights, const float *values, int num_keys, int dim, const float *correction,
+                        float *out) {
   vfloat acc[ROWS][COLUMNS];
   for (int r = 0; r < ROWS; ++r)
     for (int c = 0; c < COLUMNS; ++c) acc[r][c] = load(out + r * dim + c * LANES) * correction[r];
@@ -86,41 +153,20 @@ inline void add_values(const float *weights, const float *values, int num_keys, 
     vfloat v[COLUMNS];
     for (int c = 0; c < COLUMNS; ++c) v[c] = load(values + j * dim + c * LANES);
     for (int r = 0; r < ROWS; ++r)
-      for (int c = 0; c < COLUMNS; ++c) Format::multiply_add(acc[r][c], weights[r * KEYS + j], v[c]);
+      for (int c = 0; c < COLUMNS; ++c) Format::add_product(acc[r][c], weights[r * ROW + j * WORD], v[c]);
   }
   for (int r = 0; r < ROWS; ++r)
     for (int c = 0; c < COLUMNS; ++c) store(out + r * dim + c * LANES, acc[r][c]);
 }
 
-template <typename Format>
-void load_tile(const Arguments &a, const WorkItem &item, int64_t start, int num_keys, int dim, Scratch &s) {
-  using T = typename Format::Element;
-  static const T zeros[MAX_DIM] = {};
-  constexpr int P = Format::PER_WORD;
-  const T *keys = static_cast<const T *>(a.layer_keys), *values = static_cast<const T *>(a.layer_values);
-  int padded_keys = (num_keys + LANES - 1) / LANES * LANES, head_dim = static_cast<int>(a.head_dim);
-  alignas(64) float rows[LANES * MAX_DIM];
-  const T *value_rows[LANES];
-  for (int base = 0; base < padded_keys; base += LANES) {
-    for (int j = 0; j < LANES; ++j) {
-      const T *key_row = value_rows[j] = zeros; // unwritten slots may hold NaN, and 0 * NaN is not 0
-      if (base + j < num_keys) {
-        int64_t at = slot_of(a, item.table, start + base + j, item.kv_head);
-        key_row = keys + at;
-        value_rows[j] = values + at;
-      }
-      if (head_dim < dim) std::fill_n(rows + j * dim, dim, 0.0f);
-      Format::load_row(key_row, rows + j * dim, head_dim);
-    }
-    for (int d = 0; d < dim / P; d += LANES) transpose_square(rows + d, dim, s.keys_t + d * KEYS + base, KEYS);
-    for (int j = 0; j < LANES; j += 2) {
-      float *to = s.values + (base + j) / P * dim;
-      if (head_dim < dim) std::fill_n(to, 2 / P * dim, 0.0f);
-      Format::load_values(value_rows[j], value_rows[j + 1], to, head_dim, dim);
-    }
-  }
-  for (int d = 0; d < dim / P; ++d)
-    for (int j = padded_keys; j < KEYS; ++j) s.keys_t[d * KEYS + j] = 0.0f;
+template <typename Format, int ROW, int WORD>
+inline void add_values(const float *weights, const float *values, int num_keys, int dim, const float *correction,
+                       float *out) {
+  int d = 0;
+  for (; d + 4 * LANES <= dim; d += 4 * LANES)
+    add_columns<Format, 4, ROW, WORD>(weights, values + d, num_keys, dim, correction, out + d);
+  for (; d < dim; d += LANES)
+    add_columns<Format, 1, ROW, WORD>(weights, values + d, num_keys, dim, correction, out + d);
 }
 
 // Reduces the lanes in a tree of fixed shape, so that the order of operations never changes.
@@ -133,6 +179,8 @@ template <typename Combine> inline float reduce(vfloat v, Combine combine) {
 }
 
 // One row's online softmax step over a tile: turns scores into weights, and returns the factor for the previous sums.
+// `LaneAttention::soften` does the same for sixteen rows, operation by operation.
+template <typename Format>
 inline float soften_row(const Arguments &a, float *scores, int64_t first_key, int64_t position, float &max, float &sum) {
   constexpr int V = KEYS / LANES;
   const vint lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -140,16 +188,17 @@ inline float soften_row(const Arguments &a, float *scores, int64_t first_key, in
   int32_t first = a.window > 0 ? static_cast<int32_t>(std::max<int64_t>(position - a.window + 1 - first_key, 0)) : 0;
   vfloat x[V], top = splat(MINUS_INFINITY);
   for (int v = 0; v < V; ++v) {
-    x[v] = load(scores + v * LANES) * a.scale;
+    x[v] = load(scores + v * LANES);
     if (a.softcap > 0.0f)
-      for (int i = 0; i < LANES; ++i) x[v][i] = a.softcap * std::tanh(x[v][i] / a.softcap);
+      for (int i = 0; i < LANES; ++i) x[v][i] = a.softcap * std::tanh(x[v][i] * a.scale / a.softcap);
     if (last < KEYS - 1 || first > 0) { // most tiles are entirely visible
       vint key = lane + v * LANES;
       x[v] = ((key <= last) & (key >= first)) ? x[v] : splat(MINUS_INFINITY);
     }
     top = x[v] > top ? x[v] : top;
   }
-  float tile_max = reduce(top, [](vfloat p, vfloat q) { return p > q ? p : q; });
+  const float factor = score_factor(a);
+  float tile_max = reduce(top, [](vfloat p, vfloat q) { return p > q ? p : q; }) * factor;
   float new_max = std::max(max, tile_max);
   if (new_max == MINUS_INFINITY) { // nothing visible yet
     for (int v = 0; v < V; ++v) store(scores + v * LANES, splat(0.0f));
@@ -157,37 +206,42 @@ inline float soften_row(const Arguments &a, float *scores, int64_t first_key, in
   }
   vfloat total = splat(0.0f);
   for (int v = 0; v < V; ++v) {
-    vfloat weight = exp_nonpositive(x[v] - new_max);
+    vfloat weight = Format::weight(x[v], splat(factor), splat(new_max));
     store(scores + v * LANES, weight);
     total += weight;
   }
   float tile_sum = reduce(total, [](vfloat p, vfloat q) { return p + q; });
-  float correction = max == new_max ? 1.0f : exp_nonpositive(splat(max - new_max))[0];
+  float correction = Format::weight(splat(max), splat(1.0f), splat(new_max))[0];
   max = new_max;
   sum = sum * correction + tile_sum;
   return correction;
 }
 
-inline Scratch carve(float *memory, int64_t rows, int64_t dim) {
-  Scratch s;
-  s.query = memory;
-  s.keys_t = s.query + rows * dim;
-  s.values = s.keys_t + dim * KEYS;
-  s.scores = s.values + KEYS * dim;
-  return s;
-}
-
 template <typename Format> struct RowAttention {
   using T = typename Format::Element;
-  static constexpr int ROW_UNIT = ROWS;
-  static constexpr float SCORE_UNIT = 1.0f;
 
-  static float weight(float score) { return exp_nonpositive(splat(score))[0]; }
+  // Memory of one work item, in words of the format; `dim` is padded.
+  struct Scratch {
+    float *query;  // [rows, dim]
+    float *keys;   // [LANES, dim]
+    float *keys_t; // [dim, KEYS]
+    float *values; // [KEYS, dim]
+    float *scores; // [rows, KEYS]; weights after the softmax step
 
-  static int64_t scratch_floats(int64_t num_rows, int64_t dim) { return num_rows * (dim + KEYS) + dim * KEYS * 2; }
+    Scratch() = default;
+    Scratch(float *at, int64_t rows, int64_t dim) {
+      const auto take = [&at](int64_t num_floats) { return std::exchange(at, at + num_floats); };
+      query = take(rows * dim);
+      keys = take(LANES * dim);
+      keys_t = take(KEYS * dim);
+      values = take(KEYS * dim);
+      scores = take(rows * KEYS);
+    }
+    static int64_t num_floats(int64_t rows, int64_t dim) { return rows * (dim + KEYS) + (LANES + 2 * KEYS) * dim; }
+  };
 
   static Scratch load_queries(const Arguments &a, const WorkItem &item, int num_rows, int dim, float *memory) {
-    Scratch s = carve(memory, num_rows, dim);
+    Scratch s(memory, num_rows, dim);
     std::fill_n(s.query, num_rows * dim, 0.0f);
     for (int r = 0; r < item.num_rows(); ++r)
       Format::load_row(item.query_row<T>(a, r), s.query + r * dim, static_cast<int>(a.head_dim));
@@ -200,7 +254,7 @@ template <typename Format> struct RowAttention {
     for (int64_t first_key = start; first_key < end; first_key += KEYS) {
       int num_keys = static_cast<int>(std::min<int64_t>(KEYS, end - first_key));
       prefetch_tile<T>(a, item.table, item.kv_head, first_key + KEYS, std::min(first_key + 2 * KEYS, end));
-      load_tile<Format>(a, item, first_key, num_keys, dim, s);
+      load_keys(a, item, first_key, num_keys, dim, s);
       for (int r = 0; r < num_rows; r += ROWS) {
         if (item.position_of(r + ROWS - 1) < first_key) continue; // causal: none of these rows sees the tile
         if (a.window > 0 && item.position_of(r) - a.window + 1 >= first_key + KEYS) continue;
@@ -210,6 +264,18 @@ template <typename Format> struct RowAttention {
   }
 
 private:
+  static void load_keys(const Arguments &a, const WorkItem &item, int64_t start, int num_keys, int dim, Scratch &s) {
+    const int num_words = dim / Format::PER_WORD;
+    int j = 0;
+    for (; j < num_keys; j += LANES) {
+      float *values = s.values + j / Format::PER_WORD * dim;
+      load_tile<Format>(a, item, start + j, std::min(LANES, num_keys - j), dim, s.keys, values);
+      for (int d = 0; d < num_words; d += LANES)
+        transpose_square(s.keys + d, num_words, s.keys_t + d * KEYS + j, KEYS);
+    }
+    for (int d = 0; d < num_words; ++d) std::fill(s.keys_t + d * KEYS + j, s.keys_t + (d + 1) * KEYS, 0.0f);
+  }
+
   // Rows [r, r + ROWS) of the item against the tile that was loaded.
   static void attend_tile(const Arguments &a, const WorkItem &item, int r, int64_t first_key, int num_keys, int dim,
                           Scratch &s, const Sums &sums) {
@@ -218,14 +284,10 @@ private:
     float correction[ROWS];
     for (int i = 0; i < ROWS; ++i) {
       float &max = sums.max[r + i], &sum = sums.sum[r + i];
-      correction[i] = soften_row(a, scores + i * KEYS, first_key, item.position_of(r + i), max, sum);
+      correction[i] = soften_row<Format>(a, scores + i * KEYS, first_key, item.position_of(r + i), max, sum);
       Format::pack_weights(scores + i * KEYS);
     }
-    int d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES)
-      add_values<Format, 4>(scores, s.values + d, num_keys, dim, correction, sums.out + r * dim + d);
-    for (; d < dim; d += LANES)
-      add_values<Format, 1>(scores, s.values + d, num_keys, dim, correction, sums.out + r * dim + d);
+    add_values<Format, KEYS, 1>(scores, s.values, num_keys, dim, correction, sums.out + r * dim);
   }
 };
 

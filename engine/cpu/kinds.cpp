@@ -23,6 +23,16 @@ int tandem_best_kind() {
 #endif
 }
 
+// The fastest kind on this machine. AMD's CPUs multiply pairs of bfloat16 at twice the rate of floats, Intel's at half of
+// it: 30 against 62 FLOP a cycle and core, on an Emerald Rapids.
+int tandem_fastest_kind() {
+  const int best = tandem_best_kind();
+#ifdef __x86_64__
+  if (best == AVX512_BF16 && __builtin_cpu_is("intel")) return VECTORS;
+#endif
+  return best;
+}
+
 // What the portable vectors were compiled to.
 const char *tandem_vector_target() {
 #if defined(__AVX512F__)

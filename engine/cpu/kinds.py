@@ -11,7 +11,7 @@ import torch
 from tandem.engine.cpu.library import load_kernels
 from tandem.protocol.errors import ConfigError
 
-_BITS = 2  # raised whenever a kernel's results change, so that old KV on disks is not taken for theirs
+_BITS = 3  # raised whenever a kernel's results change, so that old KV on disks is not taken for theirs
 VARIABLE = "TANDEM_CPU_KERNELS"
 _KINDS = ("vectors", "avx512_bf16", "amx_bf16")  # in the order of `enum Kind`; a CPU has those up to its own
 
@@ -25,7 +25,7 @@ def _kernels() -> ctypes.CDLL:
 
 @cache
 def kernel_kinds() -> tuple[str, ...]:
-    """The kinds that this CPU runs, the fastest last. Between two kinds the last bits differ."""
+    """The kinds that this CPU runs. Between two kinds the last bits differ."""
     return _KINDS[: _kernels().tandem_best_kind() + 1]
 
 
@@ -35,7 +35,7 @@ def kernel_kind() -> str:
     Raises ConfigError for one that this CPU does not have.
     """
     kinds = kernel_kinds()
-    wanted = os.environ.get(VARIABLE) or kinds[-1]
+    wanted = os.environ.get(VARIABLE) or _KINDS[_kernels().tandem_fastest_kind()]
     if wanted not in kinds:
         raise ConfigError(f"{VARIABLE}={wanted!r}: this CPU has {', '.join(kinds)}")
     return wanted

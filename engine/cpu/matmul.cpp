@@ -17,14 +17,16 @@ namespace {
 
 constexpr int PANELS = 2;                // panels of one micro-kernel; a panel is LANES columns
 constexpr int COLUMNS = PANELS * LANES;  // N is padded to a multiple of this with zeros
-constexpr int PAIR_UNIT = 32;            // K of the bfloat16 kinds is padded to a multiple of this: the depth of a tile
+constexpr int PAIR_UNIT = 32;            // K is padded to a multiple of this with zeros: the depth of a tile
 constexpr int ITEM_ROWS = 128;           // rows of one work item
 constexpr int64_t BLOCK_BYTES = 1 << 20; // of rows that are prepared at once: half of a usual L2 cache
 constexpr int64_t OWN_BYTES = 16 << 10;  // rows that each thread prepares for itself: not worth a phase
 
-// Packed weights are [panels, K, LANES] of T for vectors, and [panels, K / 2, LANES, 2] for the bfloat16 kinds, where
-// sixteen pairs of a panel are the 1 KiB of a tile. Prepared rows are [M, K] of float, or of bfloat16, or tiles
-// [M / 16, K / 32, 16, 32].
+// Packed weights are [panels, K, LANES] of floats or int8, and [panels, K / 2, LANES, 2] of bfloat16: sixteen of these
+// pairs are the 1 KiB of a tile. The bfloat16 kinds have int8 in another order (`pack_int8_pairs`). Prepared rows are
+// [M, K] of float, or of bfloat16, or tiles [M / 16, K / 32, 16, 32].
+
+inline int64_t padded_depth(int64_t depth) { return round_up(depth, PAIR_UNIT); }
 
 template <typename T> inline void store_row(const Product &p, int64_t row, int64_t column, const float *sums) {
   int64_t n = std::min<int64_t>(COLUMNS, p.num_columns - column);
@@ -55,20 +57,31 @@ template <typename T> inline void store_row(const Product &p, int64_t row, int64
 
 // ---- vectors: floats, or bfloat16 widened to floats ----
 
+// A pair along K of each lane, widened.
+inline void load_pair(const bfloat16 *panel, int64_t k, vfloat (&pair)[2]) {
+  const vword words = *reinterpret_cast<const vword *>(panel + k * LANES);
+  pair[0] = reinterpret_cast<vfloat>(words << 16);
+  pair[1] = reinterpret_cast<vfloat>(words & 0xffff0000);
+}
+template <typename W> inline void load_pair(const W *panel, int64_t k, vfloat (&pair)[2]) {
+  for (int i = 0; i < 2; ++i) pair[i] = load_lanes(panel + (k + i) * LANES);
+}
+
 template <typename T> struct Vectors {
   using Element = T;
   using Prepared = float;
-  static int64_t padded_depth(int64_t depth) { return depth; }
   static void prepare(const T *row, Prepared *to, int64_t depth) {
     for (int64_t k = 0; k < depth; ++k) to[k] = to_float(row[k]);
+    std::fill(to + depth, to + padded_depth(depth), 0.0f);
   }
   template <int ROWS, typename W>
   static void multiply(const Prepared *rows, const W *panel, int64_t depth, vfloat (&sums)[ROWS][PANELS]) {
-    for (int64_t k = 0; k < depth; ++k) {
-      vfloat w[PANELS];
-      for (int v = 0; v < PANELS; ++v) w[v] = load_lanes(panel + (v * depth + k) * LANES);
-      for (int r = 0; r < ROWS; ++r)
-        for (int v = 0; v < PANELS; ++v) sums[r][v] += rows[r * depth + k] * w[v];
+    for (int64_t k = 0; k < depth; k += 2) {
+      vfloat w[PANELS][2];
+      for (int v = 0; v < PANELS; ++v) load_pair(panel + v * depth * LANES, k, w[v]);
+      for (int i = 0; i < 2; ++i)
+        for (int r = 0; r < ROWS; ++r)
+          for (int v = 0; v < PANELS; ++v) sums[r][v] += rows[r * depth + k + i] * w[v][i];
     }
   }
 };
@@ -125,7 +138,6 @@ inline void load_pairs(const int8_t *group, const int8_t *, int64_t k, __m512bh 
 struct Pairs {
   using Element = bfloat16;
   using Prepared = bfloat16;
-  static int64_t padded_depth(int64_t depth) { return round_up(depth, PAIR_UNIT); }
   static void prepare(const bfloat16 *row, Prepared *to, int64_t depth) {
     std::memcpy(to, row, static_cast<size_t>(depth) * sizeof(bfloat16));
     std::memset(to + depth, 0, static_cast<size_t>(padded_depth(depth) - depth) * sizeof(bfloat16));
@@ -157,15 +169,15 @@ template <typename Format> struct ByRows {
   static constexpr int MOST = 2;
 #endif
 
-  static int64_t prepared_elements(int64_t num_rows, int64_t depth) { return num_rows * Format::padded_depth(depth); }
+  static int64_t prepared_elements(int64_t num_rows, int64_t depth) { return num_rows * padded_depth(depth); }
   static void prepare(const T *row, int64_t idx, Prepared *to, int64_t depth) {
-    Format::prepare(row, to + idx * Format::padded_depth(depth), depth);
+    Format::prepare(row, to + idx * padded_depth(depth), depth);
   }
 
   template <int ROWS, typename W>
   static void some_rows(const Product &p, const Prepared *rows, const W *panel, int64_t row, int64_t column) {
     vfloat sums[ROWS][PANELS] = {};
-    Format::template multiply<ROWS>(rows, panel, Format::padded_depth(p.depth), sums);
+    Format::template multiply<ROWS>(rows, panel, padded_depth(p.depth), sums);
     for (int r = 0; r < ROWS; ++r) {
       float line[COLUMNS];
       for (int v = 0; v < PANELS; ++v) store(line + v * LANES, sums[r][v]);
@@ -184,7 +196,7 @@ private:
   template <typename W>
   static void multiply_by(const Product &p, const Prepared *x, int64_t first, int64_t last, int64_t column,
                           int64_t base) {
-    int64_t depth = Format::padded_depth(p.depth);
+    const int64_t depth = padded_depth(p.depth);
     const W *panel = static_cast<const W *>(p.weight) + column * depth;
     int64_t r = first;
     const auto run = [&](auto rows) {
@@ -211,10 +223,10 @@ struct Tiles {
   using Prepared = bfloat16;
 
   static int64_t prepared_elements(int64_t num_rows, int64_t depth) {
-    return round_up(num_rows, TILE) * round_up(depth, PAIR_UNIT);
+    return round_up(num_rows, TILE) * padded_depth(depth);
   }
   static void prepare(const T *row, int64_t idx, Prepared *to, int64_t depth) {
-    Prepared *line = to + idx / TILE * TILE * round_up(depth, PAIR_UNIT) + idx % TILE * PAIR_UNIT;
+    Prepared *line = to + idx / TILE * TILE * padded_depth(depth) + idx % TILE * PAIR_UNIT;
     for (int64_t k = 0; k < depth; k += PAIR_UNIT, line += TILE_ELEMENTS) {
       int64_t n = std::min<int64_t>(PAIR_UNIT, depth - k);
       std::memcpy(line, row + k, static_cast<size_t>(n) * sizeof(T));
@@ -251,7 +263,7 @@ private:
   template <typename W>
   static void multiply_by(const Product &p, const Prepared *x, int64_t first, int64_t last, int64_t column,
                           int64_t base) {
-    int64_t depth = round_up(p.depth, PAIR_UNIT), num_steps = depth / PAIR_UNIT;
+    const int64_t depth = padded_depth(p.depth), num_steps = depth / PAIR_UNIT;
     const W *left = static_cast<const W *>(p.weight) + column * depth, *right = left + LANES * depth;
     alignas(64) T room[PANELS][TILE_ELEMENTS];
     alignas(64) float sums[2 * TILE * COLUMNS];
@@ -362,12 +374,12 @@ template <typename Kernel> void add(Plan &plan, const Product &p) {
 
 // Weights [N, K] become panels; `place(k, lane)` is where an element of a panel goes, and `code(weight)` what is kept.
 template <typename W, typename Place, typename Code>
-void add_packing(Plan &plan, const void *weight, void *packed, int64_t num_columns, int64_t depth, int64_t padded,
-                 const Place &place, const Code &code) {
+void add_packing(Plan &plan, const void *weight, void *packed, int64_t num_columns, int64_t depth, const Place &place,
+                 const Code &code) {
   const W *from = static_cast<const W *>(weight);
   W *to = static_cast<W *>(packed);
   plan.add(round_up(num_columns, COLUMNS) / LANES, [=](int64_t panel) {
-    for (int64_t k = 0; k < padded; ++k)
+    for (int64_t k = 0; k < padded_depth(depth); ++k)
       for (int64_t lane = 0; lane < LANES; ++lane) {
         int64_t n = panel * LANES + lane;
         W element = n < num_columns && k < depth ? from[n * depth + k] : W{};
@@ -377,21 +389,21 @@ void add_packing(Plan &plan, const void *weight, void *packed, int64_t num_colum
 }
 
 template <typename W>
-void pack(Plan &plan, int kind, const void *weight, void *packed, int64_t num_columns, int64_t depth) {
-  const int64_t padded = kind == VECTORS ? depth : round_up(depth, PAIR_UNIT), unit = kind == VECTORS ? 1 : 2;
+void pack(Plan &plan, const void *weight, void *packed, int64_t num_columns, int64_t depth) {
+  constexpr int64_t UNIT = std::is_same_v<W, bfloat16> ? 2 : 1;
   const auto in_panels = [=](int64_t panel, int64_t k, int64_t lane) {
-    return panel * padded * LANES + (k / unit * LANES + lane) * unit + k % unit;
+    return panel * padded_depth(depth) * LANES + (k / UNIT * LANES + lane) * UNIT + k % UNIT;
   };
-  add_packing<W>(plan, weight, packed, num_columns, depth, padded, in_panels, [](W element) { return element; });
+  add_packing<W>(plan, weight, packed, num_columns, depth, in_panels, [](W element) { return element; });
 }
 
 // For `load_pairs`. Weights are from -127 to 127.
 void pack_int8_pairs(Plan &plan, const void *weight, void *packed, int64_t num_columns, int64_t depth) {
-  const int64_t padded = round_up(depth, PAIR_UNIT);
+  const int64_t padded = padded_depth(depth);
   const auto in_groups = [=](int64_t panel, int64_t k, int64_t lane) {
     return panel / PANELS * PANELS * padded * LANES + k / 2 * 2 * COLUMNS + int8_place(lane * 2 + k % 2, panel % PANELS);
   };
-  add_packing<int8_t>(plan, weight, packed, num_columns, depth, padded, in_groups,
+  add_packing<int8_t>(plan, weight, packed, num_columns, depth, in_groups,
                       [](int8_t x) { return static_cast<int8_t>(x < 0 ? 0x80 | -x : x); });
 }
 
@@ -412,8 +424,8 @@ void add_product(Plan &plan, int kind, const Product &product, bool is_bfloat16)
 extern "C" {
 
 // Elements of a packed weight.
-int64_t tandem_matmul_packed_elements(int kind, int64_t num_columns, int64_t depth) {
-  return round_up(num_columns, COLUMNS) * (kind == VECTORS ? depth : round_up(depth, PAIR_UNIT));
+int64_t tandem_matmul_packed_elements(int64_t num_columns, int64_t depth) {
+  return round_up(num_columns, COLUMNS) * padded_depth(depth);
 }
 
 // Packs weight [num_columns, depth], of elements of 1, 2 or 4 bytes. Products of floats are of kind VECTORS. Returns what
@@ -424,11 +436,11 @@ int tandem_matmul_pack(int kind, const void *weight, void *packed, int64_t num_c
     if (element_bytes == 1 && kind != VECTORS)
       pack_int8_pairs(plan, weight, packed, num_columns, depth);
     else if (element_bytes == 1)
-      pack<int8_t>(plan, kind, weight, packed, num_columns, depth);
+      pack<int8_t>(plan, weight, packed, num_columns, depth);
     else if (element_bytes == 2)
-      pack<bfloat16>(plan, kind, weight, packed, num_columns, depth);
+      pack<bfloat16>(plan, weight, packed, num_columns, depth);
     else
-      pack<float>(plan, kind, weight, packed, num_columns, depth);
+      pack<float>(plan, weight, packed, num_columns, depth);
   });
 }
 

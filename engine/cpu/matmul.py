@@ -17,7 +17,7 @@ _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 @cache
 def _kernels() -> ctypes.CDLL:
     kernels = load_kernels()
-    kernels.tandem_matmul_packed_elements.argtypes = (_INT, _INT64, _INT64)
+    kernels.tandem_matmul_packed_elements.argtypes = (_INT64, _INT64)
     kernels.tandem_matmul_packed_elements.restype = _INT64
     kernels.tandem_matmul_pack.argtypes = (_INT, _POINTER, _POINTER, _INT64, _INT64, _INT, _INT)
     kernels.tandem_matmul.argtypes = (_INT, *(_POINTER,) * 5, *(_INT64,) * 4, _INT, _INT)
@@ -37,7 +37,7 @@ class PackedWeight:
         if is_int8:
             weight, self.scales = quantize(weight)
         weight = weight.contiguous()
-        size = _kernels().tandem_matmul_packed_elements(self.kind, num_columns, depth)
+        size = _kernels().tandem_matmul_packed_elements(num_columns, depth)
         self.packed = torch.empty(size, dtype=weight.dtype)
         pointers = (weight.data_ptr(), self.packed.data_ptr())
         options = (weight.element_size(), torch.get_num_threads())

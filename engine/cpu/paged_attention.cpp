@@ -9,7 +9,6 @@
 // share one long context, as in flash decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html); where it is
 // not worth the memory, one item goes through the splits by itself, in the same arithmetic.
 
-#include "attention_rows.h"
 #include "attention_tiles.h"
 
 #include <vector>
@@ -91,13 +90,13 @@ int64_t find(const Span *spans, int64_t num_seqs, int64_t Counts::*count, int64_
 template <typename Kernel>
 Sums attend(const Arguments &a, const WorkItem &item, int64_t begin, int64_t end, float *memory) {
   const int dim = static_cast<int>(padded_dim(a));
-  const int num_rows = static_cast<int>(round_up(item.num_rows(), Kernel::ROW_UNIT));
+  const int num_rows = static_cast<int>(Kernel::padded_rows(item.num_rows()));
   auto s = Kernel::load_queries(a, item, num_rows, dim, memory);
   const Sums total(memory + Kernel::scratch_floats(num_rows, dim), num_rows, dim);
   const Sums next(total.out + Sums::num_floats(num_rows, dim), num_rows, dim);
   for (int64_t split = begin; split < end; ++split) {
     const Sums &sums = split == begin ? total : next;
-    sums.begin(a, item, split, num_rows, dim, Kernel::SCORE_UNIT);
+    sums.begin(a, item, split, num_rows, dim);
     const int64_t first_key = std::max(item.first_key(a), split * SPLIT);
     Kernel::attend(a, item, first_key, std::min(item.end_key(), (split + 1) * SPLIT), num_rows, dim, s, sums);
     if (split > begin) merge<Kernel>(total, next, item.num_rows(), dim);
@@ -106,7 +105,7 @@ Sums attend(const Arguments &a, const WorkItem &item, int64_t begin, int64_t end
 }
 
 template <typename Kernel> int64_t scratch_bytes(const Arguments &a) {
-  const int64_t num_rows = round_up(QUERIES * a.num_heads / a.num_kv_heads, Kernel::ROW_UNIT), dim = padded_dim(a);
+  const int64_t num_rows = Kernel::padded_rows(QUERIES * a.num_heads / a.num_kv_heads), dim = padded_dim(a);
   return (Kernel::scratch_floats(num_rows, dim) + 2 * Sums::num_floats(num_rows, dim)) *
          static_cast<int64_t>(sizeof(float));
 }
@@ -156,13 +155,13 @@ void write_cache(const Arguments &arguments, int64_t first_token, int64_t last_t
 
 void add_attention(Plan &plan, int kind, const Arguments &arguments, bool is_bfloat16) {
   if (kind == VECTORS)
-    return is_bfloat16 ? add<RowAttention<FloatFormat<bfloat16>>>(plan, arguments)
-                       : add<RowAttention<FloatFormat<float>>>(plan, arguments);
+    return is_bfloat16 ? add<VectorAttention<FloatFormat<bfloat16>>>(plan, arguments)
+                       : add<VectorAttention<FloatFormat<float>>>(plan, arguments);
 #ifdef __AVX512BF16__
-  if (kind == AVX512_BF16) return add<RowAttention<PairFormat>>(plan, arguments);
+  if (kind == AVX512_BF16) return add<VectorAttention<PairFormat>>(plan, arguments);
 #endif
 #ifdef HAS_AMX
-  if (kind == AMX_BF16) return add<TileAttention>(plan, arguments);
+  if (kind == AMX_BF16) return add<LaneAttention<TileProducts>>(plan, arguments);
 #endif
   throw NotCompiled();
 }

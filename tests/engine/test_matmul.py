@@ -97,8 +97,8 @@ def test_kernels_that_this_cpu_does_not_have_are_refused(monkeypatch: pytest.Mon
 
 def test_blocks_are_told_apart_by_the_kernels_that_computed_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert kernel_kind() == kernel_kinds()[-1]
-    assert kernels_of(torch.bfloat16).startswith(f"cpu {kernel_kinds()[-1]} ")
+    assert kernel_kind() in kernel_kinds()
+    assert kernels_of(torch.bfloat16).startswith(f"cpu {kernel_kind()} ")
     monkeypatch.setenv(VARIABLE, "vectors")
     assert kernels_of(torch.bfloat16) == kernels_of(torch.float32)
 
