@@ -106,11 +106,9 @@ References = dict[float, list[Answer]]  # by temperature: answers of all cases i
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--output-tokens", type=int, default=24)
-    parser.add_argument("--repeat", type=int, default=3, help="cases of each short length")
-    settings = parser.parse_args()
-    if settings.quick:
-        settings.output_tokens, settings.repeat = 8, 1
+    parser.option("--output-tokens", 24, quick=8)
+    parser.option("--repeat", 3, "cases of each short length", quick=1)
+    settings = parser.settings()
     results: dict[str, Any] = {}
     cases: list[Case] = []
     references: References = {}

@@ -137,14 +137,12 @@ KINDS: dict[str, tuple[Callable[[random.Random, Tokenizer], Task], tuple[int, ..
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=128, help="of each answer, at most (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=0, help="of both engines; 0 = as many as torch chooses")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--streams", nargs="+", type=int, default=[1, 8, 32], help="at once; by default 1, 8, 32")
-    settings = parser.parse_args()
-    if settings.quick:
-        settings.rounds, settings.tokens = 1, 32
+    parser.option("--rounds", 6, quick=1)
+    parser.option("--tokens", 128, "of each answer, at most", quick=32)
+    parser.option("--threads", 0, "of both engines; 0 = as many as torch chooses")
+    parser.option("--kinds", list(KINDS), choices=KINDS)
+    parser.option("--streams", [1, 8, 32], "at once")
+    settings = parser.settings()
     folder = resolve_model(settings.model, report=console.print)
     tokenizer = Tokenizer(folder)
     engines = {name: _engine(folder, name, settings.threads) for name in ("off", "auto")}

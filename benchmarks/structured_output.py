@@ -95,11 +95,9 @@ class Attack(NamedTuple):
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--suite", type=Path, help="folder of JSON files of the JSON Schema Test Suite")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--tokens", type=int, default=96, help="of each stream (default: %(default)s)")
-    settings = parser.parse_args()
-    if settings.quick:
-        settings.rounds, settings.tokens = 1, 16
+    parser.option("--rounds", 9, quick=1)
+    parser.option("--tokens", 96, "of each stream", quick=16)
+    settings = parser.settings()
     torch.set_num_threads(1)
     folder = resolve_model(settings.model, report=console.print)
     engine = Engine(EngineConfig(model=str(folder), device="cpu", num_threads=1))

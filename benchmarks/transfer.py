@@ -38,15 +38,11 @@ _REST_S = 0.02  # a busy system gives less time to processes that have just comp
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--megabytes", type=int, default=64, help="per transfer (MiB)")
-    parser.add_argument(
-        "--block-kilobytes", type=int, default=360, help="per block (KiB); 360 is 16 tokens of the default"
-    )
-    parser.add_argument("--rounds", type=int, default=30, help="transfers of each kind")
-    parser.add_argument("--poll-ms", type=float, default=1.0, help="how often both sides poll")
-    settings = parser.parse_args()
-    if settings.quick:
-        settings.megabytes, settings.rounds = 4, 3
+    parser.option("--megabytes", 64, "per transfer (MiB)", quick=4)
+    parser.option("--block-kilobytes", 360, "per block (KiB); 360 is 16 tokens of the default model")
+    parser.option("--rounds", 30, "transfers of each kind", quick=3)
+    parser.option("--poll-ms", 1.0, "how often both sides poll")
+    settings = parser.settings()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="t-") as folder:
         results = {name: measure(name, folder, settings) for name in _TRANSPORTS}

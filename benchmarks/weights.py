@@ -44,19 +44,18 @@ class Compared(NamedTuple):
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--pieces", type=int, default=40, help="pieces of text")
-    settings = parser.parse_args()
-    pieces = 2 if settings.quick else settings.pieces
+    parser.option("--pieces", 40, "pieces of text", quick=2)
+    settings = parser.settings()
     folder = str(resolve_model(settings.model))
     text = "\n".join(path.read_text() for path in sorted(_DOCS.glob("*.md")))
-    ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])
+    ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])[: settings.pieces * _PIECE]
     exact = load_model(EngineConfig(model=folder, device="cpu"))
     exact_mib = packed_mib()
     rounded = load_model(EngineConfig(model=folder, device="cpu", weights="int8"))
     rounded_mib = packed_mib() - exact_mib
-    rows = list(compare(exact, rounded, [piece for piece in torch.split(ids, _PIECE) if len(piece) == _PIECE][:pieces]))
+    rows = list(compare(exact, rounded, [piece for piece in torch.split(ids, _PIECE) if len(piece) == _PIECE]))
     headings = ["weights", "perplexity", "same first choice", "KL"]
-    print_table(f"{pieces} pieces of {_PIECE} tokens, {exact.kernels}", headings, rows)
+    print_table(f"{settings.pieces} pieces of {_PIECE} tokens, {exact.kernels}", headings, rows)
     console.print(f"weights of products: {exact_mib:.0f} MiB as loaded, {rounded_mib:.0f} MiB with int8")
     write_result("weights", settings, {"compared": rows})
     return 0
