@@ -59,7 +59,7 @@ def taken(watch: Connection, *, is_end: bool = False) -> Waits:
     """The waits that have ended since the last call; at the end, those that go on now are awaited too."""
     watch.send(is_end)
     waits: Waits = watch.recv()
-    return defaultdict(list, waits)
+    return waits
 
 
 def longest_s(waits: Sequence[Wait]) -> float:
@@ -92,7 +92,7 @@ class _Watch:
             self._is_ending = await asyncio.to_thread(pipe.recv)
             if self._is_ending:
                 await asyncio.gather(*clients)
-            pipe.send(dict(self._waits))
+            pipe.send({kind: self._waits[kind] for kind in (HEALTH, ANSWER, GAP, STREAM)})
             self._waits.clear()
 
     async def _repeat(self, kind: str, request: bytes, every_s: float) -> None:
