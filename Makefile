@@ -61,8 +61,8 @@ types: $(STAMP) ## check types with mypy, strict
 bench: $(STAMP) ## measure a running server: TTFT, ITL, throughput (URL=..., ARGS=...)
 	$(BIN)/tandem bench --url $(URL) $(ARGS)
 
-BENCHMARKS := equality faults hostile failover throughput interference exposure forks tiers transfer decisions edge versus speculation weights cpu-steps long-context \
-	routing eviction autoscaling structured-output gpu-steps lockout hostile-engines tenants
+BENCHMARKS := equality faults hostile failover throughput interference exposure forks tiers transfer decisions edge versus speculation weights steps long-context \
+	routing eviction autoscaling structured-output lockout hostile-engines tenants
 
 .PHONY: bench-NAME $(addprefix bench-,$(BENCHMARKS))
 
