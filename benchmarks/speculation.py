@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import arguments, console, print_table, ratio, write_result
+from benchmarks.common import arguments, console, print_table, ratio, verdict, write_result
 from tandem.cluster.model_store import resolve_model
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence
@@ -254,7 +254,7 @@ def _verdict(result: Result) -> str:
     if result.kind != "chat" and result.num_streams > 1:
         return "-"
     aim = _AIMS[result.kind]
-    return f">= {aim}: {'hit' if result.ratio >= aim else 'MISSED'}"
+    return verdict(f">= {aim}", result.ratio >= aim)
 
 
 if __name__ == "__main__":
