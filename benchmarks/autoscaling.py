@@ -170,7 +170,7 @@ def cells(
     return found
 
 
-def main() -> int:
+def main() -> None:
     """Run all cells on all cores."""
     parser = arguments(__doc__, model=False)
     parser.option("--trace", sorted(LOADS), choices=sorted(LOADS))
@@ -189,7 +189,6 @@ def main() -> int:
             console.print(f"[dim]{rows[-1]}[/]", soft_wrap=True)
     _print(rows)
     write_result("autoscaling", args, {"slo": asdict(_SLO), "rows": [asdict(row) for row in rows]})
-    return 0
 
 
 def _print(rows: Sequence[Row]) -> None:
@@ -214,4 +213,4 @@ def _print(rows: Sequence[Row]) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -43,7 +42,7 @@ _AIM_US = 200
 _HASHED_IN = "C" if IS_COMPILED else "Python"
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__, model=False)
     parser.option("--workers", [8, 64, 512], quick=[8, 64])
     parser.option("--lengths", [1024, 8192, 65_536], "of prompts", quick=[1024, 8192])
@@ -52,7 +51,6 @@ def main() -> int:
     rows = [row for num in settings.workers for row in measure(num, settings.lengths, settings.sizes, settings.seed)]
     _show(rows, settings.lengths)
     write_result("decisions", settings, {"decisions": rows, "digests_in": _HASHED_IN})
-    return 0
 
 
 class _Seconds(NamedTuple):
@@ -179,4 +177,4 @@ def _show(rows: list[dict[str, Any]], lengths: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,7 +9,6 @@ eviction, SOSP 2023. Stands behind the default policy in docs/tiers.md.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable
 from concurrent.futures import ProcessPoolExecutor
 
@@ -86,7 +85,7 @@ class S3FIFO(EvictionPolicy):
 _POLICIES = POLICIES | {"s3-fifo": S3FIFO}
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__, model=False)
     parser.option("--traces", list(TRACES), quick=TRACES[1:2])
     parser.option("--capacities", list(CAPACITIES), "in blocks", quick=CAPACITIES[:4])
@@ -110,7 +109,6 @@ def main() -> int:
         for trace in traces
     }
     write_result("eviction", settings, results)
-    return 0
 
 
 def _measure(cell: tuple[str, str, int]) -> float:
@@ -121,4 +119,4 @@ def _measure(cell: tuple[str, str, int]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

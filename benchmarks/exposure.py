@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -23,7 +22,7 @@ from tandem.loadtest.client import StreamTiming, run_measured
 from tandem.loadtest.stats import Distribution
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
     parser.option("--prompt-tokens", [512, 2000, 6000], quick=[512, 2000])
     parser.option("--requests", 10, "of each length", quick=3)
@@ -46,7 +45,6 @@ def main() -> int:
         caption="medians",
     )
     write_result("exposure", settings, results)
-    return 0
 
 
 async def measure(server: Server, settings: argparse.Namespace, num_tokens: int) -> dict[str, Any]:
@@ -76,4 +74,4 @@ def exposed_s(timing: StreamTiming) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

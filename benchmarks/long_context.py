@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -102,7 +101,7 @@ def _timed(durations: list[float]) -> Iterator[None]:
     durations.append(time.thread_time() - began)
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__, model=False)
     parser.option("--turns", 60, "decode turns of each shape")
     settings = parser.settings()
@@ -115,7 +114,6 @@ def main() -> int:
             console.print(f"[dim]measured {shape.name}[/]")
     _show(shapes, turns)
     write_result("long_context", settings, turns)
-    return 0
 
 
 def _measure(model: Path, shape: Shape, settings: argparse.Namespace) -> dict[str, Any]:
@@ -365,4 +363,4 @@ def _show(shapes: list[Shape], results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -18,7 +18,6 @@ import functools
 import itertools
 import os
 import random
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
@@ -109,7 +108,7 @@ class FullCell:
         return replace(summarize(outcome, setup.slo), policy=self.policy)
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__, model=False)
     parser.add_argument("--part", choices=("reference", "full"), help="only this one")
     parser.add_argument("--trace", choices=CAPACITIES, default="mooncake_conversation_a", help="of part 2")
@@ -123,7 +122,6 @@ def main() -> int:
         if settings.part != "reference":
             results["full"] = _full(settings, pool)
     write_result("routing", settings, results)
-    return 0
 
 
 def _reference(settings: argparse.Namespace, pool: ProcessPoolExecutor) -> list[dict[str, object]]:
@@ -170,4 +168,4 @@ def _full(settings: argparse.Namespace, pool: ProcessPoolExecutor) -> list[dict[
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

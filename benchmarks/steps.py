@@ -68,7 +68,7 @@ class Steps(NamedTuple):
     share: float  # of the bandwidth by a decode step, of the rate of a large product by a prompt
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
     parser.option("--device", "cpu")
     parser.option("--llama", 0, "layers of a random model, instead of --model")
@@ -95,7 +95,6 @@ def main() -> int:
     print_table(f"Steps on {device}, {torch.get_num_threads()} threads, {kernels}", headings, steps, caption)
     console.print(f"reading the weights of a step once takes {read_s * 1e3:.1f} ms")
     write_result("steps", settings, {"steps": steps, "read_s": read_s, "limits": limits})
-    return 0
 
 
 def write_llama(folder: Path, settings: argparse.Namespace, device: torch.device) -> None:
@@ -269,4 +268,4 @@ if __name__ == "__main__":
     if "OMP_WAIT_POLICY" not in os.environ:  # as workers are started; libraries read it when they are loaded
         command = [sys.executable, "-m", "benchmarks.steps", *sys.argv[1:]]
         os.execve(sys.executable, command, os.environ | {"OMP_WAIT_POLICY": "passive"})
-    sys.exit(main())
+    main()

@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import json
 import statistics
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -92,7 +91,7 @@ class Attack(NamedTuple):
     worst_step_s: float
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--suite", type=Path, help="folder of JSON files of the JSON Schema Test Suite")
     parser.option("--rounds", 9, quick=1)
@@ -115,7 +114,6 @@ def main() -> int:
     engine.close()
     results = {"masks": masks, "streams": streams, "attacks": attacks, "schemas": schemas}
     write_result("structured_output", settings, results)
-    return 0
 
 
 def measure_masks(engine: Engine, settings: argparse.Namespace, kind: str) -> list[float]:
@@ -241,4 +239,4 @@ def _worst_step_s(engine: Engine, grammar: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

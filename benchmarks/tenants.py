@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import random
 import string
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -58,7 +57,7 @@ class Clients(NamedTuple):
     other: MeasuringClient
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--also", type=Path, action="append", default=[], metavar="FOLDER", help="another checkout")
     parser.add_argument("--texts", type=int, default=48)
@@ -87,7 +86,6 @@ def main() -> int:
     rows = [(what, *(results[name][what] for name in names)) for what in results[names[0]]]
     print_table("One tenant beside another one", ["", *names], rows)
     write_result("tenants", settings, results)
-    return 0
 
 
 async def measure(server: Server, *, keys: Sequence[str], settings: argparse.Namespace) -> dict[str, float | str]:
@@ -213,4 +211,4 @@ async def _seconds(client: MeasuringClient, path: str, body: dict[str, Any]) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ _Timed = tuple[float, int]  # TTFT in seconds, tokens that were not computed
 _AIMS = {"host": 1 / 15, "disk": 1 / 10}
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
     parser.option("--prompt-tokens", 4000, quick=500)
     parser.option("--prompts", 5, quick=3)
@@ -79,7 +78,6 @@ def main() -> int:
                 results[setup.name] = run_measured(measure(patient, settings))
     _show(results, settings)
     write_result("tiers", settings, results)
-    return 0
 
 
 def save_llama(folder: Path, *, max_model_len: int) -> Path:
@@ -174,4 +172,4 @@ def _show(results: dict[str, Any], settings: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

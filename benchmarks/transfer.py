@@ -15,7 +15,6 @@ import argparse
 import multiprocessing
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +35,7 @@ _WARM_UP_ROUNDS = 3
 _REST_S = 0.02  # a busy system gives less time to processes that have just computed
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
     parser.option("--megabytes", 64, "per transfer (MiB)", quick=4)
     parser.option("--block-kilobytes", 360, "per block (KiB); 360 is 16 tokens of the default model")
@@ -53,7 +52,6 @@ def main() -> int:
         caption=f"medians of {settings.rounds} rounds; both sides poll every {settings.poll_ms} ms",
     )
     write_result("transfer", settings, results)
-    return 0
 
 
 def measure(name: str, folder: str, settings: argparse.Namespace) -> dict[str, Any]:
@@ -176,4 +174,4 @@ def _rows(name: str, result: dict[str, Any]) -> list[list[object]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

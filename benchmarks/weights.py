@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -42,7 +41,7 @@ class Compared(NamedTuple):
     kl: float
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
     parser.option("--pieces", 40, "pieces of text", quick=2)
     settings = parser.settings()
@@ -58,7 +57,6 @@ def main() -> int:
     print_table(f"{settings.pieces} pieces of {_PIECE} tokens, {exact.kernels}", headings, rows)
     console.print(f"weights of products: {exact_mib:.0f} MiB as loaded, {rounded_mib:.0f} MiB with int8")
     write_result("weights", settings, {"compared": rows})
-    return 0
 
 
 def compare(exact: LoadedModel, rounded: LoadedModel, pieces: list[Tensor]) -> Iterator[Compared]:
@@ -97,4 +95,4 @@ def packed_mib() -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
