@@ -324,12 +324,12 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--smg", metavar="PATH", help="the program smg")
-    parser.add_argument("--sglang-python", metavar="PATH", help="a Python that has sglang-router")
-    parser.add_argument("--vllm-router", metavar="PATH", help="the program vllm-router")
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="of Tandem's router (default: 1 2)")
-    parser.add_argument("--concurrency", type=int, default=CONCURRENCY, help="clients (default: %(default)s)")
-    settings = parser.parse_args()
+    parser.option("--smg", "", "path of the program smg")
+    parser.option("--sglang-python", "", "path of a Python that has sglang-router")
+    parser.option("--vllm-router", "", "path of the program vllm-router")
+    parser.option("--processes", [1, 2], "of Tandem's router")
+    parser.option("--concurrency", CONCURRENCY, "clients")
+    settings = parser.settings()
     seconds = 0.3 if settings.quick else _MEASURED_S
     results: dict[str, dict[str, Any]] = {}
     with mock_engines() as workers:

@@ -30,11 +30,10 @@ import torch
 import zmq
 
 from benchmarks.common import arguments, console, print_table, verdict, write_result
-from benchmarks.tiers import LLAMA_KV_BYTES, LLAMA_VOCAB_SIZE, save_llama
+from benchmarks.tiers import LLAMA, LLAMA_KV_BYTES
 from tandem.engine.model_runner import PackedBatch
 from tandem.kv_transfer.transport.in_process import InProcessHub
 from tandem.protocol.config import EngineConfig, TransferConfig, WorkerConfig
-from tandem.protocol.digest import block_digests, root_digest
 from tandem.protocol.messages import (
     POOL_PLACE,
     BlockEvents,
@@ -43,7 +42,6 @@ from tandem.protocol.messages import (
     Hello,
     Message,
     Role,
-    decode_router_message,
     decode_worker_message,
     encode_message,
     holder_name,
@@ -55,6 +53,7 @@ from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.message_socket import MessageSocket
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.worker.loop import Worker
+from tests.support.tiny_llama import save_tiny_text_model
 
 _BLOCK_SIZE = 16
 _ANSWER_TOKENS = 200
@@ -108,7 +107,7 @@ def main() -> None:
     shapes = [Shape("8k", 2, 8_192, 2.0)] if settings.quick else _SHAPES
     turns = {}
     with tempfile.TemporaryDirectory() as folder:
-        model = save_llama(Path(folder, "model"), max_model_len=1_100_000)
+        model = save_tiny_text_model(Path(folder, "model"), max_model_len=1_100_000, **LLAMA)
         for shape in shapes:
             turns[shape.name] = _measure(model, shape, settings)
             console.print(f"[dim]measured {shape.name}[/]")
@@ -122,8 +121,7 @@ def _measure(model: Path, shape: Shape, settings: argparse.Namespace) -> dict[st
         _serve(driver, shape, settings)
         messages += driver.received
     router = asyncio.run(_replay(messages, driver.worker_id, driver.epoch))
-    calls = {**watch.calls, **_wire_calls(_prompt(shape.num_tokens, settings.seed))}
-    return {"turns": watch.turns, "walls": watch.walls, "calls": calls, "router": router}
+    return {"turns": watch.turns, "walls": watch.walls, "calls": watch.calls, "router": router}
 
 
 # The worker.
@@ -210,7 +208,7 @@ def _prepare(worker: Worker, watch: Watch) -> None:
 
     def forward(batch: PackedBatch, between_layers: Callable[[], None]) -> torch.Tensor | None:
         runner.load(batch)
-        return torch.zeros(len(batch.logit_rows), LLAMA_VOCAB_SIZE) if len(batch.logit_rows) else None
+        return torch.zeros(len(batch.logit_rows), LLAMA["vocab_size"]) if len(batch.logit_rows) else None
 
     runner.forward = forward  # type: ignore[method-assign,assignment]
     watch.watch("receive (decode)", parts.sockets, "receive")
@@ -243,7 +241,9 @@ def _serve(driver: Driver, shape: Shape, settings: argparse.Namespace) -> None:
 
 
 def _send(driver: Driver, name: str, shape: Shape, seed: int) -> None:
-    driver.send(_request(name, shape.num_tokens, seed))
+    prompt = random.Random(seed).choices(range(3, LLAMA["vocab_size"]), k=shape.num_tokens)
+    sampling = SamplingParams(max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
+    driver.send(Generate(request_id=name, sampling=sampling, **prompt_fields(prompt)))
 
 
 def _arrive(driver: Driver, phase: str, shape: Shape, seeds: Any) -> None:
@@ -259,33 +259,6 @@ def _end(driver: Driver, phase: str) -> None:
     for name in reversed(list(engine.sequences)):  # what waits is not admitted first
         driver.send(Cancel(request_id=name))
     driver.turns_until(phase, lambda: not engine.sequences)
-
-
-def _request(name: str, num_tokens: int, seed: int) -> Generate:
-    return _request_of(name, _prompt(num_tokens, seed))
-
-
-def _request_of(name: str, token_ids: list[int]) -> Generate:
-    sampling = SamplingParams(max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
-    return Generate(request_id=name, sampling=sampling, **prompt_fields(token_ids))
-
-
-def _prompt(num_tokens: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(3, LLAMA_VOCAB_SIZE), k=num_tokens)
-
-
-def _wire_calls(token_ids: list[int]) -> dict[str, list[float]]:
-    """What a request costs besides: its message, and its digests in one piece."""
-    calls = Watch().calls
-    root = root_digest(bytes(16))
-    for _ in range(5):
-        with _timed(calls["router: encode the request"]):
-            data = encode_message(_request_of("a", token_ids))
-        with _timed(calls["decode the request"]):
-            decode_router_message(data)
-        with _timed(calls["router: digests, in a thread"]):
-            block_digests(root, token_ids, _BLOCK_SIZE)
-    return calls
 
 
 # The router.

@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import random
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import (
     COLOCATED,
@@ -42,10 +41,11 @@ from benchmarks.common import (
     write_result,
 )
 from tandem.loadtest.client import run_measured
-from tests.support.toy_tokenizer import build_tokenizer
+from tests.support.tiny_llama import save_tiny_text_model
 
-LLAMA_VOCAB_SIZE = 4096
+LLAMA = {"vocab_size": 4096, "hidden_size": 32, "num_heads": 1}  # two layers in float32
 LLAMA_KV_BYTES = 2 * 2 * 32 * 4  # of a token: layers, keys and values, head_dim, float32
+_BYTES = range(3, 250)  # ids that the tokenizer of the Llama knows
 _TOKEN_BYTES = 23_040  # KV of the default model
 _TIMEOUT_S = 36_000.0  # of a long prompt
 _RESTART_TIMEOUT_S = 120.0
@@ -70,7 +70,7 @@ def main() -> None:
                 ONE_PAIR_ALWAYS,
                 LLAMA_KV_BYTES,
             )
-            settings.model = str(save_llama(folder / "model", max_model_len=settings.long + 1000))
+            settings.model = str(save_tiny_text_model(folder / "model", max_model_len=settings.long + 1000, **LLAMA))
         pool_bytes = 3 * settings.prompt_tokens * token_bytes // 2
         for setup in _setups(base, folder, pool_bytes, settings.prompts):
             with serving(setup, settings.model, f"--request-timeout-s={_TIMEOUT_S}") as server:
@@ -78,25 +78,6 @@ def main() -> None:
                 results[setup.name] = run_measured(measure(patient, settings))
     _show(results, settings)
     write_result("tiers", settings, results)
-
-
-def save_llama(folder: Path, *, max_model_len: int) -> Path:
-    """A Llama of two layers and random weights, the same each time, whose KV is small."""
-    build_tokenizer(folder)
-    config = LlamaConfig(
-        vocab_size=LLAMA_VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        head_dim=32,
-        max_position_embeddings=max_model_len,
-        initializer_range=0.3,
-        dtype="float32",
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def _setups(base: Setup, folder: Path, pool_bytes: int, num_prompts: int) -> list[Setup]:
@@ -111,7 +92,12 @@ def _setups(base: Setup, folder: Path, pool_bytes: int, num_prompts: int) -> lis
 
 async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any]:
     """Medians of TTFT: computed, out of the pool, and out of the tier or the pool of the other worker."""
-    prompts = await server.prompts(settings.prompts + 1, settings.prompt_tokens, 1_000_003 * settings.seed + 1)
+    num_prompts, seed = settings.prompts + 1, 1_000_003 * settings.seed + 1
+    if settings.long:
+        rng = random.Random(seed)
+        prompts = [rng.choices(_BYTES, k=settings.prompt_tokens) for _ in range(num_prompts)]
+    else:
+        prompts = await server.prompts(num_prompts, settings.prompt_tokens, seed)
     await _ttft(server, prompts.pop()[:_WARM_UP_TOKENS])  # not counted: kernels and memory of this size
     computed, pool = [], []
     for prompt in prompts:
