@@ -7,7 +7,7 @@ bursts: 2 and 8 times on H200s, 1 and 4 times on CPUs.
 
 All runs use our routing. They differ in the sizes of the pools:
 
-- every static split of 16 workers, and every eighth of 64, or those that `--static` names;
+- every static split of 16 workers, and every eighth of 64;
 - our autoscaler with flips only, and with workers added and removed too;
 - reactive thresholds, Dynamo's planner and llm-d's rules (simulator/scaling.py says what of them is modelled).
 
@@ -155,18 +155,14 @@ def _read_azure(path: Path) -> Sequence[TraceRequest]:
     ]
 
 
-def cells(
-    traces: Sequence[str], sizes: Sequence[int], splits: Sequence[str], scalers: Sequence[str], seed: int
-) -> list[Cell]:
-    """All runs with one seed, with these static splits (prefill+decode) or all of them."""
+def cells(traces: Sequence[str], sizes: Sequence[int], seed: int) -> list[Cell]:
+    """All runs with one seed."""
     found: list[Cell] = []
     for trace in traces:
         for num in sizes:
-            found += [Cell(trace, num, scaler, num // 2, num // 2, seed) for scaler in scalers]
+            found += [Cell(trace, num, scaler, num // 2, num // 2, seed) for scaler in sorted(SCALERS)]
             step = 1 if num <= 16 else num // 8
-            pairs = [(num_prefill, num - num_prefill) for num_prefill in range(step, num, step)]
-            pairs = [(int(split.partition("+")[0]), int(split.partition("+")[2])) for split in splits] or pairs
-            found += [Cell(trace, num, "", *pair, seed) for pair in pairs]
+            found += [Cell(trace, num, "", count, num - count, seed) for count in range(step, num, step)]
     return found
 
 
@@ -175,15 +171,12 @@ def main() -> None:
     parser = arguments(__doc__, model=False)
     parser.option("--trace", sorted(LOADS), choices=sorted(LOADS))
     parser.option("--workers", list(NUM_WORKERS), quick=NUM_WORKERS[:1])
-    parser.add_argument("--static", nargs="*", default=[], help="static splits, for example 12+4")
-    parser.option("--scaler", sorted(SCALERS), choices=sorted(SCALERS))
     parser.option("--seeds", [0], "of what a trace leaves open")
-    parser.option("--processes", len(os.sched_getaffinity(0)))
     args = parser.settings()
-    todo = [cell for seed in args.seeds for cell in cells(args.trace, args.workers, args.static, args.scaler, seed)]
+    todo = [cell for seed in args.seeds for cell in cells(args.trace, args.workers, seed)]
     todo = todo[:: 4 if args.quick else 1]
     rows: list[Row] = []
-    with ProcessPoolExecutor(args.processes) as pool:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for future in [pool.submit(cell.run, 300 if args.quick else None) for cell in todo]:
             rows.append(future.result())
             console.print(f"[dim]{rows[-1]}[/]", soft_wrap=True)

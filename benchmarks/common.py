@@ -241,9 +241,9 @@ def beside(work: Callable[..., None], *args: Any) -> Iterator[Connection]:
 
 
 def measure_each(
-    servers: Iterable[contextlib.AbstractContextManager[Server]], measure: Callable[[Server], Coroutine[Any, Any, Any]]
+    servers: Iterable[contextlib.AbstractContextManager[Any]], measure: Callable[[Any], Coroutine[Any, Any, Any]]
 ) -> dict[str, Any]:
-    """Measure one server after another; the results by name.
+    """Measure one server, or another thing that has a name, after another; the results by name.
 
     A server that does not start, or fails, is reported and left out, so that the others' results are kept.
     """
@@ -373,6 +373,11 @@ def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[obj
     for row in rows:
         table.add_row(*(_cell(value) for value in row))
     console.print(table)
+
+
+def print_rows(title: str, rows: Sequence[Mapping[str, object]], caption: str = "") -> None:
+    """Print a table of rows that have the same keys, which are its headings."""
+    print_table(title, list(rows[0]), [list(row.values()) for row in rows], caption)
 
 
 def _cell(value: object) -> str:

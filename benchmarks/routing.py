@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import os
 import random
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -112,11 +111,9 @@ def main() -> None:
     parser = arguments(__doc__, model=False)
     parser.add_argument("--part", choices=("reference", "full"), help="only this one")
     parser.add_argument("--trace", choices=CAPACITIES, default="mooncake_conversation_a", help="of part 2")
-    parser.option("--policies", [*POLICIES, NO_PEERS], "of part 2", choices=[*POLICIES, NO_PEERS])
-    parser.option("--processes", os.cpu_count())
     settings = parser.settings()
     results: dict[str, object] = {}
-    with ProcessPoolExecutor(settings.processes) as pool:
+    with ProcessPoolExecutor() as pool:
         if settings.part != "full":
             results["reference"] = _reference(settings, pool)
         if settings.part != "reference":
@@ -152,7 +149,7 @@ def _full(settings: argparse.Namespace, pool: ProcessPoolExecutor) -> list[dict[
     setups, loads = (SETUPS[:2], LOADS[2:3]) if settings.quick else (SETUPS, LOADS)
     cells = [
         FullCell(settings.trace, setup, share, policy, settings.seed)
-        for setup, share, policy in itertools.product(setups, loads, settings.policies)
+        for setup, share, policy in itertools.product(setups, loads, [*POLICIES, NO_PEERS])
     ]
     run = functools.partial(FullCell.run, num_requests=_QUICK_REQUESTS if settings.quick else None)
     results = dict(zip(cells, pool.map(run, cells), strict=True))

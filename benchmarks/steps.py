@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.common import arguments, console, print_table, write_result
+from benchmarks.common import arguments, console, print_rows, write_result
 from tandem.cluster.model_store import resolve_model
 from tandem.engine.engine import Engine
 from tandem.engine.loader import resolve_device
@@ -57,17 +57,6 @@ class Sizes(NamedTuple):
     kv_bytes: int  # of a token
 
 
-class Steps(NamedTuple):
-    """Steps of one kind, of all rounds together."""
-
-    what: str
-    condition: str
-    tokens_per_s: float
-    p50_ms: float
-    p99_ms: float
-    share: float  # of the bandwidth by a decode step, of the rate of a large product by a prompt
-
-
 def main() -> None:
     parser = arguments(__doc__)
     parser.option("--device", "cpu")
@@ -90,9 +79,8 @@ def main() -> None:
             steps = [one for num in settings.streams for one in bench.measure_decoding(num)]
             steps += [one for num in settings.prompts for one in bench.measure_prompt(num)]
             kernels, read_s = engine.model.kernels, sizes.weight_bytes / limits.bytes_per_s
-    headings = ["", "condition", "tokens/s", "p50 ms", "p99 ms", "of the device"]
     caption = "of the device: decode steps of its bandwidth, prompts of the rate of a large product of matrices"
-    print_table(f"Steps on {device}, {torch.get_num_threads()} threads, {kernels}", headings, steps, caption)
+    print_rows(f"Steps on {device}, {torch.get_num_threads()} threads, {kernels}", steps, caption)
     console.print(f"reading the weights of a step once takes {read_s * 1e3:.1f} ms")
     write_result("steps", settings, {"steps": steps, "read_s": read_s, "limits": limits})
 
@@ -202,7 +190,7 @@ class Bench:
             else {"graphs": contextlib.nullcontext, "no graphs": lambda: without_graphs(engine)}
         )
 
-    def measure_decoding(self, num_streams: int) -> Iterator[Steps]:
+    def measure_decoding(self, num_streams: int) -> Iterator[dict[str, Any]]:
         """Steps of this many streams."""
         engine, num_steps = self._engine, self._settings.steps
         sampling = SamplingParams(max_tokens=_num_steps(self._settings) + 64, temperature=0, ignore_eos=True)
@@ -222,7 +210,7 @@ class Bench:
         for condition, times in durations.items():
             yield _steps(f"{num_streams} streams", condition, num_streams, times, read_s)
 
-    def measure_prompt(self, num_tokens: int) -> Iterator[Steps]:
+    def measure_prompt(self, num_tokens: int) -> Iterator[dict[str, Any]]:
         """The time until a prompt's first token is there."""
 
         def compute() -> None:
@@ -259,9 +247,10 @@ class Bench:
         self._engine.add(self._engine.make_sequence(name, ids, sampling))
 
 
-def _steps(what: str, condition: str, num_tokens: int, times: list[float], best_s: float) -> Steps:
+def _steps(what: str, condition: str, num_tokens: int, times: list[float], best_s: float) -> dict[str, Any]:
     p50_s, p99_s = (sorted(times)[int(share * (len(times) - 1) + 0.5)] for share in (0.5, 0.99))
-    return Steps(what, condition, num_tokens / statistics.mean(times), p50_s * 1e3, p99_s * 1e3, best_s / p50_s)
+    speeds = {"tokens/s": num_tokens / statistics.mean(times), "p50 ms": p50_s * 1e3, "p99 ms": p99_s * 1e3}
+    return {"": what, "condition": condition, **speeds, "of the device": best_s / p50_s}
 
 
 if __name__ == "__main__":

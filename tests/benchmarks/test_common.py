@@ -15,7 +15,7 @@ from benchmarks.common import Server, free_port, launched, measure_each, ratio, 
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = sorted(
-    path.stem for path in (ROOT / "benchmarks").glob("*.py") if "arguments(__doc__)" in path.read_text()
+    path.stem for path in (ROOT / "benchmarks").glob("*.py") if "arguments(__doc__" in path.read_text()
 )
 
 # A server that has a child of its own, and ends on SIGINT, or not, with or without that child.
