@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.common import arguments, console, print_rows, write_result
+from benchmarks.common import arguments, beside, console, print_rows, write_result
 from tandem.cluster.model_store import resolve_model
 from tandem.engine.engine import Engine
 from tandem.engine.loader import resolve_device
@@ -152,17 +152,12 @@ def synchronize(device: torch.device) -> None:
 @contextlib.contextmanager
 def busy_core() -> Iterator[None]:
     """A process that computes half of the time."""
-    process = multiprocessing.get_context("spawn").Process(target=_be_busy, daemon=True)
-    process.start()
-    try:
+    with beside(_be_busy):
         time.sleep(0.2)  # it starts
         yield
-    finally:
-        process.kill()
-        process.join()
 
 
-def _be_busy() -> None:
+def _be_busy(_: Connection) -> None:
     while True:
         begun_s = time.perf_counter()
         while time.perf_counter() - begun_s < _BUSY_S:
