@@ -14,9 +14,7 @@ from benchmarks import common
 from benchmarks.common import Server, free_port, launched, measure_each, ratio, write_result
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = sorted(
-    path.stem for path in (ROOT / "benchmarks").glob("*.py") if "arguments(__doc__" in path.read_text()
-)
+BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "arguments(__doc__" in path.read_text())
 
 # A server that has a child of its own, and ends on SIGINT, or not, with or without that child.
 SERVER = """
