@@ -101,3 +101,15 @@ def test_a_server_that_fails_does_not_take_the_others_results(capsys: pytest.Cap
     servers = [nullcontext(Server(name, f"http://{name}", "m", 1.0)) for name in "abc"]
     assert measure_each(servers, measure) == {"a": "http://a", "c": "http://c"}
     assert "left out: b: no tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "expected"), [([], (5, [1, 8])), (["--quick"], (1, [1, 8]))])
+def test_a_quick_run_has_values_of_its_own(
+    words: list[str], expected: tuple[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["a", *words])
+    parser = common.arguments(None, model=False)
+    parser.option("--rounds", 5, quick=1)
+    parser.option("--streams", [1, 8])
+    settings = parser.settings()
+    assert (settings.rounds, settings.streams) == expected
