@@ -61,8 +61,8 @@ types: $(STAMP) ## check types with mypy, strict
 bench: $(STAMP) ## measure a running server: TTFT, ITL, throughput (URL=..., ARGS=...)
 	$(BIN)/tandem bench --url $(URL) $(ARGS)
 
-BENCHMARKS := equality faults hostile failover throughput interference exposure forks tiers transfer decisions edge versus speculation weights cpu-steps long-context \
-	routing eviction autoscaling structured-output gpu-steps lockout hostile-engines tenants
+BENCHMARKS := equality faults hostile failover throughput interference exposure tiers transfer decisions edge versus speculation weights steps long-context \
+	routing eviction autoscaling structured-output lockout hostile-engines tenants
 
 .PHONY: bench-NAME $(addprefix bench-,$(BENCHMARKS))
 
@@ -71,7 +71,7 @@ bench-all: $(addprefix bench-,$(BENCHMARKS)) ## run every benchmark in turn; res
 $(addprefix bench-,$(BENCHMARKS)): bench-%: $(STAMP)
 	$(BIN)/python -m benchmarks.$(subst -,_,$*) $(ARGS)
 
-bench-NAME: ## run one benchmark: equality faults hostile failover throughput interference exposure forks tiers ...
+bench-NAME: ## run one benchmark: equality faults hostile failover throughput interference exposure tiers ...
 	@echo "NAME is one of: $(BENCHMARKS)"; exit 1
 
 loadtest: $(STAMP) ## run eight locust users for 30 s against a running server (URL=...)

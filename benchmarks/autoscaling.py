@@ -7,11 +7,11 @@ bursts: 2 and 8 times on H200s, 1 and 4 times on CPUs.
 
 All runs use our routing. They differ in the sizes of the pools:
 
-- every static split of 16 workers, and every eighth of 64, or those that `--static` names;
+- every static split of 16 workers, and every eighth of 64;
 - our autoscaler with flips only, and with workers added and removed too;
 - reactive thresholds, Dynamo's planner and llm-d's rules (simulator/scaling.py says what of them is modelled).
 
-Where a trace leaves times open, `--seed` draws them; with several seeds a difference that is chance shows as
+Where a trace leaves times open, `--seeds` draw them; with several seeds a difference that is chance shows as
 such. A new worker serves after 60 s. All begin with an even split of all workers. Worker-hours end with the last
 arrival.
 
@@ -22,7 +22,6 @@ Stands behind the autoscaler's rules: a change of them is compared here with the
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gzip
 import os
@@ -35,7 +34,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import console, print_table, write_result
+from benchmarks.common import arguments, console, print_table, write_result
 from tandem.loadtest.traces import TraceRequest, read_trace
 from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tandem.simulator.arrivals import spread
@@ -83,11 +82,8 @@ class Cell:
         """Serve the trace."""
         num_copies = self.num_workers // 16 * LOADS[self.trace][1]
         requests = load(self.trace, num_copies, self.seed)[:num_requests]
-        cluster = Cluster(
-            machine=MACHINES[LOADS[self.trace][0]],
-            num_prefill=self.num_prefill,
-            num_decode=self.num_decode,
-        )
+        machine = MACHINES[LOADS[self.trace][0]]
+        cluster = Cluster(machine=machine, num_prefill=self.num_prefill, num_decode=self.num_decode)
         scaler = SCALERS[self.scaler](self.num_workers) if self.scaler else _Static()
         plan = ScalingPlan(scaler=scaler, slo=_LIMITS)
         outcome = simulate(requests, cluster, "tandem", scaling=plan)
@@ -159,43 +155,33 @@ def _read_azure(path: Path) -> Sequence[TraceRequest]:
     ]
 
 
-def cells(
-    traces: Sequence[str], sizes: Sequence[int], splits: Sequence[str], scalers: Sequence[str], seed: int
-) -> list[Cell]:
-    """All runs with one seed, with these static splits (prefill+decode) or all of them."""
+def cells(traces: Sequence[str], sizes: Sequence[int], seed: int) -> list[Cell]:
+    """All runs with one seed."""
     found: list[Cell] = []
     for trace in traces:
         for num in sizes:
-            found += [Cell(trace, num, scaler, num // 2, num // 2, seed) for scaler in scalers]
+            found += [Cell(trace, num, scaler, num // 2, num // 2, seed) for scaler in sorted(SCALERS)]
             step = 1 if num <= 16 else num // 8
-            pairs = [(num_prefill, num - num_prefill) for num_prefill in range(step, num, step)]
-            pairs = [(int(split.partition("+")[0]), int(split.partition("+")[2])) for split in splits] or pairs
-            found += [Cell(trace, num, "", *pair, seed) for pair in pairs]
+            found += [Cell(trace, num, "", count, num - count, seed) for count in range(step, num, step)]
     return found
 
 
-def main() -> int:
+def main() -> None:
     """Run all cells on all cores."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", choices=sorted(LOADS), nargs="*", default=sorted(LOADS))
-    parser.add_argument("--workers", type=int, nargs="*", default=list(NUM_WORKERS))
-    parser.add_argument("--static", nargs="*", default=[], help="static splits, for example 12+4")
-    parser.add_argument("--scaler", choices=sorted(SCALERS), nargs="*", default=sorted(SCALERS))
-    parser.add_argument("--seed", type=int, nargs="*", default=[0], help="of what a trace leaves open")
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--quick", action="store_true", help="only check that it works")
-    args = parser.parse_args()
-    todo = [cell for seed in args.seed for cell in cells(args.trace, args.workers, args.static, args.scaler, seed)]
-    if args.quick:
-        todo = [cell for cell in todo if cell.num_workers == min(args.workers)][::4]
+    parser = arguments(__doc__, model=False)
+    parser.option("--trace", sorted(LOADS), choices=sorted(LOADS))
+    parser.option("--workers", list(NUM_WORKERS), quick=NUM_WORKERS[:1])
+    parser.option("--seeds", [0], "of what a trace leaves open")
+    args = parser.settings()
+    todo = [cell for seed in args.seeds for cell in cells(args.trace, args.workers, seed)]
+    todo = todo[:: 4 if args.quick else 1]
     rows: list[Row] = []
-    with ProcessPoolExecutor(args.processes) as pool:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for future in [pool.submit(cell.run, 300 if args.quick else None) for cell in todo]:
             rows.append(future.result())
             console.print(f"[dim]{rows[-1]}[/]", soft_wrap=True)
     _print(rows)
     write_result("autoscaling", args, {"slo": asdict(_SLO), "rows": [asdict(row) for row in rows]})
-    return 0
 
 
 def _print(rows: Sequence[Row]) -> None:
@@ -220,4 +206,4 @@ def _print(rows: Sequence[Row]) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -66,6 +66,11 @@ class Checkout(NamedTuple):
 
     folder: Path
 
+    @classmethod
+    def at(cls, folder: str) -> Checkout:
+        """The checkout in this folder."""
+        return cls(Path(folder).resolve())
+
     @property
     def env(self) -> dict[str, str]:
         """The environment in which Python finds these sources."""
@@ -73,6 +78,11 @@ class Checkout(NamedTuple):
 
 
 HERE = Checkout(_ROOT)
+
+
+def checkouts(settings: argparse.Namespace) -> dict[str, Checkout]:
+    """This checkout, and before it the one of `--base` if there is one, by name."""
+    return ({"base": settings.base} if settings.base else {}) | {"here": HERE}
 
 
 class Launched(NamedTuple):
@@ -90,11 +100,17 @@ class Server:
     url: str
     model: str
     start_s: float  # from the command to ready
+    timeout_s: float = 300.0  # of a request
 
     @property
     def client(self) -> MeasuringClient:
         """A client for it."""
-        return MeasuringClient(self.url, timeout_s=300.0)
+        return MeasuringClient(self.url, timeout_s=self.timeout_s)
+
+    async def workers(self, *roles: str) -> list[dict[str, Any]]:
+        """Its workers, or those of these roles, as `/v1/pools` shows them."""
+        pools = (await self.client.request_json("GET", "/v1/pools"))["roles"]
+        return [worker for role in roles or pools for worker in pools[role]]
 
     async def prompts(self, num_prompts: int, num_tokens: int, seed: int) -> list[list[int]]:
         """Prompts of random words, which share nothing."""
@@ -115,19 +131,48 @@ class Server:
         """Wait until successors of these workers, as `/v1/pools` shows them, are ready."""
         async with asyncio.timeout(timeout_s):
             while True:
-                pools = await self.client.request_json("GET", "/v1/pools")
-                ready = [one for workers in pools["roles"].values() for one in workers if one["state"] == "ready"]
-                epochs = {one["worker_id"]: one["epoch"] for one in ready}
+                epochs = {one["worker_id"]: one["epoch"] for one in await self.workers() if one["state"] == "ready"}
                 if all(epochs.get(one["worker_id"], one["epoch"]) != one["epoch"] for one in victims):
                     return
                 await asyncio.sleep(0.2)
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the flags of every benchmark; `description` is the docstring of its module. Calls `end_whole`."""
+class Arguments(argparse.ArgumentParser):
+    """A parser of flags that may have another value in a quick run."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self._quick: dict[str, Any] = {}
+
+    def option(self, name: str, default: Any, help: str = "", *, quick: Any = None, **more: Any) -> None:
+        """A flag of the default's type, of several values for a list; `quick` is its value in a quick run."""
+        if isinstance(default, list):
+            more["nargs"] = "+"
+        kind = type(default[0] if isinstance(default, list) else default)
+        help = f"{help} (default: %(default)s)" if default else help
+        action = self.add_argument(name, default=default, type=kind, help=help, **more)
+        if quick is not None:
+            self._quick[action.dest] = quick
+
+    def settings(self) -> argparse.Namespace:
+        """What the command line says."""
+        settings = self.parse_args()
+        if settings.quick:
+            vars(settings).update(self._quick)
+        return settings
+
+
+def arguments(description: str | None, *, model: bool = True, base: bool = False) -> Arguments:
+    """A parser with the flags of every benchmark; `description` is the docstring of its module. Calls `end_whole`.
+
+    `model` is whether the benchmark has a `--model`; with `base` it has `--base`, a checkout to compare with.
+    """
     end_whole()
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="as of `tandem serve` (default: %(default)s)")
+    parser = Arguments(description)
+    if model:
+        parser.add_argument("--model", default=DEFAULT_MODEL, help="as of `tandem serve` (default: %(default)s)")
+    if base:
+        parser.add_argument("--base", type=Checkout.at, metavar="FOLDER", help="another checkout to compare with")
     parser.add_argument("--quick", action="store_true", help="a short run that only shows whether the benchmark works")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same requests")
     return parser
@@ -196,9 +241,9 @@ def beside(work: Callable[..., None], *args: Any) -> Iterator[Connection]:
 
 
 def measure_each(
-    servers: Iterable[contextlib.AbstractContextManager[Server]], measure: Callable[[Server], Coroutine[Any, Any, Any]]
+    servers: Iterable[contextlib.AbstractContextManager[Any]], measure: Callable[[Any], Coroutine[Any, Any, Any]]
 ) -> dict[str, Any]:
-    """Measure one server after another; the results by name.
+    """Measure one server, or another thing that has a name, after another; the results by name.
 
     A server that does not start, or fails, is reported and left out, so that the others' results are kept.
     """
@@ -315,6 +360,11 @@ def ratio(value: float, base: float) -> float:
     return value / base if base > 0 else math.nan
 
 
+def verdict(aim: str, is_hit: bool) -> str:
+    """An aim and whether it was reached, for a table."""
+    return f"{aim}: {'hit' if is_hit else 'missed'}"
+
+
 def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> None:
     """Print a table: first column left-aligned, numbers right-aligned."""
     table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
@@ -323,6 +373,11 @@ def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[obj
     for row in rows:
         table.add_row(*(_cell(value) for value in row))
     console.print(table)
+
+
+def print_rows(title: str, rows: Sequence[Mapping[str, object]], caption: str = "") -> None:
+    """Print a table of rows that have the same keys, which are its headings."""
+    print_table(title, list(rows[0]), [list(row.values()) for row in rows], caption)
 
 
 def _cell(value: object) -> str:

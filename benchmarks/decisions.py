@@ -11,22 +11,19 @@ Stands behind README's "a decision takes 0.2 ms".
 
 from __future__ import annotations
 
-import argparse
 import gc
-import os
 import random
 import statistics
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks.common import console, print_table, write_result
+from benchmarks.common import arguments, console, print_table, write_result
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import IS_COMPILED, block_digests, join_digests
-from tandem.protocol.messages import BlockEvents, PeerAddress, Role, WorkerCard, WorkerState
+from tandem.protocol.messages import BlockEvents, Role
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.placer import Placer
 from tandem.scheduling.placement.prefix_index import PrefixIndex
@@ -34,6 +31,7 @@ from tandem.scheduling.request import CommonDigests, PlacementRequest
 from tandem.scheduling.workers.bookings import Booking
 from tandem.scheduling.workers.load import RequestLoad
 from tandem.scheduling.workers.registry import Registry
+from tests.support.builders import add_ready, make_card
 
 _BLOCK_SIZE = 16
 _EVENT_BLOCKS = 32  # per message: a chunk of 512 tokens
@@ -44,18 +42,15 @@ _AIM_US = 200
 _HASHED_IN = "C" if IS_COMPILED else "Python"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small sizes: only shows whether the benchmark works")
-    parser.add_argument("--seed", type=int, default=0, help="same seed, same prompts")
-    settings = parser.parse_args()
-    workers = (8, 64) if settings.quick else (8, 64, 512)
-    lengths = (1024, 8192) if settings.quick else (1024, 8192, 65_536)
-    sizes = (10_000, 20_000) if settings.quick else (100_000, 1_000_000, 10_000_000)
-    rows = [row for num_workers in workers for row in measure(num_workers, lengths, sizes, settings.seed)]
-    _show(rows, lengths)
+def main() -> None:
+    parser = arguments(__doc__, model=False)
+    parser.option("--workers", [8, 64, 512], quick=[8, 64])
+    parser.option("--lengths", [1024, 8192, 65_536], "of prompts", quick=[1024, 8192])
+    parser.option("--sizes", [100_000, 1_000_000, 10_000_000], "blocks in the index", quick=[10_000, 20_000])
+    settings = parser.settings()
+    rows = [row for num in settings.workers for row in measure(num, settings.lengths, settings.sizes, settings.seed)]
+    _show(rows, settings.lengths)
     write_result("decisions", settings, {"decisions": rows, "digests_in": _HASHED_IN})
-    return 0
 
 
 class _Seconds(NamedTuple):
@@ -72,11 +67,9 @@ class _Router:
         self.placer = Placer(self.registry, self.index, costs, RouterConfig())
         self._sequence = [0] * num_workers
         for number in range(num_workers):
-            card = _card(number, Role.PREFILL if number % 2 else Role.DECODE)
-            self.registry.add(card, 0.0)
-            self.registry.set_state(card.address.worker_id, WorkerState.READY, "benchmark")
-            self.index.add_worker(card.address.worker_id, 1)
-            worker_id = card.address.worker_id
+            worker_id, role = f"w{number}", Role.PREFILL if number % 2 else Role.DECODE
+            add_ready(self.registry, make_card(worker_id, role, max_model_len=1 << 20, num_blocks=100_000))
+            self.index.add_worker(worker_id, 1)
             for _ in range(rng.randrange(4)):
                 self.registry.reserve(RequestLoad(worker_id, worker_id, rng.randrange(4000), 0, 4000))
 
@@ -121,7 +114,7 @@ class _Router:
         return _Seconds(time.perf_counter() - started, hashed - started)
 
 
-def measure(num_workers: int, lengths: tuple[int, ...], sizes: tuple[int, ...], seed: int) -> list[dict[str, Any]]:
+def measure(num_workers: int, lengths: Sequence[int], sizes: Sequence[int], seed: int) -> list[dict[str, Any]]:
     """Decision times for each length of prompt, with the index at each size."""
     rng = random.Random(seed)
     router = _Router(num_workers, rng)
@@ -166,37 +159,17 @@ def _times(router: _Router, prompts: list[list[int]]) -> Iterator[_Seconds]:
             booking.release()
 
 
-def _card(number: int, role: Role) -> WorkerCard:
-    return WorkerCard(
-        address=PeerAddress(f"w{number}", 1, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"),
-        role=role,
-        kind="NVIDIA H200",
-        model="toy",
-        max_model_len=1 << 20,
-        block_size=_BLOCK_SIZE,
-        num_blocks=100_000,
-        block_bytes=_BLOCK_SIZE * 327_680,
-        max_num_batched_tokens=8192,
-        namespace=b"n" * 16,
-        pid=os.getpid(),
-    )
+def _show(rows: list[dict[str, Any]], lengths: Sequence[int]) -> None:
+    def us(row: dict[str, Any], length: int) -> str:
+        return f"{1e6 * row[f'decision_{length}_s']:.0f} ({1e6 * row[f'hashing_{length}_s']:.0f})"
 
-
-def _show(rows: list[dict[str, Any]], lengths: tuple[int, ...]) -> None:
     print_table(
         f"A decision in us (hashing the prompt in {_HASHED_IN}, included), median of {_NUM_ROUNDS * _NUM_PROMPTS}",
         ["workers", "blocks", *(f"{length:,} tokens" for length in lengths), "events/s", "bytes per block"],
         [
-            [
-                row["workers"],
-                f"{row['blocks']:,}",
-                *(
-                    f"{1e6 * row[f'decision_{length}_s']:.0f} ({1e6 * row[f'hashing_{length}_s']:.0f})"
-                    for length in lengths
-                ),
-                f"{row['events_per_s']:,.0f}",
-                f"{row['bytes_per_block']:.0f}",
-            ]
+            [row["workers"], f"{row['blocks']:,}"]
+            + [us(row, length) for length in lengths]
+            + [f"{row['events_per_s']:,.0f}", f"{row['bytes_per_block']:.0f}"]
             for row in rows
         ],
         caption=f"aims: {_AIM_US} us at 64 workers and 8,192 tokens; 500,000 events/s",
@@ -204,4 +177,4 @@ def _show(rows: list[dict[str, Any]], lengths: tuple[int, ...]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

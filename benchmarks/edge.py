@@ -35,6 +35,7 @@ from benchmarks.common import (
     engines_toml,
     free_port,
     launched,
+    measure_each,
     mock_engines,
     ms,
     print_table,
@@ -43,11 +44,10 @@ from benchmarks.common import (
     write_result,
 )
 from benchmarks.mock_engine import MODEL, expected_text
-from tandem.loadtest.client import run_measured
 from tandem.loadtest.stats import Distribution
 
 CONCURRENCY = 64
-_WARM_UP_S, _MEASURED_S = 1.5, 4.0
+_WARM_UP_S = 1.5
 _NUM_PROMPTS = 256
 _MAX_REMEMBERED = 10_000  # different answers
 _PATH = "/v1/chat/completions"
@@ -294,10 +294,10 @@ def _targets(settings: argparse.Namespace, workers: list[str]) -> Iterator[conte
         yield _rust_router([settings.vllm_router], "vllm-router", workers)
 
 
-def _measure_target(target: Target, seconds: float, concurrency: int) -> dict[str, Any]:
+async def _measure_target(target: Target, *, seconds: float, concurrency: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for shape in SHAPES:
-        measured = run_measured(target.measure(shape, seconds, concurrency))
+        measured = await target.measure(shape, seconds, concurrency)
         found[shape.name] = measured.to_json()
         if measured.num_wrong:
             console.print(f"[red]{target.name}, {shape.name}: {measured.num_wrong} wrong:[/] {measured.first_wrong}")
@@ -324,22 +324,16 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--smg", metavar="PATH", help="the program smg")
-    parser.add_argument("--sglang-python", metavar="PATH", help="a Python that has sglang-router")
-    parser.add_argument("--vllm-router", metavar="PATH", help="the program vllm-router")
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="of Tandem's router (default: 1 2)")
-    parser.add_argument("--concurrency", type=int, default=CONCURRENCY, help="clients (default: %(default)s)")
-    settings = parser.parse_args()
-    seconds = 0.3 if settings.quick else _MEASURED_S
-    results: dict[str, dict[str, Any]] = {}
+    parser.option("--smg", "", "path of the program smg")
+    parser.option("--sglang-python", "", "path of a Python that has sglang-router")
+    parser.option("--vllm-router", "", "path of the program vllm-router")
+    parser.option("--processes", [1, 2], "of Tandem's router")
+    parser.option("--concurrency", CONCURRENCY, "clients")
+    parser.option("--seconds", 4.0, "of each shape, after as many that do not count, at most 1.5", quick=0.3)
+    settings = parser.settings()
+    measure = partial(_measure_target, seconds=settings.seconds, concurrency=settings.concurrency)
     with mock_engines() as workers:
-        for starting in _targets(settings, workers):
-            try:
-                with starting as target:
-                    results[target.name] = _measure_target(target, seconds, settings.concurrency)
-                    console.print(f"[dim]measured {target.name}[/]")
-            except (RuntimeError, OSError) as exc:
-                console.print(f"[red]left out:[/] {exc}")
+        results = measure_each(_targets(settings, workers), measure)
     _show(results)
     write_result("edge", settings, results)
 

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import uvloop
@@ -68,15 +67,11 @@ class Attack:
     """What the engine sends, and in answer to what. `num_clients` requests for an answer are made at once."""
 
     name: str
-    path: str  # "/v1/chat/completions", one of the probes, or "kv" for events
     wire: Callable[[], Iterable[bytes]]
+    path: str = "/v1/chat/completions"  # or one of the probes, or "kv" for events
     num_clients: int = 1
     is_stream: bool = True
     pause_s: float = 0.0  # after each block: the router reads them one by one
-
-
-def _answers(name: str, wire: Callable[[], Iterable[bytes]], **options: Any) -> Attack:
-    return Attack(name, "/v1/chat/completions", wire, **options)
 
 
 def _stream(*parts: Iterable[bytes]) -> Iterator[bytes]:
@@ -108,61 +103,59 @@ def _small_kv_events() -> Iterator[bytes]:
 
 
 ATTACKS = (
-    _answers("36 MB of comments", lambda: _stream(_repeated(b":\n\n", 36_000_000))),
-    _answers(
+    Attack("36 MB of comments", lambda: _stream(_repeated(b":\n\n", 36_000_000))),
+    Attack(
         "one event without an end",
         lambda: _stream([b'data: {"choices":[{"text":"'], itertools.repeat(b"a" * 8192, 1_900)),
         pause_s=0.0005,
     ),
-    _answers("3 million tiny events", lambda: _stream(_repeated(b"data: {}\n\n", 30_000_000))),
-    _answers("no attack: 64 streams of text", lambda: _stream(_repeated(_PIECE, 4_000_000)), num_clients=64),
-    _answers("tiny events, 64 streams", lambda: _stream(_repeated(b"data: {}\n\n", 1_000_000)), num_clients=64),
-    _answers(
+    Attack("3 million tiny events", lambda: _stream(_repeated(b"data: {}\n\n", 30_000_000))),
+    Attack("no attack: 64 streams of text", lambda: _stream(_repeated(_PIECE, 4_000_000)), num_clients=64),
+    Attack("tiny events, 64 streams", lambda: _stream(_repeated(b"data: {}\n\n", 1_000_000)), num_clients=64),
+    Attack(
         "roles, no token",
         lambda: _stream(_repeated(b'data: {"choices":[{"index":0,"delta":{"role":"assistant"}}]}\n\n', 20_000_000)),
     ),
-    _answers("0.9 MB events with usage", lambda: _stream(_usage_events())),
-    _answers("0.9 MB events with usage, 64 streams", lambda: _stream(_usage_events()), num_clients=64),
-    _answers("pieces with usage, 200 streams", lambda: _stream(_repeated(_USED, 2_000_000)), num_clients=200),
-    _answers("token ids without an end", lambda: _stream(_unfinished_ids())),
-    _answers(
+    Attack("0.9 MB events with usage", lambda: _stream(_usage_events())),
+    Attack("0.9 MB events with usage, 64 streams", lambda: _stream(_usage_events()), num_clients=64),
+    Attack("pieces with usage, 200 streams", lambda: _stream(_repeated(_USED, 2_000_000)), num_clients=200),
+    Attack("token ids without an end", lambda: _stream(_unfinished_ids())),
+    Attack(
         "chunks of one byte",
         lambda: itertools.chain([_STREAM + _CHUNKED + b"\r\n"], _repeated(b"1\r\n:\r\n", 20_000_000)),
     ),
-    _answers("interim answers", lambda: _repeated(b"HTTP/1.1 103 X\r\n\r\n", 10_000_000)),
+    Attack("interim answers", lambda: _repeated(b"HTTP/1.1 103 X\r\n\r\n", 10_000_000)),
     Attack(
         "plain answer, 30 MB of lists",
-        "/v1/chat/completions",
         lambda: [_JSON % 200 + b'\r\n{"choices":[', *_lists(30_000_000), b"[]]}"],
         is_stream=False,
     ),
     Attack(
         "error of 30 MB of lists",
-        "/v1/chat/completions",
         lambda: [_JSON % 400 + b'\r\n{"error":{"message":[', *_lists(30_000_000), b"[]]}}"],
         is_stream=False,
     ),
-    Attack("/metrics, 5.4 MB of load", "/metrics", lambda: [_metrics(), *_repeated(_LOAD, 5_400_000)]),
-    Attack("/metrics, 7.9 MB of lines", "/metrics", lambda: [_metrics(), *_repeated(b"\n", 7_800_000)]),
+    Attack("/metrics, 5.4 MB of load", lambda: [_metrics(), *_repeated(_LOAD, 5_400_000)], "/metrics"),
+    Attack("/metrics, 7.9 MB of lines", lambda: [_metrics(), *_repeated(b"\n", 7_800_000)], "/metrics"),
     Attack(
         "/metrics in punycode",
-        "/metrics",
         lambda: [_metrics(charset=b"; charset=punycode"), *_repeated(b"a", 400_000)],
+        "/metrics",
     ),
     Attack(
         "/metrics, chunks of one byte",
-        "/metrics",
         lambda: itertools.chain([_TEXT % b"" + _CHUNKED + b"\r\n"], _repeated(b"1\r\na\r\n", 6_000_000)),
+        "/metrics",
     ),
     Attack(
         "/v1/models, 7.5 MB of lists",
-        "/v1/models",
         lambda: [_JSON % 200 + b'\r\n{"data":[', *_lists(7_500_000), b"[]]}"],
+        "/v1/models",
     ),
-    Attack("/health, interim answers", "/health", lambda: _repeated(b"HTTP/1.1 103 X\r\n\r\n", 20_000_000)),
-    Attack("KV events of 4 MB", "kv", lambda: itertools.repeat(_kv_batch(b"\x80" * 4_000_000, 4_000_000))),
-    Attack("KV events of 180,000 blocks", "kv", lambda: itertools.repeat(_big_kv_event())),
-    Attack("KV events without an end", "kv", _small_kv_events),
+    Attack("/health, interim answers", lambda: _repeated(b"HTTP/1.1 103 X\r\n\r\n", 20_000_000), "/health"),
+    Attack("KV events of 4 MB", lambda: itertools.repeat(_kv_batch(b"\x80" * 4_000_000, 4_000_000)), "kv"),
+    Attack("KV events of 180,000 blocks", lambda: itertools.repeat(_big_kv_event()), "kv"),
+    Attack("KV events without an end", _small_kv_events, "kv"),
 )
 _BY_NAME = {attack.name: attack for attack in ATTACKS}
 

@@ -29,7 +29,7 @@ from benchmarks.common import (
     Server,
     arguments,
     console,
-    print_table,
+    print_rows,
     serving,
     write_result,
 )
@@ -106,11 +106,9 @@ References = dict[float, list[Answer]]  # by temperature: answers of all cases i
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--output-tokens", type=int, default=24)
-    parser.add_argument("--repeat", type=int, default=3, help="cases of each short length")
-    settings = parser.parse_args()
-    if settings.quick:
-        settings.output_tokens, settings.repeat = 8, 1
+    parser.option("--output-tokens", 24, quick=8)
+    parser.option("--repeat", 3, "cases of each short length", quick=1)
+    settings = parser.settings()
     results: dict[str, Any] = {}
     cases: list[Case] = []
     references: References = {}
@@ -219,22 +217,18 @@ async def _ask(server: Server, body: dict[str, Any]) -> Answer:
 
 def _show(results: dict[str, Any], cases: Sequence[Case]) -> None:
     rows = [
-        [
-            name,
-            row["pass"],
-            f"{row['num_equal']} / {row['num_answers']}",
-            row["num_with_hits"],
-            row["num_cached_tokens"],
-        ]
+        {
+            "set-up": name,
+            "pass": row["pass"],
+            "equal": f"{row['num_equal']} / {row['num_answers']}",
+            "with hits": row["num_with_hits"],
+            "cached tokens": row["num_cached_tokens"],
+        }
         for name, result in results.items()
         for row in result["passes"]
     ]
-    print_table(
-        f"{len(cases)} cases with {sum(case.num_answers for case in cases)} answers, "
-        "compared with colocated, 1 at a time",
-        ["set-up", "pass", "equal", "with hits", "cached tokens"],
-        rows,
-    )
+    num_answers = sum(case.num_answers for case in cases)
+    print_rows(f"{len(cases)} cases with {num_answers} answers, compared with colocated, 1 at a time", rows)
     for name, result in results.items():
         idle = "idle, books in order" if result["check"]["idle"] else f"NOT idle: {result['check']['workers']}"
         console.print(f"{name}: {result['num_handoffs']} handoffs; at the end {idle}")

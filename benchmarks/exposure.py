@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -23,27 +22,22 @@ from tandem.loadtest.client import StreamTiming, run_measured
 from tandem.loadtest.stats import Distribution
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[512, 2000, 6000])
-    parser.add_argument("--requests", type=int, default=10, help="of each length")
-    parser.add_argument("--output-tokens", type=int, default=24)
-    settings = parser.parse_args()
-    if settings.quick:
-        settings.prompt_tokens, settings.requests = [512, 2000], 3
+    parser.option("--prompt-tokens", [512, 2000, 6000], quick=[512, 2000])
+    parser.option("--requests", 10, "of each length", quick=3)
+    parser.option("--output-tokens", 24)
+    settings = parser.settings()
     with serving(ONE_PAIR_ALWAYS, settings.model) as server:
-        results = run_measured(measure(server, settings))
+        results = {num: run_measured(measure(server, settings, num)) for num in settings.prompt_tokens}
     print_table(
         f"Exposed KV transfer, {settings.requests} requests of each length, one at a time",
         ["prompt tokens", "TTFT ms", "second token after ms", "decode step ms", "exposed ms p50", "max", "of TTFT"],
         [
             [
                 length,
-                ms(result["ttft_s"]),
-                ms(result["second_token_s"]),
-                ms(result["step_s"]),
-                ms(result["exposed_s"]["p50"]),
-                ms(result["exposed_s"]["max"]),
+                *(ms(result[name]) for name in ("ttft_s", "second_token_s", "step_s")),
+                *(ms(result["exposed_s"][name]) for name in ("p50", "max")),
                 f"{result['share_of_ttft']:.2%}",
             ]
             for length, result in results.items()
@@ -51,15 +45,10 @@ def main() -> int:
         caption="medians",
     )
     write_result("exposure", settings, results)
-    return 0
 
 
-async def measure(server: Server, settings: argparse.Namespace) -> dict[int, dict[str, Any]]:
-    """Measure all lengths."""
-    return {length: await _one_length(server, settings, length) for length in settings.prompt_tokens}
-
-
-async def _one_length(server: Server, settings: argparse.Namespace, num_tokens: int) -> dict[str, Any]:
+async def measure(server: Server, settings: argparse.Namespace, num_tokens: int) -> dict[str, Any]:
+    """Medians of prompts of one length."""
     prompts = await server.prompts(settings.requests + 1, num_tokens, 1_000_003 * settings.seed + num_tokens)
     timings = []
     for prompt in prompts:
@@ -85,4 +74,4 @@ def exposed_s(timing: StreamTiming) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -52,15 +52,13 @@ _CASES = (
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--input-tokens", type=int, default=200)
-    parser.add_argument("--output-tokens", type=int, default=200)
-    parser.add_argument("--copy-kv-tokens", type=int, default=0, help="as of `tandem serve` (default: %(default)s)")
-    parser.add_argument("--cases", nargs="+", default=[case.name for case in _CASES], help="of the three above")
-    parser.add_argument("--kill-after-s", type=float, default=8.0, help="from the first request (default: %(default)s)")
-    settings = parser.parse_args()
-    if settings.quick:
-        settings.streams, settings.output_tokens, settings.kill_after_s = 4, 60, 2.0
+    parser.option("--streams", 16, quick=4)
+    parser.option("--input-tokens", 200)
+    parser.option("--output-tokens", 200, quick=60)
+    parser.option("--copy-kv-tokens", 0, "as of `tandem serve`")
+    parser.option("--cases", [case.name for case in _CASES], "of the three above")
+    parser.option("--kill-after-s", 8.0, "from the first request", quick=2.0)
+    settings = parser.settings()
     results = {}
     for case in (one for one in _CASES if one.name in settings.cases):
         with serving(_ONE_AND_TWO, settings.model, _POOL, f"--copy-kv-tokens={settings.copy_kv_tokens}") as server:
@@ -87,8 +85,7 @@ async def measure(server: Server, case: Case, settings: argparse.Namespace) -> d
 
     streams = [asyncio.create_task(send(number)) for number in range(settings.streams)]
     await asyncio.sleep(settings.kill_after_s / 8 if case.is_early else settings.kill_after_s)
-    pools = await server.client.request_json("GET", "/v1/pools")
-    victims = [pools["roles"][role][0] for role in case.roles]
+    victims = [(await server.workers(role))[0] for role in case.roles]
     for victim in victims:
         psutil.Process(victim["pid"]).kill()
     killed_s = time.perf_counter()

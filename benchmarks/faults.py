@@ -7,7 +7,6 @@ The world is in `tests/support/fault_world.py`. Stands behind README's "nothing 
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 import tempfile
@@ -15,27 +14,18 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.common import console, print_table, write_result
+from benchmarks.common import arguments, console, print_table, write_result
 from tests.support.fault_world import DEADLINE_S, Faults, Report, run, save_model
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--handoffs", type=int, default=10_000)
-    parser.add_argument("--quick", action="store_true", help="a short run that shows that it works; proves nothing")
-    parser.add_argument("--seed", type=int, default=0, help="same seed, same faults")
-    settings = parser.parse_args()
-    if settings.quick:
-        settings.handoffs = min(settings.handoffs, 300)
+    parser = arguments(__doc__, model=False)
+    parser.option("--handoffs", 10_000, quick=300)
+    settings = parser.settings()
     logging.disable(logging.WARNING)  # each broken link is logged, and here hundreds break
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        report = run(
-            save_model(Path(folder)),
-            handoffs=settings.handoffs,
-            seed=settings.seed,
-            faults=Faults(),
-        )
+        report = run(save_model(Path(folder)), handoffs=settings.handoffs, seed=settings.seed, faults=Faults())
     _print_report(report, settings.seed, time.perf_counter() - started)
     write_result("faults", settings, asdict(report))
     return 0 if report.is_clean else 1

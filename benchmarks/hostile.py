@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import itertools
 import math
 import re
@@ -32,22 +31,21 @@ from benchmarks.common import (
     ONE_PAIR,
     Server,
     arguments,
-    beside,
     console,
     print_table,
     serving,
     until_idle,
     write_result,
 )
+from benchmarks.watch import HEALTH, MAX_HEALTH_S, Wait, Watched, longest_s, taken, watching
 from tandem.loadtest.client import run_measured
 from tests.support.hostile_inputs import HostileInput, Manner, describe, hostile_inputs
 
-MAX_STALL_S = 0.5
 _ANSWER_S = 120.0  # several times the longest answer
 _SILENCE_S = 45.0  # longest wait until a connection that says nothing is closed
 _IDLE_TIMEOUT_S = 30.0  # once all clients are gone
 _AT_ONCE = 8
-_WATCH_INTERVAL_S = 0.02
+_STALL_S = 0.05  # a shorter wait for /health is not reported
 _STATUS = re.compile(rb"^HTTP/1\.[01] (\d{3})")
 _ERROR_IN_STREAM = re.compile(rb'^data: \{"error"', re.MULTILINE)
 
@@ -80,13 +78,13 @@ class Report:
 
 def main() -> int:
     parser = arguments(__doc__)
-    settings = parser.parse_args()
+    settings = parser.settings()
     step = 20 if settings.quick else 1
     with serving(ONE_PAIR, settings.model, "--max-model-len=1024") as server:
         report = run_measured(attack(server, settings.seed, step=step))
     _print(report)
     write_result("hostile", settings, asdict(report))
-    has_stalled = not settings.quick and any(stall_s > MAX_STALL_S for stall_s, _ in report.stalls)
+    has_stalled = not settings.quick and any(stall_s > MAX_HEALTH_S for stall_s, _ in report.stalls)
     return int(bool(report.faults or report.lost_workers or report.complaints or has_stalled))
 
 
@@ -94,9 +92,9 @@ async def attack(server: Server, seed: int, *, step: int = 1) -> Report:
     """Send every `step`-th input, first those that are sent side by side."""
     report = Report()
     workers, reference = await _workers(server), await _honest_answer(server)
-    with beside(_watch_health, server.url) as watch:
+    with watching(Watched(urlsplit(server.url).port or 0), HEALTH) as watch:
         await asyncio.sleep(2.0)
-        report.quiet_stall_s = max((stall_s for _, stall_s in _taken(watch)), default=0.0)
+        report.quiet_stall_s = longest_s(taken(watch)[HEALTH])
         for is_heavy in (False, True):
             chosen = itertools.islice(hostile_inputs(server.model, seed), 0, None, step)
             inputs = (hostile for hostile in chosen if hostile.is_heavy == is_heavy)
@@ -127,9 +125,10 @@ async def _send_all(
             note_stalls()
 
     def note_stalls() -> None:
-        for asked_s, stall_s in _taken(watch):
-            names = [span.name for span in spans if span.began_s < asked_s + stall_s and span.ended_s > asked_s]
-            report.stalls.append((stall_s, ", ".join(names)))
+        for wait in taken(watch)[HEALTH]:
+            if wait.waited_s > _STALL_S or wait.is_lost:
+                names = [span.name for span in spans if span.overlaps(wait)]
+                report.stalls.append((wait.waited_s, ", ".join(names)))
 
     await asyncio.gather(*(client() for _ in range(at_once)))
     await asyncio.sleep(1.0)  # for work the last inputs left behind
@@ -143,6 +142,10 @@ class _Span:
     name: str
     began_s: float
     ended_s: float = math.inf
+
+    def overlaps(self, wait: Wait) -> bool:
+        """Whether it was under way during this wait."""
+        return self.began_s < wait.began_s + wait.waited_s and self.ended_s > wait.began_s
 
 
 async def _send(url: str, hostile: HostileInput) -> Outcome:
@@ -204,36 +207,9 @@ def _judge(answer: bytes, duration_s: float, hostile: HostileInput) -> tuple[int
     return status, duration_s, ""
 
 
-def _taken(watch: Connection) -> list[tuple[float, float]]:
-    """(when `/health` was asked, seconds until its answer) of those over 50 ms since the last call."""
-    seen = []
-    while watch.poll():
-        seen.append(watch.recv())
-    return seen
-
-
-def _watch_health(pipe: Connection, url: str) -> None:
-    """Runs in a process of its own, which the benchmark's own work cannot delay."""
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60.0)
-    while True:
-        began = time.monotonic()
-        try:
-            connection.request("GET", "/health")
-            is_healthy = connection.getresponse().read() is not None
-        except (OSError, http.client.HTTPException):
-            connection.close()
-            is_healthy = False
-        waited_s = time.monotonic() - began
-        if waited_s > 0.05 or not is_healthy:
-            pipe.send((began, waited_s))
-        time.sleep(_WATCH_INTERVAL_S)
-
-
 async def _workers(server: Server) -> dict[str, int]:
     """Process ids by worker: a worker that was replaced has another one."""
-    pools = await server.client.request_json("GET", "/v1/pools")
-    return {worker["worker_id"]: worker["pid"] for role in pools["roles"].values() for worker in role}
+    return {worker["worker_id"]: worker["pid"] for worker in await server.workers()}
 
 
 async def _honest_answer(server: Server) -> str:

@@ -44,17 +44,15 @@ _MAX_START_S = 30.0  # until all steady streams have begun
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument("--stream-tokens", type=int, default=128, help="prompt of a steady stream")
-    parser.add_argument("--long-tokens", type=int, default=2048)
-    parser.add_argument("--long-output-tokens", type=int, default=8)
-    parser.add_argument("--every-s", type=float, default=3.0)
-    parser.add_argument("--control-s", type=float, default=20.0)
-    parser.add_argument("--loaded-s", type=float, default=45.0)
-    vllm.add_arguments(parser)
-    settings = parser.parse_args()
-    if settings.quick:
-        settings.control_s, settings.loaded_s = 4.0, 9.0
+    parser.option("--streams", 4)
+    parser.option("--stream-tokens", 128, "prompt of a steady stream")
+    parser.option("--long-tokens", 2048)
+    parser.option("--long-output-tokens", 8)
+    parser.option("--every-s", 3.0)
+    parser.option("--control-s", 20.0, quick=4.0)
+    parser.option("--loaded-s", 45.0, quick=9.0)
+    parser.option("--vllm-python", "", vllm.HELP)
+    settings = parser.settings()
     servers = [*(serving(setup, settings.model) for setup in (ONE_PAIR, COLOCATED)), *vllm.others(settings)]
     results = measure_each(servers, partial(measure, settings=settings))
     _show(results, settings)

@@ -1,4 +1,4 @@
-"""Long contexts: what a worker's loop and a router do around the model, and a long prompt out of each tier of a pair.
+"""Long contexts: what a worker's loop and a router do around the model.
 
 A real worker is driven turn by turn, with one sequence of 131k tokens, with 64 of 32k, and with one of a million. Its
 model's forward is replaced; batches are packed and loaded, tokens sampled and published, as always. Each shape arrives,
@@ -6,9 +6,7 @@ is computed, decodes while another prompt waits for room, ends, comes again out 
 
 What the worker publishes meanwhile then goes through the router's socket into its prefix index, on an event loop.
 
-Then a pair of worker processes answers a prompt of `--tokens`: computed, out of the pool, and once another prompt of
-that length has evicted it, out of host memory or from disk. For "peer" the prefill worker is killed, and its successor
-reads the KV from the decode worker.
+`benchmarks.tiers --long` has what a pair of processes takes for such a prompt, computed and out of each tier.
 
     python -m benchmarks.long_context
 """
@@ -20,7 +18,6 @@ import asyncio
 import contextlib
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -31,26 +28,12 @@ from typing import Any, NamedTuple
 
 import torch
 import zmq
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.common import (
-    ONE_PAIR_ALWAYS,
-    Server,
-    Setup,
-    console,
-    end_whole,
-    measure_each,
-    print_table,
-    serving,
-    until_idle,
-    write_result,
-)
-from benchmarks.tiers import replace_prefill_worker
+from benchmarks.common import arguments, console, print_table, verdict, write_result
+from benchmarks.tiers import LLAMA, LLAMA_KV_BYTES
 from tandem.engine.model_runner import PackedBatch
 from tandem.kv_transfer.transport.in_process import InProcessHub
-from tandem.loadtest.client import MeasuringClient
 from tandem.protocol.config import EngineConfig, TransferConfig, WorkerConfig
-from tandem.protocol.digest import block_digests, root_digest
 from tandem.protocol.messages import (
     POOL_PLACE,
     BlockEvents,
@@ -59,7 +42,6 @@ from tandem.protocol.messages import (
     Hello,
     Message,
     Role,
-    decode_router_message,
     decode_worker_message,
     encode_message,
     holder_name,
@@ -71,15 +53,11 @@ from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.message_socket import MessageSocket
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.worker.loop import Worker
-from tests.support.toy_tokenizer import build_tokenizer
+from tests.support.tiny_llama import save_tiny_text_model
 
-_VOCAB_SIZE = 4096
 _BLOCK_SIZE = 16
-_KV_BYTES = 2 * 2 * 32 * 4  # of a token: layers, keys and values, head_dim, float32
 _ANSWER_TOKENS = 200
 _DEADLINE_S = 600.0
-_NUM_TEXT_TOKENS = 250  # that the tokenizer knows
-_TTFT_TIMEOUT_S = 36_000.0
 
 
 class Shape(NamedTuple):
@@ -122,53 +100,19 @@ def _timed(durations: list[float]) -> Iterator[None]:
     durations.append(time.thread_time() - began)
 
 
-def main() -> int:
-    end_whole()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=60, help="decode turns of each shape")
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=131_072,
-        help="of the prompt that a pair serves (default: %(default)s). Attention grows with its square: the default "
-        "takes minutes, and a million tokens hours, as the prompt or one like it is computed five times",
-    )
-    parser.add_argument("--quick", action="store_true", help="a short run that only shows whether the benchmark works")
-    parser.add_argument("--seed", type=int, default=0, help="same seed, same prompts")
-    settings = parser.parse_args()
+def main() -> None:
+    parser = arguments(__doc__, model=False)
+    parser.option("--turns", 60, "decode turns of each shape")
+    settings = parser.settings()
     shapes = [Shape("8k", 2, 8_192, 2.0)] if settings.quick else _SHAPES
-    settings.tokens = min(settings.tokens, 4_000) if settings.quick else settings.tokens
     turns = {}
     with tempfile.TemporaryDirectory() as folder:
-        model = save_llama(Path(folder, "model"), max_model_len=1_100_000)
+        model = save_tiny_text_model(Path(folder, "model"), max_model_len=1_100_000, **LLAMA)
         for shape in shapes:
             turns[shape.name] = _measure(model, shape, settings)
             console.print(f"[dim]measured {shape.name}[/]")
-        _show(shapes, turns)
-        served = _measure_served(model, Path(folder, "disk"), settings)
-    _show_served(served, settings)
-    write_result("long_context", settings, {"turns": turns, "served": served})
-    return 0
-
-
-def save_llama(folder: Path, *, max_model_len: int) -> Path:
-    """A Llama of two layers and random weights, the same each time, whose KV takes 512 bytes a token in float32."""
-    build_tokenizer(folder)
-    config = LlamaConfig(
-        vocab_size=_VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=max_model_len,
-        initializer_range=0.3,
-        dtype="float32",
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    _show(shapes, turns)
+    write_result("long_context", settings, turns)
 
 
 def _measure(model: Path, shape: Shape, settings: argparse.Namespace) -> dict[str, Any]:
@@ -177,13 +121,7 @@ def _measure(model: Path, shape: Shape, settings: argparse.Namespace) -> dict[st
         _serve(driver, shape, settings)
         messages += driver.received
     router = asyncio.run(_replay(messages, driver.worker_id, driver.epoch))
-    calls = {**watch.calls, **_wire_calls(_prompt(shape.num_tokens, settings.seed))}
-    return {
-        "turns": watch.turns,
-        "walls": watch.walls,
-        "calls": calls,
-        "router": router,
-    }
+    return {"turns": watch.turns, "walls": watch.walls, "calls": watch.calls, "router": router}
 
 
 # The worker.
@@ -237,7 +175,7 @@ def _driving(model: Path, shape: Shape, watch: Watch) -> Iterator[Driver]:
         model=str(model),
         device="cpu",
         block_size=_BLOCK_SIZE,
-        pool_bytes=num_blocks * _BLOCK_SIZE * _KV_BYTES,
+        pool_bytes=num_blocks * _BLOCK_SIZE * LLAMA_KV_BYTES,
         max_num_batched_tokens=2048,
         speculate="off",
     )
@@ -270,7 +208,7 @@ def _prepare(worker: Worker, watch: Watch) -> None:
 
     def forward(batch: PackedBatch, between_layers: Callable[[], None]) -> torch.Tensor | None:
         runner.load(batch)
-        return torch.zeros(len(batch.logit_rows), _VOCAB_SIZE) if len(batch.logit_rows) else None
+        return torch.zeros(len(batch.logit_rows), LLAMA["vocab_size"]) if len(batch.logit_rows) else None
 
     runner.forward = forward  # type: ignore[method-assign,assignment]
     watch.watch("receive (decode)", parts.sockets, "receive")
@@ -303,7 +241,9 @@ def _serve(driver: Driver, shape: Shape, settings: argparse.Namespace) -> None:
 
 
 def _send(driver: Driver, name: str, shape: Shape, seed: int) -> None:
-    driver.send(_request(name, shape.num_tokens, seed))
+    prompt = random.Random(seed).choices(range(3, LLAMA["vocab_size"]), k=shape.num_tokens)
+    sampling = SamplingParams(max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
+    driver.send(Generate(request_id=name, sampling=sampling, **prompt_fields(prompt)))
 
 
 def _arrive(driver: Driver, phase: str, shape: Shape, seeds: Any) -> None:
@@ -319,33 +259,6 @@ def _end(driver: Driver, phase: str) -> None:
     for name in reversed(list(engine.sequences)):  # what waits is not admitted first
         driver.send(Cancel(request_id=name))
     driver.turns_until(phase, lambda: not engine.sequences)
-
-
-def _request(name: str, num_tokens: int, seed: int) -> Generate:
-    return _request_of(name, _prompt(num_tokens, seed))
-
-
-def _request_of(name: str, token_ids: list[int]) -> Generate:
-    sampling = SamplingParams(max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
-    return Generate(request_id=name, sampling=sampling, **prompt_fields(token_ids))
-
-
-def _prompt(num_tokens: int, seed: int, vocab_size: int = _VOCAB_SIZE) -> list[int]:
-    return random.Random(seed).choices(range(3, vocab_size), k=num_tokens)
-
-
-def _wire_calls(token_ids: list[int]) -> dict[str, list[float]]:
-    """What a request costs besides: its message, and its digests in one piece."""
-    calls = Watch().calls
-    root = root_digest(bytes(16))
-    for _ in range(5):
-        with _timed(calls["router: encode the request"]):
-            data = encode_message(_request_of("a", token_ids))
-        with _timed(calls["decode the request"]):
-            decode_router_message(data)
-        with _timed(calls["router: digests, in a thread"]):
-            block_digests(root, token_ids, _BLOCK_SIZE)
-    return calls
 
 
 # The router.
@@ -393,60 +306,12 @@ async def _replay(messages: list[bytes], worker_id: str, epoch: int) -> dict[str
     }
 
 
-# A pair of processes.
-
-
-def _measure_served(model: Path, disk: Path, settings: argparse.Namespace) -> dict[str, Any]:
-    """Seconds to the first token of a long prompt, by the tier that the servers have."""
-    num_bytes = settings.tokens * _KV_BYTES
-    flags = (*ONE_PAIR_ALWAYS.flags, f"--pool-bytes={num_bytes * 5 // 4}")
-    setups = [
-        Setup("host", (*flags, f"--host-cache-gb={3 * num_bytes / 1e9}")),
-        Setup("disk", (*flags, f"--disk-cache-path={disk}")),
-        Setup("peer", flags),
-    ]
-    starting = [serving(one, str(model), f"--request-timeout-s={_TTFT_TIMEOUT_S}") for one in setups]
-    return measure_each(starting, lambda server: _serve_long(server, settings))
-
-
-async def _serve_long(server: Server, settings: argparse.Namespace) -> dict[str, dict[str, float]]:
-    prompt, other = (_prompt(settings.tokens, settings.seed + number, _NUM_TEXT_TOKENS) for number in (5000, 5001))
-    await _answer(server, prompt[:1000])  # the processes' first
-    found = {"computed": await _answer(server, prompt), "pool": await _answer(server, prompt)}
-    if server.name == "peer":
-        await replace_prefill_worker(server)
-    else:
-        found["another, computed"] = await _answer(server, other)  # it evicts the first one
-    return {**found, "again": await _answer(server, prompt)}
-
-
-async def _answer(server: Server, prompt: list[int]) -> dict[str, float]:
-    client = MeasuringClient(server.url, timeout_s=_TTFT_TIMEOUT_S)
-    timing = await client.stream_completion(prompt, model=server.model, max_tokens=2, ignore_eos=True, temperature=0.0)
-    if timing.error:
-        raise RuntimeError(f"{server.name}: {timing.error}")
-    await until_idle(server, _TTFT_TIMEOUT_S)  # tiers have taken what was computed
-    return {"ttft_s": timing.ttft_s, "num_cached_tokens": timing.num_cached_tokens}
-
-
-def _show_served(served: dict[str, Any], settings: argparse.Namespace) -> None:
-    rows: list[list[object]] = []
-    for name, found in served.items():
-        computed_s = found["computed"]["ttft_s"]
-        for what in ("computed", "pool", "again"):
-            ttft_s, num_cached = found[what]["ttft_s"], found[what]["num_cached_tokens"]
-            source = name if what == "again" else what
-            rows.append([f"{name}: {source}", ttft_s, num_cached, f"{ttft_s / computed_s:.4f}"])
-    headings = ["server: prompt out of", "TTFT s", "tokens not computed", "over computing"]
-    print_table(f"A prompt of {settings.tokens} tokens, prefilled and decoded by two processes", headings, rows)
-
-
 def _show(shapes: list[Shape], results: dict[str, Any]) -> None:
     rows = []
     for shape in shapes:
         for phase, turns in results[shape.name]["turns"].items():
             p50_ms = 1e3 * statistics.median(turns)
-            aim = _verdict(p50_ms, shape.aim_ms) if phase.startswith("decode") else "-"
+            aim = verdict(f"{shape.aim_ms:.0f} ms", p50_ms <= shape.aim_ms) if phase.startswith("decode") else "-"
             by_clock_ms = 1e3 * max(results[shape.name]["walls"][phase])
             rows.append([f"{shape.name}: {phase}", len(turns), p50_ms, 1e3 * max(turns), by_clock_ms, aim])
     headings = ["", "turns", "p50 ms", "max ms", "max by the clock", "aim"]
@@ -465,13 +330,10 @@ def _show(shapes: list[Shape], results: dict[str, Any]) -> None:
     )
     longest = max(max(turns) for result in results.values() for turns in result["turns"].values())
     stall = max(result["router"]["longest_stall_ms"] for result in results.values())
-    console.print(f"longest turn of a worker {longest * 1e3:.1f} ms: {_verdict(longest * 1e3, _LONGEST_CALL_AIM_MS)}")
-    console.print(f"longest stall of the router's loop {stall:.1f} ms: {_verdict(stall, _LONGEST_CALL_AIM_MS)}")
-
-
-def _verdict(value_ms: float, aim_ms: float) -> str:
-    return f"{aim_ms:.0f} ms: {'hit' if value_ms <= aim_ms else 'missed'}"
+    for what, value_ms in (("turn of a worker", 1e3 * longest), ("stall of the router's loop", stall)):
+        aim = verdict(f"{_LONGEST_CALL_AIM_MS:.0f} ms", value_ms <= _LONGEST_CALL_AIM_MS)
+        console.print(f"longest {what} {value_ms:.1f} ms: {aim}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

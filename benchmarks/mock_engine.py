@@ -91,12 +91,10 @@ _GET = {
     b"/v1/models": _answer(
         msgspec.json.encode({"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 8192}]})
     ),
-    # Routers of the SGLang family request these.
-    b"/get_model_info": _answer(msgspec.json.encode({"model_path": MODEL, "is_generation": True})),
-    b"/model_info": _answer(msgspec.json.encode({"model_path": MODEL, "is_generation": True})),
-    b"/get_server_info": _answer(msgspec.json.encode({"model_path": MODEL, "served_model_name": MODEL, "dp_size": 1})),
-    b"/server_info": _answer(msgspec.json.encode({"model_path": MODEL, "served_model_name": MODEL, "dp_size": 1})),
 }
+_INFO = {"model_path": MODEL, "served_model_name": MODEL, "is_generation": True, "dp_size": 1}
+for _path in (b"/get_model_info", b"/model_info", b"/get_server_info", b"/server_info"):  # for the SGLang family
+    _GET[_path] = _answer(msgspec.json.encode(_INFO))
 _NOT_FOUND = b"HTTP/1.1 404 Not Found\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 
 

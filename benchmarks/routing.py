@@ -15,20 +15,19 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
+import itertools
 import random
-import sys
-from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
-from benchmarks.common import console, print_table, write_result
+from benchmarks.common import arguments, print_table, write_result
 from tandem.simulator.arrivals import at_load, spread
 from tandem.simulator.cluster import Cluster
 from tandem.simulator.machine import MACHINES
 from tandem.simulator.measures import Slo, Summary, summarize
 from tandem.simulator.policies import POLICIES
 from tandem.simulator.reference import REFERENCE_POLICIES, ReferenceResult, route
+from tandem.simulator.report import COLUMNS
 from tandem.simulator.simulation import simulate
 from tests.support.trace_replay import load
 
@@ -108,24 +107,18 @@ class FullCell:
         return replace(summarize(outcome, setup.slo), policy=self.policy)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the first requests of one trace, few workers and loads")
+def main() -> None:
+    parser = arguments(__doc__, model=False)
     parser.add_argument("--part", choices=("reference", "full"), help="only this one")
     parser.add_argument("--trace", choices=CAPACITIES, default="mooncake_conversation_a", help="of part 2")
-    every = [*POLICIES, NO_PEERS]
-    parser.add_argument("--policies", nargs="+", choices=every, default=every, metavar="NAME", help="of part 2")
-    parser.add_argument("--seed", type=int, default=0, help="of arrivals and of policies that draw")
-    parser.add_argument("--processes", type=int, default=os.cpu_count())
-    settings = parser.parse_args()
+    settings = parser.settings()
     results: dict[str, object] = {}
-    with ProcessPoolExecutor(settings.processes) as pool:
+    with ProcessPoolExecutor() as pool:
         if settings.part != "full":
             results["reference"] = _reference(settings, pool)
         if settings.part != "reference":
             results["full"] = _full(settings, pool)
     write_result("routing", settings, results)
-    return 0
 
 
 def _reference(settings: argparse.Namespace, pool: ProcessPoolExecutor) -> list[dict[str, object]]:
@@ -133,9 +126,7 @@ def _reference(settings: argparse.Namespace, pool: ProcessPoolExecutor) -> list[
     cells = [
         ReferenceCell(trace, num_workers, capacity, policy)
         for trace in capacities
-        for num_workers in NUM_WORKERS
-        for capacity in capacities[trace]
-        for policy in REFERENCE_POLICIES
+        for num_workers, capacity, policy in itertools.product(NUM_WORKERS, capacities[trace], REFERENCE_POLICIES)
     ]
     run = functools.partial(ReferenceCell.run, num_requests=_QUICK_REQUESTS if settings.quick else None)
     measured = list(pool.map(run, cells))
@@ -156,59 +147,22 @@ def _reference(settings: argparse.Namespace, pool: ProcessPoolExecutor) -> list[
 
 def _full(settings: argparse.Namespace, pool: ProcessPoolExecutor) -> list[dict[str, object]]:
     setups, loads = (SETUPS[:2], LOADS[2:3]) if settings.quick else (SETUPS, LOADS)
-    policies = settings.policies
     cells = [
-        FullCell(settings.trace, setup, load, policy, settings.seed)
-        for setup in setups
-        for load in loads
-        for policy in policies
+        FullCell(settings.trace, setup, share, policy, settings.seed)
+        for setup, share, policy in itertools.product(setups, loads, [*POLICIES, NO_PEERS])
     ]
     run = functools.partial(FullCell.run, num_requests=_QUICK_REQUESTS if settings.quick else None)
     results = dict(zip(cells, pool.map(run, cells), strict=True))
-    for setup in setups:
-        _print_setup(settings, setup, loads, policies, results)
+    for setup, share in itertools.product(setups, loads):
+        rows = [
+            [write(result) for write in COLUMNS.values()]
+            for cell, result in results.items()
+            if (cell.setup, cell.load) == (setup, share)
+        ]
+        slo = f"SLO: TTFT {setup.slo.ttft_s:g} s, mean ITL {setup.slo.itl_s * 1e3:g} ms"
+        print_table(f"{setup.name}, load {share:.0%}", list(COLUMNS), rows, f"{settings.trace}; {slo}")
     return [{**asdict(cell), **result.as_dict()} for cell, result in results.items()]
 
 
-_MEASURES: dict[str, tuple[Callable[[Summary], float], str, bool]] = {  # value, format, whether more is better
-    "TTFT mean s": (lambda run: run.ttft_mean_s, ".2f", False),
-    "TTFT p99 s": (lambda run: run.ttft_p99_s, ".1f", False),
-    "ITL p99 ms": (lambda run: run.itl_p99_s * 1e3, ".0f", False),
-    "token hit %": (lambda run: run.token_hit_ratio * 100, ".1f", True),
-    "hit or read %": (lambda run: (run.token_hit_ratio + run.loaded_ratio) * 100, ".1f", True),
-    "goodput/s": (lambda run: run.goodput, ".2f", True),
-    "SLO %": (lambda run: run.slo_attainment * 100, ".1f", True),
-}
-
-
-def _print_setup(
-    settings: argparse.Namespace,
-    setup: Setup,
-    loads: Sequence[float],
-    policies: Sequence[str],
-    results: dict[FullCell, Summary],
-) -> None:
-    slo = f"SLO: TTFT {setup.slo.ttft_s:g} s, mean ITL {setup.slo.itl_s * 1e3:g} ms"
-    for name, (value, shape, more_is_better) in _MEASURES.items():
-        columns = [
-            [value(results[FullCell(settings.trace, setup, load, policy, settings.seed)]) for policy in policies]
-            for load in loads
-        ]
-        best = [max(column) if more_is_better else min(column) for column in columns]
-        rows = [
-            [
-                policy,
-                *(_marked(column[idx], shape, column[idx] == top) for column, top in zip(columns, best, strict=True)),
-            ]
-            for idx, policy in enumerate(policies)
-        ]
-        print_table(f"{setup.name}: {name}", ["policy", *(f"load {load:.0%}" for load in loads)], rows)
-    console.print(f"[dim]{settings.trace}; {slo}; seed {settings.seed}[/]\n")
-
-
-def _marked(value: float, shape: str, is_best: bool) -> str:
-    return f"[bold]{value:{shape}}[/]" if is_best else f"{value:{shape}}"
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

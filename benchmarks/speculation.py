@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import arguments, console, print_table, ratio, write_result
+from benchmarks.common import arguments, console, print_rows, ratio, verdict, write_result
 from tandem.cluster.model_store import resolve_model
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence
@@ -81,23 +81,6 @@ class Run(NamedTuple):
     answers: list[list[int]]
 
 
-class Result(NamedTuple):
-    """Medians of the rounds. Drafted and accepted tokens are those of all rounds."""
-
-    kind: str
-    num_streams: int
-    off_tokens_per_s: float
-    auto_tokens_per_s: float
-    ratio: float
-    least: float
-    most: float
-    cpu_ratio: float  # of tokens per CPU second: what the ratio would be on a machine without other work
-    tokens_per_step: float  # of `auto`, and stream
-    num_drafted: int
-    num_accepted: int
-    num_different: int  # answers
-
-
 def code_edit(source: random.Random, tokenizer: Tokenizer) -> Task:
     """A module with one of its names to be changed everywhere."""
     text = _text(source, "scheduling", ".py")
@@ -137,31 +120,29 @@ KINDS: dict[str, tuple[Callable[[random.Random, Tokenizer], Task], tuple[int, ..
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=128, help="of each answer, at most (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=0, help="of both engines; 0 = as many as torch chooses")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--streams", nargs="+", type=int, default=[1, 8, 32], help="at once; by default 1, 8, 32")
-    settings = parser.parse_args()
-    if settings.quick:
-        settings.rounds, settings.tokens = 1, 32
+    parser.option("--rounds", 6, quick=1)
+    parser.option("--tokens", 128, "of each answer, at most", quick=32)
+    parser.option("--threads", 0, "of both engines; 0 = as many as torch chooses")
+    parser.option("--kinds", list(KINDS), choices=KINDS)
+    parser.option("--streams", [1, 8, 32], "at once")
+    settings = parser.settings()
     folder = resolve_model(settings.model, report=console.print)
     tokenizer = Tokenizer(folder)
     engines = {name: _engine(folder, name, settings.threads) for name in ("off", "auto")}
     counts = [(kind, num) for kind in settings.kinds for num in KINDS[kind][1] if num in settings.streams]
-    results: list[Result] = []
+    results: list[dict[str, Any]] = []
     for kind, num in counts:
         results.append(measure(engines, tokenizer, settings, kind, num))
-        console.print(f"[dim]measured {kind} at {num}: {results[-1].ratio:.2f}, {results[-1].cpu_ratio:.2f} by CPU[/]")
-    _show(results)
-    write_result("speculation", settings, [result._asdict() for result in results])
-    return int(any(result.num_different for result in results))
+        console.print(f"[dim]measured {kind} at {num}: {results[-1]['ratio']:.2f}, {results[-1]['CPU']:.2f} by CPU[/]")
+    print_rows("--speculate auto beside off", results, "different: answers, aim 0")
+    write_result("speculation", settings, results)
+    return int(any(result["different"] for result in results))
 
 
 def measure(
     engines: dict[str, Engine], tokenizer: Tokenizer, settings: argparse.Namespace, kind: str, num_streams: int
-) -> Result:
-    """Rounds of this many streams at once, in turn by both engines."""
+) -> dict[str, Any]:
+    """Rounds of this many streams at once, in turn by both engines; drafted and accepted tokens are those of all."""
     runs: dict[str, list[Run]] = {name: [] for name in engines}
     speculator = engines["auto"].speculator
     assert speculator is not None
@@ -175,24 +156,24 @@ def measure(
     both = list(zip(auto, off, strict=True))
     ratios = [ratio(one.tokens_per_s, other.tokens_per_s) for one, other in both]
     cpu_ratios = [ratio(one.tokens_per_cpu_s, other.tokens_per_cpu_s) for one, other in both]
-    pairs = [
-        pair for one, other in zip(auto, off, strict=True) for pair in zip(one.answers, other.answers, strict=True)
-    ]
+    pairs = [pair for one, other in both for pair in zip(one.answers, other.answers, strict=True)]
     num_tokens, num_steps = (sum(len(mine) for mine, _ in pairs), sum(one.num_steps for one in auto))
-    return Result(
-        kind,
-        num_streams,
-        statistics.median(one.tokens_per_s for one in off),
-        statistics.median(one.tokens_per_s for one in auto),
-        statistics.median(ratios),
-        min(ratios),
-        max(ratios),
-        statistics.median(cpu_ratios),
-        num_tokens / num_steps / num_streams,
-        speculator.num_drafted - before[0],
-        speculator.num_accepted - before[1],
-        sum(mine != theirs for mine, theirs in pairs),
-    )
+    median_ratio, has_aim = statistics.median(ratios), kind == "chat" or num_streams == 1
+    return {
+        "": kind,
+        "streams": num_streams,
+        "off tok/s": statistics.median(one.tokens_per_s for one in off),
+        "auto tok/s": statistics.median(one.tokens_per_s for one in auto),
+        "ratio": median_ratio,
+        "least": min(ratios),
+        "most": max(ratios),
+        "CPU": statistics.median(cpu_ratios),  # what the ratio would be on a machine without other work
+        "tok/step": num_tokens / num_steps / num_streams,  # of `auto`
+        "drafted": speculator.num_drafted - before[0],
+        "accepted": speculator.num_accepted - before[1],
+        "aim": verdict(f">= {_AIMS[kind]}", median_ratio >= _AIMS[kind]) if has_aim else "-",
+        "different": sum(mine != theirs for mine, theirs in pairs),
+    }
 
 
 def _run(engine: Engine, tokenizer: Tokenizer, tasks: list[Task], max_tokens: int, scope: str) -> Run:
@@ -231,32 +212,6 @@ def _text(source: random.Random, folder: str, suffix: str) -> str:
     """The beginning of one of the repository's files."""
     paths = sorted(path for path in (_ROOT / folder).rglob(f"*{suffix}") if path.stat().st_size > _MOST_CHARS)
     return source.choice(paths).read_text()[:_MOST_CHARS]
-
-
-def _show(results: list[Result]) -> None:
-    headings = [
-        "",
-        "streams",
-        "off tok/s",
-        "auto tok/s",
-        "ratio",
-        "least",
-        "most",
-        "CPU",
-        "tok/step",
-        "drafted",
-        "accepted",
-    ]
-    rows = [(*result[:-1], _verdict(result)) for result in results]
-    print_table("--speculate auto beside off", [*headings, "aim"], rows)
-    console.print(f"different answers: {sum(result.num_different for result in results)} (aim 0)")
-
-
-def _verdict(result: Result) -> str:
-    if result.kind != "chat" and result.num_streams > 1:
-        return "-"
-    aim = _AIMS[result.kind]
-    return f">= {aim}: {'hit' if result.ratio >= aim else 'MISSED'}"
 
 
 if __name__ == "__main__":

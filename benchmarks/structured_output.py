@@ -17,17 +17,16 @@ import argparse
 import asyncio
 import json
 import statistics
-import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import numpy as np
 import torch
 
-from benchmarks.common import arguments, console, print_table, ratio, write_result
+from benchmarks.common import arguments, console, print_rows, print_table, ratio, write_result
 from tandem.cluster.model_store import resolve_model
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence
@@ -73,33 +72,12 @@ _HOSTILE: dict[str, tuple[str, str]] = {
 }
 
 
-class Streams(NamedTuple):
-    """Tokens a second, median of the rounds, and the median of the rounds' ratios."""
-
-    kind: str
-    num_streams: int
-    plain: float
-    structured: float
-    ratio: float
-
-
-class Attack(NamedTuple):
-    """Seconds that a hostile grammar took."""
-
-    kind: str
-    check_s: float
-    verdict: str
-    worst_step_s: float
-
-
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--suite", type=Path, help="folder of JSON files of the JSON Schema Test Suite")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--tokens", type=int, default=96, help="of each stream (default: %(default)s)")
-    settings = parser.parse_args()
-    if settings.quick:
-        settings.rounds, settings.tokens = 1, 16
+    parser.option("--rounds", 9, quick=1)
+    parser.option("--tokens", 96, "of each stream", quick=16)
+    settings = parser.settings()
     torch.set_num_threads(1)
     folder = resolve_model(settings.model, report=console.print)
     engine = Engine(EngineConfig(model=str(folder), device="cpu", num_threads=1))
@@ -107,17 +85,15 @@ def main() -> int:
     rows = [(kind, len(us), statistics.median(us), float(np.percentile(us, 99)), max(us)) for kind, us in masks.items()]
     print_table("A mask, after the token before it", ["", "masks", "median us", "p99 us", "most us"], rows)
     streams = [measure_streams(engine, settings, kind, num) for kind in list(_KINDS)[1:3] for num in (1, 8)]
-    headings = ["", "streams", "plain tok/s", "structured tok/s", "ratio"]
-    print_table("Steps with a grammar for every stream", headings, streams)
+    print_rows("Steps with a grammar for every stream", streams)
     tokenizer = Tokenizer(folder)
     attacks = asyncio.run(measure_attacks(engine, tokenizer))
-    print_table("Hostile grammars", ["", "check s", "verdict", "worst step s"], attacks)
+    print_rows("Hostile grammars", attacks)
     schemas = asyncio.run(run_suite(engine, tokenizer, settings)) if settings.suite else {}
     print_table("Schemas of the suite", ["outcome", "schemas"], list(schemas.items()))
     engine.close()
     results = {"masks": masks, "streams": streams, "attacks": attacks, "schemas": schemas}
     write_result("structured_output", settings, results)
-    return 0
 
 
 def measure_masks(engine: Engine, settings: argparse.Namespace, kind: str) -> list[float]:
@@ -135,7 +111,7 @@ def measure_masks(engine: Engine, settings: argparse.Namespace, kind: str) -> li
     return micros
 
 
-def measure_streams(engine: Engine, settings: argparse.Namespace, kind: str, num_streams: int) -> Streams:
+def measure_streams(engine: Engine, settings: argparse.Namespace, kind: str, num_streams: int) -> dict[str, Any]:
     """Streams with and without a grammar in turn, each going first as often as last."""
     speeds: dict[bool, list[float]] = {False: [], True: []}
     for number in range(settings.rounds + 1):  # the first one warms up
@@ -145,11 +121,11 @@ def measure_streams(engine: Engine, settings: argparse.Namespace, kind: str, num
             speeds[is_structured].append(_run(engine))
     plain, structured = speeds[False][1:], speeds[True][1:]
     ratios = [ratio(one, other) for one, other in zip(structured, plain, strict=True)]
-    medians = statistics.median(plain), statistics.median(structured)
-    return Streams(kind, num_streams, *medians, statistics.median(ratios))
+    tokens_per_s = {"plain tok/s": statistics.median(plain), "structured tok/s": statistics.median(structured)}
+    return {"": kind, "streams": num_streams, **tokens_per_s, "ratio": statistics.median(ratios)}
 
 
-async def measure_attacks(engine: Engine, tokenizer: Tokenizer) -> list[Attack]:
+async def measure_attacks(engine: Engine, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """What each hostile grammar takes of the router's check, and of a worker's step if it passes."""
     checker, attacks = GrammarChecker(tokenizer.to_json), []
     await checker.grammar(Constraint("regex", "a", "warm-up"), "bench")
@@ -160,7 +136,8 @@ async def measure_attacks(engine: Engine, tokenizer: Tokenizer) -> list[Attack]:
         except RequestError as exc:
             grammar, verdict = "", exc.message
         check_s = time.perf_counter() - begun
-        attacks.append(Attack(kind, check_s, verdict[:90], _worst_step_s(engine, grammar) if grammar else 0.0))
+        worst_s = _worst_step_s(engine, grammar) if grammar else 0.0
+        attacks.append({"": kind, "check s": check_s, "verdict": verdict[:90], "worst step s": worst_s})
     await checker.close()
     return attacks
 
@@ -243,4 +220,4 @@ def _worst_step_s(engine: Engine, grammar: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

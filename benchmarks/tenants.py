@@ -1,9 +1,9 @@
 """Tenants: does one tenant slow down another one, or get more than its limits, by work that is refused or costly?
 
-    python -m benchmarks.tenants [--also FOLDER]
+    python -m benchmarks.tenants [--base FOLDER]
 
-A server with an API key for each of two tenants; `--also` compares with another checkout. Texts: 48 requests with a
-word of 640 KB each, which is refused; the other tenant asks for the tokens of "hi" and for a completion meanwhile.
+A server with an API key for each of two tenants; `--base` is another checkout. Texts: 48 requests with a word
+of 640 KB each, which is refused; the other tenant asks for the tokens of "hi" and for a completion meanwhile.
 Grammars: 16 answers with an ambiguous grammar beside a stream of the other tenant, and the same with a plain grammar.
 Limits: prompt tokens that a key of 500 tokens a minute has computed in 40 requests whose grammar fails in the worker.
 Room: 64 streams of 8 long answers each, which take all seats; the other tenant asks for four tokens ten times.
@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import random
 import string
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -27,12 +26,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.common import (
-    HERE,
     ONE_PAIR,
-    Checkout,
     Server,
     Setup,
     arguments,
+    checkouts,
     measure_each,
     print_table,
     serving,
@@ -50,6 +48,9 @@ _LIMIT = 500
 _MAX_WAIT_S = 60.0  # for four tokens; nothing is asked after such a wait
 
 
+Figures = dict[str, float | str]
+
+
 class Clients(NamedTuple):
     """Clients with a key each."""
 
@@ -58,17 +59,14 @@ class Clients(NamedTuple):
     other: MeasuringClient
 
 
-def main() -> int:
-    parser = arguments(__doc__)
-    parser.add_argument("--also", type=Path, action="append", default=[], metavar="FOLDER", help="another checkout")
-    parser.add_argument("--texts", type=int, default=48)
-    parser.add_argument("--grammars", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=40.0, help="of a stream beside grammars")
-    parser.add_argument("--hoard", type=int, default=64, help="streams of 8 answers each (default: %(default)s)")
-    parser.add_argument("--only", default="", help="texts, grammars, limits or room")
-    settings = parser.parse_args()
-    if settings.quick:
-        settings.texts, settings.grammars, settings.seconds, settings.hoard = 4, 2, 5.0, 4
+def main() -> None:
+    parser = arguments(__doc__, base=True)
+    parser.option("--texts", 48, quick=4)
+    parser.option("--grammars", 16, quick=2)
+    parser.option("--seconds", 40.0, "of a stream beside grammars", quick=5.0)
+    parser.option("--hoard", 64, "streams of 8 answers each", quick=4)
+    parser.option("--only", "", "texts, grammars, limits or room")
+    settings = parser.settings()
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, "keys.json"))
         limits = KeyLimits(tokens_per_minute=_LIMIT)
@@ -77,23 +75,21 @@ def main() -> int:
             create_key(path, tenant="hostile", limits=limits)[1],
             create_key(path, tenant="other")[1],
         ]
-        checkouts = {"here": HERE, **{str(one): Checkout(one) for one in settings.also}}
         servers = [
             serving(Setup(name, (*ONE_PAIR.flags, f"--api-key-file={path}")), settings.model, checkout=checkout)
-            for name, checkout in checkouts.items()
+            for name, checkout in checkouts(settings).items()
         ]
         results = measure_each(servers, partial(measure, keys=keys, settings=settings))
     names = list(results)
     rows = [(what, *(results[name][what] for name in names)) for what in results[names[0]]]
     print_table("One tenant beside another one", ["", *names], rows)
     write_result("tenants", settings, results)
-    return 0
 
 
-async def measure(server: Server, *, keys: Sequence[str], settings: argparse.Namespace) -> dict[str, float | str]:
+async def measure(server: Server, *, keys: Sequence[str], settings: argparse.Namespace) -> Figures:
     """All figures of one server."""
     clients = Clients(*(MeasuringClient(server.url, api_key=key) for key in keys))
-    measured: dict[str, float | str] = {}
+    measured: Figures = {}
     parts = {"texts": measure_texts, "grammars": measure_grammars, "limits": measure_limits, "room": measure_room}
     for name, part in parts.items():
         if settings.only in ("", name):
@@ -101,11 +97,11 @@ async def measure(server: Server, *, keys: Sequence[str], settings: argparse.Nam
     return measured
 
 
-async def measure_texts(server: Server, clients: Clients, settings: argparse.Namespace) -> dict[str, float | str]:
+async def measure_texts(server: Server, clients: Clients, settings: argparse.Namespace) -> Figures:
     """How long a tenant waits while another one sends texts that are refused."""
     rng = random.Random(settings.seed)
     words = ["".join(rng.choices(string.ascii_lowercase, k=640_000)) for _ in range(settings.texts)]
-    measured: dict[str, float | str] = {}
+    measured: Figures = {}
     for name, sent in (("quiet", []), ("beside texts", words)):
         attack = asyncio.gather(*(_status(clients.hostile, "/tokenize", {"prompt": word}) for word in sent))
         await asyncio.sleep(0.3)  # their bodies arrive
@@ -119,9 +115,9 @@ async def measure_texts(server: Server, clients: Clients, settings: argparse.Nam
     return measured
 
 
-async def measure_grammars(server: Server, clients: Clients, settings: argparse.Namespace) -> dict[str, float | str]:
+async def measure_grammars(server: Server, clients: Clients, settings: argparse.Namespace) -> Figures:
     """Gaps between the tokens of a stream beside another tenant's grammars."""
-    measured: dict[str, float | str] = {}
+    measured: Figures = {}
     for name, grammar in (("plain", _PLAIN), ("ambiguous", _AMBIGUOUS)):
         gaps, errors = await _gaps_beside(server, clients, settings, f"start: s\n{grammar}")
         measured |= {f"ITL beside {name}, p50 ms": 1e3 * gaps.p50, f"the same, p99 ({name})": 1e3 * gaps.p99}
@@ -150,7 +146,7 @@ async def _gaps_beside(
     return Distribution.of(stream.itl_s), errors
 
 
-async def measure_limits(server: Server, clients: Clients, settings: argparse.Namespace) -> dict[str, float | str]:
+async def measure_limits(server: Server, clients: Clients, settings: argparse.Namespace) -> Figures:
     """What a limited key gets computed of prompts whose requests fail."""
     rng = random.Random(settings.seed)
     statuses: list[str] = []
@@ -161,7 +157,7 @@ async def measure_limits(server: Server, clients: Clients, settings: argparse.Na
     return {f"prompt tokens computed at {_LIMIT}/min": 400.0 * computed, "answers": str(Counter(statuses))}
 
 
-async def measure_room(server: Server, clients: Clients, settings: argparse.Namespace) -> dict[str, float | str]:
+async def measure_room(server: Server, clients: Clients, settings: argparse.Namespace) -> Figures:
     """How long a tenant waits for a short answer while another one could fill all seats for minutes."""
     long = {"model": server.model, "n": 8, "max_tokens": 2000, "ignore_eos": True, "temperature": 1.0, "logprobs": 5}
     quiet = await _short_waits(server, clients.other, 5)
@@ -213,4 +209,4 @@ async def _seconds(client: MeasuringClient, path: str, body: dict[str, Any]) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -44,16 +44,14 @@ Results = dict[str, dict[str, Any]]
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--requests-per-client", type=int, default=4, help="but at least 8 requests in all")
-    parser.add_argument("--input-tokens", type=int, default=128)
-    parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--prefill-tokens", type=int, nargs="+", default=[512, 2048, 4000, 8000])
-    parser.add_argument("--prefill-requests", type=int, default=8)
-    vllm.add_arguments(parser)
-    settings = parser.parse_args()
-    if settings.quick:
-        vars(settings).update(concurrency=[1, 8], requests_per_client=1, prefill_tokens=[512, 2048], prefill_requests=2)
+    parser.option("--concurrency", [1, 8, 32], quick=[1, 8])
+    parser.option("--requests-per-client", 4, "but at least 8 requests in all", quick=1)
+    parser.option("--input-tokens", 128)
+    parser.option("--output-tokens", 64)
+    parser.option("--prefill-tokens", [512, 2048, 4000, 8000], quick=[512, 2048])
+    parser.option("--prefill-requests", 8, quick=2)
+    parser.option("--vllm-python", "", vllm.HELP)
+    settings = parser.settings()
     ours = [serving(setup, settings.model, POOL, "--speculate=off") for setup in (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS)]
     servers = [*ours, *vllm.others(settings)]
     results: Results = measure_each(servers, partial(measure, settings=settings))
@@ -124,10 +122,8 @@ def _show(results: Results, settings: argparse.Namespace) -> None:
     title = f"{settings.input_tokens} tokens in, {settings.output_tokens} out, closed loop"
     print_table(title, headings, rows, caption="times in ms; for each concurrency: output tokens/s, TTFT, ITL")
     for ours, (theirs, floor) in _FLOORS.items():
-        eager = f"{theirs}, eager"
-        base = theirs if theirs in results else eager
-        if ours in results and base in results:
-            _show_ratios(ours, base, floor, results)
+        if ours in results and theirs in results:
+            _show_ratios(ours, theirs, floor, results)
 
 
 def _load_cells(one: dict[str, Any]) -> list[str]:

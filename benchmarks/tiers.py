@@ -9,48 +9,79 @@ decode worker still has of each prompt, over the KV transport.
 Stands behind README's "out of host memory takes 1/48 of computing it again".
 
     python -m benchmarks.tiers
+
+With `--long` two prompts of that many tokens, and a pair with a Llama of two layers in each case: attention grows with
+the square, so 131,072 tokens take minutes, and a million hours.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import signal
+import dataclasses
+import random
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ONE_PAIR_ALWAYS, Server, Setup, arguments, ms, print_table, ratio, serving, write_result
-from tandem.loadtest.client import run_measured
+import psutil
 
+from benchmarks.common import (
+    COLOCATED,
+    ONE_PAIR_ALWAYS,
+    Server,
+    Setup,
+    arguments,
+    ms,
+    print_table,
+    ratio,
+    serving,
+    until_idle,
+    verdict,
+    write_result,
+)
+from tandem.loadtest.client import run_measured
+from tests.support.tiny_llama import save_tiny_text_model
+
+LLAMA = {"vocab_size": 4096, "hidden_size": 32, "num_heads": 1}  # two layers in float32
+LLAMA_KV_BYTES = 2 * 2 * 32 * 4  # of a token: layers, keys and values, head_dim, float32
+_BYTES = range(3, 250)  # ids that the tokenizer of the Llama knows
 _TOKEN_BYTES = 23_040  # KV of the default model
+_TIMEOUT_S = 36_000.0  # of a long prompt
 _RESTART_TIMEOUT_S = 120.0
+_WARM_UP_TOKENS = 8000  # at most
 _Timed = tuple[float, int]  # TTFT in seconds, tokens that were not computed
 _AIMS = {"host": 1 / 15, "disk": 1 / 10}
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--prompt-tokens", type=int, default=4000)
-    parser.add_argument("--prompts", type=int, default=5)
-    settings = parser.parse_args()
-    if settings.quick:
-        settings.prompt_tokens, settings.prompts = 500, 3
+    parser.option("--prompt-tokens", 4000, quick=500)
+    parser.option("--prompts", 5, quick=3)
+    parser.option("--long", 0, "tokens of two long prompts")
+    settings = parser.settings()
     results: dict[str, Any] = {}
-    pool_bytes = 3 * settings.prompt_tokens * _TOKEN_BYTES // 2
-    with tempfile.TemporaryDirectory() as folder:
-        for setup in _setups(Path(folder), pool_bytes, settings.prompts):
-            with serving(setup, settings.model) as server:
-                results[setup.name] = run_measured(measure(server, settings))
+    with tempfile.TemporaryDirectory() as name:
+        folder, base, token_bytes = Path(name), COLOCATED, _TOKEN_BYTES
+        if settings.long:
+            settings.prompt_tokens, settings.prompts, base, token_bytes = (
+                settings.long,
+                2,
+                ONE_PAIR_ALWAYS,
+                LLAMA_KV_BYTES,
+            )
+            settings.model = str(save_tiny_text_model(folder / "model", max_model_len=settings.long + 1000, **LLAMA))
+        pool_bytes = 3 * settings.prompt_tokens * token_bytes // 2
+        for setup in _setups(base, folder, pool_bytes, settings.prompts):
+            with serving(setup, settings.model, f"--request-timeout-s={_TIMEOUT_S}") as server:
+                patient = dataclasses.replace(server, timeout_s=_TIMEOUT_S)
+                results[setup.name] = run_measured(measure(patient, settings))
     _show(results, settings)
     write_result("tiers", settings, results)
-    return 0
 
 
-def _setups(folder: Path, pool_bytes: int, num_prompts: int) -> list[Setup]:
-    common = ("--colocated", f"--pool-bytes={pool_bytes}")
+def _setups(base: Setup, folder: Path, pool_bytes: int, num_prompts: int) -> list[Setup]:
+    common = (*base.flags, f"--pool-bytes={pool_bytes}")
     return [
         Setup("host", (*common, "--host-cache-gb=2")),
         Setup("disk", (*common, f"--disk-cache-path={folder / 'disk'}")),
@@ -61,14 +92,19 @@ def _setups(folder: Path, pool_bytes: int, num_prompts: int) -> list[Setup]:
 
 async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any]:
     """Medians of TTFT: computed, out of the pool, and out of the tier or the pool of the other worker."""
-    prompts = await server.prompts(settings.prompts + 1, settings.prompt_tokens, 1_000_003 * settings.seed + 1)
-    await _ttft(server, prompts.pop())  # not counted: kernels and memory of this size
+    num_prompts, seed = settings.prompts + 1, 1_000_003 * settings.seed + 1
+    if settings.long:
+        rng = random.Random(seed)
+        prompts = [rng.choices(_BYTES, k=settings.prompt_tokens) for _ in range(num_prompts)]
+    else:
+        prompts = await server.prompts(num_prompts, settings.prompt_tokens, seed)
+    await _ttft(server, prompts.pop()[:_WARM_UP_TOKENS])  # not counted: kernels and memory of this size
     computed, pool = [], []
     for prompt in prompts:
         computed.append(await _ttft(server, prompt))
         pool.append(await _ttft(server, prompt))
     if server.name == "peer":
-        await replace_prefill_worker(server)
+        await _replace_prefill_worker(server)
     else:  # loads teach the tier's speed, and later loads may be split differently: a third round
         prompts = [*prompts, *prompts]
     tier = [await _ttft(server, prompt) for prompt in prompts]
@@ -82,16 +118,15 @@ async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any
     }
 
 
-async def replace_prefill_worker(server: Server) -> None:
-    """Kill the prefill worker's process and wait for its successor."""
-    pools = await server.client.request_json("GET", "/v1/pools")
-    [former] = pools["roles"]["prefill"]
-    os.kill(former["pid"], signal.SIGKILL)
+async def _replace_prefill_worker(server: Server) -> None:
+    [former] = await server.workers("prefill")
+    psutil.Process(former["pid"]).kill()
     await server.until_replaced([former], _RESTART_TIMEOUT_S)
 
 
 async def _ttft(server: Server, prompt: list[int]) -> _Timed:
     timing = await server.greedy(prompt, 2)
+    await until_idle(server, _RESTART_TIMEOUT_S)  # tiers have taken what was computed
     return timing.ttft_s, timing.num_cached_tokens
 
 
@@ -111,15 +146,16 @@ def _show(results: dict[str, Any], settings: argparse.Namespace) -> None:
                 ms(result["tier_max_s"]),
                 f"{result['tier_hit_share']:.1%}",
                 f"{share:.4f}",
-                "-" if aim is None else f"{aim:.4f}: {'hit' if share <= aim else 'missed'}",
+                "-" if aim is None else verdict(f"{aim:.4f}", share <= aim),
             ]
         )
+    workers = "a pair" if settings.long else "colocated, for the peer a pair"
     print_table(
-        f"A prompt of {settings.prompt_tokens} tokens; colocated, for the peer a pair",
+        f"A prompt of {settings.prompt_tokens} tokens; {workers}",
         ["from", "TTFT p50 ms", "max", "tokens loaded", "over recomputing", "aim"],
         rows,
     )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -12,20 +12,20 @@ Stands behind docs/kv_transfer.md, "NIXL without a GPU".
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import contextlib
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.common import arguments, ms, print_table, write_result
+from benchmarks.common import arguments, beside, ms, print_table, write_result
 from tandem.kv_transfer.transport.base import Transfer, TransferState, Transport
 from tandem.kv_transfer.transport.factory import create_transport
 
@@ -36,17 +36,13 @@ _WARM_UP_ROUNDS = 3
 _REST_S = 0.02  # a busy system gives less time to processes that have just computed
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--megabytes", type=int, default=64, help="per transfer (MiB)")
-    parser.add_argument(
-        "--block-kilobytes", type=int, default=360, help="per block (KiB); 360 is 16 tokens of the default"
-    )
-    parser.add_argument("--rounds", type=int, default=30, help="transfers of each kind")
-    parser.add_argument("--poll-ms", type=float, default=1.0, help="how often both sides poll")
-    settings = parser.parse_args()
-    if settings.quick:
-        settings.megabytes, settings.rounds = 4, 3
+    parser.option("--megabytes", 64, "per transfer (MiB)", quick=4)
+    parser.option("--block-kilobytes", 360, "per block (KiB); 360 is 16 tokens of the default model")
+    parser.option("--rounds", 30, "transfers of each kind", quick=3)
+    parser.option("--poll-ms", 1.0, "how often both sides poll")
+    settings = parser.settings()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="t-") as folder:
         results = {name: measure(name, folder, settings) for name in _TRANSPORTS}
@@ -57,28 +53,25 @@ def main() -> int:
         caption=f"medians of {settings.rounds} rounds; both sides poll every {settings.poll_ms} ms",
     )
     write_result("transfer", settings, results)
-    return 0
 
 
 def measure(name: str, folder: str, settings: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each kind of transfer, and of the memory copy in the same rounds."""
     block_bytes = settings.block_kilobytes << 10
     num_moved = max(1, (settings.megabytes << 20) // block_bytes)
-    context = multiprocessing.get_context("spawn")
-    connection, theirs = context.Pipe()
     shared = torch.zeros(num_moved, block_bytes, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
-    arguments_of_peer = (theirs, name, folder, 2 * num_moved, block_bytes, settings.poll_ms * 1e-3, shared)
-    process = context.Process(target=_run_peer, args=arguments_of_peer, daemon=True)
-    process.start()
     pool = torch.randint(0, 256, (2 * num_moved, block_bytes), dtype=torch.uint8)
-    transport = _create(name, "p", pool, folder)
-    try:
-        transport.add_peer("d", 1, connection.recv())
-        return _measure_link(transport, pool, shared, settings)
-    finally:
-        connection.send("stop")
-        process.join(_TIMEOUT_S)
-        transport.close()
+    arguments_of_peer = (name, folder, len(pool), block_bytes, settings.poll_ms * 1e-3, shared)
+    with (
+        beside(_run_peer, *arguments_of_peer) as peer,
+        contextlib.closing(_create(name, "p", pool, folder)) as transport,
+    ):
+        transport.add_peer("d", 1, peer.recv())
+        try:
+            return _measure_link(transport, pool, shared, settings)
+        finally:
+            peer.send("stop")
+            peer.recv()  # that it has ended
 
 
 def _create(name: str, worker_id: str, pool: Tensor, folder: str) -> Transport:
@@ -96,6 +89,7 @@ def _run_peer(
     while not connection.poll(poll_s):
         transport.poll()
     transport.close()
+    connection.send("ended")
 
 
 def _measure_link(transport: Transport, pool: Tensor, shared: Tensor, settings: argparse.Namespace) -> dict[str, Any]:
@@ -103,21 +97,11 @@ def _measure_link(transport: Transport, pool: Tensor, shared: Tensor, settings: 
     rng = random.Random(settings.seed)
     contiguous = list(range(num_moved))
     here, there = (rng.sample(range(2 * num_moved), num_moved) for _ in range(2))
-
-    def write(local: Sequence[int], remote: Sequence[int]) -> Callable[[], Transfer]:
-        return lambda: transport.write_blocks("d", local, remote)
-
-    def read(local: Sequence[int], remote: Sequence[int]) -> Callable[[], Transfer]:
-        return lambda: transport.read_blocks("d", remote, local)
-
-    kinds = {
-        "write contiguous": write(contiguous, contiguous),
-        "write scattered": write(here, there),
-        "write one": write([0], [0]),
-        "read contiguous": read(contiguous, contiguous),
-        "read scattered": read(here, there),
-        "read one": read([0], [0]),
-    }
+    blocks = {"contiguous": (contiguous, contiguous), "scattered": (here, there), "one": ([0], [0])}
+    kinds: dict[str, Callable[[], Transfer]] = {}
+    for name, (local, remote) in blocks.items():
+        kinds[f"write {name}"] = partial(transport.write_blocks, "d", local, remote)
+        kinds[f"read {name}"] = partial(transport.read_blocks, "d", remote, local)
     seconds: dict[str, list[float]] = {kind: [] for kind in ("copy", *kinds)}
     for number in range(settings.rounds + _WARM_UP_ROUNDS):
         took = {"copy": _time_of(lambda: shared.copy_(pool[:num_moved]))}
@@ -180,4 +164,4 @@ def _rows(name: str, result: dict[str, Any]) -> list[list[object]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

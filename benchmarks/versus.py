@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Awaitable, Callable, Mapping
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks import edge, throughput
@@ -28,7 +28,6 @@ from benchmarks.common import (
     HERE,
     ONE_PAIR,
     ONE_PAIR_ALWAYS,
-    Checkout,
     Server,
     arguments,
     console,
@@ -42,51 +41,46 @@ from tandem.loadtest.client import run_measured
 
 _EDGE_BURST_S = 4.0
 
-Speed = Callable[[Any, int], Awaitable[float]]  # of a server or target; the number is a seed
+Measure = Callable[[Any, int], Awaitable[dict[str, float]]]  # figures of a server or target; the number is a seed
 Comparison = dict[str, dict[str, Any]]
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--base", type=Path, default=HERE.folder, help="folder of the other checkout (default: this)")
-    parser.add_argument("--parts", default="serve,route", help="what to compare (default: %(default)s)")
-    parser.add_argument("--starts", type=int, default=3, help="of both servers")
-    parser.add_argument("--rounds", type=int, default=4, help="of each start, after one that does not count")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--input-tokens", type=int, default=128)
-    parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--prefill-tokens", type=int, default=2048)
-    parser.add_argument("--prefill-requests", type=int, default=1, help="of a burst, after one that does not count")
-    settings = parser.parse_args()
-    if settings.quick:
-        settings.starts, settings.rounds, settings.concurrency = 1, 2, [1, 8]
-    base = Checkout(settings.base.resolve())
-    results: dict[str, Comparison] = {}
+    parser = arguments(__doc__, base=True)
+    parser.option("--parts", ["serve", "route"], "what to compare")
+    parser.option("--starts", 3, "of both servers", quick=1)
+    parser.option("--rounds", 4, "of each start, after one that does not count", quick=2)
+    parser.option("--concurrency", [1, 8, 32], quick=[1, 8])
+    parser.option("--input-tokens", 128)
+    parser.option("--output-tokens", 64, quick=16)
+    parser.option("--prefill-tokens", 2048)
+    parser.option("--prefill-requests", 1, "of a burst, after one that does not count")
+    settings = parser.settings()
+    results: dict[str, Any] = {}
     if "serve" in settings.parts:
+        measures = [*(partial(_output_speed, settings, count) for count in settings.concurrency)]
+        measures += [partial(_prefill_speed, settings)]
+        results["serve"] = {}
         for setup in (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS):
             start = partial(serving, setup, settings.model, throughput.POOL)
-            results[setup.name] = _compare(start, base, _serve_speeds(settings), settings)
-        _show("tokens a second", results)
+            results["serve"][setup.name] = _compare(start, measures, settings)
+        _show("tokens a second", results["serve"])
     if "route" in settings.parts:
-        speeds = {shape.name: partial(_edge_speed, shape) for shape in edge.SHAPES}
         with mock_engines() as engines:
-            results["tandem route"] = _compare(partial(edge.route, engines, 1), base, speeds, settings)
-        _show("requests a CPU second", {"tandem route": results["tandem route"]})
+            speeds = [partial(_edge_speed, shape) for shape in edge.SHAPES]
+            results["route"] = {"tandem route": _compare(partial(edge.route, engines, 1), speeds, settings)}
+        _show("requests a CPU second", results["route"])
     write_result("versus", settings, results)
 
 
 def _compare(
-    start: Callable[..., AbstractContextManager[Any]],
-    base: Checkout,
-    speeds: Mapping[str, Speed],
-    settings: argparse.Namespace,
+    start: Callable[..., AbstractContextManager[Any]], measures: Sequence[Measure], settings: argparse.Namespace
 ) -> Comparison:
-    """Start the same thing from both checkouts. For each speed: the medians of both, and of the rounds' ratios."""
-    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in speeds}
+    """Start the same thing from both checkouts. For each figure: the medians of both, and of the rounds' ratios."""
+    pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for _ in range(settings.starts):
-        with start(checkout=HERE) as new, start(checkout=base) as other:
-            for name, found in run_measured(_measure_in_turn((new, other), speeds, settings.rounds)).items():
-                pairs[name] += found
+        with start(checkout=HERE) as new, start(checkout=settings.base or HERE) as other:
+            run_measured(_measure_in_turn((new, other), measures, settings.rounds, pairs))
         console.print(f"[dim]compared {new.name}[/]")
     return {
         name: {
@@ -100,48 +94,39 @@ def _compare(
 
 
 async def _measure_in_turn(
-    both: tuple[Any, Any], speeds: Mapping[str, Speed], num_rounds: int
-) -> dict[str, list[tuple[float, float]]]:
-    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in speeds}
+    both: tuple[Any, Any], measures: Sequence[Measure], num_rounds: int, pairs: dict[str, list[tuple[float, float]]]
+) -> None:
     for turn in range(num_rounds + 1):
-        for name, speed in speeds.items():
+        for measure in measures:
             first = turn % 2  # which of the two goes first alternates
-            found = {idx: await speed(both[idx], turn) for idx in (first, 1 - first)}
-            if turn:  # the first round warms up
-                pairs[name].append((found[0], found[1]))
-    return pairs
+            found = {idx: await measure(both[idx], turn) for idx in (first, 1 - first)}
+            for name in found[0] if turn else ():  # the first round warms up
+                pairs[name].append((found[0][name], found[1][name]))
 
 
-def _serve_speeds(settings: argparse.Namespace) -> Mapping[str, Speed]:
-    output: dict[str, Speed] = {
-        f"at {count}": partial(_output_speed, settings, count) for count in settings.concurrency
-    }
-    output[f"prefill of {settings.prefill_tokens}"] = partial(_prefill_speed, settings)
-    return output
-
-
-async def _output_speed(settings: argparse.Namespace, concurrency: int, server: Server, seed: int) -> float:
+async def _output_speed(settings: argparse.Namespace, count: int, server: Server, seed: int) -> dict[str, float]:
     """Output tokens per second of this many streams."""
-    num_requests = max(2, concurrency)
-    summary = await throughput.load(server, settings, concurrency, num_requests, seed=1000 * seed + concurrency)
-    return float(summary["output_tokens_per_s"])
+    summary = await throughput.load(server, settings, count, max(2, count), seed=1000 * seed + count)
+    return {f"at {count}": float(summary["output_tokens_per_s"])}
 
 
-async def _prefill_speed(settings: argparse.Namespace, server: Server, seed: int) -> float:
-    return await throughput.prefill_speed(server, settings, settings.prefill_tokens, seed=1000 * seed)
+async def _prefill_speed(settings: argparse.Namespace, server: Server, seed: int) -> dict[str, float]:
+    num_tokens = settings.prefill_tokens
+    speed = await throughput.prefill_speed(server, settings, num_tokens, seed=1000 * seed)
+    return {f"prefill of {num_tokens}": speed}
 
 
-async def _edge_speed(shape: edge.Shape, target: edge.Target, _: int) -> float:
+async def _edge_speed(shape: edge.Shape, target: edge.Target, _: int) -> dict[str, float]:
     measured = await target.measure(shape, _EDGE_BURST_S, edge.CONCURRENCY)
     if measured.num_wrong:
         raise RuntimeError(f"{target.name}: {measured.num_wrong} wrong answers, the first: {measured.first_wrong}")
-    return ratio(measured.num_answers, measured.cpu_s)
+    return {shape.name: ratio(measured.num_answers, measured.cpu_s)}
 
 
 def _show(unit: str, results: dict[str, Comparison]) -> None:
     headings = next(iter(results.values()))
     rows = [
-        [name, *(f"{one['new']:.0f} / {one['base']:.0f} = {one['ratio']:.2f}" for one in comparison.values())]
+        [name, *(f"{one['new']:.4g} / {one['base']:.4g} = {one['ratio']:.2f}" for one in comparison.values())]
         for name, comparison in results.items()
     ]
     print_table(f"{unit}: this checkout / the other", ["", *headings], rows, "medians, and the median of the ratios")

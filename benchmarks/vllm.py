@@ -27,15 +27,10 @@ from tandem.cluster.engines.process import pin
 from tandem.cluster.model_store import resolve_model, served_name
 
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+HELP = "Python of an environment with vLLM: measure it too"
 _MAX_MODEL_LEN = 8192
 _REMOTE_DECODE: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
 _REMOTE_DECODE |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that put vLLM into the same run."""
-    parser.add_argument("--vllm-python", metavar="PATH", help="Python of an environment with vLLM: measure it too")
-    parser.add_argument("--vllm-eager", action="store_true", help="vLLM without torch.compile")
 
 
 def others(settings: argparse.Namespace) -> list[contextlib.AbstractContextManager[Server]]:
@@ -50,7 +45,7 @@ def _colocated(settings: argparse.Namespace) -> Iterator[Server]:
     command, env = vllm_command(settings, port), vllm_environment(_cores())
     url = f"http://127.0.0.1:{port}"
     with launched(command, ready=f"{url}/health", env=env) as running:
-        yield Server(_name(settings, "colocated"), url, served_name(settings.model), running.start_s)
+        yield Server("vLLM colocated", url, served_name(settings.model), running.start_s)
 
 
 @contextlib.contextmanager
@@ -72,15 +67,14 @@ def _one_pair(settings: argparse.Namespace) -> Iterator[Server]:
         url = f"http://127.0.0.1:{port}"
         proxy = [sys.executable, "-m", "benchmarks.vllm", *urls, str(port)]
         stack.enter_context(launched(proxy, ready=f"{url}/health"))
-        yield Server(_name(settings, "1P1D"), url, served_name(settings.model), start_s)
+        yield Server("vLLM 1P1D", url, served_name(settings.model), start_s)
 
 
 def vllm_command(settings: argparse.Namespace, port: int) -> list[str]:
     """The command that starts vLLM's server."""
     words = [settings.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
     words += ["--port", str(port), "--model", str(resolve_model(settings.model)), "--dtype", "bfloat16"]
-    words += ["--served-model-name", served_name(settings.model), "--max-model-len", str(_MAX_MODEL_LEN)]
-    return words + (["--enforce-eager"] if settings.vllm_eager else [])
+    return [*words, "--served-model-name", served_name(settings.model), "--max-model-len", str(_MAX_MODEL_LEN)]
 
 
 def vllm_environment(cores: list[int]) -> dict[str, str]:
@@ -94,10 +88,6 @@ def vllm_environment(cores: list[int]) -> dict[str, str]:
 
 def _cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
-
-
-def _name(settings: argparse.Namespace, setup: str) -> str:
-    return f"vLLM {setup}" + (", eager" if settings.vllm_eager else "")
 
 
 def _proxy(prefill_url: str, decode_url: str) -> FastAPI:

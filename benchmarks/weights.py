@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from benchmarks.common import arguments, console, print_table, write_result
+from benchmarks.common import arguments, console, print_rows, write_result
 from tandem.cluster.model_store import resolve_model
 from tandem.engine.attention.context import StepContext
 from tandem.engine.attention.cpu import CpuAttention
@@ -33,36 +31,24 @@ _DOCS = Path(__file__).parents[1] / "docs"
 _PIECE = 256  # tokens
 
 
-class Compared(NamedTuple):
-    """One form of the weights beside the one that was loaded."""
-
-    weights: str
-    perplexity: float
-    agreement: float
-    kl: float
-
-
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--pieces", type=int, default=40, help="pieces of text")
-    settings = parser.parse_args()
-    pieces = 2 if settings.quick else settings.pieces
+    parser.option("--pieces", 40, "pieces of text", quick=2)
+    settings = parser.settings()
     folder = str(resolve_model(settings.model))
     text = "\n".join(path.read_text() for path in sorted(_DOCS.glob("*.md")))
-    ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])
+    ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text)["input_ids"])[: settings.pieces * _PIECE]
     exact = load_model(EngineConfig(model=folder, device="cpu"))
     exact_mib = packed_mib()
     rounded = load_model(EngineConfig(model=folder, device="cpu", weights="int8"))
     rounded_mib = packed_mib() - exact_mib
-    rows = list(compare(exact, rounded, [piece for piece in torch.split(ids, _PIECE) if len(piece) == _PIECE][:pieces]))
-    headings = ["weights", "perplexity", "same first choice", "KL"]
-    print_table(f"{pieces} pieces of {_PIECE} tokens, {exact.kernels}", headings, rows)
+    rows = compare(exact, rounded, [piece for piece in torch.split(ids, _PIECE) if len(piece) == _PIECE])
+    print_rows(f"{settings.pieces} pieces of {_PIECE} tokens, {exact.kernels}", rows)
     console.print(f"weights of products: {exact_mib:.0f} MiB as loaded, {rounded_mib:.0f} MiB with int8")
     write_result("weights", settings, {"compared": rows})
-    return 0
 
 
-def compare(exact: LoadedModel, rounded: LoadedModel, pieces: list[Tensor]) -> Iterator[Compared]:
+def compare(exact: LoadedModel, rounded: LoadedModel, pieces: list[Tensor]) -> list[dict[str, Any]]:
     losses, same, kl = {"as loaded": 0.0, "int8": 0.0}, 0.0, 0.0
     for piece in pieces:
         expected, actual = (log_probabilities(model, piece) for model in (exact, rounded))
@@ -70,8 +56,11 @@ def compare(exact: LoadedModel, rounded: LoadedModel, pieces: list[Tensor]) -> I
             losses[name] -= float(scores[:-1].gather(1, piece[1:, None]).mean()) / len(pieces)
         same += float((expected.argmax(1) == actual.argmax(1)).float().mean()) / len(pieces)
         kl += float((expected.exp() * (expected - actual)).sum(1).mean()) / len(pieces)
-    yield Compared("as loaded", math.exp(losses["as loaded"]), 1.0, 0.0)
-    yield Compared("int8", math.exp(losses["int8"]), same, kl)
+    compared = {"as loaded": (1.0, 0.0), "int8": (same, kl)}
+    return [
+        {"weights": name, "perplexity": math.exp(losses[name]), "same first choice": share, "KL": divergence}
+        for name, (share, divergence) in compared.items()
+    ]
 
 
 @torch.inference_mode()
@@ -98,4 +87,4 @@ def packed_mib() -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

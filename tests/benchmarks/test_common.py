@@ -14,9 +14,7 @@ from benchmarks import common
 from benchmarks.common import Server, free_port, launched, measure_each, ratio, write_result
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = sorted(
-    path.stem for path in (ROOT / "benchmarks").glob("*.py") if "arguments(__doc__)" in path.read_text()
-)
+BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "arguments(__doc__" in path.read_text())
 
 # A server that has a child of its own, and ends on SIGINT, or not, with or without that child.
 SERVER = """
@@ -103,3 +101,15 @@ def test_a_server_that_fails_does_not_take_the_others_results(capsys: pytest.Cap
     servers = [nullcontext(Server(name, f"http://{name}", "m", 1.0)) for name in "abc"]
     assert measure_each(servers, measure) == {"a": "http://a", "c": "http://c"}
     assert "left out: b: no tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "expected"), [([], (5, [1, 8])), (["--quick"], (1, [1, 8]))])
+def test_a_quick_run_has_values_of_its_own(
+    words: list[str], expected: tuple[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["a", *words])
+    parser = common.arguments(None, model=False)
+    parser.option("--rounds", 5, quick=1)
+    parser.option("--streams", [1, 8])
+    settings = parser.settings()
+    assert (settings.rounds, settings.streams) == expected

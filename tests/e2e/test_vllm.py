@@ -17,7 +17,7 @@ VLLM_PYTHON = os.environ.get("TANDEM_VLLM_PYTHON", "")
 @pytest.mark.timeout(280)
 @pytest.mark.skipif(not VLLM_PYTHON, reason="TANDEM_VLLM_PYTHON is not set")
 def test_answers_are_vllms_own_and_the_index_knows_what_it_has_cached() -> None:
-    settings = argparse.Namespace(vllm_python=VLLM_PYTHON, vllm_eager=True, model=DEFAULT_MODEL)
+    settings = argparse.Namespace(vllm_python=VLLM_PYTHON, model=DEFAULT_MODEL)
     with routed(settings, ("a",)) as fleet:
         answers = measure_answers(fleet)
         assert answers["different"] == []

@@ -25,7 +25,7 @@ STORY = "Tell a story about {} boats, with emojis and umlauts: ä, ö, 🙂."
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not VLLM_PYTHON, reason="TANDEM_VLLM_PYTHON is not set")
 def test_streams_of_a_killed_server_go_on_with_the_same_text() -> None:
-    settings = argparse.Namespace(vllm_python=VLLM_PYTHON, vllm_eager=True, model=DEFAULT_MODEL)
+    settings = argparse.Namespace(vllm_python=VLLM_PYTHON, model=DEFAULT_MODEL)
     with routed(settings, ("a", "b")) as fleet:
         before = asyncio.run(kill_under_load(fleet, 8, 96))
         after = asyncio.run(kill_under_load(fleet, 8, 96, victim="a"))

@@ -22,7 +22,7 @@ from tandem.protocol.config import DEFAULT_MODEL
 from tests.support.vllm_servers import Fleet, routed
 
 VLLM_PYTHON = os.environ.get("TANDEM_VLLM_PYTHON", "")
-SETTINGS = argparse.Namespace(vllm_python=VLLM_PYTHON, vllm_eager=True, model=DEFAULT_MODEL)
+SETTINGS = argparse.Namespace(vllm_python=VLLM_PYTHON, model=DEFAULT_MODEL)
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,7 +15,12 @@ EOS_TOKEN_ID = 2
 
 
 def save_tiny_model(
-    folder: Path, *, vocab_size: int = VOCAB_SIZE, hidden_size: int = 64, max_model_len: int = MAX_MODEL_LEN
+    folder: Path,
+    *,
+    vocab_size: int = VOCAB_SIZE,
+    hidden_size: int = 64,
+    num_heads: int = 4,
+    max_model_len: int = MAX_MODEL_LEN,
 ) -> Path:
     """The same weights each time; large enough that greedy output depends on every token before it."""
     config = LlamaConfig(
@@ -23,8 +28,8 @@ def save_tiny_model(
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=max(1, num_heads // 2),
         max_position_embeddings=max_model_len,
         bos_token_id=1,
         eos_token_id=EOS_TOKEN_ID,
@@ -38,7 +43,7 @@ def save_tiny_model(
     return folder
 
 
-def save_tiny_text_model(folder: Path, *, max_model_len: int = 2048) -> Path:
+def save_tiny_text_model(folder: Path, *, vocab_size: int = 300, max_model_len: int = 2048, **shape: int) -> Path:
     """The same with a tokenizer of bytes and a chat template, for servers that speak text."""
     build_tokenizer(folder)
-    return save_tiny_model(folder, vocab_size=300, max_model_len=max_model_len)
+    return save_tiny_model(folder, vocab_size=vocab_size, max_model_len=max_model_len, **shape)

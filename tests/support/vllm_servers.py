@@ -76,7 +76,7 @@ def routed(
                 "endpoint": f"tcp://*:{events}",
                 "replay_endpoint": f"tcp://*:{replay}",
             }
-            command = [*vllm_command(settings, port), "--enable-prompt-tokens-details", *flags]
+            command = [*vllm_command(settings, port), "--enforce-eager", "--enable-prompt-tokens-details", *flags]
             command += ["--data-parallel-size", str(num_ranks)] if num_ranks > 1 else []
             command += ["--kv-events-config", json.dumps(publisher)]
             command += ["--kv-transfer-config", json.dumps(CONNECTOR)] if is_pair else []

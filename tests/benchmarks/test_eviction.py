@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.s3fifo import S3FIFO
+from benchmarks.eviction import S3FIFO
 from tests.kv_transfer.test_eviction import evict, store
 
 
