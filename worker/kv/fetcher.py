@@ -20,15 +20,13 @@ from tandem.protocol.config import TierConfig
 from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.messages import FetchStats, KvHolder, StepStats
 from tandem.scheduling.cost_model import StepModel
-from tandem.worker.kv.kv_source import KvSource, OpenSource, Piece
+from tandem.worker.kv.kv_source import PIECES_IN_FLIGHT, KvSource, OpenSource, Piece
 from tandem.worker.kv.peer_reader import PeerReader
 
 logger = logging.getLogger(__name__)
 
 # Limits are in bytes: a large model's block has a hundred times the bytes of a small one's. All round up to a block.
 _PIECE_BYTES = 12 << 20  # per load: a few ms from memory
-_PIECES_IN_FLIGHT = 4  # per prompt
-_PIECE_SHARE = 1 / 32  # of the pool, at most: those in flight may need other room than their prompt's, and one lease
 _PROBE_BYTES = 3 << 19
 _LATE_FACTOR = 2.0  # a load that takes this many times its prediction is given up
 _LATE_SLACK_S = 0.02
@@ -82,7 +80,6 @@ class Fetcher:
         self._engine = engine
         self._step_bytes = int(config.load_step_mb * 1e6)
         self._window_blocks = self._num_blocks(int(config.load_window_mb * 1e6))
-        self._piece_blocks = min(self._num_blocks(_PIECE_BYTES), max(int(engine.pool.num_blocks * _PIECE_SHARE), 1))
         self._num_loading_blocks = 0  # blocks of pieces that are not in place yet
         self._tiers = list(tiers)
         self._steps = steps
@@ -219,15 +216,16 @@ class Fetcher:
 
         Returns whether more must be requested later: prompts share the window, and those planned first fill it.
         """
-        front, piece_blocks = self._front(fetch.sequence), self._piece_blocks
+        front = self._front(fetch.sequence)
         for load in reversed(fetch.plan.loads):
-            first = max(load.first_block, front)
+            opened, first = fetch.opened[load.source], max(load.first_block, front)
+            piece_blocks = min(self._num_blocks(_PIECE_BYTES), opened.most_blocks)
             while fetch.next_end > first:
                 is_full = self._num_loading_blocks and self._num_loading_blocks + piece_blocks > self._window_blocks
-                if is_full or len(fetch.pieces) == _PIECES_IN_FLIGHT:
+                if is_full or len(fetch.pieces) == PIECES_IN_FLIGHT:
                     return True
                 begin = max(first, fetch.next_end - piece_blocks)
-                fetch.pieces.append(fetch.opened[load.source].begin(begin, fetch.next_end, now))
+                fetch.pieces.append(opened.begin(begin, fetch.next_end, now))
                 self._num_loading_blocks += fetch.next_end - begin
                 fetch.next_end = begin
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from tandem.engine.kv_pool import KvPool
 from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.fetch_planner import FetchSource
 
+PIECES_IN_FLIGHT = 4  # of one prompt
 _MIN_BLOCK_S = 1e-7
 
 
@@ -95,6 +97,7 @@ class OpenSource(abc.ABC):
     """One prompt's use of a source."""
 
     kind: str
+    most_blocks = sys.maxsize  # of a piece
 
     @property
     def end_block(self) -> int | None:

@@ -16,7 +16,7 @@ from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.base import Transport
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.messages import KvHolder, PeerAddress, ReadDone, ReadGrant, ReadRequest, WorkerEpoch
-from tandem.worker.kv.kv_source import KvSource, LoadCost, LoadPrior, OpenSource, Piece
+from tandem.worker.kv.kv_source import PIECES_IN_FLIGHT, KvSource, LoadCost, LoadPrior, OpenSource, Piece
 from tandem.worker.kv.peer_read import PeerRead, ReadContext
 
 _PRIOR = LoadPrior(latency_s=5e-3, bytes_per_s=1e9)
@@ -174,6 +174,7 @@ class _OpenPeer(OpenSource):
         self._ask = ask
         self._first_block = first_block
         self._lease_blocks = lease_blocks
+        self.most_blocks = max(lease_blocks // PIECES_IN_FLIGHT, 1)  # else more than two leases would be open
         self._leases: list[PeerRead] = []
 
     @property
