@@ -37,6 +37,13 @@ template <bool IS_EXACT> inline vfloat exp2_nonpositive(vfloat x) {
   return x < -126.0f ? splat(0.0f) : result;
 }
 
+// score * factor - base. A fused product would not be rounded as `base`, the largest of them, was: of large scores even
+// the largest's exponent would be far from 0.
+inline vfloat exponent(vfloat score, vfloat factor, vfloat base) {
+  const vfloat product = score * factor;
+  return (product > base ? base : product) - base; // never more, but compilers fuse only a product
+}
+
 // The layout and multiplication of operands. A word is the content of one lane: one float here, two bfloat16 below.
 template <typename T> struct FloatFormat {
   using Element = T;
@@ -58,7 +65,7 @@ template <typename T> struct FloatFormat {
   static void add_product(vfloat &acc, float scalar, vfloat words) { acc += scalar * words; }
   // The weight of a score: 2^(score * factor - base). Keys of bfloat16 are not worth the last bits.
   static vfloat weight(vfloat score, vfloat factor, vfloat base) {
-    return exp2_nonpositive<sizeof(T) == sizeof(float)>(score * factor - base);
+    return exp2_nonpositive<sizeof(T) == sizeof(float)>(exponent(score, factor, base));
   }
 };
 
@@ -91,7 +98,7 @@ struct PairFormat {
                                                     reinterpret_cast<__m512bh>(words)));
   }
   static vfloat weight(vfloat score, vfloat factor, vfloat base) {
-    return exp2_nonpositive<false>(score * factor - base);
+    return exp2_nonpositive<false>(exponent(score, factor, base));
   }
 };
 #endif
