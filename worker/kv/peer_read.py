@@ -83,6 +83,7 @@ class PeerRead:
         self.block_ids: list[int] | None = None  # at the peer; None before the grant
         self.checksums: list[bytes] = []
         self.is_failed = False
+        self.before: PeerRead | None = None  # whose pieces are placed before these, and so must land before them
         self._digests = digests
         self._moved_end = moved_end
         self.context = context
@@ -103,6 +104,11 @@ class PeerRead:
     def is_short(self) -> bool:
         """Whether the peer lent less than was asked for."""
         return self.end_block < self.first_block + len(self._digests)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a piece has no landing blocks yet."""
+        return any(not piece.landing and not piece.is_dropped for piece in self._pieces)
 
     @property
     def copied(self) -> bytes:
@@ -141,9 +147,12 @@ class PeerRead:
         if self.num_stuck_blocks(now):  # they would wait forever, and so would the link
             self.context.links.reset(self.peer.process)
         is_ready = self.block_ids is not None and self.context.links.is_ready(self.peer)
+        is_ready = is_ready and not (self.before is not None and self.before.is_waiting)
         for piece in self._pieces:
             if piece.transfer is None and not piece.is_dropped and not self.is_failed and is_ready:
                 self._start(piece)
+                # Otherwise a later piece would take the room that this one waits for.
+                is_ready = bool(piece.landing) or piece.is_refused
         self._pieces = [piece for piece in self._pieces if not piece.settle()]
 
     def num_stuck_blocks(self, now: float) -> int:

@@ -186,7 +186,8 @@ class _OpenPeer(OpenSource):
         if lease is None or first_block < lease.first_block:
             self.close()
             first = max(self._first_block, min(first_block, end_block - self._lease_blocks))
-            lease = self._ask(first, end_block, now)
+            before, lease = lease, self._ask(first, end_block, now)
+            lease.before = before
             self._leases.append(lease)
         return lease.begin(first_block, end_block, now)
 

@@ -800,6 +800,50 @@ def test_a_piece_waits_for_the_room_of_those_before_it(monkeypatch: pytest.Monke
     assert world.b.pool.num_used == 0
 
 
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["in order", "the later lease is granted first"])
+def test_pieces_of_a_prompt_land_in_the_order_in_which_they_are_placed(
+    monkeypatch: pytest.MonkeyPatch, order: list[int]
+) -> None:
+    world = World(random.Random(0))
+    world.pass_time = lambda: None  # type: ignore[method-assign]
+    world.fill()
+    monkeypatch.setattr(PoolAdmission, "num_spare_blocks", property(lambda self: 1 - world.b.pool.num_used))
+    opened = world.reader.source(KvHolder(world.a.address, 6)).open(world.digests(), 0, 6, 0.0)
+    pieces = [opened.begin(5, 6, 0.0), opened.begin(4, 5, 0.0)]
+    requests = [message for _, _, message in world.sent if isinstance(message, ReadRequest)]
+    for idx in order:
+        world.lender.requested(requests[idx], 0.0)
+        world.reader.granted(world.sent[-1][2], 0.0)  # type: ignore[arg-type]
+        world.reader.pump(0.0)
+        world.land()
+    for piece in pieces:
+        world.reader.pump(0.0)
+        world.land()
+        world.reader.pump(0.0)
+        assert piece.is_complete
+        piece.drop()
+
+
+def test_a_small_piece_does_not_take_the_room_that_one_before_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(random.Random(0))
+    world.pass_time = lambda: None  # type: ignore[method-assign]
+    world.fill()
+    monkeypatch.setattr("tandem.worker.kv.peer_lender._MAX_LENT_SHARE", 1.0)
+    monkeypatch.setattr(PoolAdmission, "num_spare_blocks", property(lambda self: 2 - world.b.pool.num_used))
+    of_another_prompt, opened = world.open(1).begin(0, 1, 0.0), world.open(3)
+    large, small = opened.begin(1, 3, 0.0), opened.begin(0, 1, 0.0)
+    ask_and_grant(world)
+    world.land()
+    world.reader.pump(0.0)
+    of_another_prompt.drop()
+    for piece in (large, small):
+        world.reader.pump(0.0)
+        world.land()
+        world.reader.pump(0.0)
+        assert piece.is_complete
+        piece.drop()
+
+
 @pytest.mark.parametrize(
     ("block_ids", "checksums"), [([0] * 7, []), ([0, 1], [b"c"]), ([0], [b"c", b"c"])], ids=["many", "few", "more"]
 )
