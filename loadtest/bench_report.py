@@ -95,7 +95,7 @@ def _draw_tradeoff(axes: Axes, runs: Sequence[BenchRun]) -> None:
         title="Throughput and time per token", xlabel="output tokens/s (by each point: requests at once)", ylabel="ms"
     )
     # Room for the last point's marker and number. Numbers of points near the axis are below it.
-    highest = max(summary.tpot_s.p99 for summary in summaries) * 1e3
+    highest = max(summary.tpot_s.p99 for summary in summaries) * 1e3 or 1.0  # 0 if answers came as a whole
     axes.set(xlim=(0, 1.15 * max(throughput)), ylim=(-0.08 * highest, 1.08 * highest))
 
 

@@ -10,8 +10,9 @@ from rich.console import Console
 from tandem.cli import bench
 from tandem.cli.bench import BenchSettings, print_summaries
 from tandem.cli.main import run
-from tandem.loadtest.bench_report import BenchRun
+from tandem.loadtest.bench_report import BenchRun, bench_report
 from tandem.loadtest.client import StreamTiming
+from tandem.loadtest.closed_loop import LoadRun
 from tandem.loadtest.html_report import html_page, png_plots
 from tandem.loadtest.stats import summarize
 from tests.support.fake_openai import FakeServer
@@ -117,6 +118,15 @@ def test_the_report_shows_every_run(server: FakeServer, tmp_path: Path) -> None:
     assert page.count("data:image/png;base64,") == 4
     assert [page.count(f"<tr><td>{level}</td>") for level in (1, 2)] == [1, 1]
     assert "TTFT p50 ms" in page
+
+
+def test_a_report_of_answers_that_came_as_a_whole_is_a_report() -> None:
+    pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
+    timings = [
+        StreamTiming(0.0, 1.0, event_times_s=[1.0, 1.0], event_tokens=[1, 1], num_output_tokens=2) for _ in range(2)
+    ]
+    runs = [BenchRun(concurrency, LoadRun(timings, duration_s=1.0)) for concurrency in (1, 2)]
+    assert bench_report("x", {}, [], [], runs).count("data:image/png;base64,") == 4
 
 
 def test_a_report_of_failed_requests_is_a_report(server: FakeServer, tmp_path: Path) -> None:
