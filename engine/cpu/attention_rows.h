@@ -32,8 +32,8 @@ template <bool IS_EXACT> inline vfloat exp2_nonpositive(vfloat x) {
     p = p * r + 6.931242e-1f;
   }
   p = p * r + 1.0f;
-  vint power = reinterpret_cast<vint>(shifted) << 23; // the low bits of `shifted` are the whole part
-  vfloat result = reinterpret_cast<vfloat>(reinterpret_cast<vint>(p) + power);
+  vword power = reinterpret_cast<vword>(shifted) << 23; // the low bits of `shifted` are the whole part
+  vfloat result = reinterpret_cast<vfloat>(reinterpret_cast<vword>(p) + power);
   return x < -126.0f ? splat(0.0f) : result;
 }
 
