@@ -14,6 +14,9 @@ constexpr int64_t SPLIT = 4096; // keys that are summed apart from others; the s
 constexpr int DIM_UNIT = 2 * LANES; // head dimensions are padded to a multiple of this: whole vectors, even of pairs
 constexpr float LOG2_E = 1.44269504088896341f;
 
+// The next part of a thread's memory, of which `at` is the rest.
+inline float *take(float *&at, int64_t num_floats) { return std::exchange(at, at + num_floats); }
+
 inline int64_t padded_dim(const Arguments &a) { return round_up(a.head_dim, DIM_UNIT); }
 
 // What turns a score into the exponent of its weight, a power of two.

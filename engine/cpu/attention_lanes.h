@@ -29,14 +29,13 @@ struct LaneScratch {
 
   LaneScratch() = default;
   LaneScratch(float *at, int64_t num_rows, int64_t dim) {
-    const auto take = [&at](int64_t num_floats) { return std::exchange(at, at + num_floats); };
-    keys = take(KEYS * dim);
-    values = take(KEYS * dim);
-    query_t = take(num_rows * dim);
-    scores_t = take(MAX_GROUPS * KEYS * LANES);
-    weights = take(KEYS * LANES);
-    spare = take(KEYS * LANES);
-    positions = reinterpret_cast<vint *>(take(num_rows));
+    keys = take(at, KEYS * dim);
+    values = take(at, KEYS * dim);
+    query_t = take(at, num_rows * dim);
+    scores_t = take(at, MAX_GROUPS * KEYS * LANES);
+    weights = take(at, KEYS * LANES);
+    spare = take(at, KEYS * LANES);
+    positions = reinterpret_cast<vint *>(take(at, num_rows));
   }
   static int64_t num_floats(int64_t num_rows, int64_t dim) {
     return 2 * KEYS * dim + num_rows * (dim + 1) + (MAX_GROUPS + 2) * KEYS * LANES;
@@ -89,7 +88,7 @@ template <typename Products> struct LaneAttention {
 
   static int64_t padded_rows(int64_t num_rows) { return round_up(num_rows, LANES); }
 
-  static float weight(float score) { return Format::weight(splat(score), splat(1.0f), splat(0.0f))[0]; }
+  static float weight(float score) { return weight_of<Format>(splat(score), splat(1.0f), splat(0.0f))[0]; }
 
   static int64_t scratch_floats(int64_t num_rows, int64_t dim) { return LaneScratch::num_floats(num_rows, dim); }
 
@@ -107,7 +106,7 @@ template <typename Products> struct LaneAttention {
     for (int64_t first_key = start; first_key < end; first_key += KEYS) {
       int num_keys = static_cast<int>(std::min<int64_t>(KEYS, end - first_key));
       prefetch_tile<T>(a, item.table, item.kv_head, first_key + KEYS, std::min(first_key + 2 * KEYS, end));
-      load_whole_tile(a, item, first_key, num_keys, dim, s);
+      load_keys<Format>(a, item, first_key, num_keys, KEYS, dim, s.keys, s.values);
       for (int g = 0; g < num_groups; g += Products::GROUPS) {
         const int num_scored = std::min(Products::GROUPS, num_groups - g);
         if (s.positions[g + num_scored - 1][LANES - 1] < first_key) continue; // causal: no row sees the tile
@@ -121,7 +120,8 @@ private:
   static void load_group(const Arguments &a, const WorkItem &item, int g, int dim, LaneScratch &s) {
     const int num_words = dim / PER_WORD;
     vint positions;
-    alignas(64) float rows[LANES * MAX_DIM] = {};
+    alignas(64) float rows[LANES * MAX_DIM];
+    std::fill_n(rows, LANES * num_words, 0.0f);
     for (int i = 0; i < LANES; ++i) {
       int64_t row = g * LANES + i;
       positions[i] = static_cast<int32_t>(item.position_of(row));
@@ -131,14 +131,6 @@ private:
     for (int d = 0; d < num_words; d += LANES)
       transpose_square(rows + d, num_words, s.query_t + (g * num_words + d) * LANES, LANES);
     s.positions[g] = positions;
-  }
-
-  static void load_whole_tile(const Arguments &a, const WorkItem &item, int64_t start, int num_keys, int dim,
-                              LaneScratch &s) {
-    load_tile<Format>(a, item, start, num_keys, dim, s.keys, s.values);
-    const int padded_keys = static_cast<int>(round_up(num_keys, LANES));
-    std::fill(s.keys + padded_keys * dim / PER_WORD, s.keys + KEYS * dim / PER_WORD, 0.0f);
-    std::fill(s.values + padded_keys * dim / PER_WORD, s.values + KEYS * dim / PER_WORD, 0.0f);
   }
 
   // Adds a tile to the sums of a group, whose scores are there.
@@ -161,7 +153,7 @@ private:
     const vfloat factor = splat(score_factor(a)), old_max = load(sums.max + g * LANES);
     const vfloat max = larger(top * factor, old_max);
     const vfloat base = max == MINUS_INFINITY ? splat(0.0f) : max; // nothing visible yet
-    const vfloat correction = Format::weight(old_max, splat(1.0f), base);
+    const vfloat correction = weight_of<Format>(old_max, splat(1.0f), base);
     const vfloat sum = weigh(scores_t, factor, base, s.weights);
     store(sums.max + g * LANES, max);
     store(sums.sum + g * LANES, load(sums.sum + g * LANES) * correction + sum);
@@ -175,8 +167,8 @@ private:
     vfloat sums[LANES];
     for (int i = 0; i < LANES; i += 2) {
       for (int j = i; j < KEYS; j += LANES) {
-        const vfloat even = Format::weight(load(scores_t + j * LANES), factor, base);
-        const vfloat odd = Format::weight(load(scores_t + (j + 1) * LANES), factor, base);
+        const vfloat even = weight_of<Format>(load(scores_t + j * LANES), factor, base);
+        const vfloat odd = weight_of<Format>(load(scores_t + (j + 1) * LANES), factor, base);
         sums[i] = j == i ? even : sums[i] + even;
         sums[i + 1] = j == i ? odd : sums[i + 1] + odd;
         Format::store_weights(even, odd, weights + j / PER_WORD * LANES);

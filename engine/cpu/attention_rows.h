@@ -63,10 +63,6 @@ template <typename T> struct FloatFormat {
     store(to + LANES, odd);
   }
   static void add_product(vfloat &acc, float scalar, vfloat words) { acc += scalar * words; }
-  // The weight of a score: 2^(score * factor - base). Keys of bfloat16 are not worth the last bits.
-  static vfloat weight(vfloat score, vfloat factor, vfloat base) {
-    return exp2_nonpositive<sizeof(T) == sizeof(float)>(exponent(score, factor, base));
-  }
 };
 
 #ifdef __AVX512BF16__
@@ -97,22 +93,23 @@ struct PairFormat {
     acc = reinterpret_cast<vfloat>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc), reinterpret_cast<__m512bh>(pair),
                                                     reinterpret_cast<__m512bh>(words)));
   }
-  static vfloat weight(vfloat score, vfloat factor, vfloat base) {
-    return exp2_nonpositive<false>(exponent(score, factor, base));
-  }
 };
 #endif
 
-// Keys as words [num_keys, dim / PER_WORD] and values [num_keys / PER_WORD, dim], with zeros up to a vector of keys.
+// The weight of a score: 2^(score * factor - base). Keys of bfloat16 are not worth the last bits.
+template <typename Format> inline vfloat weight_of(vfloat score, vfloat factor, vfloat base) {
+  return exp2_nonpositive<sizeof(typename Format::Element) == sizeof(float)>(exponent(score, factor, base));
+}
+
+// Keys as words [padded_keys, dim / PER_WORD] and values [padded_keys / PER_WORD, dim]; those from num_keys on are zeros.
 template <typename Format>
-void load_tile(const Arguments &a, const WorkItem &item, int64_t start, int num_keys, int dim, float *key_words,
-               float *value_words) {
+void load_keys(const Arguments &a, const WorkItem &item, int64_t start, int num_keys, int padded_keys, int dim,
+               float *key_words, float *value_words) {
   using T = typename Format::Element;
   static const T zeros[MAX_DIM] = {};
   constexpr int P = Format::PER_WORD;
   const T *keys = static_cast<const T *>(a.layer_keys), *values = static_cast<const T *>(a.layer_values);
   const int head_dim = static_cast<int>(a.head_dim), num_words = dim / P;
-  const int padded_keys = static_cast<int>(round_up(num_keys, LANES));
   if (head_dim < dim) {
     std::fill_n(key_words, padded_keys * num_words, 0.0f);
     std::fill_n(value_words, padded_keys / P * dim, 0.0f);
@@ -213,12 +210,12 @@ inline float soften_row(const Arguments &a, float *scores, int64_t first_key, in
   }
   vfloat total = splat(0.0f);
   for (int v = 0; v < V; ++v) {
-    vfloat weight = Format::weight(x[v], splat(factor), splat(new_max));
+    vfloat weight = weight_of<Format>(x[v], splat(factor), splat(new_max));
     store(scores + v * LANES, weight);
     total += weight;
   }
   float tile_sum = reduce(total, [](vfloat p, vfloat q) { return p + q; });
-  float correction = Format::weight(splat(max), splat(1.0f), splat(new_max))[0];
+  float correction = weight_of<Format>(splat(max), splat(1.0f), splat(new_max))[0];
   max = new_max;
   sum = sum * correction + tile_sum;
   return correction;
@@ -237,12 +234,11 @@ template <typename Format> struct RowAttention {
 
     Scratch() = default;
     Scratch(float *at, int64_t rows, int64_t dim) {
-      const auto take = [&at](int64_t num_floats) { return std::exchange(at, at + num_floats); };
-      query = take(rows * dim);
-      keys = take(LANES * dim);
-      keys_t = take(KEYS * dim);
-      values = take(KEYS * dim);
-      scores = take(rows * KEYS);
+      query = take(at, rows * dim);
+      keys = take(at, LANES * dim);
+      keys_t = take(at, KEYS * dim);
+      values = take(at, KEYS * dim);
+      scores = take(at, rows * KEYS);
     }
     static int64_t num_floats(int64_t rows, int64_t dim) { return rows * (dim + KEYS) + (LANES + 2 * KEYS) * dim; }
   };
@@ -261,7 +257,7 @@ template <typename Format> struct RowAttention {
     for (int64_t first_key = start; first_key < end; first_key += KEYS) {
       int num_keys = static_cast<int>(std::min<int64_t>(KEYS, end - first_key));
       prefetch_tile<T>(a, item.table, item.kv_head, first_key + KEYS, std::min(first_key + 2 * KEYS, end));
-      load_keys(a, item, first_key, num_keys, dim, s);
+      load_tile(a, item, first_key, num_keys, dim, s);
       for (int r = 0; r < num_rows; r += ROWS) {
         if (item.position_of(r + ROWS - 1) < first_key) continue; // causal: none of these rows sees the tile
         if (a.window > 0 && item.position_of(r) - a.window + 1 >= first_key + KEYS) continue;
@@ -271,12 +267,12 @@ template <typename Format> struct RowAttention {
   }
 
 private:
-  static void load_keys(const Arguments &a, const WorkItem &item, int64_t start, int num_keys, int dim, Scratch &s) {
+  static void load_tile(const Arguments &a, const WorkItem &item, int64_t start, int num_keys, int dim, Scratch &s) {
     const int num_words = dim / Format::PER_WORD;
     int j = 0;
     for (; j < num_keys; j += LANES) {
       float *values = s.values + j / Format::PER_WORD * dim;
-      load_tile<Format>(a, item, start + j, std::min(LANES, num_keys - j), dim, s.keys, values);
+      load_keys<Format>(a, item, start + j, std::min(LANES, num_keys - j), LANES, dim, s.keys, values);
       for (int d = 0; d < num_words; d += LANES)
         transpose_square(s.keys + d, num_words, s.keys_t + d * KEYS + j, KEYS);
     }

@@ -44,7 +44,7 @@ class PeerReader:
 
     @property
     def lease_blocks(self) -> int:
-        """Blocks of one lease: of the two that may be open for a prompt, the lender's pool is like ours."""
+        """Blocks of one lease, for a lender whose pool is as large as ours."""
         return max(int(self._context.engine.pool.num_blocks * _LEASE_SHARE), 1)
 
     @property

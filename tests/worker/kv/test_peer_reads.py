@@ -688,9 +688,7 @@ def test_a_reader_has_a_copy_only_of_what_it_published(is_published: bool) -> No
     digests = world.digests()[:3]
     opened = world.open(3)
     piece = opened.begin(0, 3, 0.0)
-    ask_and_grant(world)
-    world.land()
-    world.reader.pump(0.0)
+    ask_and_land(world)
     assert piece.is_complete
     sequence: Any = SimpleNamespace(blocks=world.b.pool.try_allocate(3))
     piece.place(sequence, 0, world.b.kv)
@@ -737,6 +735,13 @@ def ask_and_grant(world: World) -> None:
     world.reader.pump(0.0)
 
 
+def ask_and_land(world: World) -> None:
+    """The same, and what is read arrives."""
+    ask_and_grant(world)
+    world.land()
+    world.reader.pump(0.0)
+
+
 def test_an_end_seen_after_the_deadline_is_late_whenever_the_turn_began() -> None:
     world = World(random.Random(0))
     world.pass_time = lambda: None  # type: ignore[method-assign]
@@ -774,9 +779,7 @@ def test_a_read_lands_only_in_room_that_no_running_sequence_needs(monkeypatch: p
     monkeypatch.setattr(PoolAdmission, "num_spare_blocks", 1)
     opened = world.open(3)
     large, small = opened.begin(1, 3, 0.0), opened.begin(0, 1, 0.0)
-    ask_and_grant(world)
-    world.land()
-    world.reader.pump(0.0)
+    ask_and_land(world)
     assert (large.is_done, large.is_complete) == (True, False)
     assert (small.is_done, small.is_complete) == (True, True)
 
@@ -787,9 +790,7 @@ def test_a_piece_waits_for_the_room_of_those_before_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(PoolAdmission, "num_spare_blocks", property(lambda self: 2 - world.b.pool.num_used))
     opened = world.open(3)
     last, first = opened.begin(1, 3, 0.0), opened.begin(0, 1, 0.0)
-    ask_and_grant(world)
-    world.land()
-    world.reader.pump(0.0)
+    ask_and_land(world)
     assert (last.is_complete, first.is_done) == (True, False)
     last.drop()
     world.reader.pump(0.0)
@@ -832,9 +833,7 @@ def test_a_small_piece_does_not_take_the_room_that_one_before_it_waits_for(monke
     monkeypatch.setattr(PoolAdmission, "num_spare_blocks", property(lambda self: 2 - world.b.pool.num_used))
     of_another_prompt, opened = world.open(1).begin(0, 1, 0.0), world.open(3)
     large, small = opened.begin(1, 3, 0.0), opened.begin(0, 1, 0.0)
-    ask_and_grant(world)
-    world.land()
-    world.reader.pump(0.0)
+    ask_and_land(world)
     of_another_prompt.drop()
     for piece in (large, small):
         world.reader.pump(0.0)
