@@ -22,27 +22,6 @@ inline int64_t padded_dim(const Arguments &a) { return round_up(a.head_dim, DIM_
 // What turns a score into the exponent of its weight, a power of two.
 inline float score_factor(const Arguments &a) { return a.softcap > 0.0f ? LOG2_E : a.scale * LOG2_E; }
 
-// Where a head's keys and values of consecutive positions lie in the pool, in elements; without a division for each.
-class SlotWalk {
-public:
-  SlotWalk(const Arguments &a, const int32_t *table, int64_t position, int64_t kv_head)
-      : a(a), block(table + position / a.block_size), offset(position % a.block_size),
-        head(kv_head * a.kv_head_stride) {}
-  int64_t next() {
-    const int64_t at = *block * a.block_stride + offset * a.slot_stride + head;
-    if (++offset == a.block_size) {
-      offset = 0;
-      ++block;
-    }
-    return at;
-  }
-
-private:
-  const Arguments &a;
-  const int32_t *block;
-  int64_t offset, head;
-};
-
 // Up to QUERIES tokens of one sequence, a tile, for the query heads that share one key/value head. Row r of the item is
 // head r % group of token r / group.
 struct WorkItem {
@@ -135,25 +114,38 @@ template <typename T> void write_out(const Arguments &a, const WorkItem &item, c
   }
 }
 
-// Brings the rows of a tile towards the caches. Without it each block of a head is a jump that no hardware predicts.
-template <typename T>
-void prefetch_tile(const Arguments &a, const int32_t *table, int64_t kv_head, int64_t start, int64_t end) {
-  constexpr int64_t LINE = 64 / sizeof(T);
-  const T *keys = static_cast<const T *>(a.layer_keys), *values = static_cast<const T *>(a.layer_values);
-  SlotWalk slots(a, table, start, kv_head);
-  for (int64_t position = start; position < end; ++position) {
-    const int64_t at = slots.next();
-    for (int64_t d = 0; d < a.head_dim; d += LINE) {
-      __builtin_prefetch(keys + at + d, 0, 2);
-      __builtin_prefetch(values + at + d, 0, 2);
-    }
-  }
-}
+// Where the keys and values of a tile, from position `start` on, lie in the pool. Those from num_keys on are zeros:
+// unwritten slots may hold NaN, and 0 * NaN is not 0.
+template <typename T> struct TileRows {
+  const T *keys[KEYS], *values[KEYS];
 
-// to[c][r] = from[r][c] for a LANES x LANES square of 32-bit words.
-inline void transpose_square(const float *from, int64_t from_stride, float *to, int64_t to_stride) {
-  vfloat r[LANES], s[LANES];
-  for (int i = 0; i < LANES; ++i) r[i] = load(from + i * from_stride);
+  TileRows(const Arguments &a, const WorkItem &item, int64_t start, int64_t num_keys) {
+    static const T zeros[MAX_DIM] = {};
+    const int32_t *block = item.table + start / a.block_size;
+    int64_t offset = start % a.block_size;
+    for (int64_t j = 0; j < num_keys; ++block, offset = 0) {
+      const int64_t end = std::min(num_keys, j + a.block_size - offset);
+      int64_t at = *block * a.block_stride + offset * a.slot_stride + item.kv_head * a.kv_head_stride;
+      for (; j < end; ++j, at += a.slot_stride) {
+        keys[j] = static_cast<const T *>(a.layer_keys) + at;
+        values[j] = static_cast<const T *>(a.layer_values) + at;
+      }
+    }
+    for (int64_t j = std::max<int64_t>(num_keys, 0); j < KEYS; ++j) keys[j] = values[j] = zeros;
+  }
+
+  // Brings sixteen rows towards the caches. Without it each block of a head is a jump that no hardware predicts. Called
+  // between other work: a core has room for some requests only, and waits when they are used up.
+  static void prefetch(const T *const *rows, int64_t dim) {
+    constexpr int64_t LINE = 64 / sizeof(T);
+    for (int i = 0; i < LANES; ++i)
+      for (int64_t d = 0; d < dim; d += LINE) __builtin_prefetch(rows[i] + d, 0, 2);
+  }
+};
+
+// Turns the rows of a LANES x LANES square of 32-bit words into columns.
+inline void transpose(vfloat (&r)[LANES]) {
+  vfloat s[LANES];
   // Four rounds of pairwise interleaving. After k rounds, runs of 2^k rows are in place.
   for (int round = 0; round < 4; ++round) {
     for (int i = 0; i < 8; ++i) {
@@ -163,7 +155,14 @@ inline void transpose_square(const float *from, int64_t from_stride, float *to, 
     }
     std::memcpy(r, s, sizeof r);
   }
-  for (int i = 0; i < LANES; ++i) store(to + i * to_stride, r[i]);
+}
+
+// to[c][r] = from[r][c] for such a square.
+inline void transpose_square(const float *from, int64_t from_stride, float *to, int64_t to_stride) {
+  vfloat square[LANES];
+  for (int i = 0; i < LANES; ++i) square[i] = load(from + i * from_stride);
+  transpose(square);
+  for (int i = 0; i < LANES; ++i) store(to + i * to_stride, square[i]);
 }
 
 } // namespace

@@ -102,17 +102,19 @@ template <typename Products> struct LaneAttention {
   static void attend(const Arguments &a, const WorkItem &item, int64_t start, int64_t end, int num_rows, int dim,
                      LaneScratch &s, const Sums &sums) {
     const Products products;
-    const int num_groups = num_rows / LANES, num_words = dim / PER_WORD;
+    const int num_groups = num_rows / LANES, num_words = dim / PER_WORD, head_dim = static_cast<int>(a.head_dim);
+    TileRows<T> rows(a, item, start, std::min<int64_t>(end - start, KEYS));
     for (int64_t first_key = start; first_key < end; first_key += KEYS) {
-      int num_keys = static_cast<int>(std::min<int64_t>(KEYS, end - first_key));
-      prefetch_tile<T>(a, item.table, item.kv_head, first_key + KEYS, std::min(first_key + 2 * KEYS, end));
-      load_keys<Format>(a, item, first_key, num_keys, KEYS, dim, s.keys, s.values);
+      const TileRows<T> next(a, item, first_key + KEYS, std::min<int64_t>(end - first_key - KEYS, KEYS));
+      load_keys<Format>(rows, next, head_dim, dim, s.keys);
+      load_values<Format>(rows, next, KEYS, head_dim, dim, s.values);
       for (int g = 0; g < num_groups; g += Products::GROUPS) {
         const int num_scored = std::min(Products::GROUPS, num_groups - g);
         if (s.positions[g + num_scored - 1][LANES - 1] < first_key) continue; // causal: no row sees the tile
         products.score(s.query_t + g * num_words * LANES, num_scored, num_words, s);
         for (int i = 0; i < num_scored; ++i) add_group(a, products, g + i, first_key, dim, s.scores_of(i), s, sums);
       }
+      rows = next;
     }
   }
 

@@ -57,6 +57,11 @@ template <typename T> struct FloatFormat {
     load_row(even, to, n);
     load_row(odd, to + dim, n);
   }
+  static void store_key_words(vfloat words, float *to) { // of the tile's transposed keys
+    if (sizeof(T) == sizeof(float)) return store(to, words);
+    store(to, reinterpret_cast<vfloat>(reinterpret_cast<vword>(words) << 16));
+    store(to + KEYS, reinterpret_cast<vfloat>(reinterpret_cast<vword>(words) & 0xffff0000u));
+  }
   static void pack_weights(float *) {}
   static void store_weights(vfloat even, vfloat odd, float *to) {
     store(to, even);
@@ -76,6 +81,7 @@ struct PairFormat {
     uint32_t *words = reinterpret_cast<uint32_t *>(to);
     for (int i = 0; i < n; ++i) words[i] = even[i].bits | static_cast<uint32_t>(odd[i].bits) << 16;
   }
+  static void store_key_words(vfloat words, float *to) { store(to, words); }
   static void pack_weights(float *weights) { // in place: the pairs take the first half of the row
     for (int v = 0; v < KEYS / LANES; ++v) {
       __m256bh half = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(load(weights + v * LANES)));
@@ -101,32 +107,56 @@ template <typename Format> inline vfloat weight_of(vfloat score, vfloat factor, 
   return exp2_nonpositive<sizeof(typename Format::Element) == sizeof(float)>(exponent(score, factor, base));
 }
 
-// Keys as words [padded_keys, dim / PER_WORD] and values [padded_keys / PER_WORD, dim]; those from num_keys on are zeros.
-template <typename Format>
-void load_keys(const Arguments &a, const WorkItem &item, int64_t start, int num_keys, int padded_keys, int dim,
-               float *key_words, float *value_words) {
-  using T = typename Format::Element;
-  static const T zeros[MAX_DIM] = {};
-  constexpr int P = Format::PER_WORD;
-  const T *keys = static_cast<const T *>(a.layer_keys), *values = static_cast<const T *>(a.layer_values);
-  const int head_dim = static_cast<int>(a.head_dim), num_words = dim / P;
-  if (head_dim < dim) {
-    std::fill_n(key_words, padded_keys * num_words, 0.0f);
-    std::fill_n(value_words, padded_keys / P * dim, 0.0f);
+// Keys as words [KEYS, dim / PER_WORD], and those of the `next` tile on their way. The same goes for the functions below.
+template <typename Format, typename T = typename Format::Element>
+void load_keys(const TileRows<T> &rows, const TileRows<T> &next, int head_dim, int dim, float *words) {
+  const int num_words = dim / Format::PER_WORD;
+  if (head_dim < dim) std::fill_n(words, KEYS * num_words, 0.0f);
+  for (int j = 0; j < KEYS; ++j) {
+    if (j % LANES == 0) next.prefetch(next.keys + j, head_dim);
+    Format::load_row(rows.keys[j], words + j * num_words, head_dim);
   }
-  SlotWalk slots(a, item.table, start, item.kv_head);
-  for (int j = 0; j < padded_keys; j += 2) {
-    const T *value_rows[2];
-    for (int i = 0; i < 2; ++i) {
-      const T *key_row = value_rows[i] = zeros; // unwritten slots may hold NaN, and 0 * NaN is not 0
-      if (j + i < num_keys) {
-        const int64_t at = slots.next();
-        key_row = keys + at;
-        value_rows[i] = values + at;
-      }
-      Format::load_row(key_row, key_words + (j + i) * num_words, head_dim);
+}
+
+// Elements [d, d + num) of sixteen keys as words, of which each holds one key's.
+template <typename T> inline void load_square(const T *const *keys, int d, int num, vfloat (&square)[LANES]) {
+  constexpr int WIDTH = sizeof(vfloat) / sizeof(T);
+  if (num < WIDTH) std::memset(square, 0, sizeof square);
+  for (int i = 0; i < LANES; ++i)
+    if (num >= WIDTH)
+      std::memcpy(&square[i], keys[i] + d, sizeof(vfloat));
+    else if (num > 0)
+      std::memcpy(&square[i], keys[i] + d, static_cast<size_t>(num) * sizeof(T));
+}
+
+// Keys as words [dim / PER_WORD, KEYS]. Elements that share 32 bits are transposed as one; columns from num_keys on are
+// zeros.
+template <typename Format, typename T = typename Format::Element>
+void load_keys_t(const TileRows<T> &rows, const TileRows<T> &next, int num_keys, int head_dim, int dim, float *words) {
+  constexpr int WIDTH = sizeof(vfloat) / sizeof(T);
+  int j = 0;
+  for (; j < num_keys; j += LANES) {
+    next.prefetch(next.keys + j, head_dim);
+    for (int d = 0; d < dim; d += WIDTH) {
+      vfloat square[LANES];
+      load_square(rows.keys + j, d, head_dim - d, square);
+      transpose(square);
+      for (int i = 0; i < LANES; ++i)
+        Format::store_key_words(square[i], words + (d + i * WIDTH / LANES) / Format::PER_WORD * KEYS + j);
     }
-    Format::load_values(value_rows[0], value_rows[1], value_words + j / P * dim, head_dim, dim);
+  }
+  for (int d = 0; d < dim / Format::PER_WORD; ++d) std::fill(words + d * KEYS + j, words + (d + 1) * KEYS, 0.0f);
+}
+
+// Values [padded_keys / PER_WORD, dim].
+template <typename Format, typename T = typename Format::Element>
+void load_values(const TileRows<T> &rows, const TileRows<T> &next, int padded_keys, int head_dim, int dim,
+                 float *words) {
+  constexpr int P = Format::PER_WORD;
+  if (head_dim < dim) std::fill_n(words, padded_keys / P * dim, 0.0f);
+  for (int j = 0; j < padded_keys; j += 2) {
+    if (j % LANES == 0) next.prefetch(next.values + j, head_dim);
+    Format::load_values(rows.values[j], rows.values[j + 1], words + j / P * dim, head_dim, dim);
   }
 }
 
@@ -227,7 +257,6 @@ template <typename Format> struct RowAttention {
   // Memory of one work item, in words of the format; `dim` is padded.
   struct Scratch {
     float *query;  // [rows, dim]
-    float *keys;   // [LANES, dim]
     float *keys_t; // [dim, KEYS]
     float *values; // [KEYS, dim]
     float *scores; // [rows, KEYS]; weights after the softmax step
@@ -235,12 +264,11 @@ template <typename Format> struct RowAttention {
     Scratch() = default;
     Scratch(float *at, int64_t rows, int64_t dim) {
       query = take(at, rows * dim);
-      keys = take(at, LANES * dim);
       keys_t = take(at, KEYS * dim);
       values = take(at, KEYS * dim);
       scores = take(at, rows * KEYS);
     }
-    static int64_t num_floats(int64_t rows, int64_t dim) { return rows * (dim + KEYS) + (LANES + 2 * KEYS) * dim; }
+    static int64_t num_floats(int64_t rows, int64_t dim) { return rows * (dim + KEYS) + 2 * KEYS * dim; }
   };
 
   static Scratch load_queries(const Arguments &a, const WorkItem &item, int num_rows, int dim, float *memory) {
@@ -254,31 +282,23 @@ template <typename Format> struct RowAttention {
   // Adds the keys of positions [start, end), a split.
   static void attend(const Arguments &a, const WorkItem &item, int64_t start, int64_t end, int num_rows, int dim,
                      Scratch &s, const Sums &sums) {
+    const int head_dim = static_cast<int>(a.head_dim);
+    TileRows<T> rows(a, item, start, std::min<int64_t>(end - start, KEYS));
     for (int64_t first_key = start; first_key < end; first_key += KEYS) {
       int num_keys = static_cast<int>(std::min<int64_t>(KEYS, end - first_key));
-      prefetch_tile<T>(a, item.table, item.kv_head, first_key + KEYS, std::min(first_key + 2 * KEYS, end));
-      load_tile(a, item, first_key, num_keys, dim, s);
+      const TileRows<T> next(a, item, first_key + KEYS, std::min<int64_t>(end - first_key - KEYS, KEYS));
+      load_keys_t<Format>(rows, next, num_keys, head_dim, dim, s.keys_t);
+      load_values<Format>(rows, next, (num_keys + 1) / 2 * 2, head_dim, dim, s.values);
       for (int r = 0; r < num_rows; r += ROWS) {
         if (item.position_of(r + ROWS - 1) < first_key) continue; // causal: none of these rows sees the tile
         if (a.window > 0 && item.position_of(r) - a.window + 1 >= first_key + KEYS) continue;
         attend_tile(a, item, r, first_key, num_keys, dim, s, sums);
       }
+      rows = next;
     }
   }
 
 private:
-  static void load_tile(const Arguments &a, const WorkItem &item, int64_t start, int num_keys, int dim, Scratch &s) {
-    const int num_words = dim / Format::PER_WORD;
-    int j = 0;
-    for (; j < num_keys; j += LANES) {
-      float *values = s.values + j / Format::PER_WORD * dim;
-      load_keys<Format>(a, item, start + j, std::min(LANES, num_keys - j), LANES, dim, s.keys, values);
-      for (int d = 0; d < num_words; d += LANES)
-        transpose_square(s.keys + d, num_words, s.keys_t + d * KEYS + j, KEYS);
-    }
-    for (int d = 0; d < num_words; ++d) std::fill(s.keys_t + d * KEYS + j, s.keys_t + (d + 1) * KEYS, 0.0f);
-  }
-
   // Rows [r, r + ROWS) of the item against the tile that was loaded.
   static void attend_tile(const Arguments &a, const WorkItem &item, int r, int64_t first_key, int num_keys, int dim,
                           Scratch &s, const Sums &sums) {

@@ -11,6 +11,9 @@
 #include <cstring>
 #include <limits>
 #include <utility>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -52,27 +55,50 @@ inline vfloat splat(float x) { return x - vfloat{}; }
 typedef uint32_t vword __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint16_t vhalf __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
-// Convert LANES elements to floats and back (rounded to nearest even; NaN stays NaN).
-inline vfloat load_lanes(const float *p) { return load(p); }
 typedef int8_t vbyte __attribute__((vector_size(LANES), aligned(1), may_alias));
-inline vfloat load_lanes(const int8_t *p) {
-  return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const vbyte *>(p), vint), vfloat);
+
+// Widen and narrow lanes. GCC makes one instruction a vector of these conversions only if it is told which.
+inline vword widen(vhalf v) {
+#ifdef __AVX512F__
+  return reinterpret_cast<vword>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(v)));
+#else
+  return __builtin_convertvector(v, vword);
+#endif
 }
-inline vfloat load_lanes(const bfloat16 *p) {
-  vword words = __builtin_convertvector(*reinterpret_cast<const vhalf *>(p), vword) << 16;
-  return reinterpret_cast<vfloat>(words);
+inline vint widen(vbyte v) {
+#ifdef __AVX512F__
+  return reinterpret_cast<vint>(_mm512_cvtepi8_epi32(reinterpret_cast<__m128i>(v)));
+#else
+  return __builtin_convertvector(v, vint);
+#endif
 }
-inline void store_lanes(float *p, vfloat v) { store(p, v); }
-inline void store_lanes(bfloat16 *p, vfloat v) {
+inline vhalf narrow(vword v) {
+#ifdef __AVX512F__
+  return reinterpret_cast<vhalf>(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(v)));
+#else
+  return __builtin_convertvector(v, vhalf);
+#endif
+}
+
+// The bits of bfloat16 in the upper half of each word: rounded to nearest even; NaN stays NaN.
+inline vword round_to_bfloat16(vfloat v) {
   vword bits = reinterpret_cast<vword>(v);
   vword rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  vword words = (v == v) ? rounded : (bits | 0x400000);
-  *reinterpret_cast<vhalf *>(p) = __builtin_convertvector(words >> 16, vhalf);
+  return (v == v) ? rounded : (bits | 0x400000);
 }
+
+// Convert LANES elements to floats and back.
+inline vfloat load_lanes(const float *p) { return load(p); }
+inline vfloat load_lanes(const int8_t *p) {
+  return __builtin_convertvector(widen(*reinterpret_cast<const vbyte *>(p)), vfloat);
+}
+inline vfloat load_lanes(const bfloat16 *p) {
+  return reinterpret_cast<vfloat>(widen(*reinterpret_cast<const vhalf *>(p)) << 16);
+}
+inline void store_lanes(float *p, vfloat v) { store(p, v); }
+inline void store_lanes(bfloat16 *p, vfloat v) { *reinterpret_cast<vhalf *>(p) = narrow(round_to_bfloat16(v) >> 16); }
 template <typename T> inline vfloat round_to(vfloat v) { // as if stored and loaded again
-  T lanes[LANES];
-  store_lanes(lanes, v);
-  return load_lanes(lanes);
+  return reinterpret_cast<vfloat>(round_to_bfloat16(v) & 0xffff0000u);
 }
 template <> inline vfloat round_to<float>(vfloat v) { return v; }
 
