@@ -75,9 +75,9 @@ inline bool has_short_items(const AttentionArguments &a) {
 // Makes a plan by `build(plan)` and runs it. Returns 0; 1 if memory was lacking; 2 for a kind that was not compiled.
 template <typename Build> int run_plan(int num_threads, const Build &build, void (*at_stop)() = nullptr) {
   try {
-    Plan plan;
+    Plan plan(num_threads);
     build(plan);
-    return plan.run(num_threads, at_stop);
+    return plan.run(at_stop);
   } catch (const std::bad_alloc &) {
     return 1;
   } catch (const NotCompiled &) {

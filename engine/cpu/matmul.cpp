@@ -55,6 +55,39 @@ template <typename T> inline void store_row(const Product &p, int64_t row, int64
   }
 }
 
+// What an item multiplies: prepared rows [first, last), which count from row `base` of x, and one pair of panels.
+struct Block {
+  int64_t base, first, last;
+  int64_t column, next_column; // first columns of this pair, and of the one that the thread probably multiplies next
+
+  int64_t num_rows() const { return last - first; }
+};
+
+// Brings the pair of panels that a thread multiplies next towards its cache, some of it with each step of this pair. A core
+// has room for few requests: it goes on computing only as long as they are spread.
+class Ahead {
+public:
+  Ahead(const void *panels, int64_t panel_bytes) : at_(static_cast<const char *>(panels)), panel_bytes_(panel_bytes) {}
+
+  // The next `num_steps` steps are for `num_rows` of all rows, and bring as large a share of the panels.
+  void begin_pass(int64_t num_steps, int64_t num_rows, int64_t num_all) {
+    stride_ = panel_bytes_ * num_rows / (num_steps * num_all);
+  }
+
+  void step() {
+    int64_t i = 0;
+    do {
+      for (int v = 0; v < PANELS; ++v) __builtin_prefetch(at_ + v * panel_bytes_ + i, 0, 2);
+    } while ((i += LINE_BYTES) < stride_);
+    at_ += stride_;
+  }
+
+private:
+  static constexpr int64_t LINE_BYTES = 64;
+  const char *at_;
+  int64_t panel_bytes_, stride_ = 0;
+};
+
 // ---- vectors: floats, or bfloat16 widened to floats ----
 
 // A pair along K of each lane, widened.
@@ -75,8 +108,10 @@ template <typename T> struct Vectors {
     std::fill(to + depth, to + padded_depth(depth), 0.0f);
   }
   template <int ROWS, typename W>
-  static void multiply(const Prepared *rows, const W *panel, int64_t depth, vfloat (&sums)[ROWS][PANELS]) {
+  static void multiply(const Prepared *rows, const W *panel, int64_t depth, vfloat (&sums)[ROWS][PANELS],
+                       Ahead &ahead) {
     for (int64_t k = 0; k < depth; k += 2) {
+      ahead.step();
       vfloat w[PANELS][2];
       for (int v = 0; v < PANELS; ++v) load_pair(panel + v * depth * LANES, k, w[v]);
       for (int i = 0; i < 2; ++i)
@@ -143,8 +178,10 @@ struct Pairs {
     std::memset(to + depth, 0, static_cast<size_t>(padded_depth(depth) - depth) * sizeof(bfloat16));
   }
   template <int ROWS, typename W>
-  static void multiply(const Prepared *rows, const W *panel, int64_t depth, vfloat (&sums)[ROWS][PANELS]) {
+  static void multiply(const Prepared *rows, const W *panel, int64_t depth, vfloat (&sums)[ROWS][PANELS],
+                       Ahead &ahead) {
     for (int64_t k = 0; k < depth; k += 2) {
+      ahead.step();
       __m512bh w[PANELS];
       load_pairs(panel, panel + depth * LANES, k, w);
       for (int r = 0; r < ROWS; ++r) {
@@ -174,34 +211,21 @@ template <typename Format> struct ByRows {
     Format::prepare(row, to + idx * padded_depth(depth), depth);
   }
 
-  template <int ROWS, typename W>
-  static void some_rows(const Product &p, const Prepared *rows, const W *panel, int64_t row, int64_t column) {
-    vfloat sums[ROWS][PANELS] = {};
-    Format::template multiply<ROWS>(rows, panel, padded_depth(p.depth), sums);
-    for (int r = 0; r < ROWS; ++r) {
-      float line[COLUMNS];
-      for (int v = 0; v < PANELS; ++v) store(line + v * LANES, sums[r][v]);
-      store_row<T>(p, row + r, column, line);
-    }
-  }
-
-  static void multiply(const Product &p, const Prepared *x, int64_t first, int64_t last, int64_t column, int64_t base) {
-    if (p.scales == nullptr)
-      multiply_by<T>(p, x, first, last, column, base);
-    else
-      multiply_by<int8_t>(p, x, first, last, column, base);
+  static void multiply(const Product &p, const Prepared *x, const Block &block) {
+    p.scales == nullptr ? multiply_by<T>(p, x, block) : multiply_by<int8_t>(p, x, block);
   }
 
 private:
-  template <typename W>
-  static void multiply_by(const Product &p, const Prepared *x, int64_t first, int64_t last, int64_t column,
-                          int64_t base) {
+  template <typename W> static void multiply_by(const Product &p, const Prepared *x, const Block &block) {
     const int64_t depth = padded_depth(p.depth);
-    const W *panel = static_cast<const W *>(p.weight) + column * depth;
-    int64_t r = first;
+    const W *weight = static_cast<const W *>(p.weight), *panel = weight + block.column * depth;
+    Ahead ahead(weight + block.next_column * depth, depth * LANES * static_cast<int64_t>(sizeof(W)));
+    int64_t r = block.first;
     const auto run = [&](auto rows) {
       constexpr int ROWS = decltype(rows)::value;
-      for (; r + ROWS <= last; r += ROWS) some_rows<ROWS>(p, x + r * depth, panel, base + r, column);
+      ahead.begin_pass(depth / 2, ROWS, block.num_rows());
+      for (; r + ROWS <= block.last; r += ROWS)
+        some_rows<ROWS>(p, x + r * depth, panel, block.base + r, block.column, ahead);
     };
     if constexpr (MOST == 12) {
       run(std::integral_constant<int, 12>());
@@ -210,6 +234,18 @@ private:
     }
     run(std::integral_constant<int, 2>());
     run(std::integral_constant<int, 1>());
+  }
+
+  template <int ROWS, typename W>
+  static void some_rows(const Product &p, const Prepared *rows, const W *panel, int64_t row, int64_t column,
+                        Ahead &ahead) {
+    vfloat sums[ROWS][PANELS] = {};
+    Format::template multiply<ROWS>(rows, panel, padded_depth(p.depth), sums, ahead);
+    for (int r = 0; r < ROWS; ++r) {
+      float line[COLUMNS];
+      for (int v = 0; v < PANELS; ++v) store(line + v * LANES, sums[r][v]);
+      store_row<T>(p, row + r, column, line);
+    }
   }
 };
 
@@ -234,12 +270,8 @@ struct Tiles {
     }
   }
 
-  // Tiles 0 to 3 are sums (two by two), 4 and 5 rows of x, 6 and 7 columns of the weight.
-  static void multiply(const Product &p, const Prepared *x, int64_t first, int64_t last, int64_t column, int64_t base) {
-    if (p.scales == nullptr)
-      multiply_by<T>(p, x, first, last, column, base);
-    else
-      multiply_by<int8_t>(p, x, first, last, column, base);
+  static void multiply(const Product &p, const Prepared *x, const Block &block) {
+    p.scales == nullptr ? multiply_by<T>(p, x, block) : multiply_by<int8_t>(p, x, block);
   }
 
 private:
@@ -260,19 +292,21 @@ private:
     _tile_loadd(7, room[1], 64);
   }
 
-  template <typename W>
-  static void multiply_by(const Product &p, const Prepared *x, int64_t first, int64_t last, int64_t column,
-                          int64_t base) {
+  // Tiles 0 to 3 are sums (two by two), 4 and 5 rows of x, 6 and 7 columns of the weight.
+  template <typename W> static void multiply_by(const Product &p, const Prepared *x, const Block &block) {
     const int64_t depth = padded_depth(p.depth), num_steps = depth / PAIR_UNIT;
-    const W *left = static_cast<const W *>(p.weight) + column * depth, *right = left + LANES * depth;
+    const W *weight = static_cast<const W *>(p.weight);
+    const W *left = weight + block.column * depth, *right = left + LANES * depth;
+    Ahead ahead(weight + block.next_column * depth, depth * LANES * static_cast<int64_t>(sizeof(W)));
     alignas(64) T room[PANELS][TILE_ELEMENTS];
     alignas(64) float sums[2 * TILE * COLUMNS];
     int configured = 0;
-    for (int64_t row = first; row < last; row += 2 * TILE) {
-      int num_rows = static_cast<int>(std::min<int64_t>(2 * TILE, last - row));
+    for (int64_t row = block.first; row < block.last; row += 2 * TILE) {
+      int num_rows = static_cast<int>(std::min<int64_t>(2 * TILE, block.last - row));
       int upper = std::min(num_rows, TILE), lower = num_rows - upper;
       if (num_rows != configured) configure_tiles(upper, lower);
       configured = num_rows;
+      ahead.begin_pass(num_steps, num_rows, block.num_rows());
       const T *a = x + row * depth, *b = a + TILE * depth;
       _tile_zero(0);
       _tile_zero(1);
@@ -280,6 +314,7 @@ private:
         _tile_zero(2);
         _tile_zero(3);
         for (int64_t k = 0; k < num_steps * TILE_ELEMENTS; k += TILE_ELEMENTS) {
+          ahead.step();
           _tile_loadd(4, a + k, 64);
           load_tiles(left, right, k / TILE, room);
           _tile_loadd(5, b + k, 64);
@@ -292,6 +327,7 @@ private:
         _tile_stored(3, sums + TILE * COLUMNS + LANES, COLUMNS * sizeof(float));
       } else {
         for (int64_t k = 0; k < num_steps * TILE_ELEMENTS; k += TILE_ELEMENTS) {
+          ahead.step();
           _tile_loadd(4, a + k, 64);
           load_tiles(left, right, k / TILE, room);
           _tile_dpbf16ps(0, 4, 6);
@@ -300,7 +336,7 @@ private:
       }
       _tile_stored(0, sums, COLUMNS * sizeof(float));
       _tile_stored(1, sums + LANES, COLUMNS * sizeof(float));
-      for (int r = 0; r < num_rows; ++r) store_row<T>(p, base + row + r, column, sums + r * COLUMNS);
+      for (int r = 0; r < num_rows; ++r) store_row<T>(p, block.base + row + r, block.column, sums + r * COLUMNS);
     }
     _tile_release();
   }
@@ -339,10 +375,12 @@ template <typename Kernel> const typename Kernel::Prepared *own_rows(const Produ
 template <typename Kernel> void add_few_rows(Plan &plan, const Product &p) {
   static std::atomic<uint64_t> num_products{0};
   const uint64_t product_id = ++num_products;
-  plan.add((p.num_columns + COLUMNS - 1) / COLUMNS, [=, plan = &plan](int64_t item) {
+  const int64_t num_groups = (p.num_columns + COLUMNS - 1) / COLUMNS;
+  plan.add(num_groups, [=, plan = &plan](int64_t item) {
     const auto *x = own_rows<Kernel>(p, product_id);
     if (x == nullptr) return plan->fail();
-    Kernel::multiply(p, x, 0, p.num_rows, item * COLUMNS, 0);
+    const int64_t next = std::min(item + plan->stride(), num_groups - 1);
+    Kernel::multiply(p, x, {0, 0, p.num_rows, item * COLUMNS, next * COLUMNS});
   });
 }
 
@@ -367,7 +405,8 @@ template <typename Kernel> void add(Plan &plan, const Product &p) {
       int64_t first = item % num_row_items * ITEM_ROWS; // columns outside: their weights stay in the cache
       int64_t last = std::min<int64_t>(first + ITEM_ROWS, num_rows);
       const auto *x = static_cast<const Prepared *>(plan->workspace(offset));
-      Kernel::multiply(p, x, first, last, item / num_row_items * COLUMNS, base);
+      const int64_t next = std::min(item + plan->stride(), num_groups * num_row_items - 1);
+      Kernel::multiply(p, x, {base, first, last, item / num_row_items * COLUMNS, next / num_row_items * COLUMNS});
     });
   }
 }

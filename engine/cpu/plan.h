@@ -22,6 +22,11 @@ struct Phase {
 
 class Plan {
 public:
+  explicit Plan(int num_threads) : num_threads_(num_threads) {}
+
+  // About how many items after this one the thread's next item is.
+  int64_t stride() const { return std::max(num_threads_, 1); }
+
   // From now on an item may run on several threads at once, so that no thread is waited for that has lost its core: they
   // all store the same bytes. So no phase may change what it reads itself, or what an earlier one has read or written.
   void allow_repeats() { has_repeats_ = true; }
@@ -61,9 +66,10 @@ public:
   void fail() { has_failed_.store(true, std::memory_order_relaxed); }
 
   // Returns 0, or 1 if memory was lacking.
-  int run(int num_threads, void (*at_stop)() = nullptr);
+  int run(void (*at_stop)() = nullptr);
 
 private:
+  const int num_threads_;
   std::vector<Phase> phases_;
   std::vector<std::shared_ptr<const void>> tables_;
   int num_stops_ = 0;

@@ -236,7 +236,7 @@ void run_alone(const Phase *begin, const Phase *end, void (*at_stop)()) {
 
 } // namespace
 
-int Plan::run(int num_threads, void (*at_stop)()) {
+int Plan::run(void (*at_stop)()) {
   workspace_ = scratch<Plan>(workspace_bytes_);
   if (workspace_ == nullptr) return 1;
   int64_t num_items = 0;
@@ -245,7 +245,7 @@ int Plan::run(int num_threads, void (*at_stop)()) {
   num_items = 0;
   for (Phase &phase : phases_) phase.is_done = is_done.get() + std::exchange(num_items, num_items + phase.num_items);
   const Phase *begin = phases_.data(), *end = begin + phases_.size();
-  if (num_threads <= 1 || begin == end || !team().run(begin, end, num_threads, has_repeats_, at_stop))
+  if (num_threads_ <= 1 || begin == end || !team().run(begin, end, num_threads_, has_repeats_, at_stop))
     run_alone(begin, end, at_stop);
   return has_failed_.load() ? 1 : 0;
 }
