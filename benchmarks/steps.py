@@ -33,6 +33,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.loader import resolve_device
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.sampling import SamplingParams
+from tandem.runtime import large_pages
 
 _BUSY_S = 0.005
 _SLACK_TOKENS = 128  # of a sequence, for steps that are not counted
@@ -128,7 +129,7 @@ def measure_limits(device: torch.device, *, is_quick: bool) -> Limits:
     """The best of some sums over memory, and of some products."""
     num_bytes = 1 << 24 if is_quick else 1 << 28 if device.type == "cpu" else 1 << 30
     size = 256 if is_quick else 2048 if device.type == "cpu" else 8192
-    memory = torch.ones(num_bytes // 8, dtype=torch.int64, device=device)
+    memory = torch.frombuffer(large_pages.allocate(num_bytes), dtype=torch.int64).fill_(1).to(device)
     matrix = torch.randn(size, size, dtype=torch.bfloat16, device=device)
     sum_s = min(seconds_of(memory.sum, device) for _ in range(10))
     product_s = min(seconds_of(lambda: matrix @ matrix, device) for _ in range(5))

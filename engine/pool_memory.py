@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
 
 import psutil
 import torch
@@ -13,6 +12,7 @@ from tandem.engine.kv_pool import KvPool
 from tandem.engine.loader import LoadedModel
 from tandem.protocol.config import GPU_MEMORY_SHARE, EngineConfig
 from tandem.protocol.errors import ConfigError
+from tandem.runtime import large_pages
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +84,11 @@ def allocate_pool(config: EngineConfig, model: LoadedModel, count: int) -> KvPoo
     of the default size on a CPU takes memory as its blocks are first used.
     """
     shape = (count, *shard_block_shape(config, model))
-    if model.device.type != "cpu" or config.pool_bytes:
+    if model.device.type != "cpu":
         return KvPool([torch.zeros(shape, dtype=model.dtype, device=model.device)])
-    pages = mmap.mmap(-1, math.prod(shape) * model.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return KvPool([torch.frombuffer(pages, dtype=model.dtype).view(shape)])
+    memory = large_pages.allocate(math.prod(shape) * model.dtype.itemsize)
+    shard = torch.frombuffer(memory, dtype=model.dtype).view(shape)
+    return KvPool([shard.zero_() if config.pool_bytes else shard])
 
 
 def max_model_len(config: EngineConfig, model: LoadedModel, count: int) -> int:

@@ -223,6 +223,7 @@ private:
     int64_t r = block.first;
     const auto run = [&](auto rows) {
       constexpr int ROWS = decltype(rows)::value;
+      if (r + ROWS > block.last) return;
       ahead.begin_pass(depth / 2, ROWS, block.num_rows());
       for (; r + ROWS <= block.last; r += ROWS)
         some_rows<ROWS>(p, x + r * depth, panel, block.base + r, block.column, ahead);

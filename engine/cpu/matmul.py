@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.engine.cpu.kinds import kind_for
 from tandem.engine.cpu.library import check, load_kernels
+from tandem.runtime import large_pages
 
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
@@ -22,6 +23,27 @@ def _kernels() -> ctypes.CDLL:
     kernels.tandem_matmul_pack.argtypes = (_INT, _POINTER, _POINTER, _INT64, _INT64, _INT, _INT)
     kernels.tandem_matmul.argtypes = (_INT, *(_POINTER,) * 5, *(_INT64,) * 4, _INT, _INT)
     return kernels
+
+
+class _WeightMemory:
+    """Slabs for weights, because most are smaller than a large page. A slab stays as long as any weight of it."""
+
+    _SLAB_BYTES, _ALIGNMENT = 64 << 20, 64
+
+    def __init__(self) -> None:
+        self._slab = torch.empty(0, dtype=torch.uint8)  # what is left of the newest one
+
+    def take(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """A tensor [num_elements] that does not share memory with another one."""
+        num_bytes = num_elements * dtype.itemsize
+        if num_bytes > len(self._slab):
+            self._slab = torch.frombuffer(large_pages.allocate(max(num_bytes, self._SLAB_BYTES)), dtype=torch.uint8)
+        taken = self._slab[:num_bytes].view(dtype)
+        self._slab = self._slab[-(-num_bytes // self._ALIGNMENT) * self._ALIGNMENT :]
+        return taken
+
+
+_memory = _WeightMemory()
 
 
 class PackedWeight:
@@ -38,7 +60,7 @@ class PackedWeight:
             weight, self.scales = quantize(weight)
         weight = weight.contiguous()
         size = _kernels().tandem_matmul_packed_elements(num_columns, depth)
-        self.packed = torch.empty(size, dtype=weight.dtype)
+        self.packed = _memory.take(size, weight.dtype)
         pointers = (weight.data_ptr(), self.packed.data_ptr())
         options = (weight.element_size(), torch.get_num_threads())
         check(_kernels().tandem_matmul_pack(self.kind, *pointers, num_columns, depth, *options), "packing a weight")

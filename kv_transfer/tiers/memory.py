@@ -6,7 +6,6 @@ The slab is not page-locked, because no GPU touches it: blocks go through pinned
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Sequence
 
@@ -16,6 +15,7 @@ from typing_extensions import override
 
 from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure
 from tandem.protocol.errors import ConfigError
+from tandem.runtime import large_pages
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it yet
 
@@ -80,10 +80,9 @@ def _reserve(num_bytes: int) -> Block:
             f"the host tier of {num_bytes / 1e9:.1f} GB does not fit: {available / 1e9:.1f} GB of memory are free; "
             "lower --host-cache-gb"
         )
-    memory = mmap.mmap(-1, num_bytes)
+    memory = large_pages.allocate(num_bytes)
     slab = np.frombuffer(memory, np.uint8)
     try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
         memory.madvise(_MADV_POPULATE_WRITE)
     except OSError:  # an older kernel
         slab.fill(0)

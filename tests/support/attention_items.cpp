@@ -8,7 +8,7 @@
 
 extern "C" int tandem_paged_attention(int kind, const AttentionArguments *arguments, int is_bfloat16, int num_threads);
 
-int Plan::run(int, void (*)()) {
+int Plan::run(void (*)()) {
   for (const Phase &phase : phases_) std::printf("%lld ", static_cast<long long>(phase.num_items));
   std::printf("%lld\n", static_cast<long long>(workspace_bytes_));
   return 0;

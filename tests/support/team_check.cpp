@@ -33,10 +33,10 @@ void run_plans(unsigned seed, int num_plans) {
   std::mt19937 random(seed);
   const auto draw = [&random](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
   for (int n = 0; n < num_plans; ++n) {
-    Plan plan;
+    const int num_phases = draw(0, 12);
+    Plan plan(draw(1, 5));
     const bool has_repeats = draw(0, 1) == 1;
     if (has_repeats) plan.allow_repeats();
-    const int num_phases = draw(0, 12), num_threads = draw(1, 5);
     auto counts = std::make_unique<std::atomic<int>[]>(static_cast<size_t>(num_phases) * 64 + 1);
     std::vector<int> num_items;
     bool has_stops = false;
@@ -63,7 +63,7 @@ void run_plans(unsigned seed, int num_plans) {
     }
     num_stops_seen = 0;
     plan.reserve(draw(0, 1 << 16));
-    check(plan.run(num_threads, at_stop) == 0, "a plan failed");
+    check(plan.run(at_stop) == 0, "a plan failed");
     check(count(num_items) == std::accumulate(num_items.begin(), num_items.end(), 0), "an item did not run");
     check(has_stops <= num_stops_seen && num_stops_seen <= num_phases, "stops were called too often, or never");
   }
@@ -72,7 +72,7 @@ void run_plans(unsigned seed, int num_plans) {
 // In each phase the thread that begins an item first goes on when another one has begun it too.
 void hold_items(int num_plans) {
   for (int n = 0; n < num_plans; ++n) {
-    Plan plan;
+    Plan plan(2);
     plan.allow_repeats();
     std::atomic<int> counts[3] = {}, num_inside{0};
     for (auto &count : counts) {
@@ -84,7 +84,7 @@ void hold_items(int num_plans) {
         num_inside.fetch_sub(1);
       });
     }
-    check(plan.run(2) == 0, "a plan failed");
+    check(plan.run() == 0, "a plan failed");
     check(num_inside.load() == 0, "an item ran after the plan was over");
     for (auto &count : counts) check(count.load() == 2, "an item that a thread held was not repeated");
   }
