@@ -364,10 +364,7 @@ async def test_thoughts_are_a_block_before_the_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "reply", "reason", "sequence", "text"),
-    [
-        ({}, "abc", "end_turn", None, "abc"),
-        ({"stop_sequences": ["x", "c"]}, "abcd", "stop_sequence", "c", "ab"),
-    ],
+    [({}, "abc", "end_turn", None, "abc"), ({"stop_sequences": ["x", "c"]}, "abcd", "stop_sequence", "c", "ab")],
 )
 async def test_stop_reasons(
     tokenizer: Tokenizer, fields: dict[str, Any], reply: str, reason: str, sequence: str | None, text: str

@@ -266,10 +266,7 @@ async def test_ready_needs_a_generation_that_succeeded(
     backend.ready = False
     backend.script = lambda _: [NoWorker("Nobody home.")]
     app = make_app(backend)
-    async with (
-        app_client(app) as client,
-        app.router.lifespan_context(app),
-    ):
+    async with app_client(app) as client, app.router.lifespan_context(app):
 
         async def ready_becomes(status: int, text: str) -> None:
             async def is_ready() -> bool:
