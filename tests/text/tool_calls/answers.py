@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +50,13 @@ def joined(events: Iterable[Event]) -> Joined:
                 name, arguments = answer.calls[index]
                 answer.calls[index] = (name, arguments + text)
     return answer
+
+
+def seeded() -> random.Random:
+    """Another one in each run; its seed is in the output of a test that fails."""
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    return random.Random(seed)
 
 
 def parser(tool_format: str | None, reasoning_format: str | None = None, **options: Any) -> AnswerParser:
@@ -300,4 +308,5 @@ ANSWERS = [
     ),
     Answer("hermes", "Hello.", [], "Hello.", "", "think", "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
     Answer("hermes", "\n\nNo thought.\n", [], "\n\nNo thought.\n", "", "think"),
+    Answer("hermes", "<think>and so on", [], "", "and so on", "think"),
 ]

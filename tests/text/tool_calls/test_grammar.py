@@ -18,7 +18,7 @@ from tandem.text.tool_calls.grammar import MAX_CALLS, tool_call_grammar
 from tandem.text.tool_calls.parser import AnswerParser
 from tandem.text.tool_calls.reasoning import REASONING_FORMATS
 from tests.support.toy_tokenizer import build_tokenizer
-from tests.text.tool_calls.answers import Joined, joined
+from tests.text.tool_calls.answers import Joined, joined, seeded
 
 SPECIAL = (
     "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "<|python_tag|>",
@@ -135,9 +135,7 @@ def check(calls: list[tuple[str, str]]) -> None:
 @pytest.mark.parametrize("vocabulary", ["plain", "special"])
 @pytest.mark.parametrize("format", TOOL_FORMATS)
 def test_a_grammar_lets_calls_through_that_fit(format: str, vocabulary: str, request: pytest.FixtureRequest) -> None:
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded()
     words: Walker = request.getfixturevalue(vocabulary)
     grammar = words.grammar(format)
     counts: set[int] = set()
@@ -154,9 +152,7 @@ def test_a_grammar_lets_calls_through_that_fit(format: str, vocabulary: str, req
 
 @pytest.mark.parametrize("format", TOOL_FORMATS)
 def test_one_call_and_one_tool(plain: Walker, format: str) -> None:
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded()
     grammar = plain.grammar(format, tools={"now": {}}, max_calls=1)
     for _ in range(5):
         assert [name for name, _ in read(plain.walk(grammar, rng), format).calls] == ["now"]
@@ -234,9 +230,7 @@ def test_reasoning_comes_first(plain: Walker, format: str) -> None:
     opened = plain.grammar(format, reasoning="think", is_reasoning_open=True)
     assert plain.allows(opened, f"Rome?\n</think>\n\n{text}")
     assert not plain.allows(opened, text)
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded()
     for _ in range(5):
         check(read(plain.walk(opened, rng), format, "think", "<think>\n").calls)
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +11,7 @@ from transformers.utils.chat_parsing import parse_response
 from tandem.protocol.errors import ConfigError
 from tandem.text.tool_calls.events import Content
 from tandem.text.tool_calls.response_template import MAX_HELD_CHARS, ResponseTemplateParser, load_template
-from tests.text.tool_calls.answers import ANSWERS, Joined, joined, parsed
+from tests.text.tool_calls.answers import ANSWERS, Joined, joined, parsed, seeded
 from tests.text.tool_calls.test_parser import FRAGMENTS, cut
 
 HERMES: dict[str, Any] = {
@@ -80,9 +79,7 @@ def test_what_is_held_back_is_bounded() -> None:
 
 
 def test_pieces_of_any_size_give_the_same_result() -> None:
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded()
     for _ in range(300):
         text = "".join(rng.choices([*FRAGMENTS, CALL, "<tool_call>", "</tool_call>"], k=rng.randint(0, 20)))
         assert split(cut(text, rng)) == split([text]), text
