@@ -50,25 +50,14 @@ def test_an_error_names_field_bounds_and_value(fields: dict[str, Any], param: st
     assert error.message == f"Invalid value for '{param}': expected {expected}, got {got}."
 
 
-@pytest.mark.parametrize(
-    ("request_type", "body", "message"),
-    [
-        (CompletionRequest, {"prompt": 3}, "'prompt': expected a string or a list, got 3."),
-        (PinFields, {"prompt": "a", "ttl_s": 0}, "'ttl_s': expected a number above 0, got 0."),
-        (
-            PinFields,
-            {"prompt": "a", "prefetch": "moon"},
-            "'prefetch': expected 'host', 'none' or 'pool', got \"moon\".",
-        ),
-        (ResponsesRequest, {"input": "a", "metadata": {"k": 1}}, "'metadata': expected a string, got 1 for \"k\"."),
-        (
-            MessagesRequest,
-            TURNS | {"max_tokens": -1},
-            "'max_tokens': expected an integer from 0 to 2147483647, got -1.",
-        ),
-        (ChatRequest, [1], "Invalid request body: expected an object, got [1]."),
-    ],
-)
+@pytest.mark.parametrize(("request_type", "body", "message"), [
+    (CompletionRequest, {"prompt": 3}, "'prompt': expected a string or a list, got 3."),
+    (PinFields, {"prompt": "a", "ttl_s": 0}, "'ttl_s': expected a number above 0, got 0."),
+    (PinFields, {"prompt": "a", "prefetch": "moon"}, "'prefetch': expected 'host', 'none' or 'pool', got \"moon\"."),
+    (ResponsesRequest, {"input": "a", "metadata": {"k": 1}}, "'metadata': expected a string, got 1 for \"k\"."),
+    (MessagesRequest, TURNS | {"max_tokens": -1}, "'max_tokens': expected an integer from 0 to 2147483647, got -1."),
+    (ChatRequest, [1], "Invalid request body: expected an object, got [1]."),
+])  # fmt: skip
 def test_every_kind_of_body_names_the_value(request_type: type[msgspec.Struct], body: Any, message: str) -> None:
     assert error_of(body, request_type).message.endswith(message)
 

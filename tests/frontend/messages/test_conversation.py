@@ -53,48 +53,26 @@ CALL = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Ro
 CALL_AS_CHAT = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
 
 
-@pytest.mark.parametrize(
-    ("messages", "fields", "expected"),
-    [
-        ([HI], {}, [HI]),
-        ([HI], {"system": "Be brief."}, [{"role": "system", "content": "Be brief."}, HI]),
-        ([HI], {"system": [text("a"), text("b")]}, [{"role": "system", "content": "a\nb"}, HI]),
-        ([HI], {"system": ""}, [HI]),
-        (
-            [HI],
-            {"system": [text("x-anthropic-billing-header: cch=1;"), text("b")]},
-            [{"role": "system", "content": "b"}, HI],
-        ),
-        ([HI], {"system": [text("x-anthropic-billing-header: cch=1;")]}, [HI]),
-        ([user([text("a"), text("b")])], {}, [user("a\nb")]),
-        (
-            [HI, {"role": "system", "content": [text("Now rhyme.")]}],
-            {},
-            [HI, {"role": "system", "content": "Now rhyme."}],
-        ),
-        ([HI, assistant([]), HI], {}, [HI, assistant(""), HI]),
-        (
-            [HI, assistant([{"type": "thinking", "thinking": "Hm.", "signature": "s"}, text("a"), CALL])],
-            {},
-            [HI, {**assistant("a"), "reasoning_content": "Hm.", "reasoning": "Hm.", "tool_calls": [CALL_AS_CHAT]}],
-        ),
-        ([HI, assistant([{"type": "redacted_thinking", "data": "x"}, text("a")])], {}, [HI, assistant("a")]),
-        (
-            [user([result("c1", content="sunny"), result("c2", content=[text("a"), text("b")]), text("So?")])],
-            {},
-            [
-                {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
-                {"role": "tool", "content": "a\nb", "tool_call_id": "c2"},
-                user("So?"),
-            ],
-        ),
-        (
-            [user([text("a"), result("c1", is_error=True), text("b"), text("c")])],
-            {},
-            [user("a"), {"role": "tool", "content": "", "tool_call_id": "c1"}, user("b\nc")],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("messages", "fields", "expected"), [
+    ([HI], {}, [HI]),
+    ([HI], {"system": "Be brief."}, [{"role": "system", "content": "Be brief."}, HI]),
+    ([HI], {"system": [text("a"), text("b")]}, [{"role": "system", "content": "a\nb"}, HI]),
+    ([HI], {"system": ""}, [HI]),
+    ([HI], {"system": [text("x-anthropic-billing-header: cch=1;"), text("b")]},
+        [{"role": "system", "content": "b"}, HI]),
+    ([HI], {"system": [text("x-anthropic-billing-header: cch=1;")]}, [HI]),
+    ([user([text("a"), text("b")])], {}, [user("a\nb")]),
+    ([HI, {"role": "system", "content": [text("Now rhyme.")]}], {}, [HI, {"role": "system", "content": "Now rhyme."}]),
+    ([HI, assistant([]), HI], {}, [HI, assistant(""), HI]),
+    ([HI, assistant([{"type": "thinking", "thinking": "Hm.", "signature": "s"}, text("a"), CALL])], {},
+        [HI, {**assistant("a"), "reasoning_content": "Hm.", "reasoning": "Hm.", "tool_calls": [CALL_AS_CHAT]}]),
+    ([HI, assistant([{"type": "redacted_thinking", "data": "x"}, text("a")])], {}, [HI, assistant("a")]),
+    ([user([result("c1", content="sunny"), result("c2", content=[text("a"), text("b")]), text("So?")])], {},
+        [{"role": "tool", "content": "sunny", "tool_call_id": "c1"},
+        {"role": "tool", "content": "a\nb", "tool_call_id": "c2"}, user("So?")]),
+    ([user([text("a"), result("c1", is_error=True), text("b"), text("c")])], {},
+        [user("a"), {"role": "tool", "content": "", "tool_call_id": "c1"}, user("b\nc")]),
+])  # fmt: skip
 def test_messages_as_chat_has_them(
     messages: list[dict[str, Any]], fields: dict[str, Any], expected: list[dict[str, Any]]
 ) -> None:
@@ -165,50 +143,36 @@ def test_the_other_fields_have_the_names_of_chat() -> None:
     assert msgspec.json.decode(chat.response_format.json_schema.schema) == schema
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"messages": [user([])]}, "messages[0].content", "needs content"),
-        ({"messages": [HI, user([text("a"), {"type": "image"}])]}, "messages[1].content[1].type", "'image'"),
-        ({"messages": [user([{"type": "document"}])]}, "messages[0].content[0].type", "'document'"),
-        ({"messages": [user([PDF])]}, "messages[0].content[0].type", "'document'"),
-        (
-            {"messages": [user([{"type": "video", "source": {"type": "url"}}])]},
-            "messages[0].content[0].type",
-            "'video'",
-        ),
-        ({"messages": [{"role": "user"}]}, "messages[0].content", "needs content"),
-        (
-            {"messages": [user([result("c", content={"type": "x"})])]},
-            "messages[0].content[0].content",
-            "list of blocks",
-        ),
-        ({"messages": [user([CALL])]}, "messages[0].content[0].type", "'tool_use'"),
-        ({"messages": [assistant([result("c")]), HI]}, "messages[0].content[0].type", "'tool_result'"),
-        ({"messages": [user([{"type": "text"}])]}, "messages[0].content[0].text", "needs 'text'"),
-        ({"messages": [user([{"type": "tool_result"}])]}, "messages[0].content[0].tool_use_id", "needs 'tool_use_id'"),
-        (
-            {"messages": [user([result("c", content=[{"type": "image"}])])]},
-            "messages[0].content[0].content[0].type",
-            "'image'",
-        ),
-        ({"messages": [assistant([CALL | {"input": None}]), HI]}, "messages[0].content[0].input", "needs 'input'"),
-        ({"messages": [assistant([CALL | {"id": None}]), HI]}, "messages[0].content[0].id", "needs 'id'"),
-        ({"messages": [assistant([{"type": "thinking"}]), HI]}, "messages[0].content[0].thinking", "needs 'thinking'"),
-        ({"system": [{"type": "image"}]}, "system[0].type", "'image'"),
-        ({"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice", "'web_search'"),
-        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice", "does not run the tool 'web_search'"),
-        ({"tools": [{"input_schema": {}}]}, "tools[0].name", "Missing"),
-        ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "Missing"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice", "no 'tools'"),
-        ({"tools": [], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice", "no 'tools'"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name", "needs 'name'"),
-        ({"compaction": {"type": "summarize"}}, "compaction", "not supported"),
-        ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread", "No threads are kept"),
-        ({"messages": [HI, assistant("{")], "output_format": ANY_JSON}, "output_config.format", "continues"),
-        ({"cache_salt": "x" * 257}, "cache_salt", "at most 256"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "param", "message"), [
+    ({"messages": [user([])]}, "messages[0].content", "needs content"),
+    ({"messages": [HI, user([text("a"), {"type": "image"}])]}, "messages[1].content[1].type", "'image'"),
+    ({"messages": [user([{"type": "document"}])]}, "messages[0].content[0].type", "'document'"),
+    ({"messages": [user([PDF])]}, "messages[0].content[0].type", "'document'"),
+    ({"messages": [user([{"type": "video", "source": {"type": "url"}}])]}, "messages[0].content[0].type", "'video'"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "needs content"),
+    ({"messages": [user([result("c", content={"type": "x"})])]}, "messages[0].content[0].content", "list of blocks"),
+    ({"messages": [user([CALL])]}, "messages[0].content[0].type", "'tool_use'"),
+    ({"messages": [assistant([result("c")]), HI]}, "messages[0].content[0].type", "'tool_result'"),
+    ({"messages": [user([{"type": "text"}])]}, "messages[0].content[0].text", "needs 'text'"),
+    ({"messages": [user([{"type": "tool_result"}])]}, "messages[0].content[0].tool_use_id", "needs 'tool_use_id'"),
+    ({"messages": [user([result("c", content=[{"type": "image"}])])]}, "messages[0].content[0].content[0].type",
+        "'image'"),
+    ({"messages": [assistant([CALL | {"input": None}]), HI]}, "messages[0].content[0].input", "needs 'input'"),
+    ({"messages": [assistant([CALL | {"id": None}]), HI]}, "messages[0].content[0].id", "needs 'id'"),
+    ({"messages": [assistant([{"type": "thinking"}]), HI]}, "messages[0].content[0].thinking", "needs 'thinking'"),
+    ({"system": [{"type": "image"}]}, "system[0].type", "'image'"),
+    ({"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice", "'web_search'"),
+    ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice", "does not run the tool 'web_search'"),
+    ({"tools": [{"input_schema": {}}]}, "tools[0].name", "Missing"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "Missing"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice", "no 'tools'"),
+    ({"tools": [], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice", "no 'tools'"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name", "needs 'name'"),
+    ({"compaction": {"type": "summarize"}}, "compaction", "not supported"),
+    ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread", "No threads are kept"),
+    ({"messages": [HI, assistant("{")], "output_format": ANY_JSON}, "output_config.format", "continues"),
+    ({"cache_salt": "x" * 257}, "cache_salt", "at most 256"),
+])  # fmt: skip
 def test_what_is_not_served_is_named(fields: dict[str, Any], param: str, message: str) -> None:
     request = request_of(**fields)
     with pytest.raises(RequestError) as raised:

@@ -17,30 +17,18 @@ def constraint(response_format: Any = None, structured_outputs: Any = None, **fi
     return constraint_of(msgspec.json.decode(json.dumps(body), type=GenerationFields))
 
 
-@pytest.mark.parametrize(
-    ("response_format", "structured_outputs", "kind", "text", "param"),
-    [
-        ({"type": "json_object"}, None, "json", {"type": "object"}, "response_format"),
-        (
-            {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "string"}}},
-            None,
-            "json",
-            {"type": "string"},
-            "response_format.json_schema.schema",
-        ),
-        (
-            {"type": "structural_tag", "structures": [{"begin": "<", "end": ">", "schema": {}}], "triggers": ["<"]},
-            None,
-            "structural_tag",
-            {"structures": [{"begin": "<", "end": ">", "schema": {}}], "triggers": ["<"]},
-            "response_format",
-        ),
-        (None, {"json": {"type": "array"}}, "json", {"type": "array"}, "structured_outputs.json"),
-        (None, {"json": '{"type": "array"}'}, "json", {"type": "array"}, "structured_outputs.json"),
-        (None, {"json_object": True}, "json", {"type": "object"}, "structured_outputs.json_object"),
-        (None, {"choice": ["a", "é"]}, "choice", ["a", "é"], "structured_outputs.choice"),
-    ],
-)
+@pytest.mark.parametrize(("response_format", "structured_outputs", "kind", "text", "param"), [
+    ({"type": "json_object"}, None, "json", {"type": "object"}, "response_format"),
+    ({"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "string"}}}, None, "json",
+        {"type": "string"}, "response_format.json_schema.schema"),
+    ({"type": "structural_tag", "structures": [{"begin": "<", "end": ">", "schema": {}}], "triggers": ["<"]}, None,
+        "structural_tag", {"structures": [{"begin": "<", "end": ">", "schema": {}}], "triggers": ["<"]},
+        "response_format"),
+    (None, {"json": {"type": "array"}}, "json", {"type": "array"}, "structured_outputs.json"),
+    (None, {"json": '{"type": "array"}'}, "json", {"type": "array"}, "structured_outputs.json"),
+    (None, {"json_object": True}, "json", {"type": "object"}, "structured_outputs.json_object"),
+    (None, {"choice": ["a", "é"]}, "choice", ["a", "é"], "structured_outputs.choice"),
+])  # fmt: skip
 def test_fields_ask_for_a_constraint(
     response_format: Any, structured_outputs: Any, kind: str, text: Any, param: str
 ) -> None:

@@ -198,31 +198,21 @@ async def test_a_clients_error_is_the_engines_and_final(fake_a: FakeServer, fake
 # -- failures before the first byte: elsewhere -----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("trouble", "stream"),
-    [
-        ({"status": 500}, False),
-        ({"status": 500}, True),
-        ({"status": 502, "error": "<html>bad gateway</html>"}, False),
-        ({"status": 500, "error": '{"detail": ' + "[" * 1000 + "]" * 1000 + "}"}, False),
-        ({"status": 401}, True),
-        ({"whole": {"choices": ["word"]}}, False),
-        ({"whole": {"choices": {"text": "word"}}}, False),
-        ({"break_after": 0}, True),
-        ({"break_after": 0, "is_reset": True}, True),
-        ({"first_event_error": {"message": "engine core died", "code": 500}}, True),
-        ({"first_event_error": {"message": "no such key", "code": 401}}, True),
-        (
-            {
-                "first_event_error": json.loads(
-                    '{"code": 400, "message": "too deep", "x": ' + "[" * 400 + "]" * 400 + "}"
-                )
-            },
-            True,
-        ),
-    ],
-    ids=lambda value: str(value)[:80],
-)
+@pytest.mark.parametrize(("trouble", "stream"), [
+    ({"status": 500}, False),
+    ({"status": 500}, True),
+    ({"status": 502, "error": "<html>bad gateway</html>"}, False),
+    ({"status": 500, "error": '{"detail": ' + "[" * 1000 + "]" * 1000 + "}"}, False),
+    ({"status": 401}, True),
+    ({"whole": {"choices": ["word"]}}, False),
+    ({"whole": {"choices": {"text": "word"}}}, False),
+    ({"break_after": 0}, True),
+    ({"break_after": 0, "is_reset": True}, True),
+    ({"first_event_error": {"message": "engine core died", "code": 500}}, True),
+    ({"first_event_error": {"message": "no such key", "code": 401}}, True),
+    ({"first_event_error": json.loads('{"code": 400, "message": "too deep", "x": ' + "[" * 400 + "]" * 400 + "}")},
+        True),
+], ids=lambda value: str(value)[:80])  # fmt: skip
 async def test_a_failure_before_the_first_byte_goes_elsewhere(
     fake_a: FakeServer, fake_b: FakeServer, trouble: dict[str, Any], stream: bool
 ) -> None:

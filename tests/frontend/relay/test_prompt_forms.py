@@ -34,43 +34,23 @@ def messages_of(form: PromptForm) -> Any:
     return form.body["messages"]
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ({"input": "hello"}, [USER]),
-        ({"input": "hello", "instructions": "be kind"}, [SYSTEM, USER]),
-        ({"input": [{"role": "user", "content": "hello"}]}, [USER]),
-        (
-            {"input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]}]},
-            [{"role": "user", "content": TEXT}],
-        ),
-        (
-            {
-                "instructions": "be kind",
-                "input": [
-                    {"role": "user", "content": "hello"},
-                    {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "x", "text": "hm"}]},
-                    {
-                        "type": "message",
-                        "role": "assistant",
-                        "content": [{"type": "output_text", "text": "let me see"}],
-                    },
-                    {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"city":"Rome"}'},
-                    {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
-                ],
-            },
-            [SYSTEM, USER, TURN | {"reasoning": "hm"}, RESULT],
-        ),
-        (
-            {"input": [{"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"city":"Rome"}'}] * 2},
-            [{"role": "assistant", "tool_calls": [CALL, CALL]}],
-        ),
-        (
-            {"input": [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]},
-            [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("body", "expected"), [
+    ({"input": "hello"}, [USER]),
+    ({"input": "hello", "instructions": "be kind"}, [SYSTEM, USER]),
+    ({"input": [{"role": "user", "content": "hello"}]}, [USER]),
+    ({"input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]}]},
+        [{"role": "user", "content": TEXT}]),
+    ({"instructions": "be kind", "input": [{"role": "user", "content": "hello"},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "x", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "let me see"}]},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"city":"Rome"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"}]},
+        [SYSTEM, USER, TURN | {"reasoning": "hm"}, RESULT]),
+    ({"input": [{"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"city":"Rome"}'}] * 2},
+        [{"role": "assistant", "tool_calls": [CALL, CALL]}]),
+    ({"input": [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]),
+])  # fmt: skip
 def test_a_response_is_read_as_the_chat_that_the_engine_makes_of_it(body: dict[str, Any], expected: list[Any]) -> None:
     assert messages_of(responses_form(body)) == expected
 
@@ -107,53 +87,20 @@ def test_a_response_whose_prompt_is_not_known_here_is_an_estimate(fields: dict[s
     PromptReader().read(form, EVERYONE, 100)
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ({"messages": [USER]}, [USER]),
-        ({"messages": [USER], "system": "be kind"}, [SYSTEM, USER]),
-        (
-            {
-                "messages": [{"role": "user", "content": TEXT}],
-                "system": [
-                    {"type": "text", "text": "x-anthropic-billing-header: 1"},
-                    {"type": "text", "text": "be "},
-                    {"type": "text", "text": "kind"},
-                ],
-            },
-            [SYSTEM, USER],
-        ),
-        (
-            {
-                "messages": [
-                    USER,
-                    {
-                        "role": "assistant",
-                        "content": [
-                            {"type": "thinking", "thinking": "hm"},
-                            {"type": "redacted_thinking", "data": "x"},
-                            {"type": "text", "text": "let me see"},
-                            {"type": "tool_use", "id": "c1", "name": "f", "input": {"city": "Rome"}},
-                        ],
-                    },
-                    {
-                        "role": "user",
-                        "content": [
-                            {
-                                "type": "tool_result",
-                                "tool_use_id": "c1",
-                                "content": [{"type": "text", "text": "sunny"}],
-                            },
-                            {"type": "text", "text": "hello"},
-                        ],
-                    },
-                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "sunny"}]},
-                ]
-            },
-            [USER, TURN | {"reasoning": "hm"}, RESULT, USER, RESULT],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("body", "expected"), [
+    ({"messages": [USER]}, [USER]),
+    ({"messages": [USER], "system": "be kind"}, [SYSTEM, USER]),
+    ({"messages": [{"role": "user", "content": TEXT}],
+        "system": [{"type": "text", "text": "x-anthropic-billing-header: 1"}, {"type": "text", "text": "be "},
+        {"type": "text", "text": "kind"}]}, [SYSTEM, USER]),
+    ({"messages": [USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"},
+        {"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "let me see"},
+        {"type": "tool_use", "id": "c1", "name": "f", "input": {"city": "Rome"}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1",
+        "content": [{"type": "text", "text": "sunny"}]}, {"type": "text", "text": "hello"}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "sunny"}]}]},
+        [USER, TURN | {"reasoning": "hm"}, RESULT, USER, RESULT]),
+])  # fmt: skip
 def test_a_message_is_read_as_the_chat_that_the_engine_makes_of_it(body: dict[str, Any], expected: list[Any]) -> None:
     assert messages_of(messages_form(body)) == expected
 

@@ -15,28 +15,20 @@ OPEN = {"type": "object", "properties": NAME}
 CLOSED = {**OPEN, "additionalProperties": False}
 
 
-@pytest.mark.parametrize(
-    ("schema", "expected"),
-    [
-        (OPEN, CLOSED),
-        ({"properties": NAME}, {"properties": NAME, "additionalProperties": False}),
-        ({**OPEN, "required": ["name"]}, {**OPEN, "required": ["name"], "additionalProperties": False}),
-        ({"type": "array", "items": OPEN}, {"type": "array", "items": CLOSED}),
-        ({"anyOf": [OPEN, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
-        ({"allOf": [OPEN]}, {"allOf": [CLOSED]}),
-        ({"$ref": "#/$defs/A", "$defs": {"A": OPEN}}, {"$ref": "#/$defs/A", "$defs": {"A": CLOSED}}),
-        ({"prefixItems": [OPEN, True]}, {"prefixItems": [CLOSED, True]}),
-        (
-            {"type": "object", "properties": {"properties": OPEN, "allOf": {"type": "string"}}},
-            {
-                "type": "object",
-                "properties": {"properties": CLOSED, "allOf": {"type": "string"}},
-                "additionalProperties": False,
-            },
-        ),
-        ({"additionalProperties": OPEN}, {"additionalProperties": CLOSED}),
-    ],
-)
+@pytest.mark.parametrize(("schema", "expected"), [
+    (OPEN, CLOSED),
+    ({"properties": NAME}, {"properties": NAME, "additionalProperties": False}),
+    ({**OPEN, "required": ["name"]}, {**OPEN, "required": ["name"], "additionalProperties": False}),
+    ({"type": "array", "items": OPEN}, {"type": "array", "items": CLOSED}),
+    ({"anyOf": [OPEN, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
+    ({"allOf": [OPEN]}, {"allOf": [CLOSED]}),
+    ({"$ref": "#/$defs/A", "$defs": {"A": OPEN}}, {"$ref": "#/$defs/A", "$defs": {"A": CLOSED}}),
+    ({"prefixItems": [OPEN, True]}, {"prefixItems": [CLOSED, True]}),
+    ({"type": "object", "properties": {"properties": OPEN, "allOf": {"type": "string"}}},
+        {"type": "object", "properties": {"properties": CLOSED, "allOf": {"type": "string"}},
+        "additionalProperties": False}),
+    ({"additionalProperties": OPEN}, {"additionalProperties": CLOSED}),
+])  # fmt: skip
 def test_objects_that_name_properties_are_closed(schema: Any, expected: Any) -> None:
     before = json.dumps(schema)
     assert closed_objects(schema) == expected

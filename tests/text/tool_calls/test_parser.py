@@ -169,54 +169,29 @@ def test_a_special_token_within_a_longer_marker_waits_for_the_rest(text: str) ->
     assert parsed(pieces, "deepseek_v32", hidden={special}) == parsed([text], "deepseek_v32", hidden={special})
 
 
-@pytest.mark.parametrize(
-    ("format", "text", "name", "arguments", "content"),
-    [
-        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "Par', "add", '{"a": "Par', ""),
-        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1</tool_call> sorry', "add", '{"a": 1', "sorry"),
-        (
-            "qwen3_coder",
-            "<tool_call>\n<function=get_weather>\n<parameter=days>\n3\n</parameter>\n<parameter=city>\nPar\n",
-            "get_weather",
-            '{"days": 3, "city": "Par\\n',
-            "",
-        ),
-        (
-            "qwen3_coder",
-            "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n/function>\n</tool_call>",
-            "add",
-            '{"a": 1}',
-            "/function>\n</tool_call>",
-        ),
-        ("glm45", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n", "add", '{"a": 1}', ""),
-    ],
-)
+@pytest.mark.parametrize(("format", "text", "name", "arguments", "content"), [
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "Par', "add", '{"a": "Par', ""),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1</tool_call> sorry', "add", '{"a": 1', "sorry"),
+    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=days>\n3\n</parameter>\n<parameter=city>\nPar\n",
+        "get_weather", '{"days": 3, "city": "Par\\n', ""),
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n/function>\n</tool_call>", "add",
+        '{"a": 1}', "/function>\n</tool_call>"),
+    ("glm45", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n", "add", '{"a": 1}', ""),
+])  # fmt: skip
 def test_a_broken_call_keeps_what_came_of_it(format: str, text: str, name: str, arguments: str, content: str) -> None:
     assert parsed([text], format) == Joined(content, calls=[(name, arguments)])
 
 
-@pytest.mark.parametrize(
-    ("format", "text"),
-    [
-        (
-            "qwen3_coder",
-            "<tool_call>\n<function=get_weather>\n<parameter=city>\n{}\n</parameter>\n"
-            "<parameter=zip>\nx\n</parameter>\n</function>\n</tool_call>",
-        ),
-        (
-            "glm45",
-            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n<arg_key>zip</arg_key>\n"
-            "<arg_value>x</arg_value>\n</tool_call>",
-        ),
-        (
-            "deepseek_v32",
-            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
-            '<｜DSML｜parameter name="city" string="true">{}</｜DSML｜parameter>\n'
-            '<｜DSML｜parameter name="zip" string="true">x</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
-            "</｜DSML｜function_calls>",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("format", "text"), [
+    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\n{}\n</parameter>\n"
+        "<parameter=zip>\nx\n</parameter>\n</function>\n</tool_call>"),
+    ("glm45", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n<arg_key>zip</arg_key>\n"
+        "<arg_value>x</arg_value>\n</tool_call>"),
+    ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="true">{}</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="zip" string="true">x</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>"),
+])  # fmt: skip
 def test_a_string_may_quote_the_tag_that_closes_it(format: str, text: str) -> None:
     for closing in ("</parameter>", "</arg_value>", "</｜DSML｜parameter>", "\n</parameter>\n\n"):
         city = f"a {closing} b{closing}</x>\n{closing}\n\nc"

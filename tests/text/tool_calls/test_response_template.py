@@ -17,18 +17,10 @@ from tests.text.tool_calls.test_parser import FRAGMENTS, cut
 HERMES: dict[str, Any] = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
-        "tool_calls": {
-            "open_pattern": r"\s*<tool_call>",
-            "close": "</tool_call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"content": "text"},
-    },
-}
+    "fields": {"reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
+        "transform": {"type": "function", "function": "{content}"}}, "content": {"content": "text"}},
+}  # fmt: skip
 PROMPT = "<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n"
 
 
