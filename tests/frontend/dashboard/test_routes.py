@@ -84,8 +84,7 @@ async def test_a_snapshot_comes_at_once() -> None:
         assert one.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert (one.headers["cache-control"], one.headers["x-accel-buffering"]) == ("no-store", "no")
         name, snapshot = await first_event(one)
-        assert name == "event: snapshot"
-        assert (snapshot["kind"], snapshot["models"]) == ("workers", ["org/toy"])
+        assert (name, snapshot["kind"], snapshot["models"]) == ("event: snapshot", "workers", ["org/toy"])
 
 
 async def test_the_first_snapshot_has_what_happened_before_somebody_looked() -> None:
@@ -169,7 +168,6 @@ async def test_the_history_is_kept_while_nobody_looks_and_shown_to_operators() -
     async with served(api_keys_of(KEYS)) as (client, _):
         answer = (await client.get("/v1/dashboard/history", headers=OPERATOR)).json()
         assert len(answer["rows"]) == 1, "the first point is made at the start"
-        assert len(answer["rows"][0]) == len(answer["columns"])
-        assert answer["span_s"] == 3600
+        assert (len(answer["rows"][0]), answer["span_s"]) == (len(answer["columns"]), 3600)
         for headers, status in [({}, 401), ({"authorization": "Bearer ours"}, 403)]:
             assert (await client.get("/v1/dashboard/history", headers=headers)).status_code == status

@@ -165,8 +165,7 @@ def test_vllms_names_have_the_same_values() -> None:
     for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):
         assert value(f"vllm:{name}", **of) == pytest.approx(0.4), "of the decode workers: the prefill worker's is empty"
     assert value("vllm:prompt_tokens_total", **of) == value("vllm:prefix_cache_queries_total", **of) == 100
-    assert value("vllm:prefix_cache_hits_total", **of) == 40
-    assert value("vllm:generation_tokens_total", **of) == 30
+    assert (value("vllm:prefix_cache_hits_total", **of), value("vllm:generation_tokens_total", **of)) == (40, 30)
     for worker in ("p", "d0", "d1"):
         assert value("vllm:num_preemptions_total", model_name="m", engine=worker) == 4
     assert value("vllm:request_success_total", finished_reason="stop", **of) == 2

@@ -46,8 +46,7 @@ def error_of(body: Any, request_type: type[msgspec.Struct] = ChatRequest) -> Req
 )
 def test_an_error_names_field_bounds_and_value(fields: dict[str, Any], param: str, expected: str, got: str) -> None:
     error = error_of(TURNS | fields)
-    assert error.param == param
-    assert error.message == f"Invalid value for '{param}': expected {expected}, got {got}."
+    assert (error.param, error.message) == (param, f"Invalid value for '{param}': expected {expected}, got {got}.")
 
 
 @pytest.mark.parametrize(("request_type", "body", "message"), [

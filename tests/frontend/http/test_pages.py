@@ -57,8 +57,7 @@ def test_the_policy_allows_only_this_server() -> None:
         "form-action": "'self'",
         "frame-ancestors": "'none'",
     }
-    assert PAGE_HEADERS["x-content-type-options"] == "nosniff"
-    assert PAGE_HEADERS["referrer-policy"] == "no-referrer"
+    assert (PAGE_HEADERS["x-content-type-options"], PAGE_HEADERS["referrer-policy"]) == ("nosniff", "no-referrer")
 
 
 async def test_an_unchanged_file_is_not_sent_again(folder: Path) -> None:

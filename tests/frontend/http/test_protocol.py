@@ -656,8 +656,7 @@ def test_connections_are_bounded_by_the_open_file_limit(
     limits = [(soft, hard)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
-    assert http_server_module._possible_connections(wanted) == possible
-    assert limits[-1] == (new_soft, hard)
+    assert (http_server_module._possible_connections(wanted), limits[-1]) == (possible, (new_soft, hard))
 
 
 VALID = [

@@ -144,8 +144,7 @@ async def test_an_error_that_comes_at_once_keeps_its_status(path: str, tokenizer
     client = RawClient(make_app(backend), path, BODIES[path] | {"stream": True})
     await asyncio.wait_for(client.task, 20)
     status, headers, text = stream_of(client)
-    assert (status, headers["content-type"]) == (503, "application/json")
-    assert json.loads(text)["error"]["message"] == FAILURE
+    assert (status, headers["content-type"], json.loads(text)["error"]["message"]) == (503, "application/json", FAILURE)
 
 
 async def test_a_plain_answer_has_no_pings(tokenizer: Tokenizer, pings: Pings) -> None:
@@ -166,8 +165,7 @@ async def test_a_client_that_leaves_during_the_pings_ends_its_generation(tokeniz
     await eventually(lambda: pings.number >= 1)
     client.leave()
     await asyncio.wait_for(client.task, 20)
-    assert backend.num_open == 0
-    assert registry.get_sample_value("tandem_router_client_disconnects_total") == 1
+    assert (backend.num_open, registry.get_sample_value("tandem_router_client_disconnects_total")) == (0, 1)
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -205,8 +203,7 @@ async def test_a_key_is_charged_for_what_was_computed_before_an_error(tokenizer:
     await eventually(lambda: pings.number >= 1)
     may_go_on.set()
     await asyncio.wait_for(client.task, 20)
-    assert stream_of(client)[0] == 200
-    assert limiter.limiter._states["k-a"].tokens.level == 10_000 - 700
+    assert (stream_of(client)[0], limiter.limiter._states["k-a"].tokens.level) == (200, 10_000 - 700)
 
 
 @asynccontextmanager

@@ -46,8 +46,7 @@ def test_a_revoked_key_stays_and_keeps_its_first_time(tmp_path: Path, monkeypatc
     other, _ = create_key(path, tenant="b")
     revoked = revoke_key(path, key.id)
     monkeypatch.setattr(store, "_now", lambda: datetime(2040, 1, 1, tzinfo=UTC))
-    assert revoke_key(path, key.id) == revoked
-    assert read_keys(path).keys == [revoked, other]
+    assert (revoke_key(path, key.id), read_keys(path).keys) == (revoked, [revoked, other])
     assert revoked.state(0.0) == "revoked"
     with pytest.raises(ConfigError, match=f"has no key of the id 'k-1'; see: tandem keys list --file {path}"):
         revoke_key(path, "k-1")
@@ -95,8 +94,7 @@ def test_a_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(ConfigError, match="cannot be written: No space left on device; nothing was changed"):
         create_key(str(path), tenant="b")
-    assert path.read_bytes() == before
-    assert {one.name for one in tmp_path.iterdir()} == {"keys", "keys.lock"}
+    assert (path.read_bytes(), {one.name for one in tmp_path.iterdir()}) == (before, {"keys", "keys.lock"})
 
 
 def _create_many(path: str, tenant: str, count: int) -> None:

@@ -82,8 +82,7 @@ def test_old_results_are_cleared_from_the_trigger_on(edit: dict[str, Any], num_t
     assert inputs_of(done) == [{"a": i} for i in range(5)]
     num_chars = 5 * num_cleared + num_cleared - 1  # joined by a line break
     told = {"type": USES, "cleared_tool_uses": num_cleared, "cleared_input_tokens": num_chars}
-    assert done.applied == ([told] if num_cleared else [])
-    assert done.num_cleared_tokens == (num_chars if num_cleared else 0)
+    assert (done.applied, done.num_cleared_tokens) == ([told] if num_cleared else [], num_chars if num_cleared else 0)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +92,7 @@ def test_inputs_are_cleared_if_asked_for(inputs: Any, expected: list[Any]) -> No
     messages = [user(text("go")), assistant(use(0), use(1, "g")), user(result(0), result(1, [text("ab")]))]
     keep = {"type": "tool_uses", "value": 0}
     done = after(messages, {"type": USES, "trigger": ALWAYS, "keep": keep, "clear_tool_inputs": inputs})
-    assert inputs_of(done) == expected
-    assert results_of(done) == [CLEARED, CLEARED]
+    assert (inputs_of(done), results_of(done)) == (expected, [CLEARED, CLEARED])
 
 
 def test_what_was_cleared_before_is_not_counted_again() -> None:

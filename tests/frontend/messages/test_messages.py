@@ -198,8 +198,7 @@ async def test_the_answer_continues_the_assistants_message(tokenizer: Tokenizer,
 @pytest.mark.parametrize("stops", [["\n"], [" "], ["\n\n", "\t"]])
 async def test_stop_sequences_of_white_space(tokenizer: Tokenizer, stops: list[str]) -> None:
     message = await plain_of(backend_of(tokenizer, "ab \n\n\tcd"), stop_sequences=stops)
-    assert message["stop_reason"] == "stop_sequence"
-    assert message["content"][0]["text"].strip() == "ab"
+    assert (message["stop_reason"], message["content"][0]["text"].strip()) == ("stop_sequence", "ab")
 
 
 # -- programs
@@ -541,8 +540,7 @@ async def test_the_anthropic_sdk_reads_plain_and_streamed_answers(tokenizer: Tok
     assert {"text", "input_json", "content_block_stop", "message_stop"} <= set(seen)
     for message in (plain, final):
         said, weather, now = message.content
-        assert said.type == "text"
-        assert said.text == "I look."
+        assert (said.type, said.text) == ("text", "I look.")
         assert (weather.type, now.type, message.stop_reason) == ("tool_use", "tool_use", "tool_use")
         assert weather.type == now.type == "tool_use"
         assert (weather.input, now.input) == ({"city": "Zürich 🎉"}, {})
@@ -576,8 +574,7 @@ async def test_the_anthropic_sdks_tool_runner_goes_on_without_threads(tokenizer:
         model="org/toy", max_tokens=200, messages=[{"role": "user", "content": "hi"}], tools=[weather], max_iterations=3
     )
     answers = [message async for message in runner]
-    assert [message.stop_reason for message in answers] == ["tool_use"] * 3
-    assert ran[:2] == ["Zürich 🎉"] * 2
+    assert ([message.stop_reason for message in answers], ran[:2]) == (["tool_use"] * 3, ["Zürich 🎉"] * 2)
     assert tokenizer.decode(backend.requests[-1].token_ids).count("sunny") == 2
 
 

@@ -83,8 +83,7 @@ async def test_a_request_names_its_conversation_in_body_or_header(
 ) -> None:
     body = {"messages": [USER], "prompt": "hello", "conversation_id": field, "n": 2}
     response = await client.post(path, json=body, headers={"x-tandem-conversation": header} if header else {})
-    assert response.status_code == 200
-    assert [request.conversation_id for request in backend.requests] == ["", expected]
+    assert (response.status_code, [request.conversation_id for request in backend.requests]) == (200, ["", expected])
 
 
 async def test_a_conversation_is_pinned_by_its_id(backend: FakeBackend, client: Client) -> None:

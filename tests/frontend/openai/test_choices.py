@@ -90,8 +90,7 @@ async def test_without_tokens_to_generate_the_backend_is_not_asked(tokenizer: To
     reasons: list[str | None] = []
     while batch := await deltas.take():
         reasons += [delta.finish_reason for delta in batch]
-    assert reasons == ["length"] * NUM_CHOICES
-    assert backend.requests == []
+    assert (reasons, backend.requests) == (["length"] * NUM_CHOICES, [])
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -91,10 +91,8 @@ async def test_echo_alone_generates_nothing(backend: FakeBackend, client: Client
     body = {"prompt": "hi there", "echo": True, "max_tokens": 0}
     plain = (await client.post(COMPLETIONS, json=body)).json()
     chunks = events(await client.post(COMPLETIONS, json=body | {"stream": True}))
-    assert plain["choices"][0]["text"] == "hi there"
-    assert plain["usage"]["completion_tokens"] == 0
-    assert "".join(c["choices"][0]["text"] for c in chunks[:-1]) == "hi there"
-    assert backend.requests == []
+    assert (plain["choices"][0]["text"], plain["usage"]["completion_tokens"]) == ("hi there", 0)
+    assert ("".join(c["choices"][0]["text"] for c in chunks[:-1]), backend.requests) == ("hi there", [])
 
 
 async def test_logprobs_join_to_the_text_with_right_offsets(tokenizer: Tokenizer) -> None:

@@ -138,8 +138,7 @@ async def test_open_webui_continues_the_last_message(trimming: Tokenizer, fields
         answer = (await client.post(CHAT, json=talk("Hello, ") | fields)).json()
         tokens = (await client.post("/tokenize", json=talk("Hello, ") | fields)).json()["tokens"]
     assert trimming.decode(backend.requests[0].token_ids) == "<user>Hi</s><assistant>Hello,"
-    assert tokens == backend.requests[0].token_ids
-    assert answer["choices"][0]["message"]["content"] == "world"
+    assert (tokens, answer["choices"][0]["message"]["content"]) == (backend.requests[0].token_ids, "world")
 
 
 @pytest.mark.parametrize(
@@ -304,8 +303,7 @@ async def test_best_of_is_the_likeliest(backend: FakeBackend, client: Client, fi
 async def test_best_of_equal_to_n_is_neutral(backend: FakeBackend, client: Client) -> None:
     answer = (await client.post(COMPLETIONS, json={"prompt": "a", "n": 2, "best_of": 2})).json()
     streamed = await client.post(COMPLETIONS, json={"prompt": "a", "n": 2, "best_of": 2, "stream": True})
-    assert len(answer["choices"]) == 2
-    assert streamed.status_code == 200
+    assert (len(answer["choices"]), streamed.status_code) == (2, 200)
     assert all(request.sampling.num_logprobs is None for request in backend.requests)
 
 
@@ -334,8 +332,7 @@ async def test_text_parts_by_each_of_their_names(backend: FakeBackend, client: C
         response = await client.post(CHAT, json={"messages": messages})
         assert response.status_code == 200, response.text
     missing = await client.post(CHAT, json={"messages": [{"role": "user", "content": [{"type": kind}]}]})
-    assert backend.requests[0].token_ids == backend.requests[1].token_ids
-    assert missing.status_code == 400
+    assert (backend.requests[0].token_ids, missing.status_code) == (backend.requests[1].token_ids, 400)
 
 
 async def test_fields_of_messages_without_effect_are_named(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

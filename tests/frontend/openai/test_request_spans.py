@@ -38,8 +38,7 @@ async def test_a_request_is_in_its_clients_trace(tokenizer: Tokenizer, is_stream
     assert span.kind is SpanKind.SERVER
     assert span.context is not None
     assert span.parent is not None
-    assert f"{span.context.trace_id:032x}" == CLIENT_TRACE
-    assert f"{span.parent.span_id:016x}" == CLIENT_SPAN
+    assert (f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}") == (CLIENT_TRACE, CLIENT_SPAN)
     assert span.context.trace_state.to_header() == "vendor=a1"
     assert response.headers["traceresponse"] == f"00-{CLIENT_TRACE}-{span.context.span_id:016x}-01"
     assert [request.traceparent for request in backend.requests] == [response.headers["traceresponse"]]
@@ -112,8 +111,7 @@ async def test_an_unsampled_request_costs_no_spans(tokenizer: Tokenizer) -> None
         async with client_of(backend, kept) as client:
             response = await client.post(PATH, json=CHAT)
         assert int(response.headers["traceresponse"][-2:], 16) & 1 == 0, "the flag that says that it is sampled"
-        assert [request.traceparent for request in backend.requests] == [""]
-        assert kept.all == []
+        assert ([request.traceparent for request in backend.requests], kept.all) == ([""], [])
 
 
 async def test_a_client_that_samples_nothing_is_not_traced(tokenizer: Tokenizer) -> None:
@@ -140,8 +138,7 @@ async def test_refused_requests_are_traced(
         headers = {"content-type": "application/json"}
         assert (await client.request(method, path, content=b"{", headers=headers)).status_code == status
     attributes = kept.attributes(name)
-    assert attributes["http.response.status_code"] == status
-    assert attributes.get("error.type") == error
+    assert (attributes["http.response.status_code"], attributes.get("error.type")) == (status, error)
     assert attributes["http.request.method"] == (method if method != "BREW" else "_OTHER")
 
 

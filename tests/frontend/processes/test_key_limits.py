@@ -122,8 +122,7 @@ async def test_requests_per_minute_hold_for_all(tokenizer: Tokenizer, tmp_path: 
         assert (await server.ask()).status_code == 429
         server.now += 0.001
         statuses = [(await server.ask(process=process)).status_code for process in range(num_processes)]
-        assert statuses == [200, 429, 429][:num_processes]
-        assert len(server.backend.requests) == 6 + 10 + 1
+        assert (statuses, len(server.backend.requests)) == ([200, 429, 429][:num_processes], 6 + 10 + 1)
 
 
 async def test_requests_at_one_time_hold_for_all(tokenizer: Tokenizer, tmp_path: Path, num_processes: int) -> None:

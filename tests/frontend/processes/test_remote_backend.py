@@ -156,8 +156,7 @@ async def test_a_response_goes_on_in_another_process(tokenizer: Tokenizer, tmp_p
         answer = await one.post(path, json={"input": "one", "stream": is_stream})
         first = json.loads(answer.text.split("data: ")[-1])["response"] if is_stream else answer.json()
         second = await other.post(path, json={"input": "two", "previous_response_id": first["id"]})
-        assert second.json()["status"] == "completed"
-        assert here.backend.requests[1].conversation_id == first["id"]
+        assert (second.json()["status"], here.backend.requests[1].conversation_id) == ("completed", first["id"])
         assert (await other.get(f"{path}/{first['id']}")).json() == first
         assert (await other.delete(f"{path}/{first['id']}")).json()["deleted"]
         gone = await one.post(path, json={"input": "two", "previous_response_id": first["id"]})
@@ -303,8 +302,7 @@ async def test_what_a_dropped_frontend_sent_starts_nothing_when_it_is_read_late(
                 again.send(serve(0))
                 again.send_bytes(b"\x93nonsense")
                 await eventually(lambda: "is no message" in caplog.text)  # and what was sent before it has been read
-            assert here.backend.requests == []
-            assert here.deciding.num_running == 0
+            assert (here.backend.requests, here.deciding.num_running) == ([], 0)
 
 
 @pytest.mark.parametrize(

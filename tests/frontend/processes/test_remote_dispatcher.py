@@ -77,8 +77,7 @@ async def test_a_frontend_process_answers_as_a_process_alone_would(
                 assert first.headers.get(name) == second.headers.get(name)
         models = [(await one.client.get("/v1/models")).json()["data"][0] for one in (alone, frontend)]
         start = {"created": 0, "created_at": ""}  # the two begin in different seconds, maybe
-        assert models[0] | start == models[1] | start
-        assert models[1]["capabilities"] == {"chat": True}
+        assert (models[0] | start, models[1]["capabilities"]) == (models[1] | start, {"chat": True})
 
 
 async def test_a_prompt_of_one_frontend_process_is_expected_in_the_cache_by_all(
@@ -189,8 +188,7 @@ async def test_decisions_are_told_by_any_frontend_process(
         assert kept["request_id"] == answer.headers["x-request-id"]
         assert kept["actual_ttft_s"] > 0
         explained = await two.client.post("/v1/route/explain", json=completion())
-        assert explained.json()["data"][0]["outcome"] == "admitted"
-        assert decider.fleet.registry.num_bookings == 0
+        assert (explained.json()["data"][0]["outcome"], decider.fleet.registry.num_bookings) == ("admitted", 0)
 
 
 # -- failures and retries ---------------------------------------------------------------------------------------------
@@ -222,8 +220,7 @@ async def test_engines_that_ask_to_wait_are_left_alone_by_all_frontend_processes
         answers = [await start(frontend) for frontend in (one, two)]
         assert {(answer.status_code, answer.json()["error"]["code"]) for answer in answers} == {(429, "engine_busy")}
         assert all(5 <= int(answer.headers["retry-after"]) <= 7 for answer in answers)
-        assert len(fake_a.requests) == 1
-        assert decider.engine("a").num_failures == 0
+        assert (len(fake_a.requests), decider.engine("a").num_failures) == (1, 0)
 
 
 async def test_where_nobody_listens_the_circuit_is_open_for_all_frontend_processes(tmp_path: Path) -> None:
@@ -321,8 +318,7 @@ async def test_a_frontend_process_that_dies_loses_its_requests_and_no_others(
         await eventually(lambda: num_waiting(decider) == 2)
         decider.process.drop("one")
         await eventually(lambda: len(fake_a.requests) == 2)  # the other frontend's, for which there is room now
-        assert order(fake_a)[-1] == "kept"
-        assert decider.fleet.registry.num_bookings == 1
+        assert (order(fake_a)[-1], decider.fleet.registry.num_bookings) == ("kept", 1)
         pools = (await two.client.get("/v1/pools")).json()
         assert pools["processes"] == {"two": {"num_requests": 1}}
         for task in lost:
@@ -530,8 +526,7 @@ async def test_a_late_frontend_process_knows_load_and_engines(
         two = await decider.frontend("two")
         assert (await start(two)).headers["x-tandem-engine"] == "b"
         pools = (await two.client.get("/v1/pools")).json()
-        assert [engine["name"] for engine in pools["engines"]] == ["b"]
-        assert pools["processes"].keys() == {"one", "two"}
+        assert ([engine["name"] for engine in pools["engines"]], pools["processes"].keys()) == (["b"], {"one", "two"})
 
 
 # -- what is shown ----------------------------------------------------------------------------------------------------

@@ -57,8 +57,7 @@ async def test_a_plain_answer_is_passed_on_unchanged(fake_a: FakeServer) -> None
         response = await router.client.post(COMPLETIONS, json=body)
         async with httpx.AsyncClient(trust_env=False) as client:
             direct = await client.post(fake_a.url + COMPLETIONS, json=body)
-        assert response.json() == direct.json()
-        assert fake_a.requests == [body, body]
+        assert (response.json(), fake_a.requests) == (direct.json(), [body, body])
         assert response.headers["x-tandem-engine"] == "a"
 
 
@@ -78,8 +77,7 @@ async def test_an_engine_is_told_the_conversation(
         body = completion(model="fake-model", **fields)
         response = await router.client.post(COMPLETIONS, json=body, headers=headers)
     assert response.status_code == 200, response.text
-    assert fake_a.request_headers[-1].get("x-tandem-conversation") == expected
-    assert fake_a.requests == [body]
+    assert (fake_a.request_headers[-1].get("x-tandem-conversation"), fake_a.requests) == (expected, [body])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -93,8 +91,7 @@ async def test_usage_of_another_shape_is_passed_on_and_not_read(
         response = await router.client.post(COMPLETIONS, json=body)
         assert response.status_code == 200
         told = events(response)[-2] if stream else response.json()
-        assert told["usage"] == usage
-        assert router.engine("a").num_failures == 0
+        assert (told["usage"], router.engine("a").num_failures) == (usage, 0)
     fake_a.requests.clear()
     async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         assert await answered_by(router, stream=stream) == "d"
@@ -118,8 +115,7 @@ async def test_tool_calls_and_unknown_fields_are_passed_on_unchanged(fake_a: Fak
 async def test_a_stream_is_passed_on_and_its_usage_only_on_request(fake_a: FakeServer) -> None:
     async with routing(spec_of(fake_a, "a")) as router:
         plain = events(await router.client.post(COMPLETIONS, json=completion(stream=True)))
-        assert [e["choices"][0]["text"] for e in plain[:-1]] == ["word "] * 4
-        assert plain[-1] == "[DONE]"
+        assert ([e["choices"][0]["text"] for e in plain[:-1]], plain[-1]) == (["word "] * 4, "[DONE]")
         assert fake_a.requests[0]["stream_options"] == {"include_usage": True}
         body = completion(stream=True, stream_options={"include_usage": True})
         asked = events(await router.client.post(COMPLETIONS, json=body))
@@ -239,8 +235,7 @@ async def test_when_all_fail_the_error_names_the_engine(fake_a: FakeServer) -> N
     fake_a.status = 500
     async with routing(spec_of(fake_a, "a")) as router:
         response = await router.client.post(COMPLETIONS, json=completion())
-        assert response.status_code == 502
-        assert response.json()["error"]["message"] == "engine a: answered 500: not today"
+        assert (response.status_code, response.json()["error"]["message"]) == (502, "engine a: answered 500: not today")
         assert response.json()["error"]["code"] == "engine_failed"
 
 
@@ -305,8 +300,7 @@ async def test_a_busy_engine_gets_no_requests_for_as_long_as_it_says(
         busy(fake_a, "30")
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
         assert [await answered_by(router, stream=in_stream) for _ in range(4)] == ["b"] * 4
-        assert len(fake_a.requests) == 1
-        assert router.engine("a").num_failures == 0
+        assert (len(fake_a.requests), router.engine("a").num_failures) == (1, 0)
         busy(fake_b, None)
         refused = await router.client.post(COMPLETIONS, json=completion())
         if not in_stream:
@@ -490,9 +484,7 @@ async def test_load_of_other_clients_on_an_engine_counts(fake_a: FakeServer, fak
         await eventually(lambda: len(router.engine("a").foreign) == 50)
         worker = router.fleet.registry.get("a")
         assert worker is not None
-        assert worker.num_booked_seqs == 50
-        assert worker.queued_prompt_tokens == 20 * 256
-        assert worker.load.num_waiting == 20
+        assert (worker.num_booked_seqs, worker.queued_prompt_tokens, worker.load.num_waiting) == (50, 20 * 256, 20)
         assert [await answered_by(router) for _ in range(5)] == ["b"] * 5
         fake_a.metrics = fake_b.metrics
         await eventually(lambda: not router.engine("a").foreign)
@@ -550,8 +542,7 @@ async def test_a_pair_computes_on_one_and_decodes_on_one(fake_a: FakeServer, fak
         assert rest["kv_transfer_params"] == {"do_remote_prefill": True, "remote_block_ids": [1], "remote_host": "h"}
         assert {key: rest[key] for key in body} == body
         usage = events(response)[-2]["usage"] if stream else response.json()["usage"]
-        assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
-        assert usage["completion_tokens"] == 4
+        assert (usage["prompt_tokens_details"], usage["completion_tokens"]) == ({"cached_tokens": 1}, 4)
         costs = router.fleet.costs.export()["transfers"]
         assert list(costs) == ["vllm fake-model -> vllm fake-model"]
 
@@ -660,8 +651,7 @@ async def test_a_request_has_a_unique_id_and_no_header_of_the_client(fake_a: Fak
     async with routing(spec_of(fake_a, "a")) as router:
         body = completion(request_id="___decode_addr_h:1", rid="other")
         response = await router.client.post(COMPLETIONS, json=body, headers=sent)
-        assert response.status_code == 200
-        assert response.headers["x-request-id"] == "mine"
+        assert (response.status_code, response.headers["x-request-id"]) == (200, "mine")
         assert not fake_a.requests[0].keys() & {"request_id", "rid"}
         got = fake_a.request_headers[0]
         assert got.keys() <= {"host", "user-agent", "accept-encoding", "content-type", "x-request-id", "content-length"}
@@ -700,8 +690,7 @@ async def test_an_unusable_answer_fails(
     async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         response = await router.client.post(COMPLETIONS, json=completion(stream=stream))
         assert response.status_code == status  # what the first cannot hand over, the second computes
-        assert router.engine(deep_at).num_failures == 1
-        assert ("cannot be sent on" in response.text) == (deep_at == "d")
+        assert (router.engine(deep_at).num_failures, "cannot be sent on" in response.text) == (1, deep_at == "d")
 
 
 async def test_a_plain_answer_that_is_too_large_is_not_the_engines_failure(

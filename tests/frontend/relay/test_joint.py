@@ -132,14 +132,11 @@ def test_the_client_sees_no_token_ids_unless_it_asked_for_them() -> None:
     raws = list(events(script, {"return_token_ids": True, "max_tokens": 9}, is_chat=True))
     plain = list(events(script, {"max_tokens": 9}, is_chat=True))
     hidden, shown = new_ledger(is_chat=True), new_ledger(is_chat=True, shows_ids=True)
-    assert [hidden.follow(raw)[0] for raw in raws] == plain
-    assert [shown.follow(raw)[0] for raw in raws] == raws
+    assert ([hidden.follow(raw)[0] for raw in raws], [shown.follow(raw)[0] for raw in raws]) == (plain, raws)
     at_once = new_ledger(is_chat=True)
-    assert follow_all(at_once, b"".join(raws)) == b"".join(plain)
-    assert at_once.output_ids == hidden.output_ids
+    assert (follow_all(at_once, b"".join(raws)), at_once.output_ids) == (b"".join(plain), hidden.output_ids)
     assert list(hidden.output_ids) == list(shown.output_ids) == script.ids
-    assert list(hidden.prompt_ids or ()) == PROMPT_IDS
-    assert hidden.text == 'aé"token_ids":[1]'
+    assert (list(hidden.prompt_ids or ()), hidden.text) == (PROMPT_IDS, 'aé"token_ids":[1]')
 
 
 def joint_of(shown: str, *, held: int = 0, output: list[int] | None = None) -> Any:
@@ -149,8 +146,7 @@ def joint_of(shown: str, *, held: int = 0, output: list[int] | None = None) -> A
 
 def test_the_joint_is_behind_the_last_whole_character() -> None:
     script = Script([b"ab", b"c", "é".encode()[:1], "é".encode()[1:]])
-    assert joint_of("abcé").num_kept == 4
-    assert joint_of("abc", output=script.ids[:3]).num_kept == 2
+    assert (joint_of("abcé").num_kept, joint_of("abc", output=script.ids[:3]).num_kept) == (4, 2)
     assert joint_of("ab", held=1, output=script.ids[:3]).pending == "c"
 
 
@@ -243,8 +239,7 @@ def test_completions_of_one_prompt_can_go_on_and_other_routes_cannot() -> None:
 )
 def test_limits_count_the_tokens_before_the_joint(fields: dict[str, Any], limits: tuple[int, int | None]) -> None:
     body = continued_body(CHAT, BASE | fields, [1, 2, 3], [4, 5], max_model_len=100)
-    assert (body["max_tokens"], body.get("min_tokens")) == limits
-    assert body["prompt"] == [1, 2, 3, 4, 5]
+    assert ((body["max_tokens"], body.get("min_tokens")), body["prompt"]) == (limits, [1, 2, 3, 4, 5])
 
 
 def test_an_unlimited_completion_has_16_tokens() -> None:

@@ -85,5 +85,4 @@ def test_the_limit_of_an_answer() -> None:
 )
 def test_a_prompt_too_long_for_any_engine_is_read_in_part(tokenizer: Tokenizer, body: dict[str, Any]) -> None:
     for reader in (PromptReader(), PromptReader(tokenizer)):
-        assert len(read(reader, body, 1000)) == 1001
-        assert read(reader, body, 1000) == read(reader, body, 2000)[:1001]
+        assert (len(read(reader, body, 1000)), read(reader, body, 1000)) == (1001, read(reader, body, 2000)[:1001])

@@ -29,8 +29,7 @@ async def test_a_plain_answer_is_the_engines_own(fake_a: FakeServer, name: str) 
     async with routing(spec_of(fake_a, "a")) as router:
         response = await router.client.post(RECORDED[name]["path"], json=body)
         assert (response.status_code, as_json(response)) == (200, RECORDED[name]["answer"])
-        assert response.headers["x-tandem-engine"] == "a"
-        assert fake_a.requests == [body]
+        assert (response.headers["x-tandem-engine"], fake_a.requests) == ("a", [body])
 
 
 @pytest.mark.parametrize("name", GENERATING)
@@ -78,8 +77,7 @@ async def test_routes_that_generate_nothing(fake_a: FakeServer, path: str) -> No
     async with routing(spec_of(fake_a, "a")) as router:
         before = router.fleet.lengths.mean_output_tokens
         response = await router.client.post(path, json=body | {"model": "fake-model"})
-        assert as_json(response) == answer
-        assert fake_a.requests == [body | {"model": "fake-model"}]
+        assert (as_json(response), fake_a.requests) == (answer, [body | {"model": "fake-model"}])
         assert router.fleet.lengths.mean_output_tokens == before
         fake_a.replies.clear()
         missing = await router.client.post(path, json=body)
@@ -145,8 +143,7 @@ async def test_a_stream_that_breaks_ends_in_an_error_event_of_its_kind(fake_a: F
         last = response.text.removeprefix(first).strip().splitlines()
         assert last[:-1] == ([] if name == "chat_auto" else ["event: error"])
         told = json.loads(last[-1].removeprefix("data: "))
-        assert told["error"]["code"] == "engine_failed"
-        assert told.get("type") == (None if name == "chat_auto" else "error")
+        assert (told["error"]["code"], told.get("type")) == ("engine_failed", None if name == "chat_auto" else "error")
         if name == "responses":
             assert told["code"] == "engine_failed"
         assert told["error"]["type"] == ("api_error" if name == "messages" else "server_error")
@@ -216,8 +213,7 @@ async def test_a_pair_hands_over_on_each_route(fake_a: FakeServer, fake_b: FakeS
         assert prefill[LIMITS.get(recorded["path"], "max_tokens")] == 1
         assert prefill["stream"] is False
         assert prefill["kv_transfer_params"]["do_remote_decode"] is True
-        assert decode["kv_transfer_params"] == KV
-        assert {key: decode[key] for key in body} == body
+        assert (decode["kv_transfer_params"], {key: decode[key] for key in body}) == (KV, body)
         if stream:
             assert [line for line in response.text.splitlines() if '"usage":{' not in line] == [
                 line for line in recorded["stream"].splitlines() if '"usage":{' not in line

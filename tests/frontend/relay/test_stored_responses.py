@@ -106,8 +106,7 @@ async def test_what_is_not_known_is_refused_with_the_remedy(fake_a: FakeServer) 
         for answer in answers:
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
             assert "Send the whole conversation as 'input'" in answer.json()["error"]["message"]
-        assert answers[0].json()["error"]["param"] == "previous_response_id"
-        assert len(fake_a.requests) == num_requests
+        assert (answers[0].json()["error"]["param"], len(fake_a.requests)) == ("previous_response_id", num_requests)
 
 
 async def test_a_tenant_reaches_its_own_responses_only(fake_a: FakeServer) -> None:

@@ -81,8 +81,7 @@ def test_events_that_only_open_an_answer_are_no_tokens() -> None:
     ):
         observer = Counting()
         relay = StreamRelay("a", Reply(cast(Any, None)), observer, ChunkEvents(), shows_usage=False)
-        assert b"".join(relay.visible(read) for read in reads) == b"".join(reads)
-        assert observer.num_tokens == num_tokens
+        assert (b"".join(relay.visible(read) for read in reads), observer.num_tokens) == (b"".join(reads), num_tokens)
 
 
 PIECE = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'

@@ -31,8 +31,7 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     for number, part in enumerate(parts):
         head, _, data = part.partition("\n")
         parsed.append(json.loads(data.removeprefix("data: ")))
-        assert head == f"event: {parsed[-1]['type']}"
-        assert parsed[-1]["sequence_number"] == number
+        assert (head, parsed[-1]["sequence_number"]) == (f"event: {parsed[-1]['type']}", number)
     return parsed
 
 
@@ -85,8 +84,7 @@ async def test_a_stream_ends_with_the_plain_answer(tokenizer: Tokenizer, text: s
         plain = (await client.post(PATH, json=body)).json()
         streamed = events(await client.post(PATH, json={**body, "stream": True}))
     kinds = [event["type"] for event in streamed]
-    assert kinds[:2] == ["response.created", "response.in_progress"]
-    assert kinds[-1] == "response.completed"
+    assert (kinds[:2], kinds[-1]) == (["response.created", "response.in_progress"], "response.completed")
     last = streamed[-1]["response"]
     assert without_ids(last) == without_ids(plain)
     check_items(streamed, last)
@@ -120,8 +118,7 @@ async def test_a_limit_makes_the_response_incomplete(client: Client) -> None:
     plain = (await client.post(PATH, json=body)).json()
     streamed = events(await client.post(PATH, json={**body, "stream": True}))
     for answer in (plain, streamed[-1]["response"]):
-        assert answer["status"] == "incomplete"
-        assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
         assert answer["output"][-1]["status"] == "incomplete"
     assert streamed[-1]["type"] == "response.incomplete"
 
@@ -131,14 +128,12 @@ async def test_the_sdk_reads_plain_and_streamed_answers(tokenizer: Tokenizer) ->
     plain = await client.responses.create(model="org/toy", input="hi", tools=[TOOL])  # type: ignore[list-item]
     assert plain.output_text == "I look."
     call = plain.output[-1]
-    assert call.type == "function_call"
-    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris"})
+    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "get_weather", {"city": "Paris"})
     async with client.responses.stream(model="org/toy", input="hi", tools=[TOOL]) as stream:  # type: ignore[list-item]
         async for _ in stream:
             pass
         final = await stream.get_final_response()
-    assert final.output_text == "I look."
-    assert [item.type for item in final.output] == ["message", "function_call"]
+    assert (final.output_text, [item.type for item in final.output]) == ("I look.", ["message", "function_call"])
 
 
 async def test_items_become_the_messages_of_a_chat(backend: FakeBackend, client: Client) -> None:
@@ -175,8 +170,7 @@ async def test_a_response_goes_on_from_one_that_is_kept(backend: FakeBackend, cl
     gone = await client.get(f"{PATH}/{third['id']}")
     assert third["previous_response_id"] == second["id"]
     assert backend.requests[2].token_ids == backend.requests[3].token_ids
-    assert [request.conversation_id for request in backend.requests[1:3]] == [first["id"]] * 2
-    assert kept == third
+    assert ([request.conversation_id for request in backend.requests[1:3]], kept) == ([first["id"]] * 2, third)
     assert (deleted.json()["deleted"], gone.status_code) == (True, 404)
 
 
@@ -247,8 +241,7 @@ async def test_a_tenant_does_not_reach_anothers_response(client: Client) -> None
 async def test_a_wrong_field_is_named(backend: FakeBackend, client: Client, body: dict[str, Any], param: str) -> None:
     response = await client.post(PATH, json=body)
     assert response.status_code in (400, 404), response.text
-    assert response.json()["error"]["param"] == param
-    assert backend.requests == []
+    assert (response.json()["error"]["param"], backend.requests) == (param, [])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -266,8 +259,7 @@ async def test_what_a_client_sent_is_returned_as_it_is(tokenizer: Tokenizer, str
         body = events(response)[-1]["response"] if stream else response.json()
         kept = (await client.get(f"{PATH}/{body['id']}")).json()
     assert body["tools"][0]["parameters"] == tool["parameters"]
-    assert body["text"]["format"]["schema"] == text["format"]["schema"]
-    assert kept == body
+    assert (body["text"]["format"]["schema"], kept) == (text["format"]["schema"], body)
 
 
 # -- what Codex and its kin send and expect
@@ -326,8 +318,7 @@ async def test_codex_namespace_tools(tokenizer: Tokenizer, stream: bool) -> None
     body = events(response)[-1]["response"] if stream else response.json()
     [item] = body["output"]
     assert (item["type"], item["namespace"], item["name"]) == ("function_call", "agents", "close")
-    assert json.loads(item["arguments"]) == {"city": "x"}
-    assert body["tools"] == [TOOL, group]
+    assert (json.loads(item["arguments"]), body["tools"]) == ({"city": "x"}, [TOOL, group])
     assert '"name": "agents__close", "description": "Agents."' in tokenizer.decode(backend.requests[0].token_ids)
     if stream:
         check_items(events(response), body)
@@ -411,8 +402,7 @@ HOSTED: list[dict[str, Any]] = [
 async def test_codex_hosted_tools_are_not_shown_and_named(tokenizer: Tokenizer) -> None:
     backend, response = await one_of(tokenizer, "x", tools=[*HOSTED, TOOL], tool_choice="auto")
     plain, _ = await one_of(tokenizer, "x", tools=[TOOL])
-    assert backend.requests[0].token_ids == plain.requests[0].token_ids
-    assert response.json()["tools"] == [*HOSTED, TOOL]
+    assert (backend.requests[0].token_ids, response.json()["tools"]) == (plain.requests[0].token_ids, [*HOSTED, TOOL])
     for tool in HOSTED:
         assert f"tools.{tool['type']}" in response.headers["x-tandem-ignored"]
     alone, _ = await one_of(tokenizer, "x", tools=HOSTED)
@@ -510,8 +500,7 @@ async def test_hints_of_responses_clients_pass(tokenizer: Tokenizer, fields: dic
 async def test_reasoning_effort_goes_to_the_template(tmp_path_factory: pytest.TempPathFactory) -> None:
     tokenizer = Tokenizer(build_tokenizer(tmp_path_factory.mktemp("effort"), "{{ reasoning_effort }}"))
     backend, response = await one_of(tokenizer, "x", reasoning={"effort": "high"})
-    assert tokenizer.decode(backend.requests[0].token_ids) == "high"
-    assert response.json()["reasoning"]["effort"] == "high"
+    assert (tokenizer.decode(backend.requests[0].token_ids), response.json()["reasoning"]["effort"]) == ("high", "high")
 
 
 # -- kept responses
@@ -554,8 +543,7 @@ async def test_input_items_are_listed(client: Client) -> None:
     assert (newest["first_id"], newest["object"]) == (newest["data"][0]["id"], "list")
     assert [item["type"] for item in all_of_second["data"]] == ["message"] * 32
     assert all_of_second["data"][30] == first["output"][0]
-    assert all_of_second["data"][31]["content"] == [{"type": "input_text", "text": "last"}]
-    assert other.status_code == 404
+    assert (all_of_second["data"][31]["content"], other.status_code) == ([{"type": "input_text", "text": "last"}], 404)
     assert [response.status_code for response in wrong] == [400] * 3
 
 
@@ -567,8 +555,7 @@ async def test_the_sdk_lists_input_items_and_reads_custom_calls(tokenizer: Token
         final = await stream.get_final_response()
     assert "response.custom_tool_call_input.done" in kinds
     [item] = final.output
-    assert item.type == "custom_tool_call"
-    assert item.input == "x"
+    assert (item.type, item.input) == ("custom_tool_call", "x")
     listed = await client.responses.input_items.list(final.id)
     assert [one.type for one in listed.data] == ["message"]
 
@@ -626,8 +613,7 @@ async def test_truncation_auto_drops_oldest_turns(tokenizer: Tokenizer, backend:
     assert refused.json()["error"]["code"] == "context_length_exceeded"
     assert (response.status_code, same.status_code, too_long.status_code) == (200, 200, 400)
     assert 0 < num_left < 9
-    assert backend.requests[0].token_ids == backend.requests[1].token_ids
-    assert response.json()["truncation"] == "auto"
+    assert (backend.requests[0].token_ids, response.json()["truncation"]) == (backend.requests[1].token_ids, "auto")
     assert f"input (the oldest {9 - num_left} of 10 turns do not fit)" in response.headers["x-tandem-ignored"]
     assert alone.json()["error"]["code"] == "context_length_exceeded"
 

@@ -31,8 +31,7 @@ CLOSED = {**OPEN, "additionalProperties": False}
 ])  # fmt: skip
 def test_objects_that_name_properties_are_closed(schema: Any, expected: Any) -> None:
     before = json.dumps(schema)
-    assert closed_objects(schema) == expected
-    assert json.dumps(schema) == before
+    assert (closed_objects(schema), json.dumps(schema)) == (expected, before)
 
 
 @pytest.mark.parametrize(

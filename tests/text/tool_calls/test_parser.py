@@ -87,8 +87,7 @@ def test_text_without_calls_is_content_as_it_is_and_at_once(format: str) -> None
     one = parser(format)
     text = "A <b>list</b> [1, 2] {of} things;\n\n f(x) = 'y'"
     shown = [joined(one.feed(char)).content for char in text]
-    assert "".join(shown[:20]) == text[:20]
-    assert "".join(shown) + joined(one.finish()).content == text
+    assert ("".join(shown[:20]), "".join(shown) + joined(one.finish()).content) == (text[:20], text)
 
 
 @pytest.mark.parametrize(
@@ -245,8 +244,7 @@ def test_arguments_are_streamed_as_they_come() -> None:
     begin, first = one.feed('uments": {"ci')
     assert (begin, first) == (ToolCallBegin(0, "0", "get_weather"), ToolCallArguments(0, '{"ci'))
     assert one.feed('ty": "Par') == [ToolCallArguments(0, 'ty": "Par')]
-    assert one.feed('is"') == [ToolCallArguments(0, 'is"')]
-    assert one.feed("}}</tool_call>") == [ToolCallArguments(0, "}")]
+    assert (one.feed('is"'), one.feed("}}</tool_call>")) == ([ToolCallArguments(0, 'is"')], [ToolCallArguments(0, "}")])
     assert one.finish() == []
 
 
@@ -255,8 +253,7 @@ def test_strings_in_tags_are_streamed_as_they_come() -> None:
     assert one.feed("<tool_call>\n<function=get_weather>\n<param") == []
     begin, first = one.feed('eter=city>\nA "B')
     assert (begin, first) == (ToolCallBegin(0, "0", "get_weather"), ToolCallArguments(0, '{"city": "A \\"B'))
-    assert one.feed("\n") == []
-    assert one.feed("C\n</para") == [ToolCallArguments(0, "\\nC")]
+    assert (one.feed("\n"), one.feed("C\n</para")) == ([], [ToolCallArguments(0, "\\nC")])
     assert one.feed("meter>\n</function>") == [ToolCallArguments(0, '"}')]
 
 
@@ -284,8 +281,7 @@ def test_calls_at_the_end_of_the_reasoning_count_if_nothing_follows_it(text: str
     assert [name for name, _ in answer.calls] == calls
     assert all(arguments == '{"a": 1}' for _, arguments in answer.calls)
     assert answer.reasoning.strip() == text.removeprefix("<think>").partition("</think>")[0].strip()
-    assert parsed(text, "hermes", "think") == answer
-    assert parsed([text], None, "think").calls == []
+    assert (parsed(text, "hermes", "think"), parsed([text], None, "think").calls) == (answer, [])
 
 
 def test_the_calls_of_kimi_k2_end_its_reasoning() -> None:
@@ -293,8 +289,7 @@ def test_the_calls_of_kimi_k2_end_its_reasoning() -> None:
     text = f"Hm. <|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
     one = parser("kimi_k2", "think", prompt_end="<think>")
     events = [event for char in text for event in one.feed(char)]  # all before the end
-    assert joined(events) == Joined(reasoning="Hm.", calls=[("add", "{}")])
-    assert one.finish() == []
+    assert (joined(events), one.finish()) == (Joined(reasoning="Hm.", calls=[("add", "{}")]), [])
 
 
 def test_harmony_without_tools_or_reasoning_shows_all_texts() -> None:
