@@ -186,14 +186,6 @@ def _without_ids(parts: list[object]) -> list[object]:
     ]
 
 
-async def test_deltas_arrive_whole_and_in_order(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    async with line(tokenizer, tmp_path) as here:
-        frontend = await here.frontend()
-        expected = here.backend.reply_steps(REQUEST)
-        found = await asyncio.gather(*(collect(frontend.serve(REQUEST)) for _ in range(20)))
-        assert found == [expected] * 20
-
-
 async def test_deltas_of_one_turn_travel_in_one_message(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Twenty sequences that step together, as a worker's batch does, cost few messages a step."""
     async with line(tokenizer, tmp_path) as here:

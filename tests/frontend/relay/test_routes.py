@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 
 from tandem.frontend.relay.apis import APIS
 from tests.frontend.relay.recordings import KV, RECORDED, replay
-from tests.support.engines_harness import PAIRED, completion, pair, routing, spec_of
+from tests.support.engines_harness import PAIRED, Router, completion, pair, routing, spec_of
 from tests.support.fake_openai import FakeServer
 
 GENERATING = {name: recorded for name, recorded in RECORDED.items() if "stream" in recorded}
@@ -24,40 +24,36 @@ def as_json(response: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", RECORDED)
-async def test_a_plain_answer_is_the_engines_own(fake_a: FakeServer, name: str) -> None:
+async def test_a_plain_answer_is_the_engines_own_and_its_tokens_are_counted(fake_a: FakeServer, name: str) -> None:
     body = replay(fake_a, name)
     async with routing(spec_of(fake_a, "a")) as router:
         response = await router.client.post(RECORDED[name]["path"], json=body)
         assert (response.status_code, as_json(response)) == (200, RECORDED[name]["answer"])
         assert (response.headers["x-tandem-engine"], fake_a.requests) == ("a", [body])
+        if name in GENERATING:
+            await expect_counted(router, RECORDED[name]["answer"]["usage"])
+
+
+async def expect_counted(router: Router, usage: dict[str, Any]) -> None:
+    metrics = (await router.client.get("/metrics")).text
+    num_output = usage.get("completion_tokens") or usage.get("output_tokens")
+    assert f"tandem_router_generation_tokens_total {num_output}.0" in metrics
+    num_prompt = usage.get("prompt_tokens") or usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
+    assert f"tandem_router_prompt_tokens_total {num_prompt}.0" in metrics
 
 
 @pytest.mark.parametrize("name", GENERATING)
-async def test_a_stream_is_the_engines_own(fake_a: FakeServer, name: str) -> None:
-    body = replay(fake_a, name) | {"stream": True}
+async def test_a_stream_is_the_engines_own_and_its_tokens_are_counted(fake_a: FakeServer, name: str) -> None:
+    body, usage = replay(fake_a, name) | {"stream": True}, RECORDED[name]["answer"]["usage"]
     async with routing(spec_of(fake_a, "a")) as router:
         response = await router.client.post(RECORDED[name]["path"], json=body)
         assert response.text == RECORDED[name]["stream"]
         added = {"stream_options": {"include_usage": True}} if "choices" in RECORDED[name]["answer"] else {}
         assert fake_a.requests == [body | added]
-
-
-@pytest.mark.parametrize("name", GENERATING)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_tokens_are_counted(fake_a: FakeServer, name: str, stream: bool) -> None:
-    body = replay(fake_a, name) | {"stream": stream}
-    async with routing(spec_of(fake_a, "a")) as router:
-        await router.client.post(RECORDED[name]["path"], json=body)
-        metrics = (await router.client.get("/metrics")).text
-        usage = RECORDED[name]["answer"]["usage"]
-        # The recorded streams of chats have no usage: it was not asked for.
-        if not stream or "input_tokens" in usage:
-            num_output = usage.get("completion_tokens") or usage.get("output_tokens")
-            assert f"tandem_router_generation_tokens_total {num_output}.0" in metrics
-            num_prompt = usage.get("prompt_tokens") or usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
-            assert f"tandem_router_prompt_tokens_total {num_prompt}.0" in metrics
-        else:
-            assert "tandem_router_generation_tokens_total 0.0" not in metrics
+        if "input_tokens" in usage:
+            await expect_counted(router, usage)
+        else:  # the recorded streams of chats have no usage: it was not asked for
+            assert "tandem_router_generation_tokens_total 0.0" not in (await router.client.get("/metrics")).text
 
 
 EMBEDDING = {"object": "list", "data": [{"embedding": [0.5, 0.25]}], "usage": {"prompt_tokens": 5, "total_tokens": 5}}
