@@ -60,17 +60,11 @@ async def first_event(response: httpx.Response) -> tuple[str, dict[str, object]]
     return name, json.loads(data.removeprefix("data: "))
 
 
-async def test_a_browser_that_knows_only_the_address_is_led_to_the_page() -> None:
+async def test_who_knows_only_the_address_gets_the_page_and_its_files_without_a_key() -> None:
     async with served(api_keys_of(KEYS)) as (client, _):
         answer = await client.get("/")
         assert (answer.status_code, answer.headers["location"], answer.content) == (307, "dashboard", b"")
         page = await client.get("/", follow_redirects=True)
-        assert (page.status_code, page.url.path) == (200, "/dashboard")
-
-
-async def test_the_page_needs_no_key_and_its_links_lead_to_its_files() -> None:
-    async with served(api_keys_of(KEYS)) as (client, _):
-        page = await client.get("/dashboard")
         assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
         assert PAGE_HEADERS.items() <= dict(page.headers).items()
         links = [part.split('"')[0] for part in page.text.split('="dashboard/')[1:]]

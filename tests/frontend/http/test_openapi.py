@@ -69,12 +69,6 @@ def test_the_document_holds_together(command: str) -> None:
     assert all(answer["description"] for one in operations for answer in one["responses"].values())
 
 
-def test_it_is_made_once() -> None:
-    app = route_app()
-    assert app.openapi_schema is None
-    assert app.openapi() is app.openapi()
-
-
 def test_bodies_have_the_bounds_and_texts_of_what_decodes_them() -> None:
     document = APPS["serve"].openapi()
     schemas = document["components"]["schemas"]

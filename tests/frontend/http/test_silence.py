@@ -266,23 +266,6 @@ async def test_sdks_raise_an_error_that_follows_pings(tokenizer: Tokenizer, ping
                 pass
 
 
-async def test_an_http_1_0_proxy_gets_the_pings_too(tokenizer: Tokenizer, pings: Pings) -> None:
-    """nginx speaks HTTP/1.0 to what is behind it, unless it is told otherwise."""
-    backend, may_go_on = waiting_backend(tokenizer)
-    body = json.dumps(BODIES[CHAT] | {"stream": True})
-    head = f"POST {CHAT} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    async with served(backend) as url:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-        writer.write(f"{head}host: localhost\r\n\r\n{body}".encode())
-        assert b" 200 " in await reader.readline()
-        await reader.readuntil(b"\r\n\r\n")
-        for _ in range(3):
-            assert await reader.readexactly(8) == b": ping\n\n"
-        may_go_on.set()
-        assert without_pings(CHAT, (await reader.read()).decode())[1].endswith("data: [DONE]\n\n")
-        writer.close()
-
-
 async def test_an_engine_that_does_not_begin_gets_pings_from_the_router(server: FakeServer, pings: Pings) -> None:
     async with routing(spec_of(server, "a")) as router:
         server.headers_pause.clear()

@@ -157,13 +157,6 @@ async def test_a_client_that_knows_the_ca_gets_answers(tmp_path: Path, version: 
         assert port.num_failures("refused") == 0
 
 
-async def test_a_client_without_the_ca_refuses_the_server(tmp_path: Path) -> None:
-    async with serving(tmp_path) as port:
-        with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
-            await httpx.AsyncClient().get(port.url)
-        await eventually(lambda: port.num_failures("refused") + port.num_failures("client_left") == 1)
-
-
 async def test_old_versions_of_tls_are_refused(tmp_path: Path) -> None:
     async with serving(tmp_path) as port:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -64,6 +64,8 @@ CALL_AS_CHAT = {"id": "c1", "type": "function", "function": {"name": "weather", 
     ([user([text("a"), text("b")])], {}, [user("a\nb")]),
     ([HI, {"role": "system", "content": [text("Now rhyme.")]}], {}, [HI, {"role": "system", "content": "Now rhyme."}]),
     ([HI, assistant([]), HI], {}, [HI, assistant(""), HI]),
+    ([HI, {"role": "system", "output_config": {"effort": "low"}}], {}, [HI]),
+    ([user([result("c1", content="a")] * 2)], {}, [{"role": "tool", "content": "a", "tool_call_id": "c1"}] * 2),
     ([HI, assistant([{"type": "thinking", "thinking": "Hm.", "signature": "s"}, text("a"), CALL])], {},
         [HI, {**assistant("a"), "reasoning_content": "Hm.", "reasoning": "Hm.", "tool_calls": [CALL_AS_CHAT]}]),
     ([HI, assistant([{"type": "redacted_thinking", "data": "x"}, text("a")])], {}, [HI, assistant("a")]),
@@ -91,7 +93,9 @@ def test_messages_as_chat_has_them(
     ],
 )
 def test_tools_as_chat_has_them(choice: Any, expected: Any, parallel: bool) -> None:
+    other_kind = {"type": "function", "defer_loading": True, "strict": True}
     chat = chat_request(request_of(tools=[WEATHER | {"type": "custom"}], tool_choice=choice))
+    assert chat.tools == chat_request(request_of(tools=[WEATHER | other_kind])).tools
     function = {"name": "weather", "description": "Of a city.", "parameters": {"type": "object"}}
     assert msgspec.to_builtins(chat.tools) == [{"type": "function", "function": function}]
     assert (msgspec.to_builtins(chat.tool_choice), chat.parallel_tool_calls) == (expected, parallel)
@@ -243,15 +247,6 @@ def test_a_block_that_carries_text_is_text(block: dict[str, Any], expected: str)
     ]
 
 
-def test_a_result_may_come_twice() -> None:
-    twice = rendered(user([result("c1", content="a"), result("c1", content="a")]))
-    assert [message["tool_call_id"] for message in twice] == ["c1", "c1"]
-
-
-def test_a_system_message_may_have_no_content() -> None:
-    assert rendered(HI, {"role": "system", "output_config": {"effort": "low"}}) == [HI]
-
-
 # -- tools
 
 SERVER_TOOLS = [
@@ -306,11 +301,6 @@ def test_the_schema_of_the_memory_tool_has_the_sdks_commands() -> None:
         *properties["command"]["enum"]
     }
     assert {name for command in commands for name in command.model_fields} == properties.keys()
-
-
-def test_a_tool_of_another_type_with_a_schema_is_shown() -> None:
-    chat = chat_request(request_of(tools=[WEATHER | {"type": "function", "defer_loading": True, "strict": True}]))
-    assert [one.function.name for one in chat.tools or ()] == ["weather"]
 
 
 # -- the form and the length of the answer

@@ -68,11 +68,6 @@ async def test_messages_are_pinned_as_a_chat_request_renders_them(
     assert pinned.token_ids == served.token_ids
 
 
-async def test_token_ids_are_pinned_unchanged(backend: FakeBackend, client: Client) -> None:
-    await client.post(PIN, json={"prompt": [5, 6, 7]})
-    assert backend.cache.requests == [PinRequest(token_ids=[5, 6, 7], cache_scope=EVERYONE)]
-
-
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize(
     ("field", "header", "expected"),
@@ -86,15 +81,16 @@ async def test_a_request_names_its_conversation_in_body_or_header(
     assert (response.status_code, [request.conversation_id for request in backend.requests]) == (200, ["", expected])
 
 
-async def test_a_conversation_is_pinned_by_its_id(backend: FakeBackend, client: Client) -> None:
-    pin = (await client.post(PIN, json={"conversation_id": "chat-1"})).json()
-    assert backend.cache.requests == [PinRequest(token_ids=None, cache_scope=EVERYONE, conversation_id="chat-1")]
-    assert pin["conversation_id"] == "chat-1"
-
-
-async def test_an_unknown_model_is_not_pinned(client: Client) -> None:
-    response = await client.post(PIN, json={"model": "nope", "prompt": "a"})
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+@pytest.mark.parametrize(
+    "pinned", [{"token_ids": [5, 6, 7]}, {"token_ids": None, "conversation_id": "chat-1"}], ids=["ids", "conversation"]
+)
+async def test_what_is_named_is_pinned_unchanged(backend: FakeBackend, client: Client, pinned: dict[str, Any]) -> None:
+    conversation = pinned.get("conversation_id")
+    body = {"prompt": pinned["token_ids"], "conversation_id": conversation}
+    assert (await client.post(PIN, json=body)).json()["conversation_id"] == conversation
+    unknown = await client.post(PIN, json=body | {"model": "nope"})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    assert backend.cache.requests == [PinRequest(cache_scope=EVERYONE, **pinned)]
 
 
 async def test_a_header_that_is_too_long_is_refused(client: Client) -> None:
