@@ -10,9 +10,7 @@ import pytest
 
 from tandem.protocol.errors import DeadlineUnmet
 from tandem.scheduling.request import ServiceClass
-from tandem.text.tokenizer import Tokenizer
 from tests.support.fake_backend import Client, FakeBackend, events
-from tests.support.openai_sdk import openai_sdk
 
 CHAT, COMPLETIONS, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/route/explain"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -80,19 +78,6 @@ async def test_the_explanation_is_a_header_and_in_the_last_chunk(client: Client,
         shown = [chunk.get("tandem_explain") for chunk in chunks]
         assert shown == [None] * (len(chunks) - 1) + [expected]
         assert chunks[-1]["choices"][0]["finish_reason"] is not None
-
-
-async def test_openais_client_accepts_the_explanation(tokenizer: Tokenizer) -> None:
-    asked: dict[str, Any] = {"model": "org/toy", "messages": MESSAGES, "extra_headers": {"x-tandem-explain": "1"}}
-    async with openai_sdk(FakeBackend(tokenizer)) as client:
-        async with client.chat.completions.stream(**asked) as stream:
-            chunks = [event.chunk async for event in stream if event.type == "chunk"]
-            assert (await stream.get_final_completion()).choices[0].message.content == "hello world"
-        assert chunks[-1].model_extra is not None
-        assert chunks[-1].model_extra["tandem_explain"] == DECISION
-        raw = await client.chat.completions.with_raw_response.create(**asked)
-        assert json.loads(raw.headers["x-tandem-explain"]) == DECISION
-        assert raw.parse().choices[0].message.content == "hello world"
 
 
 async def test_routes_explain_and_show_decisions(backend: FakeBackend, client: Client) -> None:

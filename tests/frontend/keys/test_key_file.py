@@ -35,12 +35,9 @@ async def test_changes_are_followed_while_the_server_runs(tmp_path: Path, monkey
     assert tenants(file) == ["a", "b"]
 
 
-async def test_without_a_file_no_key_is_needed_and_nothing_is_followed() -> None:
+async def test_without_a_file_no_key_is_needed_and_an_empty_one_lets_nobody_in(tmp_path: Path) -> None:
     async with KeyFile("").followed() as keys:
         assert (keys.is_required, len(keys)) == (False, 0)
-
-
-async def test_a_file_without_keys_lets_nobody_in(tmp_path: Path) -> None:
     assert KeyFile(str(make_key_file(tmp_path / "keys", {}))).api_keys.is_required
 
 

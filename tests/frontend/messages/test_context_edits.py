@@ -48,14 +48,10 @@ def after(messages: list[dict[str, Any]], *edits: dict[str, Any], num_tokens: fl
     return edited(request.messages, known_edits(request), num_tokens, len)
 
 
-def results_of(done: Edited) -> list[Any]:
+def found(done: Edited, kind: str, field: str) -> list[Any]:
+    """A field of all blocks of a kind."""
     blocks = [block for message in done.messages for block in message.content or () if not isinstance(block, str)]
-    return [block.content for block in blocks if block.type == "tool_result"]
-
-
-def inputs_of(done: Edited) -> list[Any]:
-    blocks = [block for message in done.messages for block in message.content or () if not isinstance(block, str)]
-    return [block.input for block in blocks if block.type == "tool_use"]
+    return [getattr(block, field) for block in blocks if block.type == kind]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +74,8 @@ def inputs_of(done: Edited) -> list[Any]:
 )
 def test_old_results_are_cleared_from_the_trigger_on(edit: dict[str, Any], num_tokens: float, num_cleared: int) -> None:
     done = after(LOOP, {"type": USES, **edit}, num_tokens=num_tokens)
-    assert results_of(done) == [CLEARED] * num_cleared + ["12345"] * (5 - num_cleared)
-    assert inputs_of(done) == [{"a": i} for i in range(5)]
+    assert found(done, "tool_result", "content") == [CLEARED] * num_cleared + ["12345"] * (5 - num_cleared)
+    assert found(done, "tool_use", "input") == [{"a": i} for i in range(5)]
     num_chars = 5 * num_cleared + num_cleared - 1  # joined by a line break
     told = {"type": USES, "cleared_tool_uses": num_cleared, "cleared_input_tokens": num_chars}
     assert (done.applied, done.num_cleared_tokens) == ([told] if num_cleared else [], num_chars if num_cleared else 0)
@@ -92,18 +88,13 @@ def test_inputs_are_cleared_if_asked_for(inputs: Any, expected: list[Any]) -> No
     messages = [user(text("go")), assistant(use(0), use(1, "g")), user(result(0), result(1, [text("ab")]))]
     keep = {"type": "tool_uses", "value": 0}
     done = after(messages, {"type": USES, "trigger": ALWAYS, "keep": keep, "clear_tool_inputs": inputs})
-    assert (inputs_of(done), results_of(done)) == (expected, [CLEARED, CLEARED])
+    assert (found(done, "tool_use", "input"), found(done, "tool_result", "content")) == (expected, [CLEARED, CLEARED])
 
 
 def test_what_was_cleared_before_is_not_counted_again() -> None:
     messages = [user(text("go")), assistant(use(0), use(1)), user(result(0, CLEARED), result(1, ""))]
     done = after(messages, {"type": USES, "trigger": ALWAYS, "keep": {"type": "tool_uses", "value": 0}})
-    assert (results_of(done), done.applied) == ([CLEARED, ""], [])
-
-
-def thoughts_of(done: Edited) -> list[Any]:
-    blocks = [block for message in done.messages for block in message.content or () if not isinstance(block, str)]
-    return [block.thinking for block in blocks if block.type == "thinking"]
+    assert (found(done, "tool_result", "content"), done.applied) == ([CLEARED, ""], [])
 
 
 @pytest.mark.parametrize(
@@ -131,7 +122,7 @@ def test_thoughts_of_old_turns_are_cleared(keep: Any, expected: list[str]) -> No
         assistant(thought("d")),
     ]
     done = after(messages, {"type": THINKING, "keep": keep})
-    assert thoughts_of(done) == expected
+    assert found(done, "thinking", "thinking") == expected
     num_turns = {4: 0, 3: 1, 2: 2, 0: 3}[len(expected)]
     assert [edit["cleared_thinking_turns"] for edit in done.applied] == ([num_turns] if num_turns else [])
 
