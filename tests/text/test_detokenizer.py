@@ -49,9 +49,7 @@ def test_joined_stream_is_the_full_text(
     ],
     ids=["token by token", "behind a whole one", "never completed"],
 )
-def test_an_incomplete_character_is_held_back(
-    tokenizer: Tokenizer, text: str, ends: Sequence[int], expected: list[str]
-) -> None:
+def test_incomplete_characters_wait(tokenizer: Tokenizer, text: str, ends: Sequence[int], expected: list[str]) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert stream(tokenizer.detokenizer([]), [ids[start:end] for start, end in pairwise([0, *ends])]) == expected
 

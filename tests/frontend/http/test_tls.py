@@ -322,9 +322,7 @@ async def test_a_client_that_updates_its_keys_for_ever_is_cut(tmp_path: Path) ->
         await client.communicate()
 
 
-async def test_no_handshake_is_made_with_a_client_that_has_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_handshake_is_made_with_a_client_that_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_made, shake_hands = 0, TlsConnection._shake_hands
 
     def counted(self: TlsConnection) -> None:
@@ -458,9 +456,7 @@ async def test_client_certificates_are_required_if_asked_for(tmp_path: Path) -> 
         assert port.num_failures("refused") == 2
 
 
-async def test_a_renewed_certificate_is_used_and_no_request_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_renewed_certificate_is_used_without_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(followed_tls, "POLL_INTERVAL_S", 0.02)
     async with serving(tmp_path) as port, port.client() as kept, asyncio.TaskGroup() as group:
         before, served, is_over = port.metric("certificate_expiry_timestamp_seconds"), [0, 0], asyncio.Event()

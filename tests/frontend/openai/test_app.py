@@ -192,9 +192,7 @@ async def test_errors_after_the_first_token_are_the_last_event(
 
 
 @pytest.mark.parametrize("last", [[], [delta_of([], FinishReason.ABORT)]])
-async def test_an_aborted_answer_is_an_error(
-    tokenizer: Tokenizer, backend: FakeBackend, client: Client, last: list[Any]
-) -> None:
+async def test_an_aborted_answer_fails(tokenizer: Tokenizer, backend: FakeBackend, client: Client, last: Any) -> None:
     backend.script = lambda _: [delta_of(tokenizer.encode("a")), *last]
     assert (await client.post(CHAT, json=hello())).status_code == 502
 

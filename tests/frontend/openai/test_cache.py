@@ -100,9 +100,7 @@ async def test_a_header_that_is_too_long_is_refused(client: Client) -> None:
         assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-async def test_above_the_quota_is_429_with_a_retry_time(
-    backend: FakeBackend, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_above_the_quota_is_a_429(backend: FakeBackend, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def refuse(_: PinRequest) -> PinState:
         raise PinQuotaExceeded("With this pin there would be 3 pins, over the limit of 2.", retry_after_s=12.2)

@@ -94,9 +94,7 @@ async def test_without_tokens_to_generate_the_backend_is_not_asked(tokenizer: To
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_prompt_counts_with_its_first_token_and_its_hits_or_not_at_all(
-    tokenizer: Tokenizer, *, fails: bool
-) -> None:
+async def test_a_prompt_counts_with_its_first_token_and_hits_or_never(tokenizer: Tokenizer, *, fails: bool) -> None:
     backend, registry, begins = FakeBackend(tokenizer, REPLY), CollectorRegistry(), asyncio.Event()
     backend.script = lambda request: [begins, *([WorkerError("gone")] if fails else backend.reply_steps(request)[:1])]
     clock = partial(RequestClock, FrontendMetrics(registry), 0.0)

@@ -29,9 +29,7 @@ def constraint(response_format: Any = None, structured_outputs: Any = None, **fi
     (None, {"json_object": True}, "json", {"type": "object"}, "structured_outputs.json_object"),
     (None, {"choice": ["a", "é"]}, "choice", ["a", "é"], "structured_outputs.choice"),
 ])  # fmt: skip
-def test_fields_ask_for_a_constraint(
-    response_format: Any, structured_outputs: Any, kind: str, text: Any, param: str
-) -> None:
+def test_fields_constrain(response_format: Any, structured_outputs: Any, kind: str, text: Any, param: str) -> None:
     found = constraint(response_format, structured_outputs)
     assert found is not None
     assert (found.kind, json.loads(found.text), found.param) == (kind, text, param)

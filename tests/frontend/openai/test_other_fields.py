@@ -120,9 +120,7 @@ async def test_a_misspelt_field_is_named_in_a_header(client: Client, written: st
         (ResponsesRequest, "text", "formatt", "text.format"),
     ],
 )
-def test_a_misspelt_inner_field_is_named(
-    request_type: type[msgspec.Struct], field: str, written: str, meant: str
-) -> None:
+def test_a_misspelt_subfield_is_named(request_type: type[msgspec.Struct], field: str, written: str, meant: str) -> None:
     assert check({field: {written: 1}}, request_type) == [f"{field}.{written} (did you mean {meant}?)"]
 
 

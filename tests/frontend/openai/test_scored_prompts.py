@@ -144,9 +144,7 @@ async def test_scores_of_another_size_fail(backend: FakeBackend, client: Client,
     assert "bytes of scores" in response.json()["error"]["message"]
 
 
-async def test_infinite_scores_become_finite(
-    backend: FakeBackend, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_infinite_scores_are_cut(backend: FakeBackend, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "LONG_PROMPT", 2)
 
     def script(request: Any) -> list[Any]:

@@ -131,9 +131,7 @@ async def collect(stream: Stream[SequenceDelta]) -> list[SequenceDelta]:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_frontend_answers_as_the_process_itself_would(
-    tokenizer: Tokenizer, tmp_path: Path, is_stream: bool
-) -> None:
+async def test_a_frontend_answers_as_one_process_would(tokenizer: Tokenizer, tmp_path: Path, is_stream: bool) -> None:
     body = BODY | {"stream": is_stream, "logprobs": True, "top_logprobs": 2, "n": 2, "seed": 3}
     async with line(tokenizer, tmp_path) as here:
         through = await here.client(await here.frontend())
@@ -235,9 +233,7 @@ async def test_every_error_is_the_same_on_the_other_side() -> None:
         assert getattr(seen, "retry_after_s", None) == getattr(error, "retry_after_s", None)
 
 
-async def test_a_client_that_leaves_ends_its_request_in_the_deciding_process(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+async def test_a_client_that_leaves_ends_its_request_in_the_decider(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with line(tokenizer, tmp_path) as here:
         frontend = await here.frontend()
         here.backend.script = lambda request: [here.backend.reply_steps(request)[0], asyncio.Event()]
@@ -295,9 +291,7 @@ async def test_what_a_dropped_frontend_sent_starts_nothing_when_it_is_read_late(
     ],
     ids=["serve", "pools", "drain", "init", "shut_down", "events"],
 )
-async def test_a_call_that_may_not_be_made_fails_alone(
-    tokenizer: Tokenizer, tmp_path: Path, message: list[object]
-) -> None:
+async def test_a_forbidden_call_fails_alone(tokenizer: Tokenizer, tmp_path: Path, message: list[object]) -> None:
     async with line(tokenizer, tmp_path) as here:
         here.deciding.expect("frontend")
         here.backend.script = lambda _: [asyncio.Event()]
@@ -396,9 +390,7 @@ async def test_an_event_that_cannot_be_sent_fails_its_call(tokenizer: Tokenizer,
         assert here.lost == []
 
 
-async def test_silence_fails_calls_until_the_deciding_process_speaks_again(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+async def test_silence_fails_calls_until_the_deciding_process_speaks(tokenizer: Tokenizer, tmp_path: Path) -> None:
     now = [100.0]
     async with line(tokenizer, tmp_path, status_interval_s=0.01) as here:
         relay = await here.relay()

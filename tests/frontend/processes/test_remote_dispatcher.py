@@ -64,9 +64,7 @@ def hold(number: int, request: DispatchRequest) -> wire.Call[Any]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_frontend_process_answers_as_a_process_alone_would(
-    fake_a: FakeServer, tmp_path: Path, stream: bool
-) -> None:
+async def test_a_frontend_answers_as_a_process_alone_would(fake_a: FakeServer, tmp_path: Path, stream: bool) -> None:
     fake_a.capabilities = {"chat": True}
     async with routing(spec_of(fake_a, "a")) as alone, routing_by_decider(tmp_path, spec_of(fake_a, "a")) as decider:
         frontend = await decider.frontend("frontend")
@@ -80,9 +78,7 @@ async def test_a_frontend_process_answers_as_a_process_alone_would(
         assert (models[0] | start, models[1]["capabilities"]) == (models[1] | start, {"chat": True})
 
 
-async def test_a_prompt_of_one_frontend_process_is_expected_in_the_cache_by_all(
-    fake_a: FakeServer, tmp_path: Path
-) -> None:
+async def test_a_prompt_of_one_frontend_is_expected_in_the_cache_by_all(fake_a: FakeServer, tmp_path: Path) -> None:
     async with routing_by_decider(tmp_path, spec_of(fake_a, "a")) as decider:
         frontends = [await decider.frontend(f"frontend-{number}") for number in range(3)]
         expected = []
@@ -148,9 +144,7 @@ async def test_tenants_are_served_in_one_fair_order_at_any_frontend_process(fake
         assert served.index("urgent") < served.index("many-0") < served.index("many-1") < served.index("many-2")
 
 
-async def test_decisions_are_told_by_any_frontend_process(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_decisions_are_told_by_any_frontend(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     async with routing_by_decider(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as decider:
         one, two = await decider.frontend("one"), await decider.frontend("two")
         answer = await start(one, **{"x-tandem-explain": "1"})
@@ -168,9 +162,7 @@ async def test_decisions_are_told_by_any_frontend_process(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_failed_attempt_goes_to_another_engine(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path, stream: bool
-) -> None:
+async def test_failures_go_elsewhere(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path, stream: bool) -> None:
     fake_a.status = 500
     specs = [spec_of(fake_a, "a"), spec_of(fake_b, "b")]
     async with routing_by_decider(tmp_path, *specs, breaker_failures=1000) as decider:
@@ -184,9 +176,7 @@ async def test_a_failed_attempt_goes_to_another_engine(
         assert decider.engine("a").num_failures == len(fake_a.requests) == num_retries(decider) > 0
 
 
-async def test_engines_that_ask_to_wait_are_left_alone_by_all_frontend_processes(
-    fake_a: FakeServer, tmp_path: Path
-) -> None:
+async def test_engines_that_ask_to_wait_are_left_alone_by_all_frontends(fake_a: FakeServer, tmp_path: Path) -> None:
     fake_a.status, fake_a.headers = 429, {"retry-after": "7"}
     async with routing_by_decider(tmp_path, spec_of(fake_a, "a")) as decider:
         one, two = await decider.frontend("one"), await decider.frontend("two")
@@ -257,9 +247,7 @@ async def test_a_client_that_leaves_gives_everything_back(fake_a: FakeServer, tm
             assert order(fake_a) == ["running"]
 
 
-async def test_a_frontend_process_that_dies_loses_its_requests_and_no_others(
-    fake_a: FakeServer, tmp_path: Path
-) -> None:
+async def test_a_frontend_process_that_dies_loses_its_own_requests(fake_a: FakeServer, tmp_path: Path) -> None:
     async with routing_by_decider(tmp_path, small(fake_a, "a")) as decider:
         one, two = await decider.frontend("one"), await decider.frontend("two")
         lost = [await one_runs(one, fake_a)]
@@ -329,9 +317,7 @@ async def test_an_event_that_cannot_be_handled_ends_its_own_call_only(
             decider.process.drop("frontend")
 
 
-async def test_streams_outlive_a_decider_that_is_silent_and_requests_are_refused(
-    fake_a: FakeServer, tmp_path: Path
-) -> None:
+async def test_streams_outlive_a_silent_decider_and_requests_are_refused(fake_a: FakeServer, tmp_path: Path) -> None:
     async with routing_by_decider(tmp_path, small(fake_a, "a")) as decider:
         relay = await decider.relay()
         frontend = await decider.frontend("frontend", timeout_s=0.3, relay=relay)
@@ -358,9 +344,7 @@ async def test_streams_outlive_a_decider_that_is_silent_and_requests_are_refused
         assert (await start(frontend)).status_code == 200
 
 
-async def test_a_silent_decider_is_not_waited_for_to_place_a_request_elsewhere(
-    fake_a: FakeServer, tmp_path: Path
-) -> None:
+async def test_a_silent_decider_is_not_waited_for_to_place_elsewhere(fake_a: FakeServer, tmp_path: Path) -> None:
     async with routing_by_decider(tmp_path, small(fake_a, "a")) as decider:
         relay = await decider.relay()
         frontend = await decider.frontend("frontend", timeout_s=0.3, relay=relay)
@@ -410,9 +394,7 @@ async def test_a_frontend_process_that_closes_sends_those_who_wait_away(fake_a: 
 # -- engines that come and go -----------------------------------------------------------------------------------------
 
 
-async def test_engines_come_and_go_through_any_frontend_process(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_engines_come_and_go_through_any_frontend(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     fake_b.model = "other-model"
     async with routing_by_decider(tmp_path, spec_of(fake_a, "a"), admin_token="secret") as decider:
         one, two = await decider.frontend("one"), await decider.frontend("two")
@@ -463,9 +445,7 @@ async def test_an_engine_drains_no_longer_than_it_may(fake_a: FakeServer, fake_b
         assert len(fake_b.requests) == 1
 
 
-async def test_a_late_frontend_process_knows_load_and_engines(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_a_late_frontend_knows_load_and_engines(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     async with routing_by_decider(tmp_path, spec_of(fake_a, "a"), admin_token="secret") as decider:
         one = await decider.frontend("one")
         assert (

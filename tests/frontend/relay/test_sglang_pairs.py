@@ -69,9 +69,7 @@ async def test_each_attempt_has_a_room_of_its_own(fake_a: FakeServer, fake_b: Fa
 @pytest.mark.parametrize(
     ("name", "message"), [("p", "out of pages"), ("d", "no slots")], ids=["the prefill engine", "the decode engine"]
 )
-async def test_an_engine_that_fails_ends_the_others_half(
-    fake_a: FakeServer, fake_b: FakeServer, name: str, message: str
-) -> None:
+async def test_a_failure_ends_the_others_half(fake_a: FakeServer, fake_b: FakeServer, name: str, message: str) -> None:
     failing, other = (fake_a, fake_b) if name == "p" else (fake_b, fake_a)
     failing.status, failing.error = 500, {"message": message}
     other.headers_pause.clear()  # a decode engine waits for KV that never comes

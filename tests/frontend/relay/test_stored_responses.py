@@ -152,9 +152,7 @@ async def test_an_engine_that_hangs_is_a_bounded_wait(fake_a: FakeServer) -> Non
         fake_a.resume()
 
 
-async def test_all_frontend_processes_know_all_responses(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_all_frontends_know_all_responses(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     respond(fake_a, "a")
     respond(fake_b, "b")
     async with routing_by_decider(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as decider:

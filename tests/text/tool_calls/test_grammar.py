@@ -265,9 +265,7 @@ def test_pythonic_arguments_with_and_without_the_optional_ones(plain: Walker, re
         ({"type": "array", "items": {"$ref": "#/$defs/x"}}, ['[{"n": 1}, {"n": 2}]'], ["[1]"]),
     ],
 )
-def test_values_are_written_as_python_does(
-    plain: Walker, schema: dict[str, Any], values: list[str], others: list[str]
-) -> None:
+def test_values_are_as_in_python(plain: Walker, schema: dict[str, Any], values: list[str], others: list[str]) -> None:
     definition = {"type": "object", "properties": {"n": {"type": "integer"}}, "additionalProperties": False}
     tools = {"f": {"properties": {"a": schema}, "required": ["a"], "$defs": {"x": definition}}}
     grammar = plain.grammar("pythonic", tools=tools)
