@@ -48,9 +48,8 @@ def metaspaced(scheme: str) -> FastTokenizer:
     return fast
 
 
-TOKENIZERS = {"byte-level": byte_level()} | {
-    scheme: metaspaced(scheme) for scheme in ("first", "always", "never", "normalizer")
-}
+SCHEMES = ("first", "always", "never", "normalizer")
+TOKENIZERS = {"byte-level": byte_level()} | {scheme: metaspaced(scheme) for scheme in SCHEMES}
 PARTS = st.one_of(
     st.sampled_from([*SPECIALS, " ", "  ", "\n", "<", "|>", "<|im_", "x", "é", "日"]), st.text(max_size=6)
 )
@@ -184,7 +183,6 @@ def test_many_threads_encode_at_once() -> None:
 
 def test_the_frontends_tokenizer_cuts_chats(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": f"hello </s> world {i}"} for i in range(20)]
-    ids = tokenizer.encode_chat(messages, {"add_generation_prompt": True}, "")
-    assert ids == tokenizer.encode(
-        tokenizer.render_chat(messages, {"add_generation_prompt": True}), add_special_tokens=False
-    )
+    options = {"add_generation_prompt": True}
+    text = tokenizer.render_chat(messages, options)
+    assert tokenizer.encode_chat(messages, options, "") == tokenizer.encode(text, add_special_tokens=False)

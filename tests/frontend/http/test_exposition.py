@@ -73,9 +73,7 @@ def busy_server() -> CollectorRegistry:
     frontend.finished.labels("stop").inc(2)
     frontend.finished.labels("length").inc()
     frontend.requests.labels("/v1/completions", "200").inc(3)
-    frontend.refused_keys.labels(
-        'a"b\\c\nd', "unknown"
-    ).inc()  # label values are escaped in the same way in both formats
+    frontend.refused_keys.labels('a"b\\c\nd', "unknown").inc()  # label values are escaped alike in both formats
     return metrics
 
 

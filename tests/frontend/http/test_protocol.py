@@ -383,9 +383,7 @@ async def test_expect_is_answered_and_a_refusal_ends_the_connection() -> None:
         assert await reader.readuntil(b"\r\n\r\nbody")
         app.reads = False  # as if it refused the request by its head
         writer.write(HEAD + b"expect: 100-continue\r\ncontent-length: 4\r\n\r\n")
-        assert (await reader.read()).startswith(
-            b"HTTP/1.1 200 "
-        )  # and the connection ends: what follows could be the body
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")  # and the end: what follows could be the body
         writer.close()
 
 

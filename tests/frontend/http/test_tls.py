@@ -196,9 +196,8 @@ async def test_garbage_ends_its_connection_and_nothing_else(tmp_path: Path, capl
     with caplog.at_level(logging.INFO):
         async with serving(tmp_path) as port:
             for _ in range(200):
-                sent = bytearray(
-                    rng.choice([valid, valid * 3, b"\x16\x03\x01\x40\x00", b"\x80" + valid, rng.randbytes(99)])
-                )
+                starts = [valid, valid * 3, b"\x16\x03\x01\x40\x00", b"\x80" + valid, rng.randbytes(99)]
+                sent = bytearray(rng.choice(starts))
                 for _ in range(rng.randint(0, 4)):
                     sent[rng.randrange(len(sent))] = rng.randrange(256)
                 reader, writer = await port.raw()

@@ -242,9 +242,8 @@ def test_foreign_blocks_are_skipped_and_named(block: dict[str, Any]) -> None:
 )
 def test_a_block_that_carries_text_is_text(block: dict[str, Any], expected: str) -> None:
     assert rendered(user([text("a"), block])) == [user(f"a\n{expected}" if expected else "a")]
-    assert rendered(user([result("c", content=[block])])) == [
-        {"role": "tool", "content": expected, "tool_call_id": "c"}
-    ]
+    (shown,) = rendered(user([result("c", content=[block])]))
+    assert shown == {"role": "tool", "content": expected, "tool_call_id": "c"}
 
 
 # -- tools
@@ -297,9 +296,8 @@ def test_the_schema_of_the_memory_tool_has_the_sdks_commands() -> None:
     assert chat.tools[0].function.parameters is not None
     properties = chat.tools[0].function.parameters["properties"]
     commands = typing.get_args(typing.get_args(anthropic_beta.BetaMemoryTool20250818Command)[0])
-    assert {command.model_fields["command"].annotation.__args__[0] for command in commands} == {
-        *properties["command"]["enum"]
-    }
+    names = {command.model_fields["command"].annotation.__args__[0] for command in commands}
+    assert names == {*properties["command"]["enum"]}
     assert {name for command in commands for name in command.model_fields} == properties.keys()
 
 

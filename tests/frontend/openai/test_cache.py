@@ -61,9 +61,8 @@ async def test_messages_are_pinned_as_a_chat_request_renders_them(
     backend: FakeBackend, client: Client, messages: list[dict[str, str]], more: dict[str, Any], opens_answer: bool
 ) -> None:
     await client.post(PIN, json={"messages": messages, **more})
-    await client.post(
-        "/v1/chat/completions", json={"messages": messages, "add_generation_prompt": opens_answer, "max_tokens": 1}
-    )
+    body = {"messages": messages, "add_generation_prompt": opens_answer, "max_tokens": 1}
+    await client.post("/v1/chat/completions", json=body)
     (pinned,), (served,) = backend.cache.requests, backend.requests
     assert pinned.token_ids == served.token_ids
 

@@ -166,9 +166,7 @@ def test_a_body_of_a_million_lists_is_decoded_without_garbage_collection() -> No
     finally:
         gc.callbacks.pop()
     assert len(request.prompt) == 500_001
-    assert (
-        num_collections <= 1
-    )  # after decoding; without the pause there are 700, which take five times as long as the rest
+    assert num_collections <= 1  # after decoding; without the pause there are 700, and they take most of the time
     assert gc.isenabled()
 
 

@@ -130,9 +130,7 @@ async def test_requests_at_one_time_hold_for_all(tokenizer: Tokenizer, tmp_path:
     async with serving(tokenizer, tmp_path, num_processes, limited) as server:
         go_on = asyncio.Event()
         server.backend.script = lambda request: [go_on, *server.backend.reply_steps(request)]
-        running = [
-            asyncio.create_task(server.ask(process=number % num_processes, stream=number == 0)) for number in range(2)
-        ]
+        running = [asyncio.create_task(server.ask(process=n % num_processes, stream=n == 0)) for n in range(2)]
         await eventually(lambda: server.backend.num_open == 2)
         refused = await server.ask(process=num_processes - 1)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")

@@ -363,9 +363,7 @@ async def test_an_item_that_cannot_be_sent_fails_its_call_and_no_other(tokenizer
             go_on,
             *([unsendable, asyncio.Event()] if request == bad else here.backend.reply_steps(request)),
         ]
-        failing, *others = [
-            asyncio.create_task(collect(frontend.serve(request))) for request in (bad, REQUEST, REQUEST)
-        ]
+        failing, *others = [asyncio.create_task(collect(frontend.serve(one))) for one in (bad, REQUEST, REQUEST)]
         await eventually(lambda: here.backend.num_open == 3)
         go_on.set()  # so the first item of all three is sent at once
         with pytest.raises(ServingError, match="Internal server error"):
@@ -446,12 +444,11 @@ async def test_metrics_are_built_once_for_all_frontends_that_ask(tokenizer: Toke
 async def test_pins_are_made_followed_and_ended(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with line(tokenizer, tmp_path) as here:
         frontend = await here.frontend()
-        request = PinRequest(
-            token_ids=[1, 2], cache_scope=CacheScope("s"), tenant="t", ttl_s=5.0, prefetch=Prefetch.POOL
-        )
+        scope = CacheScope("s")
+        request = PinRequest(token_ids=[1, 2], cache_scope=scope, tenant="t", ttl_s=5.0, prefetch=Prefetch.POOL)
         state = await frontend.cache.pin(request)
         assert here.backend.cache.requests == [request]
-        assert state == (await frontend.cache.pins("t", CacheScope("s")))[0]
+        assert state == (await frontend.cache.pins("t", scope))[0]
         assert state == await frontend.cache.prefetch(state.pin_id, Prefetch.HOST, "t")
         assert await frontend.cache.pins("t", CacheScope("other")) == await frontend.cache.pins("other", None) == []
         with pytest.raises(PinNotFound):

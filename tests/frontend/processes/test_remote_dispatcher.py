@@ -113,9 +113,8 @@ async def test_a_pair_teaches_what_a_transfer_costs(fake_a: FakeServer, fake_b: 
         answer = await start(await decider.frontend("frontend"))
         assert (answer.status_code, answer.headers["x-tandem-engine"]) == (200, "d")
         assert fake_b.requests[0]["kv_transfer_params"]["do_remote_prefill"] is True
-        await eventually(
-            lambda: list(decider.fleet.costs.export()["transfers"]) == ["vllm fake-model -> vllm fake-model"]
-        )
+        learned = ["vllm fake-model -> vllm fake-model"]
+        await eventually(lambda: list(decider.fleet.costs.export()["transfers"]) == learned)
 
 
 # -- admission ------------------------------------------------------------------------------------------------------
@@ -448,9 +447,8 @@ async def test_an_engine_drains_no_longer_than_it_may(fake_a: FakeServer, fake_b
 async def test_a_late_frontend_knows_load_and_engines(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     async with routing_by_decider(tmp_path, spec_of(fake_a, "a"), admin_token="secret") as decider:
         one = await decider.frontend("one")
-        assert (
-            await one.client.post("/v1/engines", json={"name": "b", "url": fake_b.url}, headers=ADMIN)
-        ).status_code == 201
+        added = {"name": "b", "url": fake_b.url}
+        assert (await one.client.post("/v1/engines", json=added, headers=ADMIN)).status_code == 201
         await decider.all_ready("b")
         await one.client.delete("/v1/engines/a", headers=ADMIN)
         await eventually(lambda: decider.fleet.get("a") is None)

@@ -98,9 +98,8 @@ async def test_an_error_of_many_values_is_shown_in_part(fake_a: FakeServer, stat
 async def test_metrics_that_would_take_long_are_the_engines_failure(fake_a: FakeServer) -> None:
     fake_a.metrics = LOAD * MAX_SAMPLES
     async with routing(spec_of(fake_a, "a"), wait=False) as router:
-        await eventually(
-            lambda: router.engine("a").reason == f"its /metrics has more than {MAX_SAMPLES} samples of its load"
-        )
+        told = f"its /metrics has more than {MAX_SAMPLES} samples of its load"
+        await eventually(lambda: router.engine("a").reason == told)
         assert router.engine("a").state is not WorkerState.READY
 
 

@@ -196,8 +196,7 @@ def test_a_prompt_with_an_image_is_an_estimate_on_each_route(part: dict[str, Any
 
 
 def test_the_size_of_an_image_file_is_not_its_length_in_tokens() -> None:
-    small, large = (
-        PromptReader().read(chat_form(with_image(data)), EVERYONE, 100_000) for data in ("a", "a" * 1_000_000)
-    )
+    forms = [chat_form(with_image(data)) for data in ("a", "a" * 1_000_000)]
+    small, large = (PromptReader().read(form, EVERYONE, 100_000) for form in forms)
     assert len(small.token_ids) == len(large.token_ids)
     assert small.token_ids != large.token_ids

@@ -46,9 +46,8 @@ def test_with_the_tokenizer_prompts_are_the_tokens_the_engine_computes(tokenizer
     assert read(reader, {"prompt": "hello"}, 1000) == tokenizer.encode("hello")
     assert read(reader, {"prompt": [7, 8]}, 1000) == [7, 8]
     messages = [{"role": "user", "content": "hello"}]
-    assert read(reader, {"messages": messages}, 1000) == tokenizer.encode_chat(
-        messages, {"add_generation_prompt": True}, ""
-    )
+    expected = tokenizer.encode_chat(messages, {"add_generation_prompt": True}, "")
+    assert read(reader, {"messages": messages}, 1000) == expected
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,8 @@ async def test_an_engine_that_is_gone_is_named_with_the_remedy(fake_a: FakeServe
     respond(fake_a, "a")
     async with routing(spec_of(fake_a, "a"), admin_token="secret") as router:
         answer_id, _ = await owned(router)
-        await router.client.post(
-            "/v1/engines", json={"name": "b", "url": fake_b.url}, headers={"authorization": "Bearer secret"}
-        )
+        headers = {"authorization": "Bearer secret"}
+        await router.client.post("/v1/engines", json={"name": "b", "url": fake_b.url}, headers=headers)
         respond(fake_b, "b")
         await router.all_ready("b")
         fake_a.stop()

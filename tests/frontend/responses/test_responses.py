@@ -310,9 +310,8 @@ async def test_codex_reasoning_of_another_server_is_skipped(tokenizer: Tokenizer
 @pytest.mark.parametrize("stream", [False, True])
 async def test_codex_namespace_tools(tokenizer: Tokenizer, stream: bool) -> None:
     group = {"type": "namespace", "name": "agents", "description": "Agents.", "tools": [{**TOOL, "name": "close"}]}
-    backend, response = await one_of(
-        tokenizer, call_of("agents__close", {"city": "x"}), tools=[TOOL, group], stream=stream
-    )
+    call = call_of("agents__close", {"city": "x"})
+    backend, response = await one_of(tokenizer, call, tools=[TOOL, group], stream=stream)
     body = events(response)[-1]["response"] if stream else response.json()
     [item] = body["output"]
     assert (item["type"], item["namespace"], item["name"]) == ("function_call", "agents", "close")
@@ -343,9 +342,8 @@ async def test_codex_custom_tools(tokenizer: Tokenizer, arguments: Any, text: st
     _, response = await one_of(tokenizer, call_of("apply_patch", arguments), tools=[PATCH], stream=stream)
     body = events(response)[-1]["response"] if stream else response.json()
     [item] = body["output"]
-    assert (item["type"], item["name"], item["input"], item["status"]) == (
-        *("custom_tool_call", "apply_patch", text, "completed"),
-    )
+    found = [item[name] for name in ("type", "name", "input", "status")]
+    assert found == ["custom_tool_call", "apply_patch", text, "completed"]
     assert "arguments" not in item
     if stream:
         check_items(events(response), body)
@@ -530,9 +528,8 @@ async def test_input_items_are_listed(client: Client) -> None:
     path = f"{PATH}/{first['id']}/input_items"
     newest = (await client.get(path)).json()
     rest = (await client.get(path, params={"after": newest["last_id"]})).json()
-    all_of_second = (
-        await client.get(f"{PATH}/{second['id']}/input_items", params={"order": "asc", "limit": 100})
-    ).json()
+    ascending = {"order": "asc", "limit": 100}
+    all_of_second = (await client.get(f"{PATH}/{second['id']}/input_items", params=ascending)).json()
     other = await client.get(path, headers={"x-tandem-tenant": "other"})
     wrong = [await client.get(path, params=one) for one in ({"limit": "x"}, {"order": "up"}, {"after": "no"})]
     assert [item["content"] for item in newest["data"]] == [f"{i}" for i in range(29, 9, -1)]

@@ -228,9 +228,8 @@ async def test_requests_that_leave_cost_others_no_new_process(checker: GrammarCh
         given_up = asyncio.ensure_future(checker.grammar(SLOW._replace(text=SLOW.text.replace("30011", prime)), "t"))
         await until_forked(process.pid)
         given_up.cancel()
-        waiting = [
-            asyncio.ensure_future(checker.grammar(Constraint("regex", f"c{{{j + 1}}}", "x"), "t")) for j in range(4)
-        ]
+        later = [Constraint("regex", f"c{{{j + 1}}}", "x") for j in range(4)]
+        waiting = [asyncio.ensure_future(checker.grammar(constraint, "t")) for constraint in later]
         await asyncio.sleep(0)
         for one in waiting:
             one.cancel()  # these leave before their turn: nothing is compiled for them

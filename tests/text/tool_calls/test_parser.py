@@ -195,9 +195,8 @@ def test_a_string_may_quote_the_tag_that_closes_it(format: str, text: str) -> No
     for closing in ("</parameter>", "</arg_value>", "</｜DSML｜parameter>", "\n</parameter>\n\n"):
         city = f"a {closing} b{closing}</x>\n{closing}\n\nc"
         whole = parsed([text.format(city)], format)
-        assert [(name, json.loads(arguments)) for name, arguments in whole.calls] == [
-            ("get_weather", {"city": city, "zip": "x"})
-        ]
+        ((name, arguments),) = whole.calls
+        assert (name, json.loads(arguments)) == ("get_weather", {"city": city, "zip": "x"})
         assert parsed(text.format(city), format) == whole
         unknown = text.replace("city", "not_in_its_schema").format(city)
         assert json.loads(parsed([unknown], format).calls[0][1]) == {"not_in_its_schema": city, "zip": "x"}
