@@ -65,7 +65,6 @@ def _cut_short_texts_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cuts_texts(encoder: SegmentEncoder) -> bool:
-    """Whether it encodes texts in segments, which it caches."""
     encoder.encode("a", "probe")
     return len(encoder.cache) > 0
 

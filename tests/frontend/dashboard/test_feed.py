@@ -11,8 +11,6 @@ from tandem.protocol.errors import WorkerError
 
 
 class Source:
-    """Builds numbered snapshots, each when the test allows it."""
-
     def __init__(self) -> None:
         self.num_built = 0
         self.errors: list[Exception] = []

@@ -11,8 +11,6 @@ from tandem.protocol.config import RouterConfig
 
 
 class Client:
-    """A connection that only notes what happens to it."""
-
     def __init__(self, shared: Connections, network: str) -> None:
         self.shared = shared
         self.network = network
@@ -37,7 +35,6 @@ def connections_of(max_connections: int) -> Connections:
 
 
 def connect(shared: Connections, network: str, count: int = 1, *, key: bool = False) -> list[Client]:
-    """New connections that wait for their clients."""
     clients = [Client(shared, network) for _ in range(count)]
     for client in clients:
         assert shared.admit(client)

@@ -39,7 +39,6 @@ def raw_deflate(body: bytes) -> bytes:
 
 
 def client_of(max_bytes: int = MAX_BYTES) -> httpx.AsyncClient:
-    """A client of an app that sends JSON bodies back, on a raw route and on one of FastAPI's."""
     app = RouterApp(RouterConfig(max_body_bytes=max_bytes), FrontendMetrics(CollectorRegistry()), ApiKeys())
 
     async def raw(scope: Scope, receive: Receive, send: Send) -> None:

@@ -60,7 +60,6 @@ def busy_workers() -> CollectorRegistry:
 
 
 def busy_server() -> CollectorRegistry:
-    """The same, and what it counts of its requests."""
     metrics = busy_workers()
     frontend = FrontendMetrics(metrics)
     frontend.prompt_tokens.inc(100)

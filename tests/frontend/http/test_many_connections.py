@@ -101,14 +101,12 @@ class App:
         self.num_ended += 1
 
     def count_iterations(self) -> None:
-        """From now on."""
         self.iteration += 1
         asyncio.get_running_loop().call_soon(self.count_iterations)
 
 
 @asynccontextmanager
 async def unread(port: int, request: bytes, count: int) -> AsyncIterator[list[Streams]]:
-    """Connections that ask and do not read."""
     async with AsyncExitStack() as stack:
         opened = []
         for _ in range(count):

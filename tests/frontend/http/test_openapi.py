@@ -39,7 +39,6 @@ def document_of(backend: FakeBackend) -> Any:
 
 
 def objects(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects within a document."""
     if isinstance(value, dict):
         yield value
     for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():

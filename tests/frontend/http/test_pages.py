@@ -27,7 +27,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def client_of(folder: Path) -> httpx.AsyncClient:
-    """A server that needs keys, with the page at a path that needs none."""
     app = RouterApp(RouterConfig(), FrontendMetrics(CollectorRegistry()), api_keys_of({"any": "*"}))
     add_page(app, "/dashboard", folder, "What the page shows.")
     return app_client(app)

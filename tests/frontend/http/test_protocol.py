@@ -49,8 +49,6 @@ class Writer(ResponseWriter):
 
 @asynccontextmanager
 async def serving(answer: Callable[[Writer], Awaitable[None]]) -> AsyncIterator[int]:
-    """The port of a server that answers requests with `answer`."""
-
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             await answer(Writer(scope, send))
@@ -77,14 +75,11 @@ def tls(request: pytest.FixtureRequest, authority: Authority, monkeypatch: pytes
 
 
 class Way:
-    """How servers and clients of these tests speak."""
-
     config: ClassVar[dict[str, str]] = {}
     client: ClassVar[ssl.SSLContext | None] = None
 
 
 async def connect(port: int) -> Streams:
-    """A new connection."""
     return await asyncio.open_connection("127.0.0.1", port, ssl=Way.client)
 
 
@@ -117,7 +112,6 @@ def server_clock(monkeypatch: pytest.MonkeyPatch) -> ServerClock:
 
 @asynccontextmanager
 async def serving_app(app: Any, **config: Any) -> AsyncIterator[int]:
-    """The port of a server with this app."""
     config |= Way.config
     with listening("127.0.0.1", 0) as listener:
         async with http_server(app, RouterConfig(**config), listener, CollectorRegistry()) as server:
@@ -158,7 +152,6 @@ class Echo:
 
 
 async def exchange(port: int, *parts: bytes) -> bytes:
-    """Everything that the server sends until it hangs up."""
     async with asyncio.timeout(30):
         reader, writer = await connect(port)
         try:
@@ -172,7 +165,6 @@ async def exchange(port: int, *parts: bytes) -> bytes:
 
 
 def error_of(answer: bytes) -> tuple[int, str]:
-    """Status and message of an OpenAI-shaped error that is the last response."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"connection: close" in head
     error = json.loads(body)["error"]
@@ -187,7 +179,6 @@ async def ask(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
 
 
 async def read_chunked(reader: asyncio.StreamReader) -> tuple[bytes, list[bytes]]:
-    """Head and chunks of one response."""
     head, chunks = await reader.readuntil(b"\r\n\r\n"), []
     while size := int(await reader.readuntil(b"\r\n"), 16):
         chunks.append((await reader.readexactly(size + 2))[:-2])
@@ -412,7 +403,6 @@ async def test_any_number_of_pipelined_requests_is_answered_in_order() -> None:
 
 @pytest.fixture
 def connections(monkeypatch: pytest.MonkeyPatch) -> list[http_protocol_module.HttpProtocol]:
-    """The server's connections, which the test's clients open."""
     connections: list[http_protocol_module.HttpProtocol] = []
     made = http_protocol_module.HttpProtocol.connection_made
     monkeypatch.setattr(

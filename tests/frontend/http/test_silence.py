@@ -43,15 +43,12 @@ FAILURE = "no worker is left"
 
 
 class Pings:
-    """Counts the pings of all streams."""
-
     def __init__(self) -> None:
         self.number = 0
 
 
 @pytest.fixture
 def pings(monkeypatch: pytest.MonkeyPatch) -> Pings:
-    """Pings come fast, and are counted."""
     counted, ping = Pings(), ResponseWriter.ping
 
     def ping_and_count(writer: ResponseWriter, events: bytes) -> None:
@@ -82,7 +79,6 @@ def waiting_backend(
 
 
 def stream_of(client: RawClient) -> tuple[int, dict[str, str], str]:
-    """Status, headers and body of what was sent."""
     start, *rest = client.sent
     headers = {name.decode(): value.decode() for name, value in start["headers"]}
     return start["status"], headers, b"".join(message["body"] for message in rest).decode()
@@ -208,7 +204,6 @@ async def test_a_key_is_charged_for_what_was_computed_before_an_error(tokenizer:
 
 @asynccontextmanager
 async def served(backend: FakeBackend) -> AsyncIterator[str]:
-    """The app on a port of its own."""
     app, listener = make_app(backend), socket.create_server(("127.0.0.1", 0))
     async with (
         app.router.lifespan_context(app),

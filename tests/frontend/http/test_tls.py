@@ -80,7 +80,6 @@ class Flood:
         return flood
 
     async def connect(self) -> None:
-        """Finish the handshake."""
         while not self._is_connected():
             await self.answered()
 
@@ -97,7 +96,6 @@ class Flood:
         return False
 
     def send(self, content: bytes) -> None:
-        """Add a record."""
         self._session.write(content)
 
     async def deliver(self) -> bytes:
@@ -114,7 +112,6 @@ class Flood:
 
 
 def client_hello() -> bytes:
-    """The first bytes of a handshake."""
     outgoing = ssl.MemoryBIO()
     client = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost")
     with contextlib.suppress(ssl.SSLWantReadError):

@@ -49,7 +49,6 @@ def after(messages: list[dict[str, Any]], *edits: dict[str, Any], num_tokens: fl
 
 
 def found(done: Edited, kind: str, field: str) -> list[Any]:
-    """A field of all blocks of a kind."""
     blocks = [block for message in done.messages for block in message.content or () if not isinstance(block, str)]
     return [getattr(block, field) for block in blocks if block.type == kind]
 

@@ -24,7 +24,6 @@ def request_of(**fields: Any) -> MessagesRequest:
 
 
 def rendered(*messages: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
-    """The messages as the chat template gets them."""
     return template_messages(chat_prompt(request_of(messages=messages, **fields)).messages)
 
 

@@ -47,7 +47,6 @@ def backend(tokenizer: Tokenizer) -> FakeBackend:
 
 
 async def both_of(backend: FakeBackend, **fields: Any) -> list[dict[str, Any]]:
-    """The plain answer, and the one that a stream joins to."""
     return [await plain_of(backend, **fields), joined(await stream_of(backend, **fields))]
 
 

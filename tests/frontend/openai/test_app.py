@@ -235,8 +235,6 @@ async def test_each_token_is_written_at_once(tokenizer: Tokenizer) -> None:
 
 
 class WatchedBackend(FakeBackend):
-    """Counts how often it was asked whether it is ready."""
-
     num_looks = 0
     _ready = False
 

@@ -18,7 +18,6 @@ FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 def joined(chunks: list[Any], index: int = 0) -> dict[str, Any]:
-    """A streamed choice as a plain one: text, logprobs and reason."""
     pieces = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == index]
     lists = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
     return {

@@ -52,8 +52,6 @@ class Always:
 
 
 class Frontends:
-    """Frontend processes, a client that takes a new connection for each request, and the backend behind."""
-
     def __init__(self, processes: FrontendProcesses, backend: FakeBackend, client: httpx.AsyncClient) -> None:
         self.processes = processes
         self.backend = backend
@@ -300,7 +298,6 @@ async def test_a_temporary_folder_with_a_long_name_is_told(tmp_path: Path, monke
 
 @asynccontextmanager
 async def child(folder: Path, frontend: ServeFrontend | RouteFrontend) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process that is to join the hub of this folder."""
     with listening("127.0.0.1", 0) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         async with asyncio.timeout(START_S):

@@ -65,8 +65,6 @@ class Always:
 
 
 class Line:
-    """A deciding process and any number of frontend processes."""
-
     def __init__(self, backend: FakeBackend, endpoint: str, stack: AsyncExitStack, **options: Any) -> None:
         self.backend = backend
         self.readiness = Always()

@@ -22,8 +22,6 @@ NUMBERS = itertools.count()
 
 
 def respond(fake: FakeServer, name: str) -> None:
-    """Have the fake make and keep responses."""
-
     def reply(_: str, body: dict[str, Any]) -> Response:
         answer = {"id": f"resp_{name}{next(NUMBERS)}", "output": [], "status": "completed"}
         fake.replies[f"{PATH}/{answer['id']}"] = lambda method, _: JSONResponse(answer | {"read_by": method})

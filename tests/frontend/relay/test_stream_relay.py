@@ -14,8 +14,6 @@ from tandem.router.engines.upstream import QUICK_BYTES, Reply
 
 
 class Counting:
-    """An observer that counts tokens."""
-
     def __init__(self) -> None:
         self.num_tokens = 0
 
@@ -89,8 +87,6 @@ USAGE = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}],"usage":{"promp
 
 
 class Parsing(ChunkEvents):
-    """Counts the events that are parsed."""
-
     num_parsed = 0
 
     def parse(self, raw: bytes) -> SseEvent:

@@ -38,7 +38,6 @@ async def checker(tokenizer: Tokenizer) -> AsyncIterator[GrammarChecker]:
 
 
 async def until_forked(pid: int) -> psutil.Process:
-    """The process that compiles."""
     parent = psutil.Process(pid)
     await eventually(parent.children)
     return parent.children()[0]

@@ -23,8 +23,6 @@ TOOLS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Joined:
-    """An answer, joined from its events."""
-
     content: str = ""
     reasoning: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)  # name and arguments
@@ -67,7 +65,6 @@ def parser(tool_format: str | None, reasoning_format: str | None = None, **optio
 
 
 def parsed(pieces: Iterable[str], tool_format: str | None, reasoning: str | None = None, **options: Any) -> Joined:
-    """What an answer that arrives in these pieces consists of."""
     one = parser(tool_format, reasoning, **options)
     events = [event for piece in pieces for event in one.feed(piece)]
     return joined([*events, *one.finish()])
@@ -75,8 +72,6 @@ def parsed(pieces: Iterable[str], tool_format: str | None, reasoning: str | None
 
 @dataclass
 class Answer:
-    """A model's text and what it should be taken for."""
-
     format: str
     text: str
     calls: list[tuple[str, Any]] = field(default_factory=list)  # name and arguments, decoded

@@ -45,13 +45,10 @@ TOOLS: dict[str, dict[str, Any]] = {
 
 
 class Walker(NamedTuple):
-    """A vocabulary, and its form for grammars."""
-
     tokenizer: Tokenizer
     grammar_tokenizer: llguidance.LLTokenizer
 
     def grammar(self, format: str, **options: Any) -> str:
-        """A grammar of `TOOLS`, or of other ones."""
         reasoning = REASONING_FORMATS.get(options.pop("reasoning", ""))
         tools = options.pop("tools", TOOLS)
         used = {*TOOL_FORMATS[format].markers, *(reasoning.markers if reasoning else ())}
@@ -60,7 +57,6 @@ class Walker(NamedTuple):
         return tool_call_grammar(TOOL_FORMATS[format], tools, reasoning=reasoning, special_ids=special_ids, **settings)
 
     def matcher(self, grammar: str) -> llguidance.LLMatcher:
-        """A matcher at the grammar's beginning."""
         return compile_grammar(self.grammar_tokenizer, grammar)
 
     def allows(self, grammar: str, text: str) -> bool:
@@ -70,7 +66,6 @@ class Walker(NamedTuple):
         return int(matcher.validate_tokens(ids)) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
 
     def walk(self, grammar: str, rng: random.Random) -> str:
-        """A random answer that the grammar lets through."""
         matcher, ids = self.matcher(grammar), list[int]()
         endings = [self.tokenizer.encode(text, add_special_tokens=False) for text in ENDINGS]
         while not matcher.is_stopped() and not (matcher.is_accepting() and rng.random() < 0.3):
@@ -102,13 +97,11 @@ def walker(folder: Path, special_tokens: tuple[str, ...]) -> Walker:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Walker:
-    """Without special tokens for markers."""
     return walker(tmp_path_factory.mktemp("plain"), ())
 
 
 @pytest.fixture(scope="module")
 def special(tmp_path_factory: pytest.TempPathFactory) -> Walker:
-    """With special tokens for markers."""
     return walker(tmp_path_factory.mktemp("special"), SPECIAL)
 
 
@@ -118,7 +111,6 @@ def read(text: str, format: str, reasoning: str = "", prompt_end: str = "") -> J
 
 
 def check(calls: list[tuple[str, str]]) -> None:
-    """Each call's arguments fit its tool's schema."""
     for name, arguments in calls:
         values = json.loads(arguments)
         assert name in TOOLS

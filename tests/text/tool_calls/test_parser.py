@@ -18,7 +18,6 @@ NAMES = [pytest.param(answer, id=f"{answer.format}-{i}") for i, answer in enumer
 
 
 def cut(text: str, rng: random.Random) -> Iterator[str]:
-    """The text in random pieces, some of them empty."""
     longest = rng.choice([1, 3, 10, 60])
     while text:
         length = rng.randint(0, longest)
