@@ -339,18 +339,14 @@ async def test_endless_input_is_cut_short_and_its_client_reads_why(start: bytes,
     assert error_of(answer)[0] == status
 
 
-@pytest.mark.parametrize(
-    "request_bytes",
-    [
-        HEAD + b"content-length: 4\r\n\r\nbody",
-        HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\nb\r\n3;ext=1\r\nody\r\n0\r\nx-tandem-tenant: other\r\n\r\n",
-        HEAD + b"connection: upgrade\r\nupgrade: websocket\r\ncontent-length: 4\r\n\r\nbody",
-        HEAD + b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\ntransfer-encoding: chunked\r\n\r\n"
+@pytest.mark.parametrize("request_bytes", [
+    HEAD + b"content-length: 4\r\n\r\nbody",
+    HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\nb\r\n3;ext=1\r\nody\r\n0\r\nx-tandem-tenant: other\r\n\r\n",
+    HEAD + b"connection: upgrade\r\nupgrade: websocket\r\ncontent-length: 4\r\n\r\nbody",
+    HEAD + b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\ntransfer-encoding: chunked\r\n\r\n"
         b"4\r\nbody\r\n0\r\n\r\n",
-        HEAD + b"a: " + b"b" * 20_000 + b"\r\ncontent-length: 4\r\n\r\nbody",
-    ],
-    ids=["plain", "chunked", "websocket", "h2c", "large header"],
-)
+    HEAD + b"a: " + b"b" * 20_000 + b"\r\ncontent-length: 4\r\n\r\nbody",
+], ids=["plain", "chunked", "websocket", "h2c", "large header"])  # fmt: skip
 async def test_a_body_arrives_in_any_framing(request_bytes: bytes) -> None:
     app = Echo()
     request_bytes = request_bytes.replace(b"/x HTTP/1.1\r\n", b"/x HTTP/1.1\r\nconnection: close\r\n")
@@ -449,18 +445,14 @@ async def test_a_client_that_leaves_pipelines_is_noticed(connections: list[http_
         assert num_asked == 1
 
 
-@pytest.mark.parametrize(
-    ("last", "status"),
-    [
-        (b"no request\r\n\r\n", 400),
-        (GET + b"host: i\r\n\r\n", 400),
-        (HEAD + b"transfer-encoding: chunked\r\n\r\nno chunk\r\n", 400),
-        (GET + b"a: " + b"b" * 40_000 + b"\r\n\r\n", 431),
-        (HEAD + b"content-length: 9\r\n\r\nshort", 408),
-        (GET, 408),
-    ],
-    ids=["no request", "two hosts", "no chunk", "large header", "slow body", "slow header"],
-)
+@pytest.mark.parametrize(("last", "status"), [
+    (b"no request\r\n\r\n", 400),
+    (GET + b"host: i\r\n\r\n", 400),
+    (HEAD + b"transfer-encoding: chunked\r\n\r\nno chunk\r\n", 400),
+    (GET + b"a: " + b"b" * 40_000 + b"\r\n\r\n", 431),
+    (HEAD + b"content-length: 9\r\n\r\nshort", 408),
+    (GET, 408),
+], ids=["no request", "two hosts", "no chunk", "large header", "slow body", "slow header"])  # fmt: skip
 async def test_a_refusal_follows_the_responses_to_earlier_requests(last: bytes, status: int) -> None:
     app = Echo()
     for num_before in (1, 200):

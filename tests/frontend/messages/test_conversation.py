@@ -100,20 +100,15 @@ def test_tools_as_chat_has_them(choice: Any, expected: Any, parallel: bool) -> N
     assert (msgspec.to_builtins(chat.tool_choice), chat.parallel_tool_calls) == (expected, parallel)
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, None),
-        ({"thinking": {"type": "adaptive"}}, None),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"enable_thinking": True, "thinking": True}),
-        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
-        ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
-        (
-            {"thinking": {"type": "disabled"}, "chat_template_kwargs": {"thinking": True, "x": 1}},
-            {"enable_thinking": False, "thinking": True, "x": 1},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("fields", "expected"), [
+    ({}, None),
+    ({"thinking": {"type": "adaptive"}}, None),
+    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"enable_thinking": True, "thinking": True}),
+    ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
+    ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
+    ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"thinking": True, "x": 1}},
+        {"enable_thinking": False, "thinking": True, "x": 1}),
+])  # fmt: skip
 def test_thinking_sets_variables_of_the_template(fields: dict[str, Any], expected: Any) -> None:
     assert chat_prompt(request_of(**fields)).chat_template_kwargs == expected
 
@@ -225,20 +220,15 @@ def test_foreign_blocks_are_skipped_and_named(block: dict[str, Any]) -> None:
     assert ignored == ([] if block["type"] == "compaction" else [f"content.{block['type']}"])
 
 
-@pytest.mark.parametrize(
-    ("block", "expected"),
-    [
-        ({"type": "text", "text": ""}, ""),
-        ({"type": "compaction", "content": "So far: a and b."}, "So far: a and b."),
-        ({"type": "tool_reference", "tool_name": "mcp__x__f"}, "The tool mcp__x__f is available."),
-        (
-            {"type": "search_result", "title": "T", "source": "https://x", "content": [text("a"), text("b")]},
-            "T\nhttps://x\na\nb",
-        ),
-        ({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}, "D"),
-        ({"type": "document", "title": "T", "source": {"type": "content", "content": "D"}}, "T\nD"),
-    ],
-)
+@pytest.mark.parametrize(("block", "expected"), [
+    ({"type": "text", "text": ""}, ""),
+    ({"type": "compaction", "content": "So far: a and b."}, "So far: a and b."),
+    ({"type": "tool_reference", "tool_name": "mcp__x__f"}, "The tool mcp__x__f is available."),
+    ({"type": "search_result", "title": "T", "source": "https://x", "content": [text("a"), text("b")]},
+        "T\nhttps://x\na\nb"),
+    ({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}, "D"),
+    ({"type": "document", "title": "T", "source": {"type": "content", "content": "D"}}, "T\nD"),
+])  # fmt: skip
 def test_a_block_that_carries_text_is_text(block: dict[str, Any], expected: str) -> None:
     assert rendered(user([text("a"), block])) == [user(f"a\n{expected}" if expected else "a")]
     (shown,) = rendered(user([result("c", content=[block])]))
@@ -329,17 +319,12 @@ def test_counting_needs_no_limit() -> None:
 BLOCKS = [{"type": "text", "text": ""}]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"messages": [HI] * (MAX_MESSAGES + 1)},
-        {"messages": [user(BLOCKS * (MAX_MESSAGE_PARTS + 1))]},
-        {"messages": [assistant([CALL] * (MAX_MESSAGE_PARTS // 2)), user(BLOCKS * (MAX_MESSAGE_PARTS // 2 + 1))]},
-        {"messages": [user([result("c1", content=BLOCKS * MAX_MESSAGE_PARTS)])]},
-        {"messages": [HI], "system": BLOCKS * (MAX_MESSAGE_PARTS + 1)},
-    ],
-    ids=["messages", "blocks", "blocks of two messages", "blocks of a result", "blocks of the system prompt"],
-)
+@pytest.mark.parametrize("fields", [
+    {"messages": [HI] * (MAX_MESSAGES + 1)}, {"messages": [user(BLOCKS * (MAX_MESSAGE_PARTS + 1))]},
+    {"messages": [assistant([CALL] * (MAX_MESSAGE_PARTS // 2)), user(BLOCKS * (MAX_MESSAGE_PARTS // 2 + 1))]},
+    {"messages": [user([result("c1", content=BLOCKS * MAX_MESSAGE_PARTS)])]},
+    {"messages": [HI], "system": BLOCKS * (MAX_MESSAGE_PARTS + 1)},
+], ids=["messages", "blocks", "blocks of two messages", "blocks of a result", "system prompt"])  # fmt: skip
 def test_too_many_parts_are_refused_before_they_are_converted(fields: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="the limit is") as raised:
         chat_prompt(request_of(**fields))

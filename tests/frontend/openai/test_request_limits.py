@@ -31,28 +31,22 @@ LONG_STOPS = {"prompt": "a", "stop": ["é" * 4096] * 5}
 STOPPED = {"prompt": ["a"] * 66, "stop_token_ids": [1] * 1000}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "value", "limit", "param"),
-    [
-        (COMPLETIONS, {"prompt": ["a"] * 17, "n": 128}, 2176, limits.MAX_SEQUENCES, "n"),
-        (COMPLETIONS, {"prompt": ["a"] * 2049}, 2049, limits.MAX_SEQUENCES, "prompt"),
-        (COMPLETIONS, {"prompt": [[1]] * 2049}, 2049, limits.MAX_SEQUENCES, "prompt"),
-        (COMPLETIONS, {"prompt": "a", "stop": ["a"] * 1025}, 1025, limits.MAX_STOPS, "stop"),
-        (COMPLETIONS, {"prompt": "a", "stop": "a" * 4097}, 4097, limits.MAX_STOP_CHARS, "stop"),
-        (COMPLETIONS, LONG_STOPS, 20480, limits.MAX_STOPS_CHARS, "stop"),
-        (COMPLETIONS, BIASED, 33 * 2048, limits.MAX_TOKEN_RULES, "logit_bias"),
-        (COMPLETIONS, STOPPED, 66_000, limits.MAX_TOKEN_RULES, "stop_token_ids"),
-        (COMPLETIONS, OF_EACH | {"logprobs": 2}, 6144, limits.MAX_STEP_LOGPROBS, "logprobs"),
-        (COMPLETIONS, MANY_SCORES, (32 * 400) * 8 * 11, limits.MAX_SCORED_LOGPROBS, "logprobs"),
-        (CHAT, MANY_PARTS, 80_000, limits.MAX_MESSAGE_PARTS, "messages"),
-        (CHAT, MANY_CALLS, 65537, limits.MAX_MESSAGE_PARTS, "messages"),
-        (CHAT, MANY_OPTIONS, 65, limits.MAX_TEMPLATE_OPTIONS, "chat_template_kwargs"),
-        *(
-            (path, MANY_MESSAGES, 16385, limits.MAX_MESSAGES, "messages")
-            for path in (CHAT, "/tokenize", "/v1/cache/pin")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("path", "body", "value", "limit", "param"), [
+    (COMPLETIONS, {"prompt": ["a"] * 17, "n": 128}, 2176, limits.MAX_SEQUENCES, "n"),
+    (COMPLETIONS, {"prompt": ["a"] * 2049}, 2049, limits.MAX_SEQUENCES, "prompt"),
+    (COMPLETIONS, {"prompt": [[1]] * 2049}, 2049, limits.MAX_SEQUENCES, "prompt"),
+    (COMPLETIONS, {"prompt": "a", "stop": ["a"] * 1025}, 1025, limits.MAX_STOPS, "stop"),
+    (COMPLETIONS, {"prompt": "a", "stop": "a" * 4097}, 4097, limits.MAX_STOP_CHARS, "stop"),
+    (COMPLETIONS, LONG_STOPS, 20480, limits.MAX_STOPS_CHARS, "stop"),
+    (COMPLETIONS, BIASED, 33 * 2048, limits.MAX_TOKEN_RULES, "logit_bias"),
+    (COMPLETIONS, STOPPED, 66_000, limits.MAX_TOKEN_RULES, "stop_token_ids"),
+    (COMPLETIONS, OF_EACH | {"logprobs": 2}, 6144, limits.MAX_STEP_LOGPROBS, "logprobs"),
+    (COMPLETIONS, MANY_SCORES, (32 * 400) * 8 * 11, limits.MAX_SCORED_LOGPROBS, "logprobs"),
+    (CHAT, MANY_PARTS, 80_000, limits.MAX_MESSAGE_PARTS, "messages"),
+    (CHAT, MANY_CALLS, 65537, limits.MAX_MESSAGE_PARTS, "messages"),
+    (CHAT, MANY_OPTIONS, 65, limits.MAX_TEMPLATE_OPTIONS, "chat_template_kwargs"),
+    *((path, MANY_MESSAGES, 16385, limits.MAX_MESSAGES, "messages") for path in (CHAT, "/tokenize", "/v1/cache/pin")),
+])  # fmt: skip
 async def test_too_much_is_refused_with_value_limit_and_field(
     client: Client, path: str, body: dict[str, Any], value: int, limit: int, param: str
 ) -> None:
@@ -63,16 +57,11 @@ async def test_too_much_is_refused_with_value_limit_and_field(
     assert f"limit is {limit}." in error["message"]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"prompt": ["a"] * 16, "n": 128, "logprobs": 1},
-        {"stop": [f"{i:04d}" + "x" * 12 for i in range(1024)]},
-        {"stop": ["x" * 4096, "y" * 4096]},
-        {"logit_bias": {str(i): 1 for i in range(256)}, "n": 128},
-        {"stop_token_ids": [1] * 1024, "prompt": ["a"] * 64},
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    {"prompt": ["a"] * 16, "n": 128, "logprobs": 1}, {"stop": [f"{i:04d}" + "x" * 12 for i in range(1024)]},
+    {"stop": ["x" * 4096, "y" * 4096]}, {"logit_bias": {str(i): 1 for i in range(256)}, "n": 128},
+    {"stop_token_ids": [1] * 1024, "prompt": ["a"] * 64},
+])  # fmt: skip
 async def test_a_request_at_the_limit_is_served(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
     async with closing(FakeBackend(tokenizer, "hi")) as client:
         response = await client.post(COMPLETIONS, json={"prompt": "a", **fields})

@@ -177,19 +177,14 @@ CALLS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("shown", "expected"),
-    [
-        ("+ ' ' + call.function.arguments", ['{"city":"Rome"}', "{}"]),  # DeepSeek: an object cannot be joined
-        ("}} {{ call.function.arguments", ['{"city":"Rome"}', "{}"]),  # an object would be shown as Python does
-        ("}} {{ call.function.arguments | tojson", ['{"city": "Rome"}', "{}"]),
-        (
-            "}} {{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson",
-            ['{"city": "Rome"}', "{}"],
-        ),
-        ("}} {{ call.function.arguments.items() | list", ["[('city', 'Rome')]", "[]"]),
-    ],
-)
+@pytest.mark.parametrize(("shown", "expected"), [
+    ("+ ' ' + call.function.arguments", ['{"city":"Rome"}', "{}"]),  # DeepSeek: an object cannot be joined
+    ("}} {{ call.function.arguments", ['{"city":"Rome"}', "{}"]),  # an object would be shown as Python does
+    ("}} {{ call.function.arguments | tojson", ['{"city": "Rome"}', "{}"]),
+    ("}} {{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson",
+        ['{"city": "Rome"}', "{}"]),
+    ("}} {{ call.function.arguments.items() | list", ["[('city', 'Rome')]", "[]"]),
+])  # fmt: skip
 async def test_a_template_gets_arguments_as_it_shows_them(tmp_path: Path, shown: str, expected: list[str]) -> None:
     tokenizer = Tokenizer(build_tokenizer(tmp_path, CALLS.replace("CALL", shown)))
     for given in ('{"city":"Rome"}', {"city": "Rome"}):  # /v1/messages has objects

@@ -598,20 +598,14 @@ async def test_the_prompt_of_a_plain_answer_waits_no_longer_than_predicted(fake_
         assert await request == "a"
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "h", "remote_port": 1}},
-        {"kv_transfer_params": "text"},
-        {"ec_transfer_params": {"remote_host": "h"}},
-        {"vllm_xargs": {"kv_transfer_params": "text"}},
-        {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 1},
-        *({"bootstrap_pair_key": "k"}, {"data_parallel_rank": 1}, {"routed_dp_rank": 1}),
-        *({"disagg_prefill_dp_rank": 1}, {"session_params": {"id": "other"}}, {"extra_key": "other"}),
-        *({"custom_logit_processor": "code"}, {"id_slot": 0}),
-    ],
-    ids=lambda fields: next(iter(fields)),
-)
+@pytest.mark.parametrize("fields", [
+    {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "h", "remote_port": 1}},
+    {"kv_transfer_params": "text"}, {"ec_transfer_params": {"remote_host": "h"}},
+    {"vllm_xargs": {"kv_transfer_params": "text"}}, {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 1},
+    *({"bootstrap_pair_key": "k"}, {"data_parallel_rank": 1}, {"routed_dp_rank": 1}),
+    *({"disagg_prefill_dp_rank": 1}, {"session_params": {"id": "other"}}, {"extra_key": "other"}),
+    *({"custom_logit_processor": "code"}, {"id_slot": 0}),
+], ids=lambda fields: next(iter(fields)))  # fmt: skip
 async def test_a_client_cannot_tell_engines_where_kv_is(fake_a: FakeServer, fields: dict[str, Any]) -> None:
     async with routing(spec_of(fake_a, "a")) as router:
         for path in (COMPLETIONS, "/v1/route/explain"):

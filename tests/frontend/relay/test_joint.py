@@ -174,19 +174,14 @@ def test_a_prompt_that_ends_within_a_character_has_no_joint() -> None:
 BASE: dict[str, Any] = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "hi"}]}
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"temperature": 0, "seed": 3},
-        {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": None},
-        {"n": 1, "logprobs": False, "top_logprobs": None, "tools": [], "tool_choice": "none", "echo": False},
-        {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.3, "logit_bias": {"5": 1}},
-        {"stop": ["a", "bc"], "stop_token_ids": [3], "ignore_eos": True},
-        {"min_tokens": 3, "response_format": {"type": "text"}},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    {}, {"temperature": 0, "seed": 3}, {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": None},
+    {"n": 1, "logprobs": False, "top_logprobs": None, "tools": [], "tool_choice": "none", "echo": False},
+    {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.3, "logit_bias": {"5": 1}},
+    {"stop": ["a", "bc"], "stop_token_ids": [3], "ignore_eos": True},
+    {"min_tokens": 3, "response_format": {"type": "text"}},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
+])  # fmt: skip
 def test_streams_whose_next_token_depends_on_their_tokens_alone_can_go_on(fields: dict[str, Any]) -> None:
     assert obstacle(CHAT, BASE | fields) == ""
 

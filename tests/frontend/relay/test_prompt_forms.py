@@ -67,19 +67,13 @@ def test_tools_and_effort_of_a_response() -> None:
     assert (form.is_exact, form.body["tools"], form.body["reasoning_effort"]) == (True, [TOOL], "low")
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        *({"previous_response_id": "resp_1"}, {"previous_input_messages": [{}]}, {"prompt": {"id": "p"}}),
-        *({"truncation": "auto"}, {"tools": [{"type": "mcp"}]}, {"tools": [3]}),
-        *({"tools": [{"type": "function", "name": "f"}]}, {"input": [{"type": "item_reference", "id": "x"}]}),
-        *({"input": [{"role": "assistant", "content": "be", "status": "incomplete"}]}, {"input": [3]}),
-        {"input": None},
-        {"input": {"a": 1}},
-        {"input": [{"role": "user"}]},
-        {"input": [{"type": "reasoning", "summary": []}]},
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    *({"previous_response_id": "resp_1"}, {"previous_input_messages": [{}]}, {"prompt": {"id": "p"}}),
+    *({"truncation": "auto"}, {"tools": [{"type": "mcp"}]}, {"tools": [3]}),
+    *({"tools": [{"type": "function", "name": "f"}]}, {"input": [{"type": "item_reference", "id": "x"}]}),
+    *({"input": [{"role": "assistant", "content": "be", "status": "incomplete"}]}, {"input": [3]}), {"input": None},
+    {"input": {"a": 1}}, {"input": [{"role": "user"}]}, {"input": [{"type": "reasoning", "summary": []}]},
+])  # fmt: skip
 def test_a_response_whose_prompt_is_not_known_here_is_an_estimate(fields: dict[str, Any]) -> None:
     form = responses_form({"input": "hello"} | fields)
     # Nothing given is an empty conversation, which the engine refuses.
@@ -111,18 +105,11 @@ def test_tools_and_effort_of_a_message() -> None:
     assert (form.is_exact, form.body["tools"], form.body["reasoning_effort"]) == (True, [TOOL], "low")
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"thinking": {"type": "disabled"}},
-        {"messages": [USER, SYSTEM]},
-        {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-        {"messages": [{"role": "user", "content": 3}]},
-        {"messages": "hello"},
-        {"tools": [{"name": "f"}]},
-        {"system": 3},
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    {"thinking": {"type": "disabled"}}, {"messages": [USER, SYSTEM]},
+    {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+    {"messages": [{"role": "user", "content": 3}]}, {"messages": "hello"}, {"tools": [{"name": "f"}]}, {"system": 3},
+])  # fmt: skip
 def test_a_message_whose_prompt_is_not_known_here_is_an_estimate(fields: dict[str, Any]) -> None:
     form = messages_form({"messages": [USER]} | fields)
     assert not form.is_exact
@@ -147,18 +134,11 @@ def test_all_routes_have_the_tokens_of_the_same_chat(tokenizer: Tokenizer) -> No
     assert reader.read(messages_form({"messages": [USER], "system": "be kind"}), EVERYONE, 1000) == chat
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"chat_template": "{{ 1 }}"},
-        {"documents": [{"text": "d"}]},
-        {"continue_final_message": True, "add_generation_prompt": False},
-        {"truncate_prompt_tokens": 5},
-        {"prompt_embeds": "base64"},
-        {"mm_processor_kwargs": {"num_crops": 4}},
-        {"tools": [{"type": "web_search"}]},
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    {"chat_template": "{{ 1 }}"}, {"documents": [{"text": "d"}]},
+    {"continue_final_message": True, "add_generation_prompt": False}, {"truncate_prompt_tokens": 5},
+    {"prompt_embeds": "base64"}, {"mm_processor_kwargs": {"num_crops": 4}}, {"tools": [{"type": "web_search"}]},
+])  # fmt: skip
 def test_fields_that_change_the_prompt_make_it_an_estimate(fields: dict[str, Any], tokenizer: Tokenizer) -> None:
     prompt = PromptReader(tokenizer).read(chat_form({"messages": [USER]} | fields), EVERYONE, 1000)
     assert not prompt.is_exact
@@ -172,17 +152,12 @@ def with_image(data: str) -> dict[str, Any]:
     return {"messages": [SYSTEM, {"role": "user", "content": [*TEXT, image(data)]}]}
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        image("x"),
-        {"type": "input_audio", "input_audio": {"data": "x"}},
-        {"type": "video_url", "video_url": {"url": "https://host/x"}},
-        {"type": "image_embeds", "image_embeds": "x"},
-        {"type": "input_image", "image_url": "https://host/x"},
-        {"type": "image", "source": {"type": "base64", "data": "x"}},
-    ],
-)
+@pytest.mark.parametrize("part", [
+    image("x"), {"type": "input_audio", "input_audio": {"data": "x"}},
+    {"type": "video_url", "video_url": {"url": "https://host/x"}}, {"type": "image_embeds", "image_embeds": "x"},
+    {"type": "input_image", "image_url": "https://host/x"},
+    {"type": "image", "source": {"type": "base64", "data": "x"}},
+])  # fmt: skip
 def test_a_prompt_with_an_image_is_an_estimate_on_each_route(part: dict[str, Any], tokenizer: Tokenizer) -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "hello"}, part]}
     for form in (

@@ -53,14 +53,10 @@ async def test_plain_answer(client: Client) -> None:
     assert usage["input_tokens_details"]["cached_tokens"] == 3
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"input": "hi"},
-        {"input": [{"role": "user", "content": "hi"}], "instructions": "Be short.", "tools": [TOOL]},
-        {"input": "hi", "tools": [TOOL, {**TOOL, "name": "other"}], "tool_choice": "none"},
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    {"input": "hi"}, {"input": [{"role": "user", "content": "hi"}], "instructions": "Be short.", "tools": [TOOL]},
+    {"input": "hi", "tools": [TOOL, {**TOOL, "name": "other"}], "tool_choice": "none"},
+])  # fmt: skip
 async def test_counted_tokens_are_those_of_the_prompt(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
     client = sdk(backend_of(tokenizer, "x"))
     first = await client.responses.create(**fields)
@@ -469,22 +465,13 @@ async def test_codex_sends_all_of_it_at_once(tokenizer: Tokenizer) -> None:
     assert {one.partition(" ")[0] for one in named} == {"client_metadata", "reasoning.summary", "tools.web_search"}
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"background": False},
-        {"max_tool_calls": 3},
-        {"top_logprobs": 0},
-        {"service_tier": "flex"},
-        {"text": {"verbosity": "low"}},
-        {"reasoning": {"summary": "detailed"}},
-        {"include": ["file_search_call.results", "web_search_call.action.sources", "new.thing"]},
-        {"metadata": {"a": "1"}, "user": "u"},
-        {"truncation": "auto"},
-        {"conversation": None, "prompt": None},
-        {"context_management": [{"type": "compaction"}], "safety_identifier": "x", "stream_options": {}},
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    {"background": False}, {"max_tool_calls": 3}, {"top_logprobs": 0}, {"service_tier": "flex"},
+    {"text": {"verbosity": "low"}}, {"reasoning": {"summary": "detailed"}},
+    {"include": ["file_search_call.results", "web_search_call.action.sources", "new.thing"]},
+    {"metadata": {"a": "1"}, "user": "u"}, {"truncation": "auto"}, {"conversation": None, "prompt": None},
+    {"context_management": [{"type": "compaction"}], "safety_identifier": "x", "stream_options": {}},
+])  # fmt: skip
 async def test_hints_of_responses_clients_pass(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
     backend, response = await one_of(tokenizer, "x", **fields)
     plain, _ = await one_of(tokenizer, "x")

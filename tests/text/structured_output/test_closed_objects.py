@@ -34,24 +34,16 @@ def test_objects_that_name_properties_are_closed(schema: Any, expected: Any) -> 
     assert (closed_objects(schema), json.dumps(schema)) == (expected, before)
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {},
-        {"type": "object"},
-        {"type": "object", "properties": {}},
-        {**OPEN, "additionalProperties": True},
-        {**OPEN, "additionalProperties": {"type": "integer"}},
-        {**OPEN, "patternProperties": {"^x": True}},
-        {**OPEN, "required": ["other"]},
-        {"allOf": [OPEN, {"properties": {"b": {}}}]},
-        {**OPEN, "anyOf": [{"properties": {"b": {}}}, {"required": ["name"]}]},
-        {**OPEN, "$ref": "#/$defs/A", "$defs": {"A": OPEN}},
-        {**OPEN, "if": {"properties": NAME}, "then": {"properties": {"b": {}}}},
-        {"items": {**OPEN, "oneOf": [OPEN]}, "properties": NAME},
-        {"properties": 3, "required": "x", "anyOf": {}, "items": [1]},
-    ],
-)
+@pytest.mark.parametrize("schema", [
+    {}, {"type": "object"}, {"type": "object", "properties": {}}, {**OPEN, "additionalProperties": True},
+    {**OPEN, "additionalProperties": {"type": "integer"}}, {**OPEN, "patternProperties": {"^x": True}},
+    {**OPEN, "required": ["other"]}, {"allOf": [OPEN, {"properties": {"b": {}}}]},
+    {**OPEN, "anyOf": [{"properties": {"b": {}}}, {"required": ["name"]}]},
+    {**OPEN, "$ref": "#/$defs/A", "$defs": {"A": OPEN}},
+    {**OPEN, "if": {"properties": NAME}, "then": {"properties": {"b": {}}}},
+    {"items": {**OPEN, "oneOf": [OPEN]}, "properties": NAME},
+    {"properties": 3, "required": "x", "anyOf": {}, "items": [1]},
+])  # fmt: skip
 def test_other_schemas_stay_as_they_are(schema: Any) -> None:
     assert closed_objects(schema) == schema
 

@@ -43,19 +43,12 @@ def test_an_answer_is_split_as_the_template_says() -> None:
     assert split(["Yes"], prompt_end="the anchor is <think> further ahead") == Joined("Yes")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '<tool_call>{"name": "f"',
-        "a <tool_call>{bad}</tool_call> b",
-        "<tool_call>[1]</tool_call>",
-        '<tool_call>{"name": "a b"}</tool_call>',
-        '<tool_call>{"name": 5}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
-        '<tool_call>{"name": "\\ud800"}</tool_call>',
-        "<tool_call>" + "[" * 100_000 + "</tool_call>",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    '<tool_call>{"name": "f"', "a <tool_call>{bad}</tool_call> b", "<tool_call>[1]</tool_call>",
+    '<tool_call>{"name": "a b"}</tool_call>', '<tool_call>{"name": 5}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', '<tool_call>{"name": "\\ud800"}</tool_call>',
+    "<tool_call>" + "[" * 100_000 + "</tool_call>",
+])  # fmt: skip
 def test_what_is_no_call_is_content(text: str) -> None:
     assert split([text]) == split(text) == joined([Content(text)])
 
