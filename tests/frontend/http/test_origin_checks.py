@@ -12,22 +12,19 @@ COMPLETIONS = "/v1/completions"
 OWN = frozenset({"localhost"})
 
 
-@pytest.mark.parametrize(
-    ("host", "allowed", "expected"),
-    [
-        ("127.0.0.1", (), OWN),
-        ("localhost", (), OWN),
-        ("::1", (), OWN),
-        ("127.0.0.7", (), OWN),
-        ("127.0.0.1", ("Box.Example:80", "[fd00::1]:8000"), OWN | {"box.example", "fd00::1"}),
-        ("127.0.0.1", ("*",), None),
-        ("0.0.0.0", (), None),
-        ("::", (), None),
-        ("10.0.0.7", (), None),
-        ("no such host", (), None),
-        ("0.0.0.0", ("box.example",), OWN | {"box.example"}),
-    ],
-)
+@pytest.mark.parametrize(("host", "allowed", "expected"), [
+    ("127.0.0.1", (), OWN),
+    ("localhost", (), OWN),
+    ("::1", (), OWN),
+    ("127.0.0.7", (), OWN),
+    ("127.0.0.1", ("Box.Example:80", "[fd00::1]:8000"), OWN | {"box.example", "fd00::1"}),
+    ("127.0.0.1", ("*",), None),
+    ("0.0.0.0", (), None),
+    ("::", (), None),
+    ("10.0.0.7", (), None),
+    ("no such host", (), None),
+    ("0.0.0.0", ("box.example",), OWN | {"box.example"}),
+])  # fmt: skip
 def test_hosts_are_checked_on_loopback(host: str, allowed: tuple[str, ...], expected: frozenset[str] | None) -> None:
     assert hosts_allowed(RouterConfig(host=host, allowed_hosts=allowed)) == expected
 
@@ -56,21 +53,18 @@ def test_other_names_are_refused_with_the_remedy(host: str, method: str) -> None
         check_host_and_origin(headers, method, COMPLETIONS, OWN, ("*",))
 
 
-@pytest.mark.parametrize(
-    ("origin", "origins", "is_allowed"),
-    [
-        ("http://localhost:8000", (), True),  # its own pages, such as /docs
-        ("http://localhost:8001", (), False),
-        ("http://page.example", (), False),
-        ("http://127.0.0.2:8000", (), False),  # another server on this machine
-        ("null", (), False),  # a sandboxed frame, a file
-        ("null", ("null",), True),
-        ("http://page.example", ("http://page.example",), True),
-        ("http://page.example", ("http://other.example",), False),
-        ("http://page.example", ("*",), True),
-        ("", (), False),
-    ],
-)
+@pytest.mark.parametrize(("origin", "origins", "is_allowed"), [
+    ("http://localhost:8000", (), True),  # its own pages, such as /docs
+    ("http://localhost:8001", (), False),
+    ("http://page.example", (), False),
+    ("http://127.0.0.2:8000", (), False),  # another server on this machine
+    ("null", (), False),  # a sandboxed frame, a file
+    ("null", ("null",), True),
+    ("http://page.example", ("http://page.example",), True),
+    ("http://page.example", ("http://other.example",), False),
+    ("http://page.example", ("*",), True),
+    ("", (), False),
+])  # fmt: skip
 def test_a_page_needs_an_allowed_origin_for_changes(origin: str, origins: tuple[str, ...], is_allowed: bool) -> None:
     headers = {b"host": b"localhost:8000", b"origin": origin.encode()}
     for method in ("GET", "HEAD", "OPTIONS"):  # the browser does not show the page the response

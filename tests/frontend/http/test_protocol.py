@@ -619,17 +619,14 @@ async def test_unfinished_bodies_take_bounded_memory_the_oldest_go_first() -> No
             writer.close()
 
 
-@pytest.mark.parametrize(
-    ("soft", "hard", "wanted", "possible", "new_soft"),
-    [
-        (1024, 4096, 2048, 2048, 2368),
-        (65_536, 65_536, 2048, 2048, 65_536),
-        (1024, 1024, 2048, 704, 1024),
-        (256, 256, 2048, 1, 256),
-        (1024, -1, 100_000, 100_000, 100_320),
-        (-1, -1, 100_000, 100_000, -1),
-    ],
-)
+@pytest.mark.parametrize(("soft", "hard", "wanted", "possible", "new_soft"), [
+    (1024, 4096, 2048, 2048, 2368),
+    (65_536, 65_536, 2048, 2048, 65_536),
+    (1024, 1024, 2048, 704, 1024),
+    (256, 256, 2048, 1, 256),
+    (1024, -1, 100_000, 100_000, 100_320),
+    (-1, -1, 100_000, 100_000, -1),
+])  # fmt: skip
 def test_connections_are_bounded_by_the_open_file_limit(
     monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, wanted: int, possible: int, new_soft: int
 ) -> None:

@@ -80,17 +80,14 @@ def test_messages_as_chat_has_them(
     assert rendered(*messages, **fields) == expected
 
 
-@pytest.mark.parametrize(
-    ("choice", "expected", "parallel"),
-    [
-        (None, None, True),
-        ({"type": "auto"}, "auto", True),
-        ({"type": "auto", "disable_parallel_tool_use": True}, "auto", False),
-        ({"type": "any", "disable_parallel_tool_use": False}, "required", True),
-        ({"type": "none"}, "none", True),
-        ({"type": "tool", "name": "weather"}, {"type": "function", "function": {"name": "weather"}}, True),
-    ],
-)
+@pytest.mark.parametrize(("choice", "expected", "parallel"), [
+    (None, None, True),
+    ({"type": "auto"}, "auto", True),
+    ({"type": "auto", "disable_parallel_tool_use": True}, "auto", False),
+    ({"type": "any", "disable_parallel_tool_use": False}, "required", True),
+    ({"type": "none"}, "none", True),
+    ({"type": "tool", "name": "weather"}, {"type": "function", "function": {"name": "weather"}}, True),
+])  # fmt: skip
 def test_tools_as_chat_has_them(choice: Any, expected: Any, parallel: bool) -> None:
     other_kind = {"type": "function", "defer_loading": True, "strict": True}
     chat = chat_request(request_of(tools=[WEATHER | {"type": "custom"}], tool_choice=choice))
@@ -259,16 +256,13 @@ def test_tools_that_the_client_cannot_run_are_not_shown_and_named(tool: dict[str
         chat_request(request_of(tools=[tool], tool_choice={"type": "any"}))
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "properties"),
-    [
-        ("bash_20250124", "bash", {"command", "restart"}),
-        ("bash_20241022", "bash", {"command", "restart"}),
-        ("text_editor_20250728", "str_replace_based_edit_tool", {*EDITING, "insert_text"}),
-        ("text_editor_20250124", "str_replace_editor", EDITING),
-        ("memory_20250818", "memory", {*EDITING, "insert_text", "old_path", "new_path"}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "name", "properties"), [
+    ("bash_20250124", "bash", {"command", "restart"}),
+    ("bash_20241022", "bash", {"command", "restart"}),
+    ("text_editor_20250728", "str_replace_based_edit_tool", {*EDITING, "insert_text"}),
+    ("text_editor_20250124", "str_replace_editor", EDITING),
+    ("memory_20250818", "memory", {*EDITING, "insert_text", "old_path", "new_path"}),
+])  # fmt: skip
 def test_anthropics_tools_that_the_client_runs_have_their_schema(kind: str, name: str, properties: set[str]) -> None:
     chat = chat_request(request_of(tools=[{"type": kind, "name": name}], tool_choice={"type": "tool", "name": name}))
     (tool,) = chat.tools or ()

@@ -28,15 +28,12 @@ def predicted(content: Any) -> dict[str, Any]:
     return {"type": "content", "content": content}
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        ("hello world", "hello world"),
-        ([{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}], "hello \nworld"),
-        ("", ""),
-        ([], ""),
-    ],
-)
+@pytest.mark.parametrize(("content", "text"), [
+    ("hello world", "hello world"),
+    ([{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}], "hello \nworld"),
+    ("", ""),
+    ([], ""),
+])  # fmt: skip
 async def test_its_tokens_go_to_the_workers(tokenizer: Tokenizer, content: Any, text: str) -> None:
     backend = FakeBackend(tokenizer)
     await answer(backend, prediction=predicted(content), n=2)

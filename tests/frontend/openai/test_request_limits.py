@@ -89,23 +89,20 @@ async def test_log_probabilities_are_bounded_unless_streamed(client: Client, mon
     assert plain.json()["error"]["param"] == "max_tokens"
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        (COMPLETIONS, {"prompt": "x" * 100_000}, "prompt"),
-        (COMPLETIONS, {"prompt": ["a", "x" * 100_000]}, "prompt"),
-        (COMPLETIONS, {"prompt": [1] * 513}, "prompt"),
-        (COMPLETIONS, {"prompt": [[1], [1] * 513]}, "prompt"),
-        (CHAT, {"messages": [USER, {"role": "user", "content": "x" * 100_000}]}, "messages"),
-        ("/tokenize", {"prompt": "x" * 100_000}, "prompt"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
-        ("/detokenize", {"tokens": [1] * 513}, "tokens"),
-        ("/v1/cache/pin", {"prompt": "x" * 100_000}, "prompt"),
-        ("/v1/cache/pin", {"prompt": [1] * 513}, "prompt"),
-        ("/v1/cache/pin", {"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
-        ("/v1/route/explain", {"prompt": "x" * 100_000}, "prompt"),
-    ],
-)
+@pytest.mark.parametrize(("path", "body", "param"), [
+    (COMPLETIONS, {"prompt": "x" * 100_000}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a", "x" * 100_000]}, "prompt"),
+    (COMPLETIONS, {"prompt": [1] * 513}, "prompt"),
+    (COMPLETIONS, {"prompt": [[1], [1] * 513]}, "prompt"),
+    (CHAT, {"messages": [USER, {"role": "user", "content": "x" * 100_000}]}, "messages"),
+    ("/tokenize", {"prompt": "x" * 100_000}, "prompt"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
+    ("/detokenize", {"tokens": [1] * 513}, "tokens"),
+    ("/v1/cache/pin", {"prompt": "x" * 100_000}, "prompt"),
+    ("/v1/cache/pin", {"prompt": [1] * 513}, "prompt"),
+    ("/v1/cache/pin", {"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
+    ("/v1/route/explain", {"prompt": "x" * 100_000}, "prompt"),
+])  # fmt: skip
 async def test_a_prompt_that_cannot_fit_is_refused_unencoded(
     tokenizer: Tokenizer, client: Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
 ) -> None:

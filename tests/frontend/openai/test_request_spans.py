@@ -112,15 +112,12 @@ async def test_a_client_that_samples_nothing_is_not_traced(tokenizer: Tokenizer)
     assert kept.all == []
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "name", "status", "error"),
-    [
-        ("POST", PATH, f"POST {PATH}", 400, "RequestError"),
-        ("GET", "/none", "GET unmatched", 404, None),
-        ("GET", "/v1/models/none", "GET /v1/models/{model_id:path}", 404, "model_not_found"),
-        ("BREW", "/v1/models", "HTTP /v1/models", 405, None),
-    ],
-)
+@pytest.mark.parametrize(("method", "path", "name", "status", "error"), [
+    ("POST", PATH, f"POST {PATH}", 400, "RequestError"),
+    ("GET", "/none", "GET unmatched", 404, None),
+    ("GET", "/v1/models/none", "GET /v1/models/{model_id:path}", 404, "model_not_found"),
+    ("BREW", "/v1/models", "HTTP /v1/models", 405, None),
+])  # fmt: skip
 async def test_refused_requests_are_traced(
     tokenizer: Tokenizer, method: str, path: str, name: str, status: int, error: str | None
 ) -> None:

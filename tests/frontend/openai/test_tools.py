@@ -195,19 +195,16 @@ async def test_a_template_gets_arguments_as_it_shows_them(tmp_path: Path, shown:
         assert prompt_of(backend) == f"<user>Weather?<assistant>weather {expected[0]}now {expected[1]}"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        ('{"city": "Rome", "days": 3', {"city": "Rome", "days": 3}),  # cut by max_tokens
-        ('{"city": "Ro', {}),
-        ("Rome", {}),
-        ("", {}),
-        ("[1]", {}),
-        ('"Rome"', {}),
-        (None, {}),
-        ([], {}),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "shown"), [
+    ('{"city": "Rome", "days": 3', {"city": "Rome", "days": 3}),  # cut by max_tokens
+    ('{"city": "Ro', {}),
+    ("Rome", {}),
+    ("", {}),
+    ("[1]", {}),
+    ('"Rome"', {}),
+    (None, {}),
+    ([], {}),
+])  # fmt: skip
 async def test_a_call_with_broken_arguments_ends_nothing(tmp_path: Path, arguments: Any, shown: dict[str, Any]) -> None:
     """Many templates refuse arguments that are no object, and the client would send them again for ever."""
     template = CALLS.replace("CALL", "}} {{ call.function.arguments.items() | list")

@@ -61,15 +61,12 @@ async def test_a_plain_answer_is_passed_on_unchanged(fake_a: FakeServer) -> None
         assert response.headers["x-tandem-engine"] == "a"
 
 
-@pytest.mark.parametrize(
-    ("headers", "fields", "expected"),
-    [
-        ({"x-tandem-conversation": "c"}, {}, "c"),
-        ({"session-id": "s"}, {"prompt_cache_key": "k"}, "s"),
-        ({"x-claude-code-session-id": "s" * 257}, {"prompt_cache_key": "k"}, "k"),
-        ({}, {"prompt_cache_key": ["k"]}, None),
-    ],
-)
+@pytest.mark.parametrize(("headers", "fields", "expected"), [
+    ({"x-tandem-conversation": "c"}, {}, "c"),
+    ({"session-id": "s"}, {"prompt_cache_key": "k"}, "s"),
+    ({"x-claude-code-session-id": "s" * 257}, {"prompt_cache_key": "k"}, "k"),
+    ({}, {"prompt_cache_key": ["k"]}, None),
+])  # fmt: skip
 async def test_an_engine_is_told_the_conversation(
     fake_a: FakeServer, headers: dict[str, str], fields: dict[str, Any], expected: str | None
 ) -> None:
@@ -289,19 +286,16 @@ async def test_a_busy_engine_rests_as_long_as_it_says(fake_a: FakeServer, fake_b
             assert "a (busy for" in message or "engine b" in message
 
 
-@pytest.mark.parametrize(
-    ("header", "at_least", "at_most"),
-    [
-        ("0", -10, 0),
-        ("-5", -10, 0),
-        ("0.5", 0.1, 0.5),
-        ("1e9", 50, 60),
-        ("soon", 0.5, 1.0),
-        ("date", 15, 20),
-        ("nan", 0.5, 1.0),
-        ("inf", 0.5, 1.0),
-    ],
-)
+@pytest.mark.parametrize(("header", "at_least", "at_most"), [
+    ("0", -10, 0),
+    ("-5", -10, 0),
+    ("0.5", 0.1, 0.5),
+    ("1e9", 50, 60),
+    ("soon", 0.5, 1.0),
+    ("date", 15, 20),
+    ("nan", 0.5, 1.0),
+    ("inf", 0.5, 1.0),
+])  # fmt: skip
 async def test_retry_after_is_seconds_or_date(fake_a: FakeServer, header: str, at_least: float, at_most: float) -> None:
     busy(fake_a, formatdate(time.time() + 20, usegmt=True) if header == "date" else header, 503)
     async with routing(spec_of(fake_a, "a")) as router:

@@ -324,16 +324,13 @@ PATCH = {"type": "custom", "name": "apply_patch", "description": "Edit files."}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"input": 'a "quoted"\nline é'}, 'a "quoted"\nline é'),
-        ({"patch": "b"}, "b"),
-        ({"a": "b", "c": "d"}, '{"a": "b", "c": "d"}'),
-        ({}, "{}"),
-        ({"input": 7}, '{"input": 7}'),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "text"), [
+    ({"input": 'a "quoted"\nline é'}, 'a "quoted"\nline é'),
+    ({"patch": "b"}, "b"),
+    ({"a": "b", "c": "d"}, '{"a": "b", "c": "d"}'),
+    ({}, "{}"),
+    ({"input": 7}, '{"input": 7}'),
+])  # fmt: skip
 async def test_codex_custom_tools(tokenizer: Tokenizer, arguments: Any, text: str, stream: bool) -> None:
     _, response = await one_of(tokenizer, call_of("apply_patch", arguments), tools=[PATCH], stream=stream)
     body = events(response)[-1]["response"] if stream else response.json()

@@ -80,27 +80,24 @@ def test_the_older_form(tokenizer: Tokenizer, schema: Any) -> None:
     assert not takes(tokenizer, document, "a <f=a>x</f> b")
 
 
-@pytest.mark.parametrize(
-    ("document", "message"),
-    [
-        ({}, "'format', or 'structures' and 'triggers'"),
-        ({"structures": [], "triggers": ["<"]}, "'format', or 'structures' and 'triggers'"),
-        ({"format": {"type": "token", "token": 5}}, "'token'"),
-        ({"format": {"type": "any_text", "max_chars": 5}}, "max_chars"),
-        ({"format": {"type": "any_text", "excludes": [""]}}, "length >= 1"),
-        ({"format": {**INTEGER, "style": "qwen_xml"}}, "'qwen_xml' - at `$.format.style`"),
-        ({"format": {**INTEGER, "any_order": True}}, "any_order"),
-        ({"format": {"type": "json_schema", "json_schema": False}}, "no JSON fits"),
-        ({"format": {"type": "repeat", "min": 3, "max": 2, "content": ANY}}, "must come last"),
-        ({"format": {"type": "repeat", "min": 3, "max": 2, "content": A}}, "max 2 is less than min 3"),
-        ({"format": row(ANY, INTEGER)}, "must come last"),
-        ({"format": row({"type": "triggered_tags", **TAGS}, const("x"))}, "must come last"),
-        ({"format": {"type": "star", "content": ANY}}, "must come last"),
-        ({"format": {**A, "content": ANY, "end": ""}}, "needs a text that closes it"),
-        ({"format": {"type": "triggered_tags", "triggers": ["<g="], "tags": [A]}}, "none of the triggers begins"),
-        ({"format": {"type": "or", "elements": []}}, "length >= 1"),
-    ],
-)
+@pytest.mark.parametrize(("document", "message"), [
+    ({}, "'format', or 'structures' and 'triggers'"),
+    ({"structures": [], "triggers": ["<"]}, "'format', or 'structures' and 'triggers'"),
+    ({"format": {"type": "token", "token": 5}}, "'token'"),
+    ({"format": {"type": "any_text", "max_chars": 5}}, "max_chars"),
+    ({"format": {"type": "any_text", "excludes": [""]}}, "length >= 1"),
+    ({"format": {**INTEGER, "style": "qwen_xml"}}, "'qwen_xml' - at `$.format.style`"),
+    ({"format": {**INTEGER, "any_order": True}}, "any_order"),
+    ({"format": {"type": "json_schema", "json_schema": False}}, "no JSON fits"),
+    ({"format": {"type": "repeat", "min": 3, "max": 2, "content": ANY}}, "must come last"),
+    ({"format": {"type": "repeat", "min": 3, "max": 2, "content": A}}, "max 2 is less than min 3"),
+    ({"format": row(ANY, INTEGER)}, "must come last"),
+    ({"format": row({"type": "triggered_tags", **TAGS}, const("x"))}, "must come last"),
+    ({"format": {"type": "star", "content": ANY}}, "must come last"),
+    ({"format": {**A, "content": ANY, "end": ""}}, "needs a text that closes it"),
+    ({"format": {"type": "triggered_tags", "triggers": ["<g="], "tags": [A]}}, "none of the triggers begins"),
+    ({"format": {"type": "or", "elements": []}}, "length >= 1"),
+])  # fmt: skip
 def test_what_cannot_be_kept_is_refused_by_name(document: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, msgspec.MsgspecError)) as error:
         structural_tag_grammar(json.dumps(document), WHITESPACE)
