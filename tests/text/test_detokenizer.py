@@ -32,7 +32,7 @@ def split(items: list[int], data: st.DataObject) -> list[list[int]]:
     prompt=st.text(max_size=10),
     data=st.data(),
 )
-def test_joined_stream_is_the_full_text(
+def test_joined_stream_is_the_text_whatever_the_split(
     tokenizer: Tokenizer, ids: list[int], text: str, prompt: str, data: st.DataObject
 ) -> None:
     ids, prompt_ids = ids + tokenizer.encode(text, add_special_tokens=False), tokenizer.encode(prompt)

@@ -25,6 +25,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from tandem.frontend.http.listening import listening
 from tandem.frontend.http.tls import scheme_of
 from tandem.frontend.keys.api_keys import ApiKeys
+from tandem.frontend.keys.key_file import KeyFile
+from tandem.frontend.keys.store import create_key, revoke_key
 from tandem.frontend.processes.backend_service import BackendService
 from tandem.frontend.processes.child import FrontendSettings, RouteFrontend, ServeFrontend
 from tandem.frontend.processes.deciding_process import DecidingProcess
@@ -36,7 +38,7 @@ from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tandem.text.tokenizer import Tokenizer
 from tests.support.certificates import DAY, Authority
 from tests.support.fake_backend import FakeBackend
-from tests.support.keys import api_keys_of
+from tests.support.keys import api_keys_of, make_key_file
 from tests.support.toy_tokenizer import build_tokenizer
 from tests.support.waiting import eventually
 
@@ -244,6 +246,45 @@ async def test_a_replaced_process_has_the_keys_the_tenants_and_the_counts(tmp_pa
         assert await here.metric(answered) == 3
         assert await here.metric("tandem_router_running_requests") == 0
         assert here.counter_files() == {"counter_0.db"}
+
+
+async def test_a_revoked_key_is_refused_by_all_processes_under_load(tmp_path: Path) -> None:
+    """A key is revoked in the file while eight clients ask: both processes refuse it then, and no other key."""
+    path = make_key_file(tmp_path / "keys", {"sk-ours": "a", "sk-theirs": "b"})
+    key_file = KeyFile(str(path))
+    is_revoked = asyncio.Event()
+    async with key_file.followed() as keys, frontends(tmp_path, num_processes=2, api_keys=keys) as here:
+
+        async def ask(secret: str) -> tuple[list[int], list[int]]:
+            """The statuses of requests that were sent before all processes knew, and after that."""
+            before: list[int] = []
+            after: list[int] = []
+            headers = {"authorization": f"Bearer {secret}"}
+            while len(after) < 20:
+                statuses = after if is_revoked.is_set() else before
+                answer = await here.client.post("/v1/chat/completions", json=BODY, headers=headers)
+                statuses.append(answer.status_code)
+            return before, after
+
+        async def refused_by(secret: str) -> set[int]:
+            """Ports of processes cannot be told apart, but 30 connections reach both of two processes."""
+            headers = {"authorization": f"Bearer {secret}"}
+            return {(await here.client.get("/v1/models", headers=headers)).status_code for _ in range(30)}
+
+        asking = [asyncio.create_task(ask(secret)) for secret in ["sk-ours", "sk-theirs"] * 4]
+        await eventually(lambda: len(here.backend.requests) > 40, START_S)
+        await asyncio.to_thread(revoke_key, str(path), "sk-ours")
+        async with asyncio.timeout(START_S):
+            while await refused_by("sk-ours") != {401}:
+                pass
+        is_revoked.set()
+        for secret, (before, after) in zip(["sk-ours", "sk-theirs"] * 4, await asyncio.gather(*asking), strict=True):
+            assert (before[0], set(after)) == (200, {401} if secret == "sk-ours" else {200})
+            assert secret == "sk-ours" or set(before) == {200}
+        secret = (await asyncio.to_thread(create_key, str(path), tenant="c"))[1]
+        async with asyncio.timeout(START_S):
+            while await refused_by(secret) != {200}:
+                pass
 
 
 async def test_draining_lets_answers_end_and_ends_the_processes(tmp_path: Path) -> None:
