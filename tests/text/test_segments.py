@@ -28,7 +28,8 @@ def byte_level(**flags: bool) -> FastTokenizer:
     fast = FastTokenizer(models.BPE(vocab=vocab, merges=[(left, right) for left, right in merges]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens([AddedToken(token, special=True, normalized=False, **flags) for token in SPECIALS])
+    fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS[1:]])
+    fast.add_special_tokens([AddedToken(SPECIALS[0], special=True, normalized=False, **flags)])
     return fast
 
 
@@ -102,7 +103,7 @@ def test_texts_are_not_cut_at_tokens_that_absorb_spaces_or_without_any(flag: str
     fast = byte_level(**{flag: True}) if flag else FastTokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     encoder = SegmentEncoder(fast)
     assert not cuts_texts(encoder)
-    text = "he <|im_end|> llo <s>\n"
+    text = "he <|im_start|> llo <s>\n"
     assert encoder.encode(text, "") == whole(fast, text)
 
 
