@@ -89,9 +89,7 @@ def test_messages_as_chat_has_them(
     ({"type": "tool", "name": "weather"}, {"type": "function", "function": {"name": "weather"}}, True),
 ])  # fmt: skip
 def test_tools_as_chat_has_them(choice: Any, expected: Any, parallel: bool) -> None:
-    other_kind = {"type": "function", "defer_loading": True, "strict": True}
     chat = chat_request(request_of(tools=[WEATHER | {"type": "custom"}], tool_choice=choice))
-    assert chat.tools == chat_request(request_of(tools=[WEATHER | other_kind])).tools
     function = {"name": "weather", "description": "Of a city.", "parameters": {"type": "object"}}
     assert msgspec.to_builtins(chat.tools) == [{"type": "function", "function": function}]
     assert (msgspec.to_builtins(chat.tool_choice), chat.parallel_tool_calls) == (expected, parallel)
@@ -282,6 +280,11 @@ def test_the_schema_of_the_memory_tool_has_the_sdks_commands() -> None:
     names = {command.model_fields["command"].annotation.__args__[0] for command in commands}
     assert names == {*properties["command"]["enum"]}
     assert {name for command in commands for name in command.model_fields} == properties.keys()
+
+
+def test_a_tool_of_another_type_with_a_schema_is_shown() -> None:
+    chat = chat_request(request_of(tools=[WEATHER | {"type": "function", "defer_loading": True, "strict": True}]))
+    assert [one.function.name for one in chat.tools or ()] == ["weather"]
 
 
 # -- the form and the length of the answer
