@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from typing import Any
 
@@ -154,6 +155,25 @@ def test_a_body_of_a_million_lists_is_decoded_without_garbage_collection() -> No
     assert len(request.prompt) == 500_001
     assert num_collections <= 1  # after decoding; without the pause there are 700, and they take most of the time
     assert gc.isenabled()
+
+
+async def test_a_long_text_is_encoded_without_blocking_the_event_loop(tokenizer: Tokenizer) -> None:
+    """The text is accepted, not refused: the context is as long as the body may be."""
+    text = "hello wörld " * 60_000
+    num_turns = 0
+
+    async def turning() -> None:
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0.001)  # a turn as soon as the loop is free
+            num_turns += 1
+
+    turner = asyncio.create_task(turning())
+    ids = await asyncio.get_running_loop().run_in_executor(None, tokenizer.encode, text)
+    turner.cancel()
+    assert tokenizer.decode(ids[1:]) == text
+    # A call that held the GIL would let the loop run once or twice in all that time.
+    assert num_turns > 10
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/v1/cache/pin", "/v1/route/explain"])
