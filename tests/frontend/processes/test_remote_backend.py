@@ -231,17 +231,6 @@ async def test_every_error_is_the_same_on_the_other_side() -> None:
         assert getattr(seen, "retry_after_s", None) == getattr(error, "retry_after_s", None)
 
 
-async def test_a_client_that_leaves_ends_its_request_in_the_decider(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    async with line(tokenizer, tmp_path) as here:
-        frontend = await here.frontend()
-        here.backend.script = lambda request: [here.backend.reply_steps(request)[0], asyncio.Event()]
-        async with aclosing(frontend.serve(REQUEST)) as deltas:
-            await deltas.take()
-            assert here.deciding.num_running == 1
-        await eventually(lambda: here.backend.num_open == 0)
-        await eventually(lambda: here.deciding.num_running == 0)
-
-
 async def test_a_dropped_frontend_loses_its_requests_and_no_other(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with line(tokenizer, tmp_path) as here:
         first, second = await here.frontend("first"), await here.frontend("second")
