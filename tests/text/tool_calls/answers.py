@@ -160,7 +160,7 @@ ANSWERS = [
         "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
         [("get_weather", {"city": "Paris", "days": 3}), ("now", {})], "I look.", "Hm.", "think"),
     Answer("glm45",
-        "<tool_call>add<arg_key>a</arg_key><arg_value>[1, {}]</arg_value></tool_call><tool_call>now</tool_call>",
+        "<tool_call>add<arg_key> a </arg_key><arg_value>[1, {}]</arg_value></tool_call><tool_call>now</tool_call>",
         [("add", {"a": [1, {}]}), ("now", {})]),
     # DeepSeek V3 and R1, V3.1, V3.2, V4
     Answer("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
