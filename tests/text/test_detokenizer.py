@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
@@ -22,28 +26,28 @@ def split(items: list[int], data: st.DataObject) -> list[list[int]]:
     return runs
 
 
-@given(text=st.text(max_size=40), data=st.data())
-def test_joined_stream_is_the_text_whatever_the_split(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    pieces = stream(tokenizer.detokenizer([]), split(ids, data))
-    assert "".join(pieces) == text
-
-
-@given(ids=st.lists(st.integers(0, 263), max_size=30), prompt=st.text(max_size=10), data=st.data())
-def test_joined_stream_is_the_full_text(tokenizer: Tokenizer, ids: list[int], prompt: str, data: st.DataObject) -> None:
-    prompt_ids = tokenizer.encode(prompt)
+@given(
+    ids=st.lists(st.integers(0, 263), max_size=30),
+    text=st.text(max_size=40),
+    prompt=st.text(max_size=10),
+    data=st.data(),
+)
+def test_joined_stream_is_the_text_whatever_the_split(
+    tokenizer: Tokenizer, ids: list[int], text: str, prompt: str, data: st.DataObject
+) -> None:
+    ids, prompt_ids = ids + tokenizer.encode(text, add_special_tokens=False), tokenizer.encode(prompt)
     pieces = stream(tokenizer.detokenizer(prompt_ids), split(ids, data))
     assert prompt + "".join(pieces) == tokenizer.decode([*prompt_ids, *ids], skip_special_tokens=True)
 
 
-def test_an_incomplete_character_is_held_back(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("a🎉b", add_special_tokens=False)
-    assert stream(tokenizer.detokenizer([]), [[i] for i in ids]) == ["a", "", "", "", "🎉", "b", ""]
-
-
-def test_complete_characters_are_returned_before_an_incomplete_one(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("ab🎉", add_special_tokens=False)
-    assert stream(tokenizer.detokenizer([]), [ids[:3], ids[3:]]) == ["ab", "🎉", ""]
+@pytest.mark.parametrize(("text", "ends", "expected"), [
+    ("a🎉b", range(1, 7), ["a", "", "", "", "🎉", "b", ""]),
+    ("ab🎉", [3, 6], ["ab", "🎉", ""]),
+    ("a🎉", [4], ["a", "\ufffd"]),
+], ids=["token by token", "behind a whole one", "never completed"])  # fmt: skip
+def test_incomplete_characters_wait(tokenizer: Tokenizer, text: str, ends: Sequence[int], expected: list[str]) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert stream(tokenizer.detokenizer([]), [ids[start:end] for start, end in pairwise([0, *ends])]) == expected
 
 
 def test_runs_that_all_end_within_a_character_are_not_invalid_bytes(tokenizer: Tokenizer) -> None:
@@ -51,11 +55,6 @@ def test_runs_that_all_end_within_a_character_are_not_invalid_bytes(tokenizer: T
     ids = tokenizer.encode(text, add_special_tokens=False)
     runs = [ids[:1], *(ids[i : i + 2] for i in range(1, len(ids), 2))]
     assert "".join(stream(tokenizer.detokenizer([]), runs)) == text
-
-
-def test_a_character_cut_short_is_flushed_as_replacement(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("a🎉", add_special_tokens=False)[:-1]
-    assert stream(tokenizer.detokenizer([]), [ids]) == ["a", "\ufffd"]
 
 
 def test_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None:

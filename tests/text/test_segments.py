@@ -8,7 +8,7 @@ import threading
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from tandem.text import segments
@@ -22,23 +22,14 @@ def byte_level(**flags: bool) -> FastTokenizer:
     """Like GPT-2, Llama 3 and Qwen: bytes, a splitting pattern, merges over spaces and letters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(alphabet)}
-    merges = [
-        ("h", "e"),
-        ("l", "l"),
-        ("he", "ll"),
-        ("Ġ", "w"),
-        ("o", "r"),
-        ("Ċ", "Ċ"),
-        ("Ġ", "Ġ"),
-        ("<", "|"),
-        ("|", ">"),
-    ]
+    merges = [pair.split("+") for pair in ["h+e", "l+l", "he+ll", "Ġ+w", "o+r", "Ċ+Ċ", "Ġ+Ġ", "<+|", "|+>"]]
     for left, right in merges:
         vocab[left + right] = len(vocab)
-    fast = FastTokenizer(models.BPE(vocab=vocab, merges=merges))
+    fast = FastTokenizer(models.BPE(vocab=vocab, merges=[(left, right) for left, right in merges]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens([AddedToken(token, special=True, normalized=False, **flags) for token in SPECIALS])
+    fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS[1:]])
+    fast.add_special_tokens([AddedToken(SPECIALS[0], special=True, normalized=False, **flags)])
     return fast
 
 
@@ -58,9 +49,8 @@ def metaspaced(scheme: str) -> FastTokenizer:
     return fast
 
 
-TOKENIZERS = {"byte-level": byte_level()} | {
-    scheme: metaspaced(scheme) for scheme in ("first", "always", "never", "normalizer")
-}
+SCHEMES = ("first", "always", "never", "normalizer")
+TOKENIZERS = {"byte-level": byte_level()} | {scheme: metaspaced(scheme) for scheme in SCHEMES}
 PARTS = st.one_of(
     st.sampled_from([*SPECIALS, " ", "  ", "\n", "<", "|>", "<|im_", "x", "é", "日"]), st.text(max_size=6)
 )
@@ -76,7 +66,6 @@ def _cut_short_texts_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cuts_texts(encoder: SegmentEncoder) -> bool:
-    """Whether it encodes texts in segments, which it caches."""
     encoder.encode("a", "probe")
     return len(encoder.cache) > 0
 
@@ -109,12 +98,12 @@ def test_each_turn_gives_the_ids_of_the_whole_and_encodes_only_its_part(seed: in
         text += "".join(rng.choice("hello world\n") for _ in range(100)) + "<|im_end|>\n"
 
 
-@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
-def test_texts_are_not_cut_at_tokens_that_absorb_spaces(flag: str) -> None:
-    fast = byte_level(**{flag: True})
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", ""])
+def test_texts_are_not_cut_at_tokens_that_absorb_spaces_or_without_any(flag: str) -> None:
+    fast = byte_level(**{flag: True}) if flag else FastTokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     encoder = SegmentEncoder(fast)
     assert not cuts_texts(encoder)
-    text = "he <|im_end|> llo <s>\n"
+    text = "he <|im_start|> llo <s>\n"
     assert encoder.encode(text, "") == whole(fast, text)
 
 
@@ -136,12 +125,6 @@ def test_a_tokenizer_that_breaks_the_rule_is_detected(caplog: pytest.LogCaptureF
 
     assert not cuts_texts(SegmentEncoder(Merging()))
     assert "encoded whole" in caplog.text
-
-
-def test_without_special_tokens_there_is_nothing_to_cut_at() -> None:
-    fast = FastTokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    fast.pre_tokenizer = pre_tokenizers.Split(Regex(" "), "removed")
-    assert not cuts_texts(SegmentEncoder(fast))
 
 
 def test_segments_of_one_tenant_are_not_cached_for_another() -> None:
@@ -200,7 +183,6 @@ def test_many_threads_encode_at_once() -> None:
 
 def test_the_frontends_tokenizer_cuts_chats(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": f"hello </s> world {i}"} for i in range(20)]
-    ids = tokenizer.encode_chat(messages, {"add_generation_prompt": True}, "")
-    assert ids == tokenizer.encode(
-        tokenizer.render_chat(messages, {"add_generation_prompt": True}), add_special_tokens=False
-    )
+    options = {"add_generation_prompt": True}
+    text = tokenizer.render_chat(messages, options)
+    assert tokenizer.encode_chat(messages, options, "") == tokenizer.encode(text, add_special_tokens=False)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import re
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,28 +83,20 @@ def test_a_piece_costs_the_same_however_many_stops_are_held_back_for(num_stops: 
     assert lookups.num_lookups <= 4 * 4000  # per character: one that fails, and one for each state it falls back to
 
 
-@pytest.mark.parametrize(
-    ("stops", "pieces", "shown", "stop"),
-    [
-        (["END"], ["abE", "NDx"], ["ab", ""], "END"),
-        (["END"], ["abE", "Nx"], ["ab", "ENx", ""], None),
-        (["END"], ["abEN"], ["ab", "EN"], None),
-        (["ab"], ["abc"], [""], "ab"),
-        (["\n\n"], ["a\n", "b\n", "\nc"], ["a", "\nb", ""], "\n\n"),
-        (["abcd", "bc"], ["xabc", "d"], ["x", ""], "abcd"),
-        (["abcd", "bc"], ["xabc", "e"], ["x", "a"], "bc"),
-        (["abcd", "bc"], ["xabc"], ["x", "a"], "bc"),
-        (["🎉"], ["a🎉b"], ["a"], "🎉"),
-        ([], ["a"], ["a", ""], None),
-    ],
-)
+@pytest.mark.parametrize(("stops", "pieces", "shown", "stop"), [
+    (["END"], ["abE", "NDx"], ["ab", ""], "END"),
+    (["END"], ["abE", "Nx"], ["ab", "ENx", ""], None),
+    (["END"], ["abEN"], ["ab", "EN"], None),
+    (["ab"], ["abc"], [""], "ab"),
+    (["\n\n"], ["a\n", "b\n", "\nc"], ["a", "\nb", ""], "\n\n"),
+    (["abcd", "bc"], ["xabc", "d"], ["x", ""], "abcd"),
+    (["abcd", "bc"], ["xabc", "e"], ["x", "a"], "bc"),
+    (["abcd", "bc"], ["xabc"], ["x", "a"], "bc"),
+    (["🎉"], ["a🎉b"], ["a"], "🎉"),
+    ([], ["a"], ["a", ""], None),
+    ([f"({i}.*" for i in range(500)], ["a(7.", "*b"], ["a", ""], "(7.*"),
+])  # fmt: skip
 def test_nothing_that_may_become_a_stop_string_is_shown(
     stops: list[str], pieces: list[str], shown: list[str], stop: str | None
 ) -> None:
     assert matched(stops, pieces) == (shown, stop)
-
-
-def test_hundreds_of_stops_with_regex_characters() -> None:
-    stops = [f"({i}.*" for i in range(500)]
-    assert matched(stops, ["a(7.", "*b"]) == (["a", ""], "(7.*")
-    assert re.escape(stops[0]) != stops[0]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.requests import Request
@@ -17,13 +18,12 @@ from tandem.text.tokenizer import MIN_THREAD_BYTES, Tokenizer, TokenizerPool
 
 WITHOUT_TORCH = """
 import sys
-import threading
 from importlib.machinery import PathFinder
 find_spec = PathFinder.find_spec
 PathFinder.find_spec = classmethod(
     lambda cls, name, *args: None if name.split(".")[0] == "torch" else find_spec(name, *args))
 import tandem.frontend.serve_app
-from tandem.text.tokenizer import MIN_THREAD_BYTES, Tokenizer, TokenizerPool
+from tandem.text.tokenizer import Tokenizer
 tokenizer = Tokenizer(sys.argv[1])
 assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}], {}, "")) == "<s><user>hi"
 assert "torch" not in sys.modules
@@ -40,27 +40,21 @@ def test_runs_where_torch_is_not_installed(tokenizer_folder: Path) -> None:
 def test_chat_has_one_bos_and_plain_text_gets_one(tokenizer: Tokenizer) -> None:
     bos = tokenizer.start_id
     chat = tokenizer.encode_chat([{"role": "user", "content": "hi"}], {"add_generation_prompt": True}, "")
-    assert chat.count(bos) == 1
-    assert tokenizer.encode("hi").count(bos) == 1
+    assert (chat.count(bos), tokenizer.encode("hi").count(bos)) == (1, 1)
     assert tokenizer.encode("hi", add_special_tokens=False).count(bos) == 0
 
 
-@pytest.mark.parametrize("content", ["forbidden", None])
-def test_template_errors_are_the_clients(tokenizer: Tokenizer, content: str | None) -> None:
-    messages = [{"role": "user", "content": content}] if content else [{"role": "user", "tool_calls": [1]}]
+@pytest.mark.parametrize("message", [{"content": "forbidden"}, {"tool_calls": [1]}])
+def test_template_errors_are_the_clients(tokenizer: Tokenizer, message: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
-        tokenizer.render_chat(messages, {})
+        tokenizer.render_chat([{"role": "user"} | message], {})
     assert caught.value.param == "messages"
 
 
-def test_token_text_keeps_a_leading_space(tokenizer: Tokenizer) -> None:
+def test_token_text_keeps_a_leading_space_and_added_tokens_count(tokenizer: Tokenizer) -> None:
     (token_id,) = tokenizer.encode(" w", add_special_tokens=False)
     assert tokenizer.token_text(token_id) == " w"
-
-
-def test_vocab_size_covers_added_tokens(tokenizer: Tokenizer) -> None:
-    assert tokenizer.vocab_size == 256 + 6 + 2
-    assert tokenizer.special_ids == {262, 263}
+    assert (tokenizer.vocab_size, tokenizer.special_ids) == (256 + 6 + 2, {262, 263})
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ from tandem.protocol.errors import WorkerError
 
 
 class Source:
-    """Builds numbered snapshots, each when the test allows it."""
-
     def __init__(self) -> None:
         self.num_built = 0
         self.errors: list[Exception] = []
@@ -92,9 +90,7 @@ async def test_the_number_of_viewers_is_bounded() -> None:
     ("error", "message"),
     [(WorkerError("The hub is silent."), b"The hub is silent."), (KeyError("bug"), b"the server's log says why")],
 )
-async def test_a_problem_and_its_end_are_told(
-    error: Exception, message: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_problem_and_end_are_told(error: Exception, message: bytes, caplog: pytest.LogCaptureFixture) -> None:
     source = Source()
     source.errors.append(error)
     feed = feed_of(source)

@@ -91,12 +91,10 @@ async def test_history_is_a_minute_and_begins_anew_after_nobody_looked() -> None
         world.tick()
         clock.now += 1.0
         last = json.loads(await builder.build())
-    assert len(last["history"]["rows"]) == 60
-    assert len(last["history"]["columns"]) == len(last["history"]["rows"][0])
+    assert (len(last["history"]["rows"]), len(last["history"]["columns"])) == (60, len(last["history"]["rows"][0]))
     clock.now += 300.0
     last = json.loads(await builder.build())
-    assert len(last["history"]["rows"]) == 1
-    assert last["traffic"]["window_s"] == 0
+    assert (len(last["history"]["rows"]), last["traffic"]["window_s"]) == (1, 0)
 
 
 async def test_the_last_minute_is_known_though_nobody_looked() -> None:
@@ -136,8 +134,7 @@ async def test_preemptions_and_settings_are_shown() -> None:
     world.registry.note_load(worker.worker_id, replace(worker.load, num_preemptions=3), 0.0)
     clock.now += 1.0
     snapshot = json.loads(await builder.build())
-    assert snapshot["traffic"]["preemptions"] == 3
-    assert snapshot["settings"] == world.settings
+    assert (snapshot["traffic"]["preemptions"], snapshot["settings"]) == (3, world.settings)
 
 
 @pytest.mark.parametrize("num_workers", [2, 200])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 from starlette.requests import ClientDisconnect, Request
@@ -44,37 +43,21 @@ def app_of(answer: Any, registry: CollectorRegistry | None = None, max_body_byte
     return app
 
 
-def client_of(app: RouterApp) -> httpx.AsyncClient:
-    return app_client(app)
-
-
 async def tell(request: Request) -> Response:
     await request.body()
     return Response(tenant_of(request))
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
-    ("origin", "expected"),
-    [
-        ({}, {"vary": "Origin"}),
-        (
-            PAGE,
-            {
-                "vary": "Origin",
-                "access-control-allow-origin": "http://page.example",
-                "access-control-expose-headers": "x-request-id, x-tandem-ignored",
-            },
-        ),
-        (
-            {"origin": "http://other.example"},
-            {"vary": "Origin", "access-control-expose-headers": "x-request-id, x-tandem-ignored"},
-        ),
-    ],
-    ids=["no page", "our page", "another page"],
-)
+@pytest.mark.parametrize(("origin", "expected"), [
+    ({}, {"vary": "Origin"}),
+    (PAGE, {"vary": "Origin", "access-control-allow-origin": "http://page.example",
+        "access-control-expose-headers": "x-request-id, x-tandem-ignored"}),
+    ({"origin": "http://other.example"}, {"vary": "Origin",
+        "access-control-expose-headers": "x-request-id, x-tandem-ignored"}),
+], ids=["no page", "our page", "another page"])  # fmt: skip
 async def test_every_answer_has_its_cors_headers(path: str, origin: dict[str, str], expected: dict[str, str]) -> None:
-    async with client_of(app_of(tell)) as client:
+    async with app_client(app_of(tell)) as client:
         for headers, content, status in [(KEY, b"x", 200), ({}, b"x", 401), (KEY, b"x" * 101, 413)]:
             response = await client.post(path, headers=headers | origin, content=content)
             assert response.status_code == (403 if "other" in origin.get("origin", "") else status)
@@ -94,12 +77,11 @@ async def test_exceptions_become_responses_and_are_counted(
         raise error
 
     registry = CollectorRegistry()
-    async with client_of(app_of(fail, registry)) as client:
+    async with app_client(app_of(fail, registry)) as client:
         response = await client.post(path, headers=KEY)
     assert response.status_code == status
     assert "secret" not in response.text
-    assert ("secret" in caplog.text) == (status == 500)
-    assert num_counted(registry, path, status) == 1
+    assert ("secret" in caplog.text, num_counted(registry, path, status)) == (status == 500, 1)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -114,7 +96,7 @@ async def test_an_exception_after_the_response_started_ends_the_connection(path:
         return Broken()
 
     registry = CollectorRegistry()
-    async with client_of(app_of(answer, registry)) as client:
+    async with app_client(app_of(answer, registry)) as client:
         with pytest.raises(Exception, match=r"none|secret|already started"):
             await client.post(path, headers=KEY)
     assert num_counted(registry, path, 200) == 1
@@ -130,17 +112,16 @@ async def test_head_is_answered_as_get_is(client: Client) -> None:
         assert {n: v for n, v in head.headers.items() if n not in drop} == {
             n: v for n, v in get.headers.items() if n not in drop
         }
-    async with client_of(app_of(tell)) as client:
+    async with app_client(app_of(tell)) as client:
         assert (await client.head("/fast")).status_code == 401
         assert (await client.head("/fast", headers=KEY)).status_code == 405
 
 
 async def test_a_raw_route_takes_only_posts() -> None:
     registry = CollectorRegistry()
-    async with client_of(app_of(tell, registry)) as client:
+    async with app_client(app_of(tell, registry)) as client:
         response = await client.get("/raw", headers=KEY)
-        assert (response.status_code, response.headers["allow"]) == (405, "POST")
-        assert num_counted(registry, "/raw", 405) == 1
+        assert (response.status_code, response.headers["allow"], num_counted(registry, "/raw", 405)) == (405, "POST", 1)
         response = await client.post("/raw/", headers=KEY, follow_redirects=True)
         assert (response.status_code, response.text) == (200, "search")
 
@@ -148,7 +129,7 @@ async def test_a_raw_route_takes_only_posts() -> None:
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_server_that_will_end_asks_its_clients_to_connect_anew(path: str) -> None:
     app = app_of(tell)
-    async with client_of(app) as client:
+    async with app_client(app) as client:
         assert "connection" not in (await client.post(path, headers=KEY)).headers
         app.leave()
         assert (await client.post(path, headers=KEY)).headers["connection"] == "close"
@@ -173,7 +154,7 @@ async def test_one_large_body_is_handed_out_in_an_iteration(path: str) -> None:
         return Response()
 
     count_iterations()
-    async with client_of(app_of(note, max_body_bytes=1 << 20)) as client:
+    async with app_client(app_of(note, max_body_bytes=1 << 20)) as client:
         sending = [client.post(path, headers=KEY, content=b"x" * 200_000) for _ in range(10)]
         assert {response.status_code for response in await asyncio.gather(*sending)} == {200}
     assert len(set(got_in)) == len(got_in) == 10

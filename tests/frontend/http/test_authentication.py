@@ -68,10 +68,8 @@ async def test_a_known_key_is_accepted_and_may_belong_to_a_tenant() -> None:
         ]:
             response = await client.post("/v1/completions", headers=headers)
             assert (response.status_code, response.json()) == (200, tenant)
-        assert (
-            registry.get_sample_value("tandem_router_requests_total", {"endpoint": "/{path:path}", "status": "200"})
-            == 7
-        )
+        labels = {"endpoint": "/{path:path}", "status": "200"}
+        assert registry.get_sample_value("tandem_router_requests_total", labels) == 7
 
 
 @pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer", "Bearer ", "Basic any", "any", "Bearer search"])
@@ -104,10 +102,7 @@ async def test_what_a_request_may_see_is_its_keys_tenant() -> None:
                 assert (await client.get(path, headers=headers)).json() == seen
         for headers in ({}, bearer("wrong"), bearer("")):
             assert (await client.get("/metrics", headers=headers)).json() == ""
-
-
-async def test_without_keys_everything_is_visible() -> None:
-    async with client_of(ApiKeys(), visible_tenant) as client:
+    async with client_of(ApiKeys(), visible_tenant) as client:  # without keys everything is visible
         assert (await client.get("/v1/pools", headers={"x-tandem-tenant": "batch"})).json() is None
 
 
@@ -195,19 +190,16 @@ async def test_a_keys_priority_counts_where_the_request_names_none() -> None:
         assert (await client.get("/x")).json() == [0, 0, -3]
 
 
-@pytest.mark.parametrize(
-    ("keys", "path", "key", "admitted"),
-    [
-        ({"ours": "search"}, "/v1/models", "ours", [True]),
-        ({"ours": "search"}, "/metrics", "ours", [True]),
-        ({"ours": "search"}, "/metrics", "", []),
-        ({"ours": "search"}, "/dashboard/x", "wrong", []),
-        ({"ours": "search"}, "/v1/models", "wrong", []),
-        ({}, "/v1/models", "", [False]),
-        ({}, "/metrics", "", []),
-        ({}, "/dashboard", "any", []),
-    ],
-)
+@pytest.mark.parametrize(("keys", "path", "key", "admitted"), [
+    ({"ours": "search"}, "/v1/models", "ours", [True]),
+    ({"ours": "search"}, "/metrics", "ours", [True]),
+    ({"ours": "search"}, "/metrics", "", []),
+    ({"ours": "search"}, "/dashboard/x", "wrong", []),
+    ({"ours": "search"}, "/v1/models", "wrong", []),
+    ({}, "/v1/models", "", [False]),
+    ({}, "/metrics", "", []),
+    ({}, "/dashboard", "any", []),
+])  # fmt: skip
 def test_the_server_is_told_who_is_no_stranger(keys: dict[str, str], path: str, key: str, admitted: list[bool]) -> None:
     told = list[bool]()
     headers = [(b"authorization", f"Bearer {key}".encode())] if key else []

@@ -39,7 +39,6 @@ def raw_deflate(body: bytes) -> bytes:
 
 
 def client_of(max_bytes: int = MAX_BYTES) -> httpx.AsyncClient:
-    """A client of an app that sends JSON bodies back, on a raw route and on one of FastAPI's."""
     app = RouterApp(RouterConfig(max_body_bytes=max_bytes), FrontendMetrics(CollectorRegistry()), ApiKeys())
 
     async def raw(scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,22 +70,19 @@ GZIPPED = gzip.compress(BODY, mtime=0)  # the ids of tests have it, and must not
 
 
 @pytest.mark.parametrize("path", ["/raw", "/fast"])
-@pytest.mark.parametrize(
-    ("encoding", "content"),
-    [
-        ("gzip", GZIPPED),
-        ("x-gzip", GZIPPED),
-        ("GZIP", GZIPPED),
-        ("deflate", zlib.compress(BODY)),
-        ("deflate", raw_deflate(BODY)),
-        ("identity", BODY),
-        ("identity, gzip", GZIPPED),
-        ("", BODY),
-    ],
-)
+@pytest.mark.parametrize(("encoding", "content"), [
+    ("gzip", GZIPPED),
+    ("x-gzip", GZIPPED),
+    ("GZIP", GZIPPED),
+    ("deflate", zlib.compress(BODY)),
+    ("deflate", raw_deflate(BODY)),
+    ("identity", BODY),
+    ("identity, gzip", GZIPPED),
+    *(("", BODY), ("gzip", b"")),
+])  # fmt: skip
 async def test_a_compressed_body_is_read(path: str, encoding: str, content: bytes) -> None:
     response = await send(content, encoding, path)
-    assert (response.status_code, response.content) == (200, BODY)
+    assert (response.status_code, response.content) == (200, content and BODY)
 
 
 @pytest.mark.parametrize("encoding", ["br", "zstd", "compress", "gzip, br", "gzip, gzip", "nonsense"])
@@ -97,29 +93,21 @@ async def test_another_encoding_is_refused_with_those_that_are_read(encoding: st
     assert f"Content-Encoding '{encoding}'" in message_of(response)
 
 
-@pytest.mark.parametrize(
-    ("encoding", "content", "why"),
-    [
-        ("gzip", GZIPPED[:-9], "it is cut off"),
-        ("gzip", GZIPPED[:5], "it is cut off"),
-        ("gzip", GZIPPED + b"x", "more follows after its end"),
-        ("gzip", GZIPPED * 2, "more follows after its end"),
-        ("gzip", BODY, "incorrect header check"),
-        ("gzip", GZIPPED[:-8] + bytes(8), "incorrect data check"),
-        ("deflate", zlib.compress(BODY)[:-5], "it is cut off"),
-        ("deflate", b"\xff" * 20, "invalid"),
-    ],
-)
+@pytest.mark.parametrize(("encoding", "content", "why"), [
+    ("gzip", GZIPPED[:-9], "it is cut off"),
+    ("gzip", GZIPPED[:5], "it is cut off"),
+    ("gzip", GZIPPED + b"x", "more follows after its end"),
+    ("gzip", GZIPPED * 2, "more follows after its end"),
+    ("gzip", BODY, "incorrect header check"),
+    ("gzip", GZIPPED[:-8] + bytes(8), "incorrect data check"),
+    ("deflate", zlib.compress(BODY)[:-5], "it is cut off"),
+    ("deflate", b"\xff" * 20, "invalid"),
+])  # fmt: skip
 async def test_a_broken_body_is_refused_with_what_is_wrong(encoding: str, content: bytes, why: str) -> None:
     response = await send(content, encoding)
     assert response.status_code == 400
     assert f"not valid {encoding}, which its Content-Encoding names: " in message_of(response)
     assert why in message_of(response)
-
-
-async def test_an_empty_body_stays_empty() -> None:
-    response = await send(b"", "gzip")
-    assert (response.status_code, response.content) == (200, b"")
 
 
 async def test_a_get_is_answered_whatever_it_says_of_a_body() -> None:
@@ -162,8 +150,7 @@ async def test_a_bomb_is_inflated_in_a_thread_and_up_to_the_limit(monkeypatch: p
 
     monkeypatch.setattr(content_encoding.asyncio, "to_thread", to_thread)
     response = await send(gzip.compress(bytes(4 << 20)), "gzip", max_bytes=200_000)
-    assert response.status_code == 413
-    assert sizes == [200_001 - 64 * 1024]
+    assert (response.status_code, sizes) == (413, [200_001 - 64 * 1024])
     assert (await send(gzip.compress(bytes(64 * 1024)), "gzip")).status_code == 200
     assert len(sizes) == 1, "a small body needs no thread"
 
@@ -194,9 +181,8 @@ async def test_a_gzipped_chat_is_answered_by_serve_and_by_route(tokenizer: Token
     headers = JSON | {"content-encoding": "gzip"}
     async with make_client(FakeBackend(tokenizer)) as client:
         body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 20}
-        response = await client.post(
-            "/v1/chat/completions", content=gzip.compress(json.dumps(body).encode()), headers=headers
-        )
+        content = gzip.compress(json.dumps(body).encode())
+        response = await client.post("/v1/chat/completions", content=content, headers=headers)
         assert response.json()["choices"][0]["message"]["content"] == "hello world"
     with fake_openai() as fake:
         async with routing(spec_of(fake, "a")) as router:
@@ -204,7 +190,6 @@ async def test_a_gzipped_chat_is_answered_by_serve_and_by_route(tokenizer: Token
             response = await router.client.post("/v1/completions", content=content, headers=headers)
             assert response.status_code == 200, response.text
             assert fake.requests[-1]["prompt"] == "a b"
-            refused = await router.client.post(
-                "/v1/completions", content=content, headers=JSON | {"content-encoding": "br"}
-            )
+            headers["content-encoding"] = "br"
+            refused = await router.client.post("/v1/completions", content=content, headers=headers)
             assert (refused.status_code, refused.headers["accept-encoding"]) == (415, "gzip, deflate")

@@ -39,7 +39,6 @@ def document_of(backend: FakeBackend) -> Any:
 
 
 def objects(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects within a document."""
     if isinstance(value, dict):
         yield value
     for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -67,12 +66,6 @@ def test_the_document_holds_together(command: str) -> None:
     assert len(set(ids)) == len(ids)
     assert all(one["summary"] and {"400", "500", "503"} < one["responses"].keys() for one in operations)
     assert all(answer["description"] for one in operations for answer in one["responses"].values())
-
-
-def test_it_is_made_once() -> None:
-    app = route_app()
-    assert app.openapi_schema is None
-    assert app.openapi() is app.openapi()
 
 
 def test_bodies_have_the_bounds_and_texts_of_what_decodes_them() -> None:

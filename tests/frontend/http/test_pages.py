@@ -27,7 +27,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def client_of(folder: Path) -> httpx.AsyncClient:
-    """A server that needs keys, with the page at a path that needs none."""
     app = RouterApp(RouterConfig(), FrontendMetrics(CollectorRegistry()), api_keys_of({"any": "*"}))
     add_page(app, "/dashboard", folder, "What the page shows.")
     return app_client(app)
@@ -57,8 +56,7 @@ def test_the_policy_allows_only_this_server() -> None:
         "form-action": "'self'",
         "frame-ancestors": "'none'",
     }
-    assert PAGE_HEADERS["x-content-type-options"] == "nosniff"
-    assert PAGE_HEADERS["referrer-policy"] == "no-referrer"
+    assert (PAGE_HEADERS["x-content-type-options"], PAGE_HEADERS["referrer-policy"]) == ("nosniff", "no-referrer")
 
 
 async def test_an_unchanged_file_is_not_sent_again(folder: Path) -> None:

@@ -123,6 +123,5 @@ async def test_what_is_awaited_twice_ends_where_it_waits(error: OSError | None) 
     await eventually(lambda: seen == ["a"])
     rest.cancel() if error is None else second.set_exception(error)
     [ended] = await asyncio.gather(rest, return_exceptions=True)
-    assert seen == ["a", type(ended).__name__]
-    assert (ended is error) == (error is not None)
+    assert (seen, ended is error) == (["a", type(ended).__name__], error is not None)
     assert started.is_done

@@ -50,8 +50,7 @@ def test_our_own_names_win_over_sessions_and_sessions_over_keys() -> None:
     sessions = dict.fromkeys(SESSION_HEADERS, "session")
     assert conversation_named(sessions | {"x-tandem-conversation": "header"}, "body", "key") == "body"
     assert conversation_named(sessions | {"x-tandem-conversation": "header"}, None, "key") == "header"
-    assert conversation_named(sessions, None, "key") == "session"
-    assert conversation_named({}, None, "key") == "key"
+    assert (conversation_named(sessions, None, "key"), conversation_named({}, None, "key")) == ("session", "key")
     assert conversation_named({}, None, None) == ""
 
 
@@ -59,5 +58,4 @@ def test_our_own_names_win_over_sessions_and_sessions_over_keys() -> None:
 @pytest.mark.parametrize("name", SESSION_HEADERS)
 def test_a_bad_session_is_ignored_and_named(name: str, bad: str) -> None:
     ignored = begin_ignored()
-    assert conversation_named({name: bad}, None, "key") == "key"
-    assert [one.partition(" ")[0] for one in ignored] == [name]
+    assert (conversation_named({name: bad}, None, "key"), [one.partition(" ")[0] for one in ignored]) == ("key", [name])

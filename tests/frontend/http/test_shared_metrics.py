@@ -20,8 +20,6 @@ from tests.support.keys import api_keys_of
 
 
 class Collected:
-    """Counts how often it is read, and by which threads."""
-
     def __init__(self) -> None:
         self.threads: list[int] = []
 
@@ -34,7 +32,6 @@ class Collected:
 
 
 def client_of(registry: CollectorRegistry) -> httpx.AsyncClient:
-    """A client of an app with these metrics and API keys."""
     keys = api_keys_of({"sk-operator-0123": "*", "sk-tenant-012345": "search"})
     app = RouterApp(RouterConfig(), FrontendMetrics(registry), keys)
 

@@ -43,15 +43,12 @@ FAILURE = "no worker is left"
 
 
 class Pings:
-    """Counts the pings of all streams."""
-
     def __init__(self) -> None:
         self.number = 0
 
 
 @pytest.fixture
 def pings(monkeypatch: pytest.MonkeyPatch) -> Pings:
-    """Pings come fast, and are counted."""
     counted, ping = Pings(), ResponseWriter.ping
 
     def ping_and_count(writer: ResponseWriter, events: bytes) -> None:
@@ -82,7 +79,6 @@ def waiting_backend(
 
 
 def stream_of(client: RawClient) -> tuple[int, dict[str, str], str]:
-    """Status, headers and body of what was sent."""
     start, *rest = client.sent
     headers = {name.decode(): value.decode() for name, value in start["headers"]}
     return start["status"], headers, b"".join(message["body"] for message in rest).decode()
@@ -144,8 +140,7 @@ async def test_an_error_that_comes_at_once_keeps_its_status(path: str, tokenizer
     client = RawClient(make_app(backend), path, BODIES[path] | {"stream": True})
     await asyncio.wait_for(client.task, 20)
     status, headers, text = stream_of(client)
-    assert (status, headers["content-type"]) == (503, "application/json")
-    assert json.loads(text)["error"]["message"] == FAILURE
+    assert (status, headers["content-type"], json.loads(text)["error"]["message"]) == (503, "application/json", FAILURE)
 
 
 async def test_a_plain_answer_has_no_pings(tokenizer: Tokenizer, pings: Pings) -> None:
@@ -166,8 +161,7 @@ async def test_a_client_that_leaves_during_the_pings_ends_its_generation(tokeniz
     await eventually(lambda: pings.number >= 1)
     client.leave()
     await asyncio.wait_for(client.task, 20)
-    assert backend.num_open == 0
-    assert registry.get_sample_value("tandem_router_client_disconnects_total") == 1
+    assert (backend.num_open, registry.get_sample_value("tandem_router_client_disconnects_total")) == (0, 1)
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -205,13 +199,11 @@ async def test_a_key_is_charged_for_what_was_computed_before_an_error(tokenizer:
     await eventually(lambda: pings.number >= 1)
     may_go_on.set()
     await asyncio.wait_for(client.task, 20)
-    assert stream_of(client)[0] == 200
-    assert limiter.limiter._states["k-a"].tokens.level == 10_000 - 700
+    assert (stream_of(client)[0], limiter.limiter._states["k-a"].tokens.level) == (200, 10_000 - 700)
 
 
 @asynccontextmanager
 async def served(backend: FakeBackend) -> AsyncIterator[str]:
-    """The app on a port of its own."""
     app, listener = make_app(backend), socket.create_server(("127.0.0.1", 0))
     async with (
         app.router.lifespan_context(app),
@@ -267,23 +259,6 @@ async def test_sdks_raise_an_error_that_follows_pings(tokenizer: Tokenizer, ping
         with pytest.raises(anthropic.APIStatusError, match=FAILURE):
             async for _ in messages:
                 pass
-
-
-async def test_an_http_1_0_proxy_gets_the_pings_too(tokenizer: Tokenizer, pings: Pings) -> None:
-    """nginx speaks HTTP/1.0 to what is behind it, unless it is told otherwise."""
-    backend, may_go_on = waiting_backend(tokenizer)
-    body = json.dumps(BODIES[CHAT] | {"stream": True})
-    head = f"POST {CHAT} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    async with served(backend) as url:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-        writer.write(f"{head}host: localhost\r\n\r\n{body}".encode())
-        assert b" 200 " in await reader.readline()
-        await reader.readuntil(b"\r\n\r\n")
-        for _ in range(3):
-            assert await reader.readexactly(8) == b": ping\n\n"
-        may_go_on.set()
-        assert without_pings(CHAT, (await reader.read()).decode())[1].endswith("data: [DONE]\n\n")
-        writer.close()
 
 
 async def test_an_engine_that_does_not_begin_gets_pings_from_the_router(server: FakeServer, pings: Pings) -> None:

@@ -67,8 +67,7 @@ def test_a_line_is_bounded_and_one_line_whatever_is_in_it() -> None:
     hostile = "a\n\x00\ud800\x1b" * 10_000
     line = audit_line("x", target=hostile, result=hostile, client=hostile, details={"created": ["k"] * 10_000})
     assert len(line) <= MAX_LINE_BYTES
-    assert line.count(b"\n") == 1
-    assert len(json.loads(line)["target"]) == 200
+    assert (line.count(b"\n"), len(json.loads(line)["target"])) == (1, 200)
 
 
 def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
@@ -97,8 +96,7 @@ def test_a_disk_that_fails_is_told_once_counted_and_used_again(
     monkeypatch.setattr(os, "write", real_write)
     log.note("role.change", target="kept")
     log.close()
-    assert len(lost) == 5
-    assert [record.levelno for record in caplog.records] == [logging.ERROR, logging.WARNING]
+    assert (len(lost), [record.levelno for record in caplog.records]) == (5, [logging.ERROR, logging.WARNING])
     assert f"THE AUDIT LOG {path} CANNOT BE WRITTEN" in caplog.text
     assert json.loads(path.read_text().splitlines()[-1])["target"] == "kept"  # not glued to the torn line before
 
@@ -203,7 +201,6 @@ async def test_changes_of_the_key_file_are_noted(tmp_path: Path, monkeypatch: py
     lines = lines_of(audit)
     assert {(one["action"], one["target"]) for one in lines} == {("keys.reload", str(path))}
     assert [lines[0]["created"], lines[1]["revoked"], lines[2]["result"]] == [[key.id], ["sk-a"], "damaged"]
-    assert lines[3]["changed"] == ["sk-b"]
-    assert set(lines[3]["removed"]) == {"sk-a", key.id}
+    assert (lines[3]["changed"], set(lines[3]["removed"])) == (["sk-b"], {"sk-a", key.id})
     assert lines[3]["created"] == [f"sk-{n}" for n in range(20)]
     assert secret not in audit.read_text()

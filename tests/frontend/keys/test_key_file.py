@@ -35,12 +35,9 @@ async def test_changes_are_followed_while_the_server_runs(tmp_path: Path, monkey
     assert tenants(file) == ["a", "b"]
 
 
-async def test_without_a_file_no_key_is_needed_and_nothing_is_followed() -> None:
+async def test_without_a_file_no_key_is_needed_and_an_empty_one_lets_nobody_in(tmp_path: Path) -> None:
     async with KeyFile("").followed() as keys:
         assert (keys.is_required, len(keys)) == (False, 0)
-
-
-async def test_a_file_without_keys_lets_nobody_in(tmp_path: Path) -> None:
     assert KeyFile(str(make_key_file(tmp_path / "keys", {}))).api_keys.is_required
 
 
@@ -65,8 +62,7 @@ async def test_a_damaged_file_changes_no_keys(tmp_path: Path, damage: str, caplo
             os.truncate(path, 1 << 40)  # sparse: it must not be read to its end
     for _ in range(3):
         await file.look()
-    assert tenants(file) == ["a", "b"]
-    assert registry.get_sample_value("tandem_api_key_file_damaged") == 1
+    assert (tenants(file), registry.get_sample_value("tandem_api_key_file_damaged")) == (["a", "b"], 1)
     errors = [record for record in caplog.records if record.levelname == "ERROR"]
     assert len(errors) == 1
     assert "REVOCATIONS TOO, HAVE NO EFFECT" in errors[0].getMessage()
@@ -78,8 +74,7 @@ async def test_a_damaged_file_changes_no_keys(tmp_path: Path, damage: str, caplo
     path.unlink(missing_ok=True)
     make_key_file(path, {"sk-b": "b"})
     await file.look()
-    assert tenants(file) == ["b"]
-    assert registry.get_sample_value("tandem_api_key_file_damaged") == 0
+    assert (tenants(file), registry.get_sample_value("tandem_api_key_file_damaged")) == (["b"], 0)
     assert registry.get_sample_value("tandem_api_key_reloads_total") == 1
     assert registry.get_sample_value("tandem_api_keys", {"state": "active"}) == 1
 

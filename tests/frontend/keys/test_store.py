@@ -46,8 +46,7 @@ def test_a_revoked_key_stays_and_keeps_its_first_time(tmp_path: Path, monkeypatc
     other, _ = create_key(path, tenant="b")
     revoked = revoke_key(path, key.id)
     monkeypatch.setattr(store, "_now", lambda: datetime(2040, 1, 1, tzinfo=UTC))
-    assert revoke_key(path, key.id) == revoked
-    assert read_keys(path).keys == [revoked, other]
+    assert (revoke_key(path, key.id), read_keys(path).keys) == (revoked, [revoked, other])
     assert revoked.state(0.0) == "revoked"
     with pytest.raises(ConfigError, match=f"has no key of the id 'k-1'; see: tandem keys list --file {path}"):
         revoke_key(path, "k-1")
@@ -95,8 +94,7 @@ def test_a_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(ConfigError, match="cannot be written: No space left on device; nothing was changed"):
         create_key(str(path), tenant="b")
-    assert path.read_bytes() == before
-    assert {one.name for one in tmp_path.iterdir()} == {"keys", "keys.lock"}
+    assert (path.read_bytes(), {one.name for one in tmp_path.iterdir()}) == (before, {"keys", "keys.lock"})
 
 
 def _create_many(path: str, tenant: str, count: int) -> None:
@@ -137,39 +135,36 @@ def file_of(*keys: Any, **fields: Any) -> str:
     return json.dumps({"version": 1, "keys": list(keys)} | fields)
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ("", "is no file of API keys: Input data was truncated; make it with: tandem keys create --file"),
-        ("sk-secret search\n", "is no file of API keys: JSON is malformed"),
-        ('{"version": 1, "keys": [', "is no file of API keys"),
-        ("[" * 100_000, "is no file of API keys"),
-        ("\x00" * 1000, "is no file of API keys"),
-        ("[]", r"Expected `object`, got `array`"),
-        ("{}", "missing required field `keys`"),
-        (file_of(version=2), r"Invalid enum value 2.*\$.version"),
-        (file_of(extra=1), "unknown field `extra`"),
-        (file_of(7), r"Expected `object`, got `int` - at `\$.keys\[0\]`"),
-        (file_of(entry(sha256="sk-secret")), r"matching regex .* at `\$.keys\[0\].sha256`"),
-        (file_of(entry(sha256=None)), r"sha256"),
-        (file_of(entry(tenant="no/name")), r"\$.keys\[0\].tenant"),
-        (file_of(entry(tenant="**")), r"\$.keys\[0\].tenant"),
-        (file_of(entry(tenant="a\n")), r"\$.keys\[0\].tenant"),
-        (file_of(entry(id="")), r"\$.keys\[0\].id"),
-        (file_of(entry(id="a b")), r"\$.keys\[0\].id"),
-        (file_of(entry(name="x" * 101)), r"\$.keys\[0\].name"),
-        (file_of(entry(name="a\x1b[2J")), "the name of the key k-1 has control characters"),
-        (file_of(entry(priority=2**31)), r"\$.keys\[0\].priority"),
-        (file_of(entry(expires="2030-01-01T00:00:00")), r"\$.keys\[0\].expires"),  # in which zone?
-        (file_of(entry(expires=True)), r"\$.keys\[0\].expires"),
-        (file_of(entry(limits={"requests_per_minute": 0})), r"limits.requests_per_minute"),
-        (file_of(entry(limits={"tokens_per_minute": 1.5})), r"limits.tokens_per_minute"),
-        (file_of(entry(limits={"pins": -1})), r"limits.pins"),
-        (file_of(entry(limits={"request_per_minute": 5})), "unknown field `request_per_minute`"),
-        (file_of(entry(), entry(sha256="0" * 64)), "has the key k-1 twice"),
-        (file_of(entry(), entry(id="k-2")), "has the key k-2 twice"),
-    ],
-)
+@pytest.mark.parametrize(("content", "expected"), [
+    ("", "is no file of API keys: Input data was truncated; make it with: tandem keys create --file"),
+    ("sk-secret search\n", "is no file of API keys: JSON is malformed"),
+    ('{"version": 1, "keys": [', "is no file of API keys"),
+    ("[" * 100_000, "is no file of API keys"),
+    ("\x00" * 1000, "is no file of API keys"),
+    ("[]", r"Expected `object`, got `array`"),
+    ("{}", "missing required field `keys`"),
+    (file_of(version=2), r"Invalid enum value 2.*\$.version"),
+    (file_of(extra=1), "unknown field `extra`"),
+    (file_of(7), r"Expected `object`, got `int` - at `\$.keys\[0\]`"),
+    (file_of(entry(sha256="sk-secret")), r"matching regex .* at `\$.keys\[0\].sha256`"),
+    (file_of(entry(sha256=None)), r"sha256"),
+    (file_of(entry(tenant="no/name")), r"\$.keys\[0\].tenant"),
+    (file_of(entry(tenant="**")), r"\$.keys\[0\].tenant"),
+    (file_of(entry(tenant="a\n")), r"\$.keys\[0\].tenant"),
+    (file_of(entry(id="")), r"\$.keys\[0\].id"),
+    (file_of(entry(id="a b")), r"\$.keys\[0\].id"),
+    (file_of(entry(name="x" * 101)), r"\$.keys\[0\].name"),
+    (file_of(entry(name="a\x1b[2J")), "the name of the key k-1 has control characters"),
+    (file_of(entry(priority=2**31)), r"\$.keys\[0\].priority"),
+    (file_of(entry(expires="2030-01-01T00:00:00")), r"\$.keys\[0\].expires"),  # in which zone?
+    (file_of(entry(expires=True)), r"\$.keys\[0\].expires"),
+    (file_of(entry(limits={"requests_per_minute": 0})), r"limits.requests_per_minute"),
+    (file_of(entry(limits={"tokens_per_minute": 1.5})), r"limits.tokens_per_minute"),
+    (file_of(entry(limits={"pins": -1})), r"limits.pins"),
+    (file_of(entry(limits={"request_per_minute": 5})), "unknown field `request_per_minute`"),
+    (file_of(entry(), entry(sha256="0" * 64)), "has the key k-1 twice"),
+    (file_of(entry(), entry(id="k-2")), "has the key k-2 twice"),
+])  # fmt: skip
 def test_a_file_that_is_no_key_file_is_told_without_its_content(tmp_path: Path, content: str, expected: str) -> None:
     path = tmp_path / "keys"
     path.write_text(content)

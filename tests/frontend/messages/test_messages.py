@@ -47,7 +47,6 @@ def backend(tokenizer: Tokenizer) -> FakeBackend:
 
 
 async def both_of(backend: FakeBackend, **fields: Any) -> list[dict[str, Any]]:
-    """The plain answer, and the one that a stream joins to."""
     return [await plain_of(backend, **fields), joined(await stream_of(backend, **fields))]
 
 
@@ -198,8 +197,7 @@ async def test_the_answer_continues_the_assistants_message(tokenizer: Tokenizer,
 @pytest.mark.parametrize("stops", [["\n"], [" "], ["\n\n", "\t"]])
 async def test_stop_sequences_of_white_space(tokenizer: Tokenizer, stops: list[str]) -> None:
     message = await plain_of(backend_of(tokenizer, "ab \n\n\tcd"), stop_sequences=stops)
-    assert message["stop_reason"] == "stop_sequence"
-    assert message["content"][0]["text"].strip() == "ab"
+    assert (message["stop_reason"], message["content"][0]["text"].strip()) == ("stop_sequence", "ab")
 
 
 # -- programs
@@ -280,33 +278,29 @@ async def test_a_later_system_message_stays_if_it_is_shown(tokenizer: Tokenizer,
     assert tokenizer.decode(backend.requests[0].token_ids) == "<s><user>hi<system>Now rhyme.<assistant>"
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("container", {"id": "c", "skills": []}),
-        ("mcp_servers", [{"type": "url", "url": "https://x", "name": "x"}]),
-        ("speed", "fast"),
-        ("service_tier", "auto"),
-        ("metadata", {"user_id": "u"}),
-        ("inference_geo", "eu"),
-        ("diagnostics", {"previous_message_id": None}),
-        ("fallbacks", "default"),
-        ("fallback_credit_token", "t"),
-        ("billing_policy", {"type": "billing_policy", "bill_to": "self"}),
-        ("cache_control", {"type": "ephemeral", "ttl": "1h"}),
-        ("thinking.budget_tokens", 1024),
-        ("thinking.display", "omitted"),
-        ("output_config.task_budget", {"type": "tokens", "total": 9}),
-        ("brand_new", 1),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [
+    ("container", {"id": "c", "skills": []}),
+    ("mcp_servers", [{"type": "url", "url": "https://x", "name": "x"}]),
+    ("speed", "fast"),
+    ("service_tier", "auto"),
+    ("metadata", {"user_id": "u"}),
+    ("inference_geo", "eu"),
+    ("diagnostics", {"previous_message_id": None}),
+    ("fallbacks", "default"),
+    ("fallback_credit_token", "t"),
+    ("billing_policy", {"type": "billing_policy", "bill_to": "self"}),
+    ("cache_control", {"type": "ephemeral", "ttl": "1h"}),
+    ("thinking.budget_tokens", 1024),
+    ("thinking.display", "omitted"),
+    ("output_config.task_budget", {"type": "tokens", "total": 9}),
+    ("brand_new", 1),
+])  # fmt: skip
 async def test_a_hint_is_named_and_ignored(backend: FakeBackend, client: Client, field: str, value: Any) -> None:
     parent, _, name = field.rpartition(".")
     given = {parent: {"type": "enabled", name: value}} if parent == "thinking" else {parent: {name: value}}
     response = await client.post(MESSAGES, json=body(**(given if parent else {field: value})))
-    plain = await client.post(
-        MESSAGES, json=body(**({"thinking": {"type": "enabled"}} if parent == "thinking" else {}))
-    )
+    without = {"thinking": {"type": "enabled"}} if parent == "thinking" else {}
+    plain = await client.post(MESSAGES, json=body(**without))
     assert response.status_code == 200, response.text
     assert response.headers["x-tandem-ignored"] == field
     assert "x-tandem-ignored" not in plain.headers
@@ -364,10 +358,7 @@ async def test_thoughts_are_a_block_before_the_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "reply", "reason", "sequence", "text"),
-    [
-        ({}, "abc", "end_turn", None, "abc"),
-        ({"stop_sequences": ["x", "c"]}, "abcd", "stop_sequence", "c", "ab"),
-    ],
+    [({}, "abc", "end_turn", None, "abc"), ({"stop_sequences": ["x", "c"]}, "abcd", "stop_sequence", "c", "ab")],
 )
 async def test_stop_reasons(
     tokenizer: Tokenizer, fields: dict[str, Any], reply: str, reason: str, sequence: str | None, text: str
@@ -377,13 +368,10 @@ async def test_stop_reasons(
         assert message["content"] == [{"type": "text", "text": text}]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "max_tokens", "expected"),
-    [
-        ('{"city": "Rome", "days": 123456789012345678901234567890}', 200, None),
-        ('{"city": "Rome", "country": "Italy"}', 70, {"city": "Rome"}),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "max_tokens", "expected"), [
+    ('{"city": "Rome", "days": 123456789012345678901234567890}', 200, None),
+    ('{"city": "Rome", "country": "Italy"}', 70, {"city": "Rome"}),
+])  # fmt: skip
 async def test_input_of_large_integers_and_of_a_call_cut_short(
     tokenizer: Tokenizer, arguments: str, max_tokens: int, expected: Any
 ) -> None:
@@ -421,15 +409,12 @@ async def test_fields_reach_the_backend(backend: FakeBackend) -> None:
     assert request.service_class.priority == 2
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"tools": [WEATHER], "system": "Be brief."},
-        {"tool_choice": {"type": "none"}},
-        {"messages": [USER, {"role": "assistant", "content": "The answer is"}]},  # it is continued
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    {},
+    {"tools": [WEATHER], "system": "Be brief."},
+    {"tool_choice": {"type": "none"}},
+    {"messages": [USER, {"role": "assistant", "content": "The answer is"}]},  # it is continued
+])  # fmt: skip
 async def test_counted_tokens_are_the_prompts(backend: FakeBackend, client: Client, fields: dict[str, Any]) -> None:
     counted = await client.post(COUNT, json={"model": "org/toy", "messages": [USER], **fields})
     await client.post(MESSAGES, json=body(**fields))
@@ -439,36 +424,33 @@ async def test_counted_tokens_are_the_prompts(backend: FakeBackend, client: Clie
 # -- errors
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": "9"}, "max_tokens"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "forbidden"}]}, "messages"),
-        ({"system": 3}, "system"),
-        ({"temperature": 1.1}, "temperature"),
-        ({"top_k": -1}, "top_k"),
-        ({"top_p": 2}, "top_p"),
-        ({"stop_sequences": "x"}, "stop_sequences"),
-        ({"stop_sequences": [""]}, "stop_sequences[0]"),
-        ({"thinking": {"type": 1}}, "thinking.type"),
-        ({"tools": [WEATHER, WEATHER]}, "tools"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": "auto"}, "tool_choice"),
-        ({"tools": [WEATHER, {"name": "a b", "input_schema": {}}]}, "tools[1].name"),
-        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
-        ({"context_management": {"edits": [{}]}}, "context_management.edits[0].type"),
-        ({"messages": [USER, {"role": "assistant", "content": [USED]}]}, "messages"),
-        ({"stop_sequences": ["a"] * 1025}, "stop_sequences"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": 3}}}, "output_config.format.schema"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 7}}}}, "output_config.format.schema"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"max_tokens": None}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": "9"}, "max_tokens"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "forbidden"}]}, "messages"),
+    ({"system": 3}, "system"),
+    ({"temperature": 1.1}, "temperature"),
+    ({"top_k": -1}, "top_k"),
+    ({"top_p": 2}, "top_p"),
+    ({"stop_sequences": "x"}, "stop_sequences"),
+    ({"stop_sequences": [""]}, "stop_sequences[0]"),
+    ({"thinking": {"type": 1}}, "thinking.type"),
+    ({"tools": [WEATHER, WEATHER]}, "tools"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": "auto"}, "tool_choice"),
+    ({"tools": [WEATHER, {"name": "a b", "input_schema": {}}]}, "tools[1].name"),
+    ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
+    ({"context_management": {"edits": [{}]}}, "context_management.edits[0].type"),
+    ({"messages": [USER, {"role": "assistant", "content": [USED]}]}, "messages"),
+    ({"stop_sequences": ["a"] * 1025}, "stop_sequences"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": 3}}}, "output_config.format.schema"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 7}}}}, "output_config.format.schema"),
+])  # fmt: skip
 async def test_a_bad_field_is_named(backend: FakeBackend, client: Client, fields: dict[str, Any], param: str) -> None:
     response = await client.post(MESSAGES, json=body(**fields))
     told = response.json()
@@ -502,14 +484,11 @@ async def test_the_type_of_an_error_follows_from_its_status(tokenizer: Tokenizer
     ]
 
 
-@pytest.mark.parametrize(
-    ("exc", "status", "kind"),
-    [
-        (NoWorker("no worker is ready"), 503, "overloaded_error"),
-        (WorkerError("it died"), 502, "api_error"),
-        (ValueError("secret"), 500, "api_error"),
-    ],
-)
+@pytest.mark.parametrize(("exc", "status", "kind"), [
+    (NoWorker("no worker is ready"), 503, "overloaded_error"),
+    (WorkerError("it died"), 502, "api_error"),
+    (ValueError("secret"), 500, "api_error"),
+])  # fmt: skip
 async def test_failures_are_told(backend: FakeBackend, client: Client, exc: Exception, status: int, kind: str) -> None:
     backend.script = lambda request: [exc]
     response = await client.post(MESSAGES, json=body())
@@ -544,8 +523,7 @@ async def test_the_anthropic_sdk_reads_plain_and_streamed_answers(tokenizer: Tok
     assert {"text", "input_json", "content_block_stop", "message_stop"} <= set(seen)
     for message in (plain, final):
         said, weather, now = message.content
-        assert said.type == "text"
-        assert said.text == "I look."
+        assert (said.type, said.text) == ("text", "I look.")
         assert (weather.type, now.type, message.stop_reason) == ("tool_use", "tool_use", "tool_use")
         assert weather.type == now.type == "tool_use"
         assert (weather.input, now.input) == ({"city": "Zürich 🎉"}, {})
@@ -579,8 +557,7 @@ async def test_the_anthropic_sdks_tool_runner_goes_on_without_threads(tokenizer:
         model="org/toy", max_tokens=200, messages=[{"role": "user", "content": "hi"}], tools=[weather], max_iterations=3
     )
     answers = [message async for message in runner]
-    assert [message.stop_reason for message in answers] == ["tool_use"] * 3
-    assert ran[:2] == ["Zürich 🎉"] * 2
+    assert ([message.stop_reason for message in answers], ran[:2]) == (["tool_use"] * 3, ["Zürich 🎉"] * 2)
     assert tokenizer.decode(backend.requests[-1].token_ids).count("sunny") == 2
 
 

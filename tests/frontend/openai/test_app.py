@@ -51,16 +51,13 @@ async def test_the_pool_check_says_what_each_worker_holds(
     assert (response.status_code, response.json()) == (200, {"idle": idle, "workers": held})
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "part"),
-    [
-        ({"worker": "p", "role": "decode"}, 200, '"to":"decode"'),
-        ({"worker": "nobody", "role": "decode"}, 404, "worker_not_found"),
-        ({"worker": "p", "role": "both"}, 400, 'Send {\\"worker\\": NAME'),
-        ({"role": "decode"}, 400, "worker"),
-        ([], 400, "expected an object, got []"),
-    ],
-)
+@pytest.mark.parametrize(("body", "status", "part"), [
+    ({"worker": "p", "role": "decode"}, 200, '"to":"decode"'),
+    ({"worker": "nobody", "role": "decode"}, 404, "worker_not_found"),
+    ({"worker": "p", "role": "both"}, 400, 'Send {\\"worker\\": NAME'),
+    ({"role": "decode"}, 400, "worker"),
+    ([], 400, "expected an object, got []"),
+])  # fmt: skip
 async def test_a_worker_is_given_another_role(client: Client, body: Any, status: int, part: str) -> None:
     response = await client.post("/v1/pools/roles", json=body)
     assert response.status_code == status
@@ -84,28 +81,24 @@ async def test_tokenize_agrees_with_usage_and_detokenize_round_trips(client: Cli
     assert (await client.post("/tokenize", json={"model": "nope", "prompt": "a"})).status_code == 404
 
 
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        (b"{", 400),
-        (b"", 400),
-        (b"[]", 400),
-        (b'"text"', 400),
-        (b'{"prompt": "a", "temperature": NaN}', 400),
-        (b'{"prompt": "a", "temperature": 1e999}', 400),
-        (b'{"prompt": "\xff"}', 400),
-        (b'{"prompt": "\\ud800"}', 400),
-        (b'{"prompt": "\xed\xa0\x80"}', 400),
-        (b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", 400),
-        (b'{"prompt": "a", "x": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", 400),
-        (b'{"prompt": "a", "model": "nope"}', 404),
-    ],
-)
+@pytest.mark.parametrize(("body", "status"), [
+    (b"{", 400),
+    (b"", 400),
+    (b"[]", 400),
+    (b'"text"', 400),
+    (b'{"prompt": "a", "temperature": NaN}', 400),
+    (b'{"prompt": "a", "temperature": 1e999}', 400),
+    (b'{"prompt": "\xff"}', 400),
+    (b'{"prompt": "\\ud800"}', 400),
+    (b'{"prompt": "\xed\xa0\x80"}', 400),
+    (b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", 400),
+    (b'{"prompt": "a", "x": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", 400),
+    (b'{"prompt": "a", "model": "nope"}', 404),
+])  # fmt: skip
 async def test_bad_bodies_are_the_clients_fault(client: Client, body: bytes, status: int) -> None:
     response = await client.post(COMPLETIONS, content=body, headers=JSON)
     assert (await client.post(COMPLETIONS, json={"prompt": "a"})).status_code == 200
-    assert response.status_code == status
-    assert response.json()["error"].keys() == {"message", "type", "param", "code"}
+    assert (response.status_code, response.json()["error"].keys()) == (status, {"message", "type", "param", "code"})
 
 
 async def test_routes_methods_and_content_types(client: Client) -> None:
@@ -138,23 +131,19 @@ async def test_a_large_body_is_refused_before_it_is_read(tokenizer: Tokenizer, c
     headers = JSON if chunked else JSON | {"content-length": "10000"}
     async with closing(FakeBackend(tokenizer), max_body_bytes=1000) as client:
         response = await client.post(COMPLETIONS, content=pieces(), headers=headers)
-    assert response.status_code == 413
-    assert response.json()["error"]["code"] == "request_too_large"
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
     assert num_read == (11 if chunked else 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("error", "status", "code"),
-    [
-        (NoWorker("No worker is ready."), 503, "no_worker"),
-        (WorkerError("Worker w1 died."), 502, "worker_failed"),
-        (TransferTimeout("Late."), 502, "kv_transfer_timeout"),
-        (WorkerTimeout("No token."), 504, "worker_timeout"),
-        (Overloaded("Busy.", retry_after_s=2.1), 429, "overloaded"),
-        (ValueError("secret internals"), 500, "internal_error"),
-    ],
-)
+@pytest.mark.parametrize(("error", "status", "code"), [
+    (NoWorker("No worker is ready."), 503, "no_worker"),
+    (WorkerError("Worker w1 died."), 502, "worker_failed"),
+    (TransferTimeout("Late."), 502, "kv_transfer_timeout"),
+    (WorkerTimeout("No token."), 504, "worker_timeout"),
+    (Overloaded("Busy.", retry_after_s=2.1), 429, "overloaded"),
+    (ValueError("secret internals"), 500, "internal_error"),
+])  # fmt: skip
 async def test_errors_before_the_first_token_are_plain_responses(
     backend: FakeBackend,
     client: Client,
@@ -166,8 +155,7 @@ async def test_errors_before_the_first_token_are_plain_responses(
 ) -> None:
     backend.script = lambda _: [error]
     response = await client.post(COMPLETIONS, json={"prompt": "a", "stream": stream, "n": 2})
-    assert response.status_code == status
-    assert response.headers["content-type"] == "application/json"
+    assert (response.status_code, response.headers["content-type"]) == (status, "application/json")
     assert response.json()["error"]["code"] == code
     assert response.headers.get("retry-after") == ("3" if status == 429 else None)
     assert "secret" not in response.text
@@ -188,17 +176,14 @@ async def test_errors_after_the_first_token_are_the_last_event(
     response = await client.post(CHAT, json=hello(stream=True, n=n))
     plain = await client.post(CHAT, json=hello(n=n))
     parts = events(response)
-    assert parts[0]["choices"][0]["delta"]["role"] == "assistant"
-    assert parts[-1]["error"]["type"] == "server_error"
+    assert (parts[0]["choices"][0]["delta"]["role"], parts[-1]["error"]["type"]) == ("assistant", "server_error")
     assert "[DONE]" not in parts
     assert "secret" not in response.text + plain.text
     assert plain.status_code in (500, 502)
 
 
 @pytest.mark.parametrize("last", [[], [delta_of([], FinishReason.ABORT)]])
-async def test_an_aborted_answer_is_an_error(
-    tokenizer: Tokenizer, backend: FakeBackend, client: Client, last: list[Any]
-) -> None:
+async def test_an_aborted_answer_fails(tokenizer: Tokenizer, backend: FakeBackend, client: Client, last: Any) -> None:
     backend.script = lambda _: [delta_of(tokenizer.encode("a")), *last]
     assert (await client.post(CHAT, json=hello())).status_code == 502
 
@@ -217,8 +202,7 @@ async def test_a_client_that_leaves_cancels_all(tokenizer: Tokenizer, stream: bo
     assert registry.get_sample_value("tandem_router_running_requests") == backend.num_open
     client.leave()
     await asyncio.wait_for(client.task, 5)
-    assert backend.num_open == 0
-    assert registry.get_sample_value("tandem_router_running_requests") == 0
+    assert (backend.num_open, registry.get_sample_value("tandem_router_running_requests")) == (0, 0)
     assert registry.get_sample_value("tandem_router_client_disconnects_total") == 1
 
 
@@ -242,8 +226,6 @@ async def test_each_token_is_written_at_once(tokenizer: Tokenizer) -> None:
 
 
 class WatchedBackend(FakeBackend):
-    """Counts how often it was asked whether it is ready."""
-
     num_looks = 0
     _ready = False
 
@@ -266,10 +248,7 @@ async def test_ready_needs_a_generation_that_succeeded(
     backend.ready = False
     backend.script = lambda _: [NoWorker("Nobody home.")]
     app = make_app(backend)
-    async with (
-        app_client(app) as client,
-        app.router.lifespan_context(app),
-    ):
+    async with app_client(app) as client, app.router.lifespan_context(app):
 
         async def ready_becomes(status: int, text: str) -> None:
             async def is_ready() -> bool:
@@ -291,8 +270,7 @@ async def test_ready_needs_a_generation_that_succeeded(
         backend.ready = True
         await ready_becomes(200, "ready")
         assert len(backend.requests) > num_probes
-    assert backend.num_open == 0
-    assert backend.requests[-1].sampling.max_tokens == 1
+    assert (backend.num_open, backend.requests[-1].sampling.max_tokens) == (0, 1)
 
 
 async def test_metrics_count_requests_and_tokens(tokenizer: Tokenizer) -> None:
@@ -310,12 +288,9 @@ async def test_metrics_count_requests_and_tokens(tokenizer: Tokenizer) -> None:
 
     assert value("requests_total", endpoint=COMPLETIONS, status="200") == 2
     assert value("requests_total", endpoint=COMPLETIONS, status="400") == 1
-    assert value("requests_total", endpoint="unmatched", status="404") == 1
-    assert value("prompt_tokens_total") == 6
-    assert value("cached_prompt_tokens_total") == 6
-    assert value("generation_tokens_total") == 8
-    assert value("ttft_seconds_count") == 2
-    assert value("itl_seconds_count") == 2
+    assert (value("requests_total", endpoint="unmatched", status="404"), value("prompt_tokens_total")) == (1, 6)
+    assert (value("cached_prompt_tokens_total"), value("generation_tokens_total")) == (6, 8)
+    assert (value("ttft_seconds_count"), value("itl_seconds_count")) == (2, 2)
     assert value("request_duration_seconds_count") == 2
     assert "tandem_router_ttft_seconds_bucket" in text
 
@@ -327,8 +302,7 @@ async def test_cors_preflight_and_refusals_carry_the_origin(tokenizer: Tokenizer
         allowed = await client.options(CHAT, headers=preflight)
         refused = await client.post(CHAT, content=b"{", headers=JSON | origin)
         foreign = await client.options(CHAT, headers=preflight | {"origin": "http://other.example"})
-    assert allowed.status_code == 200
-    assert refused.status_code == 400
+    assert (allowed.status_code, refused.status_code) == (200, 400)
     for response in (allowed, refused):
         assert response.headers["access-control-allow-origin"] == "http://page.example"
     assert "access-control-allow-origin" not in foreign.headers

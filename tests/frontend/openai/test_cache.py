@@ -49,28 +49,19 @@ async def test_a_pin_has_its_expiry_and_its_places(tokenizer: Tokenizer, backend
     assert (again.status_code, again.json()["error"]["code"]) == (404, "pin_not_found")
 
 
-@pytest.mark.parametrize(
-    ("messages", "more", "opens_answer"),
-    [
-        ([SYSTEM, USER], {}, True),
-        ([SYSTEM], {}, False),  # the next message is the client's
-        ([SYSTEM], {"add_generation_prompt": True}, True),
-    ],
-)
+@pytest.mark.parametrize(("messages", "more", "opens_answer"), [
+    ([SYSTEM, USER], {}, True),
+    ([SYSTEM], {}, False),  # the next message is the client's
+    ([SYSTEM], {"add_generation_prompt": True}, True),
+])  # fmt: skip
 async def test_messages_are_pinned_as_a_chat_request_renders_them(
     backend: FakeBackend, client: Client, messages: list[dict[str, str]], more: dict[str, Any], opens_answer: bool
 ) -> None:
     await client.post(PIN, json={"messages": messages, **more})
-    await client.post(
-        "/v1/chat/completions", json={"messages": messages, "add_generation_prompt": opens_answer, "max_tokens": 1}
-    )
+    body = {"messages": messages, "add_generation_prompt": opens_answer, "max_tokens": 1}
+    await client.post("/v1/chat/completions", json=body)
     (pinned,), (served,) = backend.cache.requests, backend.requests
     assert pinned.token_ids == served.token_ids
-
-
-async def test_token_ids_are_pinned_unchanged(backend: FakeBackend, client: Client) -> None:
-    await client.post(PIN, json={"prompt": [5, 6, 7]})
-    assert backend.cache.requests == [PinRequest(token_ids=[5, 6, 7], cache_scope=EVERYONE)]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -83,19 +74,19 @@ async def test_a_request_names_its_conversation_in_body_or_header(
 ) -> None:
     body = {"messages": [USER], "prompt": "hello", "conversation_id": field, "n": 2}
     response = await client.post(path, json=body, headers={"x-tandem-conversation": header} if header else {})
-    assert response.status_code == 200
-    assert [request.conversation_id for request in backend.requests] == ["", expected]
+    assert (response.status_code, [request.conversation_id for request in backend.requests]) == (200, ["", expected])
 
 
-async def test_a_conversation_is_pinned_by_its_id(backend: FakeBackend, client: Client) -> None:
-    pin = (await client.post(PIN, json={"conversation_id": "chat-1"})).json()
-    assert backend.cache.requests == [PinRequest(token_ids=None, cache_scope=EVERYONE, conversation_id="chat-1")]
-    assert pin["conversation_id"] == "chat-1"
-
-
-async def test_an_unknown_model_is_not_pinned(client: Client) -> None:
-    response = await client.post(PIN, json={"model": "nope", "prompt": "a"})
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+@pytest.mark.parametrize(
+    "pinned", [{"token_ids": [5, 6, 7]}, {"token_ids": None, "conversation_id": "chat-1"}], ids=["ids", "conversation"]
+)
+async def test_what_is_named_is_pinned_unchanged(backend: FakeBackend, client: Client, pinned: dict[str, Any]) -> None:
+    conversation = pinned.get("conversation_id")
+    body = {"prompt": pinned["token_ids"], "conversation_id": conversation}
+    assert (await client.post(PIN, json=body)).json()["conversation_id"] == conversation
+    unknown = await client.post(PIN, json=body | {"model": "nope"})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    assert backend.cache.requests == [PinRequest(cache_scope=EVERYONE, **pinned)]
 
 
 async def test_a_header_that_is_too_long_is_refused(client: Client) -> None:
@@ -105,9 +96,7 @@ async def test_a_header_that_is_too_long_is_refused(client: Client) -> None:
         assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-async def test_above_the_quota_is_429_with_a_retry_time(
-    backend: FakeBackend, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_above_the_quota_is_a_429(backend: FakeBackend, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def refuse(_: PinRequest) -> PinState:
         raise PinQuotaExceeded("With this pin there would be 3 pins, over the limit of 2.", retry_after_s=12.2)

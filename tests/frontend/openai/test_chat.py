@@ -108,8 +108,7 @@ async def test_seed_is_drawn_when_absent_and_kept_when_given(backend: FakeBacken
     seeds = [request.sampling.seed for request in backend.requests]
     assert len(set(seeds[6:])) == 4
     assert seeds[2] == 7  # of the first choice, which is served last
-    assert len(set(seeds[:3])) == 3
-    assert sorted(seeds[:3]) == sorted(seeds[3:6])
+    assert (len(set(seeds[:3])), sorted(seeds[:3])) == (3, sorted(seeds[3:6]))
 
 
 async def test_siblings_are_forks_of_the_first_and_share_the_prompt_count(backend: FakeBackend, client: Client) -> None:
@@ -117,8 +116,7 @@ async def test_siblings_are_forks_of_the_first_and_share_the_prompt_count(backen
     one = (await client.post(CHAT, json=chat())).json()
     many = (await client.post(CHAT, json=chat(n=3))).json()
     *siblings, first = backend.requests[1:]  # the first one is served last: the others are there by then
-    assert first.fork_of == ""
-    assert [sibling.fork_of for sibling in siblings] == 2 * [first.request_id]
+    assert (first.fork_of, [sibling.fork_of for sibling in siblings]) == ("", 2 * [first.request_id])
     assert len({request.sampling.seed for request in backend.requests[1:]}) == 3
     assert [c["index"] for c in many["choices"]] == [0, 1, 2]
     assert [c["message"]["content"] for c in many["choices"]] == ["abc"] * 3
@@ -129,14 +127,11 @@ async def test_siblings_are_forks_of_the_first_and_share_the_prompt_count(backen
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("reply", "run", "fields", "text", "stop", "num_steps"),
-    [
-        ("abcdefghijklmnop", 1, {"stop": ["zz", "def"]}, "abc", "def", 6),
-        ("abcde", 1, {"stop": "defg"}, "abcde", None, 6),  # what is held back comes at the end
-        ("abcabc", 4, {"stop": "b", "min_tokens": 3}, "abca", "b", 2),
-    ],
-)
+@pytest.mark.parametrize(("reply", "run", "fields", "text", "stop", "num_steps"), [
+    ("abcdefghijklmnop", 1, {"stop": ["zz", "def"]}, "abc", "def", 6),
+    ("abcde", 1, {"stop": "defg"}, "abcde", None, 6),  # what is held back comes at the end
+    ("abcabc", 4, {"stop": "b", "min_tokens": 3}, "abca", "b", 2),
+])  # fmt: skip
 async def test_stop_string_ends_the_answer_and_the_generation(
     tokenizer: Tokenizer, stream: bool, reply: str, run: int, fields: Any, text: str, stop: str | None, num_steps: int
 ) -> None:
@@ -153,8 +148,7 @@ async def test_stop_token_is_told_and_not_shown(tokenizer: Tokenizer, backend: F
     backend.reply = "abc"
     eos = tokenizer.encode("</s>", add_special_tokens=False)[0]
     answer = (await client.post(CHAT, json=chat(stop_token_ids=[eos], skip_special_tokens=False))).json()
-    assert answer["choices"][0]["message"]["content"] == "abc"
-    assert answer["choices"][0]["stop_reason"] == eos
+    assert (answer["choices"][0]["message"]["content"], answer["choices"][0]["stop_reason"]) == ("abc", eos)
 
 
 async def test_logprobs_have_an_entry_for_every_token(tokenizer: Tokenizer) -> None:
@@ -207,8 +201,7 @@ async def test_context_length_is_checked_first(tokenizer: Tokenizer, backend: Fa
     assert fits.status_code == 200
     for response, param in ((over, "max_tokens"), (full, "messages")):
         error = response.json()["error"]
-        assert response.status_code == 400
-        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
         assert "context" in error["message"]
         assert str(num_prompt) in error["message"]
 

@@ -90,14 +90,11 @@ async def test_without_tokens_to_generate_the_backend_is_not_asked(tokenizer: To
     reasons: list[str | None] = []
     while batch := await deltas.take():
         reasons += [delta.finish_reason for delta in batch]
-    assert reasons == ["length"] * NUM_CHOICES
-    assert backend.requests == []
+    assert (reasons, backend.requests) == (["length"] * NUM_CHOICES, [])
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_prompt_counts_with_its_first_token_and_its_hits_or_not_at_all(
-    tokenizer: Tokenizer, *, fails: bool
-) -> None:
+async def test_a_prompt_counts_with_its_first_token_and_hits_or_never(tokenizer: Tokenizer, *, fails: bool) -> None:
     backend, registry, begins = FakeBackend(tokenizer, REPLY), CollectorRegistry(), asyncio.Event()
     backend.script = lambda request: [begins, *([WorkerError("gone")] if fails else backend.reply_steps(request)[:1])]
     clock = partial(RequestClock, FrontendMetrics(registry), 0.0)

@@ -41,17 +41,14 @@ async def test_max_tokens_defaults_to_16_or_what_is_left(backend: FakeBackend, c
     assert [request.sampling.max_tokens for request in backend.requests] == [16, 7, 16]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [
-        ("hi", ["<s>hi"]),
-        (["hi", "ho"], ["<s>hi", "<s>ho"]),
-        ([70], ["e"]),
-        ([70, 71], ["ef"]),
-        ([[70], [71, 72]], ["e", "fg"]),
-        ("", ["<s>"]),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "expected"), [
+    ("hi", ["<s>hi"]),
+    (["hi", "ho"], ["<s>hi", "<s>ho"]),
+    ([70], ["e"]),
+    ([70, 71], ["ef"]),
+    ([[70], [71, 72]], ["e", "fg"]),
+    ("", ["<s>"]),
+])  # fmt: skip
 async def test_every_form_of_prompt(
     tokenizer: Tokenizer, backend: FakeBackend, client: Client, prompt: Any, expected: list[str]
 ) -> None:
@@ -91,10 +88,8 @@ async def test_echo_alone_generates_nothing(backend: FakeBackend, client: Client
     body = {"prompt": "hi there", "echo": True, "max_tokens": 0}
     plain = (await client.post(COMPLETIONS, json=body)).json()
     chunks = events(await client.post(COMPLETIONS, json=body | {"stream": True}))
-    assert plain["choices"][0]["text"] == "hi there"
-    assert plain["usage"]["completion_tokens"] == 0
-    assert "".join(c["choices"][0]["text"] for c in chunks[:-1]) == "hi there"
-    assert backend.requests == []
+    assert (plain["choices"][0]["text"], plain["usage"]["completion_tokens"]) == ("hi there", 0)
+    assert ("".join(c["choices"][0]["text"] for c in chunks[:-1]), backend.requests) == ("hi there", [])
 
 
 async def test_logprobs_join_to_the_text_with_right_offsets(tokenizer: Tokenizer) -> None:

@@ -138,20 +138,16 @@ async def test_open_webui_continues_the_last_message(trimming: Tokenizer, fields
         answer = (await client.post(CHAT, json=talk("Hello, ") | fields)).json()
         tokens = (await client.post("/tokenize", json=talk("Hello, ") | fields)).json()["tokens"]
     assert trimming.decode(backend.requests[0].token_ids) == "<user>Hi</s><assistant>Hello,"
-    assert tokens == backend.requests[0].token_ids
-    assert answer["choices"][0]["message"]["content"] == "world"
+    assert (tokens, answer["choices"][0]["message"]["content"]) == (backend.requests[0].token_ids, "world")
 
 
-@pytest.mark.parametrize(
-    ("last", "reply", "content", "reasoning"),
-    [
-        (talk("<think>so"), " is it</think>Yes", "Yes", "is it"),
-        (talk("<think>so</think>Ye"), "s", "s", None),
-        (talk("", reasoning_content="so"), " is it</think>Yes", "Yes", "is it"),
-        (talk(None, reasoning="so"), " is it</think>Yes", "Yes", "is it"),
-        (talk("Ye"), " s", " s", None),
-    ],
-)
+@pytest.mark.parametrize(("last", "reply", "content", "reasoning"), [
+    (talk("<think>so"), " is it</think>Yes", "Yes", "is it"),
+    (talk("<think>so</think>Ye"), "s", "s", None),
+    (talk("", reasoning_content="so"), " is it</think>Yes", "Yes", "is it"),
+    (talk(None, reasoning="so"), " is it</think>Yes", "Yes", "is it"),
+    (talk("Ye"), " s", " s", None),
+])  # fmt: skip
 async def test_a_message_is_continued_within_its_reasoning(
     trimming: Tokenizer, last: dict[str, Any], reply: str, content: str, reasoning: str | None
 ) -> None:
@@ -250,17 +246,14 @@ async def test_openai_messages_of_functions_are_those_of_tools(backend: FakeBack
     assert backend.requests[0].token_ids == backend.requests[1].token_ids
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"functions": [FUNCTION], "tools": [{"type": "function", "function": FUNCTION}]}, "functions"),
-        ({"functions": [FUNCTION], "function_call": {"name": "other"}}, "function_call"),
-        ({"function_call": {"name": "other"}}, "function_call"),
-        ({"functions": [FUNCTION], "function_call": "maybe"}, "function_call"),
-        ({"functions": [FUNCTION, {"name": "a b"}]}, "functions[1].name"),
-        ({"functions": [FUNCTION, FUNCTION]}, "functions"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"functions": [FUNCTION], "tools": [{"type": "function", "function": FUNCTION}]}, "functions"),
+    ({"functions": [FUNCTION], "function_call": {"name": "other"}}, "function_call"),
+    ({"function_call": {"name": "other"}}, "function_call"),
+    ({"functions": [FUNCTION], "function_call": "maybe"}, "function_call"),
+    ({"functions": [FUNCTION, {"name": "a b"}]}, "functions[1].name"),
+    ({"functions": [FUNCTION, FUNCTION]}, "functions"),
+])  # fmt: skip
 async def test_a_wrong_function_is_named(client: Client, fields: dict[str, Any], param: str) -> None:
     response = await client.post(CHAT, json=BODIES[CHAT] | fields)
     error = response.json()["error"]
@@ -304,8 +297,7 @@ async def test_best_of_is_the_likeliest(backend: FakeBackend, client: Client, fi
 async def test_best_of_equal_to_n_is_neutral(backend: FakeBackend, client: Client) -> None:
     answer = (await client.post(COMPLETIONS, json={"prompt": "a", "n": 2, "best_of": 2})).json()
     streamed = await client.post(COMPLETIONS, json={"prompt": "a", "n": 2, "best_of": 2, "stream": True})
-    assert len(answer["choices"]) == 2
-    assert streamed.status_code == 200
+    assert (len(answer["choices"]), streamed.status_code) == (2, 200)
     assert all(request.sampling.num_logprobs is None for request in backend.requests)
 
 
@@ -334,8 +326,7 @@ async def test_text_parts_by_each_of_their_names(backend: FakeBackend, client: C
         response = await client.post(CHAT, json={"messages": messages})
         assert response.status_code == 200, response.text
     missing = await client.post(CHAT, json={"messages": [{"role": "user", "content": [{"type": kind}]}]})
-    assert backend.requests[0].token_ids == backend.requests[1].token_ids
-    assert missing.status_code == 400
+    assert (backend.requests[0].token_ids, missing.status_code) == (backend.requests[1].token_ids, 400)
 
 
 async def test_fields_of_messages_without_effect_are_named(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,6 @@ def function(**fields: Any) -> dict[str, Any]:
 
 
 def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
-    """A `tool_choice` as openai-python types it."""
     tools = [function(name=name) for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 

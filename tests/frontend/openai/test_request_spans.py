@@ -38,8 +38,7 @@ async def test_a_request_is_in_its_clients_trace(tokenizer: Tokenizer, is_stream
     assert span.kind is SpanKind.SERVER
     assert span.context is not None
     assert span.parent is not None
-    assert f"{span.context.trace_id:032x}" == CLIENT_TRACE
-    assert f"{span.parent.span_id:016x}" == CLIENT_SPAN
+    assert (f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}") == (CLIENT_TRACE, CLIENT_SPAN)
     assert span.context.trace_state.to_header() == "vendor=a1"
     assert response.headers["traceresponse"] == f"00-{CLIENT_TRACE}-{span.context.span_id:016x}-01"
     assert [request.traceparent for request in backend.requests] == [response.headers["traceresponse"]]
@@ -62,24 +61,15 @@ async def test_a_request_is_in_its_clients_trace(tokenizer: Tokenizer, is_stream
     assert not any("secret" in str(span.to_json()) for span in kept.all), "prompts are no part of a trace"
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        [("traceparent", "")],
-        [("traceparent", "x")],
-        [("traceparent", TRACEPARENT.upper())],
-        [("traceparent", TRACEPARENT + "-01")],
-        [("traceparent", "ff" + TRACEPARENT[2:])],
-        [("traceparent", f"00-{'0' * 32}-{CLIENT_SPAN}-01")],
-        [("traceparent", f"00-{CLIENT_TRACE}-{'0' * 16}-01")],
-        [("traceparent", f"00-{CLIENT_TRACE[:-1]}g-{CLIENT_SPAN}-01")],
-        [("traceparent", f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-zz")],
-        [("traceparent", f"00-{'é' * 32}-{CLIENT_SPAN}-01")],
-        [("traceparent", TRACEPARENT * 100)],
-        [("traceparent", TRACEPARENT), ("traceparent", TRACEPARENT)],
-        [("tracestate", "vendor=a1")],
-    ],
-)
+@pytest.mark.parametrize("headers", [
+    [("traceparent", "")], [("traceparent", "x")], [("traceparent", TRACEPARENT.upper())],
+    [("traceparent", TRACEPARENT + "-01")], [("traceparent", "ff" + TRACEPARENT[2:])],
+    [("traceparent", f"00-{'0' * 32}-{CLIENT_SPAN}-01")], [("traceparent", f"00-{CLIENT_TRACE}-{'0' * 16}-01")],
+    [("traceparent", f"00-{CLIENT_TRACE[:-1]}g-{CLIENT_SPAN}-01")],
+    [("traceparent", f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-zz")], [("traceparent", f"00-{'é' * 32}-{CLIENT_SPAN}-01")],
+    [("traceparent", TRACEPARENT * 100)], [("traceparent", TRACEPARENT), ("traceparent", TRACEPARENT)],
+    [("tracestate", "vendor=a1")],
+])  # fmt: skip
 async def test_a_hostile_traceparent_is_ignored(tokenizer: Tokenizer, headers: list[tuple[str, str]]) -> None:
     kept = KeptSpans()
     async with client_of(FakeBackend(tokenizer), kept) as client:
@@ -112,8 +102,7 @@ async def test_an_unsampled_request_costs_no_spans(tokenizer: Tokenizer) -> None
         async with client_of(backend, kept) as client:
             response = await client.post(PATH, json=CHAT)
         assert int(response.headers["traceresponse"][-2:], 16) & 1 == 0, "the flag that says that it is sampled"
-        assert [request.traceparent for request in backend.requests] == [""]
-        assert kept.all == []
+        assert ([request.traceparent for request in backend.requests], kept.all) == ([""], [])
 
 
 async def test_a_client_that_samples_nothing_is_not_traced(tokenizer: Tokenizer) -> None:
@@ -123,15 +112,12 @@ async def test_a_client_that_samples_nothing_is_not_traced(tokenizer: Tokenizer)
     assert kept.all == []
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "name", "status", "error"),
-    [
-        ("POST", PATH, f"POST {PATH}", 400, "RequestError"),
-        ("GET", "/none", "GET unmatched", 404, None),
-        ("GET", "/v1/models/none", "GET /v1/models/{model_id:path}", 404, "model_not_found"),
-        ("BREW", "/v1/models", "HTTP /v1/models", 405, None),
-    ],
-)
+@pytest.mark.parametrize(("method", "path", "name", "status", "error"), [
+    ("POST", PATH, f"POST {PATH}", 400, "RequestError"),
+    ("GET", "/none", "GET unmatched", 404, None),
+    ("GET", "/v1/models/none", "GET /v1/models/{model_id:path}", 404, "model_not_found"),
+    ("BREW", "/v1/models", "HTTP /v1/models", 405, None),
+])  # fmt: skip
 async def test_refused_requests_are_traced(
     tokenizer: Tokenizer, method: str, path: str, name: str, status: int, error: str | None
 ) -> None:
@@ -140,8 +126,7 @@ async def test_refused_requests_are_traced(
         headers = {"content-type": "application/json"}
         assert (await client.request(method, path, content=b"{", headers=headers)).status_code == status
     attributes = kept.attributes(name)
-    assert attributes["http.response.status_code"] == status
-    assert attributes.get("error.type") == error
+    assert (attributes["http.response.status_code"], attributes.get("error.type")) == (status, error)
     assert attributes["http.request.method"] == (method if method != "BREW" else "_OTHER")
 
 

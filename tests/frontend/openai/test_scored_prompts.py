@@ -18,7 +18,6 @@ FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 def joined(chunks: list[Any], index: int = 0) -> dict[str, Any]:
-    """A streamed choice as a plain one: text, logprobs and reason."""
     pieces = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == index]
     lists = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
     return {
@@ -47,15 +46,13 @@ async def test_prompt_and_answer_are_scored_in_one_list(
     body = {"prompt": "hé world", "echo": True, "logprobs": num_logprobs}
     plain = (await client.post(COMPLETIONS, json=body)).json()["choices"][0]
     chunks = events(await client.post(COMPLETIONS, json=body | {"stream": True}))
-    assert backend.requests[0].sampling.num_prompt_logprobs == num_logprobs
-    assert plain["text"] == "hé worldhello é w"
+    assert (backend.requests[0].sampling.num_prompt_logprobs, plain["text"]) == (num_logprobs, "hé worldhello é w")
     check_lists(plain)
     num_prompt = len(backend.requests[0].token_ids)
     found = plain["logprobs"]
     assert found["tokens"][0] == "<s>"
     assert found["token_logprobs"][1:num_prompt] == [-float(i) for i in range(1, num_prompt)]
-    assert found["token_logprobs"][num_prompt] == -0.5
-    assert found["text_offset"][num_prompt] == len("hé world")
+    assert (found["token_logprobs"][num_prompt], found["text_offset"][num_prompt]) == (-0.5, len("hé world"))
     likeliest = {tokenizer.token_text(i): -0.5 - i for i in range(num_logprobs)}
     assert found["top_logprobs"][1] == likeliest | {found["tokens"][1]: -1.0}
     assert joined(chunks) == {name: plain[name] for name in ("text", "logprobs", "finish_reason")}
@@ -71,12 +68,10 @@ async def test_max_tokens_0_scores_each_prompt_once(backend: FakeBackend, client
     num_prompts = 2 if isinstance(prompt, list) and isinstance(prompt[0], list) else 1
     assert num_requests == num_prompts
     assert all(request.sampling.max_tokens == 1 for request in backend.requests)
-    assert plain["usage"]["completion_tokens"] == 0
-    assert len(plain["choices"]) == num_prompts * n
+    assert (plain["usage"]["completion_tokens"], len(plain["choices"])) == (0, num_prompts * n)
     for choice in plain["choices"]:
         request = backend.requests[choice["index"] // n]
-        assert choice["finish_reason"] == "length"
-        assert len(choice["logprobs"]["tokens"]) == len(request.token_ids)
+        assert (choice["finish_reason"], len(choice["logprobs"]["tokens"])) == ("length", len(request.token_ids))
         check_lists(choice)
         streamed = joined(chunks, choice["index"])
         assert streamed == {name: choice[name] for name in ("text", "logprobs", "finish_reason")}
@@ -89,8 +84,7 @@ async def test_a_token_that_ends_the_answer_is_scored_behind_a_scored_prompt(tok
         plain = (await client.post(COMPLETIONS, json=body)).json()["choices"][0]
         chunks = events(await client.post(COMPLETIONS, json=body | {"stream": True}))
         unscored = (await client.post(COMPLETIONS, json=body | {"echo": False})).json()["choices"][0]
-    assert plain["finish_reason"] == "stop"
-    assert plain["logprobs"]["token_logprobs"] == [None, -1.0, -0.5]
+    assert (plain["finish_reason"], plain["logprobs"]["token_logprobs"]) == ("stop", [None, -1.0, -0.5])
     assert plain["logprobs"]["tokens"][-1] == ""
     check_lists(plain)
     assert joined(chunks) == {name: plain[name] for name in ("text", "logprobs", "finish_reason")}
@@ -120,8 +114,7 @@ async def test_a_prompt_that_fills_the_context_leaves_no_room_to_score_it(backen
     body = {"prompt": [104] * 8, "echo": True, "max_tokens": 0}
     assert (await client.post(COMPLETIONS, json=body)).status_code == 200
     refused = await client.post(COMPLETIONS, json=body | {"logprobs": 0})
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "prompt"
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
     served = await client.post(COMPLETIONS, json=body | {"logprobs": 0, "prompt": [104] * 7})
     assert len(served.json()["choices"][0]["logprobs"]["tokens"]) == 7
 
@@ -150,9 +143,7 @@ async def test_scores_of_another_size_fail(backend: FakeBackend, client: Client,
     assert "bytes of scores" in response.json()["error"]["message"]
 
 
-async def test_infinite_scores_become_finite(
-    backend: FakeBackend, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_infinite_scores_are_cut(backend: FakeBackend, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "LONG_PROMPT", 2)
 
     def script(request: Any) -> list[Any]:

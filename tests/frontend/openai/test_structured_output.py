@@ -16,7 +16,5 @@ async def test_every_choice_gets_the_grammar(backend: FakeBackend, client: Clien
     texts = await client.post("/v1/completions", json={"prompt": ["a", "b"], **wanted})
     assert [plain.status_code, chat.status_code, texts.status_code] == [200, 200, 200]
     grammars = [request.sampling.grammar for request in backend.requests]
-    assert grammars[0] == ""
-    assert len(grammars) == 5
-    assert len(set(grammars[1:])) == 1
+    assert (grammars[0], len(grammars), len(set(grammars[1:]))) == ("", 5, 1)
     assert '"required"' in grammars[1]

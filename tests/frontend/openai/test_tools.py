@@ -76,8 +76,7 @@ def joined(chunks: list[Any]) -> dict[str, Any]:
                 assert (part["type"], part["function"]["arguments"]) == ("function", "")
                 calls.append({"id": part["id"], "name": part["function"]["name"], "arguments": ""})
             else:
-                assert part.keys() == {"index", "function"}
-                assert part["function"].keys() == {"arguments"}
+                assert (part.keys(), part["function"].keys()) == ({"index", "function"}, {"arguments"})
                 assert part["index"] == len(calls) - 1
                 calls[-1]["arguments"] += part["function"]["arguments"]
     return {"content": content, "reasoning": reasoning, "calls": calls, "finish_reason": finish}
@@ -90,8 +89,7 @@ def names_and_arguments(calls: list[dict[str, Any]]) -> list[tuple[str, Any]]:
 async def test_a_call_is_an_answer_of_its_own(tokenizer: Tokenizer) -> None:
     choice = await choice_of(backend_of(tokenizer, CALL), chat())
     (call,) = choice["message"].pop("tool_calls")
-    assert choice["message"] == {"role": "assistant", "content": None}
-    assert choice["finish_reason"] == "tool_calls"
+    assert (choice["message"], choice["finish_reason"]) == ({"role": "assistant", "content": None}, "tool_calls")
     assert call.pop("id").startswith("call_")
     assert call == {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich 🎉"}'}}
 
@@ -133,8 +131,7 @@ async def test_a_template_without_tools_gets_them_as_text(tokenizer: Tokenizer, 
     """The template of these tests raises errors, so it may refuse a system message that the client did not send."""
     backend = backend_of(tokenizer, "hello")
     choice = await choice_of(backend, chat(messages=[{"role": "system", "content": "Be brief."}, USER]))
-    assert choice["message"] == {"role": "assistant", "content": "hello"}
-    assert choice["finish_reason"] == "stop"
+    assert (choice["message"], choice["finish_reason"]) == ({"role": "assistant", "content": "hello"}, "stop")
     assert prompt_of(backend).startswith("<s><system>Be brief.\n\nYou can call")
     assert '{"name": "now", "description": "", "parameters": {"type": "object"' in prompt_of(backend)
     await choice_of(backend, chat())
@@ -180,19 +177,14 @@ CALLS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("shown", "expected"),
-    [
-        ("+ ' ' + call.function.arguments", ['{"city":"Rome"}', "{}"]),  # DeepSeek: an object cannot be joined
-        ("}} {{ call.function.arguments", ['{"city":"Rome"}', "{}"]),  # an object would be shown as Python does
-        ("}} {{ call.function.arguments | tojson", ['{"city": "Rome"}', "{}"]),
-        (
-            "}} {{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson",
-            ['{"city": "Rome"}', "{}"],
-        ),
-        ("}} {{ call.function.arguments.items() | list", ["[('city', 'Rome')]", "[]"]),
-    ],
-)
+@pytest.mark.parametrize(("shown", "expected"), [
+    ("+ ' ' + call.function.arguments", ['{"city":"Rome"}', "{}"]),  # DeepSeek: an object cannot be joined
+    ("}} {{ call.function.arguments", ['{"city":"Rome"}', "{}"]),  # an object would be shown as Python does
+    ("}} {{ call.function.arguments | tojson", ['{"city": "Rome"}', "{}"]),
+    ("}} {{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson",
+        ['{"city": "Rome"}', "{}"]),
+    ("}} {{ call.function.arguments.items() | list", ["[('city', 'Rome')]", "[]"]),
+])  # fmt: skip
 async def test_a_template_gets_arguments_as_it_shows_them(tmp_path: Path, shown: str, expected: list[str]) -> None:
     tokenizer = Tokenizer(build_tokenizer(tmp_path, CALLS.replace("CALL", shown)))
     for given in ('{"city":"Rome"}', {"city": "Rome"}):  # /v1/messages has objects
@@ -203,19 +195,16 @@ async def test_a_template_gets_arguments_as_it_shows_them(tmp_path: Path, shown:
         assert prompt_of(backend) == f"<user>Weather?<assistant>weather {expected[0]}now {expected[1]}"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        ('{"city": "Rome", "days": 3', {"city": "Rome", "days": 3}),  # cut by max_tokens
-        ('{"city": "Ro', {}),
-        ("Rome", {}),
-        ("", {}),
-        ("[1]", {}),
-        ('"Rome"', {}),
-        (None, {}),
-        ([], {}),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "shown"), [
+    ('{"city": "Rome", "days": 3', {"city": "Rome", "days": 3}),  # cut by max_tokens
+    ('{"city": "Ro', {}),
+    ("Rome", {}),
+    ("", {}),
+    ("[1]", {}),
+    ('"Rome"', {}),
+    (None, {}),
+    ([], {}),
+])  # fmt: skip
 async def test_a_call_with_broken_arguments_ends_nothing(tmp_path: Path, arguments: Any, shown: dict[str, Any]) -> None:
     """Many templates refuse arguments that are no object, and the client would send them again for ever."""
     template = CALLS.replace("CALL", "}} {{ call.function.arguments.items() | list")
@@ -372,8 +361,7 @@ async def test_without_a_choice_of_tools_the_text_stays_as_it_is(tokenizer: Toke
     backend = backend_of(tokenizer, CALL)
     for body in (chat(tool_choice="none"), chat(tools=[]), chat(tools=None, tool_choice="auto")):
         choice = await choice_of(backend, body)
-        assert choice["message"] == {"role": "assistant", "content": CALL}
-        assert choice["finish_reason"] == "stop"
+        assert (choice["message"], choice["finish_reason"]) == ({"role": "assistant", "content": CALL}, "stop")
         assert "tool" not in prompt_of(backend)
 
 
@@ -481,8 +469,7 @@ async def test_allowed_tools_hide_the_others(tokenizer: Tokenizer, mode: str) ->
             response = await client.post(CHAT, json=chat(**fields))
             assert response.status_code == 200, response.text
     some, one = backend.requests
-    assert some.token_ids == one.token_ids
-    assert some.sampling.grammar == one.sampling.grammar
+    assert (some.token_ids, some.sampling.grammar) == (one.token_ids, one.sampling.grammar)
     assert bool(some.sampling.grammar) == (mode == "required")
 
 

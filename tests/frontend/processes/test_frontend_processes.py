@@ -9,7 +9,6 @@ import socket
 import ssl
 import sys
 import tempfile
-import time
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -35,12 +34,11 @@ from tandem.frontend.processes.parent import FrontendProcesses, frontend_process
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.digest import cache_scope
 from tandem.protocol.errors import ConfigError
-from tandem.scheduling.admission.key_limits import KeyLimits
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tandem.text.tokenizer import Tokenizer
 from tests.support.certificates import DAY, Authority
 from tests.support.fake_backend import FakeBackend
-from tests.support.keys import api_keys_of, make_key_file, stored_key
+from tests.support.keys import api_keys_of, make_key_file
 from tests.support.toy_tokenizer import build_tokenizer
 from tests.support.waiting import eventually
 
@@ -56,8 +54,6 @@ class Always:
 
 
 class Frontends:
-    """Frontend processes, a client that takes a new connection for each request, and the backend behind."""
-
     def __init__(self, processes: FrontendProcesses, backend: FakeBackend, client: httpx.AsyncClient) -> None:
         self.processes = processes
         self.backend = backend
@@ -291,21 +287,6 @@ async def test_a_revoked_key_is_refused_by_all_processes_under_load(tmp_path: Pa
                 pass
 
 
-async def test_a_keys_limit_holds_for_all_processes_together(tmp_path: Path) -> None:
-    limit = 5
-    limited = stored_key("sk-a", "a", limits=KeyLimits(requests_per_minute=limit))
-    async with frontends(tmp_path, num_processes=2, api_keys=ApiKeys([limited], is_required=True)) as here:
-        here.client.headers["authorization"] = "Bearer sk-a"
-        began_s = time.monotonic()
-        answers = [await here.chat() for _ in range(60)]
-        num_refilled = (time.monotonic() - began_s) * limit / 60
-        statuses = [answer.status_code for answer in answers]
-        assert set(statuses) == {200, 429}
-        assert statuses[:limit] == [200] * limit
-        assert statuses.count(200) <= limit + num_refilled
-        assert here.counter_files() >= {"counter_0.db", "counter_1.db"}  # both processes have answered
-
-
 async def test_draining_lets_answers_end_and_ends_the_processes(tmp_path: Path) -> None:
     async with frontends(tmp_path, num_processes=2) as here:
         go_on = asyncio.Event()
@@ -358,7 +339,6 @@ async def test_a_temporary_folder_with_a_long_name_is_told(tmp_path: Path, monke
 
 @asynccontextmanager
 async def child(folder: Path, frontend: ServeFrontend | RouteFrontend) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process that is to join the hub of this folder."""
     with listening("127.0.0.1", 0) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         async with asyncio.timeout(START_S):

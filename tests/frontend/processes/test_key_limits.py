@@ -122,8 +122,7 @@ async def test_requests_per_minute_hold_for_all(tokenizer: Tokenizer, tmp_path: 
         assert (await server.ask()).status_code == 429
         server.now += 0.001
         statuses = [(await server.ask(process=process)).status_code for process in range(num_processes)]
-        assert statuses == [200, 429, 429][:num_processes]
-        assert len(server.backend.requests) == 6 + 10 + 1
+        assert (statuses, len(server.backend.requests)) == ([200, 429, 429][:num_processes], 6 + 10 + 1)
 
 
 async def test_requests_at_one_time_hold_for_all(tokenizer: Tokenizer, tmp_path: Path, num_processes: int) -> None:
@@ -131,9 +130,7 @@ async def test_requests_at_one_time_hold_for_all(tokenizer: Tokenizer, tmp_path:
     async with serving(tokenizer, tmp_path, num_processes, limited) as server:
         go_on = asyncio.Event()
         server.backend.script = lambda request: [go_on, *server.backend.reply_steps(request)]
-        running = [
-            asyncio.create_task(server.ask(process=number % num_processes, stream=number == 0)) for number in range(2)
-        ]
+        running = [asyncio.create_task(server.ask(process=n % num_processes, stream=n == 0)) for n in range(2)]
         await eventually(lambda: server.backend.num_open == 2)
         refused = await server.ask(process=num_processes - 1)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")

@@ -31,7 +31,6 @@ class Ready:
 
 
 def sent(called: wire.Invocation[msgspec.Struct]) -> wire.Invocation[msgspec.Raw]:
-    """As it arrives in the other process."""
     message = wire.decode_call(wire.encode(wire.Call(0, called)))
     arrived: wire.Invocation[msgspec.Raw] = message.invocation
     return arrived

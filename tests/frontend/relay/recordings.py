@@ -11,9 +11,7 @@ from fastapi.responses import JSONResponse, Response
 
 from tests.support.fake_openai import FakeServer
 
-RECORDED: dict[str, dict[str, Any]] = json.loads(
-    Path(__file__).with_name("recorded").joinpath("vllm_0.32.json").read_text()
-)
+RECORDED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "recorded/vllm_0.32.json").read_text())
 MODEL = "SmolLM2-135M-Instruct"
 KV = {"do_remote_prefill": True, "remote_engine_id": "e_dp1", "remote_block_ids": [[1, 2]], "remote_port": 5601}
 

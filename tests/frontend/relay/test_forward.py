@@ -10,7 +10,6 @@ import time
 from email.utils import formatdate
 from typing import Any
 
-import httpx
 import pytest
 
 from tandem.frontend.relay.attempt import EngineAttempt
@@ -51,26 +50,12 @@ async def answered_by(router: Router, **fields: Any) -> str:
 # -- what goes through -----------------------------------------------------------------------------------
 
 
-async def test_a_plain_answer_is_passed_on_unchanged(fake_a: FakeServer) -> None:
-    async with routing(spec_of(fake_a, "a")) as router:
-        body = completion(model="fake-model", weird={"new": ["field"]}, logit_bias={"3": 1})
-        response = await router.client.post(COMPLETIONS, json=body)
-        async with httpx.AsyncClient(trust_env=False) as client:
-            direct = await client.post(fake_a.url + COMPLETIONS, json=body)
-        assert response.json() == direct.json()
-        assert fake_a.requests == [body, body]
-        assert response.headers["x-tandem-engine"] == "a"
-
-
-@pytest.mark.parametrize(
-    ("headers", "fields", "expected"),
-    [
-        ({"x-tandem-conversation": "c"}, {}, "c"),
-        ({"session-id": "s"}, {"prompt_cache_key": "k"}, "s"),
-        ({"x-claude-code-session-id": "s" * 257}, {"prompt_cache_key": "k"}, "k"),
-        ({}, {"prompt_cache_key": ["k"]}, None),
-    ],
-)
+@pytest.mark.parametrize(("headers", "fields", "expected"), [
+    ({"x-tandem-conversation": "c"}, {}, "c"),
+    ({"session-id": "s"}, {"prompt_cache_key": "k"}, "s"),
+    ({"x-claude-code-session-id": "s" * 257}, {"prompt_cache_key": "k"}, "k"),
+    ({}, {"prompt_cache_key": ["k"]}, None),
+])  # fmt: skip
 async def test_an_engine_is_told_the_conversation(
     fake_a: FakeServer, headers: dict[str, str], fields: dict[str, Any], expected: str | None
 ) -> None:
@@ -78,8 +63,7 @@ async def test_an_engine_is_told_the_conversation(
         body = completion(model="fake-model", **fields)
         response = await router.client.post(COMPLETIONS, json=body, headers=headers)
     assert response.status_code == 200, response.text
-    assert fake_a.request_headers[-1].get("x-tandem-conversation") == expected
-    assert fake_a.requests == [body]
+    assert (fake_a.request_headers[-1].get("x-tandem-conversation"), fake_a.requests) == (expected, [body])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -93,8 +77,7 @@ async def test_usage_of_another_shape_is_passed_on_and_not_read(
         response = await router.client.post(COMPLETIONS, json=body)
         assert response.status_code == 200
         told = events(response)[-2] if stream else response.json()
-        assert told["usage"] == usage
-        assert router.engine("a").num_failures == 0
+        assert (told["usage"], router.engine("a").num_failures) == (usage, 0)
     fake_a.requests.clear()
     async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         assert await answered_by(router, stream=stream) == "d"
@@ -118,8 +101,7 @@ async def test_tool_calls_and_unknown_fields_are_passed_on_unchanged(fake_a: Fak
 async def test_a_stream_is_passed_on_and_its_usage_only_on_request(fake_a: FakeServer) -> None:
     async with routing(spec_of(fake_a, "a")) as router:
         plain = events(await router.client.post(COMPLETIONS, json=completion(stream=True)))
-        assert [e["choices"][0]["text"] for e in plain[:-1]] == ["word "] * 4
-        assert plain[-1] == "[DONE]"
+        assert ([e["choices"][0]["text"] for e in plain[:-1]], plain[-1]) == (["word "] * 4, "[DONE]")
         assert fake_a.requests[0]["stream_options"] == {"include_usage": True}
         body = completion(stream=True, stream_options={"include_usage": True})
         asked = events(await router.client.post(COMPLETIONS, json=body))
@@ -198,31 +180,21 @@ async def test_a_clients_error_is_the_engines_and_final(fake_a: FakeServer, fake
 # -- failures before the first byte: elsewhere -----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("trouble", "stream"),
-    [
-        ({"status": 500}, False),
-        ({"status": 500}, True),
-        ({"status": 502, "error": "<html>bad gateway</html>"}, False),
-        ({"status": 500, "error": '{"detail": ' + "[" * 1000 + "]" * 1000 + "}"}, False),
-        ({"status": 401}, True),
-        ({"whole": {"choices": ["word"]}}, False),
-        ({"whole": {"choices": {"text": "word"}}}, False),
-        ({"break_after": 0}, True),
-        ({"break_after": 0, "is_reset": True}, True),
-        ({"first_event_error": {"message": "engine core died", "code": 500}}, True),
-        ({"first_event_error": {"message": "no such key", "code": 401}}, True),
-        (
-            {
-                "first_event_error": json.loads(
-                    '{"code": 400, "message": "too deep", "x": ' + "[" * 400 + "]" * 400 + "}"
-                )
-            },
-            True,
-        ),
-    ],
-    ids=lambda value: str(value)[:80],
-)
+@pytest.mark.parametrize(("trouble", "stream"), [
+    ({"status": 500}, False),
+    ({"status": 500}, True),
+    ({"status": 502, "error": "<html>bad gateway</html>"}, False),
+    ({"status": 500, "error": '{"detail": ' + "[" * 1000 + "]" * 1000 + "}"}, False),
+    ({"status": 401}, True),
+    ({"whole": {"choices": ["word"]}}, False),
+    ({"whole": {"choices": {"text": "word"}}}, False),
+    ({"break_after": 0}, True),
+    ({"break_after": 0, "is_reset": True}, True),
+    ({"first_event_error": {"message": "engine core died", "code": 500}}, True),
+    ({"first_event_error": {"message": "no such key", "code": 401}}, True),
+    ({"first_event_error": json.loads('{"code": 400, "message": "too deep", "x": ' + "[" * 400 + "]" * 400 + "}")},
+        True),
+], ids=lambda value: str(value)[:80])  # fmt: skip
 async def test_a_failure_before_the_first_byte_goes_elsewhere(
     fake_a: FakeServer, fake_b: FakeServer, trouble: dict[str, Any], stream: bool
 ) -> None:
@@ -245,15 +217,6 @@ async def test_an_engine_where_nothing_listens_is_not_waited_for(fake_a: FakeSer
         assert listed == {"dead": "starting", "a": "ready"}
 
 
-async def test_when_all_fail_the_error_names_the_engine(fake_a: FakeServer) -> None:
-    fake_a.status = 500
-    async with routing(spec_of(fake_a, "a")) as router:
-        response = await router.client.post(COMPLETIONS, json=completion())
-        assert response.status_code == 502
-        assert response.json()["error"]["message"] == "engine a: answered 500: not today"
-        assert response.json()["error"]["code"] == "engine_failed"
-
-
 async def test_a_hanging_engine_loses_requests_without_a_first_byte(fake_a: FakeServer, fake_b: FakeServer) -> None:
     fake_a.headers_pause.clear()
     config = RouterConfig(worker_timeout_s=1000.0)  # for running streams: what has no byte yet need not wait so long
@@ -268,27 +231,6 @@ async def test_a_hanging_engine_loses_requests_without_a_first_byte(fake_a: Fake
         fake_a.health_pause.clear()
         assert await request == "b"
         assert router.fleet.engines[0].num_failures == 1
-
-
-async def test_slow_headers_are_waited_for_while_the_engine_passes_its_probes(fake_a: FakeServer) -> None:
-    fake_a.headers_pause.clear()
-    async with routing(spec_of(fake_a, "a")) as router:
-        request = asyncio.create_task(answered_by(router, stream=True))
-        await eventually(lambda: bool(fake_a.requests))
-        probes = router.engine("a").num_requests
-        fake_a.resume()
-        assert await request == "a"
-        assert router.engine("a").num_failures == 0 < probes
-
-
-async def test_silence_is_limited(fake_a: FakeServer) -> None:
-    fake_a.headers_pause.clear()
-    config = RouterConfig(request_timeout_s=0.1)
-    async with routing(spec_of(fake_a, "a"), config=config) as router:
-        response = await router.client.post(COMPLETIONS, json=completion(stream=True))
-        assert (response.status_code, response.json()["error"]["code"]) == (504, "engine_timeout")
-        assert "engine a" in response.json()["error"]["message"]
-        fake_a.resume()
 
 
 @pytest.mark.parametrize("num_events", [0, 2])
@@ -306,17 +248,14 @@ async def test_an_engine_that_sends_only_comments_is_silent(fake_a: FakeServer, 
 
 
 @pytest.mark.parametrize("in_stream", [False, True])
-async def test_a_busy_engine_gets_no_requests_for_as_long_as_it_says(
-    fake_a: FakeServer, fake_b: FakeServer, in_stream: bool
-) -> None:
+async def test_a_busy_engine_rests_as_long_as_it_says(fake_a: FakeServer, fake_b: FakeServer, in_stream: bool) -> None:
     if in_stream:
         fake_a.first_event_error = {"message": "too many", "code": 429}
     else:
         busy(fake_a, "30")
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
         assert [await answered_by(router, stream=in_stream) for _ in range(4)] == ["b"] * 4
-        assert len(fake_a.requests) == 1
-        assert router.engine("a").num_failures == 0
+        assert (len(fake_a.requests), router.engine("a").num_failures) == (1, 0)
         busy(fake_b, None)
         refused = await router.client.post(COMPLETIONS, json=completion())
         if not in_stream:
@@ -326,19 +265,16 @@ async def test_a_busy_engine_gets_no_requests_for_as_long_as_it_says(
             assert "a (busy for" in message or "engine b" in message
 
 
-@pytest.mark.parametrize(
-    ("header", "at_least", "at_most"),
-    [
-        ("0", -10, 0),
-        ("-5", -10, 0),
-        ("0.5", 0.1, 0.5),
-        ("1e9", 50, 60),
-        ("soon", 0.5, 1.0),
-        ("date", 15, 20),
-        ("nan", 0.5, 1.0),
-        ("inf", 0.5, 1.0),
-    ],
-)
+@pytest.mark.parametrize(("header", "at_least", "at_most"), [
+    ("0", -10, 0),
+    ("-5", -10, 0),
+    ("0.5", 0.1, 0.5),
+    ("1e9", 50, 60),
+    ("soon", 0.5, 1.0),
+    ("date", 15, 20),
+    ("nan", 0.5, 1.0),
+    ("inf", 0.5, 1.0),
+])  # fmt: skip
 async def test_retry_after_is_seconds_or_date(fake_a: FakeServer, header: str, at_least: float, at_most: float) -> None:
     busy(fake_a, formatdate(time.time() + 20, usegmt=True) if header == "date" else header, 503)
     async with routing(spec_of(fake_a, "a")) as router:
@@ -500,9 +436,7 @@ async def test_load_of_other_clients_on_an_engine_counts(fake_a: FakeServer, fak
         await eventually(lambda: len(router.engine("a").foreign) == 50)
         worker = router.fleet.registry.get("a")
         assert worker is not None
-        assert worker.num_booked_seqs == 50
-        assert worker.queued_prompt_tokens == 20 * 256
-        assert worker.load.num_waiting == 20
+        assert (worker.num_booked_seqs, worker.queued_prompt_tokens, worker.load.num_waiting) == (50, 20 * 256, 20)
         assert [await answered_by(router) for _ in range(5)] == ["b"] * 5
         fake_a.metrics = fake_b.metrics
         await eventually(lambda: not router.engine("a").foreign)
@@ -560,8 +494,7 @@ async def test_a_pair_computes_on_one_and_decodes_on_one(fake_a: FakeServer, fak
         assert rest["kv_transfer_params"] == {"do_remote_prefill": True, "remote_block_ids": [1], "remote_host": "h"}
         assert {key: rest[key] for key in body} == body
         usage = events(response)[-2]["usage"] if stream else response.json()["usage"]
-        assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
-        assert usage["completion_tokens"] == 4
+        assert (usage["prompt_tokens_details"], usage["completion_tokens"]) == ({"cached_tokens": 1}, 4)
         costs = router.fleet.costs.export()["transfers"]
         assert list(costs) == ["vllm fake-model -> vllm fake-model"]
 
@@ -638,20 +571,14 @@ async def test_the_prompt_of_a_plain_answer_waits_no_longer_than_predicted(fake_
         assert await request == "a"
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "h", "remote_port": 1}},
-        {"kv_transfer_params": "text"},
-        {"ec_transfer_params": {"remote_host": "h"}},
-        {"vllm_xargs": {"kv_transfer_params": "text"}},
-        {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 1},
-        *({"bootstrap_pair_key": "k"}, {"data_parallel_rank": 1}, {"routed_dp_rank": 1}),
-        *({"disagg_prefill_dp_rank": 1}, {"session_params": {"id": "other"}}, {"extra_key": "other"}),
-        *({"custom_logit_processor": "code"}, {"id_slot": 0}),
-    ],
-    ids=lambda fields: next(iter(fields)),
-)
+@pytest.mark.parametrize("fields", [
+    {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "h", "remote_port": 1}},
+    {"kv_transfer_params": "text"}, {"ec_transfer_params": {"remote_host": "h"}},
+    {"vllm_xargs": {"kv_transfer_params": "text"}}, {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 1},
+    *({"bootstrap_pair_key": "k"}, {"data_parallel_rank": 1}, {"routed_dp_rank": 1}),
+    *({"disagg_prefill_dp_rank": 1}, {"session_params": {"id": "other"}}, {"extra_key": "other"}),
+    *({"custom_logit_processor": "code"}, {"id_slot": 0}),
+], ids=lambda fields: next(iter(fields)))  # fmt: skip
 async def test_a_client_cannot_tell_engines_where_kv_is(fake_a: FakeServer, fields: dict[str, Any]) -> None:
     async with routing(spec_of(fake_a, "a")) as router:
         for path in (COMPLETIONS, "/v1/route/explain"):
@@ -670,8 +597,7 @@ async def test_a_request_has_a_unique_id_and_no_header_of_the_client(fake_a: Fak
     async with routing(spec_of(fake_a, "a")) as router:
         body = completion(request_id="___decode_addr_h:1", rid="other")
         response = await router.client.post(COMPLETIONS, json=body, headers=sent)
-        assert response.status_code == 200
-        assert response.headers["x-request-id"] == "mine"
+        assert (response.status_code, response.headers["x-request-id"]) == (200, "mine")
         assert not fake_a.requests[0].keys() & {"request_id", "rid"}
         got = fake_a.request_headers[0]
         assert got.keys() <= {"host", "user-agent", "accept-encoding", "content-type", "x-request-id", "content-length"}
@@ -710,8 +636,7 @@ async def test_an_unusable_answer_fails(
     async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         response = await router.client.post(COMPLETIONS, json=completion(stream=stream))
         assert response.status_code == status  # what the first cannot hand over, the second computes
-        assert router.engine(deep_at).num_failures == 1
-        assert ("cannot be sent on" in response.text) == (deep_at == "d")
+        assert (router.engine(deep_at).num_failures, "cannot be sent on" in response.text) == (1, deep_at == "d")
 
 
 async def test_a_plain_answer_that_is_too_large_is_not_the_engines_failure(

@@ -36,13 +36,10 @@ def repeated(part: bytes, count: int) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize(
-    ("part", "complaint"),
-    [
-        (b"a" * 65536, f"sent an event of more than {MAX_EVENT_BYTES} bytes"),
-        (b":\n" * 1024, f"sent an event of more than {MAX_EVENT_LINES} lines"),
-    ],
-)
+@pytest.mark.parametrize(("part", "complaint"), [
+    (b"a" * 65536, f"sent an event of more than {MAX_EVENT_BYTES} bytes"),
+    (b":\n" * 1024, f"sent an event of more than {MAX_EVENT_LINES} lines"),
+])  # fmt: skip
 async def test_an_endless_event_is_an_error(fake_a: FakeServer, part: bytes, complaint: str, is_first: bool) -> None:
     def events() -> Iterator[bytes]:
         if not is_first:
@@ -77,8 +74,7 @@ async def test_an_answer_of_many_values_is_passed_on_and_counted(fake_a: FakeSer
     fake_a.whole = {"more": LISTS}
     async with routing(spec_of(fake_a, "a")) as router:
         answer = await router.client.post(COMPLETIONS, json=completion("a b c", max_tokens=2))
-        assert answer.status_code == 200
-        assert answer.json()["more"] == LISTS
+        assert (answer.status_code, answer.json()["more"]) == (200, LISTS)
         metrics = (await router.client.get("/metrics")).text
         assert "prompt_tokens_total 3.0" in metrics
 
@@ -99,9 +95,8 @@ async def test_an_error_of_many_values_is_shown_in_part(fake_a: FakeServer, stat
 async def test_metrics_that_would_take_long_are_the_engines_failure(fake_a: FakeServer) -> None:
     fake_a.metrics = LOAD * MAX_SAMPLES
     async with routing(spec_of(fake_a, "a"), wait=False) as router:
-        await eventually(
-            lambda: router.engine("a").reason == f"its /metrics has more than {MAX_SAMPLES} samples of its load"
-        )
+        told = f"its /metrics has more than {MAX_SAMPLES} samples of its load"
+        await eventually(lambda: router.engine("a").reason == told)
         assert router.engine("a").state is not WorkerState.READY
 
 

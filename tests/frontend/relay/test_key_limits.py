@@ -54,5 +54,4 @@ async def test_a_request_over_a_limit_reaches_no_engine(fake_a: FakeServer, tmp_
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert "tokens_per_minute=50" in refused.json()["error"]["message"]
         huge = await frontends[1].client.post(COMPLETIONS, json=completion(max_tokens=2**31, n=2**40), headers=KEY)
-        assert huge.status_code == 429
-        assert len(fake_a.requests) == 1
+        assert (huge.status_code, len(fake_a.requests)) == (429, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -72,19 +73,6 @@ async def test_a_decider_adds_its_spans_to_the_trace_of_a_frontend_process(fake_
     assert kept.tree() == [(REQUEST, ("admission", ("placement",)), (attempt.name,))]
 
 
-HOSTILE_HEADERS = [
-    {},
-    {"tracestate": "vendor=a1"},
-    {"traceparent": ""},
-    {"traceparent": "00-" + "0" * 32 + "-b7ad6b7169203331-01"},
-    {"traceparent": TRACEPARENT + "-more"},
-    {"traceparent": "ff" + TRACEPARENT[2:]},
-    {"traceparent": TRACEPARENT.upper()},
-    {"traceparent": "cc" + TRACEPARENT[2:] + "-" + "x" * 10_000},
-    [("traceparent", TRACEPARENT), ("traceparent", TRACEPARENT)],
-]
-
-
 async def test_without_tracing_engines_get_the_clients_own_context(fake_a: FakeServer, fake_b: FakeServer) -> None:
     async with routing(*pair(fake_a, fake_b), config=PAIRED) as router:
         assert (await router.client.post(COMPLETIONS, json=completion(), headers=HEADERS)).status_code == 200
@@ -92,10 +80,11 @@ async def test_without_tracing_engines_get_the_clients_own_context(fake_a: FakeS
         assert {name: fake.request_headers[0].get(name) for name in HEADERS} == HEADERS
 
 
-@pytest.mark.parametrize("headers", HOSTILE_HEADERS)
-async def test_an_invalid_context_is_dropped(
-    fake_a: FakeServer, headers: dict[str, str] | list[tuple[str, str]]
-) -> None:
+@pytest.mark.parametrize("headers", [
+    *({"tracestate": "vendor=a1"}, {"traceparent": ""}, {"traceparent": TRACEPARENT + "-more"}),
+    *({"traceparent": "cc" + TRACEPARENT[2:] + "-" + "x" * 10_000}, [("traceparent", TRACEPARENT)] * 2),
+], ids=["state alone", "empty", "more", "too long", "twice"])  # fmt: skip
+async def test_an_invalid_context_is_dropped(fake_a: FakeServer, headers: Any) -> None:
     async with routing(spec_of(fake_a, "a")) as router:
         assert (await router.client.post(COMPLETIONS, json=completion(), headers=headers)).status_code == 200
     assert not fake_a.request_headers[0].keys() & HEADERS.keys()

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 
 from tandem.frontend.relay.apis import APIS
 from tests.frontend.relay.recordings import KV, RECORDED, replay
-from tests.support.engines_harness import PAIRED, completion, pair, routing, spec_of
+from tests.support.engines_harness import PAIRED, Router, completion, pair, routing, spec_of
 from tests.support.fake_openai import FakeServer
 
 GENERATING = {name: recorded for name, recorded in RECORDED.items() if "stream" in recorded}
@@ -24,41 +24,36 @@ def as_json(response: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", RECORDED)
-async def test_a_plain_answer_is_the_engines_own(fake_a: FakeServer, name: str) -> None:
+async def test_a_plain_answer_is_the_engines_own_and_its_tokens_are_counted(fake_a: FakeServer, name: str) -> None:
     body = replay(fake_a, name)
     async with routing(spec_of(fake_a, "a")) as router:
         response = await router.client.post(RECORDED[name]["path"], json=body)
         assert (response.status_code, as_json(response)) == (200, RECORDED[name]["answer"])
-        assert response.headers["x-tandem-engine"] == "a"
-        assert fake_a.requests == [body]
+        assert (response.headers["x-tandem-engine"], fake_a.requests) == ("a", [body])
+        if name in GENERATING:
+            await expect_counted(router, RECORDED[name]["answer"]["usage"])
+
+
+async def expect_counted(router: Router, usage: dict[str, Any]) -> None:
+    metrics = (await router.client.get("/metrics")).text
+    num_output = usage.get("completion_tokens") or usage.get("output_tokens")
+    assert f"tandem_router_generation_tokens_total {num_output}.0" in metrics
+    num_prompt = usage.get("prompt_tokens") or usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
+    assert f"tandem_router_prompt_tokens_total {num_prompt}.0" in metrics
 
 
 @pytest.mark.parametrize("name", GENERATING)
-async def test_a_stream_is_the_engines_own(fake_a: FakeServer, name: str) -> None:
-    body = replay(fake_a, name) | {"stream": True}
+async def test_a_stream_is_the_engines_own_and_its_tokens_are_counted(fake_a: FakeServer, name: str) -> None:
+    body, usage = replay(fake_a, name) | {"stream": True}, RECORDED[name]["answer"]["usage"]
     async with routing(spec_of(fake_a, "a")) as router:
         response = await router.client.post(RECORDED[name]["path"], json=body)
         assert response.text == RECORDED[name]["stream"]
         added = {"stream_options": {"include_usage": True}} if "choices" in RECORDED[name]["answer"] else {}
         assert fake_a.requests == [body | added]
-
-
-@pytest.mark.parametrize("name", GENERATING)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_tokens_are_counted(fake_a: FakeServer, name: str, stream: bool) -> None:
-    body = replay(fake_a, name) | {"stream": stream}
-    async with routing(spec_of(fake_a, "a")) as router:
-        await router.client.post(RECORDED[name]["path"], json=body)
-        metrics = (await router.client.get("/metrics")).text
-        usage = RECORDED[name]["answer"]["usage"]
-        # The recorded streams of chats have no usage: it was not asked for.
-        if not stream or "input_tokens" in usage:
-            num_output = usage.get("completion_tokens") or usage.get("output_tokens")
-            assert f"tandem_router_generation_tokens_total {num_output}.0" in metrics
-            num_prompt = usage.get("prompt_tokens") or usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
-            assert f"tandem_router_prompt_tokens_total {num_prompt}.0" in metrics
-        else:
-            assert "tandem_router_generation_tokens_total 0.0" not in metrics
+        if "input_tokens" in usage:
+            await expect_counted(router, usage)
+        else:  # the recorded streams of chats have no usage: it was not asked for
+            assert "tandem_router_generation_tokens_total 0.0" not in (await router.client.get("/metrics")).text
 
 
 EMBEDDING = {"object": "list", "data": [{"embedding": [0.5, 0.25]}], "usage": {"prompt_tokens": 5, "total_tokens": 5}}
@@ -78,8 +73,7 @@ async def test_routes_that_generate_nothing(fake_a: FakeServer, path: str) -> No
     async with routing(spec_of(fake_a, "a")) as router:
         before = router.fleet.lengths.mean_output_tokens
         response = await router.client.post(path, json=body | {"model": "fake-model"})
-        assert as_json(response) == answer
-        assert fake_a.requests == [body | {"model": "fake-model"}]
+        assert (as_json(response), fake_a.requests) == (answer, [body | {"model": "fake-model"}])
         assert router.fleet.lengths.mean_output_tokens == before
         fake_a.replies.clear()
         missing = await router.client.post(path, json=body)
@@ -145,8 +139,7 @@ async def test_a_stream_that_breaks_ends_in_an_error_event_of_its_kind(fake_a: F
         last = response.text.removeprefix(first).strip().splitlines()
         assert last[:-1] == ([] if name == "chat_auto" else ["event: error"])
         told = json.loads(last[-1].removeprefix("data: "))
-        assert told["error"]["code"] == "engine_failed"
-        assert told.get("type") == (None if name == "chat_auto" else "error")
+        assert (told["error"]["code"], told.get("type")) == ("engine_failed", None if name == "chat_auto" else "error")
         if name == "responses":
             assert told["code"] == "engine_failed"
         assert told["error"]["type"] == ("api_error" if name == "messages" else "server_error")
@@ -216,8 +209,7 @@ async def test_a_pair_hands_over_on_each_route(fake_a: FakeServer, fake_b: FakeS
         assert prefill[LIMITS.get(recorded["path"], "max_tokens")] == 1
         assert prefill["stream"] is False
         assert prefill["kv_transfer_params"]["do_remote_decode"] is True
-        assert decode["kv_transfer_params"] == KV
-        assert {key: decode[key] for key in body} == body
+        assert (decode["kv_transfer_params"], {key: decode[key] for key in body}) == (KV, body)
         if stream:
             assert [line for line in response.text.splitlines() if '"usage":{' not in line] == [
                 line for line in recorded["stream"].splitlines() if '"usage":{' not in line
@@ -265,26 +257,23 @@ async def test_cached_tokens_of_a_pair_are_the_first_ones(fake_a: FakeServer, fa
 TOOL = {"type": "function", "name": "f", "parameters": {}}
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        ("/v1/completions", {"prompt": "a", "n": 2}),
-        ("/v1/completions", {"prompt": "a", "best_of": 2}),
-        ("/v1/completions", {"prompt": "a", "use_beam_search": True, "n": 1}),
-        ("/v1/completions", {"prompt": "a", "echo": True}),
-        ("/v1/completions", {"prompt": "a", "prompt_logprobs": 0}),
-        ("/v1/completions", {"prompt": ["a", "b"]}),
-        ("/v1/completions", {"prompt": [[1, 2], [3]]}),
-        ("/v1/completions", {"prompt": "", "prompt_embeds": "base64"}),
-        ("/v1/completions", {"prompt": "a", "truncate_prompt_tokens": -1}),
-        ("/v1/responses", {"input": "a", "background": True}),
-        ("/v1/responses", {"input": "a", "truncation": "auto"}),
-        ("/v1/responses", {"input": "a", "tools": [TOOL, {"type": "code_interpreter"}]}),
-        ("/v1/messages", {"messages": [], "tools": [], "tool_choice": {"type": "tool", "name": "f"}}),
-        ("/v1/embeddings", {"input": "a"}),
-        ("/tokenize", {"prompt": "a"}),
-    ],
-)
+@pytest.mark.parametrize(("path", "fields"), [
+    ("/v1/completions", {"prompt": "a", "n": 2}),
+    ("/v1/completions", {"prompt": "a", "best_of": 2}),
+    ("/v1/completions", {"prompt": "a", "use_beam_search": True, "n": 1}),
+    ("/v1/completions", {"prompt": "a", "echo": True}),
+    ("/v1/completions", {"prompt": "a", "prompt_logprobs": 0}),
+    ("/v1/completions", {"prompt": ["a", "b"]}),
+    ("/v1/completions", {"prompt": [[1, 2], [3]]}),
+    ("/v1/completions", {"prompt": "", "prompt_embeds": "base64"}),
+    ("/v1/completions", {"prompt": "a", "truncate_prompt_tokens": -1}),
+    ("/v1/responses", {"input": "a", "background": True}),
+    ("/v1/responses", {"input": "a", "truncation": "auto"}),
+    ("/v1/responses", {"input": "a", "tools": [TOOL, {"type": "code_interpreter"}]}),
+    ("/v1/messages", {"messages": [], "tools": [], "tool_choice": {"type": "tool", "name": "f"}}),
+    ("/v1/embeddings", {"input": "a"}),
+    ("/tokenize", {"prompt": "a"}),
+])  # fmt: skip
 async def test_what_is_not_one_sequence_of_one_prompt_stays_on_one_engine(
     fake_a: FakeServer, fake_b: FakeServer, path: str, fields: dict[str, Any]
 ) -> None:
@@ -297,16 +286,13 @@ async def test_what_is_not_one_sequence_of_one_prompt_stays_on_one_engine(
         assert fake_b.requests == [fields | {"model": "fake-model"}]
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        ("/v1/completions", {"prompt": ["a"]}),
-        ("/v1/completions", {"prompt": [1, 2, 3], "n": 1, "logprobs": 5, "stop": ["x"], "seed": 1}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}),
-        ("/v1/responses", {"input": "a", "tools": [TOOL], "store": True}),
-        ("/v1/messages", {"messages": [], "tool_choice": {"type": "any"}}),
-    ],
-)
+@pytest.mark.parametrize(("path", "fields"), [
+    ("/v1/completions", {"prompt": ["a"]}),
+    ("/v1/completions", {"prompt": [1, 2, 3], "n": 1, "logprobs": 5, "stop": ["x"], "seed": 1}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}),
+    ("/v1/responses", {"input": "a", "tools": [TOOL], "store": True}),
+    ("/v1/messages", {"messages": [], "tool_choice": {"type": "any"}}),
+])  # fmt: skip
 async def test_what_is_one_sequence_is_handed_over(
     fake_a: FakeServer, fake_b: FakeServer, path: str, fields: dict[str, Any]
 ) -> None:
@@ -319,15 +305,12 @@ async def test_what_is_one_sequence_is_handed_over(
         assert "store" not in fields or fake_a.requests[0]["store"] is False
 
 
-@pytest.mark.parametrize(
-    ("path", "answer"),
-    [
-        ("/v1/completions", {"choices": [{"finish_reason": "stop"}]}),
-        ("/v1/completions", {"choices": [{"finish_reason": "tool_calls"}]}),
-        ("/v1/responses", {"output": [], "status": "completed"}),
-        ("/v1/messages", {"content": [], "stop_reason": "end_turn"}),
-    ],
-)
+@pytest.mark.parametrize(("path", "answer"), [
+    ("/v1/completions", {"choices": [{"finish_reason": "stop"}]}),
+    ("/v1/completions", {"choices": [{"finish_reason": "tool_calls"}]}),
+    ("/v1/responses", {"output": [], "status": "completed"}),
+    ("/v1/messages", {"content": [], "stop_reason": "end_turn"}),
+])  # fmt: skip
 async def test_a_first_token_that_ends_the_answer_needs_no_kv(
     fake_a: FakeServer, fake_b: FakeServer, path: str, answer: dict[str, Any]
 ) -> None:

@@ -69,9 +69,7 @@ async def test_each_attempt_has_a_room_of_its_own(fake_a: FakeServer, fake_b: Fa
 @pytest.mark.parametrize(
     ("name", "message"), [("p", "out of pages"), ("d", "no slots")], ids=["the prefill engine", "the decode engine"]
 )
-async def test_an_engine_that_fails_ends_the_others_half(
-    fake_a: FakeServer, fake_b: FakeServer, name: str, message: str
-) -> None:
+async def test_a_failure_ends_the_others_half(fake_a: FakeServer, fake_b: FakeServer, name: str, message: str) -> None:
     failing, other = (fake_a, fake_b) if name == "p" else (fake_b, fake_a)
     failing.status, failing.error = 500, {"message": message}
     other.headers_pause.clear()  # a decode engine waits for KV that never comes
@@ -183,16 +181,13 @@ async def test_a_broken_prefill_answer_is_a_failure(fake_a: FakeServer, fake_b: 
 # -- what the engines file may say ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fields", "error"),
-    [
-        ({"kind": "sglang", "role": "prefill"}, "needs bootstrap_port; give the server's --disaggregation-bootstrap-p"),
-        ({"kind": "sglang", "bootstrap_port": 1}, "bootstrap_port=1 is for kind='sglang' with a role"),
-        ({"kind": "vllm", "role": "prefill", "bootstrap_port": 1}, "bootstrap_port=1 is for kind='sglang'"),
-        ({"kind": "sglang", "role": "prefill", "bootstrap_port": 70000}, "bootstrap_port=70000 must be a port"),
-        ({"kind": "llamacpp", "role": "decode"}, "needs kind='vllm' .* or kind='sglang'"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "error"), [
+    ({"kind": "sglang", "role": "prefill"}, "needs bootstrap_port; give the server's --disaggregation-bootstrap-p"),
+    ({"kind": "sglang", "bootstrap_port": 1}, "bootstrap_port=1 is for kind='sglang' with a role"),
+    ({"kind": "vllm", "role": "prefill", "bootstrap_port": 1}, "bootstrap_port=1 is for kind='sglang'"),
+    ({"kind": "sglang", "role": "prefill", "bootstrap_port": 70000}, "bootstrap_port=70000 must be a port"),
+    ({"kind": "llamacpp", "role": "decode"}, "needs kind='vllm' .* or kind='sglang'"),
+])  # fmt: skip
 def test_roles_and_ports_that_do_not_fit_are_refused(fields: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         spec_from({"url": "http://h:1"} | fields, "test")

@@ -64,8 +64,7 @@ def test_only_the_end_of_a_stream_is_parsed() -> None:
     usage, done = b'data: {"choices": [], "usage": {"prompt_tokens": 1}}\n\n', b"data: [DONE]\n\n"
     assert leading_pieces(70 * piece) == (70, 70 * len(piece))
     assert leading_pieces(70 * piece + done) == (69, 69 * len(piece))
-    assert leading_pieces(70 * piece + usage + done) == (70, 70 * len(piece))
-    assert leading_pieces(usage + done) == (0, 0)
+    assert (leading_pieces(70 * piece + usage + done), leading_pieces(usage + done)) == ((70, 70 * len(piece)), (0, 0))
     assert leading_pieces(b"") == (0, 0)
 
 
@@ -150,8 +149,7 @@ def test_a_long_event_costs_no_more_than_its_bytes(monkeypatch: pytest.MonkeyPat
         assert splitter.push(piece) == b""
     assert scanned.num_bytes <= num_pieces * (piece_bytes + 3)
     assert all(part is piece for part in splitter._parts), "nothing is copied before the event is whole"
-    assert splitter.push(b"\n\n: next") == num_pieces * piece + b"\n\n"
-    assert splitter.push(b"\n\n") == b": next\n\n"
+    assert (splitter.push(b"\n\n: next"), splitter.push(b"\n\n")) == (num_pieces * piece + b"\n\n", b": next\n\n")
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,6 @@ NUMBERS = itertools.count()
 
 
 def respond(fake: FakeServer, name: str) -> None:
-    """Have the fake make and keep responses."""
-
     def reply(_: str, body: dict[str, Any]) -> Response:
         answer = {"id": f"resp_{name}{next(NUMBERS)}", "output": [], "status": "completed"}
         fake.replies[f"{PATH}/{answer['id']}"] = lambda method, _: JSONResponse(answer | {"read_by": method})
@@ -106,8 +104,7 @@ async def test_what_is_not_known_is_refused_with_the_remedy(fake_a: FakeServer) 
         for answer in answers:
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
             assert "Send the whole conversation as 'input'" in answer.json()["error"]["message"]
-        assert answers[0].json()["error"]["param"] == "previous_response_id"
-        assert len(fake_a.requests) == num_requests
+        assert (answers[0].json()["error"]["param"], len(fake_a.requests)) == ("previous_response_id", num_requests)
 
 
 async def test_a_tenant_reaches_its_own_responses_only(fake_a: FakeServer) -> None:
@@ -126,9 +123,8 @@ async def test_an_engine_that_is_gone_is_named_with_the_remedy(fake_a: FakeServe
     respond(fake_a, "a")
     async with routing(spec_of(fake_a, "a"), admin_token="secret") as router:
         answer_id, _ = await owned(router)
-        await router.client.post(
-            "/v1/engines", json={"name": "b", "url": fake_b.url}, headers={"authorization": "Bearer secret"}
-        )
+        headers = {"authorization": "Bearer secret"}
+        await router.client.post("/v1/engines", json={"name": "b", "url": fake_b.url}, headers=headers)
         respond(fake_b, "b")
         await router.all_ready("b")
         fake_a.stop()
@@ -153,9 +149,7 @@ async def test_an_engine_that_hangs_is_a_bounded_wait(fake_a: FakeServer) -> Non
         fake_a.resume()
 
 
-async def test_all_frontend_processes_know_all_responses(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_all_frontends_know_all_responses(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     respond(fake_a, "a")
     respond(fake_b, "b")
     async with routing_by_decider(tmp_path, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as decider:

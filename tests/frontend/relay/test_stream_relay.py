@@ -14,8 +14,6 @@ from tandem.router.engines.upstream import QUICK_BYTES, Reply
 
 
 class Counting:
-    """An observer that counts tokens."""
-
     def __init__(self) -> None:
         self.num_tokens = 0
 
@@ -32,17 +30,12 @@ class Counting:
         pass
 
 
-@pytest.mark.parametrize(
-    "piece",
-    [
-        b'data: {"choices":[{"text":" end","logprobs":{"token_logprobs":[-Infinity]}}]}\n\n',
-        b'data: {"choices":[{"text":"\\ud83d"}]}\n\n',
-        b'data: {"choices":[{"text":"\xff"}]}\n\n',
-        b'data: {"choices":[{"text":"a","logprobs":NaN}]}\r\n\r\n',
-        b'data:{"choices":[{"text":"a","logprobs":NaN}]}\n\n',
-        b'id: 1\ndata: {"choices":[{"text":"a","logprobs":NaN}],"usage":{"prompt_tokens":1}}\n\n',
-    ],
-)
+@pytest.mark.parametrize("piece", [
+    b'data: {"choices":[{"text":" end","logprobs":{"token_logprobs":[-Infinity]}}]}\n\n',
+    b'data: {"choices":[{"text":"\\ud83d"}]}\n\n', b'data: {"choices":[{"text":"\xff"}]}\n\n',
+    b'data: {"choices":[{"text":"a","logprobs":NaN}]}\r\n\r\n', b'data:{"choices":[{"text":"a","logprobs":NaN}]}\n\n',
+    b'id: 1\ndata: {"choices":[{"text":"a","logprobs":NaN}],"usage":{"prompt_tokens":1}}\n\n',
+])  # fmt: skip
 def test_pieces_that_are_not_strict_json_are_passed_on_in_any_company(piece: bytes) -> None:
     ping, done = b": ping\n\n", b"data: [DONE]\n\n"
     for events, shown in ((piece, piece), (piece + done, piece + done), (ping + piece, piece), (piece + ping, piece)):
@@ -81,8 +74,7 @@ def test_events_that_only_open_an_answer_are_no_tokens() -> None:
     ):
         observer = Counting()
         relay = StreamRelay("a", Reply(cast(Any, None)), observer, ChunkEvents(), shows_usage=False)
-        assert b"".join(relay.visible(read) for read in reads) == b"".join(reads)
-        assert observer.num_tokens == num_tokens
+        assert (b"".join(relay.visible(read) for read in reads), observer.num_tokens) == (b"".join(reads), num_tokens)
 
 
 PIECE = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'
@@ -90,8 +82,6 @@ USAGE = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}],"usage":{"promp
 
 
 class Parsing(ChunkEvents):
-    """Counts the events that are parsed."""
-
     num_parsed = 0
 
     def parse(self, raw: bytes) -> SseEvent:

@@ -42,5 +42,4 @@ TEMPLATES = [
 @pytest.mark.parametrize(("template", "tools", "reasoning"), TEMPLATES)
 def test_formats_are_found_in_the_chat_template(template: str, tools: str | None, reasoning: str | None) -> None:
     tool_format, reasoning_format = detect_tool_format(template), detect_reasoning_format(template)
-    assert (tool_format and tool_format.name) == tools
-    assert (reasoning_format and reasoning_format.name) == reasoning
+    assert (tool_format and tool_format.name, reasoning_format and reasoning_format.name) == (tools, reasoning)

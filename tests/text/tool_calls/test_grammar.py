@@ -18,7 +18,7 @@ from tandem.text.tool_calls.grammar import MAX_CALLS, tool_call_grammar
 from tandem.text.tool_calls.parser import AnswerParser
 from tandem.text.tool_calls.reasoning import REASONING_FORMATS
 from tests.support.toy_tokenizer import build_tokenizer
-from tests.text.tool_calls.answers import Joined, joined
+from tests.text.tool_calls.answers import Joined, joined, seeded
 
 SPECIAL = (
     "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "<|python_tag|>",
@@ -45,13 +45,10 @@ TOOLS: dict[str, dict[str, Any]] = {
 
 
 class Walker(NamedTuple):
-    """A vocabulary, and its form for grammars."""
-
     tokenizer: Tokenizer
     grammar_tokenizer: llguidance.LLTokenizer
 
     def grammar(self, format: str, **options: Any) -> str:
-        """A grammar of `TOOLS`, or of other ones."""
         reasoning = REASONING_FORMATS.get(options.pop("reasoning", ""))
         tools = options.pop("tools", TOOLS)
         used = {*TOOL_FORMATS[format].markers, *(reasoning.markers if reasoning else ())}
@@ -60,7 +57,6 @@ class Walker(NamedTuple):
         return tool_call_grammar(TOOL_FORMATS[format], tools, reasoning=reasoning, special_ids=special_ids, **settings)
 
     def matcher(self, grammar: str) -> llguidance.LLMatcher:
-        """A matcher at the grammar's beginning."""
         return compile_grammar(self.grammar_tokenizer, grammar)
 
     def allows(self, grammar: str, text: str) -> bool:
@@ -70,7 +66,6 @@ class Walker(NamedTuple):
         return int(matcher.validate_tokens(ids)) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
 
     def walk(self, grammar: str, rng: random.Random) -> str:
-        """A random answer that the grammar lets through."""
         matcher, ids = self.matcher(grammar), list[int]()
         endings = [self.tokenizer.encode(text, add_special_tokens=False) for text in ENDINGS]
         while not matcher.is_stopped() and not (matcher.is_accepting() and rng.random() < 0.3):
@@ -102,13 +97,11 @@ def walker(folder: Path, special_tokens: tuple[str, ...]) -> Walker:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Walker:
-    """Without special tokens for markers."""
     return walker(tmp_path_factory.mktemp("plain"), ())
 
 
 @pytest.fixture(scope="module")
 def special(tmp_path_factory: pytest.TempPathFactory) -> Walker:
-    """With special tokens for markers."""
     return walker(tmp_path_factory.mktemp("special"), SPECIAL)
 
 
@@ -118,7 +111,6 @@ def read(text: str, format: str, reasoning: str = "", prompt_end: str = "") -> J
 
 
 def check(calls: list[tuple[str, str]]) -> None:
-    """Each call's arguments fit its tool's schema."""
     for name, arguments in calls:
         values = json.loads(arguments)
         assert name in TOOLS
@@ -135,9 +127,7 @@ def check(calls: list[tuple[str, str]]) -> None:
 @pytest.mark.parametrize("vocabulary", ["plain", "special"])
 @pytest.mark.parametrize("format", TOOL_FORMATS)
 def test_a_grammar_lets_calls_through_that_fit(format: str, vocabulary: str, request: pytest.FixtureRequest) -> None:
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded()
     words: Walker = request.getfixturevalue(vocabulary)
     grammar = words.grammar(format)
     counts: set[int] = set()
@@ -154,9 +144,7 @@ def test_a_grammar_lets_calls_through_that_fit(format: str, vocabulary: str, req
 
 @pytest.mark.parametrize("format", TOOL_FORMATS)
 def test_one_call_and_one_tool(plain: Walker, format: str) -> None:
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded()
     grammar = plain.grammar(format, tools={"now": {}}, max_calls=1)
     for _ in range(5):
         assert [name for name, _ in read(plain.walk(grammar, rng), format).calls] == ["now"]
@@ -234,9 +222,7 @@ def test_reasoning_comes_first(plain: Walker, format: str) -> None:
     opened = plain.grammar(format, reasoning="think", is_reasoning_open=True)
     assert plain.allows(opened, f"Rome?\n</think>\n\n{text}")
     assert not plain.allows(opened, text)
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded()
     for _ in range(5):
         check(read(plain.walk(opened, rng), format, "think", "<think>\n").calls)
 
@@ -258,22 +244,17 @@ def test_pythonic_arguments_with_and_without_the_optional_ones(plain: Walker, re
         assert plain.allows(grammar, text) == set(required).issubset(given), text
 
 
-@pytest.mark.parametrize(
-    ("schema", "values", "others"),
-    [
-        ({"type": "boolean"}, ["True", "False"], ["true", "1", '"True"']),
-        ({"type": "string"}, ['"a\'b"', "'a\"b'", "'it\\'s'", "''"], ["a", "'a\nb'", "'it's'"]),
-        ({"type": "string", "enum": ["a", "b'"]}, ["'a'", '"a"', '"b\'"'], ["'c'", "a"]),
-        ({"type": "string", "maxLength": 2}, ['"ab"'], ['"abc"', "'abc'"]),
-        ({"type": "array", "items": {"type": "boolean"}}, ["[]", "[True, False]"], ["[true]", "[1]", "True"]),
-        ({"type": "array", "items": {"type": "string"}, "minItems": 1}, ['["a"]'], ["[]"]),
-        ({"$ref": "#/$defs/x"}, ['{"n": 1}'], ["1"]),
-        ({"type": "array", "items": {"$ref": "#/$defs/x"}}, ['[{"n": 1}, {"n": 2}]'], ["[1]"]),
-    ],
-)
-def test_values_are_written_as_python_does(
-    plain: Walker, schema: dict[str, Any], values: list[str], others: list[str]
-) -> None:
+@pytest.mark.parametrize(("schema", "values", "others"), [
+    ({"type": "boolean"}, ["True", "False"], ["true", "1", '"True"']),
+    ({"type": "string"}, ['"a\'b"', "'a\"b'", "'it\\'s'", "''"], ["a", "'a\nb'", "'it's'"]),
+    ({"type": "string", "enum": ["a", "b'"]}, ["'a'", '"a"', '"b\'"'], ["'c'", "a"]),
+    ({"type": "string", "maxLength": 2}, ['"ab"'], ['"abc"', "'abc'"]),
+    ({"type": "array", "items": {"type": "boolean"}}, ["[]", "[True, False]"], ["[true]", "[1]", "True"]),
+    ({"type": "array", "items": {"type": "string"}, "minItems": 1}, ['["a"]'], ["[]"]),
+    ({"$ref": "#/$defs/x"}, ['{"n": 1}'], ["1"]),
+    ({"type": "array", "items": {"$ref": "#/$defs/x"}}, ['[{"n": 1}, {"n": 2}]'], ["[1]"]),
+])  # fmt: skip
+def test_values_are_as_in_python(plain: Walker, schema: dict[str, Any], values: list[str], others: list[str]) -> None:
     definition = {"type": "object", "properties": {"n": {"type": "integer"}}, "additionalProperties": False}
     tools = {"f": {"properties": {"a": schema}, "required": ["a"], "$defs": {"x": definition}}}
     grammar = plain.grammar("pythonic", tools=tools)
@@ -286,22 +267,19 @@ def test_values_are_written_as_python_does(
         assert not plain.allows(grammar, f"[f(a={value})]"), value
 
 
-@pytest.mark.parametrize(
-    ("format", "schema", "message"),
-    [
-        ("hermes", {"type": "array"}, "must be a schema of an object"),
-        ("hermes", {"type": 3}, "must be a schema of an object"),
-        ("pythonic", {"properties": {"a-b": {}}}, "not an identifier"),
-        ("pythonic", {"properties": []}, "must be an object"),
-        ("qwen3_coder", {"properties": {}, "required": "a"}, "must be an object"),
-        ("qwen3_coder", {"properties": {"a": {}}, "required": ["b"]}, "requires 'b'"),
-        ("qwen3_coder", {"properties": {"a": False}, "required": ["a"]}, "requires 'a'"),
-        ("qwen3_coder", {"required": [[1]]}, "requires"),
-        ("qwen3_coder", {"properties": {"a": 5}}, "must have a schema"),
-        ("qwen3_coder", {"properties": {"a>": {}}}, "cannot be written within a tag"),
-        ("qwen3_coder", {"properties": {"a": {"type": "string", "enum": [1]}}}, "must have one"),
-    ],
-)
+@pytest.mark.parametrize(("format", "schema", "message"), [
+    ("hermes", {"type": "array"}, "must be a schema of an object"),
+    ("hermes", {"type": 3}, "must be a schema of an object"),
+    ("pythonic", {"properties": {"a-b": {}}}, "not an identifier"),
+    ("pythonic", {"properties": []}, "must be an object"),
+    ("qwen3_coder", {"properties": {}, "required": "a"}, "must be an object"),
+    ("qwen3_coder", {"properties": {"a": {}}, "required": ["b"]}, "requires 'b'"),
+    ("qwen3_coder", {"properties": {"a": False}, "required": ["a"]}, "requires 'a'"),
+    ("qwen3_coder", {"required": [[1]]}, "requires"),
+    ("qwen3_coder", {"properties": {"a": 5}}, "must have a schema"),
+    ("qwen3_coder", {"properties": {"a>": {}}}, "cannot be written within a tag"),
+    ("qwen3_coder", {"properties": {"a": {"type": "string", "enum": [1]}}}, "must have one"),
+])  # fmt: skip
 def test_an_unwritable_schema_is_refused(plain: Walker, format: str, schema: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plain.grammar(format, tools={"f": schema})

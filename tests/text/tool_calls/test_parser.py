@@ -12,13 +12,12 @@ from tandem.text.tool_calls.events import Content, ToolCallArguments, ToolCallBe
 from tandem.text.tool_calls.formats import TOOL_FORMATS
 from tandem.text.tool_calls.parser import AnswerParser
 from tests.support.work_count import num_lines_run
-from tests.text.tool_calls.answers import ANSWERS, Answer, Joined, joined, parsed, parser
+from tests.text.tool_calls.answers import ANSWERS, Answer, Joined, joined, parsed, parser, seeded
 
 NAMES = [pytest.param(answer, id=f"{answer.format}-{i}") for i, answer in enumerate(ANSWERS)]
 
 
 def cut(text: str, rng: random.Random) -> Iterator[str]:
-    """The text in random pieces, some of them empty."""
     longest = rng.choice([1, 3, 10, 60])
     while text:
         length = rng.randint(0, longest)
@@ -35,9 +34,7 @@ def test_an_answer_is_split_as_its_format_says(answer: Answer) -> None:
 
 @pytest.mark.parametrize("answer", NAMES)
 def test_pieces_of_any_size_give_the_same_result(answer: Answer) -> None:
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded()
     for _ in range(30):
         text = answer.text[: rng.randint(0, len(answer.text))] if rng.random() < 0.5 else answer.text
         options = {"prompt_end": answer.prompt_end}
@@ -72,9 +69,7 @@ FRAGMENTS = [
 @pytest.mark.parametrize("format", TOOL_FORMATS)
 @pytest.mark.parametrize("reasoning", [None, "think", "mistral"])
 def test_hostile_texts_are_split_alike_and_lose_nothing(format: str, reasoning: str | None) -> None:
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded()
     for _ in range(300):
         text = "".join(rng.choices(FRAGMENTS, k=rng.randint(0, 25)))
         whole = parsed([text], format, reasoning)
@@ -91,58 +86,55 @@ def test_text_without_calls_is_content_as_it_is_and_at_once(format: str) -> None
     one = parser(format)
     text = "A <b>list</b> [1, 2] {of} things;\n\n f(x) = 'y'"
     shown = [joined(one.feed(char)).content for char in text]
-    assert "".join(shown[:20]) == text[:20]
-    assert "".join(shown) + joined(one.finish()).content == text
+    assert ("".join(shown[:20]), "".join(shown) + joined(one.finish()).content) == (text[:20], text)
 
 
-@pytest.mark.parametrize(
-    ("format", "text"),
-    [
-        ("hermes", "<tool_call>hello</tool_call>"),
-        ("hermes", "<tool_call>"),
-        ("hermes", 'x\n<tool_call>\n{"name": "add", "argume'),
-        ("hermes", '<tool_call>{"name": "add", "arguments": 5}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "a b", "arguments": {}}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
-        ("hermes", '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
-        ("hermes", '<tool_call>{"name": {"x": 1}, "arguments": {}}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "add", "arguments": "\\ud800"}</tool_call>'),
-        ("hermes", "a <tool_cal"),
-        ("llama3_json", '{"name": "unknown", "parameters": {}}'),
-        ("llama3_json", '{"answer": 42}'),
-        ("llama3_json", '{"name": "add", "age": 42}'),
-        ("llama3_json", 'Use {"name": "add", "parameters": {}}'),
-        ("llama3_json", "[1, 2, 3]"),
-        ("mistral", "[TOOL_CALLS]hello"),
-        ("mistral", "[TOOL_CALLS]"),
-        ("mistral", "[TOOL_CALLS][1]"),
-        ("pythonic", "[link](https://example.com)"),
-        ("pythonic", "[add(1, 2)]"),
-        ("pythonic", "[add(a=b)]"),
-        ("pythonic", "[add(a=__import__('os').getcwd())]"),
-        ("pythonic", "[add(**{'a': 1})]"),
-        ("pythonic", "[add(a=1e999)]"),
-        ("pythonic", "[add(a={1: 2})]"),
-        ("pythonic", "[add(a=(" + "(" * 1000 + ")" * 1000 + "))]"),
-        ("pythonic", "[add(a=" + "-" * 50_000 + "1)]"),
-        ("pythonic", "[add(a=" + "1+" * 50_000 + "1)]"),
-        ("pythonic", "[add(a=" + "9" * 5000 + ")]"),
-        ("pythonic", "[unknown(a=1)]"),
-        ("qwen3_coder", "<tool_call>{}</tool_call>"),
-        ("qwen3_coder", "<tool_call>\n<function=add>\nhello"),
-        ("qwen3_coder", "Write <function=add> here"),
-        ("qwen3_coder", "<tool_call>\n<function=add\n<parameter=a>\n1\n</parameter>"),
-        ("glm45", "<tool_call>\nhello there</tool_call>"),
-        ("glm45", "<tool_call>add\n<arg_ke"),
-        ("minimax_m2", "<minimax:tool_call>\n</minimax:tool_call>"),
-        ("deepseek_v32", '<｜DSML｜invoke name="a b">\n</｜DSML｜invoke>'),
-        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>[1]<｜tool▁call▁end｜>"),
-        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"),
-        ("harmony", "<|channel|>analysis"),
-        ("harmony", "tomorrow"),
-    ],
-)
-def test_what_is_no_call_is_content(format: str, text: str) -> None:
+@pytest.mark.parametrize(("format", "text"), [
+    ("hermes", "<tool_call>hello</tool_call>"),
+    ("hermes", "<tool_call>"),
+    ("hermes", 'x\n<tool_call>\n{"name": "add", "argume'),
+    ("hermes", '<tool_call>{"name": "add", "arguments": 5}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "a b", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": {"x": 1}, "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "\\ud800"}</tool_call>'),
+    ("hermes", "a <tool_cal"),
+    ("llama3_json", '{"name": "unknown", "parameters": {}}'),
+    ("llama3_json", '{"answer": 42}'),
+    ("llama3_json", '{"name": "add", "age": 42}'),
+    ("llama3_json", 'Use {"name": "add", "parameters": {}}'),
+    ("llama3_json", "[1, 2, 3]"),
+    ("mistral", "[TOOL_CALLS]hello"),
+    ("mistral", "[TOOL_CALLS]"),
+    ("mistral", "[TOOL_CALLS][1]"),
+    ("pythonic", "[link](https://example.com)"),
+    ("pythonic", "[add(1, 2)]"),
+    ("pythonic", "[add(a=b)]"),
+    ("pythonic", "[add(a=__import__('os').getcwd())]"),
+    ("pythonic", "[add(**{'a': 1})]"),
+    ("pythonic", "[add(a=1e999)]"),
+    ("pythonic", "[add(a={1: 2})]"),
+    ("pythonic", "[add(a=(" + "(" * 1000 + ")" * 1000 + "))]"),
+    ("pythonic", "[add(a=" + "-" * 50_000 + "1)]"),
+    ("pythonic", "[add(a=" + "1+" * 50_000 + "1)]"),
+    ("pythonic", "[add(a=" + "9" * 5000 + ")]"),
+    ("pythonic", "[unknown(a=1)]"),
+    ("qwen3_coder", "<tool_call>{}</tool_call>"),
+    ("qwen3_coder", "<tool_call>\n<function=add>\nhello"),
+    ("qwen3_coder", "Write <function=add> here"),
+    ("qwen3_coder", "<tool_call>\n<function=add\n<parameter=a>\n1\n</parameter>"),
+    ("glm45", "<tool_call>\nhello there</tool_call>"),
+    ("glm45", "<tool_call>add\n<arg_ke"),
+    ("minimax_m2", "<minimax:tool_call>\n</minimax:tool_call>"),
+    ("deepseek_v32", '<｜DSML｜invoke name="a b">\n</｜DSML｜invoke>'),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>[1]<｜tool▁call▁end｜>"),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"),
+    ("harmony", "<|channel|>analysis"),
+    ("harmony", "tomorrow"),
+    (None, "<think>a</think> <tool_call>{}</tool_call>"),
+])  # fmt: skip
+def test_what_is_no_call_is_content(format: str | None, text: str) -> None:
     assert parsed([text], format) == joined([Content(text)])
 
 
@@ -156,15 +148,12 @@ def test_special_tokens_never_become_content() -> None:
         assert parsed(pieces, "mistral", hidden=hidden).content == "x1"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        'Hi\n\n<｜DSML｜ctills>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="',
-        'Hi <｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="true"x',
-        'Hi <｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="true">x</｜DSML｜parameter>\n'
+@pytest.mark.parametrize("text", [
+    'Hi\n\n<｜DSML｜ctills>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="',
+    'Hi <｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="true"x',
+    'Hi <｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="true">x</｜DSML｜parameter>\n'
         "</｜DSML｜invoke>",
-    ],
-)
+])  # fmt: skip
 def test_a_special_token_within_a_longer_marker_waits_for_the_rest(text: str) -> None:
     special = "｜DSML｜"
     pieces = [piece for part in text.split(special) for piece in (*part, special)][:-1]
@@ -172,74 +161,56 @@ def test_a_special_token_within_a_longer_marker_waits_for_the_rest(text: str) ->
     assert parsed(pieces, "deepseek_v32", hidden={special}) == parsed([text], "deepseek_v32", hidden={special})
 
 
-def test_a_call_cut_short_keeps_what_came_of_it() -> None:
-    text = '<tool_call>{"name": "get_weather", "arguments": {"city": "Par'
-    assert parsed([text], "hermes").calls == [("get_weather", '{"city": "Par')]
-    text = "<tool_call>\n<function=get_weather>\n<parameter=days>\n3\n</parameter>\n<parameter=city>\nPar\n"
-    assert parsed([text], "qwen3_coder") == Joined(calls=[("get_weather", '{"days": 3, "city": "Par\\n')])
-    text = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
-    assert parsed([text], "glm45") == Joined(calls=[("add", '{"a": 1}')])
+@pytest.mark.parametrize(("format", "text", "name", "arguments", "content"), [
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "Par', "add", '{"a": "Par', ""),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1</tool_call> sorry', "add", '{"a": 1', "sorry"),
+    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=days>\n3\n</parameter>\n<parameter=city>\nPar\n",
+        "get_weather", '{"days": 3, "city": "Par\\n', ""),
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n/function>\n</tool_call>", "add",
+        '{"a": 1}', "/function>\n</tool_call>"),
+    ("glm45", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n", "add", '{"a": 1}', ""),
+])  # fmt: skip
+def test_a_broken_call_keeps_what_came_of_it(format: str, text: str, name: str, arguments: str, content: str) -> None:
+    assert parsed([text], format) == Joined(content, calls=[(name, arguments)])
 
 
-def test_a_call_in_tags_that_is_broken_leaves_no_white_space() -> None:
-    text = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n/function>\n</tool_call>"
-    answer = parsed([text], "qwen3_coder")
-    assert (answer.calls, answer.content) == ([("add", '{"a": 1}')], "/function>\n</tool_call>")
-
-
-@pytest.mark.parametrize(
-    ("format", "text"),
-    [
-        (
-            "qwen3_coder",
-            "<tool_call>\n<function=get_weather>\n<parameter=city>\n{}\n</parameter>\n"
-            "<parameter=zip>\nx\n</parameter>\n</function>\n</tool_call>",
-        ),
-        (
-            "glm45",
-            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n<arg_key>zip</arg_key>\n"
-            "<arg_value>x</arg_value>\n</tool_call>",
-        ),
-        (
-            "deepseek_v32",
-            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
-            '<｜DSML｜parameter name="city" string="true">{}</｜DSML｜parameter>\n'
-            '<｜DSML｜parameter name="zip" string="true">x</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
-            "</｜DSML｜function_calls>",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("format", "text"), [
+    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\n{}\n</parameter>\n"
+        "<parameter=zip>\nx\n</parameter>\n</function>\n</tool_call>"),
+    ("glm45", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n<arg_key>zip</arg_key>\n"
+        "<arg_value>x</arg_value>\n</tool_call>"),
+    ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="true">{}</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="zip" string="true">x</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>"),
+])  # fmt: skip
 def test_a_string_may_quote_the_tag_that_closes_it(format: str, text: str) -> None:
     for closing in ("</parameter>", "</arg_value>", "</｜DSML｜parameter>", "\n</parameter>\n\n"):
         city = f"a {closing} b{closing}</x>\n{closing}\n\nc"
         whole = parsed([text.format(city)], format)
-        assert [(name, json.loads(arguments)) for name, arguments in whole.calls] == [
-            ("get_weather", {"city": city, "zip": "x"})
-        ]
+        ((name, arguments),) = whole.calls
+        assert (name, json.loads(arguments)) == ("get_weather", {"city": city, "zip": "x"})
         assert parsed(text.format(city), format) == whole
         unknown = text.replace("city", "not_in_its_schema").format(city)
         assert json.loads(parsed([unknown], format).calls[0][1]) == {"not_in_its_schema": city, "zip": "x"}
 
 
-@pytest.mark.parametrize(
-    ("schema", "text", "value"),
-    [
-        ({"type": "string"}, "12", "12"),
-        ({"enum": ["1", "2"]}, "1", "1"),
-        ({"type": ["string", "null"]}, "null", None),
-        ({"type": ["string", "null"]}, "12", "12"),
-        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "12", 12),
-        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, '"a"', "a"),
-        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "True", "True"),
-        ({"type": ["string", "number"]}, "12", 12),
-        ({"anyOf": [{"type": "string"}, {}]}, "12", 12),
-        ({"type": "boolean"}, "True", True),
-        ({"type": "integer"}, "twelve", "twelve"),
-        ({"type": "object"}, "NaN", "NaN"),
-        ({"type": 5}, "[1]", [1]),
-        (True, "[1]", [1]),
-    ],
-)
+@pytest.mark.parametrize(("schema", "text", "value"), [
+    ({"type": "string"}, "12", "12"),
+    ({"enum": ["1", "2"]}, "1", "1"),
+    ({"type": ["string", "null"]}, "null", None),
+    ({"type": ["string", "null"]}, "12", "12"),
+    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "12", 12),
+    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, '"a"', "a"),
+    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "True", "True"),
+    ({"type": ["string", "number"]}, "12", 12),
+    ({"anyOf": [{"type": "string"}, {}]}, "12", 12),
+    ({"type": "boolean"}, "True", True),
+    ({"type": "integer"}, "twelve", "twelve"),
+    ({"type": "object"}, "NaN", "NaN"),
+    ({"type": 5}, "[1]", [1]),
+    (True, "[1]", [1]),
+])  # fmt: skip
 def test_values_in_tags_are_typed_by_the_schema(schema: Any, text: str, value: Any) -> None:
     tools = {"f": {"type": "object", "properties": {"x": schema}}}
     one = AnswerParser(TOOL_FORMATS["qwen3_coder"], None, tools=tools)
@@ -256,19 +227,13 @@ def test_a_call_has_the_id_that_the_model_gives_it() -> None:
     assert [one.name for one in begun] == ["now", "now", "now", "a.b"]
 
 
-def test_what_follows_broken_arguments_is_content() -> None:
-    result = parsed(['<tool_call>{"name": "add", "arguments": {"a": 1</tool_call> sorry'], "hermes")
-    assert (result.calls, result.content) == ([("add", '{"a": 1')], "sorry")
-
-
 def test_arguments_are_streamed_as_they_come() -> None:
     one = parser("hermes")
     assert one.feed('<tool_call>{"name": "get_weather", "arg') == []
     begin, first = one.feed('uments": {"ci')
     assert (begin, first) == (ToolCallBegin(0, "0", "get_weather"), ToolCallArguments(0, '{"ci'))
     assert one.feed('ty": "Par') == [ToolCallArguments(0, 'ty": "Par')]
-    assert one.feed('is"') == [ToolCallArguments(0, 'is"')]
-    assert one.feed("}}</tool_call>") == [ToolCallArguments(0, "}")]
+    assert (one.feed('is"'), one.feed("}}</tool_call>")) == ([ToolCallArguments(0, 'is"')], [ToolCallArguments(0, "}")])
     assert one.finish() == []
 
 
@@ -277,41 +242,32 @@ def test_strings_in_tags_are_streamed_as_they_come() -> None:
     assert one.feed("<tool_call>\n<function=get_weather>\n<param") == []
     begin, first = one.feed('eter=city>\nA "B')
     assert (begin, first) == (ToolCallBegin(0, "0", "get_weather"), ToolCallArguments(0, '{"city": "A \\"B'))
-    assert one.feed("\n") == []
-    assert one.feed("C\n</para") == [ToolCallArguments(0, "\\nC")]
+    assert (one.feed("\n"), one.feed("C\n</para")) == ([], [ToolCallArguments(0, "\\nC")])
     assert one.feed("meter>\n</function>") == [ToolCallArguments(0, '"}')]
-
-
-def test_reasoning_that_never_ends_is_reasoning() -> None:
-    assert parsed(["<think>and so on"], "hermes", "think").reasoning == "and so on"
 
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
-@pytest.mark.parametrize(
-    ("text", "calls"),
-    [
-        (f"<think>I call.\n{CALL}\n", ["add"]),
-        (f"<think>I call.\n{CALL}\n{CALL}", ["add", "add"]),
-        (f"<think>{CALL}</think>\n\n", ["add"]),
-        (f"<think>{CALL[:-12]}", ["add"]),  # without its end
-        (f"<think>First {CALL}, then\n{CALL}", ["add"]),
-        (f"<think>{CALL} is a draft.", []),
-        (f"<think>{CALL}</think>It is 1.", []),
-        (f"<think>Either {CALL}</think>{CALL.replace('add', 'now')}", ["now"]),
-        (f"<think>{CALL[:-20]}", []),  # cut
-        (f"<think>{CALL.replace('add', 'unknown')}", []),
-        ("<think><tool_call>", []),
-    ],
-)
+@pytest.mark.parametrize(("text", "calls"), [
+    (f"<think>I call.\n{CALL}\n", ["add"]),
+    (f"<think>I call.\n{CALL}\n{CALL}", ["add", "add"]),
+    (f"<think>{CALL}</think>\n\n", ["add"]),
+    (f"<think>{CALL[:-12]}", ["add"]),  # without its end
+    (f"<think>First {CALL}, then\n{CALL}", ["add"]),
+    (f"<think>{CALL} is a draft.", []),
+    (f"<think>{CALL}</think>It is 1.", []),
+    (f"<think>Either {CALL}</think>{CALL.replace('add', 'now')}", ["now"]),
+    (f"<think>{CALL[:-20]}", []),  # cut
+    (f"<think>{CALL.replace('add', 'unknown')}", []),
+    ("<think><tool_call>", []),
+])  # fmt: skip
 def test_calls_at_the_end_of_the_reasoning_count_if_nothing_follows_it(text: str, calls: list[str]) -> None:
     answer = parsed([text], "hermes", "think")
     assert [name for name, _ in answer.calls] == calls
     assert all(arguments == '{"a": 1}' for _, arguments in answer.calls)
     assert answer.reasoning.strip() == text.removeprefix("<think>").partition("</think>")[0].strip()
-    assert parsed(text, "hermes", "think") == answer
-    assert parsed([text], None, "think").calls == []
+    assert (parsed(text, "hermes", "think"), parsed([text], None, "think").calls) == (answer, [])
 
 
 def test_the_calls_of_kimi_k2_end_its_reasoning() -> None:
@@ -319,13 +275,7 @@ def test_the_calls_of_kimi_k2_end_its_reasoning() -> None:
     text = f"Hm. <|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
     one = parser("kimi_k2", "think", prompt_end="<think>")
     events = [event for char in text for event in one.feed(char)]  # all before the end
-    assert joined(events) == Joined(reasoning="Hm.", calls=[("add", "{}")])
-    assert one.finish() == []
-
-
-def test_without_formats_all_is_content() -> None:
-    text = "<think>a</think> <tool_call>{}</tool_call>"
-    assert parsed([text], None) == joined([Content(text)])
+    assert (joined(events), one.finish()) == (Joined(reasoning="Hm.", calls=[("add", "{}")]), [])
 
 
 def test_harmony_without_tools_or_reasoning_shows_all_texts() -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
-import random
 from typing import Any
 
 import pytest
 
 from tests.support.work_count import num_lines_run
-from tests.text.tool_calls.answers import parsed, parser
+from tests.text.tool_calls.answers import parsed, parser, seeded
 
 LITERALS = [
     "1", "-1", "+1", "- 2", "0", "00", "007", "1_000", "0x1F", "0b101", "0o17", "1.", ".5", "1.5e3", "-2E-3", "1e+2",
@@ -66,9 +65,7 @@ PARTS = ["'", '"', "'''", "\\", "\\x4", "\\101", "\\N{BULLET}", "a", "r", "u", "
 
 @pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
 def test_random_texts_are_read_as_python_does() -> None:
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded()
     for _ in range(3000):
         literal = "".join(rng.choices(PARTS, k=rng.randint(1, 7)))
         if ")" in literal and by_python(literal) is None:
@@ -78,9 +75,8 @@ def test_random_texts_are_read_as_python_does() -> None:
 
 def test_newlines_in_strings_and_pythons_own_names_are_understood() -> None:
     answer = parsed(["[add(from='a\nb', class=1, a=null)]"], "pythonic")
-    assert [(name, json.loads(text)) for name, text in answer.calls] == [
-        ("add", {"from": "a\nb", "class": 1, "a": None})
-    ]
+    ((name, arguments),) = answer.calls
+    assert (name, json.loads(arguments)) == ("add", {"from": "a\nb", "class": 1, "a": None})
     assert parsed(["[add(a=1, a=2)]"], "pythonic").calls == []
 
 

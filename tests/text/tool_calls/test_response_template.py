@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,24 +11,16 @@ from transformers.utils.chat_parsing import parse_response
 from tandem.protocol.errors import ConfigError
 from tandem.text.tool_calls.events import Content
 from tandem.text.tool_calls.response_template import MAX_HELD_CHARS, ResponseTemplateParser, load_template
-from tests.text.tool_calls.answers import ANSWERS, Joined, joined, parsed
+from tests.text.tool_calls.answers import ANSWERS, Joined, joined, parsed, seeded
 from tests.text.tool_calls.test_parser import FRAGMENTS, cut
 
 HERMES: dict[str, Any] = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
-        "tool_calls": {
-            "open_pattern": r"\s*<tool_call>",
-            "close": "</tool_call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"content": "text"},
-    },
-}
+    "fields": {"reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
+        "transform": {"type": "function", "function": "{content}"}}, "content": {"content": "text"}},
+}  # fmt: skip
 PROMPT = "<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -52,19 +43,12 @@ def test_an_answer_is_split_as_the_template_says() -> None:
     assert split(["Yes"], prompt_end="the anchor is <think> further ahead") == Joined("Yes")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '<tool_call>{"name": "f"',
-        "a <tool_call>{bad}</tool_call> b",
-        "<tool_call>[1]</tool_call>",
-        '<tool_call>{"name": "a b"}</tool_call>',
-        '<tool_call>{"name": 5}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
-        '<tool_call>{"name": "\\ud800"}</tool_call>',
-        "<tool_call>" + "[" * 100_000 + "</tool_call>",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    '<tool_call>{"name": "f"', "a <tool_call>{bad}</tool_call> b", "<tool_call>[1]</tool_call>",
+    '<tool_call>{"name": "a b"}</tool_call>', '<tool_call>{"name": 5}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', '<tool_call>{"name": "\\ud800"}</tool_call>',
+    "<tool_call>" + "[" * 100_000 + "</tool_call>",
+])  # fmt: skip
 def test_what_is_no_call_is_content(text: str) -> None:
     assert split([text]) == split(text) == joined([Content(text)])
 
@@ -80,9 +64,7 @@ def test_what_is_held_back_is_bounded() -> None:
 
 
 def test_pieces_of_any_size_give_the_same_result() -> None:
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded()
     for _ in range(300):
         text = "".join(rng.choices([*FRAGMENTS, CALL, "<tool_call>", "</tool_call>"], k=rng.randint(0, 20)))
         assert split(cut(text, rng)) == split([text]), text
