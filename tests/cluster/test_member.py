@@ -153,9 +153,7 @@ def router_reports(cluster: Supervised) -> None:
     ids=["ray-first", "router-first", "router-alone"],
 )
 async def test_a_death_that_is_reported_from_both_sides_is_handled_once(
-    monkeypatch: pytest.MonkeyPatch,
-    reports: tuple[Callable[[Supervised], None], ...],
-    num_lost: int,
+    monkeypatch: pytest.MonkeyPatch, reports: tuple[Callable[[Supervised], None], ...], num_lost: int
 ) -> None:
     async with supervised(monkeypatch, num_prefill=2, num_decode=1, max_restarts=9) as cluster:
         member, dead = cluster.supervisor.members["prefill-1"], cluster.ray.latest("prefill-1")

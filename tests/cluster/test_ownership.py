@@ -289,9 +289,7 @@ async def test_a_member_adopts_a_worker_of_its_name_that_is_as_it_would_start_it
     assert len(ended) == 5
 
 
-async def test_a_server_lets_go_of_claimed_workers_but_not_of_late_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_server_lets_go_of_claimed_workers_but_not_of_late_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adoption, "RENEW_S", 0.01)
     signs = Actors(monkeypatch).store
     one, other = member(config_of()), member(config_of("decode-1"))

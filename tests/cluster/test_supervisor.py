@@ -24,7 +24,6 @@ from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.worker_member import WorkerMember
 from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.messages import PeerAddress, Quarantine, Role, WorkerCard, WorkerState
-from tandem.runtime.backoff import Backoff
 from tests.support.builders import make_card
 from tests.support.supervised import FakeWorkers, Supervised, supervised
 from tests.support.waiting import eventually
@@ -196,15 +195,6 @@ async def test_worker_that_died_too_often_starts_later_if_others_serve(monkeypat
         await cluster.is_served("decode-1", epoch)
         assert not cluster.supervisor.failure.done()
         assert cluster.roles() == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
-
-
-async def test_prefill_worker_serves_alone_until_a_decode_worker_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    backoff = Backoff(0.5, 60.0)
-    async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=0, backoff=backoff) as cluster:
-        cluster.die("decode-0")
-        await eventually(lambda: cluster.roles() == {"prefill-0": "decode"})
-        await eventually(lambda: cluster.roles() == {"prefill-0": "prefill", "decode-0": "decode"})
-        assert not cluster.supervisor.failure.done()
 
 
 async def test_prefill_worker_serves_alone_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -374,10 +374,7 @@ def test_ray_is_for_its_own_processes_alone(server: Server) -> None:
         )
 
     assert ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token).returncode == 0
-    for refused in (
-        ask(RAY_AUTH_MODE="disabled"),
-        ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64),
-    ):
+    for refused in (ask(RAY_AUTH_MODE="disabled"), ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64)):
         assert refused.returncode != 0
         assert "Unauthenticated" in refused.stderr
 

@@ -105,10 +105,7 @@ def test_a_stream_that_does_not_end_in_time_is_told_that_the_server_shuts_down(
 
 def test_ctrl_c_stays_quick(engine: FakeServer, tmp_path: Path) -> None:
     flags = ("--shutdown-delay-s=600", "--shutdown-grace-s=600", "--drain-timeout-s=0.1")
-    with (
-        routing_process(engine, tmp_path, *flags) as (process, url),
-        begun_stream(url, STREAM) as lines,
-    ):
+    with routing_process(engine, tmp_path, *flags) as (process, url), begun_stream(url, STREAM) as lines:
         process.send_signal(signal.SIGINT)
         assert '"error"' in [line for line in lines if line][-1]
         assert process.wait(30) == 0

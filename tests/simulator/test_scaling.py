@@ -12,15 +12,7 @@ from tandem.scheduling.autoscaling.moves import Move
 from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tandem.simulator.cluster import Cluster
 from tandem.simulator.machine import MACHINES
-from tandem.simulator.scaling import (
-    DynamoPlanner,
-    LlmdRules,
-    Scaler,
-    ScalingPlan,
-    Scene,
-    TandemScaler,
-    Threshold,
-)
+from tandem.simulator.scaling import DynamoPlanner, LlmdRules, Scaler, ScalingPlan, Scene, TandemScaler, Threshold
 from tandem.simulator.simulation import Outcome, simulate
 
 SLO = (10.0, 0.1)

@@ -72,10 +72,7 @@ class PressureWorld:
         self.num_steps = 0
         self.pool = BlockPool(num_blocks)
         self.scheduler = Scheduler(
-            self.pool,
-            block_size=BLOCK_SIZE,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            self.pool, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         )
         self.sequences: dict[str, Sequence] = {}
         engine: Any = SimpleNamespace(

@@ -141,9 +141,7 @@ async def test_a_worker_is_placed_again_after_ray_chose_a_node_that_was_dead(mon
             await here.start()
 
 
-async def test_a_server_that_comes_up_while_the_service_drains_still_joins(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_server_that_comes_up_while_the_service_drains_still_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     async with placed(monkeypatch) as here:
         async with LocalDispatcher(here.fleet, [], {}).running():
             pass  # HTTP has ended

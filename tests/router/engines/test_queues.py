@@ -104,17 +104,6 @@ async def test_a_full_queue_refuses_and_says_until_when(fake_a: FakeServer) -> N
         assert (await running).status_code == 200
 
 
-async def test_tenants_have_their_defaults(fake_a: FakeServer, tmp_path: Path) -> None:
-    path = tmp_path / "tenants.toml"
-    path.write_text("[tenants.search]\nttft_slo_ms = 1\n")
-    async with routing(small(fake_a, "a"), tenants=load_tenants(str(path))) as router:
-        running = await one_runs(router, fake_a)
-        refused = await start(router, prompt_of("late"), **{"x-tandem-tenant": "search"})
-        assert refused.json()["error"]["code"] == "ttft_slo_unmet"
-        fake_a.resume()
-        assert (await running).status_code == 200
-
-
 async def test_requests_that_wait_for_a_dying_engine_go_elsewhere_or_are_refused(fake_a: FakeServer) -> None:
     async with routing(small(fake_a, "a")) as router:
         running = await one_runs(router, fake_a)

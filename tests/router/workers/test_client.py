@@ -230,13 +230,6 @@ async def test_a_dead_worker_fails_all_its_requests_at_once_and_leaves_nothing()
         cluster.client.mark_dead("d", "again")
 
 
-async def test_a_silent_worker_is_given_up() -> None:
-    config = RouterConfig(worker_timeout_s=0.3)
-    async with fake_cluster(decode=silent, config=config) as cluster:
-        assert "silent for" in str(await error_of(asked(cluster)))
-        assert len(cluster.registry) == 0
-
-
 async def test_a_worker_without_heartbeats_is_marked_until_it_is_heard() -> None:
     config = RouterConfig(worker_timeout_s=2.0)
     async with fake_cluster(prefill=silent, decode=silent, config=config, heartbeat_interval_s=0.1) as cluster:

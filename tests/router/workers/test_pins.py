@@ -64,18 +64,6 @@ def add(
     ledger.check_integrity()
 
 
-def test_blocks_that_pins_share_count_once() -> None:
-    ledger = make_ledger()
-    add(ledger, "a", 1, 2, 3)
-    add(ledger, "b", 1, 2, 4)
-    assert ledger.num_blocks == 4
-    ledger.remove("a")
-    assert ledger.num_blocks == 3
-    ledger.remove("b")
-    assert (ledger.num_blocks, len(ledger)) == (0, 0)
-    ledger.check_integrity()
-
-
 @pytest.mark.parametrize(
     ("ledger", "tenant", "chain", "quota"),
     [

@@ -186,9 +186,7 @@ def test_a_request_with_a_deadline_goes_to_an_idle_worker() -> None:
 
 
 @pytest.mark.parametrize("ttft_slo_s", [None, 1.0])
-def test_prompts_for_prefill_workers_do_not_delay_those_for_decode_workers(
-    ttft_slo_s: float | None,
-) -> None:
+def test_prompts_for_prefill_workers_do_not_delay_those_for_decode_workers(ttft_slo_s: float | None) -> None:
     desk = beside_decoding()
     for _ in range(3):
         desk.enter(2048, now=20.0)
