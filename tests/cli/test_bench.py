@@ -185,12 +185,11 @@ def test_a_warmup_that_fails_altogether_ends_it(server: FakeServer, capsys: pyte
     assert run(["bench", "--url", server.url, "--concurrency", "1,8"]) == 1
     captured = capsys.readouterr()
     assert captured.err == "tandem: every request of the warm-up failed, the first with: not today (HTTP 500)\n"
-    assert captured.out == ""
-    assert len(server.requests) == 2
+    assert (captured.out, len(server.requests)) == ("", 2)
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
-def test_the_table_shows_every_digit(
+def test_the_table_has_all_digits(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))

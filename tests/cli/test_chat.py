@@ -21,7 +21,7 @@ def talk(server: FakeServer, text: str, monkeypatch: pytest.MonkeyPatch, *option
     return run(["chat", "--url", server.url, "--max-tokens", "2", *options])
 
 
-def test_piped_lines_are_turns_of_one_conversation(
+def test_piped_lines_are_turns(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert talk(server, "hello\n\nand you?\n/exit\nnever sent\n", monkeypatch, "--system", "be brief") == 0

@@ -42,9 +42,7 @@ def test_a_ca_of_the_environment_is_trusted(
 
 
 @pytest.mark.parametrize("command", ["bench", "chat"])
-def test_an_unknown_ca_is_refused_with_the_remedy(
-    https_server: FakeServer, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_an_unknown_ca_is_refused(https_server: FakeServer, capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert run([command, "--url", https_server.url]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "certificate verify failed" in line

@@ -98,7 +98,7 @@ def test_revoke_shows_in_the_list(path: str, capsys: pytest.CaptureFixture[str])
         ("bogus", "See: tandem keys --help"),
     ],
 )
-def test_bad_input_is_a_line_and_no_file(
+def test_bad_input_is_one_line_no_file(
     path: str, words: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["keys", *words.format(path=path).split()]) == 2

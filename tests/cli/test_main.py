@@ -126,10 +126,7 @@ def test_no_flag_means_the_defaults_of_the_config() -> None:
         (f"serve --port 0 --model {'m' * 300}", "is neither a folder here, a hub id"),
         ("serve --served-model-name \udcff", "served_model_name='\\udcff' must be text in UTF-8"),
         ("serve --tenants ~nobody-here/a", "tenants='~nobody-here/a' begins with the home folder of no user"),
-        (
-            "serve --worker-timeout-s 1.5",
-            "worker_timeout_s=1.5 must be at least two heartbeats, which come every 1 s, ",
-        ),
+        ("serve --worker-timeout-s 1.5", "worker_timeout_s=1.5 must be at least two heartbeats, which come every 1 s"),
         ("serve --ray-address head", "ray_address='head' must be host:port"),
         ("serve --host a..b", "host='a..b' is no host name"),
         ("serve --host \udcff", "host='\\udcff' must be text in UTF-8"),
@@ -150,11 +147,10 @@ def test_bad_input_is_one_line_and_exit_code_2(
     captured = capsys.readouterr()
     assert expected in captured.err
     assert len(captured.err.splitlines()) == 1
-    assert captured.out == ""
-    assert launched == []
+    assert (captured.out, launched) == ("", [])
 
 
-def test_busy_port_is_reported_before_anything_starts(
+def test_a_busy_port_is_told_first(
     model: Path, capsys: pytest.CaptureFixture[str], launched: list[ClusterConfig]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -211,7 +207,7 @@ def test_version_names_the_distribution(word: str, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.startswith("tandem 0.")
 
 
-def test_a_name_that_looks_like_markup_is_shown_as_it_is(
+def test_a_name_like_markup_is_shown(
     model: Path, capsys: pytest.CaptureFixture[str], launched: list[ClusterConfig]
 ) -> None:
     assert run(["serve", "--port", "0", "--model", "[/x]"]) == 2

@@ -86,7 +86,7 @@ def test_ray_still_writes_that_notice() -> None:
     ],
     ids=["refused", "no token here"],
 )
-def test_a_ray_that_cannot_be_joined_may_demand_a_token(
+def test_a_ray_out_of_reach_may_demand_a_token(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
 ) -> None:
     def refuse(**_: object) -> None:
@@ -100,9 +100,7 @@ def test_a_ray_that_cannot_be_joined_may_demand_a_token(
         pass
 
 
-def test_a_private_ray_may_start_slowly_and_its_raylet_finds_the_ports_it_would_wait_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_private_ray_may_start_slowly_and_finds_its_ports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     limits = ("RAY_raylet_start_wait_time_s", "RAY_gcs_server_port_wait_time_s", "RAY_agent_register_timeout_ms")
     node_id, ports = ray.NodeID.from_random().hex(), []
 
@@ -159,9 +157,7 @@ def test_a_private_ray_that_is_not_private_is_refused(
         pass
 
 
-def test_ctrl_c_while_ray_starts_is_answered_at_once_and_stops_it_then(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ctrl_c_while_ray_starts_is_answered_and_stops_it_then(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told: list[str] = []
 
     def start(**_: object) -> None:
@@ -180,7 +176,7 @@ def test_ctrl_c_while_ray_starts_is_answered_at_once_and_stops_it_then(
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["", "with Ctrl-C"])
-def test_a_ray_that_does_not_start_is_told_in_one_sentence(
+def test_a_failed_start_of_ray_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_stopped: bool
 ) -> None:
     def start(**_: object) -> None:
@@ -217,9 +213,7 @@ def test_a_ray_that_hangs_at_the_end_is_left_with_the_right_exit_code(
 
 
 @pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_the_death_of_a_daemon_of_ray_is_told_at_once_and_once(
-    make_loop: Callable[[], asyncio.AbstractEventLoop],
-) -> None:
+def test_the_death_of_a_daemon_of_ray_is_told_once(make_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     identity = process_of(process.pid)
     assert identity is not None

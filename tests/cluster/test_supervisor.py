@@ -65,7 +65,7 @@ async def test_a_worker_that_cannot_start_the_first_time_is_an_error(monkeypatch
 
 
 @pytest.mark.parametrize("is_stopped", [True, False], ids=["stopped", "slow"])
-async def test_a_worker_may_load_its_model_for_long_while_its_process_answers(
+async def test_a_worker_may_load_long_while_its_process_answers(
     monkeypatch: pytest.MonkeyPatch, is_stopped: bool
 ) -> None:
     silent_s = 1.0  # a new process must say something within it, on a busy machine too
@@ -289,7 +289,7 @@ def role_and_state(cluster: Supervised, worker_id: str) -> tuple[Role, WorkerSta
 
 
 @pytest.mark.parametrize(("role", "state"), [(Role.DECODE, WorkerState.READY), (Role.PREFILL, WorkerState.DRAINING)])
-async def test_a_worker_gets_work_while_it_becomes_one_that_decodes(
+async def test_a_worker_that_will_decode_has_work(
     monkeypatch: pytest.MonkeyPatch, role: Role, state: WorkerState
 ) -> None:
     """It may be the only one that is left. One that is to decode no more gets none: its answers leave."""
@@ -339,7 +339,7 @@ async def test_requests_fail_at_once_and_blocks_wait_for_proof_of_death(monkeypa
         assert cluster.ray.told[1:] == [("decode-0", "peer_died", dead.card.address, True)]
 
 
-async def test_bug_while_a_worker_starts_costs_only_that_start(
+async def test_bug_in_a_start_costs_that_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=9) as cluster:
@@ -380,9 +380,7 @@ async def test_end_of_a_flip_gives_no_work_to_a_worker_to_be_replaced(monkeypatc
         assert role_and_state(cluster, "prefill-0") == (Role.DECODE, WorkerState.DRAINING)
 
 
-async def test_flip_that_serves_but_is_not_drained_in_time_is_told_as_that(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_flip_not_drained_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("tandem.cluster.member._DRAIN_TIMEOUT_S", 0.0)
     async with supervised(monkeypatch, num_prefill=2, num_decode=1) as cluster:
         cluster.ray.latest("prefill-0").status_ = SimpleNamespace(request_ids=frozenset({"r"}))
@@ -394,7 +392,7 @@ async def test_flip_that_serves_but_is_not_drained_in_time_is_told_as_that(
     assert "did not flip" not in caplog.text
 
 
-async def test_flip_that_the_worker_refuses_has_failed(
+async def test_flip_that_is_refused_has_failed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with supervised(monkeypatch, num_prefill=2, num_decode=1) as cluster:

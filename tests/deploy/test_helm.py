@@ -101,8 +101,7 @@ def test_an_example_renders_to_valid_manifests_and_flags(example: Path) -> None:
         validate(manifest)
     (serve,) = tandem_commands(scripts(manifests)["head.sh"])
     flags = accept(serve)
-    assert flags["engine_args"] == values["cluster"]["engine_args"]
-    assert flags["engine_kind"] == "vllm"
+    assert (flags["engine_args"], flags["engine_kind"]) == (values["cluster"]["engine_args"], "vllm")
     words = {word.partition("=")[0] for word in serve}
     given = {name: value for name, value in flags.items() if f"--{name.replace('_', '-')}" in words}
     config = build_config(given | {"engine_kind": "vllm"})
@@ -270,8 +269,7 @@ def test_only_http_comes_in_and_only_names_and_models_go_out(values: Json) -> No
     release = {"app.kubernetes.io/name": "tandem", "app.kubernetes.io/instance": "release"}
     peers = [{"podSelector": {"matchLabels": release}}]
     assert within["spec"]["podSelector"] == {"matchLabels": release}
-    assert within["spec"]["policyTypes"] == ["Ingress", "Egress"]
-    assert within["spec"]["ingress"] == [{"from": peers}]
+    assert (within["spec"]["policyTypes"], within["spec"]["ingress"]) == (["Ingress", "Egress"], [{"from": peers}])
     ports = [443, 8443] if values else [443]
     assert within["spec"]["egress"] == [
         {"to": peers},
@@ -350,8 +348,7 @@ def test_rays_autoscaler_reads_the_servers_bounds_from_the_raycluster(values: Js
     assert (workers["min_workers"], workers["max_workers"]) == (2, 6)
     assert {name: workers["resources"][name] for name in ("CPU", "GPU")} == {"CPU": 3, "GPU": 1}
     assert config["available_node_types"]["headgroup"]["resources"]["CPU"] == 0
-    assert config["idle_timeout_minutes"] == 1.5
-    assert cluster["spec"]["workerGroupSpecs"][0]["replicas"] == 3
+    assert (config["idle_timeout_minutes"], cluster["spec"]["workerGroupSpecs"][0]["replicas"]) == (1.5, 3)
     flags = serve_flags(manifests)
     assert (flags["min_workers"], flags["max_workers"]) == (2, 6)
     assert "--no-monitor" in scripts(manifests)["head.sh"], "the operator starts the autoscaler"

@@ -99,9 +99,7 @@ def run_with_python(script: str, variable: str, folder: Path, python: str) -> su
 
 
 @ENVIRONMENTS
-def test_an_environment_of_its_own_is_ready_when_every_step_succeeded(
-    script: str, variable: str, tmp_path: Path
-) -> None:
+def test_an_environment_is_ready_when_every_step_succeeded(script: str, variable: str, tmp_path: Path) -> None:
     finished = run_with_python(script, variable, tmp_path, "exit 0")
     assert finished.returncode == 0, finished.stderr
     assert "\nready after " in finished.stdout

@@ -124,9 +124,7 @@ def test_a_second_server_of_the_same_name_is_refused(node: RayNode, text_model: 
         assert first.stop(signal.SIGTERM) == 0
 
 
-def test_a_server_that_stood_still_lets_go_of_workers_that_another_one_has_claimed(
-    node: RayNode, text_model: Path, tmp_path: Path
-) -> None:
+def test_a_server_that_stood_still_lets_go_of_claimed_workers(node: RayNode, text_model: Path, tmp_path: Path) -> None:
     with serving(node, text_model, tmp_path, "--colocated") as first:
         first.wait_ready()
         first.process.send_signal(signal.SIGSTOP)
@@ -144,7 +142,7 @@ def test_a_server_that_stood_still_lets_go_of_workers_that_another_one_has_claim
 
 
 @pytest.mark.parametrize("orphan_timeout_s", ["3", "0"])
-def test_workers_that_no_server_asks_for_end_and_give_back_their_cores(
+def test_orphans_end_and_give_back_cores(
     node: RayNode, text_model: Path, tmp_path: Path, orphan_timeout_s: str
 ) -> None:
     with serving(node, text_model, tmp_path, "--orphan-timeout-s", orphan_timeout_s) as server:

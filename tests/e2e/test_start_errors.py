@@ -64,9 +64,7 @@ def test_a_missing_folder_for_temporary_files_is_told_before_anything_starts(tex
         ("loading tiny", signal.SIGINT),
     ],
 )
-def test_a_signal_during_the_start_ends_everything(
-    text_model: Path, tmp_path: Path, after: str, number: signal.Signals
-) -> None:
+def test_a_signal_at_the_start_ends_all(text_model: Path, tmp_path: Path, after: str, number: signal.Signals) -> None:
     with started(text_model, tmp_path) as server:
         until(lambda: after in server.output, START_S, lambda: server.output)
         if after == "starting Ray":

@@ -309,8 +309,7 @@ async def test_operations_are_asked_for(processes: list[subprocess.Popen[bytes]]
     flip, migrate, add, drain = server.asked
     assert flip == ("roles", {"worker": "w1", "role": "prefill"})
     assert migrate == ("migrate", {"worker": "w2"})
-    assert add[0] == "add"
-    assert drain[0] == "drain"
+    assert (add[0], drain[0]) == ("add", "drain")
     assert not drain[1]["restart"]
 
 
@@ -353,7 +352,7 @@ async def test_an_operation_against_a_rule_is_left_out_and_a_failure_a_loss(
     assert not is_lost or re.search(f"1 operations went wrong, the first: {kind}: .*HTTP 500", result.lost[0])
 
 
-async def test_a_departure_that_does_not_end_is_a_loss(
+async def test_an_endless_departure_is_a_loss(
     processes: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Stuck(FakeServer):

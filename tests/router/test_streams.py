@@ -204,8 +204,7 @@ async def test_an_error_follows_the_items_before_it_and_closes(is_pushed: bool) 
 
     with pytest.raises(ValueError, match="on purpose"):
         await read()
-    assert got == [2]
-    assert stream.num_closed == 1
+    assert (got, stream.num_closed) == ([2], 1)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the reader's own"), StopIteration()])
@@ -218,7 +217,7 @@ async def test_what_a_sink_raises_is_raised_in_its_readers_task(error: Exception
     reading = asyncio.create_task(stream.read_into(sink))
     await iterations()
     stream.queue.put(1)
-    with pytest.raises(RuntimeError, match="the reader's own|StopIteration"):
+    with pytest.raises(RuntimeError, match=r"the reader|StopIteration"):
         await reading
     assert stream.num_closed == 1
 

@@ -292,19 +292,13 @@ REFUSED: dict[str, Refusal] = {
         _LAYERS + "indexed_attention",
     ),
     "qwen3_next": _refused(
-        "Qwen3NextConfig",
-        {**_WIDE, **_MOE},
-        "linear attention: state beside the KV",
-        _LAYERS + "linear_attention",
+        "Qwen3NextConfig", {**_WIDE, **_MOE}, "linear attention: state beside the KV", _LAYERS + "linear_attention"
     ),
     "minimax": _refused("MiniMaxConfig", {**_BASE, **_LOCAL_MOE}, "linear attention", _LAYERS + "linear_attention"),
     "mamba": _refused("MambaConfig", {**_TINY, "state_size": 8}, "state instead of KV", _LAYERS + "linear_attention"),
     "rwkv": _refused("RwkvConfig", _TINY, "state instead of KV", "keeps state outside its KV cache"),
     "lfm2": _refused(
-        "Lfm2Config",
-        {**_BASE, "layer_types": ["conv", "full_attention", "conv"]},
-        "convolutions",
-        _LAYERS + "conv",
+        "Lfm2Config", {**_BASE, "layer_types": ["conv", "full_attention", "conv"]}, "convolutions", _LAYERS + "conv"
     ),
     "bart": _refused("BartConfig", _BART, "counts positions itself", "paged logits differ"),
     "bert": _refused("BertConfig", _BERT, "an encoder", "attends to later tokens"),

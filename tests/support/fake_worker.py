@@ -233,8 +233,7 @@ class FakeCluster:
         return worker
 
     def assert_nothing_left(self) -> None:
-        assert self.client.num_open_sub_requests == 0
-        assert self.registry.num_bookings == 0
+        assert (self.client.num_open_sub_requests, self.registry.num_bookings) == (0, 0)
         for worker in self.registry:
             assert (worker.queued_prompt_tokens, worker.num_booked_seqs, worker.booked_kv_tokens) == (0, 0, 0)
 

@@ -245,9 +245,7 @@ async def test_half_of_a_pair_flips_when_it_is_idle(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("is_safe", "state"), [(True, WorkerState.READY), (False, WorkerState.DRAINING)], ids=["serves on", "starts again"]
 )
-async def test_half_of_a_pair_that_does_not_switch(
-    monkeypatch: pytest.MonkeyPatch, is_safe: bool, state: WorkerState
-) -> None:
+async def test_half_a_pair_does_not_switch(monkeypatch: pytest.MonkeyPatch, is_safe: bool, state: WorkerState) -> None:
     """One that refused serves on. One that lost its role gets no request and is started again."""
     async with placed(monkeypatch, HALF) as here:
         await here.start()

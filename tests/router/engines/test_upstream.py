@@ -85,8 +85,7 @@ async def test_a_request_is_written_whole_and_connections_are_kept() -> None:
         assert {b"authorization: Bearer k", b"x-request-id: req-1", b"content-length: 100000"} <= set(
             head.split(b"\r\n")
         )
-        assert body == b"x" * 100_000
-        assert peer.num_connections == 1
+        assert (body, peer.num_connections) == (b"x" * 100_000, 1)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -185,11 +184,8 @@ async def test_an_interim_answer_is_not_the_answer() -> None:
     async with connected() as (upstream, peer):
         peer.handle = answer(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n", plain(b"late", b"X-A: 1\r\n"))
         reply = await upstream.post("/", b"", "r")
-        assert (reply.status, reply.headers, await reply.read_all()) == (
-            200,
-            {"x-a": "1", "content-length": "4"},
-            b"late",
-        )
+        assert (reply.status, reply.headers) == (200, {"x-a": "1", "content-length": "4"})
+        assert await reply.read_all() == b"late"
         reply.close()
 
 

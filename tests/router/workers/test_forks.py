@@ -76,8 +76,7 @@ async def test_a_fork_books_only_what_its_answer_adds() -> None:
         await eventually(lambda: cluster.registry.num_bookings == 3)
         worker = cluster.registry.get("d")
         assert worker is not None
-        assert worker.num_booked_seqs == 3
-        assert worker.queued_prompt_tokens == 100
+        assert (worker.num_booked_seqs, worker.queued_prompt_tokens) == (3, 100)
         num_output_tokens = (worker.booked_kv_tokens - 100) // 3
         assert worker.booked_kv_tokens == 100 + 3 * num_output_tokens
         for task in tasks:

@@ -341,32 +341,22 @@ async def test_a_pinned_conversation_grows_by_prompt_and_answer(num_prompt_token
 
 
 @pytest.mark.parametrize(
-    ("request_", "error", "message"),
+    ("num_tokens", "ttl_s", "error", "message"),
     [
-        (
-            PinRequest(token_ids=list(range(15)), cache_scope=EVERYONE),
-            RequestError,
-            "15 tokens long, shorter than a KV block of 16",
-        ),
-        (PinRequest(token_ids=[1] * 40_000, cache_scope=EVERYONE), ContextLengthExceeded, "40000 tokens"),
-        (
-            PinRequest(token_ids=[1] * 20, cache_scope=EVERYONE, ttl_s=101.0),
-            RequestError,
-            r"ttl_s=101 is over max_pin_ttl_s=100",
-        ),
-        (
-            PinRequest(token_ids=[1] * 16 * 11, cache_scope=EVERYONE),
-            PinQuotaExceeded,
-            r"11 blocks of all pins, over the limit of 10",
-        ),
+        (15, 9.0, RequestError, "15 tokens long, shorter than a KV block of 16"),
+        (40_000, 9.0, ContextLengthExceeded, "40000 tokens"),
+        (20, 101.0, RequestError, "ttl_s=101 is over max_pin_ttl_s=100"),
+        (16 * 11, 9.0, PinQuotaExceeded, "11 blocks of all pins, over the limit of 10"),
     ],
 )
-async def test_what_cannot_be_pinned_is_refused(request_: PinRequest, error: type[Exception], message: str) -> None:
+async def test_what_cannot_be_pinned_is_refused(
+    num_tokens: int, ttl_s: float, error: type[Exception], message: str
+) -> None:
     quotas = PinQuotas(max_pin_ttl_s=100.0, pin_tenant_share=1.0)
     async with fake_cluster(tenants=Tenants(pins=quotas)) as cluster:
         worker = await add_keeper(cluster, "d", Role.DECODE)
         with pytest.raises(error, match=message):
-            await cluster.flow.cache.pin(request_)
+            await cluster.flow.cache.pin(PinRequest([1] * num_tokens, EVERYONE, ttl_s=ttl_s))
         assert pins_of(worker) == []
 
 

@@ -201,8 +201,7 @@ def test_a_worker_without_a_free_seat_is_avoided(role: Role) -> None:
         for _ in range(num_seqs):
             pool.book("p", worker_id, kv=200, done=True)
     placement = pool.placer.place(make_request(1000), 0.0, num_others=9)
-    assert placement.best.decode.worker_id == "free"
-    assert placement.best.terms.memory_s == 0
+    assert (placement.best.decode.worker_id, placement.best.terms.memory_s) == ("free", 0)
     (wait_s,) = {other.terms.memory_s for other in placement.others if other.decode.worker_id == "full"}
     lifetime_s = 100 * pool.costs.steps("cpu-1").costs.step_s(2, 400)
     assert wait_s == pytest.approx(lifetime_s / 2), "one of two sequences ends after half a lifetime"
