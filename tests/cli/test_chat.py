@@ -1,7 +1,6 @@
 import io
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ import pytest
 from tandem.cli.chat import ChatError, Conversation
 from tandem.cli.main import run
 from tandem.cli.options import without_controls
+from tests.support.engines_harness import dead_url
 from tests.support.fake_openai import FakeServer
 
 
@@ -104,9 +104,7 @@ def test_closing_an_answer_hangs_up(server: FakeServer) -> None:
 
 
 def test_refused_connection_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        assert run(["chat", "--url", f"http://127.0.0.1:{unused.getsockname()[1]}"]) == 2
+    assert run(["chat", "--url", dead_url()]) == 2
     error = capsys.readouterr().err
     assert "tandem serve" in error
     assert len(error.splitlines()) == 1

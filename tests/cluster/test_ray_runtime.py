@@ -27,16 +27,15 @@ from tandem.cluster import ray_runtime
 from tandem.cluster.ray_runtime import RayDaemon, daemons_watched, probe_address, ray_running
 from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.process import process_of
+from tests.support.engines_harness import dead_url
 from tests.support.waiting import eventually
 
 
 def test_a_ray_address_where_nothing_listens_is_told_at_once() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{unused.getsockname()[1]}"
-        for text in (address, f"ray://{address}", "127.0.0.1:99999"):
-            with pytest.raises(ConfigError, match=f"ray_address='{text}' cannot be reached"):
-                probe_address(text)
+    address = dead_url().removeprefix("http://")
+    for text in (address, f"ray://{address}", "127.0.0.1:99999"):
+        with pytest.raises(ConfigError, match=f"ray_address='{text}' cannot be reached"):
+            probe_address(text)
 
 
 def test_a_ray_address_that_answers_or_has_no_port_passes(monkeypatch: pytest.MonkeyPatch) -> None:

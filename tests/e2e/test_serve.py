@@ -167,14 +167,9 @@ class Person(pydantic.BaseModel):
 
 def test_structured_output_is_the_same_on_two_workers_and_on_one(server: Server, colocated: Server) -> None:
     question: Any = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "Who?"}],
-        "response_format": Person,
-        "temperature": 1.0,
-        "seed": 11,
-        "n": 3,
-        "max_tokens": 400,
-    }
+        "model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "response_format": Person,
+        "temperature": 1.0, "seed": 11, "n": 3, "max_tokens": 400,
+    }  # fmt: skip
     answers = []
     for one in (server, colocated):
         with client_of(one) as client:

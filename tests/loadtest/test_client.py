@@ -4,6 +4,7 @@ import socket
 import pytest
 
 from tandem.loadtest.client import CUT, MeasuringClient, StreamTiming
+from tests.support.engines_harness import dead_url
 from tests.support.fake_openai import FakeServer
 
 
@@ -62,10 +63,7 @@ def test_http_error_is_reported_with_its_message(server: FakeServer) -> None:
 
 
 def test_refused_connection_is_an_error_and_not_an_exception() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        url = "http://{}:{}".format(*unused.getsockname())
-        timing = asyncio.run(MeasuringClient(url).stream_completion("a", model="m", max_tokens=1))
+    timing = asyncio.run(MeasuringClient(dead_url()).stream_completion("a", model="m", max_tokens=1))
     assert "onnect" in timing.error
 
 

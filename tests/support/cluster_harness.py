@@ -203,16 +203,9 @@ async def running_cluster(
     client = WorkerClient(registry, index, costs, config, keys=ROUTER_KEYS)
     placer = Placer(registry, index, costs, config)
     flow = RequestFlow(
-        model="tiny",
-        registry=registry,
-        index=index,
-        costs=costs,
-        placer=placer,
-        sizing=sizing,
-        workers=client,
-        config=config,
-        tenants=tenants,
-    )
+        model="tiny", registry=registry, index=index, costs=costs, placer=placer, sizing=sizing, workers=client,
+        config=config, tenants=tenants,
+    )  # fmt: skip
     cluster = Cluster(JudgedHub(judge), registry, client, index, costs, flow, sizing)
     for collector in (LoadCollector(registry), WorkerCollector(registry), PinCollector(flow.cache, registry)):
         cluster.metrics.register(collector)

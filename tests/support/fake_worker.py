@@ -96,13 +96,9 @@ class FakeWorker:
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         beats_port = self._beats.bind_to_random_port("tcp://127.0.0.1")
         self.card = make_card(
-            worker_id,
-            role,
-            epoch=epoch,
-            endpoint=f"tcp://127.0.0.1:{port}",
-            heartbeat_endpoint=f"tcp://127.0.0.1:{beats_port}",
-            namespace=namespace,
-        )
+            worker_id, role, epoch=epoch, endpoint=f"tcp://127.0.0.1:{port}",
+            heartbeat_endpoint=f"tcp://127.0.0.1:{beats_port}", namespace=namespace,
+        )  # fmt: skip
         address = msgspec.structs.replace(self.card.address, public_key=self._keys.public)
         self.card = msgspec.structs.replace(self.card, address=address, tiers=tiers or {}, kernels=kernels)
         self._peer = b""
@@ -213,18 +209,10 @@ class FakeCluster:
             self.registry, self.index, self.costs, config, heartbeat_interval_s=heartbeat_interval_s
         )
         self.flow = RequestFlow(
-            model="toy",
-            registry=self.registry,
-            index=self.index,
-            costs=self.costs,
-            placer=Placer(self.registry, self.index, self.costs, config),
-            sizing=self.sizing,
-            workers=self.client,
-            config=config,
-            tenants=tenants,
-            manager=manager,
-            tracing=tracing,
-        )
+            model="toy", registry=self.registry, index=self.index, costs=self.costs,
+            placer=Placer(self.registry, self.index, self.costs, config), sizing=self.sizing, workers=self.client,
+            config=config, tenants=tenants, manager=manager, tracing=tracing,
+        )  # fmt: skip
         self.workers: dict[str, FakeWorker] = {}
 
     async def add(self, worker: FakeWorker) -> FakeWorker:

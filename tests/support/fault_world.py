@@ -68,19 +68,12 @@ DEADLINE_S = 3 * _TRANSFER.handoff_timeout_s + _TRANSFER.lease_ttl_s + 2 * _DEAT
 _DRAIN_S = 2 * (DEADLINE_S + _LATE_S)
 
 _REASONS = {
-    "did not arrive in time": "KV did not arrive in time",
-    "no word from": "no grant in time",
-    "was silent": "no news of the prompt",
-    "is failed": "a write failed",
-    "is lost": "a write was lost",
-    "took over": "a write stalled",
-    "died": "a worker died",
-    "is gone": "a worker died",
-    "did not answer": "link not up in time",
-    "revoked": "lease revoked",
-    "cancelled": "lease revoked",
+    "did not arrive in time": "KV did not arrive in time", "no word from": "no grant in time",
+    "was silent": "no news of the prompt", "is failed": "a write failed", "is lost": "a write was lost",
+    "took over": "a write stalled", "died": "a worker died", "is gone": "a worker died",
+    "did not answer": "link not up in time", "revoked": "lease revoked", "cancelled": "lease revoked",
     "another lease": "lease revoked",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -190,23 +183,13 @@ class _Worker:
         self.device = None if make_device is None else make_device(self.engine, world.source.randrange(1 << 30))
         inner = world.hub.join(worker_id, epoch, self.engine.kv.shards)
         self.transport = FaultyTransport(
-            inner,
-            self.engine.kv.shards[0],
-            rates=world.faults.writes,
-            source=world.source,
-            clock=lambda: world.now,
-            max_delay_s=_LATE_S,
-            injected=world.report.injected,
-        )
+            inner, self.engine.kv.shards[0], rates=world.faults.writes, source=world.source, clock=lambda: world.now,
+            max_delay_s=_LATE_S, injected=world.report.injected,
+        )  # fmt: skip
         compatibility = compatibility_fields(
-            model_revision="tiny",
-            namespace=self.engine.namespace,
-            kv_dtype="float32",
-            block_size=_BLOCK_SIZE,
-            block_shape=self.engine.kv.block_shape,
-            transport="in_process",
-            checksums=world.transfer.checksums,
-        )
+            model_revision="tiny", namespace=self.engine.namespace, kv_dtype="float32", block_size=_BLOCK_SIZE,
+            block_shape=self.engine.kv.block_shape, transport="in_process", checksums=world.transfer.checksums,
+        )  # fmt: skip
         config = world.transfer
         self.links = PeerLinks(
             self.address, compatibility, self.transport, world.send, timeout_s=config.handoff_timeout_s

@@ -110,14 +110,9 @@ class Host:
     def run(self, *words: str, timeout_s: float = _TIMEOUT_S, env: Mapping[str, str] | None = None) -> str:
         """Run a command on the host; its output. Raises AssertionError with the output if it fails."""
         finished = subprocess.run(
-            self.command(words, env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+            self.command(words, env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, timeout=timeout_s, check=False,
+        )  # fmt: skip
         assert finished.returncode == 0, f"{' '.join(words)} on {self.name}: {finished.returncode}\n{finished.stdout}"
         return finished.stdout
 

@@ -76,14 +76,9 @@ class PressureWorld:
         )
         self.sequences: dict[str, Sequence] = {}
         engine: Any = SimpleNamespace(
-            config=SimpleNamespace(block_size=BLOCK_SIZE),
-            kv=SimpleNamespace(shards=()),
-            stream=HostStream(),
-            scheduler=self.scheduler,
-            pool=self.pool,
-            sequence_of=self._sequence_of,
-            add=self.add,
-        )
+            config=SimpleNamespace(block_size=BLOCK_SIZE), kv=SimpleNamespace(shards=()), stream=HostStream(),
+            scheduler=self.scheduler, pool=self.pool, sequence_of=self._sequence_of, add=self.add,
+        )  # fmt: skip
         links: Any = SimpleNamespace(me=D, remember=lambda peer: None, send=self._sent)
         self.failed: list[tuple[str, str, str]] = []
         config = TransferConfig(handoff_timeout_s=handoff_timeout_s, lease_ttl_s=lease_ttl_s)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import Overloaded, ServingError
-from tandem.protocol.messages import PeerAddress, Role, StepStats, WorkerCard, WorkerState
+from tandem.protocol.messages import Role, StepStats
 from tandem.scheduling.admission.admission import Admission, Dispatch, Drop
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel, prefill_attention
@@ -24,6 +24,7 @@ from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.request import NO_DIGESTS, ServiceClass
 from tandem.scheduling.workers.bookings import Booking
 from tandem.scheduling.workers.registry import Registry
+from tests.support.builders import add_ready, make_card
 
 CHUNK_TOKENS = 512
 NOISE = 0.1  # standard deviation of the logarithm of a step's duration
@@ -111,21 +112,7 @@ class VirtualCluster:
         return job
 
     def _add(self, worker_id: str, role: Role) -> None:
-        card = WorkerCard(
-            address=PeerAddress(worker_id=worker_id, epoch=1, endpoint="", heartbeat_endpoint=""),
-            role=role,
-            kind="cpu-1",
-            model="virtual",
-            max_model_len=1 << 17,
-            block_size=16,
-            num_blocks=1 << 16,
-            block_bytes=16 * 23_040,
-            max_num_batched_tokens=CHUNK_TOKENS,
-            namespace=b"",
-            pid=0,
-        )
-        self.registry.add(card, 0.0)
-        self.registry.set_state(worker_id, WorkerState.READY, "virtual")
+        add_ready(self.registry, make_card(worker_id, role, num_blocks=1 << 16, max_model_len=1 << 17))
         self._machines[worker_id] = _Machine(worker_id)
 
     def _arrive(self, job: Job) -> None:

@@ -29,13 +29,9 @@ from tests.support.tracing import CLIENT_TRACE, TRACEPARENT, KeptSpans
 from tests.support.waiting import eventually
 
 PAIR = (
-    "generate",
-    ("admission", ("placement",)),
-    ("prefill", ("prefill.queue",), ("prefill.compute",)),
-    ("lease_wait",),
-    ("kv_transfer",),
-    ("decode", ("decode.queue",)),
-)
+    "generate", ("admission", ("placement",)), ("prefill", ("prefill.queue",), ("prefill.compute",)), ("lease_wait",),
+    ("kv_transfer",), ("decode", ("decode.queue",)),
+)  # fmt: skip
 
 
 def traced(**fields: Any) -> GenerateRequest:
