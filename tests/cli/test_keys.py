@@ -42,7 +42,6 @@ def test_create_prints_the_key_and_list_all_but_it(path: str, capsys: pytest.Cap
     limits = KeyLimits(requests_per_minute=60, tokens_per_minute=9000, concurrent_requests=4, pins=1)
     assert (key.tenant, key.priority, key.limits) == ("search", 2, limits)
     assert key.expires == datetime(2100, 1, 31, tzinfo=UTC)
-
     assert run(["keys", "create", "--file", path, "--operator"]) == 0
     shown = listed(path, capsys)
     assert [(one["id"], one["tenant"], one["state"]) for one in shown] == [

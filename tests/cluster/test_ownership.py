@@ -222,7 +222,6 @@ async def test_workers_that_wait_for_room_are_their_servers_while_it_lives(
 
     actors = Actors(monkeypatch, waits=claim)
     monkeypatch.setattr(adoption, "_internal_kv_get", lambda *_, **__: f"pid 7 on h {signs.pop(0)}".encode())
-
     if is_refused:
         with pytest.raises(ConfigError, match=r"has this name: pid 7 on h\. .*--service-name"):
             await adopt_orphans(OWNER, "key", [])

@@ -71,7 +71,6 @@ async def test_a_worker_may_load_long_while_its_process_answers(
     silent_s = 1.0  # a new process must say something within it, on a busy machine too
     monkeypatch.setattr("tandem.cluster.member._LOOK_AT_START_S", 0.01)
     monkeypatch.setattr("tandem.cluster.member._SILENT_START_S", silent_s)
-
     async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
         cluster.ray.loaded.clear()
         cluster.die("prefill-0")
@@ -90,7 +89,6 @@ async def test_a_worker_may_load_long_while_its_process_answers(
 
 async def test_nothing_is_asked_of_a_ray_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would not answer, and block the event loop meanwhile."""
-
     async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
         asked: list[str] = []
         monkeypatch.setattr(cluster.ray, "kill", lambda *_, **__: asked.append("kill"))
@@ -149,7 +147,6 @@ async def test_service_ends_when_its_last_worker_died_too_often(monkeypatch: pyt
 
 async def test_prefill_worker_serves_alone_while_no_node_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.cluster.member._REPLACE_NOTICE_S", 0.02)
-
     async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
         cluster.ray.placed.clear()
         cluster.die("decode-0")
@@ -172,7 +169,6 @@ async def test_the_end_gives_back_what_ray_reserved_unless_ray_is_dead(monkeypat
 
 async def test_when_no_node_is_left_the_service_ends_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.cluster.member._REPLACE_NOTICE_S", 0.02)
-
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=1) as cluster:
         cluster.ray.placed.clear()  # the node that is left has no room: that may change
         cluster.die("prefill-0")
@@ -323,7 +319,6 @@ async def test_requests_fail_at_once_and_blocks_wait_for_proof_of_death(monkeypa
 
     monkeypatch.setattr(process_end, "_end_once", end)
     timing = Timing(gone_s=0.05)
-
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=9, timing=timing) as cluster:
         dead, survivor = cluster.ray.latest("prefill-0"), cluster.ray.latest("decode-0")
         survivor.num_deaf_calls = 3  # it is told until it hears it
@@ -419,7 +414,6 @@ async def test_sender_whose_lost_writes_fill_a_pool_is_replaced(monkeypatch: pyt
 
     monkeypatch.setattr(quarantine_watch, "_senders_to_replace", count_looks)
     is_looked_at_again = lambda: eventually(lambda until=num_looks + 3: num_looks >= until)  # noqa: E731
-
     async with supervised(monkeypatch, num_prefill=2, num_decode=1, max_restarts=0) as cluster:
         num_blocks = make_card().num_blocks
         senders = [cluster.ray.latest(f"prefill-{number}") for number in range(2)]

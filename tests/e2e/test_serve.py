@@ -350,7 +350,6 @@ def test_ray_is_for_its_own_processes_alone(server: Server) -> None:
     for folder in server.scratch.iterdir():
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "Ray opens the folders it is given to everyone"
         assert token not in "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
-
     port = next(connection.laddr.port for connection in gcs.net_connections("inet") if connection.status == "LISTEN")
     code = "import sys; from ray._raylet import GcsClient; print(GcsClient(address=sys.argv[1]).cluster_id.hex())"
 

@@ -108,7 +108,6 @@ def a_node_dies_and_comes_back(server: Server, nodes: list[RayNode], model: Path
             events += [line] if line else []
     assert events[-1] == "data: [DONE]"
     assert not any('"error"' in event for event in events), events
-
     until(lambda: ask(server, PROMPTS[0]).status_code == 200, START_S, lambda: server.output)
     assert answers(server) == expected
     assert hosts(server) == {"", server.worker("decode")["host"]} == {"", *NODES} - {nodes[number].ip}

@@ -173,7 +173,6 @@ async def test_explaining_sends_and_books_nothing() -> None:
 
 async def test_a_tenants_workers_and_adapters_are_kept_to_and_explained() -> None:
     named = {"small": TenantPolicy(workers=("d",)), "gone": TenantPolicy(workers=("x-*",))}
-
     async with fake_cluster(
         prefill=first_token,
         decode=remaining_tokens,

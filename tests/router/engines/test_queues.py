@@ -58,7 +58,6 @@ async def test_what_waits_and_what_runs_is_in_the_metrics_until_it_ends(fake_a: 
         queue = ("router_queue_requests{", "router_queue_tokens{", "router_queue_worker_seconds{")
         running_engine, running_router = 'engine_running_requests{engine="a"}', "router_running_requests "
         dropped = 'router_dropped_total{reason="client_gone",tenant="default"}'
-
         running = await one_runs(router, fake_a)
         plain = asyncio.create_task(router.client.post(COMPLETIONS, json=completion(prompt_of("plain"), n=2)))
         gone = RawClient(router.app, COMPLETIONS, completion(prompt_of("gone"), stream=True))

@@ -299,7 +299,6 @@ async def test_a_restarted_worker_gets_its_pins_again_with_the_remaining_time() 
 
 async def test_a_worker_that_does_not_answer_is_listed_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.router.workers.pins.REPORT_TIMEOUT_S", 0.05)
-
     async with fake_cluster() as cluster:
         await add_keeper(cluster, "d", Role.DECODE)
         await cluster.add(FakeWorker("p", Role.PREFILL))
@@ -315,7 +314,6 @@ def conversation_request(num_prompt_tokens: int) -> GenerateRequest:
 @pytest.mark.parametrize(("num_prompt_tokens", "num_blocks"), [(44, [0, 2]), (45, [0, 2, 3])])
 async def test_a_pinned_conversation_grows_by_prompt_and_answer(num_prompt_tokens: int, num_blocks: list[int]) -> None:
     """The answer has four tokens, and the KV of the last one is never computed."""
-
     async with fake_cluster() as cluster:
         await add_keeper(cluster, "p", Role.PREFILL)
         decode = await add_keeper(cluster, "d", Role.DECODE)

@@ -261,7 +261,6 @@ def test_equals_the_naive_index_once_snapshots_are_answered(steps: list[tuple[st
         worker.set_depth("a", 1)  # lost events show as a gap at the next one
         for events in worker.in_flight:
             deliver(worker, events)
-
     naive = NaiveIndex()
     naive.blocks = {worker_id: worker.held() for worker_id, worker in workers.items()}
     for name in "abc":
