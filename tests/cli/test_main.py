@@ -21,7 +21,6 @@ from tandem.protocol.config import (
     TierConfig,
     TransferConfig,
 )
-from tandem.protocol.errors import ConfigError
 from tandem.protocol.settings import settings_of
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tests.support.keys import make_key_file
@@ -168,17 +167,6 @@ def test_a_wrong_model_and_a_busy_port_are_told_together(capsys: pytest.CaptureF
         f"tandem: model folder /no/such/folder does not exist; and cannot listen on host=127.0.0.1 port={port} "
         "(Address already in use); choose another with --port or --host\n"
     )
-
-
-def test_error_of_the_launcher_is_one_line_too(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def launch(*_: object) -> int:
-        raise ConfigError("pool_bytes=9 is less than one block")
-
-    monkeypatch.setitem(sys.modules, "tandem.cluster.serve", types.SimpleNamespace(serve=launch))
-    assert run(["serve", "--port", "0", "--model", str(model)]) == 2
-    assert capsys.readouterr().err == "tandem: pool_bytes=9 is less than one block\n"
 
 
 @pytest.mark.parametrize(

@@ -326,19 +326,6 @@ def test_ctrl_c_lets_answers_end_and_a_second_one_does_not(tmp_path: Path, num_s
                 assert not any(_is_whole(answer) for answer in answers)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_answers_that_do_not_end_in_time_do_not_hold_up_the_end(tmp_path: Path, count: int) -> None:
-    with fakes(1) as [engine], routing(tmp_path, [engine], count, "--shutdown-grace-s=0.5") as running:
-        engine.headers_pause.clear()
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(running.complete)
-            until(lambda: len(engine.requests) == 1)
-            running.process.send_signal(signal.SIGTERM)
-            assert running.process.wait(5) == 0
-            engine.resume()
-            assert not _is_whole(answer)
-
-
 def _is_whole(answer: Any) -> bool:
     """Whether a request was answered. Otherwise its connection broke, or the router answered that it ends."""
     return answer.exception() is None and answer.result().status_code == 200

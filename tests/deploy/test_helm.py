@@ -202,14 +202,16 @@ def test_an_upgrade_keeps_the_secrets() -> None:
     assert re.search(r"get \$present \$key \| default \(randAlphaNum 64", template)
 
 
-def test_api_keys_come_from_a_secret_to_the_head_only() -> None:
+def test_api_keys_and_tenants_come_to_the_head_only() -> None:
     manifests = render(EVERYTHING)
-    folder, _, file = str(serve_flags(manifests)["api_key_file"]).rpartition("/")
-    both = pods(manifests)
-    secret = mounted(both["head"])[folder]["secret"]
-    assert (secret["secretName"], secret["items"]) == ("our-keys", [{"key": "keys", "path": file}])
+    flags, both = serve_flags(manifests), pods(manifests)
+    head = mounted(both["head"])
+    (folder, keys), (other, tenants) = (str(flags[name]).rsplit("/", 1) for name in ("api_key_file", "tenants"))
+    secret = head[folder]["secret"]
+    assert (secret["secretName"], secret["items"]) == ("our-keys", [{"key": "keys", "path": keys}])
     assert secret["defaultMode"] & 0o027 == 0, "the server would refuse the file"
-    assert folder not in mounted(both["worker"])
+    assert head[other]["configMap"] == {"name": "our-tenants", "items": [{"key": "tenants.toml", "path": tenants}]}
+    assert not {folder, other} & mounted(both["worker"]).keys()
     assert serve_flags(render())["api_key_file"] == ""
 
 
@@ -236,15 +238,6 @@ def test_the_certificate_comes_from_a_secret_to_the_head_only() -> None:
     assert secret == {"secretName": "our-certificate", "defaultMode": 0o440}  # all of it: renewed in place
     (head,) = both["head"]["containers"]
     assert not any("subPath" in mount for mount in head["volumeMounts"]), "such a mount never changes"
-    assert folder not in mounted(both["worker"])
-
-
-def test_tenants_come_from_a_config_map_to_the_head_only() -> None:
-    manifests = render(EVERYTHING)
-    folder, _, file = str(serve_flags(manifests)["tenants"]).rpartition("/")
-    both = pods(manifests)
-    volume = mounted(both["head"])[folder]["configMap"]
-    assert volume == {"name": "our-tenants", "items": [{"key": "tenants.toml", "path": file}]}
     assert folder not in mounted(both["worker"])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 from pathlib import Path
 
 import psutil
@@ -31,22 +30,6 @@ def test_a_pool_over_the_memory_is_told_by_the_worker_that_cannot_build_it(text_
         line = one_error_line(server.output)
         assert f"pool_bytes={num_bytes} does not fit" in line
         assert "Error" not in line
-
-
-def test_a_busy_port_is_told_before_anything_starts(text_model: Path, tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with started(text_model, tmp_path, "--port", str(port)) as server:
-            assert server.wait_ended() == 2
-            assert f"port={port}" in one_error_line(server.output)
-
-
-def test_a_missing_model_folder_is_told_before_anything_starts(tmp_path: Path) -> None:
-    with started(tmp_path / "nothing-here", tmp_path) as server:
-        assert server.wait_ended() == 2
-        assert "nothing-here" in one_error_line(server.output)
 
 
 def test_a_missing_folder_for_temporary_files_is_told_before_anything_starts(text_model: Path, tmp_path: Path) -> None:

@@ -50,16 +50,12 @@ def test_tpot_counts_tokens_after_the_first_event() -> None:
     assert StreamTiming(0.0, event_times_s=[1.0], event_tokens=[4], num_output_tokens=4).tpot_s is None
 
 
-def test_stream_without_done_is_an_error(server: FakeServer) -> None:
-    server.break_after = 2
-    assert "without [DONE]" in complete(server).error
-
-
-def test_http_error_is_reported_with_its_message(server: FakeServer) -> None:
-    server.status = 503
-    error = complete(server).error
-    assert "503" in error
-    assert "not today" in error
+@pytest.mark.parametrize(
+    ("fault", "value", "told"), [("break_after", 2, "without [DONE]"), ("status", 503, "not today (HTTP 503)")]
+)
+def test_what_goes_wrong_is_told(server: FakeServer, fault: str, value: int, told: str) -> None:
+    setattr(server, fault, value)
+    assert told in complete(server).error
 
 
 def test_refused_connection_is_an_error_and_not_an_exception() -> None:

@@ -161,22 +161,16 @@ def test_what_ends_by_itself_is_not_killed(tmp_path: Path, sleeper: Callable[...
 
 def test_only_those_with_the_whole_mark_end(tmp_path: Path, sleeper: Callable[..., subprocess.Popen[bytes]]) -> None:
     ours = sleeper(TANDEM_RUN="this run")
-    others = [sleeper(), sleeper(TANDEM_RUN="this run too"), sleeper(XTANDEM_RUN="this run")]
+    inner = sleeper(TANDEM_RUN="this run:another")  # of a server that was started within the run
+    others = [sleeper(**env) for env in ({}, {"TANDEM_RUN": "this run too"}, {"XTANDEM_RUN": "this run"})]
+    others.append(sleeper(TANDEM_RUN="another"))
     os.kill(ours.pid, signal.SIGSTOP)
     folder = tmp_path / "folder"
     folder.mkdir()
-    assert clean_up("this run", str(folder), grace_s=0.0) == 1
-    assert ours.wait(DEADLINE_S) == -signal.SIGKILL
-    assert [other.poll() for other in others] == [None] * 3
+    assert clean_up("this run", str(folder), grace_s=0.0) == 2
+    assert [one.wait(DEADLINE_S) for one in (ours, inner)] == [-signal.SIGKILL] * 2
+    assert [other.poll() for other in others] == [None] * 4
     assert not folder.exists()
-
-
-def test_what_a_server_within_has_started_ends(tmp_path: Path, sleeper: Callable[..., subprocess.Popen[bytes]]) -> None:
-    inner = sleeper(TANDEM_RUN="this run:another")
-    other = sleeper(TANDEM_RUN="another")
-    assert clean_up("this run", str(tmp_path / "none"), grace_s=0.0) == 1
-    assert inner.wait(DEADLINE_S) == -signal.SIGKILL
-    assert other.poll() is None
 
 
 def test_a_process_without_its_environment_is_known_by_what_it_writes(tmp_path: Path) -> None:
