@@ -238,12 +238,9 @@ def test_the_responses_api_answers_as_chat_and_goes_on_from_a_response(server: S
 def test_messages_are_the_same_plain_and_streamed_on_two_workers_and_on_one(server: Server, colocated: Server) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
     question: Any = {
-        "model": "tiny",
-        "system": "Answer in short.",
-        "messages": [{"role": "user", "content": "Weather?"}],
-        "max_tokens": 200,
-        "extra_body": {"seed": 11},
-    }
+        "model": "tiny", "system": "Answer in short.", "messages": [{"role": "user", "content": "Weather?"}],
+        "max_tokens": 200, "extra_body": {"seed": 11},
+    }  # fmt: skip
     forced: Any = question | {
         "tools": [{"name": "weather", "input_schema": schema}],
         "tool_choice": {"type": "tool", "name": "weather"},

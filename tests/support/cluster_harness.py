@@ -232,13 +232,10 @@ def worker_config(
 ) -> WorkerConfig:
     defaults = {"transport": "in_process", "max_heartbeat_interval_s": 0.1, "lease_ttl_s": 5.0}
     return WorkerConfig(
-        worker_id=worker_id,
-        role=role,
-        engine=engine_config(engine.pop("model", model), **engine),
-        transfer=TransferConfig(**defaults | (transfer or {})),
-        tiers=tiers or TierConfig(),
+        worker_id=worker_id, role=role, engine=engine_config(engine.pop("model", model), **engine),
+        transfer=TransferConfig(**defaults | (transfer or {})), tiers=tiers or TierConfig(),
         router_key=ROUTER_KEYS.public,
-    )
+    )  # fmt: skip
 
 
 def hold_steps(monkeypatch: pytest.MonkeyPatch, engine: Engine, condition: Callable[[], Any]) -> threading.Event:

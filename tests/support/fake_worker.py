@@ -130,12 +130,9 @@ class FakeWorker:
 
     def beat(self, load: WorkerLoad, *links: LinkLoad, progress_age_s: float = 0.5) -> None:
         beat = Heartbeat(
-            worker_id=self.worker_id,
-            epoch=self.address.epoch,
-            progress_age_s=progress_age_s,
-            load=load,
+            worker_id=self.worker_id, epoch=self.address.epoch, progress_age_s=progress_age_s, load=load,
             links=list(links),
-        )
+        )  # fmt: skip
         self.beat_raw(encode_message(beat))
 
     def beat_raw(self, data: bytes) -> None:

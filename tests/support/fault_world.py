@@ -263,12 +263,9 @@ class _Worker:
         for worker_id in _DECODE:
             peer = self._world.workers[worker_id].address
             heartbeat = Heartbeat(
-                worker_id=self.address.worker_id,
-                epoch=self.address.epoch,
-                progress_age_s=0.0,
-                load=WorkerLoad(),
+                worker_id=self.address.worker_id, epoch=self.address.epoch, progress_age_s=0.0, load=WorkerLoad(),
                 handoffs=self.prefill.live_handoffs,
-            )
+            )  # fmt: skip
             self._world.send(peer, heartbeat)
 
     def _send_output(self, outputs: list[SequenceOutput]) -> None:

@@ -93,12 +93,9 @@ class Host:
         path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         variables = {"HOME": HOME, "USER": "tandem", "PATH": path, "LANG": "C.UTF-8"} | dict(env or {})
         inside = [
-            "env",
-            "--ignore-environment",
-            f"--chdir={HOME}",
-            *(f"{name}={value}" for name, value in variables.items()),
-            *words,
-        ]
+            "env", "--ignore-environment", f"--chdir={HOME}",
+            *(f"{name}={value}" for name, value in variables.items()), *words,
+        ]  # fmt: skip
         return ["nsenter", "--target", str(self.pid), "--all", *inside]
 
     def start(self, *words: str, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[bytes]:

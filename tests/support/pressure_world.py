@@ -201,12 +201,9 @@ class PressureWorld:
         request_id, generation = grant.request_id, grant.generation
         num_blocks = len(grant.block_ids)
         chunk = ChunkArrived(
-            request_id=request_id,
-            generation=generation,
-            first_block=grant.first_block,
-            num_blocks=num_blocks,
+            request_id=request_id, generation=generation, first_block=grant.first_block, num_blocks=num_blocks,
             checksums=[],
-        )
+        )  # fmt: skip
         self.handoffs.pop(request_id, None)
         for message in (chunk, HandoffDone(request_id=request_id, generation=generation, first_token_ids=(7,))):
             self.role.notified(Notification("p", 1, append_checksum(encode_message(message))), self.now)

@@ -181,12 +181,9 @@ class VirtualCluster:
         duration_s += CPU_PRIOR.decode_seq_s * len(batch) + CPU_PRIOR.kv_token_s * num_kv
         duration_s *= math.exp(self._rng.gauss(0, NOISE))
         stats = StepStats(
-            duration_s=duration_s,
-            num_prefill_tokens=num_tokens,
-            prefill_attention=attention,
-            num_decode_seqs=len(batch),
-            num_decode_kv_tokens=num_kv,
-        )
+            duration_s=duration_s, num_prefill_tokens=num_tokens, prefill_attention=attention,
+            num_decode_seqs=len(batch), num_decode_kv_tokens=num_kv,
+        )  # fmt: skip
         machine.is_running = True
         self.at(self.now + duration_s, lambda: self._end_step(machine, stats, chunks, batch))
 
