@@ -348,7 +348,7 @@ async def test_what_cannot_be_pinned_is_refused(
     async with fake_cluster(tenants=Tenants(pins=quotas)) as cluster:
         worker = await add_keeper(cluster, "d", Role.DECODE)
         with pytest.raises(error, match=message):
-            await cluster.flow.cache.pin(PinRequest([1] * num_tokens, EVERYONE, ttl_s=ttl_s))
+            await cluster.flow.cache.pin(PinRequest(token_ids=[1] * num_tokens, cache_scope=EVERYONE, ttl_s=ttl_s))
         assert pins_of(worker) == []
 
 
