@@ -61,6 +61,17 @@ def test_streams_of_which_none_gets_on_show_a_stall() -> None:
     assert not world.wait(100), "its requests are gone"
 
 
+def test_a_client_that_takes_nothing_excuses_its_stream() -> None:
+    world = World()
+    streaming(world, "x")
+    assert not world.wait(20)
+    world.progress.hold("x", world.now, is_held=True)
+    assert not world.wait(100)
+    world.progress.hold("x", world.now, is_held=False)
+    assert not world.wait(30)
+    assert world.wait(1)
+
+
 def test_counters_that_change_show_steps() -> None:
     world = World()
     streaming(world, "x")

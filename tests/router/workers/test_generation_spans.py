@@ -165,6 +165,14 @@ async def test_a_refused_request_has_an_admission_that_says_why() -> None:
     assert attributes["tandem.retry_after_s"] > 0
 
 
+async def test_no_worker_is_a_refusal_too() -> None:
+    kept = KeptSpans()
+    async with fake_cluster(tracing=kept.tracing) as cluster:
+        with pytest.raises(ServingError):
+            await collect(cluster.flow.serve(traced()))
+    assert kept.attributes("admission")["error.type"] == "no_worker"
+
+
 async def test_an_abort_ends_the_spans_without_an_error() -> None:
     kept = KeptSpans()
     async with fake_cluster(prefill=prefill_part, decode=silent, tracing=kept.tracing) as cluster:

@@ -177,6 +177,13 @@ def test_an_idle_decode_worker_saves_the_handoff_of_a_short_prompt_only() -> Non
     assert chosen(make_pair(local_prefill=False).place(4)) == ("p", "d")
 
 
+def test_the_last_prompt_token_is_computed_even_on_a_full_hit() -> None:
+    pool = colocated("a")
+    pool.cache("a", chain(4))
+    placement = pool.place(64, digests=chain(4))
+    assert (placement.best.num_cached_tokens, placement.num_new_tokens) == (63, 1)
+
+
 def test_ties_go_to_the_worker_with_the_least_work_placed() -> None:
     pool = colocated("a", "b", "c")
     order = []
