@@ -55,14 +55,6 @@ def test_reset_forgets_the_history(server: FakeServer, monkeypatch: pytest.Monke
     assert server.requests[0] == server.requests[1]
 
 
-def test_server_error_is_one_line(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server.status = 503
-    assert talk(server, "hello\n", monkeypatch) == 2
-    assert capsys.readouterr().err == "tandem: not today (HTTP 503)\n"
-
-
 def test_broken_stream_keeps_what_was_said(server: FakeServer) -> None:
     server.break_after = 1
     with httpx.Client(base_url=server.url) as client:
@@ -72,14 +64,20 @@ def test_broken_stream_keeps_what_was_said(server: FakeServer) -> None:
     assert conversation.messages[-1] == {"role": "assistant", "content": "word "}
 
 
-def test_error_in_the_middle_of_an_answer_has_a_line_of_its_own(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server.break_after = 1
+@pytest.mark.parametrize(
+    ("fault", "value", "shown", "error"),
+    [
+        ("status", 503, "", "not today (HTTP 503)"),
+        ("break_after", 1, "word \n", "the server closed the connection in the middle of the answer"),
+    ],
+)
+def test_an_error_has_a_line_of_its_own(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    fault: str, value: int, shown: str, error: str,
+) -> None:  # fmt: skip
+    setattr(server, fault, value)
     assert talk(server, "hello\n", monkeypatch) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "word \n"
-    assert captured.err == "tandem: the server closed the connection in the middle of the answer\n"
+    assert capsys.readouterr() == (shown, f"tandem: {error}\n")
 
 
 def test_unknown_command_is_not_sent(

@@ -1,5 +1,3 @@
-"""`--config FILE`: flags win over the file, the file over the defaults, and what is wrong is one clear line."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Commands that are clients speak HTTPS, and trust the CA that the environment names."""
-
 from __future__ import annotations
 
 import io

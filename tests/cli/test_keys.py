@@ -1,5 +1,3 @@
-"""`tandem keys`: what a user types, sees and pipes."""
-
 from __future__ import annotations
 
 import json

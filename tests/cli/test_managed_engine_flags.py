@@ -1,5 +1,3 @@
-"""Flags of `tandem serve --engine vllm`, before anything is fetched or started."""
-
 from __future__ import annotations
 
 import sys

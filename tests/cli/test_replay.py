@@ -1,5 +1,3 @@
-"""`tandem replay`: what it prints and writes, and how it says what is wrong with its flags."""
-
 from __future__ import annotations
 
 import json

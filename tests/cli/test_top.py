@@ -1,5 +1,3 @@
-"""`tandem top`: what it draws, and what it says when there is nothing to draw."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Places of workers, as users read of them."""
-
 from __future__ import annotations
 
 from functools import cache

@@ -1,5 +1,3 @@
-"""What this machine cannot run is refused before anything slow starts."""
-
 from __future__ import annotations
 
 import json

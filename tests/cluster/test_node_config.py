@@ -1,5 +1,3 @@
-"""What a worker finds on its own node: the model by name, its tiers, its address."""
-
 from __future__ import annotations
 
 from pathlib import Path

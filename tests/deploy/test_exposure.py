@@ -1,5 +1,3 @@
-"""Ingress and Gateway let streams pass, a node's drain takes few pods at once, and the pods' scheduling is as given."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Generated files are what the code generates now, and name what the code reads."""
-
 from __future__ import annotations
 
 import re

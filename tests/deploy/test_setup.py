@@ -1,5 +1,3 @@
-"""The set-up scripts and the Makefile: what they refuse, and with which words."""
-
 import ast
 import importlib.util
 import itertools

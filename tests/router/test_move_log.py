@@ -1,5 +1,3 @@
-"""What the log says of requests that go on elsewhere: one line for each reason, however many requests it moved."""
-
 from __future__ import annotations
 
 import pytest

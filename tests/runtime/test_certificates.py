@@ -1,5 +1,3 @@
-"""Files of certificates: what is wrong with them is said by name, and they are followed while they change."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Pools that change their size while a trace is served."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

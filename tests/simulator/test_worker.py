@@ -178,7 +178,6 @@ def random_arrivals(rng: random.Random, num_requests: int, mean_gap_s: float) ->
 
 @pytest.mark.parametrize("seed", range(12))
 def test_runs_of_steps_equal_single_steps(seed: int) -> None:
-    print(f"seed {seed}")
     rng = random.Random(seed)
     step_tokens = rng.choice([256, 2048, 8192])
     arrivals = random_arrivals(rng, 60, rng.choice([0.05, 0.5, 3.0]))

@@ -1,5 +1,3 @@
-"""Flags of managed engines: what users may give, and what the server is started with."""
-
 from __future__ import annotations
 
 import itertools

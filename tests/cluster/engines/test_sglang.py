@@ -1,5 +1,3 @@
-"""SGLang servers as workers: their command lines, their start in each mode, and their switch of roles."""
-
 from __future__ import annotations
 
 import itertools

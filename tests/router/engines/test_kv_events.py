@@ -1,5 +1,3 @@
-"""Translation of vLLM's messages to our digests, and the feed that replays missed ones."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Admission in front of engines: which requests wait in the router, which go first, which are refused, and why."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Engines at https:// with a CA of their own and certificates of clients; each wrong certificate is named."""
-
 from __future__ import annotations
 
 import socket

@@ -1,5 +1,3 @@
-"""Further answers to a prompt: they begin with the first one, on its workers, or by themselves."""
-
 from __future__ import annotations
 
 import asyncio

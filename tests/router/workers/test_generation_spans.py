@@ -1,5 +1,3 @@
-"""The spans of a sequence on fake workers: the sub-requests, what the workers told, refusals, failures and aborts."""
-
 from __future__ import annotations
 
 import asyncio

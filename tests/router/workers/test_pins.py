@@ -1,5 +1,3 @@
-"""Pins at the router: quotas, pins that follow a conversation, and the messages to workers."""
-
 from __future__ import annotations
 
 import time

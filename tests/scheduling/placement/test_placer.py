@@ -401,7 +401,6 @@ def naive_reason(worker: RegisteredWorker, request: PlacementRequest) -> str | N
 
 @pytest.mark.parametrize("seed", range(8))
 def test_reasons_are_counted_as_in_a_loop_over_workers(seed: int) -> None:
-    print(f"seed {seed}")
     rng = random.Random(seed)
     pool = Pool()
     for number in range(40):
