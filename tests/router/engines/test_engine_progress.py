@@ -61,6 +61,16 @@ def test_streams_of_which_none_gets_on_show_a_stall() -> None:
     assert not world.wait(100), "its requests are gone"
 
 
+def test_first_tokens_and_whole_answers_of_others_show_steps() -> None:
+    world = World()
+    streaming(world, "x")
+    for number in range(10):
+        assert not world.wait(29)
+        world.progress.begin(number, world.now)
+        (world.progress.token if number % 2 else world.progress.answer)(number, world.now)
+        world.progress.end(number)
+
+
 def test_a_client_that_takes_nothing_excuses_its_stream() -> None:
     world = World()
     streaming(world, "x")
