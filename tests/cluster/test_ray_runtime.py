@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +25,8 @@ from ray.exceptions import AuthenticationError
 from tandem.cluster import ray_runtime
 from tandem.cluster.ray_runtime import RayDaemon, daemons_watched, probe_address, ray_running
 from tandem.protocol.errors import ConfigError, WorkerError
-from tandem.protocol.process import process_of
 from tests.support.engines_harness import dead_url
+from tests.support.processes import known, sleeping_child
 from tests.support.waiting import eventually
 
 
@@ -213,13 +212,10 @@ def test_a_ray_that_hangs_at_the_end_is_left_with_the_right_exit_code(
 
 @pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_the_death_of_a_daemon_of_ray_is_told_once(make_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    identity = process_of(process.pid)
-    assert identity is not None
-    daemon = RayDaemon("gcs_server", identity)
     deaths: list[WorkerError] = []
 
-    async def run() -> None:
+    async def run(process: subprocess.Popen[bytes]) -> None:
+        daemon = RayDaemon("gcs_server", known(process.pid))
         with daemons_watched([daemon], deaths.append):
             await asyncio.sleep(0)
             assert (deaths, daemon.is_alive) == ([], True)
@@ -230,9 +226,5 @@ def test_the_death_of_a_daemon_of_ray_is_told_once(make_loop: Callable[[], async
                 await asyncio.sleep(0)
         assert [str(death).partition(",")[0] for death in deaths] == [f"Ray's gcs_server (pid {process.pid})"]
 
-    try:
-        with asyncio.Runner(loop_factory=make_loop) as runner:
-            runner.run(run())
-    finally:
-        process.kill()
-        process.wait()
+    with sleeping_child() as process, asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(run(process))

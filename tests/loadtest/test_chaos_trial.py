@@ -8,7 +8,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tandem.loadtest.chaos.requests import NUM_REQUESTS, ChaosRequest, ask, samp
 from tandem.loadtest.chaos.server import TrialServer
 from tandem.loadtest.chaos.trial import ChaosRun, TrialError, run_chaos
 from tandem.protocol.errors import ConfigError
+from tests.support.processes import sleeping_child
 from tests.support.waiting import eventually
 
 Json = dict[str, Any]
@@ -105,11 +105,8 @@ def _events(body: Json, fault: str = "") -> str:
 
 @pytest.fixture
 def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
-    children = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(3)]
-    yield children
-    for child in children:
-        child.kill()
-        child.wait()
+    with sleeping_child() as one, sleeping_child() as two, sleeping_child() as three:
+        yield [one, two, three]
 
 
 async def run(
