@@ -171,17 +171,10 @@ class FakeBackend:
             if request.explains and start == 0:
                 decision = {"outcome": "dispatched", "tenant": request.service_class.tenant}
             scores = None if start else scores_of(request)
-            steps.append(
-                delta_of(
-                    token_ids,
-                    finish,
-                    stop_token_id=stop_id,
-                    num_cached_tokens=None if start else 3,
-                    logprobs=logprobs,
-                    decision=decision,
-                    prompt_logprobs=scores,
-                )
-            )
+            steps.append(delta_of(
+                token_ids, finish, stop_token_id=stop_id, num_cached_tokens=None if start else 3, logprobs=logprobs,
+                decision=decision, prompt_logprobs=scores,
+            ))  # fmt: skip
         return steps
 
 

@@ -80,19 +80,10 @@ _REASONS = {
 class Faults:
     """Probabilities: of `writes` per write, of messages per message, of the rest per handoff."""
 
-    writes: dict[Fault, float] = field(
-        default_factory=lambda: {
-            Fault.DELAY: 0.02,
-            Fault.STICK: 0.003,
-            Fault.FAIL: 0.01,
-            Fault.LOSE: 0.005,
-            Fault.TEAR: 0.01,
-            Fault.FLIP: 0.01,
-            Fault.GARBLE: 0.005,
-            Fault.DROP: 0.005,
-            Fault.REPEAT: 0.03,
-        }
-    )
+    writes: dict[Fault, float] = field(default_factory=lambda: {
+        Fault.DELAY: 0.02, Fault.STICK: 0.003, Fault.FAIL: 0.01, Fault.LOSE: 0.005, Fault.TEAR: 0.01,
+        Fault.FLIP: 0.01, Fault.GARBLE: 0.005, Fault.DROP: 0.005, Fault.REPEAT: 0.03,
+    })  # fmt: skip
     message_dropped: float = 0.02
     message_repeated: float = 0.02
     message_late: float = 0.03

@@ -236,15 +236,9 @@ def poisson(
     """Independent arrivals, `rate` a second: prompts of even spread, answers of 32 tokens on average."""
     arrivals, now = [], rng.expovariate(rate)
     while now < duration_s:
-        arrivals.append(
-            Arrival(
-                time_s=now,
-                tenant=tenant,
-                num_prompt_tokens=rng.randint(64, 1024),
-                num_output_tokens=1 + int(rng.expovariate(1 / 32)),
-                slo_s=slo_s,
-                num_retries=num_retries,
-            )
-        )
+        arrivals.append(Arrival(
+            time_s=now, tenant=tenant, num_prompt_tokens=rng.randint(64, 1024),
+            num_output_tokens=1 + int(rng.expovariate(1 / 32)), slo_s=slo_s, num_retries=num_retries,
+        ))  # fmt: skip
         now += rng.expovariate(rate)
     return arrivals
