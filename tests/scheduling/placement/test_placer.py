@@ -184,6 +184,44 @@ def test_the_last_prompt_token_is_computed_even_on_a_full_hit() -> None:
     assert (placement.best.num_cached_tokens, placement.num_new_tokens) == (63, 1)
 
 
+def test_goes_to_the_worker_with_the_prefix_until_its_queue_outweighs_it() -> None:
+    pool = colocated("a", "b")
+    pool.cache("b", chain(32))
+    assert chosen(pool.place(600, digests=chain(32))) == ("b", "b")
+    pool.book("b", "b", new=4000, kv=4000)
+    placement = pool.place(600, digests=chain(32))
+    assert chosen(placement) == ("a", "a")
+    assert placement.best.terms.queue_s == 0
+
+
+def test_a_decode_worker_without_room_is_avoided() -> None:
+    pool = Pool()
+    pool.add("p", Role.PREFILL)
+    pool.add("full", Role.DECODE, num_blocks=128)
+    pool.add("free", Role.DECODE, num_blocks=128)
+    pool.book("p", "full", kv=2000, done=True)
+    pool.book("p", "free", kv=200, done=True)
+    pool.book("p", "free", kv=200, done=True)
+    placement = pool.place(1000)
+    assert placement.best.decode.worker_id == "free"
+    assert placement.best.terms.memory_s == 0
+
+
+def test_the_faster_tier_is_taken_unless_the_slower_one_has_much_more() -> None:
+    for num_blocks, expected in ((50, "disk"), (99, "host")):
+        pool, digests = colocated("a"), chain(100)
+        pool.add_tier("a", TierLoad(name="host", block_s=1e-5), digests[:num_blocks])
+        pool.add_tier("a", TierLoad(name="disk", block_s=2e-3), digests)
+        assert pool.place(1600, digests=digests).best.tier == expected
+
+
+def test_work_held_for_a_worker_counts_as_its_queue() -> None:
+    pool = colocated("a", "b")
+    assert chosen(pool.placer.place(make_request(100, 10), 0.0, held={"a": Held(1.0)})) == ("b", "b")
+    both = pool.placer.place(make_request(100, 10), 0.0, held={"a": Held(1.0), "b": Held(2.0)})
+    assert (chosen(both), both.best.terms.queue_s) == (("a", "a"), 1.0)
+
+
 def test_ties_go_to_the_worker_with_the_least_work_placed() -> None:
     pool = colocated("a", "b", "c")
     order = []
