@@ -33,21 +33,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "simulator": {"scheduling", "protocol", "loadtest", "kv_transfer"},
     "cli": PACKAGES,
 }
+IO = {"asyncio", "fastapi", "httpx", "socket", "starlette", "threading", "uvicorn", "zmq"}
 FOREIGN: dict[str, set[str]] = {  # what a package must never need, at the top of a file or below
     "protocol": {"torch", "ray", "zmq", "fastapi", "transformers"},
-    "scheduling": {
-        "nixl",
-        "asyncio",
-        "fastapi",
-        "httpx",
-        "ray",
-        "socket",
-        "starlette",
-        "threading",
-        "torch",
-        "uvicorn",
-        "zmq",
-    },
+    "scheduling": IO | {"nixl", "ray", "torch"},
     "runtime": {"torch", "ray", "fastapi", "transformers"},
     "engine": {"ray", "zmq", "fastapi", "nixl"},
     "kv_transfer": {"ray", "fastapi", "transformers"},

@@ -51,10 +51,7 @@ def test_nothing_a_server_started_is_left(how: str, monkeypatch: pytest.MonkeyPa
 
 def test_a_server_that_ends_early_is_told_with_its_log(capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-c", "print('no such flag'); raise SystemExit(3)"]
-    with (
-        pytest.raises(RuntimeError, match="code 3 before it was ready"),
-        launched(command, ready="http://127.0.0.1:9"),
-    ):
+    with pytest.raises(RuntimeError, match="code 3 before it was ready"), launched(command, ready="http://127.0.0.1:9"):
         pass
     assert "no such flag" in capsys.readouterr().out
 

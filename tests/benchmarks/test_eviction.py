@@ -1,5 +1,3 @@
-"""The policy that the default one is compared with does what its paper says."""
-
 from __future__ import annotations
 
 from benchmarks.eviction import S3FIFO

@@ -1,5 +1,3 @@
-"""Fixtures for `tandem serve` without workers."""
-
 from __future__ import annotations
 
 import sys

@@ -1,7 +1,6 @@
 import io
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ import pytest
 from tandem.cli.chat import ChatError, Conversation
 from tandem.cli.main import run
 from tandem.cli.options import without_controls
+from tests.support.engines_harness import dead_url
 from tests.support.fake_openai import FakeServer
 
 
@@ -21,7 +21,7 @@ def talk(server: FakeServer, text: str, monkeypatch: pytest.MonkeyPatch, *option
     return run(["chat", "--url", server.url, "--max-tokens", "2", *options])
 
 
-def test_piped_lines_are_turns_of_one_conversation(
+def test_piped_lines_are_turns(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert talk(server, "hello\n\nand you?\n/exit\nnever sent\n", monkeypatch, "--system", "be brief") == 0
@@ -55,14 +55,6 @@ def test_reset_forgets_the_history(server: FakeServer, monkeypatch: pytest.Monke
     assert server.requests[0] == server.requests[1]
 
 
-def test_server_error_is_one_line(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server.status = 503
-    assert talk(server, "hello\n", monkeypatch) == 2
-    assert capsys.readouterr().err == "tandem: not today (HTTP 503)\n"
-
-
 def test_broken_stream_keeps_what_was_said(server: FakeServer) -> None:
     server.break_after = 1
     with httpx.Client(base_url=server.url) as client:
@@ -72,14 +64,20 @@ def test_broken_stream_keeps_what_was_said(server: FakeServer) -> None:
     assert conversation.messages[-1] == {"role": "assistant", "content": "word "}
 
 
-def test_error_in_the_middle_of_an_answer_has_a_line_of_its_own(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server.break_after = 1
+@pytest.mark.parametrize(
+    ("fault", "value", "shown", "error"),
+    [
+        ("status", 503, "", "not today (HTTP 503)"),
+        ("break_after", 1, "word \n", "the server closed the connection in the middle of the answer"),
+    ],
+)
+def test_an_error_has_a_line_of_its_own(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    fault: str, value: int, shown: str, error: str,
+) -> None:  # fmt: skip
+    setattr(server, fault, value)
     assert talk(server, "hello\n", monkeypatch) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "word \n"
-    assert captured.err == "tandem: the server closed the connection in the middle of the answer\n"
+    assert capsys.readouterr() == (shown, f"tandem: {error}\n")
 
 
 def test_unknown_command_is_not_sent(
@@ -104,9 +102,7 @@ def test_closing_an_answer_hangs_up(server: FakeServer) -> None:
 
 
 def test_refused_connection_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        assert run(["chat", "--url", f"http://127.0.0.1:{unused.getsockname()[1]}"]) == 2
+    assert run(["chat", "--url", dead_url()]) == 2
     error = capsys.readouterr().err
     assert "tandem serve" in error
     assert len(error.splitlines()) == 1

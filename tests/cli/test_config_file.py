@@ -1,5 +1,3 @@
-"""`--config FILE`: flags win over the file, the file over the defaults, and what is wrong is one clear line."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -17,7 +15,7 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_flags_win_over_files_and_they_over_defaults(
+def test_flags_win_over_files_which_win_over_defaults(
     tmp_path: Path, model: Path, launched: list[ClusterConfig]
 ) -> None:
     path = write(

@@ -1,5 +1,3 @@
-"""Commands that are clients speak HTTPS, and trust the CA that the environment names."""
-
 from __future__ import annotations
 
 import io
@@ -42,9 +40,7 @@ def test_a_ca_of_the_environment_is_trusted(
 
 
 @pytest.mark.parametrize("command", ["bench", "chat"])
-def test_an_unknown_ca_is_refused_with_the_remedy(
-    https_server: FakeServer, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_an_unknown_ca_is_refused(https_server: FakeServer, capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert run([command, "--url", https_server.url]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "certificate verify failed" in line

@@ -1,5 +1,3 @@
-"""`tandem keys`: what a user types, sees and pipes."""
-
 from __future__ import annotations
 
 import json
@@ -42,7 +40,6 @@ def test_create_prints_the_key_and_list_all_but_it(path: str, capsys: pytest.Cap
     limits = KeyLimits(requests_per_minute=60, tokens_per_minute=9000, concurrent_requests=4, pins=1)
     assert (key.tenant, key.priority, key.limits) == ("search", 2, limits)
     assert key.expires == datetime(2100, 1, 31, tzinfo=UTC)
-
     assert run(["keys", "create", "--file", path, "--operator"]) == 0
     shown = listed(path, capsys)
     assert [(one["id"], one["tenant"], one["state"]) for one in shown] == [
@@ -98,7 +95,7 @@ def test_revoke_shows_in_the_list(path: str, capsys: pytest.CaptureFixture[str])
         ("bogus", "See: tandem keys --help"),
     ],
 )
-def test_bad_input_is_a_line_and_no_file(
+def test_bad_input_is_one_line_no_file(
     path: str, words: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["keys", *words.format(path=path).split()]) == 2

@@ -1,5 +1,3 @@
-"""The reference names every metric that a server exports, and each of them says what it is."""
-
 from __future__ import annotations
 
 import ast

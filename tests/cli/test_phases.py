@@ -1,5 +1,3 @@
-"""What a long command says while it runs."""
-
 from __future__ import annotations
 
 import io

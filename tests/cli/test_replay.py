@@ -1,5 +1,3 @@
-"""`tandem replay`: what it prints and writes, and how it says what is wrong with its flags."""
-
 from __future__ import annotations
 
 import json
@@ -64,7 +62,7 @@ def test_replay_writes_a_report(trace: Path, tmp_path: Path) -> None:
         (["--report=/proc/report.html"], "/proc/report.html cannot be written: No such file or directory"),
     ],
 )
-def test_wrong_flags_are_reported_in_one_line(
+def test_wrong_flags_are_one_line(
     trace: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["replay", str(trace), *flags]) == 2

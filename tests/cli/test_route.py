@@ -1,5 +1,3 @@
-"""`tandem route`: flags, and the whole command as a process in front of a fake engine."""
-
 from __future__ import annotations
 
 import inspect

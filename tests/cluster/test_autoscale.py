@@ -72,9 +72,7 @@ async def test_workers_are_added_and_removed_as_decided(monkeypatch: pytest.Monk
         assert script.setback == ""
 
 
-async def test_the_last_worker_of_a_role_stays_though_others_could_cover(
-    monkeypatch: pytest.MonkeyPatch, script: Script
-) -> None:
+async def test_the_last_worker_of_a_role_stays_whoever_covers(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
     async with supervised(monkeypatch, num_prefill=2, num_decode=2, **BOUNDS) as cluster:
         await cluster.supervisor.drain("decode-1", 60, restart=False)  # by hand, in the same moment
         script.move(Move("remove", Role.DECODE, ("decode-0",)))
@@ -98,18 +96,14 @@ async def test_a_machine_without_room_is_a_setback_at_once(monkeypatch: pytest.M
         await eventually(lambda: script.setback == "")
 
 
-async def test_one_that_does_not_start_is_a_setback_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch, script: Script
-) -> None:
+async def test_a_failed_start_is_a_setback_with_its_reason(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, **BOUNDS) as cluster:
         cluster.ray.num_bad_starts = 1
         script.move(ADD)
         await eventually(lambda: script.setback == "decode-1 was not added: no such model")
 
 
-async def test_nodes_are_asked_for_until_the_worker_is_placed_or_withdrawn(
-    monkeypatch: pytest.MonkeyPatch, script: Script
-) -> None:
+async def test_nodes_are_asked_for_until_a_worker_has_its_end(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
     requests: list[object] = []
     monkeypatch.setattr("tandem.cluster.node_requests.request_resources", lambda *, bundles: requests.append(bundles))
     config = BOUNDS | {"ray_address": "auto", "orphan_timeout_s": 0.0, "num_cpus_per_worker": 1.0}
@@ -137,7 +131,7 @@ async def test_nodes_are_asked_for_until_the_worker_is_placed_or_withdrawn(
         assert not cluster.supervisor.failure.done()
 
 
-async def test_one_that_loads_when_it_is_withdrawn_goes_and_is_not_started_again(
+async def test_one_that_loads_when_it_is_withdrawn_goes_for_good(
     monkeypatch: pytest.MonkeyPatch, script: Script
 ) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, **BOUNDS) as cluster:
@@ -153,9 +147,7 @@ async def test_one_that_loads_when_it_is_withdrawn_goes_and_is_not_started_again
         assert arrival["withdrawn"] == "a move was given up: late"
 
 
-async def test_a_fixed_role_is_told_and_only_the_other_worker_flips(
-    monkeypatch: pytest.MonkeyPatch, script: Script
-) -> None:
+async def test_a_fixed_role_is_told_and_the_other_flips(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=3, **TICKS) as cluster:
         cluster.supervisor.members["decode-1"].fixed_role = "its server cannot"
         script.move(Move("flip", Role.PREFILL, ("decode-1", "decode-2")))
@@ -168,9 +160,7 @@ async def test_a_fixed_role_is_told_and_only_the_other_worker_flips(
         assert len(cluster.supervisor.flips.latest) == 1
 
 
-async def test_the_next_worker_is_expected_to_start_as_fast_as_the_latest_one(
-    monkeypatch: pytest.MonkeyPatch, script: Script
-) -> None:
+async def test_the_next_start_is_expected_as_fast_as_the_last(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, **TICKS) as cluster:
         prefill, decode = cluster.supervisor.members.values()
         prefill.up_since, prefill.start_s = math.inf, 0.0  # taken over from an earlier server

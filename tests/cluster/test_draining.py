@@ -41,9 +41,7 @@ def state_of(cluster: Supervised, worker_id: str) -> WorkerState | None:
 
 
 @pytest.mark.parametrize("work", [{"request_ids": {"r"}}, {"num_open_handoffs": 1}, {"num_open_reads": 1}])
-async def test_a_worker_is_restarted_once_it_has_nothing_to_do(
-    monkeypatch: pytest.MonkeyPatch, work: dict[str, Any]
-) -> None:
+async def test_a_worker_is_restarted_once_it_is_idle(monkeypatch: pytest.MonkeyPatch, work: dict[str, Any]) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=2, max_restarts=0) as cluster:
         first = cluster.ray.latest("decode-1")
         first.status_ = busy(**work)
@@ -77,9 +75,7 @@ async def test_a_drained_worker_is_gone_for_good(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("answers", [True, False])
-async def test_one_that_does_not_finish_is_ended_after_its_grace(
-    monkeypatch: pytest.MonkeyPatch, answers: bool
-) -> None:
+async def test_one_that_goes_on_is_ended_after_its_grace(monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
     timing = replace(QUICK, leave_s=0.05)
     async with supervised(monkeypatch, num_prefill=1, num_decode=2, timing=timing) as cluster:
         first = working(cluster, "decode-1")
@@ -168,9 +164,7 @@ async def test_one_that_is_being_added_leaves_when_it_is_drained(monkeypatch: py
 
 
 @pytest.mark.parametrize("waits_for", ["a place", "its next start"])
-async def test_one_that_does_not_come_back_leaves_when_it_is_drained(
-    monkeypatch: pytest.MonkeyPatch, waits_for: str
-) -> None:
+async def test_one_that_stays_away_leaves_when_drained(monkeypatch: pytest.MonkeyPatch, waits_for: str) -> None:
     backoff = Backoff(0.01 if waits_for == "a place" else 3600.0, 3600.0)
     async with supervised(monkeypatch, num_prefill=1, num_decode=2, backoff=backoff) as cluster:
         if waits_for == "a place":
@@ -234,9 +228,7 @@ async def others_die(cluster: Supervised) -> None:
 
 
 @pytest.mark.parametrize("restart", [True, False])
-async def test_the_one_that_leaves_serves_while_the_others_are_dead(
-    monkeypatch: pytest.MonkeyPatch, restart: bool
-) -> None:
+async def test_the_one_that_leaves_serves_if_others_are_dead(monkeypatch: pytest.MonkeyPatch, restart: bool) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=2) as cluster:
         leaving = working(cluster, "decode-0")
         record = await cluster.supervisor.drain("decode-0", 3600, restart=restart)

@@ -1,5 +1,3 @@
-"""How the HTTP side ends."""
-
 from __future__ import annotations
 
 import asyncio

@@ -35,9 +35,7 @@ async def test_a_worker_joins_in_the_place_of_one_that_left_or_in_a_new_one(monk
         await cluster.is_served("prefill-1", cluster.ray.latest("prefill-1").card.address.epoch)
 
 
-async def test_one_that_cannot_start_is_withdrawn_and_costs_the_service_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_one_that_cannot_start_is_withdrawn_and_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
         bundles: Any = cluster.supervisor.bundles
         cluster.ray.num_bad_starts = 1

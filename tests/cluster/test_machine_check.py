@@ -1,5 +1,3 @@
-"""What this machine cannot run is refused before anything slow starts."""
-
 from __future__ import annotations
 
 import json
@@ -38,10 +36,7 @@ def config_of(**fields: Any) -> ClusterConfig:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"num_prefill": 40},
-            r"41 worker\(s\) are too many for the 2 core\(s\).*: start at most 20 processes, or give",
-        ),
+        ({"num_prefill": 40}, r"41 worker\(s\) are too many for the 2 core\(s\).*: start at most 20 processes"),
         ({"num_decode": 1024}, r"1025 worker\(s\) are too many"),
         ({"num_cpus_per_worker": 4.0}, r"num_cpus_per_worker=4 for 2 worker\(s\) needs 8 cores; this machine has 2"),
         ({"tensor_parallel_size": 64}, r"2 worker\(s\) of 128 processes are too many for the 2 core\(s\)"),
@@ -51,9 +46,7 @@ def config_of(**fields: Any) -> ClusterConfig:
         ({"attention_backend": "triton"}, r"attention_backend='triton' needs a GPU"),
     ],
 )
-def test_what_needs_more_than_the_machine_has_is_refused(
-    fields: dict[str, Any], message: str, machine: SimpleNamespace
-) -> None:
+def test_what_exceeds_the_machine_is_refused(fields: dict[str, Any], message: str, machine: SimpleNamespace) -> None:
     with pytest.raises(ConfigError, match=message):
         check_machine(config_of(**fields))
     check_machine(config_of(**fields, ray_address="head:6379"))  # its nodes decide, and more of them may come
@@ -96,12 +89,9 @@ def make_model(folder: Path, num_bytes: int = 10**9, **config: Any) -> Path:
     [
         (
             {"num_prefill": 12},
-            r"13 worker\(s\) need at least 16.9 GB of memory \(0.3 for each process, 1.0 for weights\)",
+            r"13 worker\(s\) need at least 16.9 GB of memory \(0.3 for each process, 1.0 for weights",
         ),
-        (
-            {"pool_bytes": 10**10},
-            r"need at least 22.6 GB of memory .*pool_bytes=10000000000\), and this machine has 16.0",
-        ),
+        ({"pool_bytes": 10**10}, r"need at least 22.6 GB of memory .*pool_bytes=10000000000\), and this machine has"),
         ({"host_cache_gb": 7.0}, r"need at least 16.6 GB of memory .*host_cache_gb=7\)"),
         ({"max_model_len": 8193}, r"max_model_len=8193 is over the model's own context of 8192 tokens"),
     ],

@@ -19,14 +19,11 @@ from tests.support.waiting import eventually
 DOWN, STARTING, UP, DRAINING, LEAVING, GONE = MemberState
 
 STEPS: dict[str, Callable[[Member], object]] = {
-    "begin": lambda member: member.begin(),
-    "serve": lambda member: member.serve(),
-    "restart": lambda member: member.drain(restart=True),
-    "leave": lambda member: member.drain(restart=False),
-    "give_up": lambda member: member.give_up("late"),
-    "die": lambda member: member.die("killed"),
+    "begin": lambda member: member.begin(), "serve": lambda member: member.serve(),
+    "restart": lambda member: member.drain(restart=True), "leave": lambda member: member.drain(restart=False),
+    "give_up": lambda member: member.give_up("late"), "die": lambda member: member.die("killed"),
     "forget": lambda member: member.forget(),
-}
+}  # fmt: skip
 WAYS = {  # to each state; a worker that drains remembers what follows
     "down": "",
     "starting": "begin",
@@ -153,9 +150,7 @@ def router_reports(cluster: Supervised) -> None:
     ids=["ray-first", "router-first", "router-alone"],
 )
 async def test_a_death_that_is_reported_from_both_sides_is_handled_once(
-    monkeypatch: pytest.MonkeyPatch,
-    reports: tuple[Callable[[Supervised], None], ...],
-    num_lost: int,
+    monkeypatch: pytest.MonkeyPatch, reports: tuple[Callable[[Supervised], None], ...], num_lost: int
 ) -> None:
     async with supervised(monkeypatch, num_prefill=2, num_decode=1, max_restarts=9) as cluster:
         member, dead = cluster.supervisor.members["prefill-1"], cluster.ray.latest("prefill-1")

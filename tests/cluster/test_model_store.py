@@ -115,8 +115,7 @@ def test_two_pulls_at_once_fetch_once(tmp_path: Path, programs: FakePrograms) ->
     programs.may_convert.set()
     first.join(10)
     second.join(10)
-    assert len(found) == 2
-    assert programs.calls == ["pip", "convert"]
+    assert (len(found), programs.calls) == (2, ["pip", "convert"])
 
 
 def test_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -146,9 +145,7 @@ def test_broken_config_is_refused(tmp_path: Path) -> None:
         resolve_model(str(folder))
 
 
-def test_hub_model_that_is_not_cached_is_one_clear_line_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_model_that_is_not_cached_is_one_line_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match="not in the local hub cache"):

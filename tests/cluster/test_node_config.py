@@ -1,5 +1,3 @@
-"""What a worker finds on its own node: the model by name, its tiers, its address."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -49,9 +47,7 @@ def test_a_home_folder_that_a_node_lacks_names_the_node(tmp_path: Path) -> None:
         config_on_node(make_config(model, disk_cache_path="~nobody-here/kv"), "n")
 
 
-def test_a_relative_folder_is_the_same_for_workers_that_run_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_folder_is_the_same_for_workers_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(tmp_path / "org" / "m")
     monkeypatch.chdir(tmp_path)
     assert name_for_nodes("org/m") == str(tmp_path / "org" / "m")

@@ -49,7 +49,7 @@ async def test_what_did_not_reach_ray_is_sent_again(monkeypatch: pytest.MonkeyPa
     await eventually(lambda: fake.requests == [[{"GPU": 1.0}]])
     fake.num_failures = 1
     requests.want([])
-    await eventually(lambda: fake.requests == [[{"GPU": 1.0}], []])
+    await eventually(lambda: (fake.requests, requests._sent) == ([[{"GPU": 1.0}], []], []))
     running.cancel()
     await requests.close()
     assert len(fake.requests) == 2, "nothing is left to withdraw"

@@ -103,9 +103,7 @@ async def test_what_a_server_that_died_has_asked_for_is_known_and_withdrawn() ->
 
 
 @pytest.mark.usefixtures("two_cores")
-async def test_a_worker_without_room_is_requested_and_withdrawn_at_its_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_worker_without_room_is_requested_and_then_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = AutoscalerPolicy(acts=frozenset({"add"}), max_workers=3, move_deadline_s=DEADLINE_S, start_deadlines=0.0)
     monkeypatch.setattr(autoscale, "policy_of", lambda _: policy)
     config = ClusterConfig(

@@ -98,9 +98,7 @@ def test_a_second_sigterm_ends_a_worker_at_once(exits: list[int]) -> None:
     assert exits == [1]
 
 
-def test_the_next_server_hears_of_a_sigterm_that_the_dead_one_was_told_of(
-    monkeypatch: pytest.MonkeyPatch, exits: list[int]
-) -> None:
+def test_the_next_server_hears_of_a_sigterm_to_the_dead_one(monkeypatch: pytest.MonkeyPatch, exits: list[int]) -> None:
     monkeypatch.setattr("tandem.cluster.ownership.LEASE_S", 0.0)
     actor = PlainActor(LeaseTerms(owner=replace(OWNER, orphan_timeout_s=1e6), place=Place("ab", 0), is_added=False))
     assert isinstance(actor.claim("next", "key"), WorkerClaim)
@@ -161,13 +159,9 @@ def config_of(worker_id: str = "decode-0", **engine: Any) -> WorkerConfig:
 
 def claim_of(config: WorkerConfig | None = None, **fields: Any) -> WorkerClaim:
     claim = WorkerClaim(
-        process=ProcessIdentity("node", own_process()),
-        place=Place("ab", 1),
-        is_added=False,
-        role=Role.DECODE,
-        config=config or config_of(),
-        started="address",
-    )
+        process=ProcessIdentity("node", own_process()), place=Place("ab", 1), is_added=False, role=Role.DECODE,
+        config=config or config_of(), started="address",
+    )  # fmt: skip
     return replace(claim, **fields)
 
 
@@ -183,7 +177,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[ProcessIdentity]:
     return ends
 
 
-async def test_workers_of_a_dead_server_are_claimed_and_the_useless_ended(
+async def test_the_useful_are_claimed_and_others_end(
     monkeypatch: pytest.MonkeyPatch, ended: list[ProcessIdentity]
 ) -> None:
     good = claim_of()
@@ -228,7 +222,6 @@ async def test_workers_that_wait_for_room_are_their_servers_while_it_lives(
 
     actors = Actors(monkeypatch, waits=claim)
     monkeypatch.setattr(adoption, "_internal_kv_get", lambda *_, **__: f"pid 7 on h {signs.pop(0)}".encode())
-
     if is_refused:
         with pytest.raises(ConfigError, match=r"has this name: pid 7 on h\. .*--service-name"):
             await adopt_orphans(OWNER, "key", [])
@@ -253,8 +246,7 @@ async def test_workers_that_do_not_answer_are_waited_for_at_the_same_time(monkey
     actors = Actors(monkeypatch, a=claim_of(), b=claim, c=claim, d=claim_of())
     claimed: list[OrphanedWorker] = []
     await asyncio.wait_for(adopt_orphans(OWNER, "key", claimed), 5)
-    assert len(claimed) == 4
-    assert actors.killed == []
+    assert (len(claimed), actors.killed) == (4, [])
 
 
 def member(config: WorkerConfig) -> WorkerMember:
@@ -285,13 +277,10 @@ async def test_a_member_adopts_a_worker_of_its_name_that_is_as_it_would_start_it
     assert [one.actor.name for one in added] == ["added"]
     assert members["decode-0"].orphan is found[0]
     assert members["decode-1"].orphan is None
-    assert sorted(actors.killed) == ["added-other", "colocated", "other", "surplus", "twice"]
-    assert len(ended) == 5
+    assert (sorted(actors.killed), len(ended)) == (["added-other", "colocated", "other", "surplus", "twice"], 5)
 
 
-async def test_a_server_lets_go_of_claimed_workers_but_not_of_late_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_server_lets_go_of_claimed_workers_but_not_of_late_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adoption, "RENEW_S", 0.01)
     signs = Actors(monkeypatch).store
     one, other = member(config_of()), member(config_of("decode-1"))

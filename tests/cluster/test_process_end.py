@@ -98,9 +98,7 @@ def local_ray() -> Iterator[None]:
 @pytest.mark.cluster
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("is_near", [True, False], ids=["this machine", "through a task on its node"])
-def test_an_actor_that_ray_calls_dead_is_gone_only_after_the_proof(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_near: bool
-) -> None:
+def test_an_actor_is_gone_after_the_proof_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_near: bool) -> None:
     monkeypatch.setattr(ProcessId, "is_here", is_near)  # in this process, not in Ray's
     file = tmp_path / "ticks"
     actor = ray.remote(Ticking).options(num_cpus=0, max_concurrency=4).remote()

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -26,17 +25,16 @@ from ray.exceptions import AuthenticationError
 from tandem.cluster import ray_runtime
 from tandem.cluster.ray_runtime import RayDaemon, daemons_watched, probe_address, ray_running
 from tandem.protocol.errors import ConfigError, WorkerError
-from tandem.protocol.process import process_of
+from tests.support.engines_harness import dead_url
+from tests.support.processes import known, sleeping_child
 from tests.support.waiting import eventually
 
 
 def test_a_ray_address_where_nothing_listens_is_told_at_once() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{unused.getsockname()[1]}"
-        for text in (address, f"ray://{address}", "127.0.0.1:99999"):
-            with pytest.raises(ConfigError, match=f"ray_address='{text}' cannot be reached"):
-                probe_address(text)
+    address = dead_url().removeprefix("http://")
+    for text in (address, f"ray://{address}", "127.0.0.1:99999"):
+        with pytest.raises(ConfigError, match=f"ray_address='{text}' cannot be reached"):
+            probe_address(text)
 
 
 def test_a_ray_address_that_answers_or_has_no_port_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +84,7 @@ def test_ray_still_writes_that_notice() -> None:
     ],
     ids=["refused", "no token here"],
 )
-def test_a_ray_that_cannot_be_joined_may_demand_a_token(
+def test_a_ray_out_of_reach_may_demand_a_token(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
 ) -> None:
     def refuse(**_: object) -> None:
@@ -100,9 +98,7 @@ def test_a_ray_that_cannot_be_joined_may_demand_a_token(
         pass
 
 
-def test_a_private_ray_may_start_slowly_and_its_raylet_finds_the_ports_it_would_wait_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_private_ray_may_start_slowly_and_finds_its_ports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     limits = ("RAY_raylet_start_wait_time_s", "RAY_gcs_server_port_wait_time_s", "RAY_agent_register_timeout_ms")
     node_id, ports = ray.NodeID.from_random().hex(), []
 
@@ -159,9 +155,7 @@ def test_a_private_ray_that_is_not_private_is_refused(
         pass
 
 
-def test_ctrl_c_while_ray_starts_is_answered_at_once_and_stops_it_then(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ctrl_c_while_ray_starts_is_answered_and_stops_it_then(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told: list[str] = []
 
     def start(**_: object) -> None:
@@ -180,7 +174,7 @@ def test_ctrl_c_while_ray_starts_is_answered_at_once_and_stops_it_then(
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["", "with Ctrl-C"])
-def test_a_ray_that_does_not_start_is_told_in_one_sentence(
+def test_a_failed_start_of_ray_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_stopped: bool
 ) -> None:
     def start(**_: object) -> None:
@@ -217,16 +211,11 @@ def test_a_ray_that_hangs_at_the_end_is_left_with_the_right_exit_code(
 
 
 @pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_the_death_of_a_daemon_of_ray_is_told_at_once_and_once(
-    make_loop: Callable[[], asyncio.AbstractEventLoop],
-) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    identity = process_of(process.pid)
-    assert identity is not None
-    daemon = RayDaemon("gcs_server", identity)
+def test_the_death_of_a_daemon_of_ray_is_told_once(make_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     deaths: list[WorkerError] = []
 
-    async def run() -> None:
+    async def run(process: subprocess.Popen[bytes]) -> None:
+        daemon = RayDaemon("gcs_server", known(process.pid))
         with daemons_watched([daemon], deaths.append):
             await asyncio.sleep(0)
             assert (deaths, daemon.is_alive) == ([], True)
@@ -237,9 +226,5 @@ def test_the_death_of_a_daemon_of_ray_is_told_at_once_and_once(
                 await asyncio.sleep(0)
         assert [str(death).partition(",")[0] for death in deaths] == [f"Ray's gcs_server (pid {process.pid})"]
 
-    try:
-        with asyncio.Runner(loop_factory=make_loop) as runner:
-            runner.run(run())
-    finally:
-        process.kill()
-        process.wait()
+    with sleeping_child() as process, asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(run(process))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -111,15 +109,9 @@ def routing(
     ]
     path.write_text("".join(tables))
     command = [
-        sys.executable,
-        "-m",
-        "tandem",
-        "route",
-        f"--engines={path}",
-        "--port=0",
-        "--allow-local-engines",
+        sys.executable, "-m", "tandem", "route", f"--engines={path}", "--port=0", "--allow-local-engines",
         "--probe-interval-s=0.05",
-    ]
+    ]  # fmt: skip
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TANDEM_ADMIN_TOKEN": "secret"}
     process = subprocess.Popen(
         [*command, f"--router-processes={count}", *flags], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True
@@ -180,35 +172,6 @@ def test_one_port_one_total_and_a_clean_end(tmp_path: Path) -> None:
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(20) == 0
         running.assert_gone()
-
-
-def test_what_waits_and_runs_in_all_processes_is_in_the_metrics_until_it_ends(tmp_path: Path) -> None:
-    prompts = [name * 8000 for name in "abcde"]  # longer than a step, and they share no prefix
-    waiting = ("tandem_router_queue_requests{", "tandem_router_queue_tokens{", "tandem_router_queue_worker_seconds{")
-    with fakes(1) as (fake,), routing(tmp_path, [fake], 2, settings="max_num_batched_tokens = 64") as running:
-        fake.headers_pause.clear()
-        with ThreadPoolExecutor(4) as pool:
-            # Until the first token of a stream its engine is known to be busy; with a plain answer that is a guess.
-            asked = [pool.submit(running.complete, prompt=prompts[0], stream=True)]
-            until(lambda: running.totals("tandem_engine_running_requests{") == 1)
-            asked += [pool.submit(running.complete, prompt=prompt, stream=True) for prompt in prompts[1:4]]
-            until(lambda: running.totals("tandem_router_queue_requests{") == 3)
-            assert all(running.totals(name) > 0 for name in waiting)
-            assert running.totals("tandem_router_running_requests ") == 4
-            leaving = socket.create_connection(running.address)
-            data = json.dumps(BODY | {"prompt": prompts[4]}).encode()
-            leaving.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
-            leaving.sendall(b"Content-Length: %d\r\n\r\n%b" % (len(data), data))
-            until(lambda: running.totals("tandem_router_queue_requests{") == 4)
-            assert running.totals("tandem_router_dropped_total{") == 0
-            leaving.close()
-            dropped = 'tandem_router_dropped_total{reason="client_gone",tenant="default"}'
-            until(lambda: running.totals(dropped) == 1)
-            assert running.totals("tandem_router_queue_requests{") == 3
-            fake.resume()
-            assert [one.result().status_code for one in asked] == [200] * 4
-        for name in (*waiting, "tandem_router_running_requests ", "tandem_engine_running_requests{"):
-            until(lambda name=name: running.totals(name) == 0)  # type: ignore[misc]
 
 
 def test_requests_of_all_processes_at_once_go_evenly_over_equal_engines(tmp_path: Path) -> None:
@@ -361,19 +324,6 @@ def test_ctrl_c_lets_answers_end_and_a_second_one_does_not(tmp_path: Path, num_s
             engine.resume()
             if num_signals == 2:
                 assert not any(_is_whole(answer) for answer in answers)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_answers_that_do_not_end_in_time_do_not_hold_up_the_end(tmp_path: Path, count: int) -> None:
-    with fakes(1) as [engine], routing(tmp_path, [engine], count, "--shutdown-grace-s=0.5") as running:
-        engine.headers_pause.clear()
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(running.complete)
-            until(lambda: len(engine.requests) == 1)
-            running.process.send_signal(signal.SIGTERM)
-            assert running.process.wait(5) == 0
-            engine.resume()
-            assert not _is_whole(answer)
 
 
 def _is_whole(answer: Any) -> bool:

@@ -1,5 +1,3 @@
-"""What `tandem serve` tells its user once it serves."""
-
 from __future__ import annotations
 
 import io

@@ -114,9 +114,7 @@ def test_ranks_on_a_cpu_share_the_cores_of_their_worker(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("address", "share"), [("", 1.0), ("auto", 2.0)])
-def test_workers_that_may_be_added_have_a_share_of_the_machine(
-    address: str, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_those_that_may_be_added_have_a_share(address: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     have_nodes(monkeypatch, 4)
     config = replace(CONFIG, max_workers=4, ray_address=address)
     assert resolve(config).num_cpus_per_worker == share

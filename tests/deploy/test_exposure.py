@@ -1,5 +1,3 @@
-"""Ingress and Gateway let streams pass, a node's drain takes few pods at once, and the pods' scheduling is as given."""
-
 from __future__ import annotations
 
 import json
@@ -68,8 +66,7 @@ def test_an_ingress_is_as_its_values_say() -> None:
     assert annotations[f"{NGINX}/proxy-body-size"] == "64000000", "as large as the server's own bound"
     assert annotations[f"{NGINX}/proxy-buffering"] == "on", "what is given replaces the chart's"
     assert annotations[f"{NGINX}/proxy-read-timeout"] == "600"
-    assert annotations["cert-manager.io/cluster-issuer"] == "ours"
-    assert ingress["spec"]["ingressClassName"] == "nginx"
+    assert (annotations["cert-manager.io/cluster-issuer"], ingress["spec"]["ingressClassName"]) == ("ours", "nginx")
     assert ingress["spec"]["tls"] == [{"hosts": ["llm.example"], "secretName": "public"}]
 
 
@@ -125,8 +122,7 @@ def test_a_drain_of_nodes_takes_one_worker_pod_at_a_time() -> None:
     manifests = render()
     budget = find(manifests, "PodDisruptionBudget", "release-worker")
     validate(budget)
-    assert budget["spec"]["maxUnavailable"] == 1
-    assert budget["spec"]["selector"]["matchLabels"] == WORKERS
+    assert (budget["spec"]["maxUnavailable"], budget["spec"]["selector"]["matchLabels"]) == (1, WORKERS)
     labels = find(manifests, "StatefulSet", "release-worker")["spec"]["template"]["metadata"]["labels"]
     assert WORKERS.items() <= labels.items()
     assert [one["metadata"]["name"] for one in manifests if one["kind"] == "PodDisruptionBudget"] == ["release-worker"]

@@ -1,5 +1,3 @@
-"""Generated files are what the code generates now, and name what the code reads."""
-
 from __future__ import annotations
 
 import re
@@ -32,14 +30,9 @@ def test_bounds_are_written_alike_whoever_annotated_a_type_first() -> None:
     )
     committed = (ROOT / "helm" / "tandem" / "values.schema.json").read_text()
     shown = subprocess.run(
-        [sys.executable, "-c", script],
-        input=committed,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", script], input=committed, cwd=ROOT, capture_output=True, text=True, check=True,
         timeout=60,
-    )
+    )  # fmt: skip
     assert shown.stdout == committed
 
 

@@ -101,8 +101,7 @@ def test_an_example_renders_to_valid_manifests_and_flags(example: Path) -> None:
         validate(manifest)
     (serve,) = tandem_commands(scripts(manifests)["head.sh"])
     flags = accept(serve)
-    assert flags["engine_args"] == values["cluster"]["engine_args"]
-    assert flags["engine_kind"] == "vllm"
+    assert (flags["engine_args"], flags["engine_kind"]) == (values["cluster"]["engine_args"], "vllm")
     words = {word.partition("=")[0] for word in serve}
     given = {name: value for name, value in flags.items() if f"--{name.replace('_', '-')}" in words}
     config = build_config(given | {"engine_kind": "vllm"})
@@ -203,14 +202,16 @@ def test_an_upgrade_keeps_the_secrets() -> None:
     assert re.search(r"get \$present \$key \| default \(randAlphaNum 64", template)
 
 
-def test_api_keys_come_from_a_secret_to_the_head_only() -> None:
+def test_api_keys_and_tenants_come_to_the_head_only() -> None:
     manifests = render(EVERYTHING)
-    folder, _, file = str(serve_flags(manifests)["api_key_file"]).rpartition("/")
-    both = pods(manifests)
-    secret = mounted(both["head"])[folder]["secret"]
-    assert (secret["secretName"], secret["items"]) == ("our-keys", [{"key": "keys", "path": file}])
+    flags, both = serve_flags(manifests), pods(manifests)
+    head = mounted(both["head"])
+    (folder, keys), (other, tenants) = (str(flags[name]).rsplit("/", 1) for name in ("api_key_file", "tenants"))
+    secret = head[folder]["secret"]
+    assert (secret["secretName"], secret["items"]) == ("our-keys", [{"key": "keys", "path": keys}])
     assert secret["defaultMode"] & 0o027 == 0, "the server would refuse the file"
-    assert folder not in mounted(both["worker"])
+    assert head[other]["configMap"] == {"name": "our-tenants", "items": [{"key": "tenants.toml", "path": tenants}]}
+    assert not {folder, other} & mounted(both["worker"]).keys()
     assert serve_flags(render())["api_key_file"] == ""
 
 
@@ -240,15 +241,6 @@ def test_the_certificate_comes_from_a_secret_to_the_head_only() -> None:
     assert folder not in mounted(both["worker"])
 
 
-def test_tenants_come_from_a_config_map_to_the_head_only() -> None:
-    manifests = render(EVERYTHING)
-    folder, _, file = str(serve_flags(manifests)["tenants"]).rpartition("/")
-    both = pods(manifests)
-    volume = mounted(both["head"])[folder]["configMap"]
-    assert volume == {"name": "our-tenants", "items": [{"key": "tenants.toml", "path": file}]}
-    assert folder not in mounted(both["worker"])
-
-
 @pytest.mark.parametrize(
     ("given", "router", "expected"),
     [
@@ -270,8 +262,7 @@ def test_only_http_comes_in_and_only_names_and_models_go_out(values: Json) -> No
     release = {"app.kubernetes.io/name": "tandem", "app.kubernetes.io/instance": "release"}
     peers = [{"podSelector": {"matchLabels": release}}]
     assert within["spec"]["podSelector"] == {"matchLabels": release}
-    assert within["spec"]["policyTypes"] == ["Ingress", "Egress"]
-    assert within["spec"]["ingress"] == [{"from": peers}]
+    assert (within["spec"]["policyTypes"], within["spec"]["ingress"]) == (["Ingress", "Egress"], [{"from": peers}])
     ports = [443, 8443] if values else [443]
     assert within["spec"]["egress"] == [
         {"to": peers},
@@ -325,14 +316,10 @@ def test_the_head_starts_a_server_that_was_killed_again(tmp_path: Path, serve: s
         (tmp_path / name).chmod(0o755)
     (tmp_path / "starts").touch()
     finished = subprocess.run(
-        ["bash", "-c", scripts(render())["head.sh"]],
-        cwd=tmp_path,
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "POD_IP": "127.0.0.1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
+        ["bash", "-c", scripts(render())["head.sh"]], cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "POD_IP": "127.0.0.1"}, capture_output=True, text=True, timeout=60,
         check=False,
-    )
+    )  # fmt: skip
     starts = (tmp_path / "starts").read_text().splitlines()
     assert (finished.returncode, len(starts)) == (code, num_starts), finished.stderr
     assert all(start.startswith("serve --ray-address=auto") for start in starts)
@@ -350,8 +337,7 @@ def test_rays_autoscaler_reads_the_servers_bounds_from_the_raycluster(values: Js
     assert (workers["min_workers"], workers["max_workers"]) == (2, 6)
     assert {name: workers["resources"][name] for name in ("CPU", "GPU")} == {"CPU": 3, "GPU": 1}
     assert config["available_node_types"]["headgroup"]["resources"]["CPU"] == 0
-    assert config["idle_timeout_minutes"] == 1.5
-    assert cluster["spec"]["workerGroupSpecs"][0]["replicas"] == 3
+    assert (config["idle_timeout_minutes"], cluster["spec"]["workerGroupSpecs"][0]["replicas"]) == (1.5, 3)
     flags = serve_flags(manifests)
     assert (flags["min_workers"], flags["max_workers"]) == (2, 6)
     assert "--no-monitor" in scripts(manifests)["head.sh"], "the operator starts the autoscaler"

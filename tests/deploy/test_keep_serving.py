@@ -1,5 +1,3 @@
-"""The script that starts a killed server again, with small processes in the server's place."""
-
 from __future__ import annotations
 
 import os

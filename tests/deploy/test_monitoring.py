@@ -182,9 +182,7 @@ FLAGS = {"router": {"tracing": True}, "tls": {"existingSecret": "ours"}}
         ({"router": {"tls_cert": "/c", "tls_key": "/k"}}, ["tandem", "tandem-own-engine", "tandem-tls"]),
     ],
 )
-def test_the_chart_brings_the_alerts_whose_metrics_the_release_exports(
-    values: dict[str, Any], expected: list[str]
-) -> None:
+def test_the_chart_brings_alerts_whose_metrics_its_release_has(values: dict[str, Any], expected: list[str]) -> None:
     groups = find(render(ENABLED | values), "PrometheusRule", "release")["spec"]["groups"]
     assert [group["name"] for group in groups] == expected
     (command,) = {"serve"} if "tandem-own-engine" in expected else {"route"}

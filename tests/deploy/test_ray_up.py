@@ -108,7 +108,6 @@ def test_a_cluster_serves_from_ray_up_to_ray_down(lab: list[Host]) -> None:
     log = head.home / "tandem-serve.log"
     until(lambda: re.search("^Serving|^tandem: ", log.read_text(), re.MULTILINE), SERVED_S, lambda: explain(head))
     type_in(laptop, *RAY, "exec", FILE, "cat ~/tandem-serve.log")
-
     question = {"temperature": 0, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
     curl = ("curl", "-s", "http://127.0.0.1:8000/v1/chat/completions", "-H", "Content-Type: application/json")
     ssh = ("ssh", "-o", "StrictHostKeyChecking=no", "-o", "LogLevel=ERROR", f"tandem@{head.ip}")
@@ -117,13 +116,11 @@ def test_a_cluster_serves_from_ray_up_to_ray_down(lab: list[Host]) -> None:
     assert "Paris" in answer["choices"][0]["message"]["content"]
     refused = json.loads(head.run(*curl, "-d", json.dumps(question)))
     assert refused["error"]["code"] == "invalid_api_key"
-
     pools = json.loads(head.run("curl", "-s", "http://127.0.0.1:8000/v1/pools", "-H", f"Authorization: Bearer {key}"))
     roles = {role: [worker["host"] for worker in pools["roles"][role]] for role in ("prefill", "decode")}
     assert sorted(roles["prefill"] + roles["decode"]) == [worker.ip for worker in workers]
     for machine in (head, *workers):
         assert machine.run("stat", "-c", "%a", ".ray/auth_token", ".config/tandem/api-keys").split() == ["600", "600"]
-
     type_in(laptop, *RAY, "down", "--yes", FILE, timeout_s=UP_S)
     for machine in (head, *workers):  # the workers' Ray ends a minute after it lost its head
         until(lambda machine=machine: not left_on(machine), DOWN_S, lambda machine=machine: str(left_on(machine)))

@@ -1,5 +1,3 @@
-"""The set-up scripts and the Makefile: what they refuse, and with which words."""
-
 import ast
 import importlib.util
 import itertools
@@ -55,13 +53,9 @@ def test_missing_system_packages_are_named(tmp_path: Path) -> None:
     bash = shutil.which("bash")
     assert bash is not None
     finished = subprocess.run(
-        [bash, str(ROOT / "scripts" / "debian-packages.sh")],
-        env={"PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+        [bash, str(ROOT / "scripts" / "debian-packages.sh")], env={"PATH": str(tmp_path)}, capture_output=True,
+        text=True, timeout=30, check=False,
+    )  # fmt: skip
     assert finished.returncode == 1
     assert "g++ make" in finished.stderr
     assert finished.stdout == ""
@@ -99,9 +93,7 @@ def run_with_python(script: str, variable: str, folder: Path, python: str) -> su
 
 
 @ENVIRONMENTS
-def test_an_environment_of_its_own_is_ready_when_every_step_succeeded(
-    script: str, variable: str, tmp_path: Path
-) -> None:
+def test_an_environment_is_ready_when_every_step_succeeded(script: str, variable: str, tmp_path: Path) -> None:
     finished = run_with_python(script, variable, tmp_path, "exit 0")
     assert finished.returncode == 0, finished.stderr
     assert "\nready after " in finished.stdout

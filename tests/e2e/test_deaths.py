@@ -87,9 +87,7 @@ def test_sigterm_to_all_processes_of_a_server_ends_it_as_sigterm_to_one_does(tex
         until(lambda: not list(server.scratch.iterdir()), GONE_S, lambda: str(list(server.scratch.iterdir())))
 
 
-def test_a_worker_that_gets_sigterm_finishes_its_answers_elsewhere_and_is_replaced(
-    text_model: Path, tmp_path: Path
-) -> None:
+def test_a_worker_that_gets_sigterm_moves_its_answers_and_is_replaced(text_model: Path, tmp_path: Path) -> None:
     with started(text_model, tmp_path, *POOL) as server:
         victim = server.wait_ready().worker("decode")
         body = {"prompt": "x" * 100, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}

@@ -120,7 +120,6 @@ def test_keys_are_made_limited_and_revoked_under_load(operated: Operated) -> Non
     before = keys.audited()
     took_s = exercise_keys(server.url, keys, operator)
     print(f"a revoked key was last accepted after {took_s:.2f} s")
-
     an_openai_client_waits_as_told(server.url, keys)
     headers = authorization(operator)
     change = {"worker": "prefill-0", "role": "decode"}
@@ -176,7 +175,6 @@ def test_a_collector_that_hangs_costs_spans_and_answers_end_in_peace_after_sigte
 
     until(loses_spans, 60.0)
     until(lambda: collector.num_held > 0)
-
     worker = psutil.Process(server.worker("decode", authorization(operator))["pid"])
     body = {"prompt": "a b", "max_tokens": 1600, "ignore_eos": True}
     streamed = {"stream": True, "stream_options": {"include_usage": True}}

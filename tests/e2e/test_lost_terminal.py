@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("open_pair", [os.pipe, pty.openpty], ids=["pipe", "terminal"])
-def test_a_server_that_nobody_listens_to_goes_on(
+def test_a_server_without_a_reader_goes_on(
     text_model: Path, tmp_path: Path, open_pair: Callable[[], tuple[int, int]]
 ) -> None:
     reader, writer = open_pair()

@@ -52,9 +52,7 @@ def engine() -> Iterator[FakeServer]:
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_after_sigterm_load_balancers_leave_first_and_a_long_stream_ends_in_peace(
-    engine: FakeServer, tmp_path: Path, num_processes: int
-) -> None:
+def test_after_sigterm_balancers_leave_and_streams_end(engine: FakeServer, tmp_path: Path, num_processes: int) -> None:
     flags = (f"--router-processes={num_processes}", "--shutdown-delay-s=6", "--drain-timeout-s=0.1")
     with (
         routing_process(engine, tmp_path, *flags) as (process, url),
@@ -85,7 +83,7 @@ def test_after_sigterm_load_balancers_leave_first_and_a_long_stream_ends_in_peac
         pytest.param("second signal", 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_stream_that_does_not_end_in_time_is_told_that_the_server_shuts_down(
+def test_a_stream_that_is_late_is_told_of_the_end(
     engine: FakeServer, tmp_path: Path, hurry: str, num_processes: int
 ) -> None:
     delays = ("--shutdown-delay-s=600",) if hurry == "second signal" else ("--shutdown-grace-s=0.5",)
@@ -105,10 +103,7 @@ def test_a_stream_that_does_not_end_in_time_is_told_that_the_server_shuts_down(
 
 def test_ctrl_c_stays_quick(engine: FakeServer, tmp_path: Path) -> None:
     flags = ("--shutdown-delay-s=600", "--shutdown-grace-s=600", "--drain-timeout-s=0.1")
-    with (
-        routing_process(engine, tmp_path, *flags) as (process, url),
-        begun_stream(url, STREAM) as lines,
-    ):
+    with routing_process(engine, tmp_path, *flags) as (process, url), begun_stream(url, STREAM) as lines:
         process.send_signal(signal.SIGINT)
         assert '"error"' in [line for line in lines if line][-1]
         assert process.wait(30) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 from pathlib import Path
 
 import psutil
@@ -33,22 +32,6 @@ def test_a_pool_over_the_memory_is_told_by_the_worker_that_cannot_build_it(text_
         assert "Error" not in line
 
 
-def test_a_busy_port_is_told_before_anything_starts(text_model: Path, tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with started(text_model, tmp_path, "--port", str(port)) as server:
-            assert server.wait_ended() == 2
-            assert f"port={port}" in one_error_line(server.output)
-
-
-def test_a_missing_model_folder_is_told_before_anything_starts(tmp_path: Path) -> None:
-    with started(tmp_path / "nothing-here", tmp_path) as server:
-        assert server.wait_ended() == 2
-        assert "nothing-here" in one_error_line(server.output)
-
-
 def test_a_missing_folder_for_temporary_files_is_told_before_anything_starts(text_model: Path, tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     with started(text_model, tmp_path, env={"TMPDIR": str(missing)}) as server:
@@ -64,9 +47,7 @@ def test_a_missing_folder_for_temporary_files_is_told_before_anything_starts(tex
         ("loading tiny", signal.SIGINT),
     ],
 )
-def test_a_signal_during_the_start_ends_everything(
-    text_model: Path, tmp_path: Path, after: str, number: signal.Signals
-) -> None:
+def test_a_signal_at_the_start_ends_all(text_model: Path, tmp_path: Path, after: str, number: signal.Signals) -> None:
     with started(text_model, tmp_path) as server:
         until(lambda: after in server.output, START_S, lambda: server.output)
         if after == "starting Ray":

@@ -79,9 +79,7 @@ def oracle_answers(model: Path) -> list[str]:
 
 
 @pytest.mark.slow  # a minute
-def test_two_nodes_answer_as_one_engine_does_behind_a_new_router_and_after_the_death_of_a_node(
-    nodes: list[RayNode], text_model: Path, tmp_path: Path
-) -> None:
+def test_two_nodes_answer_as_one_engine_through_deaths(nodes: list[RayNode], text_model: Path, tmp_path: Path) -> None:
     expected = oracle_answers(text_model)
     with serving(nodes, tmp_path, "--no-local-prefill", "--disk-cache-path=~/kv") as server:
         assert answers(server.wait_ready()) == expected
@@ -110,7 +108,6 @@ def a_node_dies_and_comes_back(server: Server, nodes: list[RayNode], model: Path
             events += [line] if line else []
     assert events[-1] == "data: [DONE]"
     assert not any('"error"' in event for event in events), events
-
     until(lambda: ask(server, PROMPTS[0]).status_code == 200, START_S, lambda: server.output)
     assert answers(server) == expected
     assert hosts(server) == {"", server.worker("decode")["host"]} == {"", *NODES} - {nodes[number].ip}
@@ -123,7 +120,7 @@ def a_node_dies_and_comes_back(server: Server, nodes: list[RayNode], model: Path
     assert "did not start" not in server.output, "a node's death is one death of its worker"
 
 
-def test_a_folder_that_one_node_lacks_is_one_line_that_names_the_node(
+def test_a_folder_that_a_node_lacks_is_told_with_the_node(
     nodes: list[RayNode], text_model: Path, tmp_path: Path
 ) -> None:
     for node in nodes[:2]:

@@ -8,7 +8,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tandem.loadtest.chaos.requests import NUM_REQUESTS, ChaosRequest, ask, samp
 from tandem.loadtest.chaos.server import TrialServer
 from tandem.loadtest.chaos.trial import ChaosRun, TrialError, run_chaos
 from tandem.protocol.errors import ConfigError
+from tests.support.processes import sleeping_child
 from tests.support.waiting import eventually
 
 Json = dict[str, Any]
@@ -105,11 +105,8 @@ def _events(body: Json, fault: str = "") -> str:
 
 @pytest.fixture
 def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
-    children = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(3)]
-    yield children
-    for child in children:
-        child.kill()
-        child.wait()
+    with sleeping_child() as one, sleeping_child() as two, sleeping_child() as three:
+        yield [one, two, three]
 
 
 async def run(
@@ -117,16 +114,9 @@ async def run(
 ) -> ChaosRun:
     async with server.client as client:
         return await run_chaos(
-            client,
-            psutil.Process(os.getpid()),
-            sample_requests(0, "m", 4),
-            events,
-            duration_s=duration_s,
-            num_streams=3,
-            seed=0,
-            disk_folder=folder,
-            **({"say": lambda _: None} | told),
-        )
+            client, psutil.Process(os.getpid()), sample_requests(0, "m", 4), events, duration_s=duration_s,
+            num_streams=3, seed=0, disk_folder=folder, **({"say": lambda _: None} | told),
+        )  # fmt: skip
 
 
 def test_a_seed_plans_the_same_events() -> None:
@@ -309,8 +299,7 @@ async def test_operations_are_asked_for(processes: list[subprocess.Popen[bytes]]
     flip, migrate, add, drain = server.asked
     assert flip == ("roles", {"worker": "w1", "role": "prefill"})
     assert migrate == ("migrate", {"worker": "w2"})
-    assert add[0] == "add"
-    assert drain[0] == "drain"
+    assert (add[0], drain[0]) == ("add", "drain")
     assert not drain[1]["restart"]
 
 
@@ -353,7 +342,7 @@ async def test_an_operation_against_a_rule_is_left_out_and_a_failure_a_loss(
     assert not is_lost or re.search(f"1 operations went wrong, the first: {kind}: .*HTTP 500", result.lost[0])
 
 
-async def test_a_departure_that_does_not_end_is_a_loss(
+async def test_an_endless_departure_is_a_loss(
     processes: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Stuck(FakeServer):

@@ -4,6 +4,7 @@ import socket
 import pytest
 
 from tandem.loadtest.client import CUT, MeasuringClient, StreamTiming
+from tests.support.engines_harness import dead_url
 from tests.support.fake_openai import FakeServer
 
 
@@ -13,11 +14,9 @@ def complete(server: FakeServer, num_tokens: int = 5) -> StreamTiming:
 
 def test_times_every_event_of_a_completion(server: FakeServer) -> None:
     timing = complete(server)
-    assert timing.error == ""
-    assert timing.text == "word word word word word "
+    assert (timing.error, timing.text) == ("", "word word word word word ")
     assert (timing.num_prompt_tokens, timing.num_cached_tokens, timing.num_output_tokens) == (3, 3, 5)
-    assert timing.event_tokens == [1, 1, 1, 1, 1]
-    assert timing.finish_reason == "length"
+    assert (timing.event_tokens, timing.finish_reason) == ([1, 1, 1, 1, 1], "length")
     assert len(timing.itl_s) == 4
     assert timing.event_times_s == sorted(timing.event_times_s)
     assert timing.started_s < timing.event_times_s[0] <= timing.event_times_s[-1] <= timing.finished_s
@@ -26,8 +25,7 @@ def test_times_every_event_of_a_completion(server: FakeServer) -> None:
 def test_role_event_of_a_chat_is_not_its_first_token(server: FakeServer) -> None:
     messages = [{"role": "user", "content": "hi"}]
     timing = asyncio.run(MeasuringClient(server.url).stream_chat(messages, model="m", max_tokens=2))
-    assert timing.error == ""
-    assert timing.event_tokens == [1, 1]
+    assert (timing.error, timing.event_tokens) == ("", [1, 1])
 
 
 @pytest.mark.parametrize(("has_running_usage", "expected"), [(True, [2, 2, 1]), (False, [1, 1, 1])])
@@ -42,35 +40,27 @@ def test_tokens_of_large_events_are_counted(server: FakeServer, has_running_usag
 def test_reads_streams_with_windows_line_ends(server: FakeServer) -> None:
     server.line_end = "\r\n"
     timing = complete(server)
-    assert timing.error == ""
-    assert timing.num_output_tokens == 5
+    assert (timing.error, timing.num_output_tokens) == ("", 5)
 
 
 def test_tpot_counts_tokens_after_the_first_event() -> None:
     timing = StreamTiming(0.0, event_times_s=[1.0, 2.0, 3.0], event_tokens=[1, 2, 2], num_output_tokens=5)
     assert timing.tpot_s == pytest.approx(2.0 / 4)
-    assert timing.ttft_s == 1.0
-    assert timing.itl_s == [1.0, 1.0]
+    assert (timing.ttft_s, timing.itl_s) == (1.0, [1.0, 1.0])
     assert StreamTiming(0.0, event_times_s=[1.0], event_tokens=[4], num_output_tokens=4).tpot_s is None
 
 
-def test_stream_without_done_is_an_error(server: FakeServer) -> None:
-    server.break_after = 2
-    assert "without [DONE]" in complete(server).error
-
-
-def test_http_error_is_reported_with_its_message(server: FakeServer) -> None:
-    server.status = 503
-    error = complete(server).error
-    assert "503" in error
-    assert "not today" in error
+@pytest.mark.parametrize(
+    ("fault", "value", "told"),
+    [("break_after", 2, "without [DONE]"), ("status", 503, 'HTTP 503: {"error":{"message":"not')],
+)
+def test_what_goes_wrong_is_told(server: FakeServer, fault: str, value: int, told: str) -> None:
+    setattr(server, fault, value)
+    assert told in complete(server).error
 
 
 def test_refused_connection_is_an_error_and_not_an_exception() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        url = "http://{}:{}".format(*unused.getsockname())
-        timing = asyncio.run(MeasuringClient(url).stream_completion("a", model="m", max_tokens=1))
+    timing = asyncio.run(MeasuringClient(dead_url()).stream_completion("a", model="m", max_tokens=1))
     assert "onnect" in timing.error
 
 

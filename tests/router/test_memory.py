@@ -65,7 +65,6 @@ async def test_nothing_grows_with_the_number_of_requests(count: int, monkeypatch
     monkeypatch.setattr(fair_queue, "MAX_IDLE_TENANTS", 60)
     monkeypatch.setattr(pin_ledger.Conversations.__init__, "__defaults__", (64 * 1024,))
     print("seed 1")
-
     world = MemoryWorld(seed=1)
     try:
         seen = await serve_and_watch(world, count, parts=6)

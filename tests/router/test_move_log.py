@@ -1,5 +1,3 @@
-"""What the log says of requests that go on elsewhere: one line for each reason, however many requests it moved."""
-
 from __future__ import annotations
 
 import pytest
@@ -9,9 +7,7 @@ from tandem.router.move_log import MAX_REASONS, MoveLog
 from tests.support.waiting import eventually
 
 
-async def test_moves_for_one_reason_are_a_line(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_moves_of_a_reason_are_a_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(move_log, "GATHER_S", 0.01)
     log = MoveLog()
     for _ in range(300):

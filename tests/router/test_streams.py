@@ -129,15 +129,6 @@ async def test_items_before_anyone_reads_and_after_a_cancelled_read_are_kept() -
     assert queue.num_items == 0
 
 
-async def test_whatever_a_sink_raises_reaches_its_reader() -> None:
-    queue: DeltaQueue[int] = DeltaQueue(CallbackScheduler())
-    reading = asyncio.create_task(queue.read_into(lambda _: next(iter(()))))
-    await iteration()
-    queue.put(1)
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        await reading
-
-
 @pytest.mark.parametrize("scheduler", [None, CallbackScheduler()])
 async def test_an_error_follows_the_items_and_only_the_first_counts(scheduler: CallbackScheduler | None) -> None:
     queue: DeltaQueue[int] = DeltaQueue(scheduler)
@@ -198,26 +189,6 @@ async def test_items_are_pushed_without_the_readers_task() -> None:
     assert stream.num_begun == 1
 
 
-async def test_a_reader_that_stops_gets_the_rest_when_it_reads_again() -> None:
-    stream = Doubled(CallbackScheduler())
-    got: list[int] = []
-
-    def sink(items: list[int]) -> bool:
-        got.extend(items)
-        return 4 not in items
-
-    for number in (1, 2):
-        stream.queue.put(number)
-    assert not await stream.read_into(sink)
-    assert got == [2, 4]
-    stream.queue.put(3)
-    stream.queue.put(END)
-    assert await stream.read_into(sink)
-    assert got == [2, 4, 6]
-    assert await stream.read_into(sink)  # it stays at its end
-    assert await stream.take() == []
-
-
 @pytest.mark.parametrize("is_pushed", [True, False])
 async def test_an_error_follows_the_items_before_it_and_closes(is_pushed: bool) -> None:
     stream = Doubled(CallbackScheduler())
@@ -233,20 +204,20 @@ async def test_an_error_follows_the_items_before_it_and_closes(is_pushed: bool) 
 
     with pytest.raises(ValueError, match="on purpose"):
         await read()
-    assert got == [2]
-    assert stream.num_closed == 1
+    assert (got, stream.num_closed) == ([2], 1)
 
 
-async def test_what_a_sink_raises_is_raised_in_its_readers_task() -> None:
+@pytest.mark.parametrize("error", [RuntimeError("the reader's own"), StopIteration()])
+async def test_what_a_sink_raises_is_raised_in_its_readers_task(error: Exception) -> None:
     stream = Doubled(CallbackScheduler())
 
     def sink(_: list[int]) -> bool:
-        raise RuntimeError("the reader's own")
+        raise error
 
     reading = asyncio.create_task(stream.read_into(sink))
     await iterations()
     stream.queue.put(1)
-    with pytest.raises(RuntimeError, match="the reader's own"):
+    with pytest.raises(RuntimeError, match=r"the reader|StopIteration"):
         await reading
     assert stream.num_closed == 1
 
@@ -296,7 +267,10 @@ async def test_however_it_is_read_everything_arrives_once_and_in_order(steps: li
     if reading is not None:
         await asyncio.gather(reading, return_exceptions=True)
     await read_all(stream, sink)
-    assert got == [2 * number for number in range(num_put)]
+    assert (got, stream.num_begun) == ([2 * number for number in range(num_put)], 1)
+    assert stream.num_closed, "it is closed once it has ended"
+    assert await stream.read_into(sink), "it stays at its end"
+    assert await stream.take() == []
 
 
 async def test_an_error_after_what_the_reader_has_taken_is_for_its_next_call() -> None:
@@ -309,16 +283,6 @@ async def test_an_error_after_what_the_reader_has_taken_is_for_its_next_call() -
     assert stream.num_closed == 0
     with pytest.raises(ValueError, match="on purpose"):
         await stream.read_into(lambda _: True)
-
-
-async def test_read_to_its_end_it_is_closed() -> None:
-    stream = Doubled(CallbackScheduler())
-    reading = asyncio.create_task(stream.read_into(lambda _: False))
-    await iterations()
-    stream.queue.put(1)
-    stream.queue.put(END)
-    assert await reading
-    assert stream.num_closed == 1
 
 
 async def test_an_answer_ended_by_a_stop_string_has_no_error_after_it(tokenizer: Tokenizer) -> None:

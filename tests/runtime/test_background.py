@@ -1,5 +1,3 @@
-"""Background tasks: failures are logged, and then the work is restarted or its owner decides."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Pauses double with each failure in a row, up to the longest."""
-
 from __future__ import annotations
 
 from tandem.runtime.backoff import Backoff

@@ -1,5 +1,3 @@
-"""Files of certificates: what is wrong with them is said by name, and they are followed while they change."""
-
 from __future__ import annotations
 
 import math
@@ -185,8 +183,7 @@ async def test_half_a_pair_keeps_the_old_one_and_is_told_only_if_it_stays(tmp_pa
     await followed.look(times=1)
     assert "does not fit the first certificate" in followed.tls.damage
     await followed.look()
-    assert followed.changes == [followed.tls.damage]
-    assert followed.tls.loaded == before
+    assert (followed.changes, followed.tls.loaded) == ([followed.tls.damage], before)
     followed.key.write_bytes(key.read_bytes())
     await followed.look(times=1)
     assert followed.tls.damage == ""

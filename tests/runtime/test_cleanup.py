@@ -106,9 +106,7 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
 
 
 @pytest.mark.parametrize("kills_group", [False, True], ids=["the server", "its process group"])
-def test_after_a_killed_server_its_guard_ends_what_it_left(
-    tmp_path: Path, start_server: StartServer, kills_group: bool
-) -> None:
+def test_the_guard_ends_what_a_killed_server_left(tmp_path: Path, start_server: StartServer, kills_group: bool) -> None:
     server, folder = start_server("time.sleep(600)")
     guard = the_guard(tmp_path)
     (orphan,) = marked_with(folder)
@@ -141,9 +139,7 @@ def status_of(process: psutil.Process, number: int) -> str:
     return "ignored" if ignored >> (number - 1) & 1 else ""
 
 
-def test_a_server_that_ends_leaves_nothing_and_its_guard_does_nothing(
-    tmp_path: Path, start_server: StartServer
-) -> None:
+def test_a_server_that_ends_leaves_nothing_to_its_guard(tmp_path: Path, start_server: StartServer) -> None:
     """Though the server itself still writes into a file of the folder, as Ray does."""
     then = (
         "import tandem.runtime.cleanup as cleanup; cleanup._GRACE_S = 0.1; (folder / 'ray').mkdir(); "
@@ -163,28 +159,18 @@ def test_what_ends_by_itself_is_not_killed(tmp_path: Path, sleeper: Callable[...
     assert clean_up("this run", str(tmp_path / "none"), grace_s=DEADLINE_S) == 0
 
 
-def test_only_processes_with_the_whole_mark_are_ended(
-    tmp_path: Path, sleeper: Callable[..., subprocess.Popen[bytes]]
-) -> None:
+def test_only_those_with_the_whole_mark_end(tmp_path: Path, sleeper: Callable[..., subprocess.Popen[bytes]]) -> None:
     ours = sleeper(TANDEM_RUN="this run")
-    others = [sleeper(), sleeper(TANDEM_RUN="this run too"), sleeper(XTANDEM_RUN="this run")]
+    inner = sleeper(TANDEM_RUN="this run:another")  # of a server that was started within the run
+    others = [sleeper(**env) for env in ({}, {"TANDEM_RUN": "this run too"}, {"XTANDEM_RUN": "this run"})]
+    others.append(sleeper(TANDEM_RUN="another"))
     os.kill(ours.pid, signal.SIGSTOP)
     folder = tmp_path / "folder"
     folder.mkdir()
-    assert clean_up("this run", str(folder), grace_s=0.0) == 1
-    assert ours.wait(DEADLINE_S) == -signal.SIGKILL
-    assert [other.poll() for other in others] == [None] * 3
+    assert clean_up("this run", str(folder), grace_s=0.0) == 2
+    assert [one.wait(DEADLINE_S) for one in (ours, inner)] == [-signal.SIGKILL] * 2
+    assert [other.poll() for other in others] == [None] * 4
     assert not folder.exists()
-
-
-def test_what_a_server_within_the_run_has_started_is_ended_too(
-    tmp_path: Path, sleeper: Callable[..., subprocess.Popen[bytes]]
-) -> None:
-    inner = sleeper(TANDEM_RUN="this run:another")
-    other = sleeper(TANDEM_RUN="another")
-    assert clean_up("this run", str(tmp_path / "none"), grace_s=0.0) == 1
-    assert inner.wait(DEADLINE_S) == -signal.SIGKILL
-    assert other.poll() is None
 
 
 def test_a_process_without_its_environment_is_known_by_what_it_writes(tmp_path: Path) -> None:

@@ -59,16 +59,6 @@ def test_without_an_authenticator_nobody_is_accepted(context: zmq.Context) -> No
         assert not socket.poll(500)
 
 
-def test_allowed_keys_connect_and_their_messages_carry_the_key(context: zmq.Context) -> None:
-    authenticator = KeyAuthenticator(context, DroppedMessages())
-    socket, address = listener(context)
-    keys = make_keys()
-    authenticator.allow(keys.public)
-    with closing(socket), calling(address, keys):
-        assert socket.poll(DEADLINE_S * 1000)
-        assert socket.recv_multipart(copy=False)[-1].get("User-Id") == keys.public
-
-
 def test_a_key_allowed_soon_after_is_accepted_an_unknown_one_counted(context: zmq.Context) -> None:
     dropped = DroppedMessages()
     authenticator = KeyAuthenticator(context, dropped)

@@ -1,5 +1,3 @@
-"""Blocking calls in threads that nothing waits for."""
-
 from __future__ import annotations
 
 import asyncio

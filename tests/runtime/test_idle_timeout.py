@@ -10,15 +10,6 @@ from tandem.runtime.idle_timeout import CHECKS, LATE_SHARE, IdleClock, IdleTimeo
 from tests.support.waiting import eventually
 
 
-async def test_a_wait_that_lasts_too_long_calls_back_once() -> None:
-    told: list[str] = []
-    watch = IdleTimeout(0.02, lambda: told.append("silent"))
-    watch.begin()
-    await eventually(lambda: bool(told))
-    watch.close()
-    assert told == ["silent"]
-
-
 async def test_many_short_waits_do_not_time_out() -> None:
     told: list[str] = []
     loop = asyncio.get_running_loop()

@@ -1,5 +1,3 @@
-"""How log lines look."""
-
 from __future__ import annotations
 
 import re

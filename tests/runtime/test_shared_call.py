@@ -1,5 +1,3 @@
-"""Who shares a call, and how many calls are made."""
-
 from __future__ import annotations
 
 import asyncio

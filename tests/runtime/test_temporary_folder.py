@@ -33,9 +33,7 @@ def test_it_is_in_tmpdir_and_closed_to_others(tmp_path: Path, monkeypatch: pytes
         ("full", "has 15 MiB free and needs 16 MiB; delete files there"),
     ],
 )
-def test_a_tmpdir_that_cannot_be_used_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
-) -> None:
+def test_a_tmpdir_of_no_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "read-only").mkdir(0o500)
     (tmp_path / "full").mkdir()

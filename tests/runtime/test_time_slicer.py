@@ -1,5 +1,3 @@
-"""Work is done in order, within the time of each iteration, and whatever one piece of it does."""
-
 from __future__ import annotations
 
 import asyncio

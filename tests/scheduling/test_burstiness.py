@@ -1,5 +1,3 @@
-"""How bursty arrivals are, and what that does to waits."""
-
 from __future__ import annotations
 
 import math

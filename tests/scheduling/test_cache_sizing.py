@@ -47,16 +47,6 @@ def test_reports_sizes_around_the_pools() -> None:
     assert rows[3]["num_bytes"] == 64 * 16 * 23_040
 
 
-def test_a_larger_cache_is_predicted_to_find_more() -> None:
-    sizing = make_sizing(40)
-    for _ in range(10):
-        for start in (0, 20, 40, 60):  # 80 blocks cyclically: more than fit
-            observe(sizing, BLOCKS[start : start + 20])
-    ratios = {row["num_blocks"]: row["hit_ratio"] for row in sizing.report()["capacities"]}
-    assert ratios[40] < 0.05
-    assert ratios[128] == pytest.approx(0.9)
-
-
 def test_tiers_count_by_owner() -> None:
     registry = make_registry(10, 10)
     sizing = CacheSizing(registry, clock=lambda: 0.0)
@@ -74,15 +64,6 @@ def test_workers_of_a_host_share_its_disk() -> None:
         add_ready(registry, make_card(worker_id))
         registry.note_tiers(worker_id, [tier("disk", 700)], None)
     assert CacheSizing(registry).levels()["disk"] == 700
-
-
-def test_the_next_turn_finds_the_answer() -> None:
-    sizing = make_sizing(100)
-    for _ in range(2):
-        observe(sizing, BLOCKS[:10], answer=BLOCKS[10:30])
-    assert sizing.hit_ratios([100]) == [0.5], "an answer alone counts nothing"
-    observe(sizing, BLOCKS[:40])
-    assert sizing.hit_ratios([100]) == [pytest.approx(40 / 60)]
 
 
 def test_measured_beside_predicted() -> None:

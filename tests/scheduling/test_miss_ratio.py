@@ -29,23 +29,6 @@ def test_without_traffic_nothing_is_found() -> None:
     assert curve.curve([1, 100]) == [0.0, 0.0]
 
 
-def test_a_chain_is_found_in_caches_that_hold_all_of_it() -> None:
-    curve = MissRatioCurve(16)
-    for _ in range(100):
-        observe(curve, *range(10))
-    assert curve.curve([12]) == [0.99]
-    assert curve.curve([5])[0] == pytest.approx(0.99 / 2, abs=0.06)
-
-
-def test_blocks_used_in_between_make_a_chain_deeper() -> None:
-    curve = MissRatioCurve(16)
-    for _ in range(100):
-        observe(curve, 1)
-        observe(curve, *range(1000, 1100))
-    assert curve.curve([90])[0] < 0.95
-    assert curve.curve([115])[0] == pytest.approx(0.99, abs=0.005)
-
-
 def test_a_partial_last_block_counts_with_its_real_size() -> None:
     curve = MissRatioCurve(16)
     for _ in range(2):

@@ -1,5 +1,3 @@
-"""Metrics and reports of runs that can be worked out by hand."""
-
 from __future__ import annotations
 
 import base64

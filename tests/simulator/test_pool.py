@@ -35,32 +35,6 @@ def test_leaves_go_first_and_the_least_recently_used_chain_before_others() -> No
     assert pool.count_cached(b) == 2
 
 
-def test_blocks_in_use_are_not_evicted() -> None:
-    pool = Pool(6)
-    a = chain("a", 3)
-    fill(pool, a)
-    user = allocate(pool, a, 4)
-    assert user.num_hits == 3
-    assert pool.try_allocate(chain("b", 3), 3, 3) is None
-    assert pool.count_cached(a) == 3
-    pool.release(user)
-    allocate(pool, chain("b", 3), 4)
-    assert pool.count_cached(a) == 2
-    assert pool.num_in_use == 4
-
-
-def test_a_prefix_two_sequences_use_counts_once() -> None:
-    pool = Pool(10)
-    a = chain("a", 4)
-    fill(pool, a)
-    first, second = allocate(pool, a, 5), allocate(pool, a, 6)
-    assert pool.num_in_use == 4 + 1 + 2
-    pool.release(first)
-    assert pool.num_in_use == 4 + 2
-    pool.release(second)
-    pool.check_integrity()
-
-
 def test_the_slower_of_two_equal_prompts_keeps_its_blocks_private() -> None:
     pool = Pool(10)
     a = chain("a", 3)

@@ -1,5 +1,3 @@
-"""Pools that change their size while a trace is served."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,15 +10,7 @@ from tandem.scheduling.autoscaling.moves import Move
 from tandem.scheduling.autoscaling.policy import AutoscalerPolicy
 from tandem.simulator.cluster import Cluster
 from tandem.simulator.machine import MACHINES
-from tandem.simulator.scaling import (
-    DynamoPlanner,
-    LlmdRules,
-    Scaler,
-    ScalingPlan,
-    Scene,
-    TandemScaler,
-    Threshold,
-)
+from tandem.simulator.scaling import DynamoPlanner, LlmdRules, Scaler, ScalingPlan, Scene, TandemScaler, Threshold
 from tandem.simulator.simulation import Outcome, simulate
 
 SLO = (10.0, 0.1)

@@ -1,5 +1,3 @@
-"""Closed forms of runs of steps against sums over single steps."""
-
 from __future__ import annotations
 
 import random

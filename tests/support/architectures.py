@@ -59,6 +59,7 @@ _LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _GROUPED_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _GROUPED_MOE |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
 _GEMMA = {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}
+_GEMMA4 = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16}
 _MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 _MLA |= {"num_key_value_heads": 4}
 _LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
@@ -68,20 +69,14 @@ _LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 _GLM_ROPE = {**_MROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
+_MULTIPLIERS = {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 3.0}
+_MULTIPLIERS |= {"logits_scaling": 2.0}
 _GPT2 = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
 _FALCON = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _OPT = {**_FALCON, "ffn_dim": 96, "max_position_embeddings": 512, "word_embed_proj_dim": 64}
 _BERT = {**_FALCON, "intermediate_size": 96}
-_BART = {
-    "vocab_size": VOCAB,
-    "d_model": 64,
-    "decoder_layers": 2,
-    "encoder_layers": 2,
-    "decoder_attention_heads": 4,
-    "encoder_attention_heads": 4,
-    "decoder_ffn_dim": 96,
-    "max_position_embeddings": 512,
-}
+_BART = {"vocab_size": VOCAB, "d_model": 64, "decoder_layers": 2, "encoder_layers": 2, "decoder_ffn_dim": 96}
+_BART |= {"decoder_attention_heads": 4, "encoder_attention_heads": 4, "max_position_embeddings": 512}
 
 SERVED: dict[str, Family] = {
     "llama": Family("LlamaConfig", _BASE),
@@ -114,7 +109,7 @@ SERVED: dict[str, Family] = {
     "gemma3": Family("Gemma3TextConfig", {**_BASE, **_GEMMA}, "two rotary tables"),
     "gemma4": Family(
         "Gemma4TextConfig",
-        {**_SLIDING, "head_dim": 256, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16},
+        {**_SLIDING, **_GEMMA4, "head_dim": 256},
         "wider heads in some layers; on CPUs, because GPU kernels hold 256 elements of a head, and it has 512",
     ),
     "phi": Family("PhiConfig", _BASE, "partial rotary, LayerNorm"),
@@ -135,17 +130,7 @@ SERVED: dict[str, Family] = {
     ),
     "minicpm3": Family("MiniCPM3Config", {**_BASE, **_MLA}, "latent attention"),
     "youtu": Family("YoutuConfig", {**_BASE, **_MLA}, "latent attention"),
-    "granite": Family(
-        "GraniteConfig",
-        {
-            **_BASE,
-            "attention_multiplier": 0.2,
-            "logits_scaling": 2.0,
-            "residual_multiplier": 0.5,
-            "embedding_multiplier": 3.0,
-        },
-        "multipliers",
-    ),
+    "granite": Family("GraniteConfig", {**_BASE, **_MULTIPLIERS}, "multipliers"),
     "granitemoe": Family("GraniteMoeConfig", {**_BASE, **_LOCAL_MOE}),
     "glm4": Family("Glm4Config", _WIDE),
     "glm4_moe": Family("Glm4MoeConfig", {**_WIDE, **_GROUPED_MOE}, "a router in float32, a shared expert"),
@@ -186,217 +171,141 @@ _QWEN_VISION |= {"patch_size": 14}
 _QWEN3_VISION = {**_QWEN_VISION, "deepstack_visual_indexes": []}
 _QWEN_IDS = {"image_token_id": 190, "video_token_id": 191, "vision_start_token_id": 192, "vision_end_token_id": 193}
 _AUDIO = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "num_mel_bins": 16}
-_LLAVA = {"vision_config": {"model_type": "clip_vision_model", **_VISION}, "image_token_index": 190}
 
 
 def _text(model_type: str, **changes: Any) -> dict[str, Any]:
     return {"model_type": model_type, **_WIDE, **changes}
 
 
+def _two_part(config: str, text: dict[str, Any], vision: dict[str, Any], note: str = "", **ids: int) -> Family:
+    """A model of a text part and one that reads images. `ids`: special tokens."""
+    return Family(config, {"text_config": text, "vision_config": vision, **ids}, note)
+
+
+_IMAGE = {"image_token_index": 190}
+_CLIP, _SIGLIP, _PIXTRAL = (
+    {"model_type": kind, **_VISION} for kind in ("clip_vision_model", "siglip_vision_model", "pixtral")
+)
+_MROPE_TEXT, _GLM_TEXT = {**_BASE, "rope_parameters": _MROPE}, {**_BASE, "rope_parameters": _GLM_ROPE}
+_QWEN2_VISION = {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64, "patch_size": 14}
+_GLM_VISION = {**_QWEN_VISION, "image_size": 28}
+_ENCODER = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+_PLAIN_MISTRAL = _text("mistral", sliding_window=None)
+_POSITIONS = "three positions for each token, equal in text"
+
 # Models that read images or sound too: their text part is served.
 WRAPPERS: dict[str, Family] = {
-    "gemma3, multimodal": Family(
+    "gemma3, multimodal": _two_part(
         "Gemma3Config",
-        {
-            "text_config": {**_BASE, **_GEMMA},
-            "vision_config": _VISION,
-            "mm_tokens_per_image": 4,
-            "image_token_index": 190,
-            "boi_token_index": 191,
-            "eoi_token_index": 192,
-        },
+        {**_BASE, **_GEMMA},
+        _VISION,
+        mm_tokens_per_image=4,
+        boi_token_index=191,
+        eoi_token_index=192,
+        **_IMAGE,
     ),
-    "mistral3": Family(
-        "Mistral3Config",
-        {
-            "text_config": _text("mistral", sliding_window=None),
-            "vision_config": {"model_type": "pixtral", **_VISION},
-            "image_token_index": 190,
-        },
+    "mistral3": _two_part("Mistral3Config", _PLAIN_MISTRAL, _PIXTRAL, **_IMAGE),
+    "llava": _two_part("LlavaConfig", _text("llama"), _CLIP, **_IMAGE),
+    "llava_next": _two_part("LlavaNextConfig", _PLAIN_MISTRAL, _CLIP, **_IMAGE),
+    "llava_onevision": _two_part("LlavaOnevisionConfig", _text("qwen2"), _SIGLIP, **_IMAGE),
+    "qwen2_vl": _two_part("Qwen2VLConfig", _MROPE_TEXT, _QWEN2_VISION, _POSITIONS, **_QWEN_IDS),
+    "qwen2_5_vl": _two_part("Qwen2_5_VLConfig", _MROPE_TEXT, _QWEN_VISION, _POSITIONS, **_QWEN_IDS),
+    "qwen3_vl": _two_part("Qwen3VLConfig", {**_WIDE, **_MROPE_TEXT}, _QWEN3_VISION, _POSITIONS, **_QWEN_IDS),
+    "qwen3_vl_moe": _two_part(
+        "Qwen3VLMoeConfig", {**_WIDE, **_MOE, **_MROPE_TEXT}, _QWEN3_VISION, _POSITIONS, **_QWEN_IDS
     ),
-    "llava": Family("LlavaConfig", {"text_config": _text("llama"), **_LLAVA}),
-    "llava_next": Family("LlavaNextConfig", {"text_config": _text("mistral", sliding_window=None), **_LLAVA}),
-    "llava_onevision": Family(
-        "LlavaOnevisionConfig",
-        {
-            "text_config": _text("qwen2"),
-            "vision_config": {"model_type": "siglip_vision_model", **_VISION},
-            "image_token_index": 190,
-        },
-    ),
-    "qwen2_vl": Family(
-        "Qwen2VLConfig",
-        {
-            "text_config": {**_BASE, "rope_parameters": _MROPE},
-            "vision_config": {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64, "patch_size": 14},
-            **_QWEN_IDS,
-        },
-        "three positions for each token, equal in text",
-    ),
-    "qwen2_5_vl": Family(
-        "Qwen2_5_VLConfig",
-        {"text_config": {**_BASE, "rope_parameters": _MROPE}, "vision_config": _QWEN_VISION, **_QWEN_IDS},
-        "three positions for each token, equal in text",
-    ),
-    "qwen3_vl": Family(
-        "Qwen3VLConfig",
-        {"text_config": {**_WIDE, "rope_parameters": _MROPE}, "vision_config": _QWEN3_VISION, **_QWEN_IDS},
-        "three positions for each token, equal in text",
-    ),
-    "qwen3_vl_moe": Family(
-        "Qwen3VLMoeConfig",
-        {"text_config": {**_WIDE, **_MOE, "rope_parameters": _MROPE}, "vision_config": _QWEN3_VISION, **_QWEN_IDS},
-        "three positions for each token, equal in text",
-    ),
-    "glm4v": Family(
-        "Glm4vConfig",
-        {"text_config": {**_BASE, "rope_parameters": _GLM_ROPE}, "vision_config": {**_QWEN_VISION, "image_size": 28}},
-        "three positions for each token, equal in text",
-    ),
-    "glm4v_moe": Family(
-        "Glm4vMoeConfig",
-        {
-            "text_config": {**_WIDE, **_GROUPED_MOE, "rope_parameters": _GLM_ROPE},
-            "vision_config": {**_QWEN_VISION, "image_size": 28},
-        },
-        "three positions for each token, equal in text",
-    ),
-    "kimi_k25": Family(
+    "glm4v": _two_part("Glm4vConfig", _GLM_TEXT, _GLM_VISION, _POSITIONS),
+    "glm4v_moe": _two_part("Glm4vMoeConfig", {**_WIDE, **_GROUPED_MOE, **_GLM_TEXT}, _GLM_VISION, _POSITIONS),
+    "kimi_k25": _two_part(
         "Kimi_K25Config",
-        {
-            "text_config": {"model_type": "deepseek_v3", **_BASE, **_MLA, **_GROUPED_MOE},
-            "vision_config": {name: _VISION[name] for name in _VISION if name != "image_size"},
-        },
+        {"model_type": "deepseek_v3", **_BASE, **_MLA, **_GROUPED_MOE},
+        {name: _VISION[name] for name in _VISION if name != "image_size"},
         "latent attention",
     ),
-    "internvl": Family(
+    "internvl": _two_part(
         "InternVLConfig",
-        {
-            "text_config": _text("qwen2"),
-            "vision_config": {**_VISION, "image_size": [28, 28], "patch_size": [14, 14]},
-            "image_token_id": 190,
-        },
+        _text("qwen2"),
+        {**_VISION, "image_size": [28, 28], "patch_size": [14, 14]},
+        image_token_id=190,
     ),
-    "idefics3": Family(
-        "Idefics3Config", {"text_config": _text("llama"), "vision_config": _VISION, "image_token_id": 190}
-    ),
+    "idefics3": _two_part("Idefics3Config", _text("llama"), _VISION, image_token_id=190),
     "voxtral": Family(
-        "VoxtralConfig",
-        {
-            "text_config": _text("llama"),
-            "audio_config": {
-                **_AUDIO,
-                "hidden_size": 32,
-                "intermediate_size": 128,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-            },
-            "audio_token_id": 190,
-        },
+        "VoxtralConfig", {"text_config": _text("llama"), "audio_config": _AUDIO | _ENCODER, "audio_token_id": 190}
     ),
     "qwen2_audio": Family(
         "Qwen2AudioConfig", {"text_config": _text("qwen2"), "audio_config": _AUDIO, "audio_token_index": 190}
     ),
 }
 
-_OWN = "knows only attention of its own"
+_TINY = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2}
 _LAYERS = "layers this engine cannot serve: "
+
+
+def _refused(config: str, settings: dict[str, Any], because: str, error: str) -> Refusal:
+    return Refusal(Family(config, settings, because), error)
+
+
+def _own_attention(config: str, settings: dict[str, Any], *, is_alibi: bool = False) -> Refusal:
+    family = Family(config, settings, "its code calls attention of its own" + ", with ALiBi" * is_alibi)
+    return Refusal(family, rf"{family.model_type}. .*knows only attention of its own")
+
+
 REFUSED: dict[str, Refusal] = {
-    "phimoe, sliding": Refusal(
-        Family("PhimoeConfig", {**_SLIDING, **_LOCAL_MOE}, "transformers hands its window to no attention function"),
+    "phimoe, sliding": _refused(
+        "PhimoeConfig",
+        {**_SLIDING, **_LOCAL_MOE},
+        "transformers hands its window to no attention function",
         "paged logits differ",
     ),
-    "falcon": Refusal(Family("FalconConfig", _FALCON, "its code calls attention of its own"), rf"falcon. .*{_OWN}"),
-    "falcon, alibi": Refusal(
-        Family("FalconConfig", {**_FALCON, "alibi": True}, "its code calls attention of its own, with ALiBi"),
-        rf"falcon. .*{_OWN}",
+    "falcon": _own_attention("FalconConfig", _FALCON),
+    "falcon, alibi": _own_attention("FalconConfig", {**_FALCON, "alibi": True}, is_alibi=True),
+    "bloom": _own_attention("BloomConfig", {**_GPT2, "hidden_size": 64}, is_alibi=True),
+    "mpt": _own_attention(
+        "MptConfig", {"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4}, is_alibi=True
     ),
-    "bloom": Refusal(
-        Family("BloomConfig", {**_GPT2, "hidden_size": 64}, "its code calls attention of its own, with ALiBi"),
-        rf"bloom. .*{_OWN}",
-    ),
-    "mpt": Refusal(
-        Family(
-            "MptConfig",
-            {"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4},
-            "its code calls attention of its own, with ALiBi",
-        ),
-        rf"mpt. .*{_OWN}",
-    ),
-    "gptj": Refusal(
-        Family("GPTJConfig", {**_GPT2, "rotary_dim": 8}, "its code calls attention of its own"), rf"gptj. .*{_OWN}"
-    ),
-    "codegen": Refusal(
-        Family("CodeGenConfig", {**_GPT2, "rotary_dim": 8}, "its code calls attention of its own"),
-        rf"codegen. .*{_OWN}",
-    ),
-    "diffllama": Refusal(
-        Family("DiffLlamaConfig", _BASE, "attends twice in a layer"), "each of 0 to n must attend once"
-    ),
-    "doge": Refusal(Family("DogeConfig", _BASE, "masks of its own"), "paged logits differ"),
-    "gemma4, other KV heads in some layers": Refusal(
-        Family(
-            "Gemma4TextConfig",
-            {
-                **_SLIDING,
-                "head_dim": 16,
-                "vocab_size_per_layer_input": VOCAB,
-                "hidden_size_per_layer_input": 16,
-                "per_layer_config": {"2": {"num_key_value_heads": 1}},
-            },
-            "a block holds one number of KV heads",
-        ),
+    "gptj": _own_attention("GPTJConfig", {**_GPT2, "rotary_dim": 8}),
+    "codegen": _own_attention("CodeGenConfig", {**_GPT2, "rotary_dim": 8}),
+    "diffllama": _refused("DiffLlamaConfig", _BASE, "attends twice in a layer", "each of 0 to n must attend once"),
+    "doge": _refused("DogeConfig", _BASE, "masks of its own", "paged logits differ"),
+    "gemma4, other KV heads in some layers": _refused(
+        "Gemma4TextConfig",
+        {**_SLIDING, **_GEMMA4, "head_dim": 16, "per_layer_config": {"2": {"num_key_value_heads": 1}}},
+        "a block holds one number of KV heads",
         "its layers differ in their KV",
     ),
-    "mimo_v2_flash": Refusal(
-        Family(
-            "MiMoV2FlashConfig", {**_SLIDING, **_GROUPED_MOE, "head_dim": 16}, "a block holds one number of KV heads"
-        ),
+    "mimo_v2_flash": _refused(
+        "MiMoV2FlashConfig",
+        {**_SLIDING, **_GROUPED_MOE, "head_dim": 16},
+        "a block holds one number of KV heads",
         "its layers differ in their KV",
     ),
-    "llama4": Refusal(
-        Family(
-            "Llama4TextConfig",
-            {**_WIDE, "intermediate_size_mlp": 96, "num_local_experts": 2, "attention_chunk_size": 32},
-            "chunked attention",
-        ),
+    "llama4": _refused(
+        "Llama4TextConfig",
+        {**_WIDE, "intermediate_size_mlp": 96, "num_local_experts": 2, "attention_chunk_size": 32},
+        "chunked attention",
         _LAYERS + "chunked_attention",
     ),
-    "deepseek_v32": Refusal(
-        Family("DeepseekV32Config", {**_BASE, **_MLA, **_GROUPED_MOE}, "an index of its own over keys"),
+    "deepseek_v32": _refused(
+        "DeepseekV32Config",
+        {**_BASE, **_MLA, **_GROUPED_MOE},
+        "an index of its own over keys",
         _LAYERS + "indexed_attention",
     ),
-    "qwen3_next": Refusal(
-        Family("Qwen3NextConfig", {**_WIDE, **_MOE}, "linear attention: state beside the KV"),
-        _LAYERS + "linear_attention",
+    "qwen3_next": _refused(
+        "Qwen3NextConfig", {**_WIDE, **_MOE}, "linear attention: state beside the KV", _LAYERS + "linear_attention"
     ),
-    "minimax": Refusal(
-        Family("MiniMaxConfig", {**_BASE, **_LOCAL_MOE}, "linear attention"), _LAYERS + "linear_attention"
+    "minimax": _refused("MiniMaxConfig", {**_BASE, **_LOCAL_MOE}, "linear attention", _LAYERS + "linear_attention"),
+    "mamba": _refused("MambaConfig", {**_TINY, "state_size": 8}, "state instead of KV", _LAYERS + "linear_attention"),
+    "rwkv": _refused("RwkvConfig", _TINY, "state instead of KV", "keeps state outside its KV cache"),
+    "lfm2": _refused(
+        "Lfm2Config", {**_BASE, "layer_types": ["conv", "full_attention", "conv"]}, "convolutions", _LAYERS + "conv"
     ),
-    "mamba": Refusal(
-        Family(
-            "MambaConfig",
-            {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
-            "state instead of KV",
-        ),
-        _LAYERS + "linear_attention",
-    ),
-    "rwkv": Refusal(
-        Family("RwkvConfig", {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2}, "state instead of KV"),
-        "keeps state outside its KV cache",
-    ),
-    "lfm2": Refusal(
-        Family("Lfm2Config", {**_BASE, "layer_types": ["conv", "full_attention", "conv"]}, "convolutions"),
-        _LAYERS + "conv",
-    ),
-    "bart": Refusal(Family("BartConfig", _BART, "counts positions itself"), "paged logits differ"),
-    "bert": Refusal(Family("BertConfig", _BERT, "an encoder"), "attends to later tokens"),
-    "t5": Refusal(
-        Family(
-            "T5Config",
-            {"vocab_size": VOCAB, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2},
-            "an encoder-decoder",
-        ),
+    "bart": _refused("BartConfig", _BART, "counts positions itself", "paged logits differ"),
+    "bert": _refused("BertConfig", _BERT, "an encoder", "attends to later tokens"),
+    "t5": _refused(
+        "T5Config",
+        {"vocab_size": VOCAB, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2},
+        "an encoder-decoder",
         "is an encoder-decoder",
     ),
 }

@@ -77,7 +77,6 @@ class ExactCurve:
         ends = [request.num_tokens_in(num_blocks) for num_blocks in range(num_known + 1)]
         np.add.at(self._hit_tokens, np.maximum.accumulate(depths), np.diff(ends))
         self._num_tokens += request.num_prompt_tokens
-
         uses = np.arange(end, self._num_uses, -1)
         self._add(last_uses[last_uses > 0], -1)
         self._add(uses, 1)

@@ -96,13 +96,9 @@ class FakeWorker:
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         beats_port = self._beats.bind_to_random_port("tcp://127.0.0.1")
         self.card = make_card(
-            worker_id,
-            role,
-            epoch=epoch,
-            endpoint=f"tcp://127.0.0.1:{port}",
-            heartbeat_endpoint=f"tcp://127.0.0.1:{beats_port}",
-            namespace=namespace,
-        )
+            worker_id, role, epoch=epoch, endpoint=f"tcp://127.0.0.1:{port}",
+            heartbeat_endpoint=f"tcp://127.0.0.1:{beats_port}", namespace=namespace,
+        )  # fmt: skip
         address = msgspec.structs.replace(self.card.address, public_key=self._keys.public)
         self.card = msgspec.structs.replace(self.card, address=address, tiers=tiers or {}, kernels=kernels)
         self._peer = b""
@@ -134,12 +130,9 @@ class FakeWorker:
 
     def beat(self, load: WorkerLoad, *links: LinkLoad, progress_age_s: float = 0.5) -> None:
         beat = Heartbeat(
-            worker_id=self.worker_id,
-            epoch=self.address.epoch,
-            progress_age_s=progress_age_s,
-            load=load,
+            worker_id=self.worker_id, epoch=self.address.epoch, progress_age_s=progress_age_s, load=load,
             links=list(links),
-        )
+        )  # fmt: skip
         self.beat_raw(encode_message(beat))
 
     def beat_raw(self, data: bytes) -> None:
@@ -213,18 +206,10 @@ class FakeCluster:
             self.registry, self.index, self.costs, config, heartbeat_interval_s=heartbeat_interval_s
         )
         self.flow = RequestFlow(
-            model="toy",
-            registry=self.registry,
-            index=self.index,
-            costs=self.costs,
-            placer=Placer(self.registry, self.index, self.costs, config),
-            sizing=self.sizing,
-            workers=self.client,
-            config=config,
-            tenants=tenants,
-            manager=manager,
-            tracing=tracing,
-        )
+            model="toy", registry=self.registry, index=self.index, costs=self.costs,
+            placer=Placer(self.registry, self.index, self.costs, config), sizing=self.sizing, workers=self.client,
+            config=config, tenants=tenants, manager=manager, tracing=tracing,
+        )  # fmt: skip
         self.workers: dict[str, FakeWorker] = {}
 
     async def add(self, worker: FakeWorker) -> FakeWorker:
@@ -233,8 +218,7 @@ class FakeCluster:
         return worker
 
     def assert_nothing_left(self) -> None:
-        assert self.client.num_open_sub_requests == 0
-        assert self.registry.num_bookings == 0
+        assert (self.client.num_open_sub_requests, self.registry.num_bookings) == (0, 0)
         for worker in self.registry:
             assert (worker.queued_prompt_tokens, worker.num_booked_seqs, worker.booked_kv_tokens) == (0, 0, 0)
 

@@ -55,17 +55,9 @@ def hostile_inputs(model: str, seed: int = 0) -> Iterator[HostileInput]:
     """All inputs, in a fixed order. They are made as they are asked for: together they are half a gigabyte."""
     rng = random.Random(f"hostile/{seed}")
     return chain(
-        _sampling_values(model),
-        _sampling_mixes(model, rng),
-        _field_types(model),
-        _other_routes(model),
-        _nesting(model),
-        _multipliers(model),
-        _large_bodies(model),
-        _http(),
-        _departures(model),
-        _damaged(model, rng),
-    )
+        _sampling_values(model), _sampling_mixes(model, rng), _field_types(model), _other_routes(model),
+        _nesting(model), _multipliers(model), _large_bodies(model), _http(), _departures(model), _damaged(model, rng),
+    )  # fmt: skip
 
 
 # Written as text, because some is not JSON: Python's NaN and Infinity, numbers beyond any type.
@@ -233,24 +225,11 @@ def _multipliers(model: str) -> Iterator[HostileInput]:
 
 def _large_bodies(model: str) -> Iterator[HostileInput]:
     pieces = {
-        "a": "a",
-        "word": "word ",
-        "space": " ",
-        "newline": "\n",
-        "tab": "\t",
-        "digits": "0123456789",
-        "punctuation": "!?.,;:-",
-        "emoji": "\U0001f600",
-        "joined emoji": "\U0001f469\u200d\U0001f469\u200d\U0001f467",
-        "marks": "e\u0301\u0302\u0303",
-        "cjk": "\u4f60\u597d",
-        "special": "<|im_start|>",
-        "half special": "<|im_",
-        "control": "\u0001",
-        "replacement": "\ufffd",
-        "camel": "aBcD",
-        "apostrophes": "'s't're",
-    }
+        "a": "a", "word": "word ", "space": " ", "newline": "\n", "tab": "\t", "digits": "0123456789",
+        "punctuation": "!?.,;:-", "emoji": "\U0001f600", "joined emoji": "\U0001f469\u200d\U0001f469\u200d\U0001f467",
+        "marks": "e\u0301\u0302\u0303", "cjk": "\u4f60\u597d", "special": "<|im_start|>", "half special": "<|im_",
+        "control": "\u0001", "replacement": "\ufffd", "camel": "aBcD", "apostrophes": "'s't're",
+    }  # fmt: skip
     for (name, piece), size in product(pieces.items(), (100_000, _MEGABYTE, 7_900_000)):
         count = size // max(1, len(json.dumps(piece)) - 2 if piece.isascii() else len(json.dumps(piece)))
         for path in (COMPLETIONS, CHAT) if size > _MEGABYTE else (COMPLETIONS,):
@@ -358,12 +337,8 @@ def _departures(model: str) -> Iterator[HostileInput]:
     for manner, stream, n in product((Manner.LEAVE, Manner.RESET, Manner.HALF_CLOSE), (True, False), (1, 4)):
         for max_tokens in (1, 50, 500):
             body = {
-                **_fields(COMPLETIONS, model),
-                "stream": stream,
-                "n": n,
-                "max_tokens": max_tokens,
-                "ignore_eos": True,
-            }
+                **_fields(COMPLETIONS, model), "stream": stream, "n": n, "max_tokens": max_tokens, "ignore_eos": True,
+            }  # fmt: skip
             name = f"leave/{manner.value} {'stream' if stream else 'plain'} n={n} {max_tokens} tokens"
             yield HostileInput(name, request(COMPLETIONS, body), manner)
 

@@ -84,15 +84,8 @@ class InstantSocket:
         while len(self._pool) > NUM_POOL_BLOCKS:
             removed.append(self._pool.popleft())
         self._sequence += 1
-        self._tell(
-            BlockEvents(
-                worker_id=self._worker_id,
-                epoch=1,
-                sequence=self._sequence,
-                stored=join_digests(stored),
-                removed=join_digests(removed),
-            )
-        )
+        runs = {"stored": join_digests(stored), "removed": join_digests(removed)}
+        self._tell(BlockEvents(worker_id=self._worker_id, epoch=1, sequence=self._sequence, **runs))
 
     def _tell(self, message: Message) -> None:
         self._client.receive(self.link, encode_message(message))

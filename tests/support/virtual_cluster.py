@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import Overloaded, ServingError
-from tandem.protocol.messages import PeerAddress, Role, StepStats, WorkerCard, WorkerState
+from tandem.protocol.messages import Role, StepStats
 from tandem.scheduling.admission.admission import Admission, Dispatch, Drop
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel, prefill_attention
@@ -24,6 +24,7 @@ from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.request import NO_DIGESTS, ServiceClass
 from tandem.scheduling.workers.bookings import Booking
 from tandem.scheduling.workers.registry import Registry
+from tests.support.builders import add_ready, make_card
 
 CHUNK_TOKENS = 512
 NOISE = 0.1  # standard deviation of the logarithm of a step's duration
@@ -111,21 +112,7 @@ class VirtualCluster:
         return job
 
     def _add(self, worker_id: str, role: Role) -> None:
-        card = WorkerCard(
-            address=PeerAddress(worker_id=worker_id, epoch=1, endpoint="", heartbeat_endpoint=""),
-            role=role,
-            kind="cpu-1",
-            model="virtual",
-            max_model_len=1 << 17,
-            block_size=16,
-            num_blocks=1 << 16,
-            block_bytes=16 * 23_040,
-            max_num_batched_tokens=CHUNK_TOKENS,
-            namespace=b"",
-            pid=0,
-        )
-        self.registry.add(card, 0.0)
-        self.registry.set_state(worker_id, WorkerState.READY, "virtual")
+        add_ready(self.registry, make_card(worker_id, role, num_blocks=1 << 16, max_model_len=1 << 17))
         self._machines[worker_id] = _Machine(worker_id)
 
     def _arrive(self, job: Job) -> None:
@@ -194,12 +181,9 @@ class VirtualCluster:
         duration_s += CPU_PRIOR.decode_seq_s * len(batch) + CPU_PRIOR.kv_token_s * num_kv
         duration_s *= math.exp(self._rng.gauss(0, NOISE))
         stats = StepStats(
-            duration_s=duration_s,
-            num_prefill_tokens=num_tokens,
-            prefill_attention=attention,
-            num_decode_seqs=len(batch),
-            num_decode_kv_tokens=num_kv,
-        )
+            duration_s=duration_s, num_prefill_tokens=num_tokens, prefill_attention=attention,
+            num_decode_seqs=len(batch), num_decode_kv_tokens=num_kv,
+        )  # fmt: skip
         machine.is_running = True
         self.at(self.now + duration_s, lambda: self._end_step(machine, stats, chunks, batch))
 
@@ -252,15 +236,9 @@ def poisson(
     """Independent arrivals, `rate` a second: prompts of even spread, answers of 32 tokens on average."""
     arrivals, now = [], rng.expovariate(rate)
     while now < duration_s:
-        arrivals.append(
-            Arrival(
-                time_s=now,
-                tenant=tenant,
-                num_prompt_tokens=rng.randint(64, 1024),
-                num_output_tokens=1 + int(rng.expovariate(1 / 32)),
-                slo_s=slo_s,
-                num_retries=num_retries,
-            )
-        )
+        arrivals.append(Arrival(
+            time_s=now, tenant=tenant, num_prompt_tokens=rng.randint(64, 1024),
+            num_output_tokens=1 + int(rng.expovariate(1 / 32)), slo_s=slo_s, num_retries=num_retries,
+        ))  # fmt: skip
         now += rng.expovariate(rate)
     return arrivals

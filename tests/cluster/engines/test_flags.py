@@ -1,5 +1,3 @@
-"""Flags of managed engines: what users may give, and what the server is started with."""
-
 from __future__ import annotations
 
 import itertools
@@ -94,8 +92,7 @@ def test_servers_that_share_a_gpu_share_its_memory() -> None:
 
 def test_the_key_is_in_the_environment_and_not_on_the_command_line() -> None:
     variables = vllm.environment(SERVER, SOCKETS)
-    assert variables["VLLM_API_KEY"] == "secret"
-    assert variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
+    assert (variables["VLLM_API_KEY"], variables["VLLM_NIXL_SIDE_CHANNEL_PORT"]) == ("secret", "5600")
     assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "2,3"
     assert "secret" not in " ".join(vllm.command(SERVER, SOCKETS))
     assert "secret" not in repr(SERVER)

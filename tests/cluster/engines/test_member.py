@@ -141,9 +141,7 @@ async def test_a_worker_is_placed_again_after_ray_chose_a_node_that_was_dead(mon
             await here.start()
 
 
-async def test_a_server_that_comes_up_while_the_service_drains_still_joins(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_server_that_comes_up_while_the_service_drains_still_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     async with placed(monkeypatch) as here:
         async with LocalDispatcher(here.fleet, [], {}).running():
             pass  # HTTP has ended
@@ -247,9 +245,7 @@ async def test_half_of_a_pair_flips_when_it_is_idle(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("is_safe", "state"), [(True, WorkerState.READY), (False, WorkerState.DRAINING)], ids=["serves on", "starts again"]
 )
-async def test_half_of_a_pair_that_does_not_switch(
-    monkeypatch: pytest.MonkeyPatch, is_safe: bool, state: WorkerState
-) -> None:
+async def test_half_a_pair_does_not_switch(monkeypatch: pytest.MonkeyPatch, is_safe: bool, state: WorkerState) -> None:
     """One that refused serves on. One that lost its role gets no request and is started again."""
     async with placed(monkeypatch, HALF) as here:
         await here.start()

@@ -1,5 +1,3 @@
-"""SGLang servers as workers: their command lines, their start in each mode, and their switch of roles."""
-
 from __future__ import annotations
 
 import itertools
@@ -72,9 +70,7 @@ def test_a_role_switch_that_the_server_would_refuse_is_refused_at_once() -> None
         (["--tp", "8", "--attn-dp-size", "8"], Parallelism(8, 1, 1, 8), 8, 8),
     ],
 )
-def test_ranks_of_attention_share_gpus(
-    arguments: list[str], ranks: Parallelism, num_gpus: int, num_caches: int
-) -> None:
+def test_ranks_of_attention_share_gpu(arguments: list[str], ranks: Parallelism, num_gpus: int, num_caches: int) -> None:
     found = sglang.parallelism(arguments)
     assert (found, found.num_gpus, found.num_caches) == (ranks, num_gpus, num_caches)
 
@@ -121,12 +117,9 @@ def test_a_role_is_fixed_unless_the_server_can_switch() -> None:
 @contextmanager
 def running(folder: Path, role: Role) -> Iterator[EngineStarted]:
     server = replace(
-        SERVER,
-        python=str(engine_python(folder, "fake_sglang")),
-        role=role,
-        num_gpus=0.0,
+        SERVER, python=str(engine_python(folder, "fake_sglang")), role=role, num_gpus=0.0,
         log_folder=str(folder / "logs"),
-    )
+    )  # fmt: skip
     actor = EngineActor(server)
     started = actor.start()
     try:
@@ -183,8 +176,7 @@ async def test_a_server_that_is_not_idle_yet_is_asked_again() -> None:
     busy = (400, {"success": False, "message": "instance is not idle; drain", "safe_to_restore": True})
     with switching(busy, (200, {"success": True, "message": "ok"})) as fake:
         await switch_role(spec(fake), Role.PREFILL, None)
-        assert fake.requests == [{"new_role": "prefill"}] * 2
-        assert fake.authorization == ["Bearer k"] * 2
+        assert (fake.requests, fake.authorization) == ([{"new_role": "prefill"}] * 2, ["Bearer k"] * 2)
 
 
 async def test_a_server_that_will_decode_is_told_the_size_of_the_graphs() -> None:
@@ -204,7 +196,7 @@ async def test_a_server_that_will_decode_is_told_the_size_of_the_graphs() -> Non
         (500, {"what": "ever"}, RoleIsLost, "failed to become"),
     ],
 )
-async def test_a_refusal_and_a_failure_are_told_apart(
+async def test_a_refusal_is_no_failure(
     status: int, content: dict[str, Any], error: type[Exception], reason: str
 ) -> None:
     with switching((status, content)) as fake:

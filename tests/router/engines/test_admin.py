@@ -72,8 +72,7 @@ async def test_engines_come_and_go_at_run_time(fake_a: FakeServer) -> None:
         assert (await router.client.get("/v1/engines", headers=TOKEN)).json()["data"] == []
         nobody = await router.client.post(COMPLETIONS, json=completion())
         assert (nobody.status_code, nobody.json()["error"]["message"]) == (503, "there is no engine")
-        assert len(router.fleet.index) == 0
-        assert len(router.fleet.registry) == 0
+        assert (len(router.fleet.index), len(router.fleet.registry)) == (0, 0)
 
 
 @pytest.mark.parametrize(

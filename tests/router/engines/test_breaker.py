@@ -36,12 +36,6 @@ def test_a_success_between_failures_keeps_it_closed() -> None:
     assert breaker.state(10) is BreakerState.CLOSED
 
 
-def test_an_absent_engine_opens_at_once() -> None:
-    breaker = make_breaker()
-    fail(breaker, 0.0, is_absent=True)
-    assert breaker.state(0.0) is BreakerState.OPEN
-
-
 def test_an_open_breaker_may_be_bypassed_if_the_engine_is_reachable() -> None:
     breaker = make_breaker(max_failures=1)
     fail(breaker, 0.0)

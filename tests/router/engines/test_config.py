@@ -133,7 +133,6 @@ def ranked(**values: Any) -> str:
         (ranked(kv_events="tcp://h:10", kv_replay="tcp://h:11"), "start the server with ports that are 2 apart"),
         (ranked(name="a") + engine(url=URL, name="a"), "engine name='a' is there twice"),
         (engine(url=URL) + 'headers = {X-Data-Parallel-Rank = "1"}\n', "'X-Data-Parallel-Rank' is set by the router"),
-        (engine(url=URL, kind="vllm", role="prefill"), "has only prefill engines in group ''"),
     ],
 )
 def test_what_is_wrong_is_named_with_file_key_value_and_remedy(text: str, expected: str, tmp_path: Path) -> None:

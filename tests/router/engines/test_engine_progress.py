@@ -61,16 +61,6 @@ def test_streams_of_which_none_gets_on_show_a_stall() -> None:
     assert not world.wait(100), "its requests are gone"
 
 
-def test_one_stream_may_stand_still_while_another_gets_on() -> None:
-    world = World()
-    streaming(world, "preempted", "other")
-    for _ in range(10):
-        assert not world.wait(29)
-        world.progress.token("other", world.now)
-    world.progress.end("other")
-    assert len(world.wait(31)) == 1
-
-
 def test_first_tokens_and_whole_answers_of_others_show_steps() -> None:
     world = World()
     streaming(world, "x")
@@ -79,17 +69,6 @@ def test_first_tokens_and_whole_answers_of_others_show_steps() -> None:
         world.progress.begin(number, world.now)
         (world.progress.token if number % 2 else world.progress.answer)(number, world.now)
         world.progress.end(number)
-
-
-def test_a_long_first_token_is_no_stall_and_neither_is_an_idle_engine() -> None:
-    world = World()
-    world.progress.begin("long prompt", world.now)
-    assert not world.wait(1000)
-    world.progress.token("long prompt", world.now)
-    world.progress.end("long prompt")
-    assert not world.wait(1000)
-    streaming(world, "later")
-    assert not world.wait(30)
 
 
 def test_a_client_that_takes_nothing_excuses_its_stream() -> None:

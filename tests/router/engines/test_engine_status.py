@@ -50,11 +50,8 @@ def test_the_load_of_one_rank() -> None:
     assert parse_load(VLLM, 0) == ReportedLoad(3, 4, 0.25)
     assert parse_load(VLLM, 1) == ReportedLoad(2, 0, 0.5)
     assert parse_load(VLLM, 2) is None
-    assert parse_load('sglang:num_running_reqs{dp_rank="1"} 5\nsglang:num_running_reqs{dp_rank="0"} 6\n', 1) == (
-        5,
-        0,
-        0,
-    )
+    text = 'sglang:num_running_reqs{dp_rank="1"} 5\nsglang:num_running_reqs{dp_rank="0"} 6\n'
+    assert parse_load(text, 1) == (5, 0, 0)
     assert parse_load(SGLANG, 1) == ReportedLoad(1, 2, 0.1)  # it does not say whose they are
     sizes = "".join(
         f'vllm:cache_config_info{{block_size="16",engine="{i}",num_gpu_blocks="{i}00"}} 1\n' for i in (1, 2)

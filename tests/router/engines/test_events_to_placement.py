@@ -1,5 +1,3 @@
-"""KV events of an engine decide where a prompt is expected to be cached."""
-
 from __future__ import annotations
 
 from typing import Any

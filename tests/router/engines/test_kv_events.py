@@ -1,5 +1,3 @@
-"""Translation of vLLM's messages to our digests, and the feed that replays missed ones."""
-
 from __future__ import annotations
 
 import asyncio
@@ -327,8 +325,7 @@ def test_a_name_that_gets_other_tokens_gives_up_its_former_block() -> None:
     translator = make_translator()
     (first,) = translator.apply([stored(0, 1)]).stored
     change = translator.apply([stored(0, 1, token_ids=IDS[16:32])])
-    assert change.removed == [first]
-    assert len(change.stored) == 1
+    assert (change.removed, len(change.stored)) == ([first], 1)
 
 
 def test_no_more_blocks_are_followed_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:

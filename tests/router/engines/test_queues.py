@@ -1,5 +1,3 @@
-"""Admission in front of engines: which requests wait in the router, which go first, which are refused, and why."""
-
 from __future__ import annotations
 
 import asyncio
@@ -58,7 +56,6 @@ async def test_what_waits_and_what_runs_is_in_the_metrics_until_it_ends(fake_a: 
         queue = ("router_queue_requests{", "router_queue_tokens{", "router_queue_worker_seconds{")
         running_engine, running_router = 'engine_running_requests{engine="a"}', "router_running_requests "
         dropped = 'router_dropped_total{reason="client_gone",tenant="default"}'
-
         running = await one_runs(router, fake_a)
         plain = asyncio.create_task(router.client.post(COMPLETIONS, json=completion(prompt_of("plain"), n=2)))
         gone = RawClient(router.app, COMPLETIONS, completion(prompt_of("gone"), stream=True))
@@ -100,17 +97,6 @@ async def test_a_full_queue_refuses_and_says_until_when(fake_a: FakeServer) -> N
         refused = await start(router, prompt_of("more"))
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert float(refused.headers["retry-after-ms"]) > 1
-        fake_a.resume()
-        assert (await running).status_code == 200
-
-
-async def test_tenants_have_their_defaults(fake_a: FakeServer, tmp_path: Path) -> None:
-    path = tmp_path / "tenants.toml"
-    path.write_text("[tenants.search]\nttft_slo_ms = 1\n")
-    async with routing(small(fake_a, "a"), tenants=load_tenants(str(path))) as router:
-        running = await one_runs(router, fake_a)
-        refused = await start(router, prompt_of("late"), **{"x-tandem-tenant": "search"})
-        assert refused.json()["error"]["code"] == "ttft_slo_unmet"
         fake_a.resume()
         assert (await running).status_code == 200
 
@@ -219,8 +205,7 @@ async def test_explain_decides_and_sends_nothing(fake_a: FakeServer, fake_b: Fak
         for body in (completion(prompt_of("a")), {"messages": [{"role": "user", "content": "a b"}]}):
             answer = await router.client.post(EXPLAIN, json=body)
             [decision] = answer.json()["data"]
-            assert decision["outcome"] == "admitted"
-            assert len(decision["placement"]["candidates"]) == 2
+            assert (decision["outcome"], len(decision["placement"]["candidates"])) == ("admitted", 2)
         assert not fake_a.requests + fake_b.requests
         assert router.fleet.registry.num_bookings == 0
         assert (await router.client.post(EXPLAIN, json=completion(model="x"))).status_code == 404

@@ -1,5 +1,3 @@
-"""Data-parallel ranks: one server whose ranks are engines of their own."""
-
 from __future__ import annotations
 
 import asyncio

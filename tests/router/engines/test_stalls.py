@@ -209,9 +209,7 @@ async def test_an_engine_that_cannot_be_asked_is_tried_by_a_request(fake_a: Fake
                 assert_whole(body)
 
 
-async def test_the_streams_of_all_frontend_processes_count(
-    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
-) -> None:
+async def test_the_streams_of_all_frontends_count(fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path) -> None:
     one = script_on(fake_a, LONG, delay_s=0.02, how="hang")
     script_on(fake_b, LONG)
     async with routing_by_decider(tmp_path, spec_of(fake_a, "a"), engine_stall_s=1.5) as decider:

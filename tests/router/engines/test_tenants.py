@@ -1,5 +1,3 @@
-"""Tenants in front of engines: the salt that an engine gets, and what a tenant is shown."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -85,8 +85,7 @@ async def test_a_request_is_written_whole_and_connections_are_kept() -> None:
         assert {b"authorization: Bearer k", b"x-request-id: req-1", b"content-length: 100000"} <= set(
             head.split(b"\r\n")
         )
-        assert body == b"x" * 100_000
-        assert peer.num_connections == 1
+        assert (body, peer.num_connections) == (b"x" * 100_000, 1)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -185,11 +184,8 @@ async def test_an_interim_answer_is_not_the_answer() -> None:
     async with connected() as (upstream, peer):
         peer.handle = answer(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n", plain(b"late", b"X-A: 1\r\n"))
         reply = await upstream.post("/", b"", "r")
-        assert (reply.status, reply.headers, await reply.read_all()) == (
-            200,
-            {"x-a": "1", "content-length": "4"},
-            b"late",
-        )
+        assert (reply.status, reply.headers) == (200, {"x-a": "1", "content-length": "4"})
+        assert await reply.read_all() == b"late"
         reply.close()
 
 
@@ -250,44 +246,6 @@ async def test_closing_early_drops_the_connection_unless_all_is_here() -> None:
         reply.close()
         go_on.set()
         await eventually(lambda: peer.num_hung_up == 1)
-
-
-async def test_a_failure_from_outside_reaches_the_waiting_reader() -> None:
-    async with connected() as (upstream, peer):
-        peer.handle = answer(CHUNKED + b"1\r\na\r\n")
-        reply = await upstream.post("/", b"", "r")
-        assert await reply.read() == b"a"
-        waiting = asyncio.create_task(reply.read())
-        await asyncio.sleep(0)
-        reply.fail(TimeoutError("enough"))
-        with pytest.raises(TimeoutError, match="enough"):
-            await waiting
-        reply.close()
-
-
-async def test_an_unread_answer_stops_the_reading_from_the_network() -> None:
-    async with connected() as (upstream, peer):
-        size, num_written = 64 * 1024, 0
-        writers: list[asyncio.StreamWriter] = []
-
-        async def flood(writer: asyncio.StreamWriter) -> None:
-            nonlocal num_written
-            writers.append(writer)
-            writer.write(CHUNKED)
-            for _ in range(400):
-                writer.write(b"%x\r\n%s\r\n" % (size, b"x" * size))
-                await writer.drain()
-                num_written += 1
-            writer.write(b"0\r\n\r\n")
-
-        peer.handle = flood
-        reply = await upstream.post("/", b"", "r")
-        # The engine cannot write because we do not read.
-        await eventually(lambda: not reply._connection._transport.is_reading())
-        await eventually(lambda: writers[0].transport.get_write_buffer_size() > 0)
-        assert num_written < 300  # the rest of 25 MB waits at the engine
-        assert len(await reply.read_all()) == 400 * size
-        reply.close()
 
 
 async def test_nothing_listens_there() -> None:
@@ -399,6 +357,7 @@ async def test_what_nobody_reads_is_not_parsed_and_its_connection_is_not_read() 
         await eventually(lambda: connection._is_paused)
         assert sum(map(len, reply._items)) <= PIECE_BYTES
         assert connection._num_unparsed_bytes < 2_000_000
+        assert not connection._transport.is_reading()
         assert len(await reply.read_all()) == 20_000_000
         assert not connection._is_paused
         reply.close()

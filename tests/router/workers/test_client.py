@@ -177,8 +177,7 @@ async def test_a_worker_speaks_in_its_own_name_only() -> None:
             return state.num_dropped_here.get("impostor", 0) > 1
 
         await eventually(is_told)
-        assert state.num_dropped_here["malformed"] == 1
-        assert others.load.num_waiting == 0
+        assert (state.num_dropped_here["malformed"], others.load.num_waiting) == (1, 0)
         assert not others.num_dropped_here
         assert other.address.public_key != worker.address.public_key
 
@@ -228,13 +227,6 @@ async def test_a_dead_worker_fails_all_its_requests_at_once_and_leaves_nothing()
         with pytest.raises(WorkerError, match="worker d is gone"):
             cluster.client.open_sub_request("d", make_generate("late"), make_queue())
         cluster.client.mark_dead("d", "again")
-
-
-async def test_a_silent_worker_is_given_up() -> None:
-    config = RouterConfig(worker_timeout_s=0.3)
-    async with fake_cluster(decode=silent, config=config) as cluster:
-        assert "silent for" in str(await error_of(asked(cluster)))
-        assert len(cluster.registry) == 0
 
 
 async def test_a_worker_without_heartbeats_is_marked_until_it_is_heard() -> None:
@@ -347,8 +339,7 @@ async def test_removing_a_worker_waits_for_what_it_runs() -> None:
         assert not removing.done()
         sub_request.close()
         await asyncio.wait_for(removing, 1)
-        assert len(cluster.registry) == 0
-        assert queue.num_items == 0
+        assert (len(cluster.registry), queue.num_items) == (0, 0)
 
 
 async def test_removing_a_worker_waits_no_longer_than_the_drain_timeout() -> None:

@@ -266,8 +266,7 @@ async def test_shows_its_pools() -> None:
         assert pools["roles"]["colocated"] == []
         assert "cpu-1" in pools["costs"]["steps"]
         assert pools["autoscaler"] == {"reason": "hold"}
-        assert pools["num_handoffs"] == 1
-        assert worker["links"] == []
+        assert (pools["num_handoffs"], worker["links"]) == (1, [])
         assert (cluster.flow.model, cluster.flow.max_model_len) == ("toy", 32768)
         assert cluster.flow.ready
 
@@ -280,8 +279,7 @@ async def test_requests_are_seen_by_the_cache_sizing() -> None:
         await collect(cluster, make_request(num_prompt_tokens=66, scope="hunter2"))
         await collect(cluster, make_request(num_prompt_tokens=66, scope="hunter2"))
         sizing = (await cluster.flow.pools())["cache_sizing"]
-        assert sizing["num_tokens"] == 62 + 2 * 66
-        assert sizing["measured_hit_ratio"] == 0.0
+        assert (sizing["num_tokens"], sizing["measured_hit_ratio"]) == (62 + 2 * 66, 0.0)
         assert {name: tenant["num_tokens"] for name, tenant in sizing["tenants"].items()} == {"default": 62 + 132}
         (configured,) = (row for row in sizing["capacities"] if row["configured"] == ["pool"])
         assert configured["num_blocks"] == 8192
@@ -319,7 +317,7 @@ PLANS = st.lists(
 
 
 @given(prefill=st.sampled_from(SCRIPTS), decode=st.sampled_from(SCRIPTS), plans=PLANS, local_prefill=st.booleans())
-async def test_every_exit_gives_everything_back(
+async def test_every_exit_is_clean(
     prefill: Script, decode: Script, plans: list[tuple[int, str]], local_prefill: bool
 ) -> None:
     async def run(cluster: FakeCluster, request_id: str, num_reads: int, end: str) -> None:

@@ -1,5 +1,3 @@
-"""Further answers to a prompt: they begin with the first one, on its workers, or by themselves."""
-
 from __future__ import annotations
 
 import asyncio
@@ -76,8 +74,7 @@ async def test_a_fork_books_only_what_its_answer_adds() -> None:
         await eventually(lambda: cluster.registry.num_bookings == 3)
         worker = cluster.registry.get("d")
         assert worker is not None
-        assert worker.num_booked_seqs == 3
-        assert worker.queued_prompt_tokens == 100
+        assert (worker.num_booked_seqs, worker.queued_prompt_tokens) == (3, 100)
         num_output_tokens = (worker.booked_kv_tokens - 100) // 3
         assert worker.booked_kv_tokens == 100 + 3 * num_output_tokens
         for task in tasks:

@@ -77,20 +77,10 @@ async def test_a_snapshot_whose_part_is_lost_is_requested_again() -> None:
 
     for number in (0, 2):
         world.feed.apply(link, part(number), 0.0)
-    world.feed.request_overdue(link, now=2.5, timeout_s=2.0)
-    assert socket.requested == [[POOL_PLACE]] * 2
+    for now, num_requested in ((1.0, 1), (2.5, 2), (3.0, 2)):
+        world.feed.request_overdue(link, now=now, timeout_s=2.0)
+        assert socket.requested == [[POOL_PLACE]] * num_requested
     for number in (0, 1, 2):
-        world.feed.apply(link, part(number), 3.0)
+        world.feed.apply(link, part(number), 4.0)
     world.feed.request_overdue(link, now=9.0, timeout_s=2.0)
     assert (len(socket.requested), world.index.num_blocks("a")) == (2, 3)
-
-
-async def test_a_snapshot_that_does_not_arrive_is_requested_again() -> None:
-    world = World()
-    socket = world.join("a", {})
-    world.feed.request_overdue(world.links["a"], now=1.0, timeout_s=2.0)
-    assert len(socket.requested) == 1
-    world.feed.request_overdue(world.links["a"], now=2.5, timeout_s=2.0)
-    assert len(socket.requested) == 2
-    world.feed.request_overdue(world.links["a"], now=3.0, timeout_s=2.0)
-    assert len(socket.requested) == 2

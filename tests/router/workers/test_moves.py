@@ -654,7 +654,6 @@ async def test_the_worker_that_drains_serves_while_all_others_are_dead() -> None
         begun = [asyncio.create_task(anext(stream)) for stream in served]
         await eventually(lambda: len(cluster.workers["d"].of_type(Generate)) >= 3)
         assert not any(one.request_id.startswith("r") for one in leaving.of_type(Generate))  # type: ignore[attr-defined]
-
         leaving._script = remaining_tokens
         cluster.client.mark_dead("d", "exit code -9")
         assert cluster.flow.ready

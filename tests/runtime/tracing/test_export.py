@@ -1,5 +1,3 @@
-"""Export of spans: what the environment variables set, and collectors that are gone, hang or refuse."""
-
 from __future__ import annotations
 
 import asyncio

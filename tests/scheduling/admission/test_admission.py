@@ -181,21 +181,17 @@ def test_a_request_with_a_deadline_goes_to_an_idle_worker() -> None:
     assert isinstance(decided, Dispatch)
     assert decided.placement.best.is_pair
     urgent = desk.enter(6, now=20.5, ttft_slo_s=1.0, expected_output_tokens=2)
-    assert urgent.placement.best.prefill.worker_id == "w1"
-    assert urgent.forecast.start_s == 0.0
+    assert (urgent.placement.best.prefill.worker_id, urgent.forecast.start_s) == ("w1", 0.0)
 
 
 @pytest.mark.parametrize("ttft_slo_s", [None, 1.0])
-def test_prompts_for_prefill_workers_do_not_delay_those_for_decode_workers(
-    ttft_slo_s: float | None,
-) -> None:
+def test_prompts_for_prefill_workers_do_not_delay_those_for_decode_workers(ttft_slo_s: float | None) -> None:
     desk = beside_decoding()
     for _ in range(3):
         desk.enter(2048, now=20.0)
     assert len(desk.decide(20.0)) == 1
     short = desk.enter(6, now=20.5, ttft_slo_s=ttft_slo_s, expected_output_tokens=2)
-    assert short.forecast.ahead.new_tokens == 2 * 2048
-    assert short.forecast.start_s == 0.0
+    assert (short.forecast.ahead.new_tokens, short.forecast.start_s) == (2 * 2048, 0.0)
     (decided,) = desk.decide(20.5)
     assert isinstance(decided, Dispatch)
     assert decided.queued is short
@@ -297,9 +293,7 @@ def test_a_decision_takes_no_longer_with_thousands_of_deadlines() -> None:
     ("tenant", "num_held", "goes"),
     [("greedy", 0, False), ("modest", 0, True), ("modest", 1, True), ("modest", 2, False)],
 )
-def test_a_tenant_that_holds_less_is_sent_where_another_one_has_the_seats(
-    tenant: str, num_held: int, *, goes: bool
-) -> None:
+def test_a_tenant_that_holds_less_is_sent_to_anothers_seats(tenant: str, num_held: int, *, goes: bool) -> None:
     """The worker takes one back for it. The tenants have four seats each at most, and would wait for long answers."""
     desk = make_desk(max_num_seqs=4)
     for name in ["modest"] * num_held + ["greedy"] * (4 - num_held):

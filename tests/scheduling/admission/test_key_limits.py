@@ -1,5 +1,3 @@
-"""Limits of API keys: exact at their bounds, true waiting times, and nothing left when all requests are over."""
-
 from __future__ import annotations
 
 import random

@@ -23,17 +23,12 @@ def test_policies_come_from_the_file_and_missing_values_from_its_default(tmp_pat
     assert [tenants.label(name) for name in ("search", "default", "anyone")] == ["search", "default", "other"]
 
 
-def test_a_tenant_may_be_restricted_to_some_workers(tmp_path: Path) -> None:
-    text = '[default]\nworkers = ["*-0"]\n[tenants.a]\nweight = 2\n[tenants.b]\nworkers = ["prefill-1", "decode-*"]\n'
-    tenants = load_tenants(write(tmp_path, text))
-    workers = [tenants.policy(name).workers for name in ("anyone", "a", "b")]
-    assert workers == [("*-0",), ("*-0",), ("prefill-1", "decode-*")]
-
-
-def test_tenants_may_share_their_caches(tmp_path: Path) -> None:
-    text = "[default]\nshared_cache = true\n[tenants.a]\nshared_cache = false\n[tenants.b]\nweight = 2\n"
-    tenants = load_tenants(write(tmp_path, text))
-    assert [tenants.policy(name).shared_cache for name in ("anyone", "a", "b")] == [True, False, True]
+def test_tenants_may_be_restricted_to_workers_and_share_their_caches(tmp_path: Path) -> None:
+    text = '[default]\nshared_cache = true\nworkers = ["*-0"]\n[tenants.a]\nshared_cache = false\n'
+    tenants = load_tenants(write(tmp_path, text + '[tenants.b]\nworkers = ["prefill-1", "decode-*"]\n'))
+    policies = [tenants.policy(name) for name in ("anyone", "a", "b")]
+    assert [policy.workers for policy in policies] == [("*-0",), ("*-0",), ("prefill-1", "decode-*")]
+    assert [policy.shared_cache for policy in policies] == [True, False, True]
     scopes = CacheScopes(tenants, has_keys=True)
     assert scopes.of("anyone", "s") == scopes.of("b", "s") != scopes.of("a", "s")
     assert "" not in {scopes.of(name, "") for name in ("anyone", "a", "b")}  # so that an engine is always told one
@@ -63,10 +58,7 @@ def test_without_a_file_all_are_alike() -> None:
         ("[tenants.a]\nttft_slo_ms = 'soon'", "tenants.a.ttft_slo_ms = 'soon' must be milliseconds"),
         ("[tenants.a]\nmax_queue_share = 1.5", "tenants.a.max_queue_share = 1.5 must be above 0, at most 1"),
         ("[tenants.a]\nwieght = 1", "tenants.a.wieght is unknown; use weight, ttft_slo_ms, itl_slo_ms"),
-        (
-            "[tenants.a]\nworkers = 'decode-0'",
-            "tenants.a.workers = 'decode-0' must be a list of worker ids or patterns",
-        ),
+        ("[tenants.a]\nworkers = 'decode-0'", "tenants.a.workers = 'decode-0' must be a list of worker ids"),
         ("[tenants.a]\nshared_cache = 'team'", "tenants.a.shared_cache = 'team' must be true or false"),
         ("[tenants.a]\nshared_cache = 1", "tenants.a.shared_cache = 1 must be true or false"),
         ("[tenants.a]\nworkers = []", "tenants.a.workers = .. must be a list"),

@@ -72,17 +72,6 @@ def test_a_gap_asks_for_a_snapshot_until_it_comes() -> None:
     assert index.longest_prefix(blocks, now=0.0) == {"w0": 3}
 
 
-def test_duplicates_and_late_snapshots_change_nothing() -> None:
-    index = make_index("w0")
-    blocks = chain("a", 2)
-    index.apply(make_events(1, stored=blocks[:1]))
-    index.apply(make_events(2, stored=blocks[1:]))
-    assert not index.apply(make_events(1, stored=chain("b", 1)))
-    index.apply_snapshot(make_snapshot(1, blocks[:1]))
-    assert index.longest_prefix(blocks, now=0.0) == {"w0": 2}
-    assert len(index) == 2
-
-
 def test_a_snapshot_in_parts_replaces_all_blocks_and_is_complete_with_its_last_part() -> None:
     index = make_index("w0")
     blocks = chain("a", 3)
@@ -197,15 +186,10 @@ class FakeWorker:
         old, self.depths[name] = self.depths[name], depth
         blocks = chain(name, 8)
         self.sequence += 1
-        self.in_flight.append(
-            make_events(
-                self.sequence,
-                stored=blocks[old:depth],
-                removed=blocks[depth:old],
-                worker_id=self.worker_id,
-                epoch=self.epoch,
-            )
-        )
+        self.in_flight.append(make_events(
+            self.sequence, stored=blocks[old:depth], removed=blocks[depth:old], worker_id=self.worker_id,
+            epoch=self.epoch,
+        ))  # fmt: skip
 
     def restart(self) -> None:
         self.depths = dict.fromkeys("abc", 0)
@@ -272,7 +256,6 @@ def test_equals_the_naive_index_once_snapshots_are_answered(steps: list[tuple[st
         worker.set_depth("a", 1)  # lost events show as a gap at the next one
         for events in worker.in_flight:
             deliver(worker, events)
-
     naive = NaiveIndex()
     naive.blocks = {worker_id: worker.held() for worker_id, worker in workers.items()}
     for name in "abc":

@@ -1,5 +1,3 @@
-"""When an answer should leave its decode worker for another one."""
-
 from __future__ import annotations
 
 import random

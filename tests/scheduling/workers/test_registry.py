@@ -24,13 +24,8 @@ def reserve(registry: Registry, prefill: str, decode: str, *, new: int = 100, co
 
 
 def booked(worker: RegisteredWorker) -> tuple[float, ...]:
-    return (
-        worker.queued_prompt_tokens,
-        worker.queued_attention,
-        worker.computed_prompt_tokens,
-        worker.num_booked_seqs,
-        worker.booked_kv_tokens,
-    )
+    prefill = (worker.queued_prompt_tokens, worker.queued_attention, worker.computed_prompt_tokens)
+    return (*prefill, worker.num_booked_seqs, worker.booked_kv_tokens)
 
 
 def test_tells_listeners_each_change_and_forgets_the_dead() -> None:
@@ -112,8 +107,7 @@ def test_a_booking_outlives_its_worker_harmlessly() -> None:
     registry.note_load("p", WorkerLoad(num_waiting=3), now=1.0)
     registry.note_step("p", StepStats(duration_s=0.1))
     booking.release()
-    assert registry.num_bookings == 0
-    assert registry.queued_prompt_tokens == 0
+    assert (registry.num_bookings, registry.queued_prompt_tokens) == (0, 0)
 
 
 def test_the_table_follows_bookings_and_knows_a_restarted_worker() -> None:
