@@ -187,8 +187,7 @@ def test_a_blocked_head_is_passed_by_a_bounded_amount_of_others() -> None:
 
 # 98 blocks fit, but not the first token.
 @pytest.mark.parametrize(
-    ("num_large", "num_large_blocks", "is_received"),
-    [(1, 99, False), (12, 98, False), (1, 98, True), (12, 99, True)],
+    ("num_large", "num_large_blocks", "is_received"), [(1, 99, False), (12, 98, False), (1, 98, True), (12, 99, True)]
 )
 def test_a_prompt_that_cannot_fit_beside_lost_blocks_holds_nobody_up(
     num_large: int, num_large_blocks: int, is_received: bool

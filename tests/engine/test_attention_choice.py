@@ -26,11 +26,7 @@ HOPPER_WITHOUT_FA3 = Device(kind="cuda", capability=(9, 0), has_triton=True)
 
 
 def choose(
-    wanted: str,
-    device: Device,
-    *layers: LayerAttention,
-    head_dim: int = 128,
-    dtype: torch.dtype = torch.bfloat16,
+    wanted: str, device: Device, *layers: LayerAttention, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16
 ) -> str:
     return choose_backend(wanted, device, head_dim, dtype, layers or (PLAIN,))
 

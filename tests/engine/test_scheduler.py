@@ -107,13 +107,7 @@ def drain(scheduler: Scheduler, limit: int = 1000) -> None:
 
 @pytest.mark.parametrize(
     ("num_tokens", "expected"),
-    [
-        (1, [(0, 1)]),
-        (15, [(0, 15)]),
-        (16, [(0, 16)]),
-        (17, [(0, 16), (16, 1)]),
-        (33, [(0, 16), (16, 16), (32, 1)]),
-    ],
+    [(1, [(0, 1)]), (15, [(0, 15)]), (16, [(0, 16)]), (17, [(0, 16), (16, 1)]), (33, [(0, 16), (16, 16), (32, 1)])],
 )
 def test_a_prompt_is_cut_by_the_token_budget(num_tokens: int, expected: list[tuple[int, int]]) -> None:
     scheduler = make_scheduler()

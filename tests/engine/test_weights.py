@@ -243,10 +243,7 @@ def without_compiler() -> Iterator[None]:
 @pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize(
     ("settings", "quantize"),
-    [
-        pytest.param(FP8, as_fp8_blocks, id="fp8"),
-        pytest.param(BITNET, as_ternary, id="bitnet"),
-    ],
+    [pytest.param(FP8, as_fp8_blocks, id="fp8"), pytest.param(BITNET, as_ternary, id="bitnet")],
 )
 def test_a_quantized_model_generates_what_transformers_does(
     settings: dict[str, Any], quantize: Callable[[Tensor], dict[str, Tensor]], tmp_path: Path

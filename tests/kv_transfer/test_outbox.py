@@ -101,10 +101,7 @@ def test_a_revoked_lease_is_confirmed_only_after_its_writes_have_settled() -> No
     assert outbox.next_writes() == []
     assert outbox.take_ended() == []
     outbox.write_settled(write, DONE)
-    assert outbox.take_ended() == [
-        LeaseEnded(D, "r", 5, REVOKED),
-        HandoffEnded(1, "r", False, REVOKED),
-    ]
+    assert outbox.take_ended() == [LeaseEnded(D, "r", 5, REVOKED), HandoffEnded(1, "r", False, REVOKED)]
 
 
 def test_a_receiver_that_missed_the_last_word_is_told_it_when_it_asks() -> None:

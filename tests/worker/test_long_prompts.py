@@ -33,14 +33,7 @@ from tandem.protocol.sampling import SamplingParams
 from tandem.worker import long_prompts
 from tandem.worker.long_prompts import unpacked
 from tandem.worker.loop import Worker
-from tests.support.cluster_harness import (
-    Client,
-    Oracle,
-    RunningWorker,
-    make_prompt,
-    running_cluster,
-    worker_config,
-)
+from tests.support.cluster_harness import Client, Oracle, RunningWorker, make_prompt, running_cluster, worker_config
 from tests.support.waiting import eventually, until
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)

@@ -19,14 +19,7 @@ from tandem.protocol.digest import EVERYONE
 from tandem.protocol.errors import ServingError
 from tandem.protocol.messages import Prefetch, Role
 from tandem.router.backend import PinRequest
-from tests.support.cluster_harness import (
-    BLOCK_BYTES,
-    BLOCK_SIZE,
-    Client,
-    Cluster,
-    make_prompt,
-    running_cluster,
-)
+from tests.support.cluster_harness import BLOCK_BYTES, BLOCK_SIZE, Client, Cluster, make_prompt, running_cluster
 from tests.support.waiting import eventually
 from tests.worker.test_roles import damaging, flip_a_bit
 from tests.worker.test_worker_pins import hold_disk_reads

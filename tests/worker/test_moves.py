@@ -93,12 +93,7 @@ async def test_the_death_of_the_decode_worker_at_any_token_changes_none(
 
 @pytest.mark.parametrize(
     ("roles", "copy_kv_tokens", "speculate"),
-    [
-        (ROLES, 0, "off"),
-        ({"c": Role.COLOCATED, "c2": Role.COLOCATED}, 0, "off"),
-        (ROLES, 16, "off"),
-        (ROLES, 16, "2"),
-    ],
+    [(ROLES, 0, "off"), ({"c": Role.COLOCATED, "c2": Role.COLOCATED}, 0, "off"), (ROLES, 16, "off"), (ROLES, 16, "2")],
     ids=["pairs", "colocated", "copied", "drafting"],
 )
 async def test_deaths_among_many_streams_change_no_token(

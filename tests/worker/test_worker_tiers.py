@@ -12,14 +12,7 @@ import pytest
 from tandem.protocol.config import TierConfig
 from tandem.protocol.messages import Role
 from tandem.scheduling.workers.registry import Registry
-from tests.support.cluster_harness import (
-    BLOCK_BYTES,
-    BLOCK_SIZE,
-    Cluster,
-    Oracle,
-    prompt_of,
-    running_cluster,
-)
+from tests.support.cluster_harness import BLOCK_BYTES, BLOCK_SIZE, Cluster, Oracle, prompt_of, running_cluster
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("patient")]
