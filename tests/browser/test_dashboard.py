@@ -500,9 +500,6 @@ def test_nothing_is_cut_and_no_names_overlap(windows: Windows, width: int) -> No
             assert page.locator(table).evaluate("node => node.scrollWidth <= node.parentElement.clientWidth"), table
 
 
-# -- whole servers, and pictures
-
-
 @contextmanager
 def requests_to(url: str, model: str, headers: dict[str, str]) -> Iterator[None]:
     """Four clients that send requests while the block runs; half of a prompt is one that was sent before."""

@@ -145,9 +145,6 @@ def _environment(place: Place) -> dict[str, str]:
     }
 
 
-# -- agents of npm
-
-
 def _codex_settings(place: Place) -> Mapping[str, str]:
     place.write(
         ".codex/config.toml",
@@ -280,9 +277,6 @@ def _pi_settings(api: str, path: str = "/v1") -> Callable[[Place], Mapping[str, 
 
 def _pi(place: Place) -> list[str]:
     return [str(NODE / ".bin" / "pi"), "--print", "--provider", "tandem", "--model", place.model, QUESTION]
-
-
-# -- agents of PyPI
 
 
 def _aider_settings(place: Place) -> Mapping[str, str]:

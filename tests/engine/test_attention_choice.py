@@ -123,9 +123,6 @@ def test_fa3_refuses_what_it_would_leave_out(options: dict[str, Any], fa3_calls:
         case.run(Fa3Attention(), case.new_pool(0.0), case.whole(), **options)
 
 
-# The check at start.
-
-
 class Faulty:
     """Plain attention with a fault."""
 

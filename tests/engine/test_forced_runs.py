@@ -138,9 +138,6 @@ def test_a_run_ends_at_a_stop_token(folder: Path) -> None:
     engine.close()
 
 
-# What is forced is what the mask allows.
-
-
 @pytest.fixture(scope="module")
 def merging(tmp_path_factory: pytest.TempPathFactory) -> StructuredOutput:
     """With a tokenizer of many merges, whose tokens reach over the ends of fixed texts."""

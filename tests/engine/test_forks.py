@@ -95,9 +95,6 @@ def separate(engine: Engine, prompt: list[int], num_answers: int, **sampling: An
     return facts(told)
 
 
-# The same tokens.
-
-
 @pytest.mark.parametrize(
     ("length", "fields"),
     [
@@ -152,9 +149,6 @@ def test_many_answers_while_the_pool_is_full(build_engine: BuildEngine) -> None:
     assert found == separate(build_engine(), prompt, 12, max_tokens=60)
 
 
-# What they take.
-
-
 @pytest.mark.parametrize(("num_prompt", "num_output"), [(10, 3), (16, 40), (40, 24), (40, 25), (64, 1), (65, 20)])
 def test_what_forks_share_is_stored_once(num_prompt: int, num_output: int, build_engine: BuildEngine) -> None:
     engine = build_engine()
@@ -190,9 +184,6 @@ def test_what_drafts_are_looked_for_in_is_stored_once(build_engine: BuildEngine)
     assert len(own) == 6
     assert max(own) < 100, "its answer, not its prompt"
     drain(engine, told)
-
-
-# Each goes its own way.
 
 
 def test_a_fork_that_is_preempted_comes_back(build_engine: BuildEngine) -> None:
@@ -281,9 +272,6 @@ def test_other_requests_leave_room_for_the_forks_of_a_prompt(build_engine: Build
     assert [one.request_id for one in engine.scheduler.waiting] == ["other"]
     assert engine.load().num_free_seats == 0
     drain(engine, told)
-
-
-# The pool.
 
 
 @pytest.mark.parametrize("seed", range(20))

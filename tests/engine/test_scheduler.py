@@ -687,9 +687,6 @@ def test_the_victim_of_a_step_computes_nothing_in_it() -> None:
     drain(scheduler)
 
 
-# A device that runs behind: what is computed is published later.
-
-
 def test_what_was_computed_before_a_preemption_is_not_published_after_it() -> None:
     scheduler = make_scheduler()
     scheduler.add(sequence := make_sequence(24))

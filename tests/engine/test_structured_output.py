@@ -118,23 +118,6 @@ def test_output_ends_with_the_grammar_and_keeps_its_last_token(engine: Engine) -
     assert (outputs[-1].finish_reason, outputs[-1].stop_token_id) == (FinishReason.STOP, EOS_TOKEN_ID)
 
 
-def test_the_model_may_end_where_the_grammar_may(engine: Engine) -> None:
-    asked = [ask(engine, str(i), regex_grammar("[xyz]{2,300}"), temperature=2.0, seed=i) for i in range(8)]
-    assert run(engine) == []
-    assert {sequence.finish_reason for sequence in asked} <= {FinishReason.STOP, FinishReason.LENGTH}
-    assert all(re.fullmatch("[xyz]{2,300}", text_of(engine, sequence)) for sequence in asked)
-
-
-def test_a_limit_cuts_the_output(engine: Engine) -> None:
-    sequence = ask(engine, "a", regex_grammar("[ab]{50}"), max_tokens=3)
-    assert run(engine) == []
-    assert sequence.finish_reason is FinishReason.LENGTH
-    assert len(output(sequence)) == 3
-
-
-# The same tokens everywhere.
-
-
 REQUESTS: list[dict[str, Any]] = [
     {"grammar": json_grammar(PERSON)},
     {"grammar": json_grammar(PERSON), "temperature": 1.0, "seed": 5},
@@ -212,9 +195,6 @@ def test_tokens_on_a_late_device_are_those_alone(engine: Engine, tokens_alone: l
     assert [output(sequence) for sequence in asked] == tokens_alone
 
 
-# What goes wrong concerns one request.
-
-
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
@@ -271,17 +251,6 @@ def test_a_grammar_holds_against_other_parameters(engine: Engine, changes: dict[
     sequence = ask(engine, "a", regex_grammar("(no|yes)?"), **changes)
     assert run(engine) == []
     assert text_of(engine, sequence) in ("", "no", "yes")
-
-
-def test_an_aborted_sequence_leaves_nothing(engine: Engine) -> None:
-    asked = [ask(engine, str(i), json_grammar(PERSON), temperature=1.0, seed=i) for i in range(6)]
-    for _ in range(3):
-        engine.step()
-    assert all(engine.abort(sequence.request_id) for sequence in asked)
-    assert run(engine) == []
-
-
-# A step waits for nothing of a grammar that takes long.
 
 
 def test_the_tokenizer_is_loaded_before_there_are_requests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,9 +353,6 @@ def test_no_step_looks_for_the_end_of_a_long_text(
     probe.consume_tokens(tokenizer.tokenize_str(start + "x"))
     assert not probe.is_error()
     assert len(probe.compute_ff_bytes()) <= 4000
-
-
-# Costly masks have a budget.
 
 
 class Clock:

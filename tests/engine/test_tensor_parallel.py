@@ -225,9 +225,6 @@ def test_a_rank_that_fails_alone_ends_the_engine(build_engine: BuildEngine, monk
             run_forever(engine)
 
 
-# Ranks as processes of their own.
-
-
 def make_config(folder: Path) -> EngineConfig:
     return EngineConfig(
         model=str(folder),

@@ -47,9 +47,6 @@ def evict(policy: EvictionPolicy, count: int) -> list[object]:
     return victims
 
 
-# Every policy: the forest and its pins against a naive model.
-
-
 class Model:
     """A naive model of the resident and pinned keys."""
 
@@ -163,9 +160,6 @@ def test_a_tier_without_room_is_refused(name: str) -> None:
         POLICIES[name](0)
 
 
-# Each policy's own character.
-
-
 def test_lru_evicts_chains_in_the_order_of_their_last_use() -> None:
     policy = LRU(9)
     store(policy, "a1", "a2", "a3")
@@ -223,9 +217,6 @@ def test_hit_density_ranks_by_recency_before_it_has_seen_anything() -> None:
     for key in range(10):
         store(policy, key)
     assert evict(policy, 10) == list(range(10))
-
-
-# On recorded traffic.
 
 
 QUICK = [(TRACES[0], 500), (TRACES[0], 4000), (TRACES[1], 1000), (TRACES[1], 16_000)]

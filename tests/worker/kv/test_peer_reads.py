@@ -430,9 +430,6 @@ async def test_an_idle_worker_reads_a_prompt_from_the_busy_one(
         await cluster.becomes_idle()
 
 
-# The lease, alone: two pools, a network that delays, repeats and drops, and a holder that reuses blocks at once.
-
-
 class _Side:
     """A worker's pool, transport and links, without an engine."""
 
